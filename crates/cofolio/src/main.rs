@@ -1,0 +1,3 @@
+//! The `cofolio` command.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! The EROFS format, composefs metadata images and composefs dump text: bytes in, bytes out, no I/O.

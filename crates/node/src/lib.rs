@@ -1,0 +1,1 @@
+//! What Cofolio knows of this machine: importing OCI images, mounting, the ledger.

@@ -1,0 +1,1 @@
+//! The content-addressed store: objects, images, refs, garbage collection, fsck, crash safety.

@@ -1,0 +1,1 @@
+//! Kernel interfaces that rustix lacks: the only crate of Cofolio with unsafe code.
