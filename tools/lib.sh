@@ -1,0 +1,28 @@
+# Shared by the scripts of this folder; sourced, not run.
+
+say() { printf '%s\n' "$*"; }
+die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 1; }
+
+top() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
+
+# The Debian mirror that this machine's own apt configuration names; empty when there is none.
+debian_mirror() {
+    command -v apt-get >/dev/null || return 0
+    apt-get indextargets --format '$(LABEL) $(REPO_URI)' 2>/dev/null | awk '$1 == "Debian" { print $2; exit }'
+}
+
+# install_packages PACKAGE…: installs what is missing of them, with apt, and says so.
+install_packages() {
+    local missing=()
+    for package in "$@"; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q '^install ok installed' || missing+=("$package")
+    done
+    [ ${#missing[@]} -eq 0 ] && return 0
+    [ "$(id -u)" -eq 0 ] || die "these packages are missing and only root can install them: ${missing[*]}"
+    command -v apt-get >/dev/null || die "these packages are missing and there is no apt-get: ${missing[*]}"
+    say "installing: ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null 2>&1 && return 0
+    apt-get update -qq || die "apt-get update failed"
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null || die "apt-get could not install: ${missing[*]}"
+}
