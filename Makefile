@@ -24,7 +24,6 @@ corpus:
 PREFIX ?= /usr/local
 install: build
 	install -D -m 755 target/release/cofolio $(DESTDIR)$(PREFIX)/bin/cofolio
-	ln -sf cofolio $(DESTDIR)$(PREFIX)/bin/cofolio-mkcomposefs
 
 clean:
 	cargo clean
