@@ -1,1 +1,3 @@
 //! Kernel interfaces that rustix lacks: the only crate of Cofolio with unsafe code.
+
+pub mod cache;

@@ -1,0 +1,218 @@
+//! Asking the page cache what it holds: cachestat(2), and mincore(2) on a mapping of a file.
+//!
+//! The two answer different questions. `cachestat` counts the pages of the open file's own mapping,
+//! those past the end of the file included, and needs no address space; it is the cheap one.
+//! `mincore` asks about what a *mapping* of the file would find. The answers differ where the file
+//! that one opens is not the one that holds the pages: under EROFS `inode_share` cachestat looks at
+//! the wrong mapping, mincore at the right one.
+
+use std::{
+    ffi::{c_long, c_void},
+    io,
+    os::fd::{AsFd, AsRawFd},
+    ptr,
+};
+
+/// The size of a page of the page cache as every figure here counts it, in bytes.
+///
+/// This is `sysconf(_SC_PAGESIZE)`: 4,096 on x86-64, up to 65,536 on arm64.
+pub fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// What cachestat(2) says of a range of a file, in pages of [`page_size`].
+///
+/// The fields are those of `struct cachestat` in `include/uapi/linux/mman.h`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Cachestat {
+    /// Pages in the page cache.
+    pub cached: u64,
+    /// Of these, not yet written back.
+    pub dirty: u64,
+    /// Of these, being written back now.
+    pub writeback: u64,
+    /// Pages that were cached once and then evicted (a shadow entry remains).
+    pub evicted: u64,
+    /// Of these, evicted so recently that the workload would have kept them with a little more memory.
+    pub recently_evicted: u64,
+}
+
+const _: () = assert!(size_of::<Cachestat>() == 40);
+
+/// `struct cachestat_range` of `include/uapi/linux/mman.h`.
+#[repr(C)]
+struct CachestatRange {
+    offset: u64,
+    len: u64,
+}
+
+/// The same number on every architecture: system calls added since Linux 5.0 are numbered in common.
+const SYS_CACHESTAT: c_long = 451;
+
+/// Counts the pages of a file that are in the page cache (cachestat(2), Linux 6.5).
+///
+/// `len` is in bytes from `offset`; 0 means to the end of the mapping, which counts pages past the
+/// end of the file too (a large folio may reach there).
+///
+/// # Errors
+/// `ENOSYS` before Linux 6.5; `EPERM` from 6.15 for a caller that neither owns nor may write the
+/// file; `EOPNOTSUPP` for hugetlbfs.
+pub fn cachestat(file: impl AsFd, offset: u64, len: u64) -> io::Result<Cachestat> {
+    let range = CachestatRange { offset, len };
+    let mut stat = Cachestat::default();
+    // SAFETY: both pointers are to live, properly aligned structs of the kernel's layout (sizes
+    // asserted above), which the kernel reads and writes only during the call.
+    let ret = unsafe {
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_fd().as_raw_fd(),
+            ptr::from_ref(&range),
+            ptr::from_mut(&mut stat),
+            0u32,
+        )
+    };
+    if ret == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A whole file mapped shared and read-only.
+///
+/// No slice of the contents is ever handed out: another process may write or truncate the file at
+/// any time, so bytes are only copied. Touching a page that truncation took away raises SIGBUS,
+/// which ends the process; it cannot corrupt memory.
+#[derive(Debug)]
+pub struct FileMap {
+    /// Page-aligned start, or dangling when `len` is 0.
+    start: *mut c_void,
+    /// Bytes of the file when it was mapped.
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone, is never written, and all access goes through
+// system calls or copies, which any thread may do.
+unsafe impl Send for FileMap {}
+// SAFETY: as above; no method changes the value.
+unsafe impl Sync for FileMap {}
+
+impl FileMap {
+    /// Maps the first `len` bytes of `file` (normally its size). A `len` of 0 maps nothing.
+    ///
+    /// # Errors
+    /// Those of mmap(2); `EOVERFLOW` when `len` exceeds the address space.
+    pub fn new(file: impl AsFd, len: u64) -> io::Result<FileMap> {
+        let len = usize::try_from(len)
+            .ok()
+            .filter(|&len| isize::try_from(len).is_ok())
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+        if len == 0 {
+            return Ok(FileMap { start: ptr::null_mut(), len });
+        }
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory that Rust
+        // knows of.
+        let start = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                len,
+                rustix::mm::ProtFlags::READ,
+                rustix::mm::MapFlags::SHARED,
+                file,
+                0,
+            )
+        }?;
+        Ok(FileMap { start, len })
+    }
+
+    /// Bytes mapped.
+    pub fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Whether nothing is mapped.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tells for each page of the mapping whether it is resident in the page cache (mincore(2)),
+    /// calling `each` with runs of at most 65,536 pages, in order.
+    ///
+    /// Asking faults nothing in. Linux tells the truth only to a caller that owns the file or may
+    /// write it, and answers "resident" to everybody else (since 5.2, against side channels).
+    ///
+    /// # Errors
+    /// Those of mincore(2); `ENOMEM` cannot happen while the mapping lives.
+    pub fn residency(&self, mut each: impl FnMut(&[Page])) -> io::Result<()> {
+        const CHUNK: usize = 65_536;
+        let page = rustix::param::page_size();
+        let pages = self.len.div_ceil(page);
+        let mut buf = vec![Page(0); pages.min(CHUNK)];
+        for first in (0..pages).step_by(CHUNK) {
+            let count = CHUNK.min(pages - first);
+            // SAFETY: the range lies in the mapping (its last page is mapped whole, even if the
+            // file ends inside it); `Page` is a transparent u8 and `buf` holds at least `count`.
+            let ret = unsafe {
+                libc::mincore(
+                    self.start.byte_add(first * page),
+                    (count * page).min(self.len - first * page),
+                    buf.as_mut_ptr().cast(),
+                )
+            };
+            if ret != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            each(&buf[..count]);
+        }
+        Ok(())
+    }
+
+    /// Counts the resident pages of the mapping. See [`FileMap::residency`].
+    ///
+    /// # Errors
+    /// Those of [`FileMap::residency`].
+    pub fn resident_pages(&self) -> io::Result<u64> {
+        let mut resident = 0;
+        self.residency(|run| resident += run.iter().filter(|p| p.is_resident()).count() as u64)?;
+        Ok(resident)
+    }
+
+    /// Copies bytes from `offset` on into `buf`, faulting pages in like any reader of the mapping.
+    /// Returns how many were copied: fewer than `buf` holds only at the end of the mapping.
+    pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> usize {
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX).min(self.len);
+        let count = buf.len().min(self.len - offset);
+        if count > 0 {
+            // SAFETY: the source range lies in the mapping, the target is `buf`; they cannot
+            // overlap, as nobody else holds the mapping's address. Another process may change the
+            // bytes while they are copied: the copy is then a mix of old and new, as with read(2).
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    self.start.byte_add(offset).cast::<u8>(),
+                    buf.as_mut_ptr(),
+                    count,
+                );
+            }
+        }
+        count
+    }
+}
+
+impl Drop for FileMap {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: the mapping was made by `new`, has this length, and no borrow of it exists.
+            // munmap of a valid range fails only for want of memory to split a mapping: not here.
+            let _ = unsafe { rustix::mm::munmap(self.start, self.len) };
+        }
+    }
+}
+
+/// One page's answer from mincore(2).
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy)]
+pub struct Page(u8);
+
+impl Page {
+    /// Whether the page is in the page cache. Only the lowest bit is defined (mincore(2)).
+    pub fn is_resident(self) -> bool {
+        self.0 & 1 == 1
+    }
+}
