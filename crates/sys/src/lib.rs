@@ -1,3 +1,5 @@
 //! Kernel interfaces that rustix lacks: the only crate of Cofolio with unsafe code.
 
 pub mod cache;
+pub mod mount;
+pub mod userns;

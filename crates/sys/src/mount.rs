@@ -1,0 +1,290 @@
+//! What rustix lacks of the mount API: attributes of a mount, the kernel's own words about a
+//! mount that failed, identity of a mount, loop devices, and the per-thread namespaces and working
+//! directories that mounting needs.
+//!
+//! `fsopen`, `fsconfig`, `fsmount`, `move_mount`, `open_tree` and `unmount` are in
+//! [`rustix::mount`].
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+use rustix::mount::{MountAttrFlags, MountPropagationFlags};
+use rustix::thread::UnshareFlags;
+
+/// What [`mount_setattr`] changes. The default changes nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct MountAttr<'fd> {
+    /// Attributes to set.
+    pub set: MountAttrFlags,
+    /// Attributes to clear, before `set` is applied.
+    pub clear: MountAttrFlags,
+    /// `PRIVATE`, `SHARED`, `DOWNSTREAM` or `UNBINDABLE`; empty leaves the propagation alone.
+    pub propagation: MountPropagationFlags,
+    /// Maps ids by this user namespace's maps. The mount must be detached and never attached
+    /// before, and its filesystem must allow it (EROFS since 5.19; overlayfs does not).
+    pub idmap: Option<BorrowedFd<'fd>>,
+}
+
+impl Default for MountAttr<'_> {
+    fn default() -> Self {
+        Self {
+            set: MountAttrFlags::empty(),
+            clear: MountAttrFlags::empty(),
+            propagation: MountPropagationFlags::empty(),
+            idmap: None,
+        }
+    }
+}
+
+/// `struct mount_attr` of `include/uapi/linux/mount.h`, version 0.
+#[repr(C)]
+struct RawMountAttr {
+    attr_set: u64,
+    attr_clr: u64,
+    propagation: u64,
+    userns_fd: u64,
+}
+
+const _: () = assert!(size_of::<RawMountAttr>() == 32);
+
+/// `mount_setattr(2)` on the mount that `fd` itself is, submounts not included (Linux 5.12).
+///
+/// # Errors
+/// The kernel's: `EINVAL` for a combination that it refuses (id-mapping a filesystem that does not
+/// allow it, for one), `EPERM` without `CAP_SYS_ADMIN`, `ENOSYS` before 5.12.
+pub fn mount_setattr(mount: impl AsFd, attr: &MountAttr<'_>) -> io::Result<()> {
+    let mut set = attr.set;
+    let mut userns_fd = 0;
+    if let Some(namespace) = attr.idmap {
+        set |= MountAttrFlags::MOUNT_ATTR_IDMAP;
+        userns_fd = u64::from(namespace.as_raw_fd().cast_unsigned());
+    }
+    let raw = RawMountAttr {
+        attr_set: u64::from(set.bits()),
+        attr_clr: u64::from(attr.clear.bits()),
+        propagation: u64::from(attr.propagation.bits()),
+        userns_fd,
+    };
+    // SAFETY: the path is an empty C string, which with AT_EMPTY_PATH means `mount` itself; `raw`
+    // is a `struct mount_attr` that lives through the call, and its size is the one given. The
+    // kernel only reads both.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_fd().as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const raw,
+            size_of::<RawMountAttr>(),
+        )
+    };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// What the kernel wrote about an `fsopen` context: the reason why `fsconfig` or `fsmount` failed,
+/// as words (`overlay: No changes allowed in reconfigure`). Reading takes them away.
+///
+/// Each message starts with `e `, `w ` or `i ` for error, warning and information
+/// (`fs/fs_context.c`, `logfc`); that prefix is kept, so that the caller can choose.
+pub fn context_messages(context: impl AsFd) -> Vec<String> {
+    // The kernel keeps 8 messages (`struct fc_log`), each shorter than a page.
+    const MESSAGES_MAX: usize = 8;
+    let mut messages = Vec::new();
+    let mut buffer = [0u8; 4096];
+    while messages.len() < MESSAGES_MAX {
+        match rustix::io::read(context.as_fd(), &mut buffer[..]) {
+            Ok(length) if length > 0 => {
+                let text = String::from_utf8_lossy(&buffer[..length]);
+                messages.push(text.trim_end().to_owned());
+            }
+            // ENODATA: no more of them.
+            _ => break,
+        }
+    }
+    messages
+}
+
+/// Which mount something lies on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MountId {
+    /// The number of `/proc/self/mountinfo`. The kernel gives it to another mount once this one
+    /// is gone.
+    pub id: u64,
+    /// The number that is never given twice while the machine is up (Linux 6.8).
+    pub unique: Option<u64>,
+    /// Whether the path is the root of that mount.
+    pub is_root: bool,
+}
+
+/// `STATX_MNT_ID_UNIQUE` (`include/uapi/linux/stat.h`, Linux 6.8).
+const STATX_MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+
+/// The mount that `path`, relative to `dir`, lies on; an empty path means `dir` itself.
+/// Neither follows a symbolic link at the end nor triggers an automount.
+///
+/// # Errors
+/// Those of `statx(2)`; `Unsupported` where the kernel does not say (before Linux 5.8).
+pub fn mount_id(dir: impl AsFd, path: impl AsRef<Path>) -> io::Result<MountId> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    let path = path.as_ref();
+    let plain = rustix::fs::statx(dir.as_fd(), path, flags, StatxFlags::MNT_ID)?;
+    if plain.stx_mask & StatxFlags::MNT_ID.bits() == 0 {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "statx gives no mount id"));
+    }
+    // The kernel answers with one of the two in the same field, so it takes two calls.
+    let unique = rustix::fs::statx(dir.as_fd(), path, flags, STATX_MNT_ID_UNIQUE)?;
+    let has_unique = unique.stx_mask & STATX_MNT_ID_UNIQUE.bits() != 0;
+    let is_root = plain.stx_attributes.contains(rustix::fs::StatxAttributes::MOUNT_ROOT);
+    Ok(MountId { id: plain.stx_mnt_id, unique: has_unique.then_some(unique.stx_mnt_id), is_root })
+}
+
+/// Runs `work` in a thread of its own whose working directory is `dir`. The working directory of
+/// the rest of the process stays as it is.
+///
+/// Filesystems that take a *path* as their source resolve it against the caller's working
+/// directory and keep the text: this is how a short name ends up in mountinfo.
+///
+/// # Errors
+/// When the thread cannot be started, or cannot enter `dir`. A panic in `work` goes on in the
+/// caller.
+pub fn in_directory<T: Send>(
+    dir: BorrowedFd<'_>,
+    work: impl FnOnce() -> T + Send,
+) -> io::Result<T> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
+            // SAFETY: only CLONE_FILES is a danger to other threads (a descriptor of one would be
+            // unknown in the other); CLONE_FS gives this thread its own working directory, root
+            // and umask, which no Rust value depends on.
+            unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS)? };
+            rustix::process::fchdir(dir)?;
+            Ok(work())
+        })?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Gives the calling thread, and what it starts from now on, a mount namespace of its own in which
+/// nothing propagates to or from other namespaces.
+///
+/// # Errors
+/// `EPERM` without `CAP_SYS_ADMIN`.
+pub fn unshare_mount_namespace() -> io::Result<()> {
+    // SAFETY: as in `in_directory`: CLONE_NEWNS (which implies CLONE_FS) changes how paths
+    // resolve in this thread, and leaves descriptors and memory alone.
+    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS)? };
+    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    Ok(())
+}
+
+/// `LOOP_CTL_GET_FREE` and `LOOP_CONFIGURE` of `include/uapi/linux/loop.h`.
+const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
+const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
+const LO_FLAGS_READ_ONLY: u32 = 1;
+const LO_FLAGS_AUTOCLEAR: u32 = 4;
+const LO_FLAGS_DIRECT_IO: u32 = 16;
+
+/// `struct loop_info64`.
+#[repr(C)]
+struct LoopInfo64 {
+    lo_device: u64,
+    lo_inode: u64,
+    lo_rdevice: u64,
+    lo_offset: u64,
+    lo_sizelimit: u64,
+    lo_number: u32,
+    lo_encrypt_type: u32,
+    lo_encrypt_key_size: u32,
+    lo_flags: u32,
+    lo_file_name: [u8; 64],
+    lo_crypt_name: [u8; 64],
+    lo_encrypt_key: [u8; 32],
+    lo_init: [u64; 2],
+}
+
+/// `struct loop_config`.
+#[repr(C)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    info: LoopInfo64,
+    reserved: [u64; 8],
+}
+
+const _: () = assert!(size_of::<LoopInfo64>() == 232);
+const _: () = assert!(size_of::<LoopConfig>() == 304);
+
+/// A loop device that is gone as soon as nobody has it open or mounted.
+#[derive(Debug)]
+pub struct LoopDevice {
+    /// `/dev/loopN`.
+    pub path: PathBuf,
+    /// Keeps the device; a mount keeps it too.
+    pub fd: OwnedFd,
+}
+
+/// Attaches `file` to a free loop device: read-only, with blocks of 4,096 bytes, with direct I/O
+/// where the filesystem below allows it (so that nothing is cached twice), freed with its last
+/// user. `name` is what `losetup` shows; what is longer than 63 bytes is cut off.
+///
+/// # Errors
+/// The kernel's; `ENOENT` or `ENODEV` where it has no loop devices, `ENOSYS`/`EINVAL` before
+/// Linux 5.8, `EBUSY` when other processes took every free device that we were offered.
+pub fn attach_loop(file: impl AsFd, name: &OsStr) -> io::Result<LoopDevice> {
+    // Between "this one is free" and "I take it" somebody else may take it.
+    const TRIES_MAX: u32 = 64;
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    let control = rustix::fs::open("/dev/loop-control", flags, Mode::empty())?;
+    let mut file_name = [0u8; 64];
+    let length = name.len().min(file_name.len() - 1);
+    file_name[..length].copy_from_slice(&name.as_bytes()[..length]);
+    for _ in 0..TRIES_MAX {
+        // SAFETY: LOOP_CTL_GET_FREE takes no argument and touches no memory of ours.
+        let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE as _) };
+        if number < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let path = PathBuf::from(format!("/dev/loop{number}"));
+        let fd = match rustix::fs::open(&path, flags, Mode::empty()) {
+            Ok(fd) => fd,
+            // Taken and freed again meanwhile: its node may be gone with it.
+            Err(rustix::io::Errno::NXIO | rustix::io::Errno::BUSY) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        let config = LoopConfig {
+            fd: file.as_fd().as_raw_fd().cast_unsigned(),
+            block_size: 4096,
+            info: LoopInfo64 {
+                lo_device: 0,
+                lo_inode: 0,
+                lo_rdevice: 0,
+                lo_offset: 0,
+                lo_sizelimit: 0,
+                lo_number: 0,
+                lo_encrypt_type: 0,
+                lo_encrypt_key_size: 0,
+                lo_flags: LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO,
+                lo_file_name: file_name,
+                lo_crypt_name: [0; 64],
+                lo_encrypt_key: [0; 32],
+                lo_init: [0; 2],
+            },
+            reserved: [0; 8],
+        };
+        // SAFETY: LOOP_CONFIGURE reads one `struct loop_config`, which `config` is (its size is
+        // asserted above) and which lives through the call.
+        let rc = unsafe { libc::ioctl(fd.as_raw_fd(), LOOP_CONFIGURE as _, &raw const config) };
+        if rc == 0 {
+            return Ok(LoopDevice { path, fd });
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EBUSY) {
+            return Err(error);
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::EBUSY))
+}
