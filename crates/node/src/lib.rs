@@ -1,1 +1,3 @@
 //! What Cofolio knows of this machine: importing OCI images, mounting, the ledger.
+
+pub mod ledger;

@@ -1,0 +1,175 @@
+//! What the machine holds in memory: `/proc/meminfo` and `/proc/vmstat` at one moment.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::{LedgerError, Result, read_text};
+
+/// One moment's memory of the whole machine, in bytes unless a name says otherwise.
+///
+/// The sources are `/proc/meminfo` (`Documentation/filesystems/proc.rst`) and, for the counters at
+/// the end, `/proc/vmstat`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Memory {
+    /// Memory nobody uses.
+    pub free: u64,
+    /// What a new program could get without swapping, by the kernel's estimate.
+    pub available: u64,
+    /// Page cache of block devices: where ext4 keeps its inode tables, bitmaps and directories.
+    pub buffers: u64,
+    /// Page cache of files (less swap cache and `buffers`), tmpfs included.
+    pub cached: u64,
+    /// Of `cached`, tmpfs and shared memory.
+    pub shmem: u64,
+    /// Memory of processes that no file backs.
+    pub anon: u64,
+    /// Page cache that processes map.
+    pub mapped: u64,
+    /// Page cache not yet written back.
+    pub dirty: u64,
+    /// Kernel objects that can be reclaimed: inodes and dentries, mostly.
+    pub slab_reclaimable: u64,
+    /// Kernel objects that cannot.
+    pub slab_unreclaimable: u64,
+    /// Page tables.
+    pub page_tables: u64,
+    /// Kernel stacks.
+    pub kernel_stack: u64,
+    /// How many times the page cache has been dropped by hand since boot (`drop_pagecache`).
+    pub page_cache_drops: u64,
+    /// Pages that reclaim took back since boot (`pgsteal_kswapd` + `pgsteal_direct`).
+    pub pages_reclaimed: u64,
+}
+
+impl Memory {
+    /// Reads the machine under `root` (`/` on a live machine).
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] when a file cannot be read, [`LedgerError::Format`] when meminfo lacks a
+    /// field that every kernel since 4.20 has. The vmstat counters are optional: 0 when absent.
+    pub fn read(root: &Path) -> Result<Memory> {
+        let meminfo_path = root.join("proc/meminfo");
+        let vmstat_path = root.join("proc/vmstat");
+        let meminfo = read_text(&meminfo_path)?;
+        let vmstat = read_text(&vmstat_path)?;
+        let format = |what| LedgerError::Format { path: meminfo_path.clone(), what };
+        let kib = |name: &str| parse_meminfo(&meminfo, name).map_err(format);
+        let count = |name: &str| field(&vmstat, name).unwrap_or(0);
+        Ok(Memory {
+            free: kib("MemFree")?,
+            available: kib("MemAvailable")?,
+            buffers: kib("Buffers")?,
+            cached: kib("Cached")?,
+            shmem: kib("Shmem")?,
+            anon: kib("AnonPages")?,
+            mapped: kib("Mapped")?,
+            dirty: kib("Dirty")?,
+            slab_reclaimable: kib("SReclaimable")?,
+            slab_unreclaimable: kib("SUnreclaim")?,
+            page_tables: kib("PageTables")?,
+            kernel_stack: kib("KernelStack")?,
+            page_cache_drops: count("drop_pagecache"),
+            pages_reclaimed: count("pgsteal_kswapd").saturating_add(count("pgsteal_direct")),
+        })
+    }
+
+    /// Every page of page cache: of files, of tmpfs and of block devices.
+    pub fn page_cache(&self) -> u64 {
+        self.cached.saturating_add(self.buffers)
+    }
+
+    /// Kernel objects of both kinds.
+    pub fn slab(&self) -> u64 {
+        self.slab_reclaimable.saturating_add(self.slab_unreclaimable)
+    }
+}
+
+/// The bytes of one `Name:  123 kB` line of meminfo, or what is wrong with it.
+fn parse_meminfo(text: &str, name: &str) -> Result<u64, String> {
+    let rest = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        .ok_or_else(|| format!("has no line {name}"))?;
+    rest.trim()
+        .strip_suffix(" kB")
+        .and_then(|kib| kib.trim().parse::<u64>().ok()?.checked_mul(1024))
+        .ok_or_else(|| format!("{name} is not a number of kB: {:?}", rest.trim()))
+}
+
+/// The number of one `name 123` line, as vmstat and memory.stat have them.
+pub(super) fn field(text: &str, name: &str) -> Option<u64> {
+    text.lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
+        .and_then(|value| value.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMINFO: &str = "\
+MemTotal:       24684084 kB
+MemFree:        23000000 kB
+MemAvailable:   23900000 kB
+Buffers:           12000 kB
+Cached:           345678 kB
+SwapCached:            0 kB
+Active:           100000 kB
+Dirty:                16 kB
+AnonPages:         50000 kB
+Mapped:            40000 kB
+Shmem:               900 kB
+KReclaimable:      80000 kB
+Slab:             130000 kB
+SReclaimable:      80000 kB
+SUnreclaim:        50000 kB
+KernelStack:        2048 kB
+PageTables:         1234 kB
+HugePages_Total:       0
+";
+
+    fn plant(meminfo: &str, vmstat: &str) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join("proc")).unwrap();
+        std::fs::write(root.path().join("proc/meminfo"), meminfo).unwrap();
+        std::fs::write(root.path().join("proc/vmstat"), vmstat).unwrap();
+        root
+    }
+
+    #[test]
+    fn reads_a_planted_machine() {
+        let vmstat =
+            "nr_free_pages 7\ndrop_pagecache 3\ndrop_slab 4\npgsteal_kswapd 10\npgsteal_direct 5\n";
+        let root = plant(MEMINFO, vmstat);
+        let memory = Memory::read(root.path()).unwrap();
+        assert_eq!(memory.free, 23_000_000 * 1024);
+        assert_eq!(memory.cached, 345_678 * 1024, "Cached, not SwapCached");
+        assert_eq!(memory.page_cache(), (345_678 + 12_000) * 1024);
+        assert_eq!(memory.slab(), 130_000 * 1024);
+        assert_eq!(memory.page_cache_drops, 3);
+        assert_eq!(memory.pages_reclaimed, 15);
+    }
+
+    #[test]
+    fn a_missing_line_is_named() {
+        let text = MEMINFO.replace("SReclaimable:      80000 kB\n", "");
+        let error = Memory::read(plant(&text, "").path()).unwrap_err().to_string();
+        assert!(error.contains("proc/meminfo") && error.contains("SReclaimable"), "{error}");
+    }
+
+    #[test]
+    fn nonsense_is_refused_without_a_panic() {
+        for value in ["", "kB", "-1 kB", "12", "18446744073709551615 kB", "x kB"] {
+            let text = MEMINFO.replace("Cached:           345678 kB", &format!("Cached: {value}"));
+            let error = Memory::read(plant(&text, "").path()).unwrap_err();
+            assert!(matches!(error, LedgerError::Format { .. }), "{value:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_live_machine_can_be_read() {
+        let memory = Memory::read(Path::new("/")).unwrap();
+        assert!(memory.free > 0 && memory.cached > 0);
+    }
+}
