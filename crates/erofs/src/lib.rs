@@ -1,1 +1,4 @@
 //! The EROFS format, composefs metadata images and composefs dump text: bytes in, bytes out, no I/O.
+
+pub mod dump;
+pub mod tree;

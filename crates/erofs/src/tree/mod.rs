@@ -1,0 +1,1037 @@
+//! A filesystem tree in a compact arena: what an image holds, before or after it is bytes.
+//!
+//! Inodes and names are apart, as in a filesystem: a hard link is a second name of one inode, and
+//! an inode lives as long as a name leads to it. A million entries fit in some 120 MB:
+//!
+//! ```text
+//! inodes   48 bytes each   owner, mode, mtime, and a reference to the content
+//! entries  16 bytes each   one per name: its directory, its inode, the next name in the directory
+//! names    1 + length      all names in one buffer, addressed by the entry
+//! digests  32 bytes each   of external files
+//! index     5..10 bytes    one hash table of entry ids over (directory, name)
+//! xattrs   interned        one attribute (name, value) once; one set of attributes once
+//! ```
+//!
+//! Names within a directory have no order here: whoever enumerates gets them sorted by their bytes.
+//! What is removed leaves its bytes behind in the arena until the tree is dropped; trees are built
+//! once and written, so this costs less than the bookkeeping would.
+
+mod error;
+mod names;
+mod walk;
+mod xattr;
+
+use std::collections::HashMap;
+
+pub use error::TreeError;
+pub use walk::{Visit, Walk};
+pub use xattr::Xattrs;
+
+pub(crate) use xattr::{SetId, XattrTable};
+
+use names::NameIndex;
+
+/// Longest file name in bytes (`NAME_MAX`; also what a directory entry of EROFS can hold).
+pub const NAME_MAX: usize = 255;
+/// Longest symbolic link target or object path in bytes (`PATH_MAX` less the terminating NUL).
+pub const TARGET_MAX: usize = 4095;
+/// Most file content in bytes that a metadata image holds inline (as libcomposefs 1.0).
+pub const INLINE_MAX: usize = 5000;
+/// Largest external file in bytes: 1,024 chunks of 8 TiB, since the chunk table of a stub inode
+/// must fit one block (as libcomposefs 1.0).
+pub const EXTERNAL_MAX: u64 = 1024 << 43;
+
+/// Mask of the file type in a mode.
+pub const S_IFMT: u32 = 0o170_000;
+/// File type of a regular file.
+pub const S_IFREG: u32 = 0o100_000;
+/// File type of a directory.
+pub const S_IFDIR: u32 = 0o040_000;
+/// File type of a symbolic link.
+pub const S_IFLNK: u32 = 0o120_000;
+/// File type of a character device.
+pub const S_IFCHR: u32 = 0o020_000;
+/// File type of a block device.
+pub const S_IFBLK: u32 = 0o060_000;
+/// File type of a named pipe.
+pub const S_IFIFO: u32 = 0o010_000;
+/// File type of a socket.
+pub const S_IFSOCK: u32 = 0o140_000;
+
+/// An inode of one tree. Never valid in another tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct InodeId(u32);
+
+/// A name of one tree: the pair of a directory and a name in it. Never valid in another tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EntryId(u32);
+
+impl InodeId {
+    /// Dense index, from 0 (the root) up to [`Tree::inode_capacity`]; for side tables.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    pub(crate) fn from_index(index: u32) -> InodeId {
+        InodeId(index)
+    }
+}
+
+impl EntryId {
+    pub(crate) fn to_u32(self) -> u32 {
+        self.0
+    }
+
+    pub(crate) fn from_u32(raw: u32) -> EntryId {
+        EntryId(raw)
+    }
+}
+
+/// What an inode has besides content and extended attributes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Meta {
+    /// Permission bits and file type (`st_mode`). The type may be left zero when an inode is
+    /// inserted: its content says what it is.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Modification time, whole seconds since 1970.
+    pub mtime: i64,
+    /// Modification time, nanoseconds within the second.
+    pub mtime_nsec: u32,
+}
+
+/// Where the bytes of an external file are found at run time (overlayfs's redirect).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payload<'a> {
+    /// Nowhere: the file has a size only.
+    None,
+    /// The object of this digest, at `ab/cdef…` under the object directory.
+    Object(&'a [u8; 32]),
+    /// An explicit path under the object directory; 1 to [`TARGET_MAX`] bytes without NUL.
+    Path(&'a [u8]),
+}
+
+/// What an inode is, and what it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content<'a> {
+    /// A directory; its names are entries of the tree.
+    Directory,
+    /// A symbolic link with its target: 1 to [`TARGET_MAX`] bytes without NUL.
+    Symlink(&'a [u8]),
+    /// A regular file whose content (at most [`INLINE_MAX`] bytes) is in the image itself.
+    /// An empty file is always this one.
+    Inline(&'a [u8]),
+    /// A regular file whose content is an object outside the image.
+    External {
+        /// Size in bytes, 1 to [`EXTERNAL_MAX`]. Zero is taken as `Inline(&[])`.
+        size: u64,
+        /// fs-verity SHA-256 digest that the kernel is to check, if known.
+        digest: Option<&'a [u8; 32]>,
+        /// Where the object is.
+        payload: Payload<'a>,
+    },
+    /// A character device with its number as the kernel's `new_encode_dev` gives it (for numbers
+    /// in use the same as `st_rdev`). Number 0 is an overlayfs whiteout.
+    CharDevice(u32),
+    /// A block device with its number, encoded as for a character device.
+    BlockDevice(u32),
+    /// A named pipe.
+    Fifo,
+    /// A socket.
+    Socket,
+}
+
+impl<'a> Content<'a> {
+    /// A regular file kept as the object of that digest, which the kernel is to check.
+    #[must_use]
+    pub fn object(size: u64, digest: &'a [u8; 32]) -> Content<'a> {
+        Content::External { size, digest: Some(digest), payload: Payload::Object(digest) }
+    }
+
+    /// The file type bits of a mode that fit this content.
+    #[must_use]
+    pub fn type_bits(&self) -> u32 {
+        match self {
+            Content::Directory => S_IFDIR,
+            Content::Symlink(_) => S_IFLNK,
+            Content::Inline(_) | Content::External { .. } => S_IFREG,
+            Content::CharDevice(_) => S_IFCHR,
+            Content::BlockDevice(_) => S_IFBLK,
+            Content::Fifo => S_IFIFO,
+            Content::Socket => S_IFSOCK,
+        }
+    }
+
+    /// Whether this is an overlayfs whiteout: a character device with number 0.
+    #[must_use]
+    pub fn is_whiteout(&self) -> bool {
+        matches!(self, Content::CharDevice(0))
+    }
+}
+
+/// One name of a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Child<'a> {
+    /// The name, 1 to [`NAME_MAX`] bytes, without `/` and NUL, neither `.` nor `..`.
+    pub name: &'a [u8],
+    /// The inode it leads to.
+    pub inode: InodeId,
+    /// The entry itself.
+    pub entry: EntryId,
+}
+
+/// Marks the absence of an id in a 32-bit field.
+const NONE: u32 = u32::MAX;
+/// The inode of an entry that is reserved for a hard link whose target is not known yet.
+const PENDING: u32 = u32::MAX - 1;
+/// Ids stay below this, so that the writer has room to mark ids of its own.
+const ID_LIMIT: u32 = 1 << 31;
+
+/// Regular file whose content is external.
+const EXTERNAL: u16 = 1 << 0;
+/// External: the digest in the table is to be checked by the kernel.
+const VERIFIED: u16 = 1 << 1;
+/// External: the payload is the object path of the digest in the table.
+const BY_DIGEST: u16 = 1 << 2;
+/// `Inode::entry` was given as the name under which the inode is stored, not chosen.
+const PRIMARY_GIVEN: u16 = 1 << 3;
+/// More than one name, or a link count of its own: look into `Tree::links`.
+const LINKED: u16 = 1 << 4;
+/// A special file that claims more than 4 GiB: it makes mkcomposefs choose the long inode form.
+const ODD_SIZE: u16 = 1 << 5;
+/// No name leads here any more.
+const DEAD: u16 = 1 << 6;
+
+/// `word`, `a` and `b` by content:
+///
+/// | content | word | a | b |
+/// |---|---|---|---|
+/// | directory | number of names | first entry | |
+/// | symlink, inline | offset into `text` | length | |
+/// | external | size | index into `digests` | index into `payloads` |
+/// | device | | device number | |
+#[derive(Clone, Copy)]
+struct Inode {
+    mtime: i64,
+    word: u64,
+    uid: u32,
+    gid: u32,
+    mtime_nsec: u32,
+    a: u32,
+    b: u32,
+    xattrs: SetId,
+    /// The first name that it got (or the given primary one); `NONE` for the root.
+    entry: u32,
+    mode: u16,
+    flags: u16,
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    /// Offset of the name in `names`: a length byte, then the bytes.
+    name: u32,
+    parent: u32,
+    /// `NONE` once removed, `PENDING` while reserved.
+    inode: u32,
+    next_sibling: u32,
+}
+
+const _: () = assert!(size_of::<Inode>() == 48 && size_of::<Entry>() == 16);
+
+/// What only hard-linked inodes need: all names, and a link count that was given.
+#[derive(Default, Clone)]
+struct Links {
+    /// May hold removed entries; `live` says how many are not.
+    names: Vec<u32>,
+    live: u32,
+    nlink: Option<u32>,
+}
+
+/// A filesystem tree. See the module's text for the representation.
+///
+/// ```
+/// use cofolio_erofs::tree::{Content, Meta, Tree};
+/// let meta = |mode| Meta { mode, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
+/// let mut tree = Tree::new(meta(0o755));
+/// let etc = tree.insert(tree.root(), b"etc", meta(0o755), Content::Directory)?;
+/// let file = tree.insert(etc, b"hostname", meta(0o644), Content::Inline(b"node\n"))?;
+/// tree.link(etc, b"name", file)?;
+/// assert_eq!(tree.resolve(b"/etc/name"), Some(file));
+/// assert_eq!(tree.nlink(file), 2);
+/// # Ok::<(), cofolio_erofs::tree::TreeError>(())
+/// ```
+pub struct Tree {
+    inodes: Vec<Inode>,
+    entries: Vec<Entry>,
+    names: Vec<u8>,
+    index: NameIndex,
+    text: Vec<u8>,
+    digests: Vec<[u8; 32]>,
+    payloads: Vec<(u64, u32)>,
+    links: HashMap<u32, Links>,
+    xattrs: XattrTable,
+    live_inodes: u32,
+    live_entries: u32,
+}
+
+impl Tree {
+    /// A tree with a root directory only. The type in `root.mode` is set to directory.
+    #[must_use]
+    pub fn new(root: Meta) -> Tree {
+        let mut tree = Tree {
+            inodes: Vec::new(),
+            entries: Vec::new(),
+            names: Vec::new(),
+            index: NameIndex::new(),
+            text: Vec::new(),
+            digests: Vec::new(),
+            payloads: Vec::new(),
+            links: HashMap::new(),
+            xattrs: XattrTable::new(),
+            live_inodes: 1,
+            live_entries: 0,
+        };
+        tree.inodes.push(Inode {
+            mtime: root.mtime,
+            word: 0,
+            uid: root.uid,
+            gid: root.gid,
+            mtime_nsec: root.mtime_nsec,
+            a: NONE,
+            b: NONE,
+            xattrs: SetId::EMPTY,
+            entry: NONE,
+            mode: mode_bits(root.mode, S_IFDIR),
+            flags: 0,
+        });
+        tree
+    }
+
+    /// The root directory.
+    #[must_use]
+    pub fn root(&self) -> InodeId {
+        InodeId(0)
+    }
+
+    /// Number of inodes, the root included.
+    #[must_use]
+    pub fn inode_count(&self) -> usize {
+        self.live_inodes as usize
+    }
+
+    /// Number of names, the root excluded. At least `inode_count() - 1`.
+    #[must_use]
+    pub fn entry_count(&self) -> usize {
+        self.live_entries as usize
+    }
+
+    /// Bound of [`InodeId::index`]: inodes that ever were in the tree.
+    #[must_use]
+    pub fn inode_capacity(&self) -> usize {
+        self.inodes.len()
+    }
+
+    /// The inode of `name` in the directory `dir`; `None` where there is none, or where `dir` is
+    /// not a directory. Does not know `.` and `..`.
+    #[must_use]
+    pub fn lookup(&self, dir: InodeId, name: &[u8]) -> Option<InodeId> {
+        self.lookup_entry(dir, name).and_then(|e| self.entry_inode(e))
+    }
+
+    /// The entry of `name` in the directory `dir`.
+    #[must_use]
+    pub fn lookup_entry(&self, dir: InodeId, name: &[u8]) -> Option<EntryId> {
+        self.index.find(dir.0, name, |id| self.entry_key(id)).map(EntryId)
+    }
+
+    /// The inode at `path` from the root. Empty components are skipped; symbolic links are not
+    /// followed; `.` and `..` are not found.
+    #[must_use]
+    pub fn resolve(&self, path: &[u8]) -> Option<InodeId> {
+        path.split(|&b| b == b'/')
+            .filter(|name| !name.is_empty())
+            .try_fold(self.root(), |dir, name| self.lookup(dir, name))
+    }
+
+    /// Adds a new inode under a new name.
+    ///
+    /// # Errors
+    /// [`TreeError::Exists`] where the name is taken, [`TreeError::NotDirectory`], a name, target
+    /// or size out of bounds, a mode whose type contradicts the content, or a full arena.
+    pub fn insert(
+        &mut self,
+        dir: InodeId,
+        name: &[u8],
+        meta: Meta,
+        content: Content<'_>,
+    ) -> Result<InodeId, TreeError> {
+        check_type(meta.mode, &content)?;
+        check_content(&content)?;
+        let id = small_id(self.inodes.len())?;
+        let entry = self.add_entry(dir, name, id)?;
+        let mut inode = Inode {
+            mtime: meta.mtime,
+            word: 0,
+            uid: meta.uid,
+            gid: meta.gid,
+            mtime_nsec: meta.mtime_nsec,
+            a: NONE,
+            b: NONE,
+            xattrs: SetId::EMPTY,
+            entry: entry.0,
+            mode: mode_bits(meta.mode, content.type_bits()),
+            flags: 0,
+        };
+        self.store_content(&mut inode, &content);
+        self.inodes.push(inode);
+        self.live_inodes += 1;
+        Ok(InodeId(id))
+    }
+
+    /// Adds a name to an inode that is in the tree already (a hard link).
+    ///
+    /// # Errors
+    /// As [`Tree::insert`]; [`TreeError::LinkToDirectory`] where `inode` is a directory.
+    pub fn link(
+        &mut self,
+        dir: InodeId,
+        name: &[u8],
+        inode: InodeId,
+    ) -> Result<EntryId, TreeError> {
+        if self.is_dir(inode) {
+            return Err(TreeError::LinkToDirectory { name: name.into() });
+        }
+        let entry = self.add_entry(dir, name, inode.0)?;
+        self.note_link(inode, entry);
+        Ok(entry)
+    }
+
+    /// Removes a name, and with it the inode when no other name leads there; a directory goes
+    /// with all that is below it. Says whether there was such a name.
+    pub fn unlink(&mut self, dir: InodeId, name: &[u8]) -> bool {
+        let Some(entry) = self.lookup_entry(dir, name) else { return false };
+        self.remove_entries(vec![entry.0]);
+        true
+    }
+
+    /// Removes everything below a directory (an opaque directory in a layer above).
+    pub fn clear(&mut self, dir: InodeId) {
+        if self.is_dir(dir) {
+            let names = self.child_ids(dir).collect();
+            self.remove_entries(names);
+        }
+    }
+
+    /// Owner, mode and time of an inode.
+    #[must_use]
+    pub fn meta(&self, inode: InodeId) -> Meta {
+        let i = &self.inodes[inode.index()];
+        Meta {
+            mode: u32::from(i.mode),
+            uid: i.uid,
+            gid: i.gid,
+            mtime: i.mtime,
+            mtime_nsec: i.mtime_nsec,
+        }
+    }
+
+    /// Replaces owner, mode and time. The file type stays, whatever `meta.mode` says.
+    pub fn set_meta(&mut self, inode: InodeId, meta: Meta) {
+        let i = &mut self.inodes[inode.index()];
+        i.mode = mode_bits(meta.mode, u32::from(i.mode));
+        i.uid = meta.uid;
+        i.gid = meta.gid;
+        i.mtime = meta.mtime;
+        i.mtime_nsec = meta.mtime_nsec;
+    }
+
+    /// Whether an inode is a directory.
+    #[must_use]
+    pub fn is_dir(&self, inode: InodeId) -> bool {
+        u32::from(self.inodes[inode.index()].mode) & S_IFMT == S_IFDIR
+    }
+
+    /// What an inode is and holds.
+    #[must_use]
+    pub fn content(&self, inode: InodeId) -> Content<'_> {
+        let i = &self.inodes[inode.index()];
+        match u32::from(i.mode) & S_IFMT {
+            S_IFDIR => Content::Directory,
+            S_IFLNK => Content::Symlink(self.text(i.word, i.a)),
+            S_IFCHR => Content::CharDevice(i.a),
+            S_IFBLK => Content::BlockDevice(i.a),
+            S_IFIFO => Content::Fifo,
+            S_IFSOCK => Content::Socket,
+            _ if i.flags & EXTERNAL == 0 => Content::Inline(self.text(i.word, i.a)),
+            _ => {
+                let digest = self.digests.get(i.a as usize);
+                Content::External {
+                    size: i.word,
+                    digest: digest.filter(|_| i.flags & VERIFIED != 0),
+                    payload: match (digest, self.payloads.get(i.b as usize)) {
+                        (Some(digest), _) if i.flags & BY_DIGEST != 0 => Payload::Object(digest),
+                        (_, Some(&(start, len))) => Payload::Path(self.text(start, len)),
+                        _ => Payload::None,
+                    },
+                }
+            }
+        }
+    }
+
+    /// Replaces what an inode is and holds, and its file type with it. Names, owner, permissions
+    /// and attributes stay.
+    ///
+    /// # Errors
+    /// [`TreeError::NotDirectory`] or [`TreeError::LinkToDirectory`] when it would turn a
+    /// directory into something else or the reverse; content out of bounds.
+    pub fn set_content(&mut self, inode: InodeId, content: Content<'_>) -> Result<(), TreeError> {
+        let is_dir = matches!(content, Content::Directory);
+        match (self.is_dir(inode), is_dir) {
+            (true, true) => return Ok(()),
+            (true, false) => return Err(TreeError::LinkToDirectory { name: Box::default() }),
+            (false, true) => return Err(TreeError::NotDirectory),
+            (false, false) => {}
+        }
+        check_content(&content)?;
+        let mut changed = self.inodes[inode.index()];
+        changed.flags &= !(EXTERNAL | VERIFIED | BY_DIGEST | ODD_SIZE);
+        changed.mode = mode_bits(u32::from(changed.mode), content.type_bits());
+        self.store_content(&mut changed, &content);
+        self.inodes[inode.index()] = changed;
+        Ok(())
+    }
+
+    /// The extended attributes of an inode as (name, value), sorted by name. Names are complete
+    /// (`user.x`); values are any bytes.
+    #[must_use]
+    pub fn xattrs(&self, inode: InodeId) -> Xattrs<'_> {
+        self.xattrs.set(self.inodes[inode.index()].xattrs)
+    }
+
+    /// The value of one extended attribute.
+    #[must_use]
+    pub fn xattr(&self, inode: InodeId, name: &[u8]) -> Option<&[u8]> {
+        self.xattrs(inode).find(|(n, _)| *n == name).map(|(_, value)| value)
+    }
+
+    /// Replaces all extended attributes of an inode. Of two with one name, the last counts.
+    ///
+    /// # Errors
+    /// [`TreeError::XattrName`] for a name that is empty, longer than 255 bytes or holds a NUL;
+    /// [`TreeError::XattrSpace`] for a value or a set larger than 65,535 bytes.
+    pub fn set_xattrs<'x>(
+        &mut self,
+        inode: InodeId,
+        xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
+    ) -> Result<(), TreeError> {
+        let set = self.xattrs.intern_set(xattrs, xattr::SET_SPACE_MAX)?;
+        self.inodes[inode.index()].xattrs = set;
+        Ok(())
+    }
+
+    /// The names of a directory, sorted by their bytes; empty for anything else.
+    #[must_use]
+    pub fn children(&self, dir: InodeId) -> Vec<Child<'_>> {
+        self.sorted_entries(dir).into_iter().filter_map(|e| self.child(EntryId(e))).collect()
+    }
+
+    /// How many names a directory has; 0 for anything else.
+    #[must_use]
+    pub fn child_count(&self, dir: InodeId) -> usize {
+        if self.is_dir(dir) {
+            usize::try_from(self.inodes[dir.index()].word).unwrap_or(usize::MAX)
+        } else {
+            0
+        }
+    }
+
+    /// All names of an inode, in the order in which they came; none for the root.
+    pub fn links(&self, inode: InodeId) -> impl Iterator<Item = EntryId> + '_ {
+        let i = &self.inodes[inode.index()];
+        let many = self.links.get(&inode.0).filter(|_| i.flags & LINKED != 0);
+        let one = (many.is_none() && i.entry != NONE).then_some(i.entry);
+        many.into_iter()
+            .flat_map(|l| l.names.iter().copied())
+            .chain(one)
+            .filter(move |&e| self.entries[e as usize].inode == inode.0)
+            .map(EntryId)
+    }
+
+    /// The link count that an image shows: for a directory 2 plus its subdirectories, for others
+    /// the number of names, unless a dump or an image gave another number.
+    #[must_use]
+    pub fn nlink(&self, inode: InodeId) -> u32 {
+        if self.is_dir(inode) {
+            let subdirs = self
+                .child_ids(inode)
+                .filter(|&e| self.is_dir(InodeId(self.entries[e as usize].inode)))
+                .count();
+            return u32::try_from(subdirs).unwrap_or(u32::MAX).saturating_add(2);
+        }
+        self.file_nlink(inode)
+    }
+
+    /// The directory that an entry is in, its name, and its inode. `None` once it was removed.
+    #[must_use]
+    pub fn child(&self, entry: EntryId) -> Option<Child<'_>> {
+        let inode = self.entry_inode(entry)?;
+        Some(Child { name: self.entry_name(entry), inode, entry })
+    }
+
+    /// The directory that holds an entry.
+    #[must_use]
+    pub fn entry_parent(&self, entry: EntryId) -> InodeId {
+        InodeId(self.entries[entry.0 as usize].parent)
+    }
+
+    /// The directory that holds an inode (of a hard-linked one: its first name); `None` for the
+    /// root.
+    #[must_use]
+    pub fn parent(&self, inode: InodeId) -> Option<InodeId> {
+        let entry = self.inodes[inode.index()].entry;
+        (entry != NONE).then(|| InodeId(self.entries[entry as usize].parent))
+    }
+
+    /// The absolute path of an entry.
+    #[must_use]
+    pub fn path(&self, entry: EntryId) -> Vec<u8> {
+        let mut parts = vec![self.entry_name(entry)];
+        let mut dir = self.entry_parent(entry);
+        while let (Some(above), e) = (self.parent(dir), self.inodes[dir.index()].entry) {
+            parts.push(self.entry_name(EntryId(e)));
+            dir = above;
+        }
+        let mut path = Vec::with_capacity(parts.iter().map(|p| p.len() + 1).sum());
+        for part in parts.iter().rev() {
+            path.push(b'/');
+            path.extend_from_slice(part);
+        }
+        path
+    }
+
+    /// All names below the root, depth first, each directory's names sorted, a directory before
+    /// what it holds. Needs no recursion, however deep the tree.
+    #[must_use]
+    pub fn walk(&self) -> Walk<'_> {
+        Walk::new(self)
+    }
+
+    /// For every inode with more than one name: the name under which an image stores it.
+    ///
+    /// Where a dump or an image gave it, that one. Otherwise the first in the order in which an
+    /// image stores inodes (breadth first, names sorted), which depends on the tree alone and not
+    /// on the order in which it was built.
+    #[must_use]
+    pub fn primary_names(&self) -> HashMap<InodeId, EntryId> {
+        let mut primary = HashMap::new();
+        if self.links.is_empty() {
+            return primary;
+        }
+        let mut queue = std::collections::VecDeque::from([self.root()]);
+        while let Some(dir) = queue.pop_front() {
+            for entry in self.sorted_entries(dir) {
+                let Some(inode) = self.entry_inode(EntryId(entry)) else { continue };
+                let i = &self.inodes[inode.index()];
+                if self.is_dir(inode) {
+                    queue.push_back(inode);
+                } else if i.flags & LINKED != 0
+                    && (i.flags & PRIMARY_GIVEN == 0 || i.entry == entry)
+                {
+                    primary.entry(inode).or_insert(EntryId(entry));
+                }
+            }
+        }
+        primary
+    }
+
+    /// Bytes that the tree holds in memory, as its own buffers count them (allocated, not
+    /// necessarily touched).
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        self.inodes.capacity() * size_of::<Inode>()
+            + self.entries.capacity() * size_of::<Entry>()
+            + self.names.capacity()
+            + self.index.memory_bytes()
+            + self.text.capacity()
+            + self.digests.capacity() * 32
+            + self.payloads.capacity() * size_of::<(u64, u32)>()
+            + self.xattrs.memory_bytes()
+    }
+}
+
+/// What the dump parser, the reader and the writer of this crate need besides.
+impl Tree {
+    /// Takes a name for a hard link whose target is to be known later ([`Tree::settle`]).
+    pub(crate) fn reserve(&mut self, dir: InodeId, name: &[u8]) -> Result<EntryId, TreeError> {
+        self.add_entry(dir, name, PENDING)
+    }
+
+    /// Gives a reserved name its inode.
+    pub(crate) fn settle(&mut self, entry: EntryId, inode: InodeId) -> Result<(), TreeError> {
+        if self.is_dir(inode) {
+            return Err(TreeError::LinkToDirectory { name: self.entry_name(entry).into() });
+        }
+        let shown = self.file_nlink(inode);
+        self.entries[entry.0 as usize].inode = inode.0;
+        self.note_link(inode, entry);
+        if self.inodes[inode.index()].flags & PRIMARY_GIVEN != 0 {
+            self.links_mut(inode).nlink = Some(shown);
+        }
+        Ok(())
+    }
+
+    /// Makes the present first name of an inode the one under which it is stored, and sets the
+    /// link count that is shown.
+    pub(crate) fn give_links(&mut self, inode: InodeId, nlink: u32) {
+        if self.is_dir(inode) {
+            return;
+        }
+        self.inodes[inode.index()].flags |= PRIMARY_GIVEN;
+        if self.file_nlink(inode) != nlink {
+            self.links_mut(inode).nlink = Some(nlink);
+        }
+    }
+
+    /// Marks a special file that claims more than 4 GiB.
+    pub(crate) fn mark_odd_size(&mut self, inode: InodeId) {
+        self.inodes[inode.index()].flags |= ODD_SIZE;
+    }
+
+    pub(crate) fn has_odd_size(&self, inode: InodeId) -> bool {
+        self.inodes[inode.index()].flags & ODD_SIZE != 0
+    }
+
+    /// As [`Tree::set_xattrs`] with the space that mkcomposefs allows to a dump.
+    pub(crate) fn set_dump_xattrs<'x>(
+        &mut self,
+        inode: InodeId,
+        xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
+    ) -> Result<(), TreeError> {
+        let set = self.xattrs.intern_set(xattrs, xattr::DUMP_SPACE_MAX)?;
+        self.inodes[inode.index()].xattrs = set;
+        Ok(())
+    }
+
+    pub(crate) fn xattr_set(&self, inode: InodeId) -> SetId {
+        self.inodes[inode.index()].xattrs
+    }
+
+    pub(crate) fn xattr_table(&self) -> &XattrTable {
+        &self.xattrs
+    }
+
+    /// The names of a directory as raw entry ids, sorted by their bytes.
+    pub(crate) fn sorted_entries(&self, dir: InodeId) -> Vec<u32> {
+        // Most comparisons are settled by the first bytes, kept beside the id, so that sorting a
+        // big directory does not jump about in the buffer of names.
+        let mut keyed: Vec<(u64, u32)> = Vec::with_capacity(self.child_count(dir));
+        keyed.extend(self.child_ids(dir).map(|e| {
+            let name = self.entry_name(EntryId(e));
+            let mut key = [0; 8];
+            let len = name.len().min(8);
+            key[..len].copy_from_slice(&name[..len]);
+            (u64::from_be_bytes(key), e)
+        }));
+        keyed.sort_unstable_by(|a, b| {
+            a.0.cmp(&b.0)
+                .then_with(|| self.entry_name(EntryId(a.1)).cmp(self.entry_name(EntryId(b.1))))
+        });
+        keyed.into_iter().map(|(_, e)| e).collect()
+    }
+
+    pub(crate) fn entry_name(&self, entry: EntryId) -> &[u8] {
+        let start = self.entries[entry.0 as usize].name as usize;
+        let len = usize::from(self.names[start]);
+        &self.names[start + 1..start + 1 + len]
+    }
+
+    /// `None` for a removed or reserved entry.
+    pub(crate) fn entry_inode(&self, entry: EntryId) -> Option<InodeId> {
+        let inode = self.entries[entry.0 as usize].inode;
+        (inode < ID_LIMIT).then_some(InodeId(inode))
+    }
+
+    /// Whether an inode has the name `entry` stored with it, as far as that is given: `None`
+    /// means that it is for the caller to choose among several.
+    pub(crate) fn is_primary(&self, inode: InodeId, entry: EntryId) -> Option<bool> {
+        let i = &self.inodes[inode.index()];
+        if i.flags & LINKED == 0 {
+            Some(true)
+        } else {
+            (i.flags & PRIMARY_GIVEN != 0).then_some(i.entry == entry.0)
+        }
+    }
+
+    /// The link count of what is not a directory.
+    pub(crate) fn file_nlink(&self, inode: InodeId) -> u32 {
+        if self.inodes[inode.index()].flags & LINKED == 0 {
+            return 1;
+        }
+        self.links.get(&inode.0).map_or(1, |l| l.nlink.unwrap_or(l.live))
+    }
+}
+
+impl Tree {
+    fn text(&self, start: u64, len: u32) -> &[u8] {
+        let start = usize::try_from(start).unwrap_or(usize::MAX);
+        self.text.get(start..start.saturating_add(len as usize)).unwrap_or_default()
+    }
+
+    fn add_text(&mut self, bytes: &[u8]) -> (u64, u32) {
+        let start = self.text.len() as u64;
+        self.text.extend_from_slice(bytes);
+        // `check_content` bounds every text to a few kilobytes.
+        (start, u32::try_from(bytes.len()).unwrap_or(u32::MAX))
+    }
+
+    /// Fills in the content part of an inode. The content was checked.
+    fn store_content(&mut self, inode: &mut Inode, content: &Content<'_>) {
+        inode.word = 0;
+        inode.a = NONE;
+        inode.b = NONE;
+        match *content {
+            Content::Directory | Content::Fifo | Content::Socket => {}
+            Content::External { size: 0, .. } => inode.a = 0,
+            Content::Symlink(bytes) | Content::Inline(bytes) => {
+                (inode.word, inode.a) = self.add_text(bytes);
+            }
+            Content::CharDevice(rdev) | Content::BlockDevice(rdev) => inode.a = rdev,
+            Content::External { size, digest, payload } => {
+                inode.word = size;
+                inode.flags |= EXTERNAL;
+                let object = match payload {
+                    Payload::Object(digest) => Some(*digest),
+                    Payload::Path(path) => object_of_path(path),
+                    Payload::None => None,
+                };
+                // A path that is the object path of the file's own digest (nearly always) is not
+                // kept as text: a million of them would be 65 MB.
+                let by_digest = object.filter(|o| digest.is_none_or(|d| d == o));
+                if let Some(stored) = digest.copied().or(by_digest) {
+                    inode.a = u32::try_from(self.digests.len()).unwrap_or(NONE);
+                    self.digests.push(stored);
+                }
+                if digest.is_some() {
+                    inode.flags |= VERIFIED;
+                }
+                if by_digest.is_some() {
+                    inode.flags |= BY_DIGEST;
+                } else {
+                    let text = match payload {
+                        Payload::Path(path) if !path.is_empty() => Some(self.add_text(path)),
+                        Payload::Object(digest) => Some(self.add_text(&object_path(digest))),
+                        _ => None,
+                    };
+                    if let Some(text) = text {
+                        inode.b = u32::try_from(self.payloads.len()).unwrap_or(NONE);
+                        self.payloads.push(text);
+                    }
+                }
+            }
+        }
+    }
+
+    fn entry_key(&self, entry: u32) -> (u32, &[u8]) {
+        (self.entries[entry as usize].parent, self.entry_name(EntryId(entry)))
+    }
+
+    fn child_ids(&self, dir: InodeId) -> impl Iterator<Item = u32> + '_ {
+        let mut next = if self.is_dir(dir) { self.inodes[dir.index()].a } else { NONE };
+        std::iter::from_fn(move || {
+            while next != NONE {
+                let id = next;
+                let entry = &self.entries[id as usize];
+                next = entry.next_sibling;
+                if entry.inode < ID_LIMIT {
+                    return Some(id);
+                }
+            }
+            None
+        })
+    }
+
+    fn add_entry(&mut self, dir: InodeId, name: &[u8], inode: u32) -> Result<EntryId, TreeError> {
+        check_name(name)?;
+        if !self.is_dir(dir) || self.inodes[dir.index()].flags & DEAD != 0 {
+            return Err(TreeError::NotDirectory);
+        }
+        let id = small_id(self.entries.len())?;
+        let start = u32::try_from(self.names.len()).map_err(|_| TreeError::Full)?;
+        if self.lookup_reserved(dir, name) {
+            return Err(TreeError::Exists { name: name.into() });
+        }
+        // `check_name` bounds the length to 255.
+        self.names.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
+        self.names.extend_from_slice(name);
+        let first = self.inodes[dir.index()].a;
+        self.entries.push(Entry { name: start, parent: dir.0, inode, next_sibling: first });
+        let (entries, names) = (&self.entries, &self.names);
+        self.index.insert(id, dir.0, name, |id| {
+            let e = &entries[id as usize];
+            let start = e.name as usize;
+            (e.parent, &names[start + 1..start + 1 + usize::from(names[start])])
+        });
+        let d = &mut self.inodes[dir.index()];
+        d.a = id;
+        d.word += 1;
+        self.live_entries += 1;
+        Ok(EntryId(id))
+    }
+
+    fn lookup_reserved(&self, dir: InodeId, name: &[u8]) -> bool {
+        self.index.find(dir.0, name, |id| self.entry_key(id)).is_some()
+    }
+
+    fn links_mut(&mut self, inode: InodeId) -> &mut Links {
+        let i = &mut self.inodes[inode.index()];
+        i.flags |= LINKED;
+        let first = i.entry;
+        self.links.entry(inode.0).or_insert_with(|| Links {
+            names: vec![first],
+            live: 1,
+            nlink: None,
+        })
+    }
+
+    fn note_link(&mut self, inode: InodeId, entry: EntryId) {
+        let links = self.links_mut(inode);
+        links.names.push(entry.0);
+        links.live += 1;
+        links.nlink = None;
+    }
+
+    /// Removes entries, and whatever no name leads to any more, without recursion.
+    fn remove_entries(&mut self, mut doomed: Vec<u32>) {
+        while let Some(id) = doomed.pop() {
+            let (parent, name) = {
+                let e = &self.entries[id as usize];
+                let start = e.name as usize;
+                (e.parent, start + 1..start + 1 + usize::from(self.names[start]))
+            };
+            self.index.remove(id, parent, &self.names[name]);
+            let entry = &mut self.entries[id as usize];
+            let inode = std::mem::replace(&mut entry.inode, NONE);
+            self.inodes[parent as usize].word -= 1;
+            self.live_entries -= 1;
+            if inode >= ID_LIMIT || self.still_named(InodeId(inode), id) {
+                continue;
+            }
+            doomed.extend(self.child_ids(InodeId(inode)));
+            let i = &mut self.inodes[inode as usize];
+            i.flags |= DEAD;
+            self.live_inodes -= 1;
+        }
+    }
+
+    /// Takes the removed entry `gone` off an inode's names and says whether others are left.
+    fn still_named(&mut self, inode: InodeId, gone: u32) -> bool {
+        let i = &mut self.inodes[inode.index()];
+        if i.flags & LINKED == 0 {
+            return false;
+        }
+        let Some(links) = self.links.get_mut(&inode.0) else { return false };
+        links.live = links.live.saturating_sub(1);
+        links.nlink = None;
+        if links.live == 0 {
+            self.links.remove(&inode.0);
+            i.flags &= !LINKED;
+            return false;
+        }
+        // Removed names stay in the list until they outnumber the others, so that removing all
+        // names of an inode one by one is linear.
+        let entries = &self.entries;
+        if links.names.len() as u64 > 2 * u64::from(links.live) + 8 || i.entry == gone {
+            links.names.retain(|&e| entries[e as usize].inode == inode.0);
+        }
+        if i.entry == gone {
+            i.entry = links.names.first().copied().unwrap_or(NONE);
+            i.flags &= !PRIMARY_GIVEN;
+        }
+        true
+    }
+}
+
+/// `ab/cdef…`: the path of an object under the object directory of a composefs digest store.
+#[must_use]
+pub fn object_path(digest: &[u8; 32]) -> [u8; 65] {
+    const HEX: &[u8; 16] = b"0123456789abcdef";
+    let mut path = [b'/'; 65];
+    for (i, byte) in digest.iter().enumerate() {
+        let at = if i == 0 { 0 } else { 1 + 2 * i };
+        path[at] = HEX[usize::from(byte >> 4)];
+        path[at + 1] = HEX[usize::from(byte & 15)];
+    }
+    path
+}
+
+/// The digest whose [`object_path`] this is, if it is one.
+fn object_of_path(path: &[u8]) -> Option<[u8; 32]> {
+    let mut digest = [0; 32];
+    if path.len() != 65 {
+        return None;
+    }
+    for (i, byte) in digest.iter_mut().enumerate() {
+        let at = if i == 0 { 0 } else { 1 + 2 * i };
+        let digit = |b: u8| match b {
+            b'0'..=b'9' => Some(b - b'0'),
+            b'a'..=b'f' => Some(b - b'a' + 10),
+            _ => None,
+        };
+        *byte = digit(path[at])? << 4 | digit(path[at + 1])?;
+    }
+    (object_path(&digest) == path).then_some(digest)
+}
+
+fn mode_bits(mode: u32, type_bits: u32) -> u16 {
+    // Both parts lie within 16 bits.
+    u16::try_from((mode & 0o7777) | (type_bits & S_IFMT)).unwrap_or(0)
+}
+
+fn small_id(len: usize) -> Result<u32, TreeError> {
+    u32::try_from(len).ok().filter(|&id| id < ID_LIMIT).ok_or(TreeError::Full)
+}
+
+fn check_type(mode: u32, content: &Content<'_>) -> Result<(), TreeError> {
+    if mode & S_IFMT == 0 || mode & S_IFMT == content.type_bits() {
+        Ok(())
+    } else {
+        Err(TreeError::TypeMismatch { mode })
+    }
+}
+
+fn check_name(name: &[u8]) -> Result<(), TreeError> {
+    if name.len() > NAME_MAX {
+        return Err(TreeError::NameTooLong { len: name.len() });
+    }
+    let bad = name.is_empty() || name == b"." || name == b"..";
+    if bad || name.iter().any(|&b| b == b'/' || b == 0) {
+        return Err(TreeError::Name { name: name.into() });
+    }
+    Ok(())
+}
+
+fn check_content(content: &Content<'_>) -> Result<(), TreeError> {
+    let target = match *content {
+        Content::Symlink([]) => return Err(TreeError::Target { len: 0 }),
+        Content::Symlink(target) => target,
+        Content::External { size, .. } if size > EXTERNAL_MAX => {
+            return Err(TreeError::FileTooBig { size });
+        }
+        Content::External { payload: Payload::Path(path), .. } => path,
+        Content::Inline(bytes) if bytes.len() > INLINE_MAX => {
+            return Err(TreeError::InlineTooBig { len: bytes.len() });
+        }
+        _ => return Ok(()),
+    };
+    if target.len() > TARGET_MAX || target.contains(&0) {
+        return Err(TreeError::Target { len: target.len() });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

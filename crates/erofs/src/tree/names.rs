@@ -1,0 +1,65 @@
+//! The index over (directory, name): a hash table of entry ids, whose keys stay in the arena.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+use hashbrown::HashTable;
+
+/// Names come from images that others made, so the hash is keyed at random: nobody can prepare
+/// names that all collide.
+#[derive(Clone)]
+pub(super) struct NameIndex {
+    table: HashTable<u32>,
+    seed: RandomState,
+}
+
+impl NameIndex {
+    pub(super) fn new() -> NameIndex {
+        NameIndex { table: HashTable::new(), seed: RandomState::new() }
+    }
+
+    fn hash(&self, dir: u32, name: &[u8]) -> u64 {
+        let mut hasher = self.seed.build_hasher();
+        hasher.write_u32(dir);
+        hasher.write(name);
+        hasher.finish()
+    }
+
+    pub(super) fn find<'k>(
+        &self,
+        dir: u32,
+        name: &[u8],
+        key: impl Fn(u32) -> (u32, &'k [u8]),
+    ) -> Option<u32> {
+        self.table.find(self.hash(dir, name), |&id| key(id) == (dir, name)).copied()
+    }
+
+    /// Adds an entry whose key is known not to be there.
+    pub(super) fn insert<'k>(
+        &mut self,
+        id: u32,
+        dir: u32,
+        name: &[u8],
+        key: impl Fn(u32) -> (u32, &'k [u8]),
+    ) {
+        let hash = self.hash(dir, name);
+        let seed = &self.seed;
+        self.table.insert_unique(hash, id, |&id| {
+            let (dir, name) = key(id);
+            let mut hasher = seed.build_hasher();
+            hasher.write_u32(dir);
+            hasher.write(name);
+            hasher.finish()
+        });
+    }
+
+    pub(super) fn remove(&mut self, id: u32, dir: u32, name: &[u8]) {
+        let hash = self.hash(dir, name);
+        if let Ok(found) = self.table.find_entry(hash, |&other| other == id) {
+            found.remove();
+        }
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.table.allocation_size()
+    }
+}
