@@ -1,0 +1,640 @@
+//! An OCI runtime bundle from an image config: the `config.json` that `runc run` and `crun run` start.
+//!
+//! ```text
+//! <bundle>/config.json        written here
+//! <bundle>/rootfs             the image, mounted by the caller (or any directory the caller names)
+//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only
+//! ```
+//!
+//! What becomes what follows the image specification's `conversion.md`; capabilities, mounts, masked
+//! and read-only paths are those that `containerd` and `runc spec` start an ordinary container with.
+//! Seccomp is left to the runtime's operator. Users are looked up in the image's own `/etc/passwd` and
+//! `/etc/group`, which are opened so that no symbolic link of the image can lead outside it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
+const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
+
+/// The search path of a container whose image sets none.
+const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// What containerd and Docker leave an ordinary container.
+const CAPABILITIES: [&str; 14] = [
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_FSETID",
+    "CAP_FOWNER",
+    "CAP_MKNOD",
+    "CAP_NET_RAW",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETFCAP",
+    "CAP_SETPCAP",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_SYS_CHROOT",
+    "CAP_KILL",
+    "CAP_AUDIT_WRITE",
+];
+
+/// Files of `/proc` and `/sys` that tell a container about the host (containerd's list).
+const MASKED_PATHS: [&str; 11] = [
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+];
+
+/// Files of `/proc` through which a container could change the host (containerd's list).
+const READONLY_PATHS: [&str; 5] =
+    ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+
+/// Writable scratch that programs expect even of a read-only root; mounted where the image has them.
+const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
+
+/// Why no bundle was made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BundleError {
+    /// The image config is not what the OCI image specification says.
+    #[error("image config: {0}")]
+    Config(#[source] serde_json::Error),
+    /// The image is of another operating system, so that no process of it could run here.
+    #[error("image config: operating system `{0}`, not linux")]
+    OperatingSystem(String),
+    /// Neither the image nor the caller says what to run.
+    #[error("the image has no command (no Entrypoint, no Cmd) and none was given")]
+    NoCommand,
+    /// A user or group that the image's account files do not have.
+    #[error("{kind} `{name}` is not in the image's {file}")]
+    UnknownAccount {
+        /// `user` or `group`.
+        kind: &'static str,
+        /// As the image config or the caller gives it.
+        name: String,
+        /// `/etc/passwd` or `/etc/group`.
+        file: &'static str,
+    },
+    /// A read-only root lacks a directory that something has to be mounted on.
+    #[error("read-only root: the image has no {0} to mount on")]
+    MissingMountPoint(String),
+    /// A path in the image config is not absolute or steps outside with `..`.
+    #[error("image config: {what} `{path}` is not a plain absolute path")]
+    BadPath {
+        /// Which part of the config.
+        what: &'static str,
+        /// The offending path.
+        path: String,
+    },
+    /// An account file is too large to be one.
+    #[error("{0} of the image is larger than {ACCOUNT_FILE_BYTES_MAX} bytes")]
+    AccountFileTooLarge(&'static str),
+    /// The operating system refused.
+    #[error("{doing} {}", path.display())]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// To what.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+type Result<T> = std::result::Result<T, BundleError>;
+
+/// The parts of an OCI (or Docker) image config that running it needs.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct ImageConfig {
+    /// CPU architecture, as Go names it.
+    #[serde(default)]
+    pub architecture: Option<String>,
+    /// Operating system, as Go names it.
+    #[serde(default)]
+    pub os: Option<String>,
+    /// Who made it.
+    #[serde(default)]
+    pub author: Option<String>,
+    /// When, RFC 3339.
+    #[serde(default)]
+    pub created: Option<String>,
+    /// How to run it.
+    #[serde(default)]
+    config: Option<Execution>,
+}
+
+/// `config` of an image config. Docker writes `null` where OCI leaves a field out.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+struct Execution {
+    user: Option<String>,
+    exposed_ports: Option<BTreeMap<String, Value>>,
+    env: Option<Vec<String>>,
+    entrypoint: Option<Vec<String>>,
+    cmd: Option<Vec<String>>,
+    volumes: Option<BTreeMap<String, Value>>,
+    working_dir: Option<String>,
+    labels: Option<BTreeMap<String, Option<String>>>,
+    stop_signal: Option<String>,
+}
+
+impl ImageConfig {
+    /// Parse an image config document.
+    ///
+    /// # Errors
+    /// [`BundleError::Config`] where it is not JSON of the expected shape.
+    pub fn parse(json: &str) -> Result<Self> {
+        serde_json::from_str(json).map_err(BundleError::Config)
+    }
+
+    /// The command line that the image starts on its own: entry point, then arguments.
+    pub fn command(&self) -> Vec<String> {
+        let Some(execution) = &self.config else { return Vec::new() };
+        let entrypoint = execution.entrypoint.iter().flatten();
+        entrypoint.chain(execution.cmd.iter().flatten()).cloned().collect()
+    }
+
+    /// The user that the image wants to run as; empty is root.
+    pub fn user(&self) -> &str {
+        self.config.as_ref().and_then(|c| c.user.as_deref()).unwrap_or_default()
+    }
+
+    /// Environment, as `NAME=value`.
+    pub fn env(&self) -> &[String] {
+        self.config.as_ref().and_then(|c| c.env.as_deref()).unwrap_or_default()
+    }
+
+    /// Working directory; empty is `/`.
+    pub fn working_dir(&self) -> &str {
+        self.config.as_ref().and_then(|c| c.working_dir.as_deref()).unwrap_or_default()
+    }
+
+    /// Ports that the image says it listens on, as `6379/tcp`.
+    pub fn exposed_ports(&self) -> impl Iterator<Item = &str> {
+        let ports = self.config.iter().filter_map(|c| c.exposed_ports.as_ref());
+        ports.flat_map(|ports| ports.keys().map(String::as_str))
+    }
+
+    /// Directories whose content outlives the container.
+    pub fn volumes(&self) -> impl Iterator<Item = &str> {
+        let volumes = self.config.iter().filter_map(|c| c.volumes.as_ref());
+        volumes.flat_map(|volumes| volumes.keys().map(String::as_str))
+    }
+}
+
+/// What the caller wants otherwise than the image says.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Arguments in place of the image's `Cmd`; the entry point stays. Empty: the image's.
+    pub args: Vec<String>,
+    /// In place of the image's `Entrypoint`, whose `Cmd` then no longer applies. `Some(vec![])` removes it.
+    pub entrypoint: Option<Vec<String>>,
+    /// `NAME=value`, replacing or added to the image's environment.
+    pub env: Vec<String>,
+    /// `user[:group]`, each a name or a number, in place of the image's.
+    pub user: Option<String>,
+    /// In place of the image's working directory.
+    pub working_dir: Option<String>,
+    /// Host name inside; the bundle directory's name where absent.
+    pub hostname: Option<String>,
+    /// Give the process a terminal.
+    pub terminal: bool,
+    /// Share the host's network instead of an empty network namespace.
+    pub host_network: bool,
+    /// The root is not writable: scratch directories and volumes get mounts of their own.
+    pub readonly: bool,
+    /// Added to the annotations.
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// Identity of the container's first process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct User {
+    /// User id.
+    pub uid: u32,
+    /// Primary group id.
+    pub gid: u32,
+    /// All groups, the primary one first: a process that lacks its own primary group among the
+    /// supplementary ones passes checks that deny that group (CVE-2022-36109).
+    pub additional_gids: Vec<u32>,
+}
+
+/// Write `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
+///
+/// `rootfs` must be there already, mounted if it is to be: users and mount points are looked up in it.
+/// `host_root` is where the host's `/sys` is found (`/` outside of tests). Returns what was written.
+///
+/// # Errors
+/// [`BundleError`]; nothing is left behind but directories that were empty.
+pub fn write(
+    bundle: &Path,
+    rootfs: &Path,
+    image: &ImageConfig,
+    options: &Options,
+    host_root: &Path,
+) -> Result<Value> {
+    let bundle = absolute(bundle)?;
+    let rootfs = absolute(rootfs)?;
+    let root = Rootfs::open(&rootfs)?;
+    let config = generate(&bundle, &rootfs, &root, image, options, host_root)?;
+    let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
+    text.push(b'\n');
+    replace_file(&bundle.join("config.json"), &text)?;
+    Ok(config)
+}
+
+fn generate(
+    bundle: &Path,
+    rootfs: &Path,
+    root: &Rootfs,
+    image: &ImageConfig,
+    options: &Options,
+    host_root: &Path,
+) -> Result<Value> {
+    if let Some(os) = image.os.as_deref().filter(|os| !os.is_empty() && *os != "linux") {
+        return Err(BundleError::OperatingSystem(os.to_owned()));
+    }
+    let args = command(image, options)?;
+    let user = resolve_user(root, options.user.as_deref().unwrap_or_else(|| image.user()))?;
+    let cwd = working_dir(options.working_dir.as_deref().unwrap_or_else(|| image.working_dir()))?;
+    let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
+    let mounts = mounts(bundle, root, image, options, unified)?;
+    let hostname = options.hostname.clone().or_else(|| {
+        bundle.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
+    });
+
+    let mut namespaces = vec!["pid", "ipc", "uts", "mount"];
+    if !options.host_network {
+        namespaces.push("network");
+    }
+    if unified {
+        namespaces.push("cgroup");
+    }
+    let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
+
+    // A root filesystem beside the config is named relative to it, so that the bundle can be moved.
+    let root_path = match rootfs.strip_prefix(bundle) {
+        Ok(inside) => inside.to_path_buf(),
+        Err(_) => rootfs.to_path_buf(),
+    };
+
+    Ok(json!({
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": options.terminal,
+            "user": {"uid": user.uid, "gid": user.gid, "additionalGids": user.additional_gids},
+            "args": args,
+            "env": environment(image, options),
+            "cwd": cwd,
+            "capabilities": {
+                "bounding": CAPABILITIES,
+                "effective": CAPABILITIES,
+                "permitted": CAPABILITIES,
+            },
+            "noNewPrivileges": true,
+        },
+        "root": {"path": root_path.to_string_lossy(), "readonly": options.readonly},
+        "hostname": hostname.unwrap_or_else(|| "cofolio".to_owned()),
+        "mounts": mounts,
+        "annotations": annotations(image, options),
+        "linux": {
+            "resources": {"devices": [{"allow": false, "access": "rwm"}]},
+            "namespaces": namespaces,
+            "maskedPaths": MASKED_PATHS,
+            "readonlyPaths": READONLY_PATHS,
+        },
+    }))
+}
+
+/// Entry point and arguments, overridden the way `docker run` does it.
+fn command(image: &ImageConfig, options: &Options) -> Result<Vec<String>> {
+    let execution = image.config.as_ref();
+    let (entrypoint, cmd) = match &options.entrypoint {
+        // The image's Cmd was written for the image's entry point.
+        Some(entrypoint) => (entrypoint.clone(), Vec::new()),
+        None => (
+            execution.and_then(|c| c.entrypoint.clone()).unwrap_or_default(),
+            execution.and_then(|c| c.cmd.clone()).unwrap_or_default(),
+        ),
+    };
+    let mut command = entrypoint;
+    command.extend(if options.args.is_empty() { cmd } else { options.args.clone() });
+    // An empty first word is what `exec` would fail on, with a message that names nothing.
+    if command.first().is_none_or(String::is_empty) {
+        return Err(BundleError::NoCommand);
+    }
+    Ok(command)
+}
+
+fn environment(image: &ImageConfig, options: &Options) -> Vec<String> {
+    let name = |entry: &str| entry.split('=').next().unwrap_or_default().to_owned();
+    let mut env: Vec<String> = image.env().to_vec();
+    for entry in &options.env {
+        match env.iter_mut().find(|have| name(have) == name(entry)) {
+            Some(have) => have.clone_from(entry),
+            None => env.push(entry.clone()),
+        }
+    }
+    if !env.iter().any(|entry| entry.starts_with("PATH=")) {
+        env.insert(0, DEFAULT_PATH.to_owned());
+    }
+    if options.terminal && !env.iter().any(|entry| entry.starts_with("TERM=")) {
+        env.push("TERM=xterm".to_owned());
+    }
+    env
+}
+
+fn working_dir(path: &str) -> Result<String> {
+    // Docker accepts `WORKDIR srv` at the start of a build and means `/srv`.
+    let path = format!("/{}", path.trim_start_matches('/'));
+    plain_path("WorkingDir", &path)?;
+    Ok(path)
+}
+
+fn plain_path(what: &'static str, path: &str) -> Result<()> {
+    let plain = path.starts_with('/')
+        && !path.contains('\0')
+        && !path.split('/').any(|component| component == "..");
+    plain.then_some(()).ok_or_else(|| BundleError::BadPath { what, path: path.to_owned() })
+}
+
+fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, String> {
+    let mut annotations = BTreeMap::new();
+    let mut put = |name: &str, value: Option<String>| {
+        if let Some(value) = value.filter(|value| !value.is_empty()) {
+            annotations.insert(format!("org.opencontainers.image.{name}"), value);
+        }
+    };
+    put("os", image.os.clone());
+    put("architecture", image.architecture.clone());
+    put("author", image.author.clone());
+    put("created", image.created.clone());
+    put("stopSignal", image.config.as_ref().and_then(|c| c.stop_signal.clone()));
+    put("exposedPorts", Some(image.exposed_ports().collect::<Vec<_>>().join(",")));
+    // conversion.md: an explicit label takes precedence over what is derived.
+    if let Some(labels) = image.config.as_ref().and_then(|c| c.labels.as_ref()) {
+        for (name, value) in labels.iter().filter(|(name, _)| !name.is_empty()) {
+            annotations.insert(name.clone(), value.clone().unwrap_or_default());
+        }
+    }
+    annotations.extend(options.annotations.clone());
+    annotations
+}
+
+fn mounts(
+    bundle: &Path,
+    root: &Rootfs,
+    image: &ImageConfig,
+    options: &Options,
+    unified: bool,
+) -> Result<Vec<Value>> {
+    let mount = |destination: &str, kind: &str, source: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": source, "options": options});
+    let mut mounts = vec![
+        mount("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
+        mount("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        mount(
+            "/dev/pts",
+            "devpts",
+            "devpts",
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
+        ),
+        mount(
+            "/dev/shm",
+            "tmpfs",
+            "shm",
+            &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"],
+        ),
+        mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+    ];
+    // A process in the host's network namespace must not get a sysfs of its own: its owner would be
+    // the initial user namespace and the mount is refused; the host's, read-only, shows the same.
+    mounts.push(if options.host_network {
+        mount("/sys", "bind", "/sys", &["rbind", "nosuid", "noexec", "nodev", "ro"])
+    } else {
+        mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"])
+    });
+    if !options.host_network || !unified {
+        mounts.push(mount(
+            "/sys/fs/cgroup",
+            "cgroup",
+            "cgroup",
+            &["nosuid", "noexec", "nodev", "relatime", "ro"],
+        ));
+    }
+    if options.host_network {
+        for file in ["/etc/resolv.conf", "/etc/hosts"] {
+            // Without a file to mount on, a writable root gets one from the runtime.
+            if Path::new(file).exists() && (!options.readonly || root.exists(file)) {
+                mounts.push(mount(file, "bind", file, &["bind", "ro"]));
+            }
+        }
+    }
+    if options.readonly {
+        for path in ["/proc", "/dev", "/sys"] {
+            if !root.exists(path) {
+                return Err(BundleError::MissingMountPoint(path.to_owned()));
+            }
+        }
+        let volumes: Vec<&str> = image.volumes().collect();
+        for path in SCRATCH_PATHS {
+            if root.exists(path) && !volumes.contains(&path) {
+                let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
+                mounts.push(mount(path, "tmpfs", "tmpfs", &["nosuid", "nodev", "tmpcopyup", mode]));
+            }
+        }
+        for path in volumes {
+            plain_path("volume", path)?;
+            let source = volume(bundle, root, path)?;
+            mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
+        }
+    }
+    Ok(mounts)
+}
+
+/// The directory on the host behind a volume: empty at first, owned as the image's directory is.
+fn volume(bundle: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
+    let inside = root
+        .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
+        .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
+    let io = |doing, path: &Path| {
+        let path = path.to_path_buf();
+        move |source: io::Error| BundleError::Io { doing, path, source }
+    };
+    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
+        .map_err(|errno| io("reading", Path::new(path))(errno.into()))?;
+    let components = path.split('/').filter(|component| !component.is_empty());
+    let directory = bundle.join("volumes").join(components.collect::<Vec<_>>().join("/"));
+    if !directory.exists() {
+        fs::create_dir_all(&directory).map_err(io("creating", &directory))?;
+        fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
+            .map_err(io("setting the mode of", &directory))?;
+        let have = fs::metadata(&directory).map_err(io("reading", &directory))?;
+        if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
+            std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
+                .map_err(io("setting the owner of", &directory))?;
+        }
+    }
+    Ok(directory)
+}
+
+/// Resolve `user[:group]` in the account files of a root filesystem, as Docker and runc do.
+///
+/// A number that no account has is taken as it is, with group 0; a name must be there. With an explicit
+/// group there are no supplementary groups; without, those that list the user.
+///
+/// # Errors
+/// [`BundleError::UnknownAccount`], [`BundleError::AccountFileTooLarge`], [`BundleError::Io`].
+pub fn resolve_user_in(rootfs: &Path, user: &str) -> Result<User> {
+    resolve_user(&Rootfs::open(rootfs)?, user)
+}
+
+fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
+    let (user, group) = match spec.split_once(':') {
+        Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
+        None => (spec, None),
+    };
+    let user = if user.is_empty() { "0" } else { user };
+    let number: Option<u32> = user.parse().ok();
+
+    let passwd = root.account_file("/etc/passwd")?;
+    // name:password:uid:gid:comment:home:shell
+    let account = passwd.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let (name, uid, gid) = (fields.first()?, fields.get(2)?, fields.get(3)?);
+        let (uid, gid): (u32, u32) = (uid.parse().ok()?, gid.parse().ok()?);
+        (*name == user || number == Some(uid)).then(|| ((*name).to_owned(), uid, gid))
+    });
+    let (name, uid, gid) = match (account, number) {
+        (Some((name, uid, gid)), _) => (Some(name), uid, gid),
+        (None, Some(uid)) => (None, uid, 0),
+        (None, None) => {
+            return Err(BundleError::UnknownAccount {
+                kind: "user",
+                name: user.to_owned(),
+                file: "/etc/passwd",
+            });
+        }
+    };
+
+    // name:password:gid:members
+    let groups = root.account_file("/etc/group")?;
+    let mut parsed = groups.lines().filter_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let (name, gid) = (*fields.first()?, fields.get(2)?.parse::<u32>().ok()?);
+        Some((name, gid, fields.get(3).copied().unwrap_or_default()))
+    });
+    if let Some(group) = group {
+        let number: Option<u32> = group.parse().ok();
+        let found = parsed.find(|(name, gid, _)| *name == group || number == Some(*gid));
+        let gid = found.map(|(_, gid, _)| gid).or(number);
+        let gid = gid.ok_or_else(|| BundleError::UnknownAccount {
+            kind: "group",
+            name: group.to_owned(),
+            file: "/etc/group",
+        })?;
+        return Ok(User { uid, gid, additional_gids: vec![gid] });
+    }
+    let mut additional_gids = vec![gid];
+    if let Some(name) = name {
+        for (_, gid, members) in parsed {
+            if members.split(',').any(|member| member.trim() == name)
+                && !additional_gids.contains(&gid)
+            {
+                additional_gids.push(gid);
+            }
+        }
+    }
+    Ok(User { uid, gid, additional_gids })
+}
+
+/// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
+struct Rootfs {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+impl Rootfs {
+    fn open(path: &Path) -> Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        match rustix::fs::open(path, flags, Mode::empty()) {
+            Ok(fd) => Ok(Self { fd, path: path.to_owned() }),
+            Err(errno) => Err(BundleError::Io {
+                doing: "opening the root filesystem",
+                path: path.to_owned(),
+                source: errno.into(),
+            }),
+        }
+    }
+
+    fn open_beneath(&self, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let flags = flags | OFlags::CLOEXEC;
+        rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+    }
+
+    fn exists(&self, path: &str) -> bool {
+        self.open_beneath(path, OFlags::PATH).is_ok()
+    }
+
+    /// An account file's text; empty where the image has none. Bytes that are not UTF-8 cannot name
+    /// what a (JSON) image config asks for, so they are replaced.
+    fn account_file(&self, path: &'static str) -> Result<String> {
+        let io = |source: io::Error| BundleError::Io {
+            doing: "reading",
+            path: self.path.join(path.trim_start_matches('/')),
+            source,
+        };
+        // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
+        let fd = match self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK) {
+            Ok(fd) => fd,
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(String::new()),
+            Err(errno) => return Err(io(errno.into())),
+        };
+        let file = File::from(fd);
+        if !file.metadata().map_err(io)?.is_file() {
+            return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
+        }
+        let mut bytes = Vec::new();
+        file.take(ACCOUNT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+        if bytes.len() as u64 > ACCOUNT_FILE_BYTES_MAX {
+            return Err(BundleError::AccountFileTooLarge(path));
+        }
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    fs::canonicalize(path).map_err(|source| BundleError::Io {
+        doing: "resolving",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Replace a file in one step: a runtime that starts meanwhile sees the old one or the new one.
+fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
+    let io = |source| BundleError::Io { doing: "writing", path: path.to_owned(), source };
+    let temporary = path.with_extension("json.new");
+    let mut file = File::create(&temporary).map_err(io)?;
+    file.write_all(content).map_err(io)?;
+    file.sync_all().map_err(io)?;
+    fs::rename(&temporary, path).map_err(io)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,182 @@
+use super::*;
+
+/// A root filesystem with the account files of a Debian-like image.
+fn rootfs() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("etc")).unwrap();
+    fs::write(
+        dir.path().join("etc/passwd"),
+        "root:x:0:0:root:/root:/bin/sh\n\
+         broken line\n\
+         redis:x:999:1000::/data:/bin/sh\n\
+         minus:x:-1:5::/:\n",
+    )
+    .unwrap();
+    fs::write(
+        dir.path().join("etc/group"),
+        "root:x:0:\naudio:x:29:redis,other\nvideo:x:44:other, redis\nredis:x:1000:\nbin:x:1:root\n",
+    )
+    .unwrap();
+    dir
+}
+
+fn user(uid: u32, gid: u32, additional: &[u32]) -> User {
+    User { uid, gid, additional_gids: additional.to_vec() }
+}
+
+#[test]
+fn users_by_name_number_and_group() {
+    let root = rootfs();
+    let resolve = |spec: &str| resolve_user_in(root.path(), spec);
+    assert_eq!(resolve("").unwrap(), user(0, 0, &[0, 1]));
+    assert_eq!(resolve("redis").unwrap(), user(999, 1000, &[1000, 29, 44]));
+    assert_eq!(resolve("999").unwrap(), user(999, 1000, &[1000, 29, 44]));
+    assert_eq!(resolve("redis:audio").unwrap(), user(999, 29, &[29]));
+    assert_eq!(resolve("redis:7").unwrap(), user(999, 7, &[7]));
+    assert_eq!(resolve("4242").unwrap(), user(4242, 0, &[0]));
+    assert_eq!(resolve("4242:4243").unwrap(), user(4242, 4243, &[4243]));
+    assert_eq!(resolve(":audio").unwrap(), user(0, 29, &[29]));
+    // An account whose numbers do not fit is no account.
+    assert!(matches!(resolve("minus"), Err(BundleError::UnknownAccount { kind: "user", .. })));
+    let error = resolve("nobody").unwrap_err().to_string();
+    assert_eq!(error, "user `nobody` is not in the image's /etc/passwd");
+    let error = resolve("redis:wheel").unwrap_err().to_string();
+    assert_eq!(error, "group `wheel` is not in the image's /etc/group");
+}
+
+/// An image whose /etc/passwd is a link to the host's must not see the host's accounts.
+#[test]
+fn account_files_cannot_lead_outside() {
+    let root = tempfile::tempdir().unwrap();
+    let host = tempfile::tempdir().unwrap();
+    fs::write(host.path().join("passwd"), "evil:x:0:0::/:\n").unwrap();
+    fs::create_dir(root.path().join("etc")).unwrap();
+    let link = root.path().join("etc/passwd");
+    std::os::unix::fs::symlink(host.path().join("passwd"), &link).unwrap();
+    assert!(matches!(
+        resolve_user_in(root.path(), "evil"),
+        Err(BundleError::UnknownAccount { .. })
+    ));
+
+    // A link that stays inside is followed, absolute ones from the image's root.
+    fs::remove_file(&link).unwrap();
+    fs::write(root.path().join("accounts"), "app:x:7:8::/:\n").unwrap();
+    std::os::unix::fs::symlink("/accounts", &link).unwrap();
+    assert_eq!(resolve_user_in(root.path(), "app").unwrap(), user(7, 8, &[8]));
+}
+
+fn parse(text: &str) -> ImageConfig {
+    ImageConfig::parse(text).unwrap()
+}
+
+const REDIS: &str = r#"{
+  "architecture": "amd64", "os": "linux", "created": "2024-01-09T01:02:03Z",
+  "config": {
+    "Env": ["PATH=/usr/local/bin:/bin", "VERSION=7.0.15"], "User": "redis",
+    "Entrypoint": ["entry.sh"], "Cmd": ["redis-server"], "WorkingDir": "/data",
+    "Volumes": {"/data": {}}, "ExposedPorts": {"6379/tcp": {}}, "StopSignal": "SIGQUIT",
+    "Labels": {"maintainer": "someone", "org.opencontainers.image.os": "label wins"}
+  },
+  "rootfs": {"type": "layers", "diff_ids": []}
+}"#;
+
+#[test]
+fn command_lines_combine_as_docker_run_does() {
+    let image = parse(REDIS);
+    let with = |options: Options| command(&image, &options).unwrap().join(" ");
+    let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(with(Options::default()), "entry.sh redis-server");
+    assert_eq!(with(Options { args: words("a b"), ..Options::default() }), "entry.sh a b");
+    let entrypoint = Some(words("/bin/sh"));
+    assert_eq!(with(Options { entrypoint, ..Options::default() }), "/bin/sh");
+    let (entrypoint, args) = (Some(Vec::new()), words("id -u"));
+    assert_eq!(with(Options { entrypoint, args, ..Options::default() }), "id -u");
+
+    let nothing = parse(r#"{"os": "linux", "config": {"Cmd": null, "Env": null}}"#);
+    assert!(matches!(command(&nothing, &Options::default()), Err(BundleError::NoCommand)));
+    let empty_word = parse(r#"{"config": {"Cmd": [""]}}"#);
+    assert!(matches!(command(&empty_word, &Options::default()), Err(BundleError::NoCommand)));
+}
+
+#[test]
+fn config_json_of_a_writable_bundle() {
+    let root = rootfs();
+    let bundle = tempfile::tempdir().unwrap();
+    let host = tempfile::tempdir().unwrap();
+    let options = Options {
+        env: vec!["VERSION=8".into(), "EXTRA=1".into()],
+        hostname: Some("box".into()),
+        ..Options::default()
+    };
+    let config = write(bundle.path(), root.path(), &parse(REDIS), &options, host.path()).unwrap();
+    let written: Value =
+        serde_json::from_slice(&fs::read(bundle.path().join("config.json")).unwrap()).unwrap();
+    assert_eq!(config, written);
+
+    let process = &config["process"];
+    assert_eq!(process["args"], json!(["entry.sh", "redis-server"]));
+    assert_eq!(process["env"], json!(["PATH=/usr/local/bin:/bin", "VERSION=8", "EXTRA=1"]));
+    assert_eq!(process["cwd"], "/data");
+    assert_eq!(process["user"], json!({"uid": 999, "gid": 1000, "additionalGids": [1000, 29, 44]}));
+    assert_eq!(config["root"]["readonly"], false);
+    assert_eq!(config["hostname"], "box");
+    let annotations = &config["annotations"];
+    assert_eq!(annotations["org.opencontainers.image.stopSignal"], "SIGQUIT");
+    assert_eq!(annotations["org.opencontainers.image.exposedPorts"], "6379/tcp");
+    assert_eq!(annotations["org.opencontainers.image.os"], "label wins");
+    assert_eq!(annotations["maintainer"], "someone");
+    // Host without the unified hierarchy: no cgroup namespace.
+    let namespaces = config["linux"]["namespaces"].as_array().unwrap();
+    assert!(!namespaces.contains(&json!({"type": "cgroup"})));
+    assert!(namespaces.contains(&json!({"type": "network"})));
+
+    let unified = host.path().join("sys/fs/cgroup");
+    fs::create_dir_all(&unified).unwrap();
+    fs::write(unified.join("cgroup.controllers"), "memory\n").unwrap();
+    let config = write(bundle.path(), root.path(), &parse(REDIS), &options, host.path()).unwrap();
+    let namespaces = config["linux"]["namespaces"].as_array().unwrap();
+    assert!(namespaces.contains(&json!({"type": "cgroup"})));
+}
+
+#[test]
+fn a_read_only_root_gets_scratch_and_volumes() {
+    let root = rootfs();
+    let bundle = tempfile::tempdir().unwrap();
+    let options = Options { readonly: true, ..Options::default() };
+    let make = || write(bundle.path(), root.path(), &parse(REDIS), &options, Path::new("/"));
+    assert_eq!(
+        make().unwrap_err().to_string(),
+        "read-only root: the image has no /proc to mount on"
+    );
+    for name in ["proc", "dev", "sys", "tmp", "data"] {
+        fs::create_dir(root.path().join(name)).unwrap();
+    }
+    let config = make().unwrap();
+    let mounts = config["mounts"].as_array().unwrap();
+    let at = |path: &str| mounts.iter().find(|mount| mount["destination"] == path);
+    assert_eq!(at("/tmp").unwrap()["type"], "tmpfs");
+    assert!(at("/run").is_none(), "the image has no /run");
+    let data = fs::canonicalize(bundle.path()).unwrap().join("volumes/data");
+    assert_eq!(at("/data").unwrap()["source"], data.to_str().unwrap());
+    assert!(data.is_dir());
+}
+
+#[test]
+fn what_cannot_run_is_refused() {
+    let root = rootfs();
+    let bundle = tempfile::tempdir().unwrap();
+    let make = |text: &str| {
+        let image = ImageConfig::parse(text)?;
+        write(bundle.path(), root.path(), &image, &Options::default(), Path::new("/"))
+    };
+    assert!(matches!(
+        make(r#"{"os": "windows", "config": {"Cmd": ["x"]}}"#),
+        Err(BundleError::OperatingSystem(_))
+    ));
+    assert!(matches!(
+        make(r#"{"config": {"Cmd": ["x"], "WorkingDir": "../../etc"}}"#),
+        Err(BundleError::BadPath { .. })
+    ));
+    assert!(matches!(make(r#""text""#), Err(BundleError::Config(_))));
+    assert!(!bundle.path().join("config.json").exists());
+}
