@@ -1,4 +1,4 @@
 //! What Cofolio knows of this machine: importing OCI images, mounting, the ledger.
 
-pub mod ledger;
 pub mod bundle;
+pub mod ledger;
