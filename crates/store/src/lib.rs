@@ -1,1 +1,45 @@
 //! The content-addressed store: objects, images, refs, garbage collection, fsck, crash safety.
+//!
+//! The layout on disk, and what must hold at every moment, is drawn in `docs/STORE-FORMAT.md`.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use cofolio_store::{ImportOptions, InitOptions, Publish, Ref, Store};
+//! # fn main() -> Result<(), cofolio_store::Error> {
+//! let store = Store::open_or_init(Path::new("/var/lib/cofolio"), &InitOptions::default())?;
+//! let domain = store.domain("default")?;
+//! let staging = domain.begin_import(ImportOptions::default())?;
+//! let object = staging.put_object(b"content")?;
+//! let mut image = staging.image_writer()?;
+//! // … the EROFS writer writes into `image` …
+//! let image = image.finish()?;
+//! let objects = [(object.digest, object.size)];
+//! staging.commit(&Publish::named("hello:1", Ref::new(image)), objects)?;
+//! # Ok(()) }
+//! ```
+
+mod commit;
+mod digest;
+pub mod disk;
+mod domain;
+mod error;
+mod meta;
+mod name;
+mod parallel;
+mod real;
+mod record;
+mod staging;
+mod store;
+pub mod verity;
+
+pub use commit::Publish;
+pub use digest::{Digest, ParseDigestError};
+pub use disk::{Protection, StoredFile};
+pub use domain::{Domain, DomainLock};
+pub use error::{BoxError, Error, ErrorKind, Result};
+pub use meta::{Features, Meta};
+pub use record::{Layer, Ref, Root, RootKind};
+pub use staging::{
+    ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
+};
+pub use store::{DEFAULT_DOMAIN, InitOptions, Store};

@@ -3,3 +3,4 @@
 pub mod cache;
 pub mod mount;
 pub mod userns;
+pub mod verity;

@@ -1,0 +1,262 @@
+//! [`Staging::commit`]: from staging into the domain, in an order that a crash cannot break.
+//!
+//! 1. everything staged is made durable (one sync for all of it);
+//! 2. the domain's lock is taken, shared: from here on nothing is collected;
+//! 3. every object, image and layer that is to be published is checked to be there, with its size;
+//! 4. the records are written to temporary files; objects, layers and images move into place;
+//! 5. that is made durable: after this point the content cannot be lost any more;
+//! 6. the records are renamed into place, roots first, then refs, and their directories synced.
+//!
+//! Before step 6 nobody can see anything of the import; a crash leaves content that nothing keeps, which
+//! the next garbage collection takes away.
+
+use std::io;
+
+use crate::disk::{Disk, Kind};
+use crate::error::{At, Error, Result};
+use crate::parallel::for_each;
+use crate::record::{Ref, Root};
+use crate::staging::{Staging, StagingStats};
+use crate::{Digest, name};
+
+/// What becomes visible with a commit, all of it complete.
+#[derive(Clone, Debug, Default)]
+pub struct Publish {
+    /// Refs to make or to point elsewhere.
+    pub refs: Vec<(String, Ref)>,
+    /// Roots to make or to replace.
+    pub roots: Vec<Root>,
+}
+
+impl Publish {
+    /// One ref.
+    pub fn named(name: impl Into<String>, record: Ref) -> Self {
+        Self { refs: vec![(name.into(), record)], roots: Vec::new() }
+    }
+}
+
+impl Staging {
+    /// Publishes the import. `objects` are all objects that its images and layers name, with their
+    /// sizes, in any order and with repetitions; they are checked to be there. When this returns `Ok`,
+    /// all of it survives a crash.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an earlier
+    /// failure, [`Error::Vanished`] if something that the import relied on was collected (begin again
+    /// with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`], [`Error::Io`]. In all cases
+    /// no ref and no root has changed, except that [`Error::Io`] in the very last step may leave either.
+    pub fn commit(
+        mut self,
+        publish: &Publish,
+        objects: impl IntoIterator<Item = (Digest, u64)>,
+    ) -> Result<StagingStats> {
+        self.check_for_commit()?;
+        let disk = self.disk();
+        disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
+        let _lock = match self.held.take() {
+            Some(lock) => lock,
+            None => self.domain.lock_shared()?,
+        };
+        let mut missing = Missing::default();
+        for (digest, size) in objects {
+            self.check_object(digest, size, &mut missing)?;
+        }
+        self.check_parts(publish, &mut missing)?;
+        missing.result()?;
+
+        let mut records = Records { staging: &self, pending: Vec::new() };
+        for root in &publish.roots {
+            records.pending.push(self.domain.prepare_root(root).map_err(no_space)?);
+        }
+        for (name, record) in &publish.refs {
+            records.pending.push(self.domain.prepare_ref(name, record).map_err(no_space)?);
+        }
+        self.publish_objects().map_err(no_space)?;
+        for part in ["layers", "images"] {
+            let from = format!("{}/{part}", self.directory);
+            let to = format!("{}/{part}", self.domain.base());
+            move_files(self.disk(), &from, &to, Same::ByName).map_err(no_space)?;
+        }
+        self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
+        self.protect(publish)?;
+        records.publish()?;
+        Ok(self.stats())
+    }
+
+    fn check_object(&self, digest: Digest, size: u64, missing: &mut Missing) -> Result<()> {
+        // First where most objects of a first import are; for a repeated one the other order would
+        // save a call, which costs less than a microsecond.
+        if self.domain.file_size(&self.object_file(&digest))? == Some(size) {
+            return Ok(());
+        }
+        match self.domain.object_size(&digest)? {
+            Some(found) if found == size => {}
+            Some(found) => return Err(Error::SizeMismatch { digest, expected: size, found }),
+            None => missing.add(|| format!("object {digest}")),
+        }
+        Ok(())
+    }
+
+    /// Images and layers of the records must be staged or in place.
+    fn check_parts(&self, publish: &Publish, missing: &mut Missing) -> Result<()> {
+        let refs = publish.refs.iter().map(|(_, record)| record);
+        let images = refs.clone().map(|record| &record.image);
+        for image in images.chain(publish.roots.iter().flat_map(|root| &root.images)) {
+            if self.domain.file_size(&self.image_file(image))?.is_none()
+                && !self.domain.has_image(image)?
+            {
+                missing.add(|| format!("image {image}"));
+            }
+        }
+        let layers = refs.flat_map(|record| record.layers.iter().map(|layer| &layer.chain_id));
+        for chain_id in layers.chain(publish.roots.iter().flat_map(|root| &root.layers)) {
+            let file = name::encode("chain id", chain_id)? + crate::domain::LAYER_SUFFIX;
+            if self.domain.file_size(&format!("{}/layers/{file}", self.directory))?.is_none()
+                && !self.domain.has_layer(chain_id)?
+            {
+                missing.add(|| format!("layer {chain_id}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves the staged objects into place, shard by shard. A shard that the domain does not have yet
+    /// moves as a whole: a first import of a million objects is 256 renames.
+    fn publish_objects(&self) -> Result<()> {
+        let disk = self.disk();
+        let from = format!("{}/objects", self.directory);
+        let to = format!("{}/objects", self.domain.base());
+        let shards = disk.list(&from).at("list", &from)?;
+        let immutable = self.domain.protection().immutable;
+        for_each(disk.parallelism(), &shards, |(shard, _)| {
+            let (from, to) = (format!("{from}/{shard}"), format!("{to}/{shard}"));
+            let staged = if immutable { disk.list(&from).at("list", &from)? } else { Vec::new() };
+            match disk.rename(&from, &to, true) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    move_files(disk, &from, &to, Same::BySize)?;
+                }
+                other => other.at("publish", &to)?,
+            }
+            for (object, _) in staged {
+                protect_file(disk, &format!("{to}/{object}"))?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Objects are protected as they are published; this is the rest.
+    fn protect(&self, publish: &Publish) -> Result<()> {
+        if !self.domain.protection().immutable {
+            return Ok(());
+        }
+        for (_, record) in &publish.refs {
+            protect_file(self.disk(), &self.domain.image_file(&record.image))?;
+            for layer in &record.layers {
+                protect_file(self.disk(), &self.domain.layer_file(&layer.chain_id)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Sets the immutable flag. Only after the rename: a file that has it can be neither renamed nor linked
+/// nor removed.
+fn protect_file(disk: &dyn Disk, path: &str) -> Result<()> {
+    disk.set_immutable(path, true).at("make immutable", path)
+}
+
+/// When a file that is already in place is as good as the staged one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Same {
+    /// It has the name.
+    ByName,
+    /// It has the name and the size. One that was truncated behind our back is replaced.
+    BySize,
+}
+
+/// Moves all files of a directory; those that are there already stay and keep their inode, because
+/// somebody may have them mapped.
+fn move_files(disk: &dyn Disk, from: &str, to: &str, same: Same) -> Result<()> {
+    for (name, kind) in disk.list(from).at("list", from)? {
+        let (from, to) = (format!("{from}/{name}"), format!("{to}/{name}"));
+        if kind != Kind::File {
+            return Err(Error::corrupt(from, "it is not a regular file"));
+        }
+        match disk.rename(&from, &to, true) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            other => {
+                other.at("publish", &to)?;
+                continue;
+            }
+        }
+        let (ours, theirs) =
+            (disk.stat(&from).at("look at", &from)?, disk.stat(&to).at("look at", &to)?);
+        if same == Same::BySize && ours.size != theirs.size {
+            if theirs.immutable {
+                disk.set_immutable(&to, false).at("clear the immutable flag of", &to)?;
+            }
+            disk.rename(&from, &to, false).at("replace", &to)?;
+        }
+    }
+    Ok(())
+}
+
+/// Records in temporary files, which are removed again unless they are published.
+struct Records<'a> {
+    staging: &'a Staging,
+    /// Temporary path and final path.
+    pending: Vec<(String, String)>,
+}
+
+impl Records<'_> {
+    fn publish(&mut self) -> Result<()> {
+        let disk = self.staging.disk();
+        let mut directories: Vec<String> = Vec::new();
+        for (temporary, path) in self.pending.drain(..) {
+            disk.rename(&temporary, &path, false).at("publish", &path)?;
+            let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
+            if !directories.iter().any(|known| known == directory) {
+                directories.push(directory.to_owned());
+            }
+        }
+        directories.iter().try_for_each(|path| disk.sync_dir(path).at("sync", path))
+    }
+}
+
+impl Drop for Records<'_> {
+    fn drop(&mut self) {
+        for (temporary, _) in &self.pending {
+            let _ = self.staging.disk().unlink(temporary);
+        }
+    }
+}
+
+#[derive(Default)]
+struct Missing {
+    count: u64,
+    first: Option<String>,
+}
+
+impl Missing {
+    fn add(&mut self, what: impl FnOnce() -> String) {
+        self.count += 1;
+        self.first.get_or_insert_with(what);
+    }
+
+    fn result(self) -> Result<()> {
+        match self.first {
+            None => Ok(()),
+            Some(first) => Err(Error::Vanished { count: self.count, first }),
+        }
+    }
+}
+
+/// A filesystem that fills up while the import is published: directories and records need room too.
+fn no_space(error: Error) -> Error {
+    match error {
+        Error::Io { ref source, .. } if crate::error::is_full(source) => {
+            Error::NoSpace { missing: 4096 }
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,117 @@
+//! The name of content: an fs-verity SHA-256 digest.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// An fs-verity SHA-256 digest (4 KiB blocks, no salt), printed as 64 lower-case hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Digest(pub [u8; 32]);
+
+/// A text that is not a digest.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a digest (64 hex digits, `sha256:` may stand before them): {0:?}")]
+pub struct ParseDigestError(String);
+
+impl Digest {
+    /// Where the object lies below the objects directory: `ab/cdef…`, as in a composefs digest store.
+    pub fn object_path(&self) -> String {
+        let hex = self.to_string();
+        format!("{}/{}", &hex[..2], &hex[2..])
+    }
+
+    /// The digest of the object whose path below the objects directory is `shard/name`; `None` if it
+    /// is not such a path in lower-case hex.
+    pub fn from_object_path(shard: &str, name: &str) -> Option<Self> {
+        if shard.len() != 2 || name.len() != 62 {
+            return None;
+        }
+        Self::from_lower_hex(format!("{shard}{name}").as_bytes())
+    }
+
+    /// 64 lower-case hex digits exactly, as file names have them.
+    pub(crate) fn from_lower_hex(hex: &[u8]) -> Option<Self> {
+        if hex.len() != 64 || hex.iter().any(u8::is_ascii_uppercase) {
+            return None;
+        }
+        let mut bytes = [0; 32];
+        for (byte, pair) in bytes.iter_mut().zip(hex.chunks_exact(2)) {
+            *byte = (hex_value(pair[0])? << 4) | hex_value(pair[1])?;
+        }
+        Some(Self(bytes))
+    }
+}
+
+fn hex_value(digit: u8) -> Option<u8> {
+    match digit {
+        b'0'..=b'9' => Some(digit - b'0'),
+        b'a'..=b'f' => Some(digit - b'a' + 10),
+        _ => None,
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let mut hex = [0; 64];
+        for (pair, byte) in hex.chunks_exact_mut(2).zip(self.0) {
+            pair[0] = DIGITS[usize::from(byte >> 4)];
+            pair[1] = DIGITS[usize::from(byte & 15)];
+        }
+        f.pad(std::str::from_utf8(&hex).unwrap_or_default())
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for Digest {
+    type Err = ParseDigestError;
+
+    /// Takes upper case too, and a `sha256:` before the digits.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let hex = text.strip_prefix("sha256:").unwrap_or(text).to_ascii_lowercase();
+        Self::from_lower_hex(hex.as_bytes()).ok_or_else(|| {
+            // The text comes from outside; an error message must not carry a megabyte of it.
+            ParseDigestError(text.chars().take(80).collect())
+        })
+    }
+}
+
+impl Serialize for Digest {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Digest {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+        text.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_round_trips_and_strangers_are_refused() {
+        let digest = Digest(std::array::from_fn(|i| u8::try_from(i * 7 % 256).unwrap()));
+        let hex = digest.to_string();
+        assert_eq!(hex.len(), 64);
+        assert_eq!(hex.parse(), Ok(digest));
+        assert_eq!(format!("sha256:{}", hex.to_uppercase()).parse(), Ok(digest));
+        let path = digest.object_path();
+        let (shard, name) = path.split_once('/').unwrap();
+        assert_eq!(Digest::from_object_path(shard, name), Some(digest));
+        for bad in ["", "sha256:", &hex[1..], &hex.replace('0', "g"), "sha512:00", "é"] {
+            assert!(bad.parse::<Digest>().is_err(), "{bad}");
+        }
+        assert_eq!(Digest::from_object_path(&hex[..2].to_uppercase(), "00"), None);
+    }
+}

@@ -1,0 +1,233 @@
+//! The one seam under all durable state.
+//!
+//! Everything the store keeps goes through [`Disk`]: [`RealDisk`] is a directory of this machine,
+//! `sim::SimDisk` is a disk in memory that loses power at the worst moment. What the store may rely on is
+//! what both of them keep:
+//!
+//! - `rename` is atomic for whoever looks, but not durable until `sync_dir` or `sync_all`;
+//! - written data is not durable until `sync_all` or the file's own `sync`, and a crash may keep any
+//!   part of it, in any order, names without content included;
+//! - creating and removing names is not durable until the directory is synced, and a crash may keep any
+//!   subset of such changes.
+//!
+//! Paths are relative to the store's directory, `/` between parts, never `.` or `..`, never absolute.
+//! No operation follows a symbolic link.
+
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+
+pub use crate::real::RealDisk;
+
+/// What an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Directory,
+    /// Anything else: never made by the store.
+    Other,
+}
+
+/// What `stat` tells.
+#[derive(Clone, Copy, Debug)]
+pub struct Stat {
+    /// What it is.
+    pub kind: Kind,
+    /// Size in bytes.
+    pub size: u64,
+    /// Bytes that the filesystem has allocated for it.
+    pub allocated: u64,
+    /// Permission bits (07777).
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Inode number.
+    pub inode: u64,
+    /// Number of names.
+    pub nlink: u64,
+    /// Whether the immutable flag is set.
+    pub immutable: bool,
+}
+
+/// How a lock is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockMode {
+    /// Together with others that share.
+    Shared,
+    /// Alone.
+    Exclusive,
+}
+
+/// A lock on a directory, held until dropped (or until the process dies).
+pub trait Lock: Send + Sync + fmt::Debug {}
+
+/// What protects content that is in place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Protection {
+    /// The kernel checks every read (fs-verity).
+    pub verity: bool,
+    /// Files carry the immutable flag: nobody, root included, changes or removes them without clearing
+    /// it first.
+    pub immutable: bool,
+    /// The filesystem can share blocks between files (`FICLONE`).
+    pub reflink: bool,
+}
+
+/// A directory that keeps the store. See the module's text for what it promises.
+pub trait Disk: Send + Sync + fmt::Debug {
+    /// Opens a file for reading.
+    fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>>;
+    /// Creates a file that must not exist yet, for writing, with mode 0444 or 0644 (`read_only`).
+    fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>>;
+    /// Looks at an entry.
+    fn stat(&self, path: &str) -> io::Result<Stat>;
+    /// Names in a directory (without `.` and `..`), in no particular order. Names that are not UTF-8
+    /// come out with replacement characters: they are never the store's own.
+    fn list(&self, path: &str) -> io::Result<Vec<(String, Kind)>>;
+    /// Makes a directory.
+    fn mkdir(&self, path: &str) -> io::Result<()>;
+    /// Renames; an existing target is replaced, or with `keep` refused with `AlreadyExists`.
+    fn rename(&self, from: &str, to: &str, keep: bool) -> io::Result<()>;
+    /// Removes a file.
+    fn unlink(&self, path: &str) -> io::Result<()>;
+    /// Removes an empty directory.
+    fn rmdir(&self, path: &str) -> io::Result<()>;
+    /// Makes the names in a directory durable.
+    fn sync_dir(&self, path: &str) -> io::Result<()>;
+    /// Makes everything durable that was done on this disk so far.
+    fn sync_all(&self) -> io::Result<()>;
+    /// Locks a directory. `None` when somebody else holds it and `wait` is false.
+    fn lock(&self, path: &str, mode: LockMode, wait: bool) -> io::Result<Option<Box<dyn Lock>>>;
+    /// Sets or clears the immutable flag, where [`Disk::protection`] says that there is one.
+    fn set_immutable(&self, path: &str, on: bool) -> io::Result<()>;
+    /// Enables fs-verity on a complete file and gives the digest that the kernel now enforces, where
+    /// [`Disk::protection`] says that there is fs-verity.
+    fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
+    /// The digest that the kernel enforces for a file; `None` without fs-verity.
+    fn measure_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
+    /// Makes `to` a copy of `from` that shares its blocks but not its inode.
+    fn reflink(&self, from: &str, to: &str) -> io::Result<()>;
+    /// What the filesystem offers.
+    fn protection(&self) -> Protection;
+    /// Bytes that can still be written.
+    fn free_bytes(&self) -> io::Result<u64>;
+    /// 16 bytes that nobody can guess and no other import has.
+    fn random(&self) -> io::Result<[u8; 16]>;
+    /// How many threads can usefully work on this disk at once.
+    fn parallelism(&self) -> usize;
+    /// Where it is on this machine, if it is.
+    fn path(&self) -> Option<&Path>;
+}
+
+/// An open file.
+pub trait DiskFile: Send + Sync + fmt::Debug {
+    /// Reads at an offset; 0 at the end.
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
+    /// Appends all bytes.
+    fn write_all(&mut self, data: &[u8]) -> io::Result<()>;
+    /// Size in bytes.
+    fn size(&self) -> io::Result<u64>;
+    /// Makes the content durable (not the name).
+    fn sync(&self) -> io::Result<()>;
+    /// Asks for the content to be on its way to the disk; no promise.
+    fn start_writeback(&self) {}
+    /// The descriptor, if it is a file of this machine.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// A file of the store, open for reading.
+#[derive(Debug)]
+pub struct StoredFile {
+    file: Box<dyn DiskFile>,
+    path: String,
+}
+
+impl StoredFile {
+    pub(crate) fn new(file: Box<dyn DiskFile>, path: String) -> Self {
+        Self { file, path }
+    }
+
+    /// Path relative to the store.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Size in bytes.
+    pub fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+
+    /// Reads at an offset; 0 at the end.
+    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.file.read_at(buffer, offset)
+    }
+
+    /// Fills the buffer from an offset.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` if the file ends before.
+    pub fn read_exact_at(&self, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
+        while !buffer.is_empty() {
+            match self.file.read_at(buffer, offset) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => {
+                    buffer = &mut buffer[n..];
+                    offset += n as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads it from the start to the end.
+    pub fn reader(&self) -> impl io::Read + '_ {
+        Reader { file: self, offset: 0 }
+    }
+
+    /// The whole content, if it is not longer than `limit` bytes.
+    ///
+    /// # Errors
+    /// `FileTooLarge` above the limit, before anything is allocated.
+    pub fn read_all(&self, limit: u64) -> io::Result<Vec<u8>> {
+        let size = self.size()?;
+        if size > limit {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let len = usize::try_from(size).map_err(|_| io::ErrorKind::FileTooLarge)?;
+        let mut content = vec![0; len];
+        self.read_exact_at(&mut content, 0)?;
+        Ok(content)
+    }
+
+    /// The descriptor, if the store is a directory of this machine (and not a simulated disk).
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.file.descriptor()
+    }
+
+    /// A file of its own on the same open file description.
+    ///
+    /// # Errors
+    /// `Unsupported` on a simulated disk, and what duplicating a descriptor may give.
+    pub fn to_std(&self) -> io::Result<std::fs::File> {
+        let descriptor = self.descriptor().ok_or(io::ErrorKind::Unsupported)?;
+        Ok(descriptor.try_clone_to_owned()?.into())
+    }
+}
+
+struct Reader<'a> {
+    file: &'a StoredFile,
+    offset: u64,
+}
+
+impl io::Read for Reader<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.file.read_at(buffer, self.offset)?;
+        self.offset += n as u64;
+        Ok(n)
+    }
+}

@@ -1,0 +1,469 @@
+//! [`Domain`]: one trust domain. Nothing in it shares an inode with another domain.
+
+use std::io;
+use std::path::PathBuf;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
+use crate::error::{At, Error, Result};
+use crate::record::{Ref, Root, RootKind};
+use crate::store::{DOMAINS, Store, TEMPORARY};
+use crate::{Digest, name};
+
+/// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
+const RECORD_SIZE_MAX: u64 = 16 << 20;
+/// Suffix of image files.
+pub(crate) const IMAGE_SUFFIX: &str = ".erofs";
+/// Suffix of layer trees.
+pub(crate) const LAYER_SUFFIX: &str = ".dump.zst";
+/// Suffix of refs and roots.
+pub(crate) const RECORD_SUFFIX: &str = ".json";
+
+/// The directories that every domain has, parents first.
+pub(crate) fn directories() -> impl Iterator<Item = String> {
+    let plain = ["objects", "images", "refs", "layers", "roots", "segments"].map(String::from);
+    plain.into_iter().chain(RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str())))
+}
+
+/// One trust domain of a store.
+#[derive(Clone, Debug)]
+pub struct Domain {
+    store: Store,
+    name: String,
+    base: String,
+}
+
+/// The domain's lock, held until dropped. Shared: nothing is collected meanwhile.
+#[derive(Debug)]
+pub struct DomainLock {
+    _lock: Box<dyn Lock>,
+}
+
+impl Domain {
+    pub(crate) fn new(store: Store, name: &str) -> Self {
+        Self { store, name: name.to_owned(), base: format!("{DOMAINS}/{name}") }
+    }
+
+    /// The domain's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The store it belongs to.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// What protects content that is in place here.
+    pub fn protection(&self) -> Protection {
+        self.store.protection()
+    }
+
+    /// Holds off garbage collection (and waits for one that runs) until the lock is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn lock_shared(&self) -> Result<DomainLock> {
+        match self.lock(LockMode::Shared, true)? {
+            Some(lock) => Ok(lock),
+            None => Err(Error::Busy { domain: self.name.clone() }),
+        }
+    }
+
+    pub(crate) fn lock(&self, mode: LockMode, wait: bool) -> Result<Option<DomainLock>> {
+        let lock = self.disk().lock(&self.base, mode, wait).at("lock", &self.base)?;
+        Ok(lock.map(|lock| DomainLock { _lock: lock }))
+    }
+
+    // Where things are.
+
+    /// The objects directory: a composefs digest store. `None` on a simulated disk.
+    pub fn objects_dir(&self) -> Option<PathBuf> {
+        self.real("objects")
+    }
+
+    /// The file of an object, whether it exists or not. `None` on a simulated disk.
+    pub fn object_path(&self, digest: &Digest) -> Option<PathBuf> {
+        self.real(&format!("objects/{}", digest.object_path()))
+    }
+
+    /// The file of an image, whether it exists or not. `None` on a simulated disk.
+    pub fn image_path(&self, digest: &Digest) -> Option<PathBuf> {
+        self.real(&format!("images/{digest}{IMAGE_SUFFIX}"))
+    }
+
+    fn real(&self, below: &str) -> Option<PathBuf> {
+        Some(self.store.path()?.join(&self.base).join(below))
+    }
+
+    pub(crate) fn base(&self) -> &str {
+        &self.base
+    }
+
+    pub(crate) fn object_file(&self, digest: &Digest) -> String {
+        format!("{}/objects/{}", self.base, digest.object_path())
+    }
+
+    pub(crate) fn image_file(&self, digest: &Digest) -> String {
+        format!("{}/images/{digest}{IMAGE_SUFFIX}", self.base)
+    }
+
+    pub(crate) fn layer_file(&self, chain_id: &str) -> Result<String> {
+        let encoded = name::encode("chain id", chain_id)?;
+        Ok(format!("{}/layers/{encoded}{LAYER_SUFFIX}", self.base))
+    }
+
+    fn ref_file(&self, ref_name: &str) -> Result<String> {
+        let encoded = name::encode("ref name", ref_name)?;
+        Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.base))
+    }
+
+    fn root_file(&self, kind: RootKind, id: &str) -> Result<String> {
+        let encoded = name::encode("root id", id)?;
+        Ok(format!("{}/roots/{}/{encoded}{RECORD_SUFFIX}", self.base, kind.as_str()))
+    }
+
+    // Objects, images, layers.
+
+    /// Size of an object in bytes; `None` if it is not here.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if something else than a file is in its place; [`Error::Io`].
+    pub fn object_size(&self, digest: &Digest) -> Result<Option<u64>> {
+        self.file_size(&self.object_file(digest))
+    }
+
+    /// Size of a file of the store; `None` if it is not there.
+    pub(crate) fn file_size(&self, path: &str) -> Result<Option<u64>> {
+        match self.disk().stat(path) {
+            Ok(stat) if stat.kind == Kind::File => Ok(Some(stat.size)),
+            Ok(_) => Err(Error::corrupt(path, "it is not a regular file")),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(error).at("look at", path),
+        }
+    }
+
+    /// Opens an object for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchObject`], [`Error::Io`].
+    pub fn open_object(&self, digest: &Digest) -> Result<StoredFile> {
+        self.open_file(self.object_file(digest))?.ok_or(Error::NoSuchObject(*digest))
+    }
+
+    /// Whether an image is here.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn has_image(&self, digest: &Digest) -> Result<bool> {
+        Ok(self.file_size(&self.image_file(digest))?.is_some())
+    }
+
+    /// Opens a metadata image for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchImage`], [`Error::Io`].
+    pub fn open_image(&self, digest: &Digest) -> Result<StoredFile> {
+        self.open_file(self.image_file(digest))?.ok_or(Error::NoSuchImage(*digest))
+    }
+
+    /// Digests of all images, sorted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn images(&self) -> Result<Vec<Digest>> {
+        let files = self.files("images", IMAGE_SUFFIX)?;
+        let mut images: Vec<_> =
+            files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();
+        images.sort_unstable();
+        Ok(images)
+    }
+
+    /// Whether the tree of a layer chain is here.
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::Io`].
+    pub fn has_layer(&self, chain_id: &str) -> Result<bool> {
+        Ok(self.file_size(&self.layer_file(chain_id)?)?.is_some())
+    }
+
+    /// Opens a layer's tree (composefs dump text, zstd) for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    pub fn open_layer(&self, chain_id: &str) -> Result<StoredFile> {
+        let path = self.layer_file(chain_id)?;
+        self.open_file(path)?.ok_or_else(|| Error::NoSuchLayer(chain_id.to_owned()))
+    }
+
+    /// Chain ids of all layers, sorted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn layers(&self) -> Result<Vec<String>> {
+        let files = self.files("layers", LAYER_SUFFIX)?;
+        let mut layers: Vec<_> = files.iter().filter_map(|stem| name::decode(stem)).collect();
+        layers.sort_unstable();
+        Ok(layers)
+    }
+
+    fn open_file(&self, path: String) -> Result<Option<StoredFile>> {
+        match self.disk().open(&path) {
+            Ok(file) => Ok(Some(StoredFile::new(file, path))),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(error).at("open", &path),
+        }
+    }
+
+    /// File names of a directory without the suffix; others and temporary files are left out.
+    pub(crate) fn files(&self, directory: &str, suffix: &str) -> Result<Vec<String>> {
+        let path = format!("{}/{directory}", self.base);
+        let entries = self.disk().list(&path).at("list", &path)?;
+        Ok(entries
+            .into_iter()
+            .filter(|(entry, _)| !entry.starts_with(TEMPORARY))
+            .filter_map(|(entry, _)| entry.strip_suffix(suffix).map(str::to_owned))
+            .collect())
+    }
+
+    // Refs.
+
+    /// The record of a ref; `None` if there is no such ref.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::BadName`], [`Error::Io`].
+    pub fn get_ref(&self, ref_name: &str) -> Result<Option<Ref>> {
+        Ok(self.read_ref(&self.ref_file(ref_name)?)?.map(|(_, record)| record))
+    }
+
+    /// All refs, sorted by name.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
+    pub fn refs(&self) -> Result<Vec<(String, Ref)>> {
+        let mut refs = Vec::new();
+        for stem in self.files("refs", RECORD_SUFFIX)? {
+            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base);
+            // One that was removed since it was listed is simply not there.
+            refs.extend(self.read_ref(&path)?);
+        }
+        refs.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(refs)
+    }
+
+    /// The ref that came from this OCI manifest (`sha256:…`), if there is one: the image need not be
+    /// imported again.
+    ///
+    /// # Errors
+    /// Those of [`Domain::refs`].
+    pub fn find_by_manifest(&self, manifest: &str) -> Result<Option<(String, Ref)>> {
+        let refs = self.refs()?;
+        Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
+    }
+
+    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on return.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchImage`], [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    pub fn put_ref(&self, ref_name: &str, record: &Ref) -> Result<()> {
+        self.store.check_writable()?;
+        let path = self.ref_file(ref_name)?;
+        let json = ref_json(ref_name, record)?;
+        let _lock = self.lock_shared()?;
+        self.check_present(&[record.image], record.layers.iter().map(|l| l.chain_id.as_str()))?;
+        self.store.replace_file(&format!("{}/refs", self.base), &path, &json, true)
+    }
+
+    /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`].
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRef`], [`Error::BadName`], [`Error::Io`].
+    pub fn remove_ref(&self, ref_name: &str) -> Result<()> {
+        let path = self.ref_file(ref_name)?;
+        match self.remove_record("refs", &path)? {
+            true => Ok(()),
+            false => Err(Error::NoSuchRef(ref_name.to_owned())),
+        }
+    }
+
+    pub(crate) fn read_ref(&self, path: &str) -> Result<Option<(String, Ref)>> {
+        let Some((ref_name, record)) =
+            self.read_record::<Named<Ref>>(path)?.map(|n| (n.name, n.record))
+        else {
+            return Ok(None);
+        };
+        check_own_name(path, &ref_name)?;
+        Ok(Some((ref_name, record)))
+    }
+
+    // Roots.
+
+    /// All roots of one kind, sorted by id. Refs are roots too but are not listed here: see
+    /// [`Domain::refs`].
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
+    pub fn roots(&self, kind: RootKind) -> Result<Vec<Root>> {
+        let mut roots = Vec::new();
+        for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
+            let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base, kind.as_str());
+            roots.extend(self.read_root(&path)?);
+        }
+        roots.sort_by(|a, b| a.id.cmp(&b.id));
+        Ok(roots)
+    }
+
+    /// One root.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::BadName`], [`Error::Io`].
+    pub fn get_root(&self, kind: RootKind, id: &str) -> Result<Option<Root>> {
+        self.read_root(&self.root_file(kind, id)?)
+    }
+
+    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts: they
+    /// do not outlive a crash anyway, and must be quick.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchImage`], [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    pub fn put_root(&self, root: &Root) -> Result<()> {
+        self.store.check_writable()?;
+        let path = self.root_file(root.kind, &root.id)?;
+        let json = to_json(&path, root)?;
+        let _lock = self.lock_shared()?;
+        self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
+        let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
+        self.store.replace_file(&directory, &path, &json, root.kind != RootKind::Mount)
+    }
+
+    /// Removes a root; says whether it was there.
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::Io`].
+    pub fn remove_root(&self, kind: RootKind, id: &str) -> Result<bool> {
+        let path = self.root_file(kind, id)?;
+        self.store.check_writable()?;
+        if kind == RootKind::Mount {
+            return self.unlink_if_there(&path);
+        }
+        self.remove_record(&format!("roots/{}", kind.as_str()), &path)
+    }
+
+    pub(crate) fn read_root(&self, path: &str) -> Result<Option<Root>> {
+        let Some(root) = self.read_record::<Root>(path)? else { return Ok(None) };
+        check_own_name(path, &root.id)?;
+        if !path.contains(&format!("/roots/{}/", root.kind.as_str())) {
+            return Err(Error::corrupt(
+                path,
+                format!("it says that it is a {}", root.kind.as_str()),
+            ));
+        }
+        Ok(Some(root))
+    }
+
+    // Records in general.
+
+    fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
+        let Some(file) = self.open_file(path.to_owned())? else { return Ok(None) };
+        let json = match file.read_all(RECORD_SIZE_MAX) {
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
+                return Err(Error::corrupt(path, "it is larger than 16 MiB"));
+            }
+            other => other.at("read", path)?,
+        };
+        serde_json::from_slice(&json).map(Some).map_err(|error| Error::corrupt(path, error))
+    }
+
+    fn remove_record(&self, directory: &str, path: &str) -> Result<bool> {
+        self.store.check_writable()?;
+        let removed = self.unlink_if_there(path)?;
+        if removed {
+            let directory = format!("{}/{directory}", self.base);
+            self.disk().sync_dir(&directory).at("sync", &directory)?;
+        }
+        Ok(removed)
+    }
+
+    fn unlink_if_there(&self, path: &str) -> Result<bool> {
+        match self.disk().unlink(path) {
+            Ok(()) => Ok(true),
+            Err(error) if is_absent(&error) => Ok(false),
+            Err(error) => Err(error).at("remove", path),
+        }
+    }
+
+    /// With the lock held, what is here now stays here until it is given back.
+    fn check_present<'a>(
+        &self,
+        images: &[Digest],
+        layers: impl Iterator<Item = &'a str>,
+    ) -> Result<()> {
+        for image in images {
+            if !self.has_image(image)? {
+                return Err(Error::NoSuchImage(*image));
+            }
+        }
+        for chain_id in layers {
+            if !self.has_layer(chain_id)? {
+                return Err(Error::NoSuchLayer(chain_id.to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a ref's record to a temporary file; gives it and its later place.
+    pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
+        let path = self.ref_file(ref_name)?;
+        let json = ref_json(ref_name, record)?;
+        Ok((self.store.write_temporary(&format!("{}/refs", self.base), &json, false)?, path))
+    }
+
+    /// Writes a root's record to a temporary file; gives it and its later place.
+    pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
+        let path = self.root_file(root.kind, &root.id)?;
+        let json = to_json(&path, root)?;
+        let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
+        Ok((self.store.write_temporary(&directory, &json, false)?, path))
+    }
+
+    pub(crate) fn disk(&self) -> &dyn Disk {
+        self.store.disk()
+    }
+}
+
+/// A ref with its name, as it lies in the file.
+#[derive(Serialize, serde::Deserialize)]
+struct Named<T> {
+    name: String,
+    #[serde(flatten)]
+    record: T,
+}
+
+fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
+    to_json(ref_name, &Named { name: ref_name.to_owned(), record })
+}
+
+fn to_json<T: Serialize>(path: &str, record: &T) -> Result<Vec<u8>> {
+    let json = serde_json::to_vec_pretty(record).map_err(|error| Error::corrupt(path, error))?;
+    if json.len() as u64 > RECORD_SIZE_MAX {
+        return Err(Error::corrupt(path, "the record would be larger than 16 MiB"));
+    }
+    Ok(json)
+}
+
+/// A record that says another name than its file was copied or renamed by hand.
+fn check_own_name(path: &str, own_name: &str) -> Result<()> {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    let stem = file.strip_suffix(RECORD_SUFFIX).unwrap_or(file);
+    if name::matches(stem, own_name) {
+        return Ok(());
+    }
+    Err(Error::corrupt(path, format!("it holds the record of {own_name:?}")))
+}
+
+/// The file is not there, or a directory on the way to it is not.
+pub(crate) fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound)
+}

@@ -1,0 +1,198 @@
+//! What can go wrong with a store, told apart by who has to act.
+
+use std::io;
+
+use crate::Digest;
+
+/// Result of a store operation.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a caller's own code that is carried through the store.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Whose fault an [`Error`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The caller asked for something that is not there, or in a form that is not valid.
+    Caller,
+    /// The store's bytes are not what they must be.
+    Corrupt,
+    /// The operating system refused.
+    Io,
+    /// The filesystem is full.
+    Space,
+    /// Somebody else changed the store meanwhile, or holds it; trying again can succeed.
+    Conflict,
+    /// The store needs a newer program.
+    Unsupported,
+}
+
+/// An error of the store. It names the object, path or digest that it is about; paths are relative to
+/// the store's directory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A system call failed.
+    #[error("cannot {action} `{path}`")]
+    Io {
+        /// What was tried: a verb for the message.
+        action: &'static str,
+        /// Path relative to the store (or the store's own path when opening it).
+        path: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The filesystem filled up during an import; the store is as it was before.
+    #[error("no space left: {missing} more bytes were needed; the store is unchanged")]
+    NoSpace {
+        /// Bytes of new content that did not fit.
+        missing: u64,
+    },
+    /// An earlier operation on this staging failed, so that it cannot be published any more.
+    #[error("this import failed earlier and cannot go on: {first}")]
+    Poisoned {
+        /// Text of the first failure.
+        first: String,
+    },
+    /// There is no store at this path.
+    #[error("no store at `{path}`: it has no meta.json")]
+    NotAStore {
+        /// The path that was opened.
+        path: String,
+    },
+    /// `init` found something else in the directory.
+    #[error("`{path}` is not empty and not a store: `{entry}` is in the way")]
+    InTheWay {
+        /// The directory.
+        path: String,
+        /// The first entry that does not belong to a store.
+        entry: String,
+    },
+    /// The store was written by a newer program and says that this one must not touch it.
+    #[error("the store needs `{feature}`, which this version does not know")]
+    UnknownFeature {
+        /// Name of the feature, or the format version.
+        feature: String,
+    },
+    /// The store has a feature that allows this program to read only.
+    #[error(
+        "the store is read-only for this version: it uses `{feature}`, which this version does not know"
+    )]
+    ReadOnly {
+        /// Name of the feature.
+        feature: String,
+    },
+    /// A record of the store cannot be read.
+    #[error("`{path}` is damaged: {reason}")]
+    Corrupt {
+        /// Path relative to the store.
+        path: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A name that cannot be used.
+    #[error("bad {what} {name:?}: {reason}")]
+    BadName {
+        /// What kind of name: `ref name`, `domain name`…
+        what: &'static str,
+        /// The name as given, cut if long.
+        name: String,
+        /// Why it is refused.
+        reason: &'static str,
+    },
+    /// No such trust domain.
+    #[error("no trust domain `{0}`")]
+    NoSuchDomain(String),
+    /// No such ref.
+    #[error("no ref `{0}`")]
+    NoSuchRef(String),
+    /// No such image.
+    #[error("no image {0}")]
+    NoSuchImage(Digest),
+    /// No such object.
+    #[error("no object {0}")]
+    NoSuchObject(Digest),
+    /// No such layer.
+    #[error("no layer `{0}`")]
+    NoSuchLayer(String),
+    /// Objects, an image or layers that the import relied on were collected before it was published.
+    /// The import has to run again, with [`crate::ImportOptions::hold_lock`].
+    #[error(
+        "{count} of the parts that this import relied on were collected meanwhile, first {first}"
+    )]
+    Vanished {
+        /// How many parts are missing.
+        count: u64,
+        /// The first of them: `object <digest>`, `image <digest>` or `layer <chain-id>`.
+        first: String,
+    },
+    /// An object is there with another size than the image says.
+    #[error("object {digest} has {found} bytes, its image says {expected}")]
+    SizeMismatch {
+        /// The object.
+        digest: Digest,
+        /// Bytes according to the image.
+        expected: u64,
+        /// Bytes of the file.
+        found: u64,
+    },
+    /// An image or layer that must be kept cannot be read, so nothing can be collected safely.
+    #[error("cannot tell what {what} uses, so nothing was collected")]
+    Unreadable {
+        /// `image <digest>` or `layer <chain-id>`, and what keeps it.
+        what: String,
+        /// Why it cannot be read.
+        source: BoxError,
+    },
+    /// Another process holds the lock, and the caller did not want to wait.
+    #[error("domain `{domain}` is in use by another process")]
+    Busy {
+        /// Name of the domain.
+        domain: String,
+    },
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::NoSpace { .. } => ErrorKind::Space,
+            Self::Io { source, .. } if is_full(source) => ErrorKind::Space,
+            Self::Io { .. } | Self::Poisoned { .. } => ErrorKind::Io,
+            Self::NotAStore { .. }
+            | Self::InTheWay { .. }
+            | Self::BadName { .. }
+            | Self::NoSuchDomain(_)
+            | Self::NoSuchRef(_)
+            | Self::NoSuchImage(_)
+            | Self::NoSuchObject(_)
+            | Self::NoSuchLayer(_) => ErrorKind::Caller,
+            Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
+            Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {
+                ErrorKind::Corrupt
+            }
+            Self::Vanished { .. } | Self::Busy { .. } => ErrorKind::Conflict,
+        }
+    }
+
+    pub(crate) fn corrupt(path: impl Into<String>, reason: impl ToString) -> Self {
+        Self::Corrupt { path: path.into(), reason: reason.to_string() }
+    }
+}
+
+/// Whether an I/O error means that there is no room: a full filesystem or a quota.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+/// Puts action and path to an I/O error.
+pub(crate) trait At<T> {
+    fn at(self, action: &'static str, path: &str) -> Result<T>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, action: &'static str, path: &str) -> Result<T> {
+        self.map_err(|source| Error::Io { action, path: path.to_owned(), source })
+    }
+}

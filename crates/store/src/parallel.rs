@@ -1,0 +1,38 @@
+//! A few threads over a list of work.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use crate::error::Result;
+
+/// Calls `work` for every item on up to `threads` threads, each taking the next item when it is free.
+/// The first error stops them all and is returned. With one thread the order is that of the list.
+pub(crate) fn for_each<T: Sync>(
+    threads: usize,
+    items: &[T],
+    work: impl Fn(&T) -> Result<()> + Sync,
+) -> Result<()> {
+    let threads = threads.min(items.len());
+    if threads <= 1 {
+        return items.iter().try_for_each(work);
+    }
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(None);
+    let run = || {
+        while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
+            if let Err(error) = work(item) {
+                next.store(items.len(), Relaxed);
+                if let Ok(mut failed) = failed.lock() {
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(run);
+        }
+        run();
+    });
+    failed.into_inner().unwrap_or_default().map_or(Ok(()), Err)
+}

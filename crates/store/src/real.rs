@@ -1,0 +1,325 @@
+//! [`RealDisk`]: a directory of this machine.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use cofolio_sys::verity;
+use rustix::fs::{self, AtFlags, FileType, FlockOperation, IFlags, Mode, OFlags, RenameFlags};
+use rustix::fs::{ResolveFlags, StatxFlags};
+use rustix::io::Errno;
+
+use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat};
+
+const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
+const OBJECT_MODE: Mode = Mode::from_raw_mode(0o444);
+const DIRECTORY_MODE: Mode = Mode::from_raw_mode(0o755);
+/// Only root looks into a store: images may hold secrets that are not world-readable inside.
+const ROOT_MODE: Mode = Mode::from_raw_mode(0o700);
+
+/// A directory of this machine. Every operation starts from its descriptor, so that the store can be
+/// bind-mounted elsewhere or its parents renamed while it is open.
+#[derive(Debug)]
+pub struct RealDisk {
+    root: OwnedFd,
+    path: PathBuf,
+    /// The process's umask takes bits from the modes above, so that each new file needs a chmod.
+    needs_chmod: bool,
+    protection: OnceLock<Protection>,
+}
+
+impl RealDisk {
+    /// Opens a directory that exists.
+    ///
+    /// # Errors
+    /// What `open(2)` gives.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let root =
+            fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        Ok(Self {
+            root,
+            path: std::path::absolute(path)?,
+            needs_chmod: umask_hides_bits(),
+            protection: OnceLock::new(),
+        })
+    }
+
+    /// Makes the directory (its parent must exist) if it is missing, and opens it.
+    ///
+    /// # Errors
+    /// What `mkdir(2)` and `open(2)` give.
+    pub fn create_dir(path: &Path) -> io::Result<Self> {
+        match fs::mkdir(path, ROOT_MODE) {
+            Ok(()) | Err(Errno::EXIST) => Self::open(path),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// `openat2` that stays below the root and follows no symbolic link at all; where a sandbox forbids
+    /// the call, `openat` that follows none in the last part.
+    fn open_at(&self, path: &str, flags: OFlags, mode: Mode) -> io::Result<OwnedFd> {
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let path = if path.is_empty() { "." } else { path };
+        match fs::openat2(&self.root, path, flags, mode, resolve) {
+            Err(Errno::NOSYS | Errno::PERM) => Ok(fs::openat(&self.root, path, flags, mode)?),
+            other => Ok(other?),
+        }
+    }
+
+    fn open_dir(&self, path: &str) -> io::Result<OwnedFd> {
+        self.open_at(path, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())
+    }
+
+    fn probe(&self) -> Protection {
+        // Asking a directory for its digest is refused before the file type is looked at exactly when
+        // there is no fs-verity (ENOTTY, EOPNOTSUPP); with it the answer is ENODATA or EISDIR.
+        let verity = match verity::measure(&self.root) {
+            Ok(_) => true,
+            Err(errno) => !verity::is_unsupported(errno),
+        };
+        Protection { verity, immutable: self.probe_immutable(), reflink: self.probe_reflink() }
+    }
+
+    /// Tries on a file without a name: nothing is left behind whatever happens.
+    fn scratch(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        Ok(fs::openat(&self.root, ".", flags, Mode::from_raw_mode(0o600))?)
+    }
+
+    fn probe_immutable(&self) -> bool {
+        let Ok(file) = self.scratch() else { return false };
+        let Ok(flags) = fs::ioctl_getflags(&file) else { return false };
+        let set = fs::ioctl_setflags(&file, flags | IFlags::IMMUTABLE).is_ok();
+        // An orphan inode with the flag would still go when closed, but leave nothing to chance.
+        set && fs::ioctl_setflags(&file, flags).is_ok()
+    }
+
+    fn probe_reflink(&self) -> bool {
+        let (Ok(from), Ok(to)) = (self.scratch(), self.scratch()) else { return false };
+        rustix::io::write(&from, &[0; 4096]).is_ok() && fs::ioctl_ficlone(&to, &from).is_ok()
+    }
+}
+
+/// Reading the umask without changing it (it belongs to the whole process) takes /proc.
+fn umask_hides_bits() -> bool {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return true };
+    let umask = status.lines().find_map(|line| line.strip_prefix("Umask:"));
+    let umask = umask.and_then(|text| u32::from_str_radix(text.trim(), 8).ok()).unwrap_or(0o777);
+    umask & (FILE_MODE | OBJECT_MODE | DIRECTORY_MODE).as_raw_mode() != 0
+}
+
+impl Disk for RealDisk {
+    fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
+        // O_NONBLOCK: a FIFO that somebody put here must not hang us. It does nothing to a file.
+        let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
+        Ok(Box::new(RealFile { file }))
+    }
+
+    fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>> {
+        let mode = if read_only { OBJECT_MODE } else { FILE_MODE };
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
+        let file = self.open_at(path, flags, mode)?;
+        if self.needs_chmod {
+            fs::fchmod(&file, mode)?;
+        }
+        Ok(Box::new(RealFile { file }))
+    }
+
+    fn stat(&self, path: &str) -> io::Result<Stat> {
+        let mask = StatxFlags::BASIC_STATS;
+        let path = if path.is_empty() { "." } else { path };
+        let stat = fs::statx(&self.root, path, AtFlags::SYMLINK_NOFOLLOW, mask)?;
+        let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
+            FileType::RegularFile => Kind::File,
+            FileType::Directory => Kind::Directory,
+            _ => Kind::Other,
+        };
+        Ok(Stat {
+            kind,
+            size: stat.stx_size,
+            allocated: stat.stx_blocks * 512,
+            mode: u32::from(stat.stx_mode) & 0o7777,
+            uid: stat.stx_uid,
+            inode: stat.stx_ino,
+            nlink: stat.stx_nlink.into(),
+            immutable: stat.stx_attributes.contains(fs::StatxAttributes::IMMUTABLE),
+        })
+    }
+
+    fn list(&self, path: &str) -> io::Result<Vec<(String, Kind)>> {
+        let mut entries = Vec::new();
+        for entry in fs::Dir::new(self.open_dir(path)?)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            let name = name.to_string_lossy().into_owned();
+            let kind = match entry.file_type() {
+                FileType::RegularFile => Kind::File,
+                FileType::Directory => Kind::Directory,
+                FileType::Unknown => self.stat(&format!("{path}/{name}"))?.kind,
+                _ => Kind::Other,
+            };
+            entries.push((name, kind));
+        }
+        Ok(entries)
+    }
+
+    fn mkdir(&self, path: &str) -> io::Result<()> {
+        fs::mkdirat(&self.root, path, DIRECTORY_MODE)?;
+        if self.needs_chmod {
+            fs::chmodat(&self.root, path, DIRECTORY_MODE, AtFlags::empty())?;
+        }
+        Ok(())
+    }
+
+    fn rename(&self, from: &str, to: &str, keep: bool) -> io::Result<()> {
+        let flags = if keep { RenameFlags::NOREPLACE } else { RenameFlags::empty() };
+        Ok(fs::renameat_with(&self.root, from, &self.root, to, flags)?)
+    }
+
+    fn unlink(&self, path: &str) -> io::Result<()> {
+        Ok(fs::unlinkat(&self.root, path, AtFlags::empty())?)
+    }
+
+    fn rmdir(&self, path: &str) -> io::Result<()> {
+        Ok(fs::unlinkat(&self.root, path, AtFlags::REMOVEDIR)?)
+    }
+
+    fn sync_dir(&self, path: &str) -> io::Result<()> {
+        Ok(fs::fsync(self.open_dir(path)?)?)
+    }
+
+    fn sync_all(&self) -> io::Result<()> {
+        // Since 5.8 syncfs reports write-back errors that happened since the descriptor was opened,
+        // also those that were hit before this call.
+        Ok(fs::syncfs(&self.root)?)
+    }
+
+    fn lock(&self, path: &str, mode: LockMode, wait: bool) -> io::Result<Option<Box<dyn Lock>>> {
+        // A description of its own for every lock: flock belongs to the open file description, so
+        // threads of one process exclude each other just as processes do.
+        let directory = self.open_dir(path)?;
+        let operation = match (mode, wait) {
+            (LockMode::Shared, true) => FlockOperation::LockShared,
+            (LockMode::Shared, false) => FlockOperation::NonBlockingLockShared,
+            (LockMode::Exclusive, true) => FlockOperation::LockExclusive,
+            (LockMode::Exclusive, false) => FlockOperation::NonBlockingLockExclusive,
+        };
+        match rustix::io::retry_on_intr(|| fs::flock(&directory, operation)) {
+            Ok(()) => Ok(Some(Box::new(RealLock { _directory: directory }))),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn set_immutable(&self, path: &str, on: bool) -> io::Result<()> {
+        let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
+        let flags = fs::ioctl_getflags(&file)?;
+        let wanted = if on { flags | IFlags::IMMUTABLE } else { flags - IFlags::IMMUTABLE };
+        if wanted != flags {
+            fs::ioctl_setflags(&file, wanted)?;
+        }
+        Ok(())
+    }
+
+    fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>> {
+        let file = self.open_at(path, OFlags::RDONLY, Mode::empty())?;
+        match verity::enable(&file) {
+            Ok(()) | Err(Errno::EXIST) => Ok(verity::measure(&file)?),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn measure_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>> {
+        let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
+        match verity::measure(&file) {
+            Err(errno) if verity::is_unsupported(errno) => Ok(None),
+            other => Ok(other?),
+        }
+    }
+
+    fn reflink(&self, from: &str, to: &str) -> io::Result<()> {
+        let source = self.open_at(from, OFlags::RDONLY, Mode::empty())?;
+        let target =
+            self.open_at(to, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, OBJECT_MODE)?;
+        if self.needs_chmod {
+            fs::fchmod(&target, OBJECT_MODE)?;
+        }
+        Ok(fs::ioctl_ficlone(&target, &source)?)
+    }
+
+    fn protection(&self) -> Protection {
+        *self.protection.get_or_init(|| self.probe())
+    }
+
+    fn free_bytes(&self) -> io::Result<u64> {
+        let stat = fs::fstatvfs(&self.root)?;
+        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+
+    fn random(&self) -> io::Result<[u8; 16]> {
+        let mut bytes = [0; 16];
+        let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+        // Up to 256 bytes are never cut short (getrandom(2)).
+        if filled != bytes.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(bytes)
+    }
+
+    fn parallelism(&self) -> usize {
+        std::thread::available_parallelism().map_or(1, usize::from)
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(&self.path)
+    }
+}
+
+#[derive(Debug)]
+struct RealLock {
+    /// Closing it gives the lock back.
+    _directory: OwnedFd,
+}
+
+impl Lock for RealLock {}
+
+#[derive(Debug)]
+struct RealFile {
+    file: OwnedFd,
+}
+
+impl DiskFile for RealFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        Ok(rustix::io::pread(&self.file, buffer, offset)?)
+    }
+
+    fn write_all(&mut self, mut data: &[u8]) -> io::Result<()> {
+        while !data.is_empty() {
+            match rustix::io::write(&self.file, data) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => data = &data[written..],
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        let size = fs::fstat(&self.file)?.st_size;
+        u64::try_from(size).map_err(|_| io::ErrorKind::InvalidData.into())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(fs::fsync(&self.file)?)
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
+    }
+}

@@ -1,0 +1,137 @@
+//! The small JSON records: refs and roots.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Digest;
+
+/// A human name's record (`refs/<name>.json`): it keeps an image and its layers alive.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ref {
+    /// Digest of the metadata image.
+    pub image: Digest,
+    /// Digest of the OCI manifest that the image came from, as the registry prints it (`sha256:…`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest: Option<String>,
+    /// The OCI image config, byte for byte.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub config: Option<String>,
+    /// The OCI layers, lowest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<Layer>,
+    /// Free text by key.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+    /// When the ref was made, in seconds since 1970.
+    #[serde(default)]
+    pub created: i64,
+}
+
+impl Ref {
+    /// A ref to an image and nothing else.
+    pub fn new(image: Digest) -> Self {
+        Self {
+            image,
+            manifest: None,
+            config: None,
+            layers: Vec::new(),
+            labels: BTreeMap::new(),
+            created: 0,
+        }
+    }
+}
+
+/// One layer of an OCI image.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layer {
+    /// Chain id (`sha256:…`): the name of the layer's tree under `layers/`.
+    pub chain_id: String,
+    /// Digest of the uncompressed tar (`sha256:…`).
+    pub diff_id: String,
+    /// Digest of the blob as it was distributed (`sha256:…`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blob: Option<String>,
+    /// Size of the blob in bytes.
+    #[serde(default)]
+    pub size: u64,
+    /// Media type of the blob.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub media_type: String,
+}
+
+/// What kind of thing keeps something alive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RootKind {
+    /// A name. The store's own refs are roots by themselves (their record is `refs/<name>.json`);
+    /// records under `roots/ref/` are names that somebody else keeps, such as an engine's image list.
+    Ref,
+    /// Somebody needs it for a while; may run out by itself.
+    Lease,
+    /// It is mounted. Does not outlive the boot it was made in.
+    Mount,
+    /// A snapshot of a snapshotter.
+    Snapshot,
+    /// A virtual machine uses it.
+    Vm,
+}
+
+impl RootKind {
+    /// All kinds.
+    pub const ALL: [Self; 5] = [Self::Ref, Self::Lease, Self::Mount, Self::Snapshot, Self::Vm];
+
+    /// Name of the directory under `roots/`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Ref => "ref",
+            Self::Lease => "lease",
+            Self::Mount => "mount",
+            Self::Snapshot => "snapshot",
+            Self::Vm => "vm",
+        }
+    }
+}
+
+/// A record that keeps images and layers alive (`roots/<kind>/<id>.json`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Root {
+    /// What kind of thing it is.
+    pub kind: RootKind,
+    /// Its name, unique among its kind: a mount id, a container id, a path.
+    pub id: String,
+    /// Images that it keeps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<Digest>,
+    /// Chain ids of layers that it keeps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<String>,
+    /// Free text for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub note: String,
+    /// When the root was made, in seconds since 1970.
+    #[serde(default)]
+    pub created: i64,
+    /// When it runs out by itself, in seconds since 1970. For leases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires: Option<i64>,
+    /// `/proc/sys/kernel/random/boot_id` at the time. For mounts: they end with the boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot_id: Option<String>,
+}
+
+impl Root {
+    /// A root that keeps nothing yet.
+    pub fn new(kind: RootKind, id: impl Into<String>) -> Self {
+        Self {
+            kind,
+            id: id.into(),
+            images: Vec::new(),
+            layers: Vec::new(),
+            note: String::new(),
+            created: 0,
+            expires: None,
+            boot_id: None,
+        }
+    }
+}

@@ -1,0 +1,611 @@
+//! [`Staging`]: one import in flight. Any number of threads write into it; nothing of it is visible
+//! until [`Staging::commit`].
+//!
+//! ```text
+//! staging/<id>/           locked (flock) as long as the importer lives
+//!   objects/ab/cdef…      new objects, named as they will be in the domain
+//!   images/<digest>.erofs
+//!   layers/<chain-id>.dump.zst
+//!   tmp/<n>               being written, digest not known yet
+//! ```
+//!
+//! No list of objects is kept in memory: whether an object is known is asked from the filesystem, so an
+//! import of a million files needs no more memory here than one of ten.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::disk::{Disk, DiskFile, Lock};
+use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, is_absent};
+use crate::error::{At, Error, Result, is_full};
+use crate::store::remove_entry;
+use crate::verity::{self, Hasher};
+use crate::{Digest, name};
+
+/// Content up to this size is hashed before anything is written, and not written if it is known.
+/// Bounds the memory of one writer too.
+const BUFFER_MAX: usize = 1 << 20;
+
+/// How an import is begun.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ImportOptions {
+    /// Keep garbage collection off until the import has ended. For the second try after
+    /// [`Error::Vanished`].
+    pub hold_lock: bool,
+}
+
+/// What became of one object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Its name.
+    pub digest: Digest,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Whether it had to be written: it was not in the domain, nor written by this import before.
+    pub new: bool,
+}
+
+/// What an import has written so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StagingStats {
+    /// Objects that were written.
+    pub new_objects: u64,
+    /// Their bytes.
+    pub new_bytes: u64,
+    /// Objects that were known already (counted every time they came).
+    pub known_objects: u64,
+    /// Their bytes.
+    pub known_bytes: u64,
+}
+
+/// One import in flight. Dropping it without [`Staging::commit`] removes everything it wrote.
+pub struct Staging {
+    pub(crate) domain: Domain,
+    /// `staging/<id>`.
+    pub(crate) directory: String,
+    pub(crate) held: Option<DomainLock>,
+    next_temporary: AtomicU64,
+    /// Looked at without the lock on every object.
+    working: AtomicBool,
+    health: Mutex<Health>,
+    buffers: Mutex<Vec<Vec<u8>>>,
+    new_objects: AtomicU64,
+    new_bytes: AtomicU64,
+    known_objects: AtomicU64,
+    known_bytes: AtomicU64,
+    /// Last, so that the directory is gone before its lock is.
+    _lock: Box<dyn Lock>,
+}
+
+enum Health {
+    Working,
+    /// The filesystem is full. Nothing is written any more; what would have been is counted, so that
+    /// the error can say how much was missing.
+    Counting {
+        missing: u64,
+        seen: HashSet<Digest>,
+    },
+    Failed(String),
+}
+
+impl fmt::Debug for Staging {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Staging").field("directory", &self.directory).finish_non_exhaustive()
+    }
+}
+
+impl Domain {
+    /// Begins an import.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], [`Error::Io`].
+    pub fn begin_import(&self, options: ImportOptions) -> Result<Staging> {
+        self.store().check_writable()?;
+        let held = options.hold_lock.then(|| self.lock_shared()).transpose()?;
+        let (directory, lock) = self.store().new_staging()?;
+        let staging = Staging {
+            domain: self.clone(),
+            directory,
+            held,
+            next_temporary: AtomicU64::new(0),
+            working: AtomicBool::new(true),
+            health: Mutex::new(Health::Working),
+            buffers: Mutex::default(),
+            new_objects: AtomicU64::new(0),
+            new_bytes: AtomicU64::new(0),
+            known_objects: AtomicU64::new(0),
+            known_bytes: AtomicU64::new(0),
+            _lock: lock,
+        };
+        for part in ["objects", "images", "layers", "tmp"] {
+            let path = format!("{}/{part}", staging.directory);
+            staging.disk().mkdir(&path).at("create", &path)?;
+        }
+        Ok(staging)
+    }
+}
+
+impl Staging {
+    /// The domain that the import goes to.
+    pub fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// What was written so far.
+    pub fn stats(&self) -> StagingStats {
+        StagingStats {
+            new_objects: self.new_objects.load(Relaxed),
+            new_bytes: self.new_bytes.load(Relaxed),
+            known_objects: self.known_objects.load(Relaxed),
+            known_bytes: self.known_bytes.load(Relaxed),
+        }
+    }
+
+    /// Whether the filesystem has filled up, so that the import only counts what is missing. Commit will
+    /// fail with [`Error::NoSpace`].
+    pub fn is_full(&self) -> bool {
+        matches!(*self.health(), Health::Counting { .. })
+    }
+
+    /// Stores content that is in memory.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] after an earlier failure, [`Error::Io`]. A full filesystem is no error here:
+    /// see [`Staging::is_full`].
+    pub fn put_object(&self, data: &[u8]) -> Result<Stored> {
+        self.put_hashed(verity::digest(data), data)
+    }
+
+    /// A writer for content that arrives in pieces; any number of them may be open, on any threads.
+    pub fn object_writer(&self) -> ObjectWriter<'_> {
+        let buffer = self.lock_buffers().pop().unwrap_or_default();
+        ObjectWriter { staging: self, hasher: Hasher::new(), buffer, spilled: None }
+    }
+
+    /// A writer for the metadata image.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn image_writer(&self) -> Result<ImageWriter<'_>> {
+        Ok(ImageWriter { file: Spilled::new(self)?, hasher: Hasher::new() })
+    }
+
+    /// A writer for a layer's own tree (composefs dump text, zstd).
+    ///
+    /// # Errors
+    /// [`Error::BadName`], and as [`Staging::put_object`].
+    pub fn layer_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
+        let name = name::encode("chain id", chain_id)?;
+        let target = format!("{}/layers/{name}{LAYER_SUFFIX}", self.directory);
+        Ok(LayerWriter { file: Spilled::new(self)?, target })
+    }
+
+    /// Stores content whose digest is known to be right.
+    fn put_hashed(&self, digest: Digest, data: &[u8]) -> Result<Stored> {
+        let size = data.len() as u64;
+        if self.is_known(&digest, size)? {
+            return Ok(self.count(digest, size, false));
+        }
+        if !self.check()? {
+            return Ok(self.count_missing(digest, size));
+        }
+        let path = self.object_file(&digest);
+        let disk = self.disk();
+        let created = self.in_shard(&digest, || disk.create(&path, true));
+        let written = match created {
+            // Another thread has just stored the same content.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Ok(self.count(digest, size, false));
+            }
+            Err(error) => Err(error),
+            Ok(mut file) => file.write_all(data),
+        };
+        match written {
+            Ok(()) => {}
+            Err(error) => {
+                self.fail(error, "write", &path, 0)?;
+                return Ok(self.count_missing(digest, size));
+            }
+        }
+        if !self.enable_verity(&path, &digest)? {
+            return Ok(self.count_missing(digest, size));
+        }
+        Ok(self.count(digest, size, true))
+    }
+
+    /// Whether an object is in the domain or in this staging, whole.
+    fn is_known(&self, digest: &Digest, size: u64) -> Result<bool> {
+        // One of another size is damaged. It is written again, and replaced at the commit.
+        Ok(self.domain.object_size(digest)? == Some(size)
+            || self.domain.file_size(&self.object_file(digest))? == Some(size))
+    }
+
+    fn count(&self, digest: Digest, size: u64, new: bool) -> Stored {
+        let (objects, bytes) = match new {
+            true => (&self.new_objects, &self.new_bytes),
+            false => (&self.known_objects, &self.known_bytes),
+        };
+        objects.fetch_add(1, Relaxed);
+        bytes.fetch_add(size, Relaxed);
+        Stored { digest, size, new }
+    }
+
+    fn count_missing(&self, digest: Digest, size: u64) -> Stored {
+        if let Health::Counting { missing, seen } = &mut *self.health()
+            && seen.insert(digest)
+        {
+            *missing += size;
+        }
+        Stored { digest, size, new: true }
+    }
+
+    /// Adds bytes that have no digest (image, layer) to what is missing.
+    fn count_missing_bytes(&self, bytes: u64) {
+        if let Health::Counting { missing, .. } = &mut *self.health() {
+            *missing += bytes;
+        }
+    }
+
+    /// Runs a call that puts an entry into the digest's shard; makes the shard if that is why it fails.
+    /// Most shards exist most of the time, so asking first would be a wasted call.
+    fn in_shard<T>(&self, digest: &Digest, call: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        match call() {
+            Err(error) if is_absent(&error) => {}
+            other => return other,
+        }
+        let path = self.object_file(digest);
+        let shard = path.rsplit_once('/').map_or("", |(shard, _)| shard);
+        match self.disk().mkdir(shard) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        call()
+    }
+
+    /// Has the kernel check every read of a complete file from now on, where it can. False if the disk
+    /// is full.
+    fn enable_verity(&self, path: &str, digest: &Digest) -> Result<bool> {
+        if !self.domain.protection().verity {
+            return Ok(true);
+        }
+        match self.disk().enable_verity(path) {
+            Ok(Some(measured)) if measured == digest.0 => Ok(true),
+            Ok(_) => {
+                let error = Error::corrupt(path, "the kernel computes another fs-verity digest");
+                self.poison(&error);
+                Err(error)
+            }
+            Err(error) => self.fail(error, "enable fs-verity on", path, 0).map(|()| false),
+        }
+    }
+
+    pub(crate) fn object_file(&self, digest: &Digest) -> String {
+        format!("{}/objects/{}", self.directory, digest.object_path())
+    }
+
+    pub(crate) fn image_file(&self, digest: &Digest) -> String {
+        format!("{}/images/{digest}{IMAGE_SUFFIX}", self.directory)
+    }
+
+    pub(crate) fn disk(&self) -> &dyn Disk {
+        self.domain.disk()
+    }
+
+    // Health.
+
+    /// True while writing makes sense, false when only counting does.
+    fn check(&self) -> Result<bool> {
+        if self.working.load(Relaxed) {
+            return Ok(true);
+        }
+        match &*self.health() {
+            Health::Working => Ok(true),
+            Health::Counting { .. } => Ok(false),
+            Health::Failed(first) => Err(Error::Poisoned { first: first.clone() }),
+        }
+    }
+
+    /// What `commit` has to say before it does anything.
+    pub(crate) fn check_for_commit(&self) -> Result<()> {
+        match &*self.health() {
+            Health::Working => Ok(()),
+            Health::Counting { missing, .. } => Err(Error::NoSpace { missing: *missing }),
+            Health::Failed(first) => Err(Error::Poisoned { first: first.clone() }),
+        }
+    }
+
+    /// Records a failed write. After one nobody knows what is on the disk, so it is never tried again:
+    /// a full disk turns the import into one that counts, anything else ends it.
+    fn fail(
+        &self,
+        error: io::Error,
+        action: &'static str,
+        path: &str,
+        written_before: u64,
+    ) -> Result<()> {
+        if is_full(&error) {
+            let mut health = self.health();
+            if let Health::Working = &*health {
+                *health = Health::Counting { missing: 0, seen: HashSet::new() };
+                self.working.store(false, Relaxed);
+            }
+            drop(health);
+            self.count_missing_bytes(written_before);
+            return Ok(());
+        }
+        let error = Error::Io { action, path: path.to_owned(), source: error };
+        self.poison(&error);
+        Err(error)
+    }
+
+    pub(crate) fn poison(&self, error: &Error) {
+        let mut health = self.health();
+        if !matches!(*health, Health::Failed(_)) {
+            let source = std::error::Error::source(error).map(|source| format!(": {source}"));
+            *health = Health::Failed(format!("{error}{}", source.unwrap_or_default()));
+        }
+        self.working.store(false, Relaxed);
+    }
+
+    fn health(&self) -> MutexGuard<'_, Health> {
+        // A thread that panicked while it held this has not left it half changed.
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_buffers(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // What cannot be removed now is recognised as orphaned later: the lock goes with us.
+        let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+    }
+}
+
+/// A file under `tmp/` whose final name is not known yet. Without `finish` it is removed.
+struct Spilled<'a> {
+    staging: &'a Staging,
+    path: String,
+    /// None once the disk is full.
+    file: Option<Box<dyn DiskFile>>,
+    written: u64,
+}
+
+impl<'a> Spilled<'a> {
+    fn new(staging: &'a Staging) -> Result<Self> {
+        let number = staging.next_temporary.fetch_add(1, Relaxed);
+        let path = format!("{}/tmp/{number}", staging.directory);
+        let mut spilled = Self { staging, path, file: None, written: 0 };
+        if staging.check()? {
+            match staging.disk().create(&spilled.path, true) {
+                Ok(file) => spilled.file = Some(file),
+                Err(error) => staging.fail(error, "create", &spilled.path, 0)?,
+            }
+        }
+        Ok(spilled)
+    }
+
+    fn write(&mut self, data: &[u8]) -> Result<()> {
+        // Another thread's failure ends this file too: nothing of it can be published.
+        if !self.staging.check()? {
+            self.file = None;
+        }
+        if let Some(file) = &mut self.file
+            && let Err(error) = file.write_all(data)
+        {
+            self.file = None;
+            self.staging.fail(error, "write", &self.path, 0)?;
+        }
+        self.written += data.len() as u64;
+        Ok(())
+    }
+
+    /// Gives the file its name in the staging directory. False if the disk is full; what already has the
+    /// name stays.
+    fn finish(mut self, call: impl FnOnce(&Staging, &str) -> io::Result<()>) -> Result<bool> {
+        if self.file.take().is_none() {
+            return Ok(false);
+        }
+        match call(self.staging, &self.path) {
+            // `drop` removes ours.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(true),
+            Err(error) => self.staging.fail(error, "rename", &self.path, 0).map(|()| false),
+            Ok(()) => {
+                self.path.clear();
+                Ok(true)
+            }
+        }
+    }
+}
+
+impl Drop for Spilled<'_> {
+    fn drop(&mut self) {
+        self.file = None;
+        if !self.path.is_empty() {
+            let _ = self.staging.disk().unlink(&self.path);
+        }
+    }
+}
+
+/// Writes one object. Content up to 1 MiB is kept in memory until [`ObjectWriter::finish`].
+pub struct ObjectWriter<'a> {
+    staging: &'a Staging,
+    hasher: Hasher,
+    buffer: Vec<u8>,
+    spilled: Option<Spilled<'a>>,
+}
+
+impl fmt::Debug for ObjectWriter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ObjectWriter").field("size", &self.hasher.size()).finish_non_exhaustive()
+    }
+}
+
+impl ObjectWriter<'_> {
+    /// Takes the next bytes of the content.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn push(&mut self, data: &[u8]) -> Result<()> {
+        self.hasher.update(data);
+        if self.spilled.is_none() {
+            if self.buffer.len() + data.len() <= BUFFER_MAX {
+                self.buffer.extend_from_slice(data);
+                return Ok(());
+            }
+            let mut spilled = Spilled::new(self.staging)?;
+            spilled.write(&self.buffer)?;
+            self.buffer.clear();
+            self.spilled = Some(spilled);
+        }
+        // Small pieces are gathered: a system call for each would cost more than the copy.
+        if self.buffer.len() + data.len() <= BUFFER_MAX {
+            self.buffer.extend_from_slice(data);
+            return Ok(());
+        }
+        self.flush_buffer()?;
+        match &mut self.spilled {
+            Some(spilled) if data.len() >= BUFFER_MAX => spilled.write(data),
+            _ => {
+                self.buffer.extend_from_slice(data);
+                Ok(())
+            }
+        }
+    }
+
+    fn flush_buffer(&mut self) -> Result<()> {
+        if let Some(spilled) = &mut self.spilled {
+            spilled.write(&self.buffer)?;
+            self.buffer.clear();
+        }
+        Ok(())
+    }
+
+    /// Ends the object and gives its name.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn finish(mut self) -> Result<Stored> {
+        self.flush_buffer()?;
+        let staging = self.staging;
+        let hasher = std::mem::take(&mut self.hasher);
+        let size = hasher.size();
+        let digest = hasher.finish();
+        let Some(spilled) = self.spilled.take() else {
+            return staging.put_hashed(digest, &self.buffer);
+        };
+        if staging.is_known(&digest, size)? {
+            return Ok(staging.count(digest, size, false));
+        }
+        let target = staging.object_file(&digest);
+        let is_new = spilled.file.is_some();
+        let placed = spilled.finish(|staging, path| {
+            staging.in_shard(&digest, || staging.disk().rename(path, &target, true))
+        })?;
+        if !placed || (is_new && !staging.enable_verity(&target, &digest)?) {
+            return Ok(staging.count_missing(digest, size));
+        }
+        Ok(staging.count(digest, size, true))
+    }
+}
+
+impl Drop for ObjectWriter<'_> {
+    fn drop(&mut self) {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.clear();
+        self.staging.lock_buffers().push(buffer);
+    }
+}
+
+impl io::Write for ObjectWriter<'_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.push(data).map(|()| data.len()).map_err(io::Error::other)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes the metadata image; give it pieces of at least some KiB.
+pub struct ImageWriter<'a> {
+    file: Spilled<'a>,
+    hasher: Hasher,
+}
+
+impl fmt::Debug for ImageWriter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ImageWriter").field("size", &self.file.written).finish_non_exhaustive()
+    }
+}
+
+impl ImageWriter<'_> {
+    /// Ends the image and gives its name.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn finish(self) -> Result<Digest> {
+        let Self { file, hasher } = self;
+        let (staging, written) = (file.staging, file.written);
+        let digest = hasher.finish();
+        let target = staging.image_file(&digest);
+        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
+        if !placed || !staging.enable_verity(&target, &digest)? {
+            staging.count_missing_bytes(written);
+        }
+        Ok(digest)
+    }
+}
+
+impl io::Write for ImageWriter<'_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.hasher.update(data);
+        self.file.write(data).map(|()| data.len()).map_err(io::Error::other)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes a layer's tree; give it pieces of at least some KiB.
+pub struct LayerWriter<'a> {
+    file: Spilled<'a>,
+    target: String,
+}
+
+impl fmt::Debug for LayerWriter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerWriter").field("target", &self.target).finish_non_exhaustive()
+    }
+}
+
+impl LayerWriter<'_> {
+    /// Ends the tree.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn finish(self) -> Result<()> {
+        let Self { file, target } = self;
+        let (staging, written) = (file.staging, file.written);
+        if !file.finish(|staging, path| staging.disk().rename(path, &target, true))? {
+            staging.count_missing_bytes(written);
+        }
+        Ok(())
+    }
+}
+
+impl io::Write for LayerWriter<'_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.file.write(data).map(|()| data.len()).map_err(io::Error::other)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

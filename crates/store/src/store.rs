@@ -1,0 +1,412 @@
+//! [`Store`]: the directory as a whole, its domains and its staging area.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::disk::{Disk, Kind, Lock, LockMode, Protection, RealDisk, StoredFile};
+use crate::domain::{self, Domain};
+use crate::error::{At, Error, Result};
+use crate::meta::{META_PATH, META_SIZE_MAX, Meta, hex};
+use crate::name;
+
+/// Directory of the trust domains.
+pub(crate) const DOMAINS: &str = "domains";
+/// Directory of imports in flight.
+pub(crate) const STAGING: &str = "staging";
+/// The domain that every store has.
+pub const DEFAULT_DOMAIN: &str = "default";
+/// Beginning of names of files that are being written; under an exclusive lock they are garbage.
+pub(crate) const TEMPORARY: &str = ".tmp.";
+/// Where runtime state lies unless `COFOLIO_RUN` says otherwise.
+const RUN: &str = "/run/cofolio";
+
+/// How a store is made.
+#[derive(Clone, Debug)]
+pub struct InitOptions {
+    /// Set the immutable flag on objects, images and layers where the filesystem allows it. Such a store
+    /// cannot be removed with `rm -r` alone: see [`Store::destroy`].
+    pub immutable: bool,
+}
+
+impl Default for InitOptions {
+    fn default() -> Self {
+        Self { immutable: true }
+    }
+}
+
+/// A store that is open. Cloning gives another handle on the same.
+#[derive(Clone, Debug)]
+pub struct Store {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    disk: Arc<dyn Disk>,
+    meta: Meta,
+}
+
+impl Store {
+    /// Makes a store in a directory that is missing or empty (its parent must exist), with the trust
+    /// domain `default`. An `init` that was interrupted can be repeated.
+    ///
+    /// # Errors
+    /// [`Error::InTheWay`] if something else is there, a store included; [`Error::Io`].
+    pub fn init(path: &Path, options: &InitOptions) -> Result<Self> {
+        let disk = RealDisk::create_dir(path).at("create the store", &path.to_string_lossy())?;
+        Self::init_on(Arc::new(disk), options)
+    }
+
+    /// Opens a store.
+    ///
+    /// # Errors
+    /// [`Error::NotAStore`], [`Error::UnknownFeature`] if it was written by a newer program,
+    /// [`Error::Corrupt`], [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let shown = path.to_string_lossy();
+        match RealDisk::open(path) {
+            Ok(disk) => Self::open_on(Arc::new(disk)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                Err(Error::NotAStore { path: shown.into_owned() })
+            }
+            Err(error) => Err(error).at("open the store", &shown),
+        }
+    }
+
+    /// Opens a store, or makes it if the directory is missing or empty.
+    ///
+    /// # Errors
+    /// Those of [`Store::open`] and [`Store::init`].
+    pub fn open_or_init(path: &Path, options: &InitOptions) -> Result<Self> {
+        match Self::open(path) {
+            Err(Error::NotAStore { .. }) => {}
+            other => return other,
+        }
+        match Self::init(path, options) {
+            // Somebody was faster.
+            Err(Error::InTheWay { entry, .. }) if entry == META_PATH => Self::open(path),
+            other => other,
+        }
+    }
+
+    /// [`Store::init`] on any disk.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn init_on(disk: Arc<dyn Disk>, options: &InitOptions) -> Result<Self> {
+        let shown = shown_path(&*disk);
+        // Two that make the same store at once: the second waits, and then finds it.
+        let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", &shown)?;
+        for (entry, _) in disk.list("").at("list", &shown)? {
+            let ours = [DOMAINS, STAGING, "lost+found"].contains(&entry.as_str());
+            if !ours && !entry.starts_with(TEMPORARY) {
+                return Err(Error::InTheWay { path: shown, entry });
+            }
+        }
+        for directory in [DOMAINS, STAGING] {
+            mkdir_if_missing(&*disk, directory)?;
+        }
+        let meta =
+            Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
+        let store = Self { inner: Arc::new(Inner { disk, meta }) };
+        store.make_domain(DEFAULT_DOMAIN)?;
+        // meta.json comes last: with it the directory is a store, and everything else is durable.
+        let json = serde_json::to_vec_pretty(&store.inner.meta)
+            .map_err(|error| Error::corrupt(META_PATH, error))?;
+        store.replace_file("", META_PATH, &json, true)?;
+        Ok(store)
+    }
+
+    /// [`Store::open`] on any disk.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_on(disk: Arc<dyn Disk>) -> Result<Self> {
+        let file = match disk.open(META_PATH) {
+            Ok(file) => StoredFile::new(file, META_PATH.to_owned()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Err(Error::NotAStore { path: shown_path(&*disk) });
+            }
+            Err(error) => return Err(error).at("open", META_PATH),
+        };
+        let meta = Meta::parse(&file.read_all(META_SIZE_MAX).at("read", META_PATH)?)?;
+        Ok(Self { inner: Arc::new(Inner { disk, meta }) })
+    }
+
+    /// Removes a store with everything in it, immutable files included. The directory itself stays,
+    /// empty. Nobody may be using the store.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; what is left then is no store any more.
+    pub fn destroy(self) -> Result<()> {
+        let disk = self.disk();
+        disk.unlink(META_PATH).at("remove", META_PATH)?;
+        for (entry, kind) in disk.list("").at("list", "")? {
+            if entry != "lost+found" {
+                remove_entry(disk, &entry, kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The store's own id: 32 hex digits.
+    pub fn id(&self) -> &str {
+        &self.inner.meta.id
+    }
+
+    /// Format version and features.
+    pub fn meta(&self) -> &Meta {
+        &self.inner.meta
+    }
+
+    /// Where the store is; `None` on a simulated disk.
+    pub fn path(&self) -> Option<&Path> {
+        self.disk().path()
+    }
+
+    /// Directory of the runtime state of this store: `/run/cofolio/<id>`, or below `COFOLIO_RUN`.
+    pub fn run_dir(&self) -> PathBuf {
+        let base = std::env::var_os("COFOLIO_RUN").map_or_else(|| RUN.into(), PathBuf::from);
+        base.join(self.id())
+    }
+
+    /// The feature because of which this program may only read the store, if there is one.
+    pub fn read_only_because(&self) -> Option<String> {
+        self.inner.meta.read_only_because()
+    }
+
+    /// What protects content that is in place.
+    pub fn protection(&self) -> Protection {
+        let mut protection = self.disk().protection();
+        protection.immutable &= self.inner.meta.uses_immutable();
+        protection
+    }
+
+    /// A trust domain that exists.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchDomain`], [`Error::BadName`], [`Error::Io`].
+    pub fn domain(&self, name: &str) -> Result<Domain> {
+        name::check_domain(name)?;
+        let path = format!("{DOMAINS}/{name}");
+        match self.disk().stat(&path) {
+            Ok(stat) if stat.kind == Kind::Directory => Ok(Domain::new(self.clone(), name)),
+            Ok(_) => Err(Error::corrupt(path, "it is not a directory")),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                Err(Error::NoSuchDomain(name.to_owned()))
+            }
+            Err(error) => Err(error).at("look at", &path),
+        }
+    }
+
+    /// A trust domain, made if it is missing.
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::ReadOnly`], [`Error::Io`].
+    pub fn domain_or_create(&self, name: &str) -> Result<Domain> {
+        match self.domain(name) {
+            Err(Error::NoSuchDomain(_)) => {}
+            other => return other,
+        }
+        self.check_writable()?;
+        self.make_domain(name)?;
+        self.domain(name)
+    }
+
+    /// Names of the trust domains, sorted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn domains(&self) -> Result<Vec<String>> {
+        let entries = self.disk().list(DOMAINS).at("list", DOMAINS)?;
+        let mut names: Vec<_> = entries
+            .into_iter()
+            .filter(|(name, kind)| *kind == Kind::Directory && name::check_domain(name).is_ok())
+            .map(|(name, _)| name)
+            .collect();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    /// Staging directories that no living process holds.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn orphaned_staging(&self) -> Result<Vec<String>> {
+        let mut orphans = Vec::new();
+        for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
+            let path = format!("{STAGING}/{id}");
+            if kind != Kind::Directory || self.lock_orphan(&path)?.is_some() {
+                orphans.push(id);
+            }
+        }
+        orphans.sort_unstable();
+        Ok(orphans)
+    }
+
+    /// Removes what interrupted imports left behind, and says how many bytes that freed.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], [`Error::Io`].
+    pub fn collect_staging(&self) -> Result<(u64, u64)> {
+        self.check_writable()?;
+        let (mut count, mut bytes) = (0, 0);
+        for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
+            let path = format!("{STAGING}/{id}");
+            if kind == Kind::Directory {
+                let Some(_lock) = self.lock_orphan(&path)? else { continue };
+                bytes += remove_entry(self.disk(), &path, kind)?;
+            } else {
+                bytes += remove_entry(self.disk(), &path, kind)?;
+            }
+            count += 1;
+        }
+        Ok((count, bytes))
+    }
+
+    /// The lock of a staging directory whose process is gone; `None` while it lives.
+    fn lock_orphan(&self, path: &str) -> Result<Option<Box<dyn Lock>>> {
+        match self.disk().lock(path, LockMode::Exclusive, false) {
+            // It was removed since it was listed.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            other => other.at("lock", path),
+        }
+    }
+
+    /// Makes a staging directory and locks it: while the lock is held it belongs to a living process.
+    pub(crate) fn new_staging(&self) -> Result<(String, Box<dyn Lock>)> {
+        let disk = self.disk();
+        loop {
+            let path = format!("{STAGING}/{}", hex(disk.random().at("name", STAGING)?));
+            disk.mkdir(&path).at("create", &path)?;
+            // Between the two calls a collector may take it for an orphan: it then holds the lock, or
+            // has removed the directory already. Either way, take another.
+            match disk.lock(&path, LockMode::Exclusive, false) {
+                Ok(Some(lock)) if disk.stat(&path).is_ok() => return Ok((path, lock)),
+                Ok(_) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error).at("lock", &path),
+            }
+        }
+    }
+
+    /// A domain comes into being complete: built under staging, then renamed.
+    fn make_domain(&self, name: &str) -> Result<()> {
+        name::check_domain(name)?;
+        let disk = self.disk();
+        let target = format!("{DOMAINS}/{name}");
+        if disk.stat(&target).is_ok() {
+            return Ok(());
+        }
+        let (staging, _lock) = self.new_staging()?;
+        let built = format!("{staging}/domain");
+        disk.mkdir(&built).at("create", &built)?;
+        for directory in domain::directories() {
+            let path = format!("{built}/{directory}");
+            disk.mkdir(&path).at("create", &path)?;
+        }
+        disk.sync_all().at("sync", &built)?;
+        match disk.rename(&built, &target, true) {
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            other => other.at("create", &target)?,
+        }
+        disk.sync_dir(DOMAINS).at("sync", DOMAINS)?;
+        remove_entry(disk, &staging, Kind::Directory)?;
+        Ok(())
+    }
+
+    /// Writes a small file next to its place and renames it. `durable` waits for the disk.
+    pub(crate) fn replace_file(
+        &self,
+        directory: &str,
+        path: &str,
+        content: &[u8],
+        durable: bool,
+    ) -> Result<()> {
+        let temporary = self.write_temporary(directory, content, durable)?;
+        let disk = self.disk();
+        if let Err(error) = disk.rename(&temporary, path, false) {
+            let _ = disk.unlink(&temporary);
+            return Err(error).at("replace", path);
+        }
+        if durable {
+            disk.sync_dir(directory).at("sync", directory)?;
+        }
+        Ok(())
+    }
+
+    /// The first half of [`Store::replace_file`]: gives the temporary file's path.
+    pub(crate) fn write_temporary(
+        &self,
+        directory: &str,
+        content: &[u8],
+        durable: bool,
+    ) -> Result<String> {
+        let disk = self.disk();
+        let name = format!("{TEMPORARY}{}", hex(disk.random().at("name a file in", directory)?));
+        let path = if directory.is_empty() { name } else { format!("{directory}/{name}") };
+        let written = (|| {
+            let mut file = disk.create(&path, false)?;
+            file.write_all(content)?;
+            if durable { file.sync() } else { Ok(()) }
+        })();
+        if let Err(error) = written {
+            // A failed write is not tried again: the file is dropped as a whole.
+            let _ = disk.unlink(&path);
+            return Err(error).at("write", &path);
+        }
+        Ok(path)
+    }
+
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        match self.read_only_because() {
+            None => Ok(()),
+            Some(feature) => Err(Error::ReadOnly { feature }),
+        }
+    }
+
+    pub(crate) fn disk(&self) -> &dyn Disk {
+        &*self.inner.disk
+    }
+}
+
+fn shown_path(disk: &dyn Disk) -> String {
+    disk.path().map_or_else(|| "simulated disk".into(), |path| path.to_string_lossy().into_owned())
+}
+
+pub(crate) fn mkdir_if_missing(disk: &dyn Disk, path: &str) -> Result<()> {
+    match disk.mkdir(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        other => other.at("create", path),
+    }
+}
+
+/// Removes a file or a directory with everything in it, immutable flags or not, and says how many bytes
+/// that freed. What is gone already is no error: somebody else may be cleaning too.
+pub(crate) fn remove_entry(disk: &dyn Disk, path: &str, kind: Kind) -> Result<u64> {
+    let mut freed = 0;
+    if kind == Kind::Directory {
+        let entries = match disk.list(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
+            other => other.at("list", path)?,
+        };
+        for (name, kind) in entries {
+            freed += remove_entry(disk, &format!("{path}/{name}"), kind)?;
+        }
+        return match disk.rmdir(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(freed),
+            other => other.at("remove", path).map(|()| freed),
+        };
+    }
+    let stat = match disk.stat(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
+        other => other.at("look at", path)?,
+    };
+    if stat.immutable {
+        disk.set_immutable(path, false).at("clear the immutable flag of", path)?;
+    }
+    match disk.unlink(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(freed),
+        other => other.at("remove", path).map(|()| freed + stat.allocated),
+    }
+}
