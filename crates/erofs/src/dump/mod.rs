@@ -11,5 +11,7 @@
 //! ignored. For directories SIZE and NLINK are ignored too.
 
 mod parse;
+mod write;
 
 pub use parse::{DumpError, ParseOptions, Problem, parse, parse_with};
+pub use write::write;

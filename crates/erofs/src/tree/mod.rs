@@ -7,7 +7,7 @@
 //! inodes   48 bytes each   owner, mode, mtime, and a reference to the content
 //! entries  16 bytes each   one per name: its directory, its inode, the next name in the directory
 //! names    1 + length      all names in one buffer, addressed by the entry
-//! digests  32 bytes each   of external files
+//! digests  32 bytes each   of external files, each once, and 5..10 bytes of index
 //! index     5..10 bytes    one hash table of entry ids over (directory, name)
 //! xattrs   interned        one attribute (name, value) once; one set of attributes once
 //! ```
@@ -16,6 +16,8 @@
 //! What is removed leaves its bytes behind in the arena until the tree is dropped; trees are built
 //! once and written, so this costs less than the bookkeeping would.
 
+mod content;
+mod digests;
 mod error;
 mod names;
 mod walk;
@@ -23,40 +25,20 @@ mod xattr;
 
 use std::collections::HashMap;
 
+pub use content::{
+    Content, EXTERNAL_MAX, INLINE_MAX, Meta, NAME_MAX, Payload, S_IFBLK, S_IFCHR, S_IFDIR, S_IFIFO,
+    S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, object_path,
+};
 pub use error::TreeError;
 pub use walk::{Visit, Walk};
 pub use xattr::Xattrs;
 
+pub(crate) use digests::DigestId;
 pub(crate) use xattr::{SetId, XattrTable};
 
+use content::{check_content, check_name, check_type, mode_bits, object_of_path};
+use digests::Digests;
 use names::NameIndex;
-
-/// Longest file name in bytes (`NAME_MAX`; also what a directory entry of EROFS can hold).
-pub const NAME_MAX: usize = 255;
-/// Longest symbolic link target or object path in bytes (`PATH_MAX` less the terminating NUL).
-pub const TARGET_MAX: usize = 4095;
-/// Most file content in bytes that a metadata image holds inline (as libcomposefs 1.0).
-pub const INLINE_MAX: usize = 5000;
-/// Largest external file in bytes: 1,024 chunks of 8 TiB, since the chunk table of a stub inode
-/// must fit one block (as libcomposefs 1.0).
-pub const EXTERNAL_MAX: u64 = 1024 << 43;
-
-/// Mask of the file type in a mode.
-pub const S_IFMT: u32 = 0o170_000;
-/// File type of a regular file.
-pub const S_IFREG: u32 = 0o100_000;
-/// File type of a directory.
-pub const S_IFDIR: u32 = 0o040_000;
-/// File type of a symbolic link.
-pub const S_IFLNK: u32 = 0o120_000;
-/// File type of a character device.
-pub const S_IFCHR: u32 = 0o020_000;
-/// File type of a block device.
-pub const S_IFBLK: u32 = 0o060_000;
-/// File type of a named pipe.
-pub const S_IFIFO: u32 = 0o010_000;
-/// File type of a socket.
-pub const S_IFSOCK: u32 = 0o140_000;
 
 /// An inode of one tree. Never valid in another tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -72,104 +54,11 @@ impl InodeId {
     pub fn index(self) -> usize {
         self.0 as usize
     }
-
-    pub(crate) fn from_index(index: u32) -> InodeId {
-        InodeId(index)
-    }
 }
 
 impl EntryId {
-    pub(crate) fn to_u32(self) -> u32 {
-        self.0
-    }
-
     pub(crate) fn from_u32(raw: u32) -> EntryId {
         EntryId(raw)
-    }
-}
-
-/// What an inode has besides content and extended attributes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Meta {
-    /// Permission bits and file type (`st_mode`). The type may be left zero when an inode is
-    /// inserted: its content says what it is.
-    pub mode: u32,
-    /// Owner.
-    pub uid: u32,
-    /// Group.
-    pub gid: u32,
-    /// Modification time, whole seconds since 1970.
-    pub mtime: i64,
-    /// Modification time, nanoseconds within the second.
-    pub mtime_nsec: u32,
-}
-
-/// Where the bytes of an external file are found at run time (overlayfs's redirect).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Payload<'a> {
-    /// Nowhere: the file has a size only.
-    None,
-    /// The object of this digest, at `ab/cdef…` under the object directory.
-    Object(&'a [u8; 32]),
-    /// An explicit path under the object directory; 1 to [`TARGET_MAX`] bytes without NUL.
-    Path(&'a [u8]),
-}
-
-/// What an inode is, and what it holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Content<'a> {
-    /// A directory; its names are entries of the tree.
-    Directory,
-    /// A symbolic link with its target: 1 to [`TARGET_MAX`] bytes without NUL.
-    Symlink(&'a [u8]),
-    /// A regular file whose content (at most [`INLINE_MAX`] bytes) is in the image itself.
-    /// An empty file is always this one.
-    Inline(&'a [u8]),
-    /// A regular file whose content is an object outside the image.
-    External {
-        /// Size in bytes, 1 to [`EXTERNAL_MAX`]. Zero is taken as `Inline(&[])`.
-        size: u64,
-        /// fs-verity SHA-256 digest that the kernel is to check, if known.
-        digest: Option<&'a [u8; 32]>,
-        /// Where the object is.
-        payload: Payload<'a>,
-    },
-    /// A character device with its number as the kernel's `new_encode_dev` gives it (for numbers
-    /// in use the same as `st_rdev`). Number 0 is an overlayfs whiteout.
-    CharDevice(u32),
-    /// A block device with its number, encoded as for a character device.
-    BlockDevice(u32),
-    /// A named pipe.
-    Fifo,
-    /// A socket.
-    Socket,
-}
-
-impl<'a> Content<'a> {
-    /// A regular file kept as the object of that digest, which the kernel is to check.
-    #[must_use]
-    pub fn object(size: u64, digest: &'a [u8; 32]) -> Content<'a> {
-        Content::External { size, digest: Some(digest), payload: Payload::Object(digest) }
-    }
-
-    /// The file type bits of a mode that fit this content.
-    #[must_use]
-    pub fn type_bits(&self) -> u32 {
-        match self {
-            Content::Directory => S_IFDIR,
-            Content::Symlink(_) => S_IFLNK,
-            Content::Inline(_) | Content::External { .. } => S_IFREG,
-            Content::CharDevice(_) => S_IFCHR,
-            Content::BlockDevice(_) => S_IFBLK,
-            Content::Fifo => S_IFIFO,
-            Content::Socket => S_IFSOCK,
-        }
-    }
-
-    /// Whether this is an overlayfs whiteout: a character device with number 0.
-    #[must_use]
-    pub fn is_whiteout(&self) -> bool {
-        matches!(self, Content::CharDevice(0))
     }
 }
 
@@ -184,6 +73,13 @@ pub struct Child<'a> {
     pub entry: EntryId,
 }
 
+/// The references of an external file, for the writer.
+#[derive(Clone, Copy)]
+pub(crate) struct External {
+    pub(crate) digest: Option<DigestId>,
+    pub(crate) object: Option<DigestId>,
+}
+
 /// Marks the absence of an id in a 32-bit field.
 const NONE: u32 = u32::MAX;
 /// The inode of an entry that is reserved for a hard link whose target is not known yet.
@@ -193,10 +89,10 @@ const ID_LIMIT: u32 = 1 << 31;
 
 /// Regular file whose content is external.
 const EXTERNAL: u16 = 1 << 0;
-/// External: the digest in the table is to be checked by the kernel.
-const VERIFIED: u16 = 1 << 1;
-/// External: the payload is the object path of the digest in the table.
-const BY_DIGEST: u16 = 1 << 2;
+/// External: `b` is the digest whose object path the payload is.
+const BY_DIGEST: u16 = 1 << 1;
+/// External: `b` is an explicit path.
+const BY_PATH: u16 = 1 << 2;
 /// `Inode::entry` was given as the name under which the inode is stored, not chosen.
 const PRIMARY_GIVEN: u16 = 1 << 3;
 /// More than one name, or a link count of its own: look into `Tree::links`.
@@ -212,7 +108,7 @@ const DEAD: u16 = 1 << 6;
 /// |---|---|---|---|
 /// | directory | number of names | first entry | |
 /// | symlink, inline | offset into `text` | length | |
-/// | external | size | index into `digests` | index into `payloads` |
+/// | external | size | digest to check | digest, or index into `payloads`, or nothing |
 /// | device | | device number | |
 #[derive(Clone, Copy)]
 struct Inode {
@@ -270,7 +166,7 @@ pub struct Tree {
     names: Vec<u8>,
     index: NameIndex,
     text: Vec<u8>,
-    digests: Vec<[u8; 32]>,
+    digests: Digests,
     payloads: Vec<(u64, u32)>,
     links: HashMap<u32, Links>,
     xattrs: XattrTable,
@@ -288,7 +184,7 @@ impl Tree {
             names: Vec::new(),
             index: NameIndex::new(),
             text: Vec::new(),
-            digests: Vec::new(),
+            digests: Digests::new(),
             payloads: Vec::new(),
             links: HashMap::new(),
             xattrs: XattrTable::new(),
@@ -467,18 +363,17 @@ impl Tree {
             S_IFIFO => Content::Fifo,
             S_IFSOCK => Content::Socket,
             _ if i.flags & EXTERNAL == 0 => Content::Inline(self.text(i.word, i.a)),
-            _ => {
-                let digest = self.digests.get(i.a as usize);
-                Content::External {
-                    size: i.word,
-                    digest: digest.filter(|_| i.flags & VERIFIED != 0),
-                    payload: match (digest, self.payloads.get(i.b as usize)) {
-                        (Some(digest), _) if i.flags & BY_DIGEST != 0 => Payload::Object(digest),
-                        (_, Some(&(start, len))) => Payload::Path(self.text(start, len)),
-                        _ => Payload::None,
-                    },
-                }
-            }
+            _ => Content::External {
+                size: i.word,
+                digest: self.digests.get(i.a),
+                payload: match (self.digests.get(i.b), self.payloads.get(i.b as usize)) {
+                    (Some(digest), _) if i.flags & BY_DIGEST != 0 => Payload::Object(digest),
+                    (_, Some(&(start, len))) if i.flags & BY_PATH != 0 => {
+                        Payload::Path(self.text(start, len))
+                    }
+                    _ => Payload::None,
+                },
+            },
         }
     }
 
@@ -498,7 +393,7 @@ impl Tree {
         }
         check_content(&content)?;
         let mut changed = self.inodes[inode.index()];
-        changed.flags &= !(EXTERNAL | VERIFIED | BY_DIGEST | ODD_SIZE);
+        changed.flags &= !(EXTERNAL | BY_PATH | BY_DIGEST | ODD_SIZE);
         changed.mode = mode_bits(u32::from(changed.mode), content.type_bits());
         self.store_content(&mut changed, &content);
         self.inodes[inode.index()] = changed;
@@ -657,7 +552,7 @@ impl Tree {
             + self.names.capacity()
             + self.index.memory_bytes()
             + self.text.capacity()
-            + self.digests.capacity() * 32
+            + self.digests.memory_bytes()
             + self.payloads.capacity() * size_of::<(u64, u32)>()
             + self.xattrs.memory_bytes()
     }
@@ -766,6 +661,24 @@ impl Tree {
         }
     }
 
+    /// Digest to check and digest that names the object, of an external file.
+    pub(crate) fn external(&self, inode: InodeId) -> Option<External> {
+        let i = &self.inodes[inode.index()];
+        (i.flags & EXTERNAL != 0).then(|| External {
+            digest: DigestId::some(i.a),
+            object: DigestId::some(i.b).filter(|_| i.flags & BY_DIGEST != 0),
+        })
+    }
+
+    /// Bound of [`DigestId::index`].
+    pub(crate) fn digest_count(&self) -> usize {
+        self.digests.len()
+    }
+
+    pub(crate) fn digest(&self, id: DigestId) -> &[u8; 32] {
+        self.digests.at(id)
+    }
+
     /// The link count of what is not a directory.
     pub(crate) fn file_nlink(&self, inode: InodeId) -> u32 {
         if self.inodes[inode.index()].flags & LINKED == 0 {
@@ -803,33 +716,24 @@ impl Tree {
             Content::External { size, digest, payload } => {
                 inode.word = size;
                 inode.flags |= EXTERNAL;
+                if let Some(digest) = digest {
+                    inode.a = self.digests.intern(digest);
+                }
+                // A path that is an object path (nearly always) is not kept as text: a million of
+                // them would be 65 MB.
                 let object = match payload {
                     Payload::Object(digest) => Some(*digest),
                     Payload::Path(path) => object_of_path(path),
                     Payload::None => None,
                 };
-                // A path that is the object path of the file's own digest (nearly always) is not
-                // kept as text: a million of them would be 65 MB.
-                let by_digest = object.filter(|o| digest.is_none_or(|d| d == o));
-                if let Some(stored) = digest.copied().or(by_digest) {
-                    inode.a = u32::try_from(self.digests.len()).unwrap_or(NONE);
-                    self.digests.push(stored);
-                }
-                if digest.is_some() {
-                    inode.flags |= VERIFIED;
-                }
-                if by_digest.is_some() {
+                if let Some(object) = object {
                     inode.flags |= BY_DIGEST;
-                } else {
-                    let text = match payload {
-                        Payload::Path(path) if !path.is_empty() => Some(self.add_text(path)),
-                        Payload::Object(digest) => Some(self.add_text(&object_path(digest))),
-                        _ => None,
-                    };
-                    if let Some(text) = text {
-                        inode.b = u32::try_from(self.payloads.len()).unwrap_or(NONE);
-                        self.payloads.push(text);
-                    }
+                    inode.b = self.digests.intern(&object);
+                } else if let Payload::Path(path @ [_, ..]) = payload {
+                    inode.flags |= BY_PATH;
+                    inode.b = u32::try_from(self.payloads.len()).unwrap_or(NONE);
+                    let text = self.add_text(path);
+                    self.payloads.push(text);
                 }
             }
         }
@@ -955,82 +859,8 @@ impl Tree {
     }
 }
 
-/// `ab/cdef…`: the path of an object under the object directory of a composefs digest store.
-#[must_use]
-pub fn object_path(digest: &[u8; 32]) -> [u8; 65] {
-    const HEX: &[u8; 16] = b"0123456789abcdef";
-    let mut path = [b'/'; 65];
-    for (i, byte) in digest.iter().enumerate() {
-        let at = if i == 0 { 0 } else { 1 + 2 * i };
-        path[at] = HEX[usize::from(byte >> 4)];
-        path[at + 1] = HEX[usize::from(byte & 15)];
-    }
-    path
-}
-
-/// The digest whose [`object_path`] this is, if it is one.
-fn object_of_path(path: &[u8]) -> Option<[u8; 32]> {
-    let mut digest = [0; 32];
-    if path.len() != 65 {
-        return None;
-    }
-    for (i, byte) in digest.iter_mut().enumerate() {
-        let at = if i == 0 { 0 } else { 1 + 2 * i };
-        let digit = |b: u8| match b {
-            b'0'..=b'9' => Some(b - b'0'),
-            b'a'..=b'f' => Some(b - b'a' + 10),
-            _ => None,
-        };
-        *byte = digit(path[at])? << 4 | digit(path[at + 1])?;
-    }
-    (object_path(&digest) == path).then_some(digest)
-}
-
-fn mode_bits(mode: u32, type_bits: u32) -> u16 {
-    // Both parts lie within 16 bits.
-    u16::try_from((mode & 0o7777) | (type_bits & S_IFMT)).unwrap_or(0)
-}
-
 fn small_id(len: usize) -> Result<u32, TreeError> {
     u32::try_from(len).ok().filter(|&id| id < ID_LIMIT).ok_or(TreeError::Full)
-}
-
-fn check_type(mode: u32, content: &Content<'_>) -> Result<(), TreeError> {
-    if mode & S_IFMT == 0 || mode & S_IFMT == content.type_bits() {
-        Ok(())
-    } else {
-        Err(TreeError::TypeMismatch { mode })
-    }
-}
-
-fn check_name(name: &[u8]) -> Result<(), TreeError> {
-    if name.len() > NAME_MAX {
-        return Err(TreeError::NameTooLong { len: name.len() });
-    }
-    let bad = name.is_empty() || name == b"." || name == b"..";
-    if bad || name.iter().any(|&b| b == b'/' || b == 0) {
-        return Err(TreeError::Name { name: name.into() });
-    }
-    Ok(())
-}
-
-fn check_content(content: &Content<'_>) -> Result<(), TreeError> {
-    let target = match *content {
-        Content::Symlink([]) => return Err(TreeError::Target { len: 0 }),
-        Content::Symlink(target) => target,
-        Content::External { size, .. } if size > EXTERNAL_MAX => {
-            return Err(TreeError::FileTooBig { size });
-        }
-        Content::External { payload: Payload::Path(path), .. } => path,
-        Content::Inline(bytes) if bytes.len() > INLINE_MAX => {
-            return Err(TreeError::InlineTooBig { len: bytes.len() });
-        }
-        _ => return Ok(()),
-    };
-    if target.len() > TARGET_MAX || target.contains(&0) {
-        return Err(TreeError::Target { len: target.len() });
-    }
-    Ok(())
 }
 
 #[cfg(test)]

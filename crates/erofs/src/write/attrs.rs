@@ -1,0 +1,464 @@
+//! The extended attributes that an image stores, and which of them it stores once for all.
+//!
+//! An image's attributes are the tree's, with `trusted.overlay.*` escaped so that the overlayfs
+//! that mounts it leaves them alone, and with those that tell overlayfs where the content is.
+//! An attribute (name and value) that at least two inodes have goes into the shared table.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+use hashbrown::HashTable;
+
+use super::plan::{Node, Plan};
+use super::xxh32::xxh32;
+use crate::format::{
+    ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX,
+    OVERLAY_METACOPY, OVERLAY_OPAQUE, OVERLAY_PREFIX, OVERLAY_REDIRECT, USER_OPAQUE, USER_WHITEOUT,
+    USER_WHITEOUTS, XATTR_FILTER_SEED, XATTR_SHARED_MAX, split_xattr_name,
+};
+use crate::tree::{Content, DigestId, InodeId, Payload, SetId, Tree, object_path};
+
+/// Not shared.
+const UNSHARED: u32 = u32::MAX;
+
+/// An inode that stands for a whiteout.
+const WHITEOUT: u8 = 1;
+/// A directory with whiteouts.
+const WHITEOUT_DIR: u8 = 2;
+const ROOT: u8 = 4;
+
+/// One attribute as an image stores it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Attr {
+    /// A pair of the table.
+    Pair(u32),
+    /// The digest that the kernel is to check, if it is known.
+    Metacopy(Option<DigestId>),
+    /// The path of an object.
+    Redirect(DigestId),
+}
+
+/// All attributes of an inode.
+#[derive(Clone, Copy)]
+pub(super) struct NodeAttrs {
+    base: Option<u32>,
+    metacopy: Option<Attr>,
+    redirect: Option<Attr>,
+}
+
+/// A name and a value that the tree has, or that composefs adds, with how often it is used and
+/// where it lies in the shared table.
+struct Pair<'t> {
+    name: Cow<'t, [u8]>,
+    value: Cow<'t, [u8]>,
+    uses: u32,
+    shared: u32,
+}
+
+/// A set of pairs, sorted by name, that many inodes have in common.
+#[derive(Clone, Copy)]
+struct Base {
+    start: u32,
+    len: u32,
+    /// How many of the names precede that of the metacopy, and that of the redirect attribute.
+    before_metacopy: u32,
+    before_redirect: u32,
+    uses: u32,
+}
+
+pub(super) struct Attrs<'t> {
+    tree: &'t Tree,
+    version: u32,
+    pairs: Vec<Pair<'t>>,
+    pair_index: HashTable<u32>,
+    seed: RandomState,
+    bases: Vec<Base>,
+    items: Vec<u32>,
+    /// Bases of the tree's sets with nothing added, by set.
+    plain: Vec<Option<u32>>,
+    marked: HashMap<(SetId, u8), u32>,
+    ghost: Option<u32>,
+    no_digest_uses: u32,
+    no_digest_shared: u32,
+    metacopies: PerDigest,
+    redirects: PerDigest,
+    /// Everything in the shared table, in its order.
+    shared: Vec<Attr>,
+    shared_size: u64,
+    pub(super) has_acl: bool,
+}
+
+/// Uses (up to 2) and offsets of attributes that are made from a digest.
+struct PerDigest {
+    uses: Vec<u8>,
+    shared: Vec<u32>,
+}
+
+impl PerDigest {
+    fn new(len: usize) -> PerDigest {
+        PerDigest { uses: vec![0; len], shared: Vec::new() }
+    }
+
+    fn count(&mut self, id: DigestId) {
+        self.uses[id.index()] = self.uses[id.index()].saturating_add(1);
+    }
+
+    fn often(&self) -> impl Iterator<Item = DigestId> + '_ {
+        let often = self.uses.iter().enumerate().filter(|&(_, &uses)| uses > 1);
+        often.filter_map(|(i, _)| u32::try_from(i).ok()).map(DigestId::from_index)
+    }
+
+    fn set_shared(&mut self, id: DigestId, offset: u32) {
+        // Most images have none: then there is no table.
+        if self.shared.is_empty() {
+            self.shared = vec![UNSHARED; self.uses.len()];
+        }
+        self.shared[id.index()] = offset;
+    }
+
+    fn shared(&self, id: DigestId) -> u32 {
+        self.shared.get(id.index()).copied().unwrap_or(UNSHARED)
+    }
+}
+
+impl<'t> Attrs<'t> {
+    pub(super) fn new(plan: &Plan<'t>, version: u32) -> Attrs<'t> {
+        let tree = plan.tree;
+        let mut attrs = Attrs {
+            tree,
+            version,
+            pairs: Vec::new(),
+            pair_index: HashTable::new(),
+            seed: RandomState::new(),
+            bases: Vec::new(),
+            items: Vec::new(),
+            plain: vec![None; tree.xattr_table().set_count()],
+            marked: HashMap::new(),
+            ghost: None,
+            no_digest_uses: 0,
+            no_digest_shared: UNSHARED,
+            metacopies: PerDigest::new(tree.digest_count()),
+            redirects: PerDigest::new(tree.digest_count()),
+            shared: Vec::new(),
+            shared_size: 0,
+            has_acl: false,
+        };
+        let label = tree.xattr(tree.root(), b"security.selinux");
+        attrs.ghost = label.map(|l| attrs.add_base(vec![(Cow::Borrowed(b"security.selinux"), l)]));
+        for at in plan.nodes() {
+            attrs.count(plan, at.node);
+        }
+        attrs.has_acl = attrs
+            .pairs
+            .iter()
+            .any(|p| matches!(&*p.name, b"system.posix_acl_access" | b"system.posix_acl_default"));
+        attrs.share();
+        attrs
+    }
+
+    /// The attributes of an inode.
+    pub(super) fn of(&self, plan: &Plan<'_>, node: Node) -> NodeAttrs {
+        let Node::Inode(inode) = node else {
+            return NodeAttrs { base: self.ghost, metacopy: None, redirect: None };
+        };
+        let set = self.tree.xattr_set(inode);
+        let base = match marks(plan, inode) {
+            0 => self.plain.get(set.0 as usize).copied().flatten(),
+            marks => self.marked.get(&(set, marks)).copied(),
+        };
+        let Some(external) = self.tree.external(inode) else {
+            return NodeAttrs { base, metacopy: None, redirect: None };
+        };
+        let redirect = match external.object {
+            Some(id) => Some(Attr::Redirect(id)),
+            None => self
+                .path_of(inode)
+                .and_then(|value| self.find_pair(OVERLAY_REDIRECT, &value).map(Attr::Pair)),
+        };
+        NodeAttrs { base, metacopy: Some(Attr::Metacopy(external.digest)), redirect }
+    }
+
+    /// Calls `f` with the attributes of an inode sorted by name, each with its offset in the
+    /// shared table if it is to be taken from there.
+    pub(super) fn each(&self, attrs: NodeAttrs, mut f: impl FnMut(Attr, Option<u32>)) {
+        let mut shared = 0;
+        let mut give = |attr: Attr| {
+            let offset = self.shared_offset(attr).filter(|_| shared < XATTR_SHARED_MAX);
+            shared += usize::from(offset.is_some());
+            f(attr, offset);
+        };
+        let (items, base) = match attrs.base.map(|b| self.bases[b as usize]) {
+            Some(base) => (&self.items[base.start as usize..][..base.len as usize], base),
+            None => (&[][..], Base::EMPTY),
+        };
+        let (first, rest) = items.split_at(base.before_metacopy as usize);
+        let (middle, last) = rest.split_at((base.before_redirect - base.before_metacopy) as usize);
+        first.iter().for_each(|&p| give(Attr::Pair(p)));
+        attrs.metacopy.into_iter().for_each(&mut give);
+        middle.iter().for_each(|&p| give(Attr::Pair(p)));
+        attrs.redirect.into_iter().for_each(&mut give);
+        last.iter().for_each(|&p| give(Attr::Pair(p)));
+    }
+
+    /// The shared table's entries in their order.
+    pub(super) fn shared(&self) -> &[Attr] {
+        &self.shared
+    }
+
+    /// Size of the shared table in bytes.
+    pub(super) fn shared_size(&self) -> u64 {
+        self.shared_size
+    }
+
+    /// Calls `f` with the name and the value of an attribute.
+    pub(super) fn with<R>(&self, attr: Attr, f: impl FnOnce(&[u8], &[u8]) -> R) -> R {
+        match attr {
+            Attr::Pair(id) => {
+                let pair = &self.pairs[id as usize];
+                f(&pair.name, &pair.value)
+            }
+            Attr::Metacopy(None) => f(OVERLAY_METACOPY, b""),
+            Attr::Metacopy(Some(id)) => {
+                let mut value = [0; 36];
+                value[..4].copy_from_slice(&METACOPY_HEADER);
+                value[4..].copy_from_slice(self.tree.digest(id));
+                f(OVERLAY_METACOPY, &value)
+            }
+            Attr::Redirect(id) => {
+                let mut value = [b'/'; 66];
+                value[1..].copy_from_slice(&object_path(self.tree.digest(id)));
+                f(OVERLAY_REDIRECT, &value)
+            }
+        }
+    }
+
+    /// Size of an attribute's entry in bytes.
+    pub(super) fn entry_size(&self, attr: Attr) -> u32 {
+        // The two that nearly every file has are known without making them.
+        match attr {
+            Attr::Metacopy(Some(_)) => 56,
+            Attr::Redirect(_) => 88,
+            _ => self.with(attr, |name, value| {
+                let size = 4 + split_xattr_name(name).1.len() + value.len();
+                // A name has up to 263 bytes, a value up to 65,535.
+                u32::try_from(size.next_multiple_of(4)).unwrap_or(u32::MAX)
+            }),
+        }
+    }
+
+    /// The bit of the name filter that an attribute clears.
+    pub(super) fn filter_bit(&self, attr: Attr) -> u32 {
+        self.with(attr, |name, _| {
+            let (index, rest) = split_xattr_name(name);
+            xxh32(rest, XATTR_FILTER_SEED.wrapping_add(u32::from(index))) % 32
+        })
+    }
+
+    /// The redirect of a file with an explicit path.
+    fn path_of(&self, inode: InodeId) -> Option<Vec<u8>> {
+        match self.tree.content(inode) {
+            Content::External { payload: Payload::Path(path), .. } => Some([b"/", path].concat()),
+            _ => None,
+        }
+    }
+
+    fn count(&mut self, plan: &Plan<'_>, node: Node) {
+        let base = match node {
+            Node::Ghost(_) => self.ghost,
+            Node::Inode(inode) => {
+                let set = self.tree.xattr_set(inode);
+                let marks = marks(plan, inode);
+                if let Some(external) = self.tree.external(inode) {
+                    match external.digest {
+                        Some(id) => self.metacopies.count(id),
+                        None => self.no_digest_uses = self.no_digest_uses.saturating_add(1),
+                    }
+                    if let Some(id) = external.object {
+                        self.redirects.count(id);
+                    } else if let Some(value) = self.path_of(inode) {
+                        let pair = self.pair(Cow::Borrowed(OVERLAY_REDIRECT), Cow::Owned(value));
+                        self.pairs[pair as usize].uses += 1;
+                    }
+                }
+                self.base(set, marks)
+            }
+        };
+        if let Some(base) = base {
+            self.bases[base as usize].uses += 1;
+        }
+    }
+
+    /// The base of a set with marks, made where it is new.
+    fn base(&mut self, set: SetId, marks: u8) -> Option<u32> {
+        if set == SetId::EMPTY && marks == 0 {
+            return None;
+        }
+        let known = match marks {
+            0 => self.plain[set.0 as usize],
+            _ => self.marked.get(&(set, marks)).copied(),
+        };
+        if known.is_some() {
+            return known;
+        }
+        let mut list: Vec<(Cow<'t, [u8]>, &'t [u8])> = Vec::new();
+        for (name, value) in self.tree.xattr_table().set(set) {
+            list.push((escape(name), value));
+        }
+        let mut mark = |name: &'static [u8], value: &'static [u8]| {
+            list.retain(|(n, _)| **n != *name);
+            list.push((Cow::Borrowed(name), value));
+        };
+        if marks & WHITEOUT != 0 {
+            mark(ESCAPED_WHITEOUT, b"");
+            mark(USER_WHITEOUT, b"");
+        }
+        if marks & WHITEOUT_DIR != 0 {
+            mark(ESCAPED_WHITEOUTS, b"");
+            mark(USER_WHITEOUTS, b"");
+            if self.version >= 1 {
+                mark(ESCAPED_OPAQUE, b"x");
+                mark(USER_OPAQUE, b"x");
+            }
+        }
+        if marks & ROOT != 0 {
+            mark(OVERLAY_OPAQUE, b"y");
+        }
+        list.sort_by(|a, b| a.0.cmp(&b.0));
+        let base = self.add_base(list);
+        if marks == 0 {
+            self.plain[set.0 as usize] = Some(base);
+        } else {
+            self.marked.insert((set, marks), base);
+        }
+        Some(base)
+    }
+
+    /// Adds a sorted list as a base.
+    fn add_base(&mut self, list: Vec<(Cow<'t, [u8]>, &'t [u8])>) -> u32 {
+        let before = |limit: &[u8]| id(list.partition_point(|(name, _)| **name < *limit));
+        let (before_metacopy, before_redirect) =
+            (before(OVERLAY_METACOPY), before(OVERLAY_REDIRECT));
+        let start = id(self.items.len());
+        let len = id(list.len());
+        for (name, value) in list {
+            let pair = self.pair(name, Cow::Borrowed(value));
+            self.items.push(pair);
+        }
+        self.bases.push(Base { start, len, before_metacopy, before_redirect, uses: 0 });
+        id(self.bases.len() - 1)
+    }
+
+    fn find_pair(&self, name: &[u8], value: &[u8]) -> Option<u32> {
+        let hash = hash_pair(&self.seed, name, value);
+        let same = |&p: &u32| {
+            let pair = &self.pairs[p as usize];
+            *pair.name == *name && *pair.value == *value
+        };
+        self.pair_index.find(hash, same).copied()
+    }
+
+    fn pair(&mut self, name: Cow<'t, [u8]>, value: Cow<'t, [u8]>) -> u32 {
+        if let Some(known) = self.find_pair(&name, &value) {
+            return known;
+        }
+        let hash = hash_pair(&self.seed, &name, &value);
+        let new = id(self.pairs.len());
+        self.pairs.push(Pair { name, value, uses: 0, shared: UNSHARED });
+        let (pairs, seed) = (&self.pairs, &self.seed);
+        self.pair_index.insert_unique(hash, new, |&p| {
+            let pair = &pairs[p as usize];
+            hash_pair(seed, &pair.name, &pair.value)
+        });
+        new
+    }
+
+    fn shared_offset(&self, attr: Attr) -> Option<u32> {
+        let offset = match attr {
+            Attr::Pair(id) => self.pairs[id as usize].shared,
+            Attr::Metacopy(None) => self.no_digest_shared,
+            Attr::Metacopy(Some(id)) => self.metacopies.shared(id),
+            Attr::Redirect(id) => self.redirects.shared(id),
+        };
+        (offset != UNSHARED).then_some(offset)
+    }
+
+    /// Chooses what is shared, and where it goes: names last to first, of one name the longest
+    /// value first, of one length the last value first.
+    fn share(&mut self) {
+        for base in &self.bases {
+            for &pair in &self.items[base.start as usize..][..base.len as usize] {
+                let uses = &mut self.pairs[pair as usize].uses;
+                *uses = uses.saturating_add(base.uses);
+            }
+        }
+        let often = |(i, pair): (usize, &Pair<'_>)| (pair.uses > 1).then(|| Attr::Pair(id(i)));
+        let mut shared: Vec<Attr> = self.pairs.iter().enumerate().filter_map(often).collect();
+        shared.extend((self.no_digest_uses > 1).then_some(Attr::Metacopy(None)));
+        shared.extend(self.metacopies.often().map(|id| Attr::Metacopy(Some(id))));
+        shared.extend(self.redirects.often().map(Attr::Redirect));
+        shared.sort_by(|&a, &b| {
+            self.with(a, |name_a, value_a| {
+                self.with(b, |name_b, value_b| {
+                    (name_b, value_b.len(), value_b).cmp(&(name_a, value_a.len(), value_a))
+                })
+            })
+        });
+        let mut end = 0;
+        for &attr in &shared {
+            // Offsets count words of four bytes on disk, so 16 GiB of them fit; the writer
+            // refuses more.
+            let offset = u32::try_from(end / 4).unwrap_or(UNSHARED - 1);
+            match attr {
+                Attr::Pair(id) => self.pairs[id as usize].shared = offset,
+                Attr::Metacopy(None) => self.no_digest_shared = offset,
+                Attr::Metacopy(Some(id)) => self.metacopies.set_shared(id, offset),
+                Attr::Redirect(id) => self.redirects.set_shared(id, offset),
+            }
+            end += u64::from(self.entry_size(attr));
+        }
+        self.shared = shared;
+        self.shared_size = end;
+    }
+}
+
+impl Base {
+    const EMPTY: Base = Base { start: 0, len: 0, before_metacopy: 0, before_redirect: 0, uses: 0 };
+}
+
+fn marks(plan: &Plan<'_>, inode: InodeId) -> u8 {
+    let tree = plan.tree;
+    let mut marks = 0;
+    if tree.is_dir(inode) {
+        if plan.holds_whiteouts(inode) {
+            marks |= WHITEOUT_DIR;
+        }
+        if inode == tree.root() {
+            marks |= ROOT;
+        }
+    } else if plan.has_whiteouts && tree.content(inode).is_whiteout() {
+        marks |= WHITEOUT;
+    }
+    marks
+}
+
+/// Ids here count what the tree's own bounded ids count, or less.
+fn id(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
+
+/// Hides an attribute of overlayfs from the overlayfs that mounts the image.
+fn escape(name: &[u8]) -> Cow<'_, [u8]> {
+    match name.strip_prefix(OVERLAY_PREFIX) {
+        Some(rest) => Cow::Owned([OVERLAY_ESCAPED_PREFIX, rest].concat()),
+        None => Cow::Borrowed(name),
+    }
+}
+
+fn hash_pair(seed: &RandomState, name: &[u8], value: &[u8]) -> u64 {
+    let mut hasher = seed.build_hasher();
+    hasher.write_usize(name.len());
+    hasher.write(name);
+    hasher.write(value);
+    hasher.finish()
+}

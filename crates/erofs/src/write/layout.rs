@@ -1,0 +1,231 @@
+//! How large an inode is and where it goes.
+
+use super::attrs::{Attrs, NodeAttrs};
+use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
+use crate::format::{
+    BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, LAYOUT_CHUNK_BASED, LAYOUT_FLAT_INLINE,
+    LAYOUT_FLAT_PLAIN, SLOT_SIZE,
+};
+use crate::tree::{Content, Meta, S_IFMT, S_IFREG, Tree};
+
+const BLOCK: u64 = BLOCK_SIZE;
+
+/// What is stored of one inode, as far as it can be told without its place.
+pub(super) struct Stored<'a> {
+    pub(super) meta: Meta,
+    /// `st_mode`; a whiteout is stored as a regular file.
+    pub(super) mode: u32,
+    pub(super) nlink: u32,
+    pub(super) body: Body<'a>,
+    pub(super) attrs: NodeAttrs,
+    pub(super) shared_xattrs: u32,
+    /// Size of the xattrs with their header, in bytes.
+    pub(super) xattr_size: u64,
+    pub(super) compact: bool,
+    /// Whole blocks of data outside the inode.
+    pub(super) blocks: u32,
+    /// Bytes of data right after the inode.
+    pub(super) tail: u32,
+    dir_size: u64,
+}
+
+/// What an inode holds in the image.
+pub(super) enum Body<'a> {
+    Dir(DirNames<'a>),
+    Symlink(&'a [u8]),
+    Inline(&'a [u8]),
+    /// A stub: its size, and a table of holes of the size that `chunk_bits` says.
+    Chunks {
+        size: u64,
+        chunk_bits: u8,
+        count: u32,
+    },
+    Device(u32),
+    Nothing,
+}
+
+impl<'a> Stored<'a> {
+    pub(super) fn new(plan: &Plan<'a>, attrs: &Attrs<'_>, at: &NodeAt<'a>) -> Stored<'a> {
+        let tree = plan.tree;
+        let (meta, mode, nlink, body, odd_size) = match at.node {
+            Node::Ghost(_) => (tree.meta(tree.root()), GHOST_MODE, 1, Body::Device(0), false),
+            Node::Inode(inode) => {
+                let meta = tree.meta(inode);
+                let body = body(tree, tree.content(inode), at.names);
+                let nlink = match &body {
+                    Body::Dir(names) => u32::try_from(names.subdirs() + 2).unwrap_or(u32::MAX),
+                    _ => tree.file_nlink(inode),
+                };
+                let whiteout = tree.content(inode).is_whiteout();
+                let mode = if whiteout { S_IFREG | (meta.mode & !S_IFMT) } else { meta.mode };
+                (meta, mode, nlink, body, tree.has_odd_size(inode) && !whiteout)
+            }
+        };
+        let node_attrs = attrs.of(plan, at.node);
+        let (mut shared_xattrs, mut own) = (0_u32, 0_u64);
+        attrs.each(node_attrs, |attr, shared| match shared {
+            Some(_) => shared_xattrs += 1,
+            None => own += u64::from(attrs.entry_size(attr)),
+        });
+        let listed = u64::from(shared_xattrs) * 4 + own;
+        let (blocks, tail) = body.extent();
+        let mut stored = Stored {
+            meta,
+            mode,
+            nlink,
+            attrs: node_attrs,
+            shared_xattrs,
+            xattr_size: if listed == 0 { 0 } else { 12 + listed },
+            compact: false,
+            blocks,
+            tail,
+            dir_size: u64::from(blocks) * BLOCK + u64::from(tail),
+            body,
+        };
+        let size = if odd_size { u64::MAX } else { stored.size() };
+        stored.compact = (meta.mtime, meta.mtime_nsec) == plan.min_time
+            && [nlink, meta.uid, meta.gid].iter().all(|&n| n <= u32::from(u16::MAX))
+            && size <= u64::from(u32::MAX);
+        stored
+    }
+
+    /// `i_size`: for a directory the blocks and the tail that its names take.
+    pub(super) fn size(&self) -> u64 {
+        match &self.body {
+            Body::Dir(_) => self.dir_size,
+            Body::Symlink(bytes) | Body::Inline(bytes) => bytes.len() as u64,
+            Body::Chunks { size, .. } => *size,
+            Body::Device(_) | Body::Nothing => 0,
+        }
+    }
+
+    /// Size of the inode, its xattrs and its tail.
+    pub(super) fn len(&self) -> u64 {
+        self.inode_size() + self.xattr_size + u64::from(self.tail)
+    }
+
+    /// Data layout of the inode, once it has its place.
+    pub(super) fn layout(&self) -> u16 {
+        match self.body {
+            Body::Chunks { .. } => LAYOUT_CHUNK_BASED,
+            _ if self.tail > 0 => LAYOUT_FLAT_INLINE,
+            _ => LAYOUT_FLAT_PLAIN,
+        }
+    }
+
+    fn inode_size(&self) -> u64 {
+        if self.compact { 32 } else { 64 }
+    }
+
+    /// Puts the inode at the first good place from `end` on, and returns that place. Data that is
+    /// to follow the inode moves to a block of its own where it would cross a block's end.
+    pub(super) fn place(&mut self, end: u64) -> u64 {
+        let pos = end.next_multiple_of(SLOT_SIZE);
+        if matches!(self.body, Body::Symlink(_)) {
+            self.place_symlink(pos)
+        } else {
+            self.place_other(pos)
+        }
+    }
+
+    /// A symbolic link lies in one block with its target, unless the two are larger than that.
+    /// (The place is chosen with the target even where the target then leaves: so does
+    /// libcomposefs, and the digest depends on it.)
+    fn place_symlink(&mut self, pos: u64) -> u64 {
+        let len = self.len();
+        let crosses = pos / BLOCK != (pos + len - 1) / BLOCK;
+        if len >= BLOCK {
+            self.move_tail_out();
+        }
+        if crosses { pos.next_multiple_of(BLOCK) } else { pos }
+    }
+
+    /// Of anything else only the tail must lie in one block: the inode moves up until it does.
+    fn place_other(&mut self, pos: u64) -> u64 {
+        let tail = u64::from(self.tail);
+        let before_tail = self.inode_size() + self.xattr_size;
+        let room = BLOCK - (pos + before_tail) % BLOCK;
+        if room >= tail {
+            return pos;
+        }
+        let moved = pos + room.next_multiple_of(SLOT_SIZE);
+        if tail <= BLOCK - (moved + before_tail) % BLOCK {
+            return moved;
+        }
+        self.move_tail_out();
+        pos.next_multiple_of(BLOCK)
+    }
+
+    fn move_tail_out(&mut self) {
+        self.blocks += 1;
+        self.tail = 0;
+        self.dir_size = u64::from(self.blocks) * BLOCK;
+    }
+}
+
+impl Body<'_> {
+    /// Whole blocks, and bytes behind the inode, before it is known whether these fit there.
+    fn extent(&self) -> (u32, u32) {
+        match self {
+            Body::Dir(names) => dir_extent(names),
+            Body::Symlink(target) => (0, small(target.len())),
+            Body::Inline(bytes) => {
+                let (blocks, tail) = (bytes.len() as u64 / BLOCK, bytes.len() as u64 % BLOCK);
+                fill_block(small_u64(blocks), tail)
+            }
+            Body::Chunks { count, .. } => (0, count * 4),
+            Body::Device(_) | Body::Nothing => (0, 0),
+        }
+    }
+}
+
+fn body<'a>(tree: &'a Tree, content: Content<'a>, names: &'a [u32]) -> Body<'a> {
+    match content {
+        Content::Directory => Body::Dir(DirNames::new(tree, names)),
+        Content::Symlink(target) => Body::Symlink(target),
+        Content::Inline(bytes) => Body::Inline(bytes),
+        Content::External { size, .. } => {
+            let chunk_bits = chunk_bits(size);
+            let count = size.div_ceil(1 << chunk_bits);
+            // At most 1,024, as the tree bounds sizes by `EXTERNAL_MAX`.
+            Body::Chunks { size, chunk_bits, count: small_u64(count) }
+        }
+        Content::CharDevice(0) | Content::Fifo | Content::Socket => Body::Nothing,
+        Content::CharDevice(rdev) | Content::BlockDevice(rdev) => Body::Device(rdev),
+    }
+}
+
+/// Logarithm of the chunk size: as few chunks as can be, none larger than need be, at least a
+/// block, at most what the format can say.
+fn chunk_bits(size: u64) -> u8 {
+    let bits = 64 - (size - 1).leading_zeros();
+    let most = u32::from(CHUNK_BLKBITS_MASK) + u32::from(BLOCK_BITS);
+    u8::try_from(bits.clamp(u32::from(BLOCK_BITS), most)).unwrap_or(BLOCK_BITS)
+}
+
+/// Blocks and tail of a directory. Names fill block after block in their order; a last part of
+/// more than half a block gets a block of its own.
+pub(super) fn dir_extent(names: &DirNames<'_>) -> (u32, u32) {
+    let (mut blocks, mut used) = (0, 0);
+    for i in 0..names.len() {
+        let len = 12 + names.get(i).0.len() as u64;
+        if used + len > BLOCK {
+            blocks += 1;
+            used = 0;
+        }
+        used += len;
+    }
+    fill_block(blocks, used)
+}
+
+fn fill_block(blocks: u32, tail: u64) -> (u32, u32) {
+    if tail > BLOCK / 2 { (blocks + 1, 0) } else { (blocks, small_u64(tail)) }
+}
+
+fn small(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
+
+fn small_u64(len: u64) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
