@@ -2,3 +2,5 @@
 
 pub mod bundle;
 pub mod ledger;
+pub mod mount;
+pub mod probe;

@@ -1,0 +1,349 @@
+//! Making mounts: the new mount API with the kernel's own words in its errors.
+//!
+//! Everything here makes *detached* mounts and returns their descriptors: until the caller attaches
+//! one, the death of the process takes it away without a trace.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use cofolio_sys::mount::{self as sys, MountAttr};
+use rustix::fs::{CWD, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
+    OpenTreeFlags, UnmountFlags, fsconfig_create, fsconfig_set_fd, fsconfig_set_flag,
+    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+};
+
+/// A step of the mount API that the kernel refused.
+#[derive(Debug, Clone)]
+pub struct KernelError {
+    /// What was asked of it, such as `overlay: lowerdir+`.
+    pub what: String,
+    /// Its answer.
+    pub errno: Errno,
+    /// What it had to say about that, if anything.
+    pub messages: Vec<String>,
+}
+
+impl KernelError {
+    pub(crate) fn new(what: impl Into<String>, errno: Errno) -> Self {
+        Self { what: what.into(), errno, messages: Vec::new() }
+    }
+
+    pub(crate) fn from_io(what: impl Into<String>, error: &io::Error) -> Self {
+        let errno = error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
+        let messages =
+            if error.raw_os_error().is_none() { vec![error.to_string()] } else { Vec::new() };
+        Self { what: what.into(), errno, messages }
+    }
+
+    /// Whether a message holds this text.
+    pub(crate) fn says(&self, text: &str) -> bool {
+        self.messages.iter().any(|message| message.contains(text))
+    }
+}
+
+impl fmt::Display for KernelError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.what, io::Error::from(self.errno))?;
+        for message in &self.messages {
+            // `e overlay: …`: the letter is the kind of message.
+            let text = message.get(2..).unwrap_or(message);
+            write!(f, " ({text})")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for KernelError {}
+
+/// A filesystem being configured (`fsopen`).
+pub(crate) struct Context {
+    fd: OwnedFd,
+    filesystem: &'static str,
+}
+
+impl Context {
+    pub(crate) fn open(filesystem: &'static str) -> Result<Self, KernelError> {
+        match fsopen(filesystem, FsOpenFlags::FSOPEN_CLOEXEC) {
+            Ok(fd) => Ok(Self { fd, filesystem }),
+            Err(errno) => Err(KernelError::new(format!("{filesystem}: fsopen"), errno)),
+        }
+    }
+
+    /// The error with everything that the kernel wrote about this context.
+    fn explain(&self, step: &str, errno: Errno) -> KernelError {
+        KernelError {
+            what: format!("{}: {step}", self.filesystem),
+            errno,
+            messages: sys::context_messages(&self.fd),
+        }
+    }
+
+    pub(crate) fn string(&self, key: &str, value: &str) -> Result<(), KernelError> {
+        fsconfig_set_string(self.fd.as_fd(), key, value)
+            .map_err(|errno| self.explain(&format!("{key}={value}"), errno))
+    }
+
+    pub(crate) fn flag(&self, key: &str) -> Result<(), KernelError> {
+        fsconfig_set_flag(self.fd.as_fd(), key).map_err(|errno| self.explain(key, errno))
+    }
+
+    pub(crate) fn fd(&self, key: &str, value: BorrowedFd<'_>) -> Result<(), KernelError> {
+        fsconfig_set_fd(self.fd.as_fd(), key, value)
+            .map_err(|errno| self.explain(&format!("{key}=<descriptor>"), errno))
+    }
+
+    /// Makes the superblock.
+    pub(crate) fn create(&self) -> Result<(), KernelError> {
+        fsconfig_create(self.fd.as_fd()).map_err(|errno| self.explain("create", errno))
+    }
+
+    /// Makes a detached mount of the superblock.
+    pub(crate) fn mount(&self, attributes: MountAttrFlags) -> Result<OwnedFd, KernelError> {
+        fsmount(self.fd.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
+            .map_err(|errno| self.explain("fsmount", errno))
+    }
+}
+
+/// A detached copy of the mount at `path` (submounts not included) that gets no mount events from
+/// the original and sends it none.
+///
+/// Without that, a copy of a mount that is shared joins its peer group: what a container mounts
+/// inside its root would appear in all of its siblings.
+pub(crate) fn clone_mount(
+    dir: impl AsFd,
+    path: &Path,
+    set: MountAttrFlags,
+    idmap: Option<BorrowedFd<'_>>,
+) -> Result<OwnedFd, KernelError> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_EMPTY_PATH
+        | OpenTreeFlags::AT_NO_AUTOMOUNT
+        | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
+    let mount = open_tree(dir.as_fd(), path, flags)
+        .map_err(|errno| KernelError::new(format!("open_tree {}", path.display()), errno))?;
+    let attr = MountAttr {
+        set,
+        propagation: MountPropagationFlags::PRIVATE,
+        idmap,
+        ..MountAttr::default()
+    };
+    sys::mount_setattr(&mount, &attr).map_err(|error| {
+        let what = if idmap.is_some() { "mount_setattr (id map)" } else { "mount_setattr" };
+        KernelError::from_io(what, &error)
+    })?;
+    Ok(mount)
+}
+
+/// Attaches a detached mount at the directory that `target` is.
+pub(crate) fn attach(mount: impl AsFd, target: impl AsFd) -> Result<(), KernelError> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    move_mount(mount.as_fd(), "", target.as_fd(), "", flags)
+        .map_err(|errno| KernelError::new("move_mount", errno))
+}
+
+/// Takes the topmost mount at `path` away; `lazy` also when it is in use.
+pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
+    let mut flags = UnmountFlags::NOFOLLOW;
+    if lazy {
+        flags |= UnmountFlags::DETACH;
+    }
+    rustix::mount::unmount(path, flags)
+        .map_err(|errno| KernelError::new(format!("umount {}", path.display()), errno))
+}
+
+/// How the bytes of a metadata image reach the EROFS superblock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backing {
+    /// The kernel reads the file (Linux 6.12).
+    File,
+    /// Through a loop device with direct I/O, where the kernel cannot do without.
+    Loop,
+}
+
+/// Mounts a metadata image, detached. mountinfo will show `name` as its source.
+///
+/// EROFS opens its source by path and keeps the text. So `scratch`, a directory of the caller's
+/// own, gets a symbolic link called `name` to the descriptor of the image, and the mount is made
+/// by a thread that works in that directory: what is mounted is the very file that the caller has
+/// open (and has checked), whatever happens to its path meanwhile.
+pub(crate) fn mount_erofs(
+    image: BorrowedFd<'_>,
+    name: &str,
+    scratch: BorrowedFd<'_>,
+    force_loop: bool,
+) -> Result<(OwnedFd, Backing), KernelError> {
+    if !force_loop {
+        match erofs_from(&format!("/proc/self/fd/{}", image.as_raw_fd()), name, scratch) {
+            Ok(mount) => return Ok((mount, Backing::File)),
+            // ENOTBLK: this kernel, or this file's filesystem, wants a block device.
+            Err(error) if error.errno == Errno::NOTBLK => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let device = sys::attach_loop(image, std::ffi::OsStr::new(name))
+        .map_err(|error| KernelError::from_io("loop device", &error))?;
+    let path = device.path.to_string_lossy().into_owned();
+    Ok((erofs_from(&path, name, scratch)?, Backing::Loop))
+}
+
+fn erofs_from(source: &str, name: &str, scratch: BorrowedFd<'_>) -> Result<OwnedFd, KernelError> {
+    let link = |errno| KernelError::new(format!("erofs: link to {source}"), errno);
+    match rustix::fs::unlinkat(scratch, name, rustix::fs::AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(errno) => return Err(link(errno)),
+    }
+    rustix::fs::symlinkat(source, scratch, name).map_err(link)?;
+    let result = sys::in_directory(scratch, || {
+        let context = Context::open("erofs")?;
+        context.string("source", name)?;
+        context.flag("ro")?;
+        context.create()?;
+        context.mount(MountAttrFlags::MOUNT_ATTR_RDONLY)
+    });
+    // The name has done its work; a leftover is overwritten next time.
+    let _ = rustix::fs::unlinkat(scratch, name, rustix::fs::AtFlags::empty());
+    result.map_err(|error| KernelError::from_io("erofs: thread", &error))?
+}
+
+/// How overlayfs is told its layers. Newer kernels know more than one way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LayerStyle {
+    /// `lowerdir+` and `datadir+` by descriptor (Linux 6.13).
+    Descriptor,
+    /// `lowerdir+` and `datadir+` by path (Linux 6.7).
+    Append,
+    /// `lowerdir=metadata::objects` (Linux 6.5).
+    List,
+}
+
+impl LayerStyle {
+    /// Best first.
+    pub(crate) const ALL: [Self; 3] = [Self::Descriptor, Self::Append, Self::List];
+}
+
+/// An overlay of one image.
+pub(crate) struct Overlay<'a> {
+    /// What mountinfo shows as its source.
+    pub(crate) source: &'a str,
+    /// Root of the EROFS mount, or of an id-mapped copy of it.
+    pub(crate) metadata: BorrowedFd<'a>,
+    /// The `objects/` directory.
+    pub(crate) objects: BorrowedFd<'a>,
+    /// The upper and the work directory; none for a read-only overlay.
+    pub(crate) upper: Option<(BorrowedFd<'a>, BorrowedFd<'a>)>,
+    /// Do not write the upper back when it is unmounted or synced: it is thrown away anyway.
+    pub(crate) volatile: bool,
+    /// Security label of everything in it.
+    pub(crate) label: Option<&'a str>,
+    /// Every object must carry fs-verity with the digest that the image names.
+    pub(crate) verity: bool,
+}
+
+impl Overlay<'_> {
+    /// Makes the overlay, detached.
+    pub(crate) fn mount(&self, styles: &[LayerStyle]) -> Result<OwnedFd, KernelError> {
+        let mut refused = KernelError::new("overlay: layers", Errno::INVAL);
+        for &style in styles {
+            // A context that has refused an option keeps what it took before: start anew.
+            let context = Context::open("overlay")?;
+            context.string("source", self.source)?;
+            match self.layers(&context, style) {
+                Ok(()) => {}
+                // This kernel does not know the style.
+                Err(error) if error.errno == Errno::INVAL => {
+                    refused = error;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            }
+            // An object is found through these two: metacopy says that the data is elsewhere,
+            // redirect where.
+            context.string("metacopy", "on")?;
+            context.string("redirect_dir", "on")?;
+            if self.verity {
+                context.string("verity", "require")?;
+            }
+            if let Some(label) = self.label {
+                context.string("context", label)?;
+            }
+            let mut attributes = MountAttrFlags::empty();
+            if self.upper.is_none() {
+                context.flag("ro")?;
+                attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
+            } else if self.volatile {
+                context.flag("volatile")?;
+            }
+            context.create()?;
+            let mount = context.mount(attributes)?;
+            self.check_writable(&mount)?;
+            return Ok(mount);
+        }
+        Err(refused)
+    }
+
+    fn layers(&self, context: &Context, style: LayerStyle) -> Result<(), KernelError> {
+        // `/proc/self/fd/N` needs none of the escapes that other paths need here.
+        let path = |fd: BorrowedFd<'_>| format!("/proc/self/fd/{}", fd.as_raw_fd());
+        match style {
+            LayerStyle::Descriptor => {
+                context.fd("lowerdir+", self.metadata)?;
+                context.fd("datadir+", self.objects)?;
+                if let Some((upper, work)) = self.upper {
+                    context.fd("upperdir", upper)?;
+                    context.fd("workdir", work)?;
+                }
+                return Ok(());
+            }
+            LayerStyle::Append => {
+                context.string("lowerdir+", &path(self.metadata))?;
+                context.string("datadir+", &path(self.objects))?;
+            }
+            LayerStyle::List => {
+                let layers = format!("{}::{}", path(self.metadata), path(self.objects));
+                context.string("lowerdir", &layers)?;
+            }
+        }
+        if let Some((upper, work)) = self.upper {
+            context.string("upperdir", &path(upper))?;
+            context.string("workdir", &path(work))?;
+        }
+        Ok(())
+    }
+
+    /// overlayfs that cannot use its work directory says so in the kernel log only, and goes on
+    /// read-only.
+    fn check_writable(&self, mount: &OwnedFd) -> Result<(), KernelError> {
+        if self.upper.is_none() {
+            return Ok(());
+        }
+        let open = rustix::fs::openat(
+            mount,
+            ".",
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        );
+        let stat = open
+            .and_then(rustix::fs::fstatvfs)
+            .map_err(|errno| KernelError::new("overlay: statvfs", errno))?;
+        if stat.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY) {
+            let mut error = KernelError::new("overlay: create", Errno::ROFS);
+            error.messages.push(
+                "e overlay: the work directory is unusable (the kernel log says why)".to_owned(),
+            );
+            return Err(error);
+        }
+        Ok(())
+    }
+}
+
+/// `O_PATH` descriptor of a directory.
+pub(crate) fn open_dir(path: &Path) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+}

@@ -1,0 +1,275 @@
+//! Features that are found by using them.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use cofolio_sys::mount::{MountAttr, mount_setattr};
+use cofolio_sys::userns::{IdRange, with_maps};
+use rustix::fs::{IFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::{Found, absent, present, unknown};
+use crate::mount::kernel::{
+    Backing, Context, KernelError, LayerStyle, Overlay, mount_erofs, open_dir,
+};
+
+/// What trying gave.
+pub(super) struct Tried {
+    pub(super) erofs: Found,
+    pub(super) erofs_xattr: Found,
+    pub(super) erofs_file_backed: Found,
+    pub(super) overlay: Found,
+    pub(super) overlay_data_only: Found,
+    pub(super) overlay_by_descriptor: Found,
+    pub(super) overlay_verity: Found,
+    pub(super) idmap: Found,
+    pub(super) inode_share: Found,
+    pub(super) verity: Found,
+    pub(super) immutable: Found,
+    pub(super) reflink: Found,
+    pub(super) direct_io: Found,
+    pub(super) cachestat: Found,
+}
+
+/// Nothing was tried, for this reason.
+pub(super) fn none(why: &str) -> Tried {
+    let skipped = || unknown(why);
+    Tried {
+        erofs: skipped(),
+        erofs_xattr: skipped(),
+        erofs_file_backed: skipped(),
+        overlay: skipped(),
+        overlay_data_only: skipped(),
+        overlay_by_descriptor: skipped(),
+        overlay_verity: skipped(),
+        idmap: skipped(),
+        inode_share: skipped(),
+        verity: skipped(),
+        immutable: skipped(),
+        reflink: skipped(),
+        direct_io: skipped(),
+        cachestat: skipped(),
+    }
+}
+
+/// A directory that goes when it is dropped.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(parent: &Path) -> std::io::Result<Self> {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = parent.join(format!(".cofolio-probe-{}-{number}", std::process::id()));
+        fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn file(&self, name: &str, content: &[u8]) -> std::io::Result<File> {
+        let path = self.0.join(name);
+        let mut file = File::options().read(true).write(true).create_new(true).open(path)?;
+        file.write_all(content)?;
+        Ok(file)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Tries everything; files go under `store`, or the directory for temporary files.
+pub(super) fn all(store: Option<&Path>) -> Tried {
+    let temporary = std::env::temp_dir();
+    let scratch = match Scratch::new(store.unwrap_or(&temporary)) {
+        Ok(scratch) => scratch,
+        Err(error) => return none(&format!("no scratch directory: {error}")),
+    };
+    let mut tried = none("it could not be tried");
+    tried.erofs = opens("erofs");
+    tried.overlay = opens("overlay");
+    tried.inode_share = inode_share();
+    tried.overlay_verity = overlay_option("verity", "require");
+    try_files(&scratch, &mut tried);
+    if let Err(error) = try_mounts(&scratch, &mut tried) {
+        tried.erofs_file_backed = absent(error.to_string());
+    }
+    tried
+}
+
+/// The kernel's answer as a finding.
+fn answer(result: Result<String, KernelError>) -> Found {
+    match result {
+        Ok(detail) => present(detail),
+        Err(error) if matches!(error.errno, Errno::PERM | Errno::ACCESS) => {
+            unknown(error.to_string())
+        }
+        Err(error) => absent(error.to_string()),
+    }
+}
+
+fn opens(filesystem: &'static str) -> Found {
+    answer(Context::open(filesystem).map(|_| "loads".to_owned()))
+}
+
+fn inode_share() -> Found {
+    let set = || {
+        let context = Context::open("erofs")?;
+        context.flag("inode_share")?;
+        Ok("option accepted".to_owned())
+    };
+    answer(set())
+}
+
+fn overlay_option(key: &str, value: &str) -> Found {
+    let set = || {
+        let context = Context::open("overlay")?;
+        context.string(key, value)?;
+        Ok(format!("{key}={value}"))
+    };
+    answer(set())
+}
+
+fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
+    let io = |error: &std::io::Error| KernelError::from_io("scratch", error);
+    let image = scratch.file("image", &tiny_image()).map_err(|e| io(&e))?;
+    let objects = scratch.0.join("objects");
+    fs::create_dir(&objects).map_err(|e| io(&e))?;
+    let objects = open_dir(&objects).map_err(|errno| KernelError::new("scratch", errno))?;
+    let dir = open_dir(&scratch.0).map_err(|errno| KernelError::new("scratch", errno))?;
+    let image = image.as_fd();
+
+    let (mount, backing) = mount_erofs(image, "cofolio:probe", dir.as_fd(), false)?;
+    tried.erofs_file_backed = match backing {
+        Backing::File => present("a 4 KiB image mounts"),
+        Backing::Loop => absent("the kernel wants a block device"),
+    };
+    tried.erofs_xattr = erofs_xattr(&mount);
+    let style = |style| {
+        let overlay = overlay(mount.as_fd(), objects.as_fd());
+        answer(overlay.mount(&[style]).map(|_| "an overlay mounts".to_owned()))
+    };
+    tried.overlay_data_only = style(LayerStyle::List);
+    tried.overlay_by_descriptor = style(LayerStyle::Descriptor);
+
+    let (mount, _) = mount_erofs(image, "cofolio:probe", dir.as_fd(), false)?;
+    tried.idmap = idmap(&mount, objects.as_fd());
+    Ok(())
+}
+
+fn overlay<'a>(metadata: BorrowedFd<'a>, objects: BorrowedFd<'a>) -> Overlay<'a> {
+    Overlay {
+        source: "cofolio:probe",
+        metadata,
+        objects,
+        upper: None,
+        volatile: false,
+        label: None,
+        verity: false,
+    }
+}
+
+/// Without extended attributes the filesystem answers EOPNOTSUPP to everything about them.
+fn erofs_xattr(mount: &OwnedFd) -> Found {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = rustix::fs::openat(mount, ".", flags, Mode::empty());
+    let mut value = [0u8; 16];
+    match root
+        .and_then(|root| rustix::fs::fgetxattr(root, "trusted.overlay.opaque", &mut value[..]))
+    {
+        Ok(_) | Err(Errno::NODATA) => present("answers"),
+        Err(Errno::OPNOTSUPP) => absent("the filesystem has no extended attributes"),
+        Err(errno) => unknown(errno.to_string()),
+    }
+}
+
+fn idmap(mount: &OwnedFd, objects: BorrowedFd<'_>) -> Found {
+    let range = [IdRange { inside: 0, outside: 100_000, count: 65_536 }];
+    let namespace = match with_maps(&range, &range) {
+        Ok(namespace) => namespace,
+        Err(error) => return absent(format!("user namespace: {error}")),
+    };
+    let attr = MountAttr { idmap: Some(namespace.as_fd()), ..MountAttr::default() };
+    if let Err(error) = mount_setattr(mount, &attr) {
+        return absent(format!("mount_setattr: {error}"));
+    }
+    let overlay = overlay(mount.as_fd(), objects);
+    answer(overlay.mount(&LayerStyle::ALL).map(|_| "an overlay over it mounts".to_owned()))
+}
+
+fn try_files(scratch: &Scratch, tried: &mut Tried) {
+    let file = match scratch.file("file", &[1u8; 8192]) {
+        Ok(file) => file,
+        Err(error) => {
+            tried.immutable = unknown(error.to_string());
+            return;
+        }
+    };
+    tried.cachestat = match cofolio_sys::cache::cachestat(&file, 0, 0) {
+        Ok(_) => present("answers"),
+        Err(error) => absent(error.to_string()),
+    };
+    tried.reflink = match scratch.file("copy", b"") {
+        Err(error) => unknown(error.to_string()),
+        Ok(copy) => match rustix::fs::ioctl_ficlone(&copy, &file) {
+            Ok(()) => present("FICLONE"),
+            Err(errno) => absent(errno.to_string()),
+        },
+    };
+    let direct = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    tried.direct_io = match rustix::fs::open(scratch.0.join("file"), direct, Mode::empty()) {
+        Ok(_) => present("O_DIRECT opens"),
+        Err(errno) => absent(errno.to_string()),
+    };
+    tried.immutable = immutable(&file);
+}
+
+fn immutable(file: &File) -> Found {
+    let set = rustix::fs::ioctl_getflags(file).and_then(|flags| {
+        rustix::fs::ioctl_setflags(file, flags | IFlags::IMMUTABLE)?;
+        rustix::fs::ioctl_setflags(file, flags - IFlags::IMMUTABLE)
+    });
+    match set {
+        Ok(()) => present("FS_IMMUTABLE_FL"),
+        Err(Errno::PERM) => unknown("needs CAP_LINUX_IMMUTABLE"),
+        Err(errno) => absent(errno.to_string()),
+    }
+}
+
+/// The smallest image that mounts: one block with a superblock and an empty root directory.
+///
+/// Written by hand, so that the probe says something about the kernel and not about our writer.
+/// Layout as in `fs/erofs/erofs_fs.h`: superblock at 1,024, compact inodes of 32 bytes, the
+/// directory's entries inline behind its inode.
+fn tiny_image() -> Vec<u8> {
+    const SUPERBLOCK: usize = 1024;
+    const ROOT: usize = SUPERBLOCK + 128;
+    let mut image = vec![0u8; 4096];
+    let mut put = |offset: usize, bytes: &[u8]| {
+        image[offset..offset + bytes.len()].copy_from_slice(bytes);
+    };
+    let nid = (ROOT / 32).to_le_bytes();
+    put(SUPERBLOCK, &0xE0F5_E1E2u32.to_le_bytes());
+    put(SUPERBLOCK + 12, &[12]); // blkszbits
+    put(SUPERBLOCK + 14, &nid[..2]); // root_nid
+    put(SUPERBLOCK + 16, &1u64.to_le_bytes()); // inos
+    put(SUPERBLOCK + 36, &1u32.to_le_bytes()); // blocks
+    let names = b"...";
+    let entries = 2 * 12;
+    put(ROOT, &(2u16 << 1).to_le_bytes()); // compact, data inline
+    put(ROOT + 4, &0o040_755u16.to_le_bytes());
+    put(ROOT + 6, &2u16.to_le_bytes()); // links
+    put(ROOT + 8, &27u32.to_le_bytes()); // size
+    put(ROOT + 20, &1u32.to_le_bytes()); // inode number
+    for (index, name_offset) in [(0, 24u16), (1, 25u16)] {
+        let entry = ROOT + 32 + index * 12;
+        put(entry, &nid);
+        put(entry + 8, &name_offset.to_le_bytes());
+        put(entry + 10, &[2]); // a directory
+    }
+    put(ROOT + 32 + entries, names);
+    image
+}
