@@ -3,11 +3,13 @@
 //! 1. everything staged is made durable (one sync for all of it);
 //! 2. the domain's lock is taken, shared: from here on nothing is collected;
 //! 3. every object, image and layer that is to be published is checked to be there, with its size;
-//! 4. the records are written to temporary files; objects, layers and images move into place;
-//! 5. that is made durable: after this point the content cannot be lost any more;
-//! 6. the records are renamed into place, roots first, then refs, and their directories synced.
+//! 4. the records are written to temporary files, the objects move into place;
+//! 5. that is made durable: from here on the objects cannot be lost;
+//! 6. layers and images move into place, and their directories are synced: whoever sees an image, also
+//!    after a crash, sees all its objects;
+//! 7. the records are renamed into place, roots first, then refs, and their directories synced.
 //!
-//! Before step 6 nobody can see anything of the import; a crash leaves content that nothing keeps, which
+//! Before step 7 nobody can see anything of the import; a crash leaves content that nothing keeps, which
 //! the next garbage collection takes away.
 
 use std::io;
@@ -72,12 +74,14 @@ impl Staging {
             records.pending.push(self.domain.prepare_ref(name, record).map_err(no_space)?);
         }
         self.publish_objects().map_err(no_space)?;
+        // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
+        self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
         for part in ["layers", "images"] {
             let from = format!("{}/{part}", self.directory);
             let to = format!("{}/{part}", self.domain.base());
             move_files(self.disk(), &from, &to, Same::ByName).map_err(no_space)?;
         }
-        self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
+        self.domain.sync_parts()?;
         self.protect(publish)?;
         records.publish()?;
         Ok(self.stats())

@@ -273,6 +273,7 @@ impl Domain {
         let json = ref_json(ref_name, record)?;
         let _lock = self.lock_shared()?;
         self.check_present(&[record.image], record.layers.iter().map(|l| l.chain_id.as_str()))?;
+        self.sync_parts()?;
         self.store.replace_file(&format!("{}/refs", self.base), &path, &json, true)
     }
 
@@ -335,7 +336,11 @@ impl Domain {
         let _lock = self.lock_shared()?;
         self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
         let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
-        self.store.replace_file(&directory, &path, &json, root.kind != RootKind::Mount)
+        let durable = root.kind != RootKind::Mount;
+        if durable {
+            self.sync_parts()?;
+        }
+        self.store.replace_file(&directory, &path, &json, durable)
     }
 
     /// Removes a root; says whether it was there.
@@ -409,6 +414,16 @@ impl Domain {
             if !self.has_layer(chain_id)? {
                 return Err(Error::NoSuchLayer(chain_id.to_owned()));
             }
+        }
+        Ok(())
+    }
+
+    /// Makes the names of images and layers durable. A record must not outlive what it names: an image
+    /// that is in place may have come there a moment ago, by another import that has not synced yet.
+    pub(crate) fn sync_parts(&self) -> Result<()> {
+        for part in ["layers", "images"] {
+            let path = format!("{}/{part}", self.base);
+            self.disk().sync_dir(&path).at("sync", &path)?;
         }
         Ok(())
     }

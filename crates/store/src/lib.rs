@@ -19,10 +19,14 @@
 //! ```
 
 mod commit;
+mod contents;
 mod digest;
 pub mod disk;
 mod domain;
+mod du;
 mod error;
+mod fsck;
+mod gc;
 mod meta;
 mod name;
 mod parallel;
@@ -30,16 +34,22 @@ mod real;
 mod record;
 mod staging;
 mod store;
+mod verify;
 pub mod verity;
 
 pub use commit::Publish;
+pub use contents::Contents;
 pub use digest::{Digest, ParseDigestError};
 pub use disk::{Protection, StoredFile};
 pub use domain::{Domain, DomainLock};
+pub use du::{DuReport, ImageUsage};
 pub use error::{BoxError, Error, ErrorKind, Result};
+pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};
+pub use gc::{GcOptions, GcReport};
 pub use meta::{Features, Meta};
 pub use record::{Layer, Ref, Root, RootKind};
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };
 pub use store::{DEFAULT_DOMAIN, InitOptions, Store};
+pub use verify::{VerifyProgress, VerifyReport};

@@ -1,0 +1,460 @@
+//! fsck: what is wrong with a domain. It changes nothing.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use serde::Serialize;
+
+use crate::contents::{Contents, Part};
+use crate::disk::{Kind, Stat};
+use crate::domain::{self, IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX};
+use crate::error::{At, Result};
+use crate::parallel::for_each;
+use crate::record::RootKind;
+use crate::store::TEMPORARY;
+use crate::verify::hash_file;
+use crate::{Digest, Domain, name};
+
+/// Findings kept in a report; beyond that they are only counted.
+const FINDINGS_MAX: usize = 10_000;
+
+/// What kind of thing is wrong. The texts are stable: scripts may rely on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum FindingKind {
+    /// An image or layer names an object that is not there.
+    ObjectMissing,
+    /// An object has another size than its image says.
+    ObjectTruncated,
+    /// An object's content has another digest than its name.
+    ObjectAltered,
+    /// An image's content has another digest than its name.
+    ImageAltered,
+    /// An image cannot be read as one.
+    ImageUnreadable,
+    /// A layer cannot be read as one.
+    LayerUnreadable,
+    /// A ref's record cannot be read.
+    RefUnreadable,
+    /// A ref names an image or layer that is not there.
+    RefDangling,
+    /// A root's record cannot be read.
+    RootUnreadable,
+    /// A root names an image or layer that is not there.
+    RootDangling,
+    /// A directory of the domain is missing.
+    DirectoryMissing,
+    /// A file can be written, belongs to somebody else, or has more than one name.
+    Permissions,
+    /// Content lacks the protection that this store gives (fs-verity or the immutable flag).
+    Unprotected,
+    /// Something that the store did not put there.
+    UnexpectedEntry,
+    /// An import was interrupted; gc removes its leftovers.
+    StagingOrphaned,
+}
+
+impl FindingKind {
+    /// The stable text.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::ObjectMissing => "object-missing",
+            Self::ObjectTruncated => "object-truncated",
+            Self::ObjectAltered => "object-altered",
+            Self::ImageAltered => "image-altered",
+            Self::ImageUnreadable => "image-unreadable",
+            Self::LayerUnreadable => "layer-unreadable",
+            Self::RefUnreadable => "ref-unreadable",
+            Self::RefDangling => "ref-dangling",
+            Self::RootUnreadable => "root-unreadable",
+            Self::RootDangling => "root-dangling",
+            Self::DirectoryMissing => "directory-missing",
+            Self::Permissions => "permissions",
+            Self::Unprotected => "unprotected",
+            Self::UnexpectedEntry => "unexpected-entry",
+            Self::StagingOrphaned => "staging-orphaned",
+        }
+    }
+
+    /// Whether something that was stored is lost or wrong; otherwise it is untidy or less safe than it
+    /// could be.
+    pub fn is_damage(self) -> bool {
+        !matches!(
+            self,
+            Self::Permissions | Self::Unprotected | Self::UnexpectedEntry | Self::StagingOrphaned
+        )
+    }
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// What kind.
+    pub kind: FindingKind,
+    /// The file, relative to the store.
+    pub path: String,
+    /// The object or image that it is about.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub digest: Option<Digest>,
+    /// The image or layer that is hit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// What was found, for people.
+    pub detail: String,
+}
+
+impl Finding {
+    pub(crate) fn new(
+        kind: FindingKind,
+        path: impl Into<String>,
+        detail: impl Into<String>,
+    ) -> Self {
+        Self { kind, path: path.into(), digest: None, user: None, detail: detail.into() }
+    }
+
+    pub(crate) fn about(mut self, digest: &Digest) -> Self {
+        self.digest = Some(*digest);
+        self
+    }
+}
+
+/// How deep fsck looks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FsckOptions {
+    /// Read and hash every object and image. Otherwise only names, sizes and records are checked.
+    pub rehash: bool,
+}
+
+/// What fsck found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FsckReport {
+    /// What is wrong, sorted by kind and path; at most 10,000.
+    pub findings: Vec<Finding>,
+    /// Findings that are not listed because there are too many.
+    pub more: u64,
+    /// Objects looked at.
+    pub objects: u64,
+    /// Bytes hashed.
+    pub hashed_bytes: u64,
+    /// Images looked at.
+    pub images: u64,
+    /// Layers looked at.
+    pub layers: u64,
+    /// Refs looked at.
+    pub refs: u64,
+    /// Roots looked at.
+    pub roots: u64,
+}
+
+impl FsckReport {
+    /// Whether something that was stored is lost or wrong.
+    pub fn is_damaged(&self) -> bool {
+        self.more > 0 || self.findings.iter().any(|finding| finding.kind.is_damage())
+    }
+
+    fn add(&mut self, finding: Finding) {
+        if self.findings.len() < FINDINGS_MAX {
+            self.findings.push(finding);
+        } else {
+            self.more += 1;
+        }
+    }
+}
+
+/// An object that something names.
+struct Named {
+    size: u64,
+    /// Index into the list of images and layers.
+    user: usize,
+    seen: bool,
+}
+
+impl Domain {
+    /// Looks for damage. Imports can go on meanwhile, garbage collection waits. `progress` is called
+    /// with the objects looked at so far and the bytes hashed.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`] if the disk cannot be read. Damage is no error: it is in the report.
+    pub fn fsck(
+        &self,
+        contents: &dyn Contents,
+        options: FsckOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<FsckReport> {
+        let _lock = self.lock_shared()?;
+        let mut report = FsckReport::default();
+        for directory in domain::directories() {
+            let path = format!("{}/{directory}", self.base());
+            if self.disk().stat(&path).is_err() {
+                report.add(Finding::new(FindingKind::DirectoryMissing, path, ""));
+            }
+        }
+        if !report.findings.is_empty() {
+            return Ok(report);
+        }
+        let (users, mut named) = self.fsck_parts(contents, options, &mut report)?;
+        self.fsck_refs(&mut report)?;
+        self.fsck_roots(&mut report)?;
+        self.fsck_objects(&users, &mut named, options, progress, &mut report)?;
+        for id in self.store().orphaned_staging()? {
+            let path = format!("{}/{id}", crate::store::STAGING);
+            report.add(Finding::new(FindingKind::StagingOrphaned, path, "no process holds it"));
+        }
+        report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
+        Ok(report)
+    }
+
+    /// Images and layers: their own content, and what they name.
+    fn fsck_parts(
+        &self,
+        contents: &dyn Contents,
+        options: FsckOptions,
+        report: &mut FsckReport,
+    ) -> Result<(Vec<Part>, HashMap<Digest, Named>)> {
+        let mut users = Vec::new();
+        for (directory, suffix) in [("images", IMAGE_SUFFIX), ("layers", LAYER_SUFFIX)] {
+            let path = format!("{}/{directory}", self.base());
+            for (entry, kind) in self.disk().list(&path).at("list", &path)? {
+                let path = format!("{path}/{entry}");
+                let stem = entry.strip_suffix(suffix).filter(|_| kind == Kind::File);
+                let part = stem.and_then(|stem| match directory {
+                    "images" => Digest::from_lower_hex(stem.as_bytes()).map(Part::Image),
+                    _ => name::decode(stem).map(Part::Layer),
+                });
+                match part {
+                    Some(part) => users.push(part),
+                    None => report.add(Finding::new(FindingKind::UnexpectedEntry, &path, "")),
+                }
+                if kind == Kind::File {
+                    self.fsck_file(&path, report)?;
+                }
+            }
+        }
+        let mut named: HashMap<Digest, Named> = HashMap::new();
+        for (user, part) in users.iter().enumerate() {
+            let (path, unreadable) = match part {
+                Part::Image(digest) => {
+                    report.images += 1;
+                    let path = self.image_file(digest);
+                    if options.rehash {
+                        let file = self.open_image(digest)?;
+                        report.hashed_bytes += file.size().at("look at", &path)?;
+                        let actual = hash_file(&file)?;
+                        if actual != *digest {
+                            let detail = format!("its content has digest {actual}");
+                            let finding = Finding::new(FindingKind::ImageAltered, path, detail);
+                            report.add(finding.about(digest));
+                            // What an altered image names means nothing.
+                            continue;
+                        }
+                    }
+                    (path, FindingKind::ImageUnreadable)
+                }
+                Part::Layer(chain_id) => {
+                    report.layers += 1;
+                    (self.layer_file(chain_id)?, FindingKind::LayerUnreadable)
+                }
+            };
+            let mut disagree = Vec::new();
+            let read = part.visit(self, contents, &mut |digest, size| {
+                let entry = named.entry(digest).or_insert(Named { size, user, seen: false });
+                if entry.size != size {
+                    disagree.push((digest, size, entry.size));
+                }
+            });
+            if let Err(error) = read {
+                report.add(Finding::new(unreadable, path, error.to_string()));
+            } else if let Some((digest, size, other)) = disagree.first() {
+                let detail = format!("says that {digest} has {size} bytes, another says {other}");
+                report.add(Finding::new(unreadable, path, detail));
+            }
+        }
+        Ok((users, named))
+    }
+
+    fn fsck_refs(&self, report: &mut FsckReport) -> Result<()> {
+        for stem in self.fsck_records("refs", report)? {
+            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base());
+            report.refs += 1;
+            match self.read_ref(&path) {
+                Ok(None) => {}
+                Ok(Some((_, record))) => {
+                    let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
+                    let missing = self.missing_parts(&[record.image], layers)?;
+                    for part in missing {
+                        let detail = format!("{part} is not there");
+                        report.add(Finding::new(FindingKind::RefDangling, &path, detail));
+                    }
+                }
+                Err(error) => {
+                    report.add(Finding::new(FindingKind::RefUnreadable, path, error.to_string()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn fsck_roots(&self, report: &mut FsckReport) -> Result<()> {
+        for kind in RootKind::ALL {
+            let directory = format!("roots/{}", kind.as_str());
+            for stem in self.fsck_records(&directory, report)? {
+                let path = format!("{}/{directory}/{stem}{RECORD_SUFFIX}", self.base());
+                report.roots += 1;
+                match self.read_root(&path) {
+                    Ok(None) => {}
+                    Ok(Some(root)) => {
+                        let layers = root.layers.iter().map(String::as_str);
+                        for part in self.missing_parts(&root.images, layers)? {
+                            let detail = format!("{part} is not there");
+                            report.add(Finding::new(FindingKind::RootDangling, &path, detail));
+                        }
+                    }
+                    Err(error) => {
+                        let detail = error.to_string();
+                        report.add(Finding::new(FindingKind::RootUnreadable, path, detail));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stems of the records in a directory; what is not a record is reported. Temporary files are being
+    /// written by somebody, or gc takes them.
+    fn fsck_records(&self, directory: &str, report: &mut FsckReport) -> Result<Vec<String>> {
+        let path = format!("{}/{directory}", self.base());
+        let mut stems = Vec::new();
+        for (entry, kind) in self.disk().list(&path).at("list", &path)? {
+            match entry.strip_suffix(RECORD_SUFFIX) {
+                _ if entry.starts_with(TEMPORARY) => {}
+                Some(stem) if kind == Kind::File => stems.push(stem.to_owned()),
+                _ => {
+                    let path = format!("{path}/{entry}");
+                    report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                }
+            }
+        }
+        Ok(stems)
+    }
+
+    fn missing_parts<'a>(
+        &self,
+        images: &[Digest],
+        layers: impl Iterator<Item = &'a str>,
+    ) -> Result<Vec<Part>> {
+        let mut missing = Vec::new();
+        for image in images {
+            if !self.has_image(image)? {
+                missing.push(Part::Image(*image));
+            }
+        }
+        for chain_id in layers {
+            if !self.has_layer(chain_id)? {
+                missing.push(Part::Layer(chain_id.to_owned()));
+            }
+        }
+        Ok(missing)
+    }
+
+    /// Every object that is there, and every one that should be.
+    fn fsck_objects(
+        &self,
+        users: &[Part],
+        named: &mut HashMap<Digest, Named>,
+        options: FsckOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+        report: &mut FsckReport,
+    ) -> Result<()> {
+        let objects = format!("{}/objects", self.base());
+        let mut present = Vec::new();
+        for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {
+            let directory = format!("{objects}/{shard}");
+            if kind != Kind::Directory {
+                report.add(Finding::new(FindingKind::UnexpectedEntry, directory, ""));
+                continue;
+            }
+            for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
+                match Digest::from_object_path(&shard, &entry).filter(|_| kind == Kind::File) {
+                    Some(digest) => present.push(digest),
+                    None => {
+                        let path = format!("{directory}/{entry}");
+                        report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                    }
+                }
+            }
+        }
+        for digest in &present {
+            if let Some(named) = named.get_mut(digest) {
+                named.seen = true;
+            }
+        }
+        let user_of = |named: &Named| Some(users.get(named.user)?.to_string());
+        for (digest, entry) in named.iter().filter(|(_, entry)| !entry.seen) {
+            let path = self.object_file(digest);
+            let mut finding = Finding::new(FindingKind::ObjectMissing, path, "").about(digest);
+            finding.user = user_of(entry);
+            report.add(finding);
+        }
+        let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        let collected = Mutex::new(&mut *report);
+        for_each(self.disk().parallelism(), &present, |digest| {
+            let entry = named.get(digest);
+            let mut own = FsckReport::default();
+            let size = self.fsck_file(&self.object_file(digest), &mut own)?.size;
+            if let Some(mut finding) =
+                self.check_object(digest, entry.map(|entry| entry.size), options.rehash)?
+            {
+                finding.user = entry.and_then(user_of);
+                own.add(finding);
+            }
+            let hashed = if options.rehash { size } else { 0 };
+            let bytes = bytes.fetch_add(hashed, Relaxed) + hashed;
+            progress(count.fetch_add(1, Relaxed) + 1, bytes);
+            if let Ok(mut report) = collected.lock() {
+                own.findings.into_iter().for_each(|finding| report.add(finding));
+            }
+            Ok(())
+        })?;
+        report.objects = count.into_inner();
+        report.hashed_bytes += bytes.into_inner();
+        Ok(())
+    }
+
+    /// Permissions and protection of a file that must never change.
+    fn fsck_file(&self, path: &str, report: &mut FsckReport) -> Result<Stat> {
+        let stat = self.disk().stat(path).at("look at", path)?;
+        let own = self.disk().stat(self.base()).at("look at", self.base())?;
+        let mut wrong = Vec::new();
+        if stat.mode != 0o444 {
+            wrong.push(format!("mode {:o} and not 444", stat.mode));
+        }
+        if stat.uid != own.uid {
+            wrong.push(format!("owner {} and not {}", stat.uid, own.uid));
+        }
+        // A second name is a second way to it, and may lie in another domain.
+        if stat.nlink != 1 {
+            wrong.push(format!("{} names", stat.nlink));
+        }
+        if !wrong.is_empty() {
+            report.add(Finding::new(FindingKind::Permissions, path, wrong.join(", ")));
+        }
+        let protection = self.protection();
+        let mut lacks = Vec::new();
+        if protection.immutable && !stat.immutable {
+            lacks.push("no immutable flag");
+        }
+        let is_layer = path.ends_with(LAYER_SUFFIX);
+        if protection.verity
+            && !is_layer
+            && self.disk().measure_verity(path).at("measure", path)?.is_none()
+        {
+            lacks.push("no fs-verity");
+        }
+        if !lacks.is_empty() {
+            report.add(Finding::new(FindingKind::Unprotected, path, lacks.join(", ")));
+        }
+        Ok(stat)
+    }
+}

@@ -1,0 +1,274 @@
+//! Garbage collection: what no ref, root or live mount keeps goes.
+//!
+//! Under the domain's exclusive lock, so that nothing is published meanwhile:
+//!
+//! 1. mark: refs, roots and what the caller says is mounted give the images and layers to keep; those
+//!    give the objects to keep. Whatever cannot be read ends the run before anything is changed;
+//! 2. leases that have run out and mounts of an earlier boot go;
+//! 3. images and layers that are not marked go, and that is made durable: no image that is in place ever
+//!    lacks an object, after a crash either;
+//! 4. objects that are not marked go.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use serde::Serialize;
+
+use crate::contents::{Contents, DigestSet, Part};
+use crate::disk::{Kind, LockMode};
+use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX};
+use crate::error::{At, BoxError, Error, Result};
+use crate::parallel::for_each;
+use crate::record::{Root, RootKind};
+use crate::store::{TEMPORARY, remove_entry};
+use crate::{Digest, Domain, name};
+
+/// How a garbage collection is run.
+#[derive(Clone, Debug, Default)]
+pub struct GcOptions {
+    /// Change nothing, only say what would be.
+    pub dry_run: bool,
+    /// Wait for imports that are being published; otherwise [`Error::Busy`].
+    pub wait: bool,
+    /// Seconds since 1970: leases that expire before are dropped. 0 drops none.
+    pub now: i64,
+    /// `/proc/sys/kernel/random/boot_id`: mounts that say another one are gone since the reboot.
+    pub boot_id: Option<String>,
+}
+
+/// What a garbage collection removed (or would remove) and kept. Bytes are allocated bytes, as `du`
+/// counts them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct GcReport {
+    /// Nothing was changed.
+    pub dry_run: bool,
+    /// Objects removed.
+    pub objects: u64,
+    /// Their bytes.
+    pub object_bytes: u64,
+    /// Images removed.
+    pub images: u64,
+    /// Their bytes.
+    pub image_bytes: u64,
+    /// Layers removed.
+    pub layers: u64,
+    /// Their bytes.
+    pub layer_bytes: u64,
+    /// Roots removed: `lease/<id>` that had run out, `mount/<id>` of an earlier boot.
+    pub roots: Vec<String>,
+    /// Leftovers of interrupted imports and writes that were removed.
+    pub leftovers: u64,
+    /// Their bytes.
+    pub leftover_bytes: u64,
+    /// Objects kept.
+    pub kept_objects: u64,
+    /// Images kept.
+    pub kept_images: u64,
+    /// Layers kept.
+    pub kept_layers: u64,
+}
+
+impl GcReport {
+    /// All bytes that were freed, or would be.
+    pub fn bytes(&self) -> u64 {
+        self.object_bytes + self.image_bytes + self.layer_bytes + self.leftover_bytes
+    }
+}
+
+/// What is kept, and which roots are not roots any more.
+struct Marks {
+    /// Images and layers with one of those that keep them, for messages.
+    parts: BTreeMap<Part, String>,
+    objects: DigestSet,
+    stale_roots: Vec<(String, String)>,
+}
+
+impl Domain {
+    /// Collects what nothing keeps. `live` is asked, with the lock held, which images are mounted or
+    /// otherwise in use beyond what the roots say.
+    ///
+    /// # Errors
+    /// [`Error::Unreadable`] or [`Error::Corrupt`] naming a record, image or layer that cannot be read:
+    /// nothing was collected. [`Error::Busy`], [`Error::ReadOnly`], [`Error::Io`].
+    pub fn gc(
+        &self,
+        contents: &dyn Contents,
+        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
+        options: &GcOptions,
+    ) -> Result<GcReport> {
+        if !options.dry_run {
+            self.store().check_writable()?;
+        }
+        let Some(_lock) = self.lock(LockMode::Exclusive, options.wait)? else {
+            return Err(Error::Busy { domain: self.name().to_owned() });
+        };
+        let marks = self.mark(contents, live, options)?;
+        let mut report = GcReport { dry_run: options.dry_run, ..GcReport::default() };
+        for (root, path) in &marks.stale_roots {
+            self.sweep(path, options.dry_run)?;
+            report.roots.push(root.clone());
+        }
+        self.sweep_parts(&marks, &mut report)?;
+        if !options.dry_run {
+            self.disk().sync_all().at("sync", self.base())?;
+        }
+        self.sweep_objects(&marks.objects, &mut report)?;
+        self.sweep_leftovers(&mut report)?;
+        Ok(report)
+    }
+
+    fn mark(
+        &self,
+        contents: &dyn Contents,
+        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
+        options: &GcOptions,
+    ) -> Result<Marks> {
+        let mut parts = BTreeMap::new();
+        for (name, record) in self.refs()? {
+            let by = format!("ref `{name}`");
+            parts.entry(Part::Image(record.image)).or_insert_with(|| by.clone());
+            for layer in record.layers {
+                parts.entry(Part::Layer(layer.chain_id)).or_insert_with(|| by.clone());
+            }
+        }
+        let mut stale_roots = Vec::new();
+        for kind in RootKind::ALL {
+            for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
+                let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base(), kind.as_str());
+                let shown = format!("{}/{}", kind.as_str(), name::decode(&stem).unwrap_or(stem));
+                match self.read_root(&path) {
+                    Ok(None) => {}
+                    Ok(Some(root)) if is_stale(&root, options) => stale_roots.push((shown, path)),
+                    Ok(Some(root)) => {
+                        for image in root.images {
+                            parts.entry(Part::Image(image)).or_insert_with(|| shown.clone());
+                        }
+                        for layer in root.layers {
+                            parts.entry(Part::Layer(layer)).or_insert_with(|| shown.clone());
+                        }
+                    }
+                    // Mount records are not synced. A torn one was written shortly before a crash, and
+                    // its mount went with that crash.
+                    Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
+                        stale_roots.push((shown, path));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        let live = live().map_err(|source| Error::Unreadable {
+            what: "this machine's live mounts".to_owned(),
+            source,
+        })?;
+        for image in live {
+            parts.entry(Part::Image(image)).or_insert_with(|| "a live mount".to_owned());
+        }
+        let mut objects = DigestSet::new();
+        for (part, kept_by) in &parts {
+            part.visit(self, contents, &mut |digest, _| objects.insert(digest))
+                .map_err(|source| part.unreadable(kept_by, source))?;
+        }
+        objects.seal();
+        Ok(Marks { parts, objects, stale_roots })
+    }
+
+    fn sweep_parts(&self, marks: &Marks, report: &mut GcReport) -> Result<()> {
+        for stem in self.files("images", IMAGE_SUFFIX)? {
+            let digest = Digest::from_lower_hex(stem.as_bytes());
+            if digest.is_some_and(|digest| marks.parts.contains_key(&Part::Image(digest))) {
+                report.kept_images += 1;
+                continue;
+            }
+            let path = format!("{}/images/{stem}{IMAGE_SUFFIX}", self.base());
+            report.image_bytes += self.sweep(&path, report.dry_run)?;
+            report.images += 1;
+        }
+        for stem in self.files("layers", LAYER_SUFFIX)? {
+            // A long chain id is hashed into its file name, so compare encoded.
+            let kept = marks.parts.keys().any(|part| match part {
+                Part::Layer(chain_id) => name::matches(&stem, chain_id),
+                Part::Image(_) => false,
+            });
+            if kept {
+                report.kept_layers += 1;
+                continue;
+            }
+            let path = format!("{}/layers/{stem}{LAYER_SUFFIX}", self.base());
+            report.layer_bytes += self.sweep(&path, report.dry_run)?;
+            report.layers += 1;
+        }
+        Ok(())
+    }
+
+    fn sweep_objects(&self, keep: &DigestSet, report: &mut GcReport) -> Result<()> {
+        let objects = format!("{}/objects", self.base());
+        let shards = self.disk().list(&objects).at("list", &objects)?;
+        let dry_run = report.dry_run;
+        let total = Mutex::new(&mut *report);
+        for_each(self.disk().parallelism(), &shards, |(shard, kind)| {
+            if *kind != Kind::Directory {
+                return Ok(());
+            }
+            let directory = format!("{objects}/{shard}");
+            let (mut removed, mut bytes, mut kept) = (0, 0, 0);
+            for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
+                match Digest::from_object_path(shard, &entry) {
+                    Some(digest) if kind == Kind::File && !keep.contains(&digest) => {
+                        bytes += self.sweep(&format!("{directory}/{entry}"), dry_run)?;
+                        removed += 1;
+                    }
+                    Some(_) => kept += 1,
+                    // Not ours: fsck reports it.
+                    None => {}
+                }
+            }
+            let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
+            total.objects += removed;
+            total.object_bytes += bytes;
+            total.kept_objects += kept;
+            Ok(())
+        })
+    }
+
+    /// Temporary files (with the exclusive lock held nobody is writing one) and dead staging.
+    fn sweep_leftovers(&self, report: &mut GcReport) -> Result<()> {
+        let kinds = RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str()));
+        for directory in kinds.iter().map(String::as_str).chain(["refs"]) {
+            let directory = format!("{}/{directory}", self.base());
+            for (entry, _) in self.disk().list(&directory).at("list", &directory)? {
+                if entry.starts_with(TEMPORARY) {
+                    report.leftover_bytes +=
+                        self.sweep(&format!("{directory}/{entry}"), report.dry_run)?;
+                    report.leftovers += 1;
+                }
+            }
+        }
+        if report.dry_run {
+            report.leftovers += self.store().orphaned_staging()?.len() as u64;
+        } else {
+            let (count, bytes) = self.store().collect_staging()?;
+            report.leftovers += count;
+            report.leftover_bytes += bytes;
+        }
+        Ok(())
+    }
+
+    /// Removes a file (unless it is a dry run) and says how many bytes it had allocated.
+    fn sweep(&self, path: &str, dry_run: bool) -> Result<u64> {
+        if dry_run {
+            return Ok(self.disk().stat(path).at("look at", path)?.allocated);
+        }
+        remove_entry(self.disk(), path, Kind::File)
+    }
+}
+
+fn is_stale(root: &Root, options: &GcOptions) -> bool {
+    match root.kind {
+        RootKind::Lease => root.expires.is_some_and(|expires| expires < options.now),
+        RootKind::Mount => match (&root.boot_id, &options.boot_id) {
+            (Some(theirs), Some(ours)) => theirs != ours,
+            _ => false,
+        },
+        RootKind::Ref | RootKind::Snapshot | RootKind::Vm => false,
+    }
+}
