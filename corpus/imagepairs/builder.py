@@ -34,7 +34,7 @@ class Builder:
         self.mirror = None
 
     @contextmanager
-    def locked(self):
+    def _locked(self):
         """Keeps a second builder out, and clears away what a killed one left."""
         os.makedirs(os.path.join(self.cache, "layers"), exist_ok=True)
         os.makedirs(os.path.join(self.cache, "downloads"), exist_ok=True)
@@ -58,12 +58,16 @@ class Builder:
             host.remove_tree(path)
 
     def finished(self, name):
-        """The pair.json of a pair that is built, or None."""
+        """The pair.json of a pair that is built, complete and on the release asked for, or None."""
+        directory = os.path.join(self.out, name)
         try:
-            with open(os.path.join(self.out, name, "pair.json"), encoding="utf-8") as file:
-                return json.load(file)
+            with open(os.path.join(directory, "pair.json"), encoding="utf-8") as file:
+                pair = json.load(file)
         except FileNotFoundError:
             return None
+        complete = all(os.path.exists(os.path.join(directory, side, "index.json")) for side in SIDES)
+        release = RECIPES[name].release or self.release or pair["release"]
+        return pair if complete and pair["format"] == FORMAT and pair["release"] == release else None
 
     def _archive(self, release, side):
         """The index of one side; fetched once in a run, so that all pairs are made of one state."""
@@ -96,12 +100,19 @@ class Builder:
         raise host.Problem(host.REFUSED, "\n".join(refused))
 
     def build(self, name):
-        """Builds the pair `name`, if it is not there; returns its pair.json."""
-        recipe = RECIPES[name]
+        """Builds the pair `name` if that is needed; returns its pair.json."""
         if not self.rebuild and (pair := self.finished(name)):
             host.say(f"{name}: {pair['old']['version']} and {pair['new']['version']}, built before")
             return pair
         host.need_root()
+        with self._locked():
+            # Whoever had the lock before us may have built it.
+            if not self.rebuild and (pair := self.finished(name)):
+                return pair
+            return self._build(RECIPES[name])
+
+    def _build(self, recipe):
+        name = recipe.name
         architecture = oci_architecture(recipe)
         host.need_space(self.out, recipe.space)
         release, package, versions = self._choose(recipe)
@@ -119,7 +130,7 @@ class Builder:
                     "org.opencontainers.image.title": name,
                     "org.opencontainers.image.version": version,
                     "org.opencontainers.image.description": recipe.what,
-                    "org.opencontainers.image.base.name": f"debian:{release}-slim",
+                    "cofolio.corpus.release": release,
                     "cofolio.corpus.side": side,
                 }
                 reference = f"{name}:{oci.tag(version)}"

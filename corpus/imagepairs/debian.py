@@ -49,13 +49,16 @@ class Mirror:
         return [f"deb [signed-by={KEYRING}] {uri} {suite} main" for uri, suite in lines]
 
 
-def find_mirror():
-    """The mirror in apt's configuration; a Problem(UNAVAILABLE) where there is none."""
+def find_mirror(env=None):
+    """The mirror in apt's configuration; a Problem(UNAVAILABLE) where there is none.
+
+    `env` is added to apt's environment (APT_CONFIG, to plant a configuration).
+    """
     # --no-release-info: also before the first `apt-get update`. apt reads one-line and deb822
     # sources alike, so there is no second parser of them here.
     listing = ["apt-get", "indextargets", "--no-release-info"]
     listing += ["--format", "$(RELEASE)|$(COMPONENT)|$(REPO_URI)", "Created-By: Packages"]
-    return parse_targets(host.run(listing, code=host.UNAVAILABLE, what="apt-get indextargets"))
+    return parse_targets(host.run(listing, env, host.UNAVAILABLE, "apt-get indextargets"))
 
 
 def parse_targets(listing):

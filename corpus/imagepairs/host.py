@@ -41,7 +41,7 @@ ENVIRONMENT = {
 }
 
 # Passed on as they are: how this machine reaches its registries is the user's affair.
-_PASSED_ON = re.compile(r"(https?|no)_proxy|(HTTPS?|NO)_PROXY|(PIP|MAVEN|SSL_CERT)_[A-Z_]+|HOME")
+_PASSED_ON = re.compile(r"(https?|no)_proxy|(HTTPS?|NO)_PROXY|(PIP|MAVEN|SSL_CERT)_[A-Z_]+|APT_CONFIG|HOME")
 
 
 def run(command, env=None, code=FAILED, what=None):

@@ -363,12 +363,14 @@ def unpack(blob_path, root):
     with tarfile.open(blob_path, "r:gz") as archive:
         for member in archive:
             directory, name = os.path.split(member.name)
-            if name.startswith(".wh."):
-                victim = os.path.join(root, directory, name[4:])
-                if os.path.isdir(victim) and not os.path.islink(victim):
-                    host.remove_tree(victim)
-                else:
-                    os.unlink(victim)
+            whiteout = name.startswith(".wh.")
+            path = os.path.join(root, directory, name[4:] if whiteout else name)
+            is_directory = os.path.isdir(path) and not os.path.islink(path)
+            # What is in the place of an entry of another kind goes with all that is in it.
+            if is_directory and not member.isdir():
+                host.remove_tree(path)
+            elif os.path.lexists(path) and not is_directory and (whiteout or member.isdir()):
+                os.unlink(path)
     # GNU tar, since Python's does not restore extended attributes.
     host.run(
         ["tar", "--extract", "--gzip", "--file", blob_path, "--directory", root, "--exclude", ".wh.*"]
