@@ -3,4 +3,6 @@
 pub mod bundle;
 pub mod ledger;
 pub mod mount;
+pub mod oci;
 pub mod probe;
+pub mod tree_scan;

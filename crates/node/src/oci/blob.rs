@@ -1,0 +1,457 @@
+//! From a blob to verified chunks of its uncompressed content, on threads of their own.
+//!
+//! ```text
+//! file ─ read, hash, inflate ─┬─ chunks ─▶ the layer's parser (the caller's thread)
+//!        (thread "unpack")    └─ chunks ─▶ diff-id          (thread "diff-id")
+//! ```
+//!
+//! Chunks are shared, never copied, and come from a pool; the queues between the threads are short.
+//! The blob's digest is checked before the end of the stream is reported, so whoever has seen the end
+//! has seen the right bytes. What was read before the end is provisional: it only reaches staging.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Scope, ScopedJoinHandle};
+
+use super::digest::{BlobDigest, BlobHasher};
+use super::error::ImportError;
+use super::tar::Input;
+
+/// Size of a chunk of uncompressed content, in bytes.
+pub(crate) const CHUNK: usize = 256 * 1024;
+/// Chunks that wait between two threads.
+const QUEUE: usize = 4;
+/// Largest zstd window, as `zstd -d` takes it without `--long`: 128 MiB of memory at worst.
+const ZSTD_WINDOW_LOG_MAX: u32 = 27;
+
+/// Where a blob's bytes are: a file, or a part of one (a member of an archive).
+#[derive(Debug, Clone)]
+pub(crate) struct Blob {
+    pub(crate) digest: BlobDigest,
+    pub(crate) file: Arc<File>,
+    pub(crate) offset: u64,
+    pub(crate) size: u64,
+}
+
+/// Reads a part of a file, without moving the file's own position.
+pub(crate) struct Section {
+    file: Arc<File>,
+    at: u64,
+    end: u64,
+}
+
+impl Blob {
+    pub(crate) fn open(&self) -> Section {
+        Section { file: self.file.clone(), at: self.offset, end: self.offset + self.size }
+    }
+
+    /// The whole blob, digest checked.
+    ///
+    /// # Errors
+    /// [`ImportError::Limit`] if it has more than `max` bytes, [`ImportError::Digest`],
+    /// [`ImportError::Corrupt`] if it cannot be read.
+    pub(crate) fn read_all(&self, max: u64) -> Result<Vec<u8>, ImportError> {
+        if self.size > max {
+            return Err(ImportError::Limit {
+                what: format!("document {} of {} bytes", self.digest, self.size),
+                limit: max,
+                option: "document_bytes",
+            });
+        }
+        let mut content = Vec::new();
+        self.open().read_to_end(&mut content).map_err(|e| self.corrupt(0, e.to_string()))?;
+        if content.len() as u64 != self.size {
+            return Err(self.corrupt(content.len() as u64, "ends early".into()));
+        }
+        let mut hasher = self.digest.hasher();
+        hasher.update(&content);
+        self.check(hasher)?;
+        Ok(content)
+    }
+
+    fn check(&self, hasher: BlobHasher) -> Result<(), ImportError> {
+        let actual = hasher.finish();
+        if actual == self.digest {
+            Ok(())
+        } else {
+            Err(ImportError::Digest { digest: self.digest.to_string(), actual: actual.to_string() })
+        }
+    }
+
+    fn corrupt(&self, offset: u64, what: String) -> ImportError {
+        ImportError::Corrupt { digest: self.digest.to_string(), offset, what }
+    }
+}
+
+impl Read for Section {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let left = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
+        let length = buf.len().min(left);
+        let count = self.file.read_at(&mut buf[..length], self.at)?;
+        self.at += count as u64;
+        Ok(count)
+    }
+}
+
+/// What a stream may amount to; shared by the layers of an import.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    /// Uncompressed bytes of all layers together.
+    pub(crate) total_max: u64,
+    /// Uncompressed bytes of one layer from which on `ratio_max` counts.
+    pub(crate) ratio_from: u64,
+    /// Uncompressed bytes for one compressed byte.
+    pub(crate) ratio_max: u64,
+    used: AtomicU64,
+    /// Set when one layer failed: the others need not go on.
+    pub(crate) stop: AtomicBool,
+}
+
+impl Budget {
+    pub(crate) fn new(total_max: u64, ratio_from: u64, ratio_max: u64) -> Self {
+        Self {
+            total_max,
+            ratio_from,
+            ratio_max,
+            used: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    /// Takes `bytes` from the total.
+    ///
+    /// # Errors
+    /// [`ImportError::Limit`], naming `what`.
+    pub(crate) fn take(
+        &self,
+        bytes: u64,
+        what: impl FnOnce() -> String,
+    ) -> Result<(), ImportError> {
+        let before = self.used.fetch_add(bytes, Ordering::Relaxed);
+        if before.saturating_add(bytes) > self.total_max {
+            return Err(ImportError::Limit {
+                what: what(),
+                limit: self.total_max,
+                option: "uncompressed_bytes",
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Buffers to use again, so that memory does not grow with the number of chunks.
+#[derive(Debug, Default)]
+pub(crate) struct Pool(Mutex<Vec<Vec<u8>>>);
+
+impl Pool {
+    fn get(&self) -> Vec<u8> {
+        let buffer = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        buffer.unwrap_or_else(|| vec![0; CHUNK])
+    }
+}
+
+/// Uncompressed content; goes back to its pool when nobody needs it any more.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    buffer: Vec<u8>,
+    length: usize,
+    pool: Arc<Pool>,
+}
+
+impl Chunk {
+    fn bytes(&self) -> &[u8] {
+        &self.buffer[..self.length]
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        let buffer = std::mem::take(&mut self.buffer);
+        let mut pool = self.pool.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // The end of a stream has no buffer; more than this are only about for moments.
+        if buffer.len() == CHUNK && pool.len() < 64 {
+            pool.push(buffer);
+        }
+    }
+}
+
+/// A part of a chunk.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    chunk: Arc<Chunk>,
+    range: Range<usize>,
+}
+
+impl Piece {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.chunk.bytes()[self.range.clone()]
+    }
+}
+
+/// A layer's uncompressed content, to be read by a tar reader.
+pub(crate) struct Stream<'scope> {
+    chunks: Receiver<Result<Arc<Chunk>, ImportError>>,
+    current: Option<Arc<Chunk>>,
+    at: usize,
+    ended: bool,
+    /// The reason why reading failed; the `io::Error` only says that it did.
+    failure: Option<ImportError>,
+    diff_id: Option<ScopedJoinHandle<'scope, BlobDigest>>,
+}
+
+/// Called with the number of compressed bytes that were read since the last call.
+pub(crate) type OnRead<'a> = &'a (dyn Fn(u64) + Sync);
+
+impl<'scope> Stream<'scope> {
+    /// Starts the threads.
+    pub(crate) fn start<'env>(
+        scope: &'scope Scope<'scope, 'env>,
+        blob: Blob,
+        pool: Arc<Pool>,
+        budget: &'env Budget,
+        on_read: OnRead<'env>,
+    ) -> Self {
+        let (to_parser, chunks) = sync_channel(QUEUE);
+        let (to_hasher, to_hash) = sync_channel::<Arc<Chunk>>(QUEUE);
+        scope.spawn(move || {
+            if let Err(error) = unpack(&blob, &pool, budget, on_read, &to_parser, &to_hasher) {
+                // If nobody listens any more, the other side failed first.
+                let _ = to_parser.send(Err(error));
+            }
+        });
+        let diff_id = scope.spawn(move || {
+            let mut hasher = BlobHasher::new();
+            for chunk in to_hash {
+                hasher.update(chunk.bytes());
+            }
+            hasher.finish()
+        });
+        Self { chunks, current: None, at: 0, ended: false, failure: None, diff_id: Some(diff_id) }
+    }
+
+    /// Takes up to `max` bytes without copying them. Empty at the end of the stream only.
+    ///
+    /// # Errors
+    /// As [`BufRead::fill_buf`].
+    pub(crate) fn take_piece(&mut self, max: u64) -> io::Result<Option<Piece>> {
+        let have = self.fill_buf()?.len();
+        let Some(chunk) = self.current.clone().filter(|_| have > 0) else { return Ok(None) };
+        let length = have.min(usize::try_from(max).unwrap_or(usize::MAX));
+        let range = self.at..self.at + length;
+        self.consume(length);
+        Ok(Some(Piece { chunk, range }))
+    }
+
+    /// Reads what is left, then returns the digest of everything.
+    ///
+    /// # Errors
+    /// As [`BufRead::fill_buf`].
+    pub(crate) fn finish(&mut self) -> io::Result<Option<BlobDigest>> {
+        loop {
+            let have = self.fill_buf()?.len();
+            if have == 0 {
+                break;
+            }
+            self.consume(have);
+        }
+        Ok(self.diff_id.take().and_then(|thread| thread.join().ok()))
+    }
+
+    /// Why reading failed, if it did.
+    pub(crate) fn failure(&mut self) -> Option<ImportError> {
+        self.failure.take()
+    }
+}
+
+impl Read for Stream<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let have = self.fill_buf()?;
+        let count = have.len().min(buf.len());
+        buf[..count].copy_from_slice(&have[..count]);
+        self.consume(count);
+        Ok(count)
+    }
+}
+
+impl BufRead for Stream<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        while self.current.is_none() && !self.ended {
+            match self.chunks.recv() {
+                Ok(Ok(chunk)) if chunk.length > 0 => {
+                    self.at = 0;
+                    self.current = Some(chunk);
+                }
+                // An empty chunk is the end, sent after all checks.
+                Ok(Ok(_)) => self.ended = true,
+                Ok(Err(error)) => {
+                    self.failure = Some(error);
+                    self.ended = true;
+                    return Err(io::Error::other("the blob could not be unpacked"));
+                }
+                Err(_) => {
+                    self.ended = true;
+                    return Err(io::Error::other("the unpacking thread is gone"));
+                }
+            }
+        }
+        Ok(self.current.as_deref().map_or(&[], |chunk| &chunk.bytes()[self.at..]))
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.at += count;
+        if self.current.as_deref().is_some_and(|chunk| self.at >= chunk.length) {
+            self.current = None;
+        }
+    }
+}
+
+impl Input for Stream<'_> {}
+
+/// Hashes and counts what passes through.
+struct Tap<'a> {
+    inner: Section,
+    hasher: BlobHasher,
+    count: u64,
+    on_read: OnRead<'a>,
+}
+
+impl Read for Tap<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(buf)?;
+        self.hasher.update(&buf[..count]);
+        self.count += count as u64;
+        (self.on_read)(count as u64);
+        Ok(count)
+    }
+}
+
+/// The compressions of layers, told apart by their first bytes: everything is checked against digests
+/// anyway, and media types are wrong often enough that all runtimes do so.
+enum Unpacker<'a> {
+    Plain(Box<BufReader<Tap<'a>>>),
+    Gzip(Box<flate2::bufread::MultiGzDecoder<BufReader<Tap<'a>>>>),
+    Zstd(Box<zstd::stream::read::Decoder<'static, BufReader<Tap<'a>>>>),
+}
+
+impl<'a> Unpacker<'a> {
+    fn new(tap: Tap<'a>) -> io::Result<Self> {
+        let mut input = BufReader::with_capacity(128 * 1024, tap);
+        let head = input.fill_buf()?;
+        if head.starts_with(&[0x1f, 0x8b, 0x08]) {
+            return Ok(Self::Gzip(Box::new(flate2::bufread::MultiGzDecoder::new(input))));
+        }
+        // A frame, or a skippable one (`.*M.18`), with which zstd streams may begin as well.
+        let skippable =
+            head.len() >= 4 && head[0] & 0xf0 == 0x50 && head[1..4] == [0x2a, 0x4d, 0x18];
+        if skippable || head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(input)?;
+            decoder.window_log_max(ZSTD_WINDOW_LOG_MAX)?;
+            return Ok(Self::Zstd(Box::new(decoder)));
+        }
+        Ok(Self::Plain(Box::new(input)))
+    }
+
+    fn tap(&mut self) -> &mut BufReader<Tap<'a>> {
+        match self {
+            Self::Plain(input) => input,
+            Self::Gzip(decoder) => decoder.get_mut(),
+            Self::Zstd(decoder) => decoder.get_mut(),
+        }
+    }
+
+    fn compressed(&self) -> bool {
+        !matches!(self, Self::Plain(_))
+    }
+}
+
+impl Read for Unpacker<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(input) => input.read(buf),
+            Self::Gzip(decoder) => decoder.read(buf),
+            Self::Zstd(decoder) => decoder.read(buf),
+        }
+    }
+}
+
+/// The unpacking thread. Ends early without an error if nobody listens any more.
+fn unpack(
+    blob: &Blob,
+    pool: &Arc<Pool>,
+    budget: &Budget,
+    on_read: OnRead<'_>,
+    to_parser: &SyncSender<Result<Arc<Chunk>, ImportError>>,
+    to_hasher: &SyncSender<Arc<Chunk>>,
+) -> Result<(), ImportError> {
+    let tap = Tap { inner: blob.open(), hasher: blob.digest.hasher(), count: 0, on_read };
+    let mut unpacker = Unpacker::new(tap).map_err(|e| blob.corrupt(0, e.to_string()))?;
+    let mut total: u64 = 0;
+    let broken = loop {
+        let mut buffer = pool.get();
+        let mut length = 0;
+        let error = loop {
+            if length == buffer.len() {
+                break None;
+            }
+            match unpacker.read(&mut buffer[length..]) {
+                Ok(0) => break None,
+                Ok(count) => length += count,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => break Some(e),
+            }
+        };
+        if error.is_some() {
+            break error;
+        }
+        let chunk = Arc::new(Chunk { buffer, length, pool: pool.clone() });
+        if length == 0 {
+            break None;
+        }
+        total += length as u64;
+        budget.take(length as u64, || format!("layer {}: unpacked content", blob.digest))?;
+        let read = unpacker.tap().get_ref().count;
+        if unpacker.compressed() && total > budget.ratio_from && total / budget.ratio_max > read {
+            return Err(ImportError::Limit {
+                what: format!(
+                    "layer {}: {total} bytes unpacked from the first {read}, each to",
+                    blob.digest
+                ),
+                limit: budget.ratio_max,
+                option: "ratio",
+            });
+        }
+        if budget.stop.load(Ordering::Relaxed)
+            || to_hasher.send(chunk.clone()).is_err()
+            || to_parser.send(Ok(chunk)).is_err()
+        {
+            return Ok(());
+        }
+    };
+    // Whatever unpacking says: if the blob is not the right one, that is the reason.
+    let tap = unpacker.tap();
+    let offset = tap.get_ref().count - tap.buffer().len() as u64;
+    let mut rest = tap.get_mut();
+    io::copy(&mut rest, &mut io::sink()).map_err(|e| blob.corrupt(offset, e.to_string()))?;
+    if rest.count != blob.size {
+        return Err(
+            blob.corrupt(rest.count, format!("ends early, {} bytes were promised", blob.size))
+        );
+    }
+    blob.check(std::mem::replace(&mut rest.hasher, BlobHasher::new()))?;
+    if let Some(error) = broken {
+        let what = if error.kind() == io::ErrorKind::UnexpectedEof {
+            "the compressed stream is cut off".to_owned()
+        } else {
+            format!("cannot be unpacked: {error}")
+        };
+        return Err(blob.corrupt(offset, what));
+    }
+    let end = Arc::new(Chunk { buffer: Vec::new(), length: 0, pool: pool.clone() });
+    let _ = to_parser.send(Ok(end));
+    Ok(())
+}

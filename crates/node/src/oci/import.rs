@@ -1,0 +1,419 @@
+//! The import itself: from a source to a published ref.
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use cofolio_erofs::tree::{Content, Tree};
+use cofolio_erofs::write::{self, WriteError, WriteOptions};
+use cofolio_store::{Digest, Domain, Layer, Publish, Ref, Staging, StagingStats};
+use serde::Serialize;
+
+use super::blob::{Budget, Pool};
+use super::digest::BlobDigest;
+use super::error::{ImportError, shown};
+use super::layer::DEFAULT_DIR;
+use super::merge::{self, Hidden};
+use super::objects::Workers;
+use super::progress::{LayerStart, Phase, Progress};
+use super::source::{Chosen, FoundImage, FoundLayer, Opened, Source};
+use super::unpack::{Shared, Unpacked, known_layer, store_error, unpack};
+use super::{ImportOptions, Limits};
+use crate::tree_scan;
+
+/// What an import did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ImportReport {
+    /// Name of the ref.
+    pub name: String,
+    /// fs-verity digest of the metadata image.
+    pub image: String,
+    /// Digest of the image's manifest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub manifest: Option<String>,
+    /// The image was there already, and no blob of it was read.
+    pub known: bool,
+    /// The layers, lowest first. Empty for a directory.
+    pub layers: Vec<LayerReport>,
+    /// Names in the image, the root not counted.
+    pub entries: u64,
+    /// Objects that were written.
+    pub objects_new: u64,
+    /// Bytes of objects that were written.
+    pub bytes_new: u64,
+    /// Files whose object was in the store already, or twice in the image.
+    pub objects_known: u64,
+    /// Bytes of them.
+    pub bytes_known: u64,
+    /// Size of the metadata image in bytes.
+    pub image_bytes: u64,
+    /// Extended attributes left out because Linux has no such namespace.
+    pub foreign_xattrs: u64,
+    /// Names left out because they belong to sockets in use, or to filesystems mounted below a
+    /// directory that was to be imported without them.
+    pub skipped: u64,
+    /// How long it took, in milliseconds.
+    pub duration_ms: u64,
+}
+
+/// What an import did with one layer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LayerReport {
+    /// Digest of the blob.
+    pub digest: String,
+    /// Digest of the uncompressed archive.
+    pub diff_id: String,
+    /// Identity of this layer over those below.
+    pub chain_id: String,
+    /// Size of the blob in bytes.
+    pub size: u64,
+    /// Size of the archive in bytes; 0 if it was known.
+    pub uncompressed: u64,
+    /// The store had its tree: the blob was not read.
+    pub known: bool,
+    /// Entries of the archive; 0 if it was known.
+    pub entries: u64,
+}
+
+/// Imports an image into a domain and publishes it as a ref.
+///
+/// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id is
+/// known is not unpacked again, and an object that is known not written again.
+///
+/// # Errors
+/// [`ImportError`]; the domain is as before then, also when the filesystem fills up.
+pub fn import(
+    domain: &Domain,
+    source: &Source,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    let started = Instant::now();
+    let mut report = match source {
+        Source::Directory { path } => import_directory(domain, path, source, options, progress)?,
+        _ => import_image(domain, source, options, progress)?,
+    };
+    report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+    Ok(report)
+}
+
+/// Whether garbage collection (or damage) took something that the import relied on.
+fn worth_another_try(error: &ImportError) -> bool {
+    use cofolio_store::Error;
+    matches!(error, ImportError::Store(Error::Vanished { .. } | Error::SizeMismatch { .. }))
+}
+
+fn import_directory(
+    domain: &Domain,
+    path: &Path,
+    source: &Source,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, &[]));
+    let attempt = |hold_lock| {
+        let staging = domain.begin_import(cofolio_store::ImportOptions { hold_lock })?;
+        progress.phase(Phase::Unpack);
+        let scan = tree_scan::ScanOptions {
+            threads: options.threads,
+            ..tree_scan::ScanOptions::for_import()
+        };
+        let scanned = tree_scan::scan(path, &scan, &staging, progress)?;
+        let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
+        let mut record = Ref::new(Digest([0; 32]));
+        record.labels.clone_from(&options.labels);
+        finish(staging, &scanned.tree, &Hidden::new(), record, progress, &mut report)?;
+        Ok(report)
+    };
+    attempt(false).or_else(|error| {
+        if !worth_another_try(&error) {
+            return Err(error);
+        }
+        progress.phase(Phase::Again);
+        attempt(true)
+    })
+}
+
+fn import_image(
+    domain: &Domain,
+    source: &Source,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    progress.phase(Phase::Resolve);
+    let opened = Opened::open(source)?;
+    let chosen = opened.choose(&options.platform, options.limits.document_bytes)?;
+    let docker_tags = match &chosen {
+        Chosen::Docker { image, .. } => image.repo_tags.clone().unwrap_or_default(),
+        Chosen::Manifest { .. } => Vec::new(),
+    };
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, &docker_tags));
+    if let Some(record) = known_image(domain, &chosen)? {
+        return publish_known(domain, &name, record, options);
+    }
+    let is_manifest = matches!(chosen, Chosen::Manifest { .. });
+    let image = opened.resolve(chosen, options.limits.document_bytes)?;
+    let manifest = is_manifest.then(|| image.manifest.to_string());
+    let attempt = |again: bool| {
+        let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
+        let staging = domain.begin_import(cofolio_store::ImportOptions { hold_lock: again })?;
+        let (tree, hidden) = build(&staging, &image, options, !again, progress, &mut report)?;
+        let mut record = Ref::new(Digest([0; 32]));
+        record.manifest.clone_from(&manifest);
+        record.config = Some(image.config.clone());
+        record.layers = image.layers.iter().map(record_of).collect();
+        record.labels.clone_from(&options.labels);
+        finish(staging, &tree, &hidden, record, progress, &mut report)?;
+        Ok(report)
+    };
+    attempt(false).or_else(|error| {
+        if !worth_another_try(&error) {
+            return Err(error);
+        }
+        progress.phase(Phase::Again);
+        attempt(true)
+    })
+}
+
+/// A ref that came from the same manifest; of `docker save`, which has none, from the same config, which
+/// names all layers by their content as well.
+fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportError> {
+    let record = match chosen {
+        Chosen::Manifest { digest, .. } => {
+            domain.find_by_manifest(&digest.to_string())?.map(|(_, record)| record)
+        }
+        Chosen::Docker { digest, .. } => domain.refs()?.into_iter().map(|(_, r)| r).find(|r| {
+            r.config.as_ref().is_some_and(|c| BlobDigest::sha256(c.as_bytes()) == *digest)
+        }),
+    };
+    match record {
+        Some(record) if domain.has_image(&record.image)? => Ok(Some(record)),
+        _ => Ok(None),
+    }
+}
+
+fn publish_known(
+    domain: &Domain,
+    name: &str,
+    mut record: Ref,
+    options: &ImportOptions,
+) -> Result<ImportReport, ImportError> {
+    let layers = record
+        .layers
+        .iter()
+        .map(|layer| LayerReport {
+            digest: layer.blob.clone().unwrap_or_default(),
+            diff_id: layer.diff_id.clone(),
+            chain_id: layer.chain_id.clone(),
+            size: layer.size,
+            uncompressed: 0,
+            known: true,
+            entries: 0,
+        })
+        .collect();
+    let report = ImportReport {
+        image: record.image.to_string(),
+        manifest: record.manifest.clone(),
+        known: true,
+        layers,
+        ..empty_report(name)
+    };
+    record.labels.clone_from(&options.labels);
+    record.created = now();
+    domain.put_ref(name, &record)?;
+    Ok(report)
+}
+
+fn empty_report(name: &str) -> ImportReport {
+    ImportReport {
+        name: name.to_owned(),
+        image: String::new(),
+        manifest: None,
+        known: false,
+        layers: Vec::new(),
+        entries: 0,
+        objects_new: 0,
+        bytes_new: 0,
+        objects_known: 0,
+        bytes_known: 0,
+        image_bytes: 0,
+        foreign_xattrs: 0,
+        skipped: 0,
+        duration_ms: 0,
+    }
+}
+
+fn record_of(layer: &FoundLayer) -> Layer {
+    Layer {
+        chain_id: layer.chain_id.to_string(),
+        diff_id: layer.diff_id.to_string(),
+        blob: Some(layer.blob.digest.to_string()),
+        size: layer.blob.size,
+        media_type: layer.media_type.clone(),
+    }
+}
+
+/// Unpacks the layers that are not known, several at a time, and merges them in order.
+fn build(
+    staging: &Staging,
+    image: &FoundImage,
+    options: &ImportOptions,
+    trust_known: bool,
+    progress: &dyn Progress,
+    report: &mut ImportReport,
+) -> Result<(Tree, Hidden), ImportError> {
+    progress.phase(Phase::Unpack);
+    let Limits { uncompressed_bytes, ratio_from_bytes, ratio, .. } = options.limits;
+    let budget = Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1));
+    let entries = AtomicU64::new(0);
+    let shared = Shared {
+        staging,
+        budget: &budget,
+        limits: &options.limits,
+        pool: Arc::new(Pool::default()),
+        entries: &entries,
+    };
+    let count = image.layers.len();
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = if options.threads == 0 { processors } else { options.threads };
+    let (writers, at_a_time) = (threads.clamp(1, 8), threads.clamp(1, 4));
+    let on_read: Vec<_> =
+        (0..count).map(|index| move |bytes: u64| progress.bytes(index, bytes)).collect();
+
+    std::thread::scope(|scope| {
+        let workers = Workers::start(scope, staging, writers);
+        let mut running = VecDeque::new();
+        let mut waiting = image.layers.iter().enumerate();
+        let mut merged: Option<Tree> = None;
+        let mut hidden = Hidden::new();
+        let mut done = 0;
+        while done < count {
+            // Layers begin in order and only so far ahead of the merge that few trees wait.
+            while running.len() < at_a_time {
+                let Some((index, layer)) = waiting.next() else { break };
+                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
+                let chain_id = layer.chain_id.to_string();
+                let known = trust_known && staging.domain().has_layer(&chain_id)?;
+                progress.layer(&LayerStart {
+                    index,
+                    count,
+                    digest: &layer.blob.digest.to_string(),
+                    size: layer.blob.size,
+                    known,
+                });
+                running.push_back(scope.spawn(move || {
+                    if let Some(tree) = known.then(|| known_layer(staging, layer)).flatten() {
+                        return Ok((None, tree));
+                    }
+                    let Unpacked { tree, entries, foreign_xattrs, uncompressed } =
+                        unpack(scope, shared, workers, layer, on_read)?;
+                    Ok((Some((entries, foreign_xattrs, uncompressed)), tree))
+                }));
+            }
+            let Some(first) = running.pop_front() else { break };
+            let layer = &image.layers[done];
+            let (unpacked, tree) = first.join().unwrap_or_else(|_| {
+                Err(ImportError::Image { what: "a thread of the import panicked".into() })
+            })?;
+            let known = unpacked.is_none();
+            let (entries, foreign, uncompressed) = unpacked.unwrap_or_default();
+            report.foreign_xattrs += foreign;
+            report.layers.push(LayerReport {
+                digest: layer.blob.digest.to_string(),
+                diff_id: layer.diff_id.to_string(),
+                chain_id: layer.chain_id.to_string(),
+                size: layer.blob.size,
+                uncompressed,
+                known,
+                entries,
+            });
+            let result = match &mut merged {
+                None => merge::base(tree).map(|tree| merged = Some(tree)),
+                Some(lower) => merge::apply(lower, &tree, &mut hidden),
+            };
+            result.map_err(|error| ImportError::Layer {
+                digest: layer.blob.digest.to_string(),
+                offset: 0,
+                entry: Some(shown(&error.path)),
+                what: error.what,
+            })?;
+            progress.layer_done(done);
+            done += 1;
+        }
+        Ok((merged.unwrap_or_else(|| Tree::new(DEFAULT_DIR)), hidden))
+    })
+    .inspect_err(|_: &ImportError| budget.stop.store(true, std::sync::atomic::Ordering::Relaxed))
+}
+
+/// Writes the metadata image, commits everything and publishes the ref.
+fn finish(
+    staging: Staging,
+    tree: &Tree,
+    hidden: &Hidden,
+    mut record: Ref,
+    progress: &dyn Progress,
+    report: &mut ImportReport,
+) -> Result<(), ImportError> {
+    progress.phase(Phase::Image);
+    let mut writer = staging.image_writer()?;
+    let written =
+        write::write(tree, &WriteOptions::default(), &mut writer).map_err(|e| match e {
+            WriteError::Sink(error) => store_error(error),
+            other => ImportError::Image { what: other.to_string() },
+        })?;
+    let image = writer.finish()?;
+    record.image = image;
+    record.created = now();
+    report.image = image.to_string();
+    report.image_bytes = written.bytes;
+    report.entries = tree.entry_count() as u64;
+    progress.phase(Phase::Commit);
+    let visible = tree.walk().filter_map(|visit| match tree.content(visit.inode) {
+        Content::External { size, digest: Some(digest), .. } => Some((Digest(*digest), size)),
+        _ => None,
+    });
+    let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
+    let publish = Publish::named(report.name.clone(), record);
+    let stats: StagingStats =
+        staging.commit(&publish, visible.chain(below)).map_err(|error| match error {
+            cofolio_store::Error::NoSpace { missing } => {
+                ImportError::NoSpace { missing_bytes: missing }
+            }
+            other => ImportError::Store(other),
+        })?;
+    report.objects_new = stats.new_objects;
+    report.bytes_new = stats.new_bytes;
+    report.objects_known = stats.known_objects;
+    report.bytes_known = stats.known_bytes;
+    Ok(())
+}
+
+/// A name from the source: its tag, if it is a whole name; else its file name with the tag.
+fn default_name(source: &Source, docker_tags: &[String]) -> String {
+    let stem = || {
+        let path = source.path();
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = name.strip_suffix(".tar").unwrap_or(&name).to_owned();
+        if name.is_empty() { "image".to_owned() } else { name }
+    };
+    let tag = match source {
+        Source::Directory { .. } => None,
+        Source::Layout { tag, .. } | Source::Archive { tag, .. } => tag.as_deref(),
+        Source::DockerSave { tag, .. } => {
+            tag.as_deref().or_else(|| docker_tags.first().map(String::as_str))
+        }
+    };
+    match tag {
+        None => stem(),
+        Some(tag) if tag.contains([':', '/']) => tag.to_owned(),
+        Some(tag) => format!("{}:{tag}", stem()),
+    }
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}

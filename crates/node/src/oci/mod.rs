@@ -1,0 +1,98 @@
+//! Importing images: from OCI layouts and archives, from `docker save`, from plain directories.
+//!
+//! ```text
+//!            ┌ layer 0: blob ─ inflate ─ tar ─▶ layer tree ┐
+//! manifest ──┤ layer 1: …        │  └ diff-id               ├─ merge in order ─▶ metadata image ─▶ ref
+//!            └ layer n: known: its tree from the store     ┘
+//!                                └─ files ─▶ workers: hash, write objects
+//! ```
+//!
+//! Everything goes to the store's staging area, and becomes visible with the commit at the end or not at
+//! all. Every digest and size on the way from the index to the layers' content is checked.
+//!
+//! Files are never inlined into the metadata image, however small: an inlined file would be cached once
+//! for each image instead of once. So `cofolio build` of a directory, which does what mkcomposefs does,
+//! gives another digest than an import of it.
+//!
+//! Bounded memory: content is only ever in a few chunks between threads; what grows is the tree (about
+//! 120 bytes an entry), of which there are at most the merged one and those of the layers under way.
+
+mod acl;
+mod blob;
+mod digest;
+mod error;
+mod import;
+mod layer;
+mod manifest;
+mod merge;
+mod objects;
+mod pax;
+mod progress;
+mod source;
+mod tar;
+mod unpack;
+
+pub use error::ImportError;
+pub use import::{ImportReport, LayerReport, import};
+pub use manifest::Platform;
+pub use progress::{LayerStart, Phase, Progress, Silent};
+pub use source::Source;
+
+/// Bounds for what an image may demand. Reaching one is [`ImportError::Limit`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Uncompressed bytes of all layers together, holes of sparse files included. Default 1 TiB.
+    pub uncompressed_bytes: u64,
+    /// Uncompressed bytes for each compressed one, once a layer has unpacked to more than
+    /// `ratio_from_bytes`. Default 200.
+    pub ratio: u64,
+    /// From how many uncompressed bytes on `ratio` counts. Default 8 GiB.
+    pub ratio_from_bytes: u64,
+    /// Entries of all layers together. Default 16 Mi.
+    pub entries: u64,
+    /// Extended headers (PAX, long names) of one entry, in bytes. Default 1 MiB.
+    pub extended_header_bytes: u64,
+    /// Size of one index, manifest or config, in bytes. Default 4 MiB.
+    pub document_bytes: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            uncompressed_bytes: 1 << 40,
+            ratio: 200,
+            ratio_from_bytes: 8 << 30,
+            entries: 16 << 20,
+            extended_header_bytes: 1 << 20,
+            document_bytes: manifest::DOCUMENT_MAX,
+        }
+    }
+}
+
+/// How to import.
+#[derive(Debug, Clone)]
+pub struct ImportOptions {
+    /// Name of the ref. Without one: the tag in the source, or its file name.
+    pub name: Option<String>,
+    /// Which image of an index. Default: this machine's platform.
+    pub platform: Platform,
+    /// Bounds.
+    pub limits: Limits,
+    /// Threads that hash and write files, and layers that are unpacked at a time. 0: as many as the
+    /// machine has processors, up to 8 and 4.
+    pub threads: usize,
+    /// Labels of the ref.
+    pub labels: std::collections::BTreeMap<String, String>,
+}
+
+impl Default for ImportOptions {
+    fn default() -> Self {
+        Self {
+            name: None,
+            platform: Platform::host(),
+            limits: Limits::default(),
+            threads: 0,
+            labels: std::collections::BTreeMap::new(),
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The threads that hash files and write them to the store.
+//!
+//! Small files come in batches, large ones as a stream of their own. Whoever sends work gets the results
+//! on a channel of its own. Queues are bounded; content is shared, not copied, until it reaches the store.
+//!
+//! No deadlock: a stream that runs always has a sender that is either done or sending to it, since each
+//! layer sends one stream at a time; so some thread always gets free.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::Scope;
+
+use cofolio_erofs::tree::InodeId;
+use cofolio_store::{Staging, Stored};
+use crossbeam_channel as channel;
+
+use super::blob::Piece;
+use super::error::ImportError;
+
+/// Files up to this many bytes go in batches.
+pub(crate) const SMALL_MAX: u64 = 1 << 20;
+/// A batch is sent when it has this many bytes,
+const BATCH_BYTES: u64 = 256 << 10;
+/// or this many files.
+const BATCH_FILES: usize = 256;
+/// Pieces of a stream that wait.
+const STREAM_QUEUE: usize = 8;
+/// Zeros for holes.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// A part of a large file, in order.
+enum Part {
+    Data(Piece),
+    Hole(u64),
+    /// The file is complete. Without it the stream was cut off and is given up.
+    End,
+}
+
+enum Work {
+    Batch(Vec<(InodeId, Vec<Piece>)>),
+    Stream(InodeId, Receiver<Part>),
+}
+
+struct Job {
+    work: Work,
+    reply: channel::Sender<Result<Vec<(InodeId, Stored)>, ImportError>>,
+}
+
+/// Where to send files to.
+#[derive(Clone)]
+pub(crate) struct Workers {
+    jobs: channel::Sender<Job>,
+}
+
+impl Workers {
+    /// Starts `count` threads; they end when the last clone is dropped.
+    pub(crate) fn start<'scope, 'env>(
+        scope: &'scope Scope<'scope, 'env>,
+        staging: &'env Staging,
+        count: usize,
+    ) -> Self {
+        let (jobs, queue) = channel::bounded::<Job>(count * 2);
+        for _ in 0..count {
+            let queue = queue.clone();
+            scope.spawn(move || {
+                for job in queue {
+                    let result = run(staging, job.work);
+                    // Nobody listens any more if the layer failed for another reason.
+                    let _ = job.reply.send(result);
+                }
+            });
+        }
+        Self { jobs }
+    }
+}
+
+/// One layer's way to the workers.
+pub(crate) struct Files {
+    workers: Workers,
+    batch: Vec<(InodeId, Vec<Piece>)>,
+    batch_bytes: u64,
+    pending: usize,
+    to_us: channel::Sender<Result<Vec<(InodeId, Stored)>, ImportError>>,
+    replies: channel::Receiver<Result<Vec<(InodeId, Stored)>, ImportError>>,
+}
+
+impl Files {
+    pub(crate) fn new(workers: Workers) -> Self {
+        let (to_us, replies) = channel::unbounded();
+        Self { workers, batch: Vec::new(), batch_bytes: 0, pending: 0, to_us, replies }
+    }
+
+    /// Adds a small file to the batch.
+    pub(crate) fn small(&mut self, file: InodeId, pieces: Vec<Piece>, size: u64) {
+        self.batch.push((file, pieces));
+        self.batch_bytes += size;
+        if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_FILES {
+            self.flush();
+        }
+    }
+
+    /// Sends the batch on its way.
+    pub(crate) fn flush(&mut self) {
+        if !self.batch.is_empty() {
+            let batch = std::mem::take(&mut self.batch);
+            self.batch_bytes = 0;
+            self.send(Work::Batch(batch));
+        }
+    }
+
+    /// Begins a large file.
+    pub(crate) fn stream(&mut self, file: InodeId) -> FileStream {
+        self.flush();
+        let (to_worker, parts) = sync_channel(STREAM_QUEUE);
+        self.send(Work::Stream(file, parts));
+        FileStream(to_worker)
+    }
+
+    fn send(&mut self, work: Work) {
+        // Workers live as long as there are senders.
+        if self.workers.jobs.send(Job { work, reply: self.to_us.clone() }).is_ok() {
+            self.pending += 1;
+        }
+    }
+
+    /// Results that are there; with `all`, waits until nothing is under way.
+    pub(crate) fn results(
+        &mut self,
+        all: bool,
+        mut take: impl FnMut(InodeId, Stored) -> Result<(), ImportError>,
+    ) -> Result<(), ImportError> {
+        if all {
+            self.flush();
+        }
+        while self.pending > 0 {
+            let reply = if all { self.replies.recv().ok() } else { self.replies.try_recv().ok() };
+            let Some(reply) = reply else { break };
+            self.pending -= 1;
+            for (file, stored) in reply? {
+                take(file, stored)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A large file on its way. Given up if dropped without [`FileStream::end`].
+pub(crate) struct FileStream(SyncSender<Part>);
+
+impl FileStream {
+    // Sending fails if the worker failed; its reason comes as the result.
+
+    /// Adds content; false if nobody wants it any more.
+    pub(crate) fn data(&self, piece: Piece) -> bool {
+        self.0.send(Part::Data(piece)).is_ok()
+    }
+
+    /// Adds zeros.
+    pub(crate) fn hole(&self, size: u64) -> bool {
+        size == 0 || self.0.send(Part::Hole(size)).is_ok()
+    }
+
+    /// The file is complete.
+    pub(crate) fn end(self) -> bool {
+        self.0.send(Part::End).is_ok()
+    }
+}
+
+fn run(staging: &Staging, work: Work) -> Result<Vec<(InodeId, Stored)>, ImportError> {
+    match work {
+        Work::Batch(files) => {
+            let mut done = Vec::with_capacity(files.len());
+            for (file, pieces) in files {
+                let stored = match &pieces[..] {
+                    [one] => staging.put_object(one.bytes())?,
+                    _ => staging.put_object(
+                        &pieces.iter().flat_map(|p| p.bytes()).copied().collect::<Vec<u8>>(),
+                    )?,
+                };
+                done.push((file, stored));
+            }
+            Ok(done)
+        }
+        Work::Stream(file, parts) => {
+            let mut writer = staging.object_writer();
+            for part in parts {
+                match part {
+                    Part::Data(piece) => writer.push(piece.bytes())?,
+                    Part::Hole(mut size) => {
+                        while size > 0 {
+                            let step = size.min(ZEROS.len() as u64);
+                            writer.push(&ZEROS[..usize::try_from(step).unwrap_or(0)])?;
+                            size -= step;
+                        }
+                    }
+                    Part::End => return Ok(vec![(file, writer.finish()?)]),
+                }
+            }
+            Ok(Vec::new())
+        }
+    }
+}

@@ -1,0 +1,745 @@
+//! Where an image comes from: forms, autodetection, and finding its manifest, config and layers.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::blob::Blob;
+use super::digest::BlobDigest;
+use super::error::ImportError;
+use super::manifest::{
+    self, Config, Descriptor, DockerImage, INDEX_DEPTH_MAX, Index, LAYERS_MAX, Leads, Manifest,
+    Platform,
+};
+use super::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
+
+/// Members of an archive that are looked at. A layout has a handful per layer.
+const MEMBERS_MAX: usize = 100_000;
+
+/// Where an image comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A plain directory tree: `dir:PATH`.
+    Directory {
+        /// Its root.
+        path: PathBuf,
+    },
+    /// An OCI image layout in a directory: `oci:PATH[:TAG]`.
+    Layout {
+        /// The directory with `oci-layout` and `index.json`.
+        path: PathBuf,
+        /// Which image, if there are several.
+        tag: Option<String>,
+    },
+    /// An OCI image layout in a tar archive: `oci-archive:PATH[:TAG]`.
+    Archive {
+        /// The archive.
+        path: PathBuf,
+        /// Which image, if there are several.
+        tag: Option<String>,
+    },
+    /// What `docker save` writes: `docker-archive:PATH[:TAG]`.
+    DockerSave {
+        /// The archive.
+        path: PathBuf,
+        /// Which image, if there are several: `name:tag`.
+        tag: Option<String>,
+    },
+}
+
+impl Source {
+    /// Understands a form with its prefix, or finds out what lies at `PATH[:TAG]`.
+    ///
+    /// Both paths and tags may hold colons: of all ways to split, the one with the longest path that
+    /// exists is taken.
+    ///
+    /// # Errors
+    /// [`ImportError::Source`] if nothing is there or it is none of the forms; [`ImportError::Io`].
+    pub fn parse(text: &str) -> Result<Self, ImportError> {
+        if let Some(path) = text.strip_prefix("dir:") {
+            return Ok(Self::Directory { path: path.into() });
+        }
+        if let Some(rest) = text.strip_prefix("oci:") {
+            let (path, tag) = split_tag(rest);
+            return Ok(Self::Layout { path, tag });
+        }
+        if let Some(rest) = text.strip_prefix("oci-archive:") {
+            let (path, tag) = split_tag(rest);
+            return Ok(Self::Archive { path, tag });
+        }
+        if let Some(rest) = text.strip_prefix("docker-archive:") {
+            let (path, tag) = split_tag(rest);
+            return Ok(Self::DockerSave { path, tag });
+        }
+        Self::detect(text)
+    }
+
+    fn detect(text: &str) -> Result<Self, ImportError> {
+        let (path, tag) = split_tag(text);
+        let meta = std::fs::metadata(&path).map_err(|e| {
+            if e.kind() == io::ErrorKind::NotFound {
+                ImportError::Source {
+                    what: format!(
+                        "{text:?}: no such file or directory (forms: PATH, dir:PATH, oci:PATH[:TAG], \
+                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG])"
+                    ),
+                }
+            } else {
+                io_error(&path, e)
+            }
+        })?;
+        if meta.is_dir() {
+            if path.join("oci-layout").is_file() || path.join("index.json").is_file() {
+                return Ok(Self::Layout { path, tag });
+            }
+            if tag.is_some() {
+                return Err(ImportError::Source {
+                    what: format!("{}: a plain directory has no tags", path.display()),
+                });
+            }
+            return Ok(Self::Directory { path });
+        }
+        let archive = Members::open(&path)?;
+        if archive.members.contains_key("index.json") {
+            Ok(Self::Archive { path, tag })
+        } else if archive.members.contains_key("manifest.json") {
+            Ok(Self::DockerSave { path, tag })
+        } else {
+            Err(ImportError::Source {
+                what: format!(
+                    "{}: a tar archive, but neither an OCI layout (index.json) nor what `docker save` \
+                     writes (manifest.json)",
+                    path.display()
+                ),
+            })
+        }
+    }
+
+    /// The path, of whatever form.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Directory { path }
+            | Self::Layout { path, .. }
+            | Self::Archive { path, .. }
+            | Self::DockerSave { path, .. } => path,
+        }
+    }
+}
+
+/// Splits `PATH[:TAG]` at the colon that leaves the longest existing path.
+fn split_tag(text: &str) -> (PathBuf, Option<String>) {
+    let mut end = text.len();
+    loop {
+        if Path::new(&text[..end]).symlink_metadata().is_ok() {
+            let tag = text.get(end + 1..).filter(|t| !t.is_empty()).map(str::to_owned);
+            return (text[..end].into(), tag);
+        }
+        match text[..end].rfind(':') {
+            Some(colon) if colon > 0 => end = colon,
+            // Nothing exists: what the error message should name.
+            _ => return (text.into(), None),
+        }
+    }
+}
+
+/// An image found in its source: everything that is known without reading layers.
+pub(crate) struct FoundImage {
+    /// Digest of the manifest; of the config for a `docker save` archive, which has no manifest.
+    pub(crate) manifest: BlobDigest,
+    /// The config, byte for byte.
+    pub(crate) config: String,
+    pub(crate) layers: Vec<FoundLayer>,
+}
+
+pub(crate) struct FoundLayer {
+    pub(crate) blob: Blob,
+    pub(crate) media_type: String,
+    pub(crate) diff_id: BlobDigest,
+    pub(crate) chain_id: BlobDigest,
+}
+
+/// An opened layout or archive.
+pub(crate) struct Opened {
+    path: PathBuf,
+    tag: Option<String>,
+    blobs: Blobs,
+    docker: bool,
+}
+
+/// Where the blobs are.
+enum Blobs {
+    Directory(PathBuf),
+    Archive(Members),
+}
+
+/// The chosen manifest, before config and layers are looked at.
+pub(crate) enum Chosen {
+    Manifest { digest: BlobDigest, bytes: Vec<u8> },
+    Docker { image: DockerImage, config: Vec<u8>, digest: BlobDigest },
+}
+
+impl Opened {
+    /// Opens a layout or archive.
+    pub(crate) fn open(source: &Source) -> Result<Self, ImportError> {
+        let (path, tag, docker) = match source {
+            Source::Directory { path } => {
+                return Err(ImportError::Source {
+                    what: format!("{}: a plain directory has no blobs", path.display()),
+                });
+            }
+            Source::Layout { path, tag } => {
+                return Ok(Self {
+                    path: path.clone(),
+                    tag: tag.clone(),
+                    blobs: Blobs::Directory(path.clone()),
+                    docker: false,
+                });
+            }
+            Source::Archive { path, tag } => (path, tag, false),
+            Source::DockerSave { path, tag } => (path, tag, true),
+        };
+        let blobs = Blobs::Archive(Members::open(path)?);
+        Ok(Self { path: path.clone(), tag: tag.clone(), blobs, docker })
+    }
+
+    /// Finds the manifest that was asked for, through indexes and platforms.
+    pub(crate) fn choose(
+        &self,
+        platform: &Platform,
+        document_max: u64,
+    ) -> Result<Chosen, ImportError> {
+        if self.docker {
+            self.choose_docker(document_max)
+        } else {
+            self.choose_oci(platform, document_max)
+        }
+    }
+
+    fn choose_oci(&self, platform: &Platform, max: u64) -> Result<Chosen, ImportError> {
+        let bytes = self.blobs.document("index.json", max)?.ok_or_else(|| ImportError::Source {
+            what: format!("{}: not an OCI layout, it has no index.json", self.path.display()),
+        })?;
+        let index: Index = manifest::parse("index", "index.json", &bytes)?;
+        check_schema("index", "index.json", index.schema_version)?;
+        let named: Vec<&Descriptor> = match &self.tag {
+            None => index.manifests.iter().collect(),
+            Some(tag) => index.manifests.iter().filter(|d| d.names().any(|n| n == tag)).collect(),
+        };
+        let mut descriptor = match named[..] {
+            [] => return Err(self.no_such_tag(&index)),
+            [one] => one.clone(),
+            // Several platforms of one image, or several images?
+            _ if named.iter().all(|d| d.names().eq(named[0].names())) => {
+                manifest::for_platform(&named, platform)?.clone()
+            }
+            _ => return Err(self.no_such_tag(&index)),
+        };
+        for _ in 0..=INDEX_DEPTH_MAX {
+            let kind = manifest::leads(&descriptor)?;
+            let digest = descriptor.blob_digest()?;
+            let bytes = self.blob(&descriptor)?.read_all(max)?;
+            if kind == Leads::ToManifest {
+                return Ok(Chosen::Manifest { digest, bytes });
+            }
+            let index: Index = manifest::parse("index", &descriptor.digest, &bytes)?;
+            check_schema("index", &descriptor.digest, index.schema_version)?;
+            let entries: Vec<&Descriptor> = index.manifests.iter().collect();
+            descriptor = manifest::for_platform(&entries, platform)?.clone();
+        }
+        Err(ImportError::Document {
+            what_blob: "index",
+            digest: descriptor.digest,
+            what: format!("more than {INDEX_DEPTH_MAX} indexes in indexes"),
+        })
+    }
+
+    fn no_such_tag(&self, index: &Index) -> ImportError {
+        let names: BTreeSet<&str> =
+            index.manifests.iter().flat_map(Descriptor::names).take(64).collect();
+        let names: Vec<&str> = names.into_iter().collect();
+        self.unknown_tag(&names)
+    }
+
+    fn unknown_tag(&self, names: &[&str]) -> ImportError {
+        let path = self.path.display();
+        let there = if names.is_empty() {
+            "it names none".to_owned()
+        } else {
+            format!("it has: {}", names.join(", "))
+        };
+        ImportError::Source {
+            what: match &self.tag {
+                Some(tag) => format!("{path} has no image {tag:?}; {there}"),
+                None if names.is_empty() => {
+                    format!("{path} holds no image, or several without names")
+                }
+                None => format!("{path} holds several images, say which; {there}"),
+            },
+        }
+    }
+
+    fn choose_docker(&self, max: u64) -> Result<Chosen, ImportError> {
+        let bytes =
+            self.blobs.document("manifest.json", max)?.ok_or_else(|| ImportError::Source {
+                what: format!("{}: not from `docker save`, no manifest.json", self.path.display()),
+            })?;
+        let images: Vec<DockerImage> = manifest::parse("manifest", "manifest.json", &bytes)?;
+        let tags = |image: &DockerImage| image.repo_tags.clone().unwrap_or_default();
+        let mut found: Vec<DockerImage> = Vec::new();
+        let mut names = Vec::new();
+        for image in images {
+            names.extend(tags(&image));
+            if self.tag.as_ref().is_none_or(|tag| tags(&image).contains(tag)) {
+                found.push(image);
+            }
+        }
+        let image = match found.pop() {
+            Some(image) if found.is_empty() => image,
+            _ => {
+                let names: Vec<&str> = names.iter().take(64).map(String::as_str).collect();
+                return Err(self.unknown_tag(&names));
+            }
+        };
+        let config = self.blobs.document(&image.config, max)?.ok_or_else(|| {
+            ImportError::Missing { digest: image.config.clone(), path: self.path.clone() }
+        })?;
+        let digest = BlobDigest::sha256(&config);
+        // The name is the digest: `<hex>.json`, or `blobs/sha256/<hex>` from Docker 25 on.
+        let promised =
+            image.config.trim_end_matches(".json").rsplit('/').next().unwrap_or_default();
+        match BlobDigest::parse(&format!("sha256:{promised}")) {
+            Some(promised) if promised == digest => Ok(Chosen::Docker { image, config, digest }),
+            Some(promised) => Err(ImportError::Digest {
+                digest: promised.to_string(),
+                actual: digest.to_string(),
+            }),
+            None => Err(ImportError::Document {
+                what_blob: "manifest",
+                digest: "manifest.json".into(),
+                what: format!("the config's name {:?} is not its digest", image.config),
+            }),
+        }
+    }
+
+    /// Looks up config and layers of the chosen image and checks that they fit each other.
+    pub(crate) fn resolve(&self, chosen: Chosen, max: u64) -> Result<FoundImage, ImportError> {
+        match chosen {
+            Chosen::Manifest { digest, bytes } => self.resolve_oci(digest, &bytes, max),
+            Chosen::Docker { image, config, digest } => self.resolve_docker(&image, config, digest),
+        }
+    }
+
+    fn resolve_oci(
+        &self,
+        digest: BlobDigest,
+        bytes: &[u8],
+        max: u64,
+    ) -> Result<FoundImage, ImportError> {
+        let name = digest.to_string();
+        let image: Manifest = manifest::parse("manifest", &name, bytes)?;
+        check_schema("manifest", &name, image.schema_version)?;
+        if !image.media_type.is_empty() {
+            manifest::leads(&Descriptor {
+                media_type: image.media_type.clone(),
+                digest: name.clone(),
+                ..image.config.clone()
+            })?;
+        }
+        manifest::check_config(&image.config)?;
+        image.layers.iter().try_for_each(manifest::check_layer)?;
+        let config = self.blob(&image.config)?.read_all(max)?;
+        let (config, diff_ids) = check_config(&image.config.digest, config, image.layers.len())?;
+        let blobs = image
+            .layers
+            .iter()
+            .map(|layer| Ok((self.blob(layer)?, layer.media_type.clone())))
+            .collect::<Result<Vec<_>, ImportError>>()?;
+        Ok(FoundImage { manifest: digest, config, layers: chain(blobs, diff_ids) })
+    }
+
+    fn resolve_docker(
+        &self,
+        image: &DockerImage,
+        config: Vec<u8>,
+        digest: BlobDigest,
+    ) -> Result<FoundImage, ImportError> {
+        let (config, diff_ids) = check_config(&image.config, config, image.layers.len())?;
+        let Blobs::Archive(members) = &self.blobs else {
+            return Err(ImportError::Source { what: "`docker save` makes archives".into() });
+        };
+        let mut blobs = Vec::with_capacity(image.layers.len());
+        for (name, diff_id) in image.layers.iter().zip(&diff_ids) {
+            let (offset, size) = members.find(name).ok_or_else(|| ImportError::Missing {
+                digest: name.clone(),
+                path: self.path.clone(),
+            })?;
+            // There is no digest of the blob but its name in the new form; the diff-id is checked in
+            // either, and is the same thing as long as the archive's layers are not compressed.
+            let promised = name.strip_prefix("blobs/sha256/").map(|hex| format!("sha256:{hex}"));
+            let digest = match promised {
+                Some(promised) => {
+                    BlobDigest::parse(&promised).ok_or_else(|| ImportError::Document {
+                        what_blob: "manifest",
+                        digest: "manifest.json".into(),
+                        what: format!("the layer's name {name:?} is not its digest"),
+                    })?
+                }
+                None => members.digest(offset, size, diff_id)?,
+            };
+            let blob = Blob { digest, file: members.file.clone(), offset, size };
+            blobs.push((blob, String::new()));
+        }
+        Ok(FoundImage { manifest: digest, config, layers: chain(blobs, diff_ids) })
+    }
+
+    /// A blob by its descriptor; its size is checked here, its content whenever it is read.
+    fn blob(&self, descriptor: &Descriptor) -> Result<Blob, ImportError> {
+        let digest = descriptor.blob_digest()?;
+        let missing =
+            || ImportError::Missing { digest: digest.to_string(), path: self.path.clone() };
+        let (file, offset, size) = match &self.blobs {
+            Blobs::Directory(root) => {
+                let path = root.join(digest.layout_path());
+                let file = match File::open(&path) {
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(missing()),
+                    other => other.map_err(|e| io_error(&path, e))?,
+                };
+                let meta = file.metadata().map_err(|e| io_error(&path, e))?;
+                if !meta.is_file() {
+                    return Err(missing());
+                }
+                (Arc::new(file), 0, meta.len())
+            }
+            Blobs::Archive(members) => {
+                let (offset, size) = members.find(&digest.layout_path()).ok_or_else(missing)?;
+                (members.file.clone(), offset, size)
+            }
+        };
+        if size != descriptor.size {
+            return Err(ImportError::Size {
+                digest: digest.to_string(),
+                expected: descriptor.size,
+                actual: size,
+            });
+        }
+        Ok(Blob { digest, file, offset, size })
+    }
+}
+
+/// Joins blobs and diff-ids, and computes the chain.
+fn chain(blobs: Vec<(Blob, String)>, diff_ids: Vec<BlobDigest>) -> Vec<FoundLayer> {
+    let mut above: Option<BlobDigest> = None;
+    let mut layers = Vec::with_capacity(blobs.len());
+    for ((blob, media_type), diff_id) in blobs.into_iter().zip(diff_ids) {
+        let chain_id = match &above {
+            None => diff_id.clone(),
+            Some(chain) => chain.chain(&diff_id),
+        };
+        above = Some(chain_id.clone());
+        layers.push(FoundLayer { blob, media_type, diff_id, chain_id });
+    }
+    layers
+}
+
+/// What the import needs of a config, and that it fits the manifest.
+fn check_config(
+    digest: &str,
+    bytes: Vec<u8>,
+    layers: usize,
+) -> Result<(String, Vec<BlobDigest>), ImportError> {
+    let fail = |what: String| ImportError::Document {
+        what_blob: "config",
+        digest: digest.to_owned(),
+        what,
+    };
+    let config: Config = manifest::parse("config", digest, &bytes)?;
+    if config.rootfs.kind != "layers" {
+        return Err(fail(format!("rootfs.type is {:?}, not \"layers\"", config.rootfs.kind)));
+    }
+    if !(config.os.is_empty() || config.os == "linux") {
+        return Err(fail(format!(
+            "an image for {:?} ({}), not linux",
+            config.os, config.architecture
+        )));
+    }
+    if layers > LAYERS_MAX {
+        return Err(fail(format!("{layers} layers, more than {LAYERS_MAX}")));
+    }
+    let count = config.rootfs.diff_ids.len();
+    if count != layers {
+        return Err(fail(format!("{count} diff_ids for {layers} layers")));
+    }
+    let diff_ids = config
+        .rootfs
+        .diff_ids
+        .iter()
+        .map(|id| {
+            BlobDigest::parse(id)
+                .filter(BlobDigest::is_sha256)
+                .ok_or_else(|| fail(format!("diff_id {id:?} is not a sha256 digest")))
+        })
+        .collect::<Result<_, _>>()?;
+    let text = String::from_utf8(bytes).map_err(|_| fail("not UTF-8".into()))?;
+    Ok((text, diff_ids))
+}
+
+fn check_schema(what_blob: &'static str, digest: &str, version: u32) -> Result<(), ImportError> {
+    if version == 2 {
+        return Ok(());
+    }
+    Err(ImportError::Document {
+        what_blob,
+        digest: digest.to_owned(),
+        what: format!("schemaVersion is {version}, not 2"),
+    })
+}
+
+impl Blobs {
+    /// A document by its name; `None` if it is not there.
+    fn document(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, ImportError> {
+        let too_big = |size: u64| ImportError::Limit {
+            what: format!("{name} of {size} bytes"),
+            limit: max,
+            option: "document_bytes",
+        };
+        match self {
+            Self::Directory(root) => {
+                let path = root.join(name);
+                let file = match File::open(&path) {
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+                    other => other.map_err(|e| io_error(&path, e))?,
+                };
+                let mut bytes = Vec::new();
+                file.take(max + 1).read_to_end(&mut bytes).map_err(|e| io_error(&path, e))?;
+                if bytes.len() as u64 > max {
+                    return Err(too_big(bytes.len() as u64));
+                }
+                Ok(Some(bytes))
+            }
+            Self::Archive(members) => {
+                let Some((offset, size)) = members.find(name) else { return Ok(None) };
+                if size > max {
+                    return Err(too_big(size));
+                }
+                let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
+                members
+                    .file
+                    .read_exact_at(&mut bytes, offset)
+                    .map_err(|e| io_error(&members.path, e))?;
+                Ok(Some(bytes))
+            }
+        }
+    }
+}
+
+/// The members of a seekable tar archive, by name.
+struct Members {
+    path: PathBuf,
+    file: Arc<File>,
+    members: HashMap<String, Member>,
+}
+
+enum Member {
+    File {
+        offset: u64,
+        size: u64,
+    },
+    /// Old `docker save` links a layer that two images share.
+    Link(String),
+}
+
+impl Members {
+    /// Reads the headers of an archive, not its data.
+    fn open(path: &Path) -> Result<Self, ImportError> {
+        let file = File::open(path).map_err(|e| io_error(path, e))?;
+        let meta = file.metadata().map_err(|e| io_error(path, e))?;
+        if !meta.is_file() {
+            return Err(ImportError::Source {
+                what: format!("{}: an image archive must be a regular file", path.display()),
+            });
+        }
+        let mut head = [0u8; 6];
+        let got = file.read_at(&mut head, 0).map_err(|e| io_error(path, e))?;
+        let packed = match &head[..got] {
+            [0x1f, 0x8b, ..] => Some("gzip"),
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Some("zstd"),
+            [0xfd, b'7', b'z', b'X', b'Z', ..] => Some("xz"),
+            [b'B', b'Z', b'h', ..] => Some("bzip2"),
+            _ => None,
+        };
+        if let Some(packed) = packed {
+            return Err(ImportError::Source {
+                what: format!(
+                    "{}: the archive is compressed as a whole ({packed}), unpack it first",
+                    path.display()
+                ),
+            });
+        }
+        let file = Arc::new(file);
+        let input =
+            SeekInput { end: meta.len(), inner: BufReader::new(SharedFile::new(file.clone())) };
+        let mut reader = Reader::new(input, MetaLimits::default());
+        let mut members = HashMap::new();
+        let bad = |error: TarError| ImportError::Source {
+            what: format!("{}: not a usable archive: {error}", path.display()),
+        };
+        while let Some(entry) = reader.next_entry().map_err(bad)? {
+            if members.len() == MEMBERS_MAX {
+                return Err(ImportError::Source {
+                    what: format!("{}: more than {MEMBERS_MAX} members", path.display()),
+                });
+            }
+            let end = reader.offset().saturating_add(reader.data_left());
+            if end > meta.len() {
+                return Err(bad(TarError::Truncated {
+                    offset: meta.len(),
+                    what: "a member's data",
+                }));
+            }
+            if let Some((name, member)) = member_of(&entry, reader.offset()) {
+                members.insert(name, member);
+            }
+        }
+        Ok(Self { path: path.to_owned(), file, members })
+    }
+
+    /// Offset and size of a file, links followed.
+    fn find(&self, name: &str) -> Option<(u64, u64)> {
+        let mut name = normal(name);
+        for _ in 0..8 {
+            match self.members.get(&name)? {
+                Member::File { offset, size } => return Some((*offset, *size)),
+                Member::Link(target) => name = target.clone(),
+            }
+        }
+        None
+    }
+
+    /// The digest of a layer that has no digest in its name: the diff-id if it is not compressed.
+    /// Otherwise it is computed, so that errors can name the blob.
+    fn digest(
+        &self,
+        offset: u64,
+        size: u64,
+        diff_id: &BlobDigest,
+    ) -> Result<BlobDigest, ImportError> {
+        let mut magic = [0u8; 265];
+        let got = self.file.read_at(&mut magic, offset).map_err(|e| io_error(&self.path, e))?;
+        if got as u64 >= BLOCK as u64 / 2 && &magic[257..262] == b"ustar" {
+            return Ok(diff_id.clone());
+        }
+        let blob = Blob { digest: diff_id.clone(), file: self.file.clone(), offset, size };
+        let mut hasher = super::digest::BlobHasher::new();
+        let mut section = blob.open();
+        let mut buffer = vec![0; 1 << 17];
+        loop {
+            match section.read(&mut buffer).map_err(|e| io_error(&self.path, e))? {
+                0 => return Ok(hasher.finish()),
+                count => hasher.update(&buffer[..count]),
+            }
+        }
+    }
+}
+
+fn member_of(entry: &Entry, offset: u64) -> Option<(String, Member)> {
+    let name = normal(std::str::from_utf8(&entry.path).ok()?);
+    let member = match entry.kind {
+        Kind::File if entry.sparse.is_none() => Member::File { offset, size: entry.data_size },
+        Kind::HardLink => Member::Link(normal(std::str::from_utf8(&entry.link).ok()?)),
+        Kind::Symlink => {
+            let target = std::str::from_utf8(&entry.link).ok()?;
+            let dir = name.rsplit_once('/').map_or("", |(dir, _)| dir);
+            Member::Link(normal(&format!("{dir}/{target}")))
+        }
+        _ => return None,
+    };
+    Some((name, member))
+}
+
+/// A member's name without `.`, `..` and empty parts; names never leave the archive.
+fn normal(name: &str) -> String {
+    let mut parts: Vec<&str> = Vec::new();
+    for part in name.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(parts.pop()),
+            part => parts.push(part),
+        }
+    }
+    parts.join("/")
+}
+
+/// A file that others read, too: has a position of its own.
+struct SharedFile {
+    file: Arc<File>,
+    at: u64,
+}
+
+impl SharedFile {
+    fn new(file: Arc<File>) -> Self {
+        Self { file, at: 0 }
+    }
+}
+
+impl Read for SharedFile {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let count = self.file.read_at(buf, self.at)?;
+        self.at += count as u64;
+        Ok(count)
+    }
+}
+
+impl Seek for SharedFile {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let at = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+            SeekFrom::End(_) => None,
+        };
+        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
+
+/// Leaves data out by seeking.
+struct SeekInput {
+    inner: BufReader<SharedFile>,
+    end: u64,
+}
+
+impl Read for SeekInput {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.inner.read(buf)
+    }
+}
+
+impl io::BufRead for SeekInput {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.inner.fill_buf()
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.inner.consume(count);
+    }
+}
+
+impl Input for SeekInput {
+    fn skip(&mut self, count: u64) -> io::Result<()> {
+        let at = self.inner.get_ref().at - self.inner.buffer().len() as u64;
+        match i64::try_from(count) {
+            // The end may lack its padding, but not its data (checked with the header).
+            Ok(by) if at.saturating_add(count) <= self.end.saturating_add(BLOCK as u64) => {
+                self.inner.seek_relative(by)
+            }
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+}
+
+pub(crate) fn io_error(path: &Path, source: io::Error) -> ImportError {
+    ImportError::Io { path: path.to_owned(), source }
+}
