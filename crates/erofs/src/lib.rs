@@ -2,5 +2,6 @@
 
 pub mod dump;
 pub mod format;
+pub mod read;
 pub mod tree;
 pub mod write;

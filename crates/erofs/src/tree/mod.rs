@@ -49,6 +49,8 @@ pub struct InodeId(u32);
 pub struct EntryId(u32);
 
 impl InodeId {
+    pub(crate) const ROOT: InodeId = InodeId(0);
+
     /// Dense index, from 0 (the root) up to [`Tree::inode_capacity`]; for side tables.
     #[must_use]
     pub fn index(self) -> usize {
@@ -588,6 +590,15 @@ impl Tree {
         self.inodes[inode.index()].flags |= PRIMARY_GIVEN;
         if self.file_nlink(inode) != nlink {
             self.links_mut(inode).nlink = Some(nlink);
+        }
+    }
+
+    /// Makes `entry`, which leads to the inode, the name under which it is stored.
+    pub(crate) fn give_primary(&mut self, inode: InodeId, entry: EntryId) {
+        if self.entry_inode(entry) == Some(inode) && !self.is_dir(inode) {
+            let i = &mut self.inodes[inode.index()];
+            i.entry = entry.0;
+            i.flags |= PRIMARY_GIVEN;
         }
     }
 

@@ -117,6 +117,9 @@ pub fn write(
 /// Where the first inode may begin.
 const INODES_START: u64 = SUPER_OFFSET + size_of::<SuperBlock>() as u64;
 
+/// A block, as a length in memory.
+const BLOCK: usize = 1 << BLOCK_BITS;
+
 /// Where everything is.
 struct Map {
     /// By inode of the tree, in slots of 32 bytes.
@@ -356,7 +359,7 @@ impl<W: Write> Image<'_, W> {
                 (Body::Symlink(bytes) | Body::Inline(bytes), _) => {
                     self.put(&bytes[..bytes.len() - stored.tail as usize])?;
                 }
-                (Body::Chunks { .. }, _) => self.put(&[0xff; BLOCK_SIZE as usize])?,
+                (Body::Chunks { .. }, _) => self.put(&[0xff; BLOCK])?,
                 _ => {}
             }
             self.pad_to(data_end)?;
@@ -502,7 +505,7 @@ impl<W: Write> Out<W> {
     }
 
     fn pad_to(&mut self, pos: u64) -> io::Result<()> {
-        const ZEROS: [u8; BLOCK_SIZE as usize] = [0; BLOCK_SIZE as usize];
+        const ZEROS: [u8; BLOCK] = [0; BLOCK];
         while self.pos < pos {
             let len = usize::try_from(pos - self.pos).unwrap_or(ZEROS.len()).min(ZEROS.len());
             self.put(&ZEROS[..len])?;
