@@ -1,6 +1,625 @@
-//! Mounting images (backend `overlay`).
+//! Mounting images: backend `overlay`.
+//!
+//! ```text
+//!   <image>.erofs ── one EROFS superblock, pinned in the run directory
+//!                        │                                  objects/
+//!            ┌───────────┴───────────┐                          │ data-only
+//!   one read-only overlay      one overlay per writable mount ──┘
+//!   per id map and label       (upper, EROFS, objects)
+//!            │                       │
+//!   a clone per mount           its target
+//! ```
+//!
+//! What costs memory is superblocks: each has its own inodes and dentries. So an image has one of
+//! EROFS, all its read-only mounts have one of overlayfs together, and only a writable mount has one
+//! of its own. The last mount of an image takes the pinned ones away again, unless
+//! [`Mounter::pin`] keeps them.
+//!
+//! State is in the run directory (see [`RunDir`]) and, so that garbage collection
+//! knows, in the store's `roots/mount/`. A process may be killed at any point: what it leaves is put
+//! right by [`Mounter::umount`], by the next mount at the same place, and by
+//! [`Mounter::reconcile`]. [`Step`] lists the points; a test kills a process at each.
 
-#[allow(dead_code, reason = "its other users land next")]
+mod error;
+mod idmap;
 pub(crate) mod kernel;
+mod mountinfo;
+mod pin;
+mod reconcile;
+mod state;
+#[cfg(test)]
+mod tests;
+mod upper;
 
+use std::fs;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
+use cofolio_sys::mount::MountAttr;
+use rustix::fs::CWD;
+use rustix::mount::MountAttrFlags;
+
+pub use error::{ErrorKind, MountError};
+pub use idmap::IdMap;
 pub use kernel::{Backing, KernelError};
+pub use mountinfo::KernelMount;
+pub use pin::Pin;
+pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
+pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
+
+use error::{Asked, At as _};
+use kernel::{LayerStyle, attach, clone_mount, open_dir};
+use reconcile::{Kernel, Place};
+use state::ImageLock;
+
+/// Whether and where a mount can be written to.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Access {
+    /// A clone of the image's read-only overlay.
+    #[default]
+    ReadOnly,
+    /// Changes go to a directory of the store's, which goes with the mount.
+    Writable,
+    /// Changes go to a directory of the store's, which stays.
+    WritableKept,
+    /// Changes go to this directory (its `upper/` and `work/`), which stays. It must be on a
+    /// filesystem that overlayfs takes as an upper layer. With an id map, owners in it are the
+    /// mapped ones.
+    WritableAt(PathBuf),
+}
+
+/// What to mount, where and how.
+#[derive(Debug, Clone)]
+pub struct MountRequest {
+    /// Digest of the metadata image.
+    pub image: Digest,
+    /// Directory to mount at.
+    pub target: PathBuf,
+    /// Make the target if it is missing (its parent must exist), and remove it at unmount.
+    pub create_target: bool,
+    /// Whether it can be written to.
+    pub access: Access,
+    /// Hash the image and all its objects before mounting.
+    pub verify: bool,
+    /// Id map.
+    pub idmap: Option<IdMap>,
+    /// Security label of all files (`context=`).
+    pub label: Option<String>,
+    /// Ignore set-user-id bits.
+    pub nosuid: bool,
+    /// Do not open device files.
+    pub nodev: bool,
+    /// Execute nothing.
+    pub noexec: bool,
+}
+
+impl MountRequest {
+    /// A read-only mount without options.
+    pub fn new(image: Digest, target: impl Into<PathBuf>) -> Self {
+        Self {
+            image,
+            target: target.into(),
+            create_target: false,
+            access: Access::ReadOnly,
+            verify: false,
+            idmap: None,
+            label: None,
+            nosuid: false,
+            nodev: false,
+            noexec: false,
+        }
+    }
+}
+
+/// How to unmount.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct UmountOptions {
+    /// Detach the mount even if it is in use. What still uses it sees errors if its changes are
+    /// removed.
+    pub force: bool,
+    /// Leave the directory with the changes in place, even if the mount did not say so.
+    pub keep_upper: bool,
+}
+
+/// What an unmount did.
+#[derive(Debug, Clone)]
+pub struct Unmounted {
+    /// The mount, as it was.
+    pub record: MountRecord,
+    /// It was not mounted any more; only what it had left was cleaned up.
+    pub was_gone: bool,
+    /// Directory with the changes, if it was left in place.
+    pub upper: Option<PathBuf>,
+    /// The image is not mounted any more either: this was its last user.
+    pub unpinned: bool,
+}
+
+/// A point in the life of a mount at which a process may die. In order, except that the pin and
+/// view steps occur only where one has to be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Step {
+    /// Its record is there.
+    Claimed,
+    /// The store knows that the image is in use.
+    Rooted,
+    /// The image knows its user.
+    Marked,
+    /// The target was made.
+    TargetMade,
+    /// The EROFS superblock exists, attached nowhere.
+    PinMade,
+    /// It is attached.
+    Pinned,
+    /// The read-only overlay exists, attached nowhere.
+    ViewMade,
+    /// It is attached.
+    Viewed,
+    /// The directories for changes are there.
+    UpperMade,
+    /// The mount exists, attached nowhere, and its record has its numbers.
+    Prepared,
+    /// It is at its target; the record does not say so yet.
+    Attached,
+    /// Its record says so.
+    Recorded,
+    /// Its record says that it is leaving.
+    Leaving,
+    /// It is not at its target any more.
+    Detached,
+    /// The directories for changes are out of sight.
+    UpperGone,
+    /// The store forgot it.
+    Unrooted,
+    /// The image forgot its user.
+    Unmarked,
+    /// Its record is gone.
+    Forgotten,
+    /// The image's own mounts are gone, their directories not yet.
+    Unpinned,
+}
+
+impl Step {
+    /// All of them.
+    pub const ALL: [Self; 19] = [
+        Self::Claimed,
+        Self::Rooted,
+        Self::Marked,
+        Self::TargetMade,
+        Self::PinMade,
+        Self::Pinned,
+        Self::ViewMade,
+        Self::Viewed,
+        Self::UpperMade,
+        Self::Prepared,
+        Self::Attached,
+        Self::Recorded,
+        Self::Leaving,
+        Self::Detached,
+        Self::UpperGone,
+        Self::Unrooted,
+        Self::Unmarked,
+        Self::Forgotten,
+        Self::Unpinned,
+    ];
+}
+
+/// Mounts images of one trust domain. Any number of processes may do so at once.
+pub struct Mounter<'a> {
+    domain: &'a Domain,
+    run: RunDir,
+    contents: &'a dyn Contents,
+    /// Where `/proc` is looked up.
+    root: PathBuf,
+    on_step: Option<&'a (dyn Fn(Step) + Sync)>,
+    styles: Vec<LayerStyle>,
+    force_loop: bool,
+}
+
+impl<'a> Mounter<'a> {
+    /// A mounter whose state is in `run`. `contents` reads images, to check sizes and content of
+    /// objects.
+    pub fn new(domain: &'a Domain, run: RunDir, contents: &'a dyn Contents) -> Self {
+        Self {
+            domain,
+            run,
+            contents,
+            root: PathBuf::from("/"),
+            on_step: None,
+            styles: LayerStyle::ALL.to_vec(),
+            force_loop: false,
+        }
+    }
+
+    /// Looks `/proc` up under another root.
+    #[must_use]
+    pub fn with_root(mut self, root: impl Into<PathBuf>) -> Self {
+        self.root = root.into();
+        self
+    }
+
+    /// Calls `hook` at every step, for tests of what happens when a process dies there.
+    #[must_use]
+    pub fn with_steps(mut self, hook: &'a (dyn Fn(Step) + Sync)) -> Self {
+        self.on_step = Some(hook);
+        self
+    }
+
+    /// Mounts metadata images through loop devices, as on a kernel that cannot do without.
+    #[must_use]
+    pub fn with_loop_devices(mut self) -> Self {
+        self.force_loop = true;
+        self
+    }
+
+    /// The run directory.
+    pub fn run_dir(&self) -> &RunDir {
+        &self.run
+    }
+
+    fn step(&self, step: Step) {
+        if let Some(hook) = self.on_step {
+            hook(step);
+        }
+    }
+
+    /// Mounts an image. On an error nothing of it is left.
+    ///
+    /// # Errors
+    /// See [`MountError`]; [`MountError::kind`] says whose business it is.
+    pub fn mount(&self, request: &MountRequest) -> Result<MountRecord, MountError> {
+        let target = resolve_target(&request.target, request.create_target)?;
+        self.run.prepare()?;
+        self.make_room(&target)?;
+        if request.verify {
+            self.verify(&request.image)?;
+        }
+        let kernel = Kernel::new(&self.root)?;
+        let id = self.run.id_of(&target);
+        let (upper, _claim) = self.choose_upper(&request.access, &id)?;
+        let mut record = MountRecord {
+            id,
+            domain: self.domain.name().to_owned(),
+            image: request.image,
+            created_target: request.create_target && !target.exists(),
+            target,
+            upper,
+            idmap: request.idmap.clone(),
+            label: request.label.clone(),
+            nosuid: request.nosuid,
+            nodev: request.nodev,
+            noexec: request.noexec,
+            verity: self.domain.protection().verity,
+            verified: request.verify,
+            phase: Phase::Intent,
+            mount: None,
+            namespace: kernel.namespace,
+            boot_id: kernel.boot_id,
+            pid: std::process::id(),
+            created: now(),
+        };
+        let lock = self.run.lock_image(&record.image)?;
+        if !self.run.claim(&record, &lock)? {
+            // Somebody was faster between `make_room` and here.
+            let image = self.run.record(&record.id)?.map_or(record.image, |other| other.image);
+            return Err(MountError::AlreadyMounted { target: record.target, image });
+        }
+        self.step(Step::Claimed);
+        match self.make(&mut record, &lock) {
+            Ok(()) => Ok(record),
+            Err(error) => {
+                // What cannot be undone now is left to `reconcile`; the first error tells more.
+                if let Ok(forgotten) = self.forget(&record, &lock) {
+                    drop(lock);
+                    forgotten.finish();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn choose_upper(
+        &self,
+        access: &Access,
+        id: &str,
+    ) -> Result<(Option<Upper>, Option<OwnedFd>), MountError> {
+        let own = |keep| -> Result<_, MountError> {
+            let dir = upper::own_dir(self.domain, id)?;
+            Ok((Some(Upper { dir, keep, given: false }), None))
+        };
+        match access {
+            Access::ReadOnly => Ok((None, None)),
+            Access::Writable => own(false),
+            Access::WritableKept => own(true),
+            Access::WritableAt(dir) => {
+                let (dir, lock) = upper::claim_given(&self.run, dir)?;
+                Ok((Some(Upper { dir, keep: true, given: true }), Some(lock)))
+            }
+        }
+    }
+
+    /// Everything after the claim.
+    fn make(&self, record: &mut MountRecord, lock: &ImageLock) -> Result<(), MountError> {
+        let image = record.image;
+        let mut root = Root::new(RootKind::Mount, record.id.clone());
+        root.images = vec![image];
+        root.note = record.target.to_string_lossy().into_owned();
+        root.created = record.created;
+        root.boot_id = Some(record.boot_id.clone());
+        // Fails if the image is not there; once it is written, the image stays.
+        self.domain.put_root(&root)?;
+        self.step(Step::Rooted);
+        self.mark_user(&image, &record.id)?;
+        self.step(Step::Marked);
+        if record.created_target {
+            match fs::create_dir(&record.target) {
+                // Somebody else made it meanwhile: then it is not ours to remove.
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                    record.created_target = false;
+                }
+                other => other.at("create", &record.target)?,
+            }
+            self.step(Step::TargetMade);
+        }
+        let target = open_dir(&record.target).at("open", &record.target)?;
+
+        let pin = self.pinned(self.domain, &image, lock)?;
+        let mount = self.detached(record, &pin)?;
+        let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
+        record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
+        self.run.write(record, lock)?;
+        self.step(Step::Prepared);
+        attach(&mount, &target)
+            .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+        self.step(Step::Attached);
+        record.phase = Phase::Mounted;
+        self.run.write(record, lock)?;
+        self.step(Step::Recorded);
+        Ok(())
+    }
+
+    /// The mount itself, attached nowhere.
+    fn detached(&self, record: &MountRecord, pin: &OwnedFd) -> Result<OwnedFd, MountError> {
+        let (image, idmap, label) = (&record.image, record.idmap.as_ref(), record.label.as_deref());
+        let mut flags = MountAttrFlags::empty();
+        flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, record.nodev);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, record.noexec);
+        let failed = |error| MountError::from_kernel(error, Asked { idmap: idmap.is_some() });
+        let Some(upper) = &record.upper else {
+            let view = self.view(self.domain, image, pin.as_fd(), idmap, label)?;
+            flags |= MountAttrFlags::MOUNT_ATTR_RDONLY;
+            return clone_mount(&view, Path::new(""), flags, None).map_err(failed);
+        };
+        let mapped = idmap.map(|idmap| self.mapped(pin.as_fd(), idmap)).transpose()?;
+        let metadata = mapped.as_ref().unwrap_or(pin);
+        let open = upper::prepare(upper, metadata)?;
+        self.step(Step::UpperMade);
+        let mount = self
+            .overlay(self.domain, image, metadata.as_fd(), label, Some(&open))
+            .map_err(|error| match error {
+                // The kernel names neither of the two; the layers below are our own.
+                MountError::Kernel(error) => MountError::Upper {
+                    dir: upper.dir.clone(),
+                    problem: format!("overlayfs refused: {error}"),
+                },
+                other => other,
+            })?;
+        let attr = MountAttr { set: flags, ..MountAttr::default() };
+        cofolio_sys::mount::mount_setattr(&mount, &attr)
+            .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;
+        Ok(mount)
+    }
+
+    fn mark_user(&self, image: &Digest, user: &str) -> Result<(), MountError> {
+        let users = self.run.image_dir(self.domain.name(), image).join("users");
+        fs::create_dir_all(&users).at("create", &users)?;
+        let path = users.join(user);
+        fs::File::create(&path).map(drop).at("create", path)
+    }
+
+    /// The target must not be a mount of ours; what a dead process left of one is cleaned up.
+    fn make_room(&self, target: &Path) -> Result<(), MountError> {
+        let id = self.run.id_of(target);
+        let Some(found) = self.run.record(&id)? else { return Ok(()) };
+        let lock = self.run.lock_image(&found.image)?;
+        let Some(record) = self.run.record(&id)? else { return Ok(()) };
+        match self.place_of(&record, &Kernel::new(&self.root)?)? {
+            Place::At(_) if record.phase == Phase::Mounted => {
+                let image = record.image;
+                Err(MountError::AlreadyMounted { target: target.to_owned(), image })
+            }
+            Place::Covered => Err(MountError::Covered { target: target.to_owned() }),
+            Place::Elsewhere => Err(MountError::OtherNamespace { id, target: target.to_owned() }),
+            // Half-way with nobody holding the lock, or unmounted behind our back.
+            Place::At(_) | Place::Gone => {
+                let forgotten = self.forget(&record, &lock)?;
+                drop(lock);
+                forgotten.finish();
+                Ok(())
+            }
+        }
+    }
+
+    /// Hashes the image and every object that it names.
+    fn verify(&self, image: &Digest) -> Result<(), MountError> {
+        let report = self.domain.verify_image(image, self.contents, &|_| {})?;
+        match report.findings.into_iter().next() {
+            None => Ok(()),
+            Some(finding) => Err(MountError::Altered { image: *image, finding: Box::new(finding) }),
+        }
+    }
+
+    /// Unmounts the mount at a target, or with an id, and removes all that it needed.
+    ///
+    /// # Errors
+    /// [`MountError::NotMounted`], [`MountError::Busy`], [`MountError::Covered`],
+    /// [`MountError::OtherNamespace`]; the mount is still there then.
+    pub fn umount(
+        &self,
+        target_or_id: &Path,
+        options: &UmountOptions,
+    ) -> Result<Unmounted, MountError> {
+        let found = self.run.find(target_or_id)?;
+        let lock = self.run.lock_image(&found.image)?;
+        let gone = || MountError::NotMounted(target_or_id.display().to_string());
+        // It may have gone, or even come again, while we waited.
+        let mut record = self.run.record(&found.id)?.ok_or_else(gone)?;
+        if record.image != found.image {
+            return Err(gone());
+        }
+        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
+        match &place {
+            Place::Elsewhere => {
+                return Err(MountError::OtherNamespace { id: record.id, target: record.target });
+            }
+            Place::Covered => return Err(MountError::Covered { target: record.target }),
+            Place::At(path) => self.leave(&mut record, path, options, &lock)?,
+            Place::Gone => {}
+        }
+        if options.keep_upper
+            && let Some(upper) = record.upper.as_mut().filter(|upper| upper.dir.exists())
+        {
+            upper::mark_kept(&upper.dir)?;
+            if !upper.keep {
+                upper::settle(&upper.dir)?;
+                upper.keep = true;
+            }
+        }
+        let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
+        let forgotten = self.forget(&record, &lock)?;
+        drop(lock);
+        let unpinned = forgotten.unpinned;
+        forgotten.finish();
+        let was_gone = matches!(place, Place::Gone);
+        Ok(Unmounted { record, was_gone, upper: kept, unpinned })
+    }
+
+    /// Takes the mount from its target.
+    fn leave(
+        &self,
+        record: &mut MountRecord,
+        path: &Path,
+        options: &UmountOptions,
+        lock: &ImageLock,
+    ) -> Result<(), MountError> {
+        if options.keep_upper
+            && let Some(upper) = &record.upper
+        {
+            // Before anything else: a process that dies after this leaves it to be kept.
+            upper::mark_kept(&upper.dir)?;
+        }
+        let before = record.phase;
+        record.phase = Phase::Leaving;
+        self.run.write(record, lock)?;
+        self.step(Step::Leaving);
+        match kernel::unmount(path, options.force) {
+            Ok(()) => {
+                self.step(Step::Detached);
+                Ok(())
+            }
+            Err(error) => {
+                record.phase = before;
+                self.run.write(record, lock)?;
+                if error.errno == rustix::io::Errno::BUSY {
+                    return Err(MountError::Busy { target: path.to_owned() });
+                }
+                Err(MountError::from_kernel(error, Asked::default()))
+            }
+        }
+    }
+
+    /// Mounts an image's metadata and keeps it until [`Mounter::unpin`], so that the next mount is
+    /// quick. Garbage collection keeps the image meanwhile.
+    ///
+    /// # Errors
+    /// As [`Mounter::mount`].
+    pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
+        self.run.prepare()?;
+        let lock = self.run.lock_image(image)?;
+        let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
+        root.images = vec![*image];
+        root.note = "kept mounted".to_owned();
+        root.created = now();
+        root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
+        self.domain.put_root(&root)?;
+        self.mark_user(image, pin::KEEPER)?;
+        let pinned = self.pinned(self.domain, image, &lock);
+        if pinned.is_err() {
+            self.let_go(self.domain.name(), image, &lock)?;
+        }
+        pinned.map(drop)
+    }
+
+    /// Takes back [`Mounter::pin`]. Says whether the image is not mounted any more.
+    ///
+    /// # Errors
+    /// [`MountError::Io`], [`MountError::Kernel`].
+    pub fn unpin(&self, image: &Digest) -> Result<bool, MountError> {
+        if !self.run.path().exists() {
+            return Ok(false);
+        }
+        let lock = self.run.lock_image(image)?;
+        self.let_go(self.domain.name(), image, &lock)
+    }
+
+    fn let_go(&self, domain: &str, image: &Digest, lock: &ImageLock) -> Result<bool, MountError> {
+        let users = self.run.image_dir(domain, image).join("users");
+        state::remove_file(&users.join(pin::KEEPER))?;
+        self.domain_of(domain)?.remove_root(RootKind::Mount, &self.keeper_root(image))?;
+        self.unpin_if_idle(domain, image, lock)
+    }
+
+    /// Id of the root of an image that is kept mounted.
+    fn keeper_root(&self, image: &Digest) -> String {
+        format!("{}-pin-{image}", self.run.tag())
+    }
+
+    /// A trust domain of the same store.
+    fn domain_of(&self, name: &str) -> Result<Domain, MountError> {
+        Ok(self.domain.store().domain(name)?)
+    }
+}
+
+/// Absolute path of the directory to mount at, without symbolic links.
+fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, MountError> {
+    let problem = |problem: String| MountError::Target { target: target.to_owned(), problem };
+    let resolved = match fs::canonicalize(target) {
+        Ok(path) if !path.is_dir() => return Err(problem("it is not a directory".to_owned())),
+        Ok(path) => path,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            if !create {
+                return Err(problem("there is no such directory".to_owned()));
+            }
+            let name = target.file_name().ok_or_else(|| problem("it has no name".to_owned()))?;
+            let parent = match target.parent() {
+                Some(parent) if parent != Path::new("") => parent,
+                _ => Path::new("."),
+            };
+            let parent = fs::canonicalize(parent)
+                .map_err(|error| problem(format!("its parent cannot be used: {error}")))?;
+            parent.join(name)
+        }
+        Err(error) => return Err(problem(error.to_string())),
+    };
+    // Records are text; and a name that no terminal can show helps nobody to unmount it.
+    if resolved.to_str().is_none() {
+        return Err(problem("its path is not UTF-8".to_owned()));
+    }
+    if resolved == Path::new("/") {
+        return Err(problem("it is the root directory".to_owned()));
+    }
+    Ok(resolved)
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.ok().and_then(|since| i64::try_from(since.as_secs()).ok()).unwrap_or_default()
+}
+
+/// The numbers of the mount that `path` is on.
+fn numbers_at(path: &Path) -> std::io::Result<cofolio_sys::mount::MountId> {
+    cofolio_sys::mount::mount_id(CWD, path)
+}

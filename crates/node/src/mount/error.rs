@@ -1,0 +1,257 @@
+//! What can go wrong with a mount.
+
+use std::io;
+use std::path::PathBuf;
+
+use cofolio_store::Digest;
+
+use super::kernel::KernelError;
+
+/// Whose business an error is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The caller asked for something that cannot be.
+    Request,
+    /// The machine lacks a privilege or a feature.
+    Machine,
+    /// Content is not what its digest says.
+    Corrupt,
+    /// A file or the kernel failed.
+    Io,
+}
+
+/// Why a mount, an unmount or a clean-up failed. Nothing half-done is left, unless the error says so.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MountError {
+    /// Not root.
+    #[error("mounting needs root (CAP_SYS_ADMIN in the first user namespace)")]
+    NoPrivilege {
+        /// What the kernel refused.
+        source: KernelError,
+    },
+    /// The kernel has no such filesystem.
+    #[error("the kernel has no {filesystem}: load its module, or build it with {config}")]
+    NoFilesystem {
+        /// `erofs` or `overlay`.
+        filesystem: &'static str,
+        /// Its build option.
+        config: &'static str,
+    },
+    /// The kernel cannot do this.
+    #[error("this kernel cannot do {feature} ({needs})")]
+    NoFeature {
+        /// What was asked for.
+        feature: &'static str,
+        /// What has it.
+        needs: &'static str,
+        /// What the kernel said.
+        source: KernelError,
+    },
+    /// The store is not a directory of this machine.
+    #[error("the store is not a directory of this machine")]
+    NoDirectory,
+    /// The metadata image is not what its name says.
+    #[error("image {image} has digest {found}: it was altered; import it again")]
+    ImageAltered {
+        /// Its name.
+        image: Digest,
+        /// What its bytes give.
+        found: Digest,
+    },
+    /// The metadata image cannot be read as one.
+    #[error("image {image} is not a metadata image: {reason}")]
+    ImageInvalid {
+        /// Its name.
+        image: Digest,
+        /// The parser's words, with the offset.
+        reason: String,
+    },
+    /// An object that the image needs is not in the store.
+    #[error("object {object} of image {image} is missing; import the image again")]
+    ObjectMissing {
+        /// The image.
+        image: Digest,
+        /// Digest or path of the object.
+        object: String,
+    },
+    /// An object is not as long as the image says.
+    #[error("object {object} of image {image} has {found} bytes instead of {expected}")]
+    ObjectSize {
+        /// The image.
+        image: Digest,
+        /// Digest or path of the object.
+        object: String,
+        /// What the image says, in bytes.
+        expected: u64,
+        /// What is there, in bytes.
+        found: u64,
+    },
+    /// Verification found damage.
+    #[error("image {image} is damaged: {}: {}", finding.path, finding.detail)]
+    Altered {
+        /// The image.
+        image: Digest,
+        /// The first thing that is wrong.
+        finding: Box<cofolio_store::Finding>,
+    },
+    /// The directory to mount at cannot be used.
+    #[error("cannot mount at {}: {problem}", target.display())]
+    Target {
+        /// The directory.
+        target: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Something of ours is mounted there already.
+    #[error("{} is already a mount of image {image}", target.display())]
+    AlreadyMounted {
+        /// The directory.
+        target: PathBuf,
+        /// What is mounted there.
+        image: Digest,
+    },
+    /// A file or directory of the mount is in use.
+    #[error("{} is in use (a process works there, or something is mounted below it)", target.display())]
+    Busy {
+        /// The directory.
+        target: PathBuf,
+    },
+    /// Another mount lies on top.
+    #[error("{} is covered by another mount: unmount that first", target.display())]
+    Covered {
+        /// The directory.
+        target: PathBuf,
+    },
+    /// No record of ours has this target or id.
+    #[error("{0} is not a mount that Cofolio made")]
+    NotMounted(String),
+    /// The mount is in another mount namespace, where this process cannot reach it.
+    #[error("mount {id} at {} was made in another mount namespace", target.display())]
+    OtherNamespace {
+        /// Id of the mount.
+        id: String,
+        /// Where it is, over there.
+        target: PathBuf,
+    },
+    /// The directory for changes cannot be used.
+    #[error("cannot keep changes in {}: {problem}", dir.display())]
+    Upper {
+        /// The directory.
+        dir: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// An id map that cannot be.
+    #[error("bad id map {text:?}: {problem}")]
+    IdMap {
+        /// As given.
+        text: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A record in the run directory is not one of ours, or is damaged.
+    #[error("{}: {reason}", path.display())]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A step that the kernel refused.
+    #[error("the kernel refused to mount")]
+    Kernel(#[from] KernelError),
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] cofolio_store::Error),
+    /// A file or directory failed.
+    #[error("{action} {}", path.display())]
+    Io {
+        /// What was done.
+        action: &'static str,
+        /// To what.
+        path: PathBuf,
+        /// How it failed.
+        source: io::Error,
+    },
+}
+
+impl MountError {
+    /// Whose business it is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::NoPrivilege { .. } | Self::NoFilesystem { .. } | Self::NoFeature { .. } => {
+                ErrorKind::Machine
+            }
+            Self::ImageAltered { .. }
+            | Self::ImageInvalid { .. }
+            | Self::ObjectMissing { .. }
+            | Self::ObjectSize { .. }
+            | Self::Altered { .. }
+            | Self::State { .. } => ErrorKind::Corrupt,
+            Self::NoDirectory
+            | Self::Target { .. }
+            | Self::AlreadyMounted { .. }
+            | Self::Busy { .. }
+            | Self::Covered { .. }
+            | Self::NotMounted(_)
+            | Self::OtherNamespace { .. }
+            | Self::Upper { .. }
+            | Self::IdMap { .. } => ErrorKind::Request,
+            Self::Store(error) => match error.kind() {
+                cofolio_store::ErrorKind::Corrupt => ErrorKind::Corrupt,
+                cofolio_store::ErrorKind::Io => ErrorKind::Io,
+                _ => ErrorKind::Request,
+            },
+            Self::Kernel(_) | Self::Io { .. } => ErrorKind::Io,
+        }
+    }
+
+    /// A refusal of the kernel, told as what it means where that is known.
+    pub(crate) fn from_kernel(error: KernelError, asked: Asked) -> Self {
+        use rustix::io::Errno;
+        let feature = |feature, needs, source| Self::NoFeature { feature, needs, source };
+        match error.errno {
+            Errno::PERM | Errno::ACCESS => Self::NoPrivilege { source: error },
+            Errno::NOSYS => feature("the new mount API", "Linux 5.12", error),
+            Errno::NODEV if error.what.starts_with("erofs: fsopen") => {
+                Self::NoFilesystem { filesystem: "erofs", config: "CONFIG_EROFS_FS" }
+            }
+            Errno::NODEV if error.what.starts_with("overlay: fsopen") => {
+                Self::NoFilesystem { filesystem: "overlay", config: "CONFIG_OVERLAY_FS" }
+            }
+            Errno::INVAL if error.says("Unknown parameter 'context'") => {
+                feature("security labels", "a kernel with SELinux on", error)
+            }
+            Errno::INVAL if error.says("Unknown parameter 'verity'") => {
+                feature("overlayfs over fs-verity", "Linux 6.6", error)
+            }
+            Errno::INVAL if error.what.starts_with("overlay: lowerdir") => {
+                feature("data-only layers of overlayfs", "Linux 6.5", error)
+            }
+            Errno::INVAL if asked.idmap && error.what.contains("id map") => feature(
+                "id maps on erofs",
+                "Linux 5.19; ids must lie in this process's own user namespace",
+                error,
+            ),
+            _ => Self::Kernel(error),
+        }
+    }
+}
+
+/// What the request contained that a kernel may lack.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Asked {
+    pub(crate) idmap: bool,
+}
+
+/// Names the path of an I/O error.
+pub(crate) trait At<T> {
+    fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T, MountError>;
+}
+
+impl<T, E: Into<io::Error>> At<T> for Result<T, E> {
+    fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T, MountError> {
+        self.map_err(|error| MountError::Io { action, path: path.into(), source: error.into() })
+    }
+}

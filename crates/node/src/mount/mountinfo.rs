@@ -1,0 +1,131 @@
+//! Reading `/proc/thread-self/mountinfo` (proc(5)).
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStringExt as _;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::Digest;
+use serde::Serialize;
+
+/// One mount of this thread's mount namespace.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct KernelMount {
+    /// Number of the mount; given to another one later.
+    pub id: u64,
+    /// Number of the mount that it is on.
+    pub parent: u64,
+    /// Where it is.
+    pub target: PathBuf,
+    /// `erofs`, `overlay`, …
+    pub filesystem: String,
+    /// What it was mounted from; ours say `cofolio:<digest>`.
+    pub source: String,
+}
+
+impl KernelMount {
+    /// The image, for a mount made by Cofolio or a bind of one.
+    pub fn image(&self) -> Option<Digest> {
+        self.source.strip_prefix(SOURCE_PREFIX)?.parse().ok()
+    }
+}
+
+/// Every mount of ours begins so in its source.
+pub(crate) const SOURCE_PREFIX: &str = "cofolio:";
+
+/// The source of mounts of an image.
+pub(crate) fn source_of(image: &Digest) -> String {
+    format!("{SOURCE_PREFIX}{image}")
+}
+
+/// Reads all mounts, `/proc` being looked up under `root`. The thread's own file is read: a thread
+/// may have a mount namespace of its own.
+pub(crate) fn read(root: &Path) -> io::Result<Vec<KernelMount>> {
+    Ok(parse(&std::fs::read(path(root))?))
+}
+
+pub(crate) fn path(root: &Path) -> PathBuf {
+    root.join("proc/thread-self/mountinfo")
+}
+
+/// Lines that do not look like mountinfo are left out: the format may grow, and one odd mount must
+/// not hide the others.
+fn parse(text: &[u8]) -> Vec<KernelMount> {
+    text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
+}
+
+/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
+fn parse_line(line: &[u8]) -> Option<KernelMount> {
+    let mut fields = line.split(|&byte| byte == b' ');
+    let mut number = || std::str::from_utf8(fields.next()?).ok()?.parse().ok();
+    let (id, parent) = (number()?, number()?);
+    // Device, root within the filesystem.
+    let target = fields.nth(2)?;
+    // Options, then any number of optional fields up to a lone dash.
+    fields.find(|field| *field == b"-")?;
+    let filesystem = fields.next()?;
+    let source = fields.next()?;
+    Some(KernelMount {
+        id,
+        parent,
+        target: OsString::from_vec(unescape(target)).into(),
+        filesystem: String::from_utf8_lossy(&unescape(filesystem)).into_owned(),
+        source: String::from_utf8_lossy(&unescape(source)).into_owned(),
+    })
+}
+
+/// Space, tab, newline, backslash and `#` are written as three octal digits after a backslash.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, tail)) = rest.split_first() {
+        let octal = |digit: u8| matches!(digit, b'0'..=b'7').then(|| u32::from(digit - b'0'));
+        let code = match tail {
+            [a, b, c, ..] if byte == b'\\' => octal(*a)
+                .zip(octal(*b))
+                .zip(octal(*c))
+                .and_then(|((a, b), c)| u8::try_from(a * 64 + b * 8 + c).ok()),
+            _ => None,
+        };
+        plain.push(code.unwrap_or(byte));
+        rest = if code.is_some() { &tail[3..] } else { tail };
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIGEST: &str = "2492664271cd9a238b4cf0dfb7eee50a5b508206ffb2f994a5a9f3d588849784";
+
+    #[test]
+    fn reads_every_kind_of_line() {
+        let text = format!(
+            "36 35 98:0 / /mnt\\040x\\134y rw,noatime master:1 shared:2 - overlay cofolio:{DIGEST} ro,lowerdir+=/\n\
+             nonsense\n\
+             37 36 0:5 / /proc rw - proc proc rw\n\
+             38 36 0:5 / /a\\9b rw - ext4 /dev/x rw"
+        );
+        let mounts = parse(text.as_bytes());
+        assert_eq!(mounts.len(), 3);
+        assert_eq!(mounts[0].target, Path::new("/mnt x\\y"));
+        assert_eq!(mounts[0].filesystem, "overlay");
+        assert_eq!(mounts[0].image().unwrap().to_string(), DIGEST);
+        assert_eq!((mounts[1].id, mounts[1].parent), (37, 36));
+        assert_eq!(mounts[1].image(), None);
+        assert_eq!(mounts[2].target, Path::new("/a\\9b"));
+    }
+
+    /// Whatever stands there, reading it ends.
+    #[test]
+    fn survives_any_text() {
+        let line = b"36 35 98:0 / /mnt\\040x rw master:1 - overlay cofolio:x ro";
+        for cut in 0..line.len() {
+            let _ = parse(&line[..cut]);
+            let mut broken = line.to_vec();
+            broken[cut] = 0xff;
+            let _ = parse(&broken);
+        }
+    }
+}

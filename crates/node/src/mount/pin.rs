@@ -1,0 +1,345 @@
+//! One EROFS superblock per image, and the read-only overlays over it.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Digest, Domain, StoredFile, verity};
+use rustix::fs::{AtFlags, CWD, StatxFlags};
+use rustix::mount::MountAttrFlags;
+use serde::Serialize;
+use sha2::{Digest as _, Sha256};
+
+use super::error::{Asked, At as _, MountError};
+use super::idmap::IdMap;
+use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
+use super::mountinfo::source_of;
+use super::state::{
+    ImageLock, PinRecord, hex, list, read_json, remove_dir, remove_file, write_json,
+};
+use super::{Mounter, Step};
+
+/// An image that is mounted once, for all that build on it.
+#[derive(Debug, Clone, Serialize)]
+pub struct Pin {
+    /// Trust domain.
+    pub domain: String,
+    /// Digest of the metadata image.
+    pub image: Digest,
+    /// Where its EROFS superblock is mounted.
+    pub path: PathBuf,
+    /// How many mounts use it.
+    pub users: usize,
+    /// Whether [`Mounter::pin`] keeps it without users.
+    pub kept: bool,
+    /// How it was mounted and what was checked, if that is known.
+    pub record: Option<PinRecord>,
+}
+
+/// Name of the user that [`Mounter::pin`] is.
+pub(crate) const KEEPER: &str = "keep";
+
+/// `EROFS_SUPER_MAGIC_V1` and `OVERLAYFS_SUPER_MAGIC` of `include/uapi/linux/magic.h`.
+const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
+const OVERLAY_MAGIC: u32 = 0x794C_7630;
+
+impl Mounter<'_> {
+    /// Descriptor of the root of the image's EROFS mount, which is made if it is not there.
+    pub(crate) fn pinned(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        _lock: &ImageLock,
+    ) -> Result<OwnedFd, MountError> {
+        let dir = self.run.image_dir(domain.name(), image);
+        let at = dir.join("erofs");
+        make_dir(&at)?;
+        if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
+            return Ok(root);
+        }
+        let file = domain.open_image(image)?;
+        check_digest(&file, image)?;
+        let verity = domain.protection().verity;
+        let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
+        let objects_checked = if verity {
+            // The kernel compares every block that it reads, and fails what is too short.
+            0
+        } else {
+            self.check_sizes(&file, image, &objects)?
+        };
+        let scratch = open_dir(&dir).at("open", &dir)?;
+        let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
+        let (mount, backing) =
+            mount_erofs(descriptor, &source_of(image), scratch.as_fd(), self.force_loop)
+                .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+        let record = PinRecord {
+            backing,
+            verity,
+            objects_checked,
+            image_bytes: file.size().at("look at", file.path())?,
+            created: super::now(),
+        };
+        write_json(&dir.join("pin.json"), &record)?;
+        self.step(Step::PinMade);
+        place(&mount, &at)?;
+        self.step(Step::Pinned);
+        mounted_root(&at, EROFS_MAGIC)?.ok_or_else(|| MountError::State {
+            path: at,
+            reason: "the metadata image does not stay mounted".to_owned(),
+        })
+    }
+
+    /// Directory where the read-only overlay with this id map and label is mounted; it is made if
+    /// it is not there.
+    pub(crate) fn view(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        metadata: BorrowedFd<'_>,
+        idmap: Option<&IdMap>,
+        label: Option<&str>,
+    ) -> Result<OwnedFd, MountError> {
+        let at =
+            self.run.image_dir(domain.name(), image).join("views").join(view_key(idmap, label));
+        make_dir(&at)?;
+        if let Some(root) = mounted_root(&at, OVERLAY_MAGIC)? {
+            return Ok(root);
+        }
+        let mapped = idmap.map(|idmap| self.mapped(metadata, idmap)).transpose()?;
+        let metadata = mapped.as_ref().map_or(metadata, AsFd::as_fd);
+        let mount = self.overlay(domain, image, metadata, label, None)?;
+        self.step(Step::ViewMade);
+        place(&mount, &at)?;
+        self.step(Step::Viewed);
+        mounted_root(&at, OVERLAY_MAGIC)?.ok_or_else(|| MountError::State {
+            path: at,
+            reason: "the overlay does not stay mounted".to_owned(),
+        })
+    }
+
+    /// An overlay of the image, detached.
+    pub(crate) fn overlay(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        metadata: BorrowedFd<'_>,
+        label: Option<&str>,
+        upper: Option<&super::upper::OpenUpper>,
+    ) -> Result<OwnedFd, MountError> {
+        let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
+        let objects = open_dir(&objects).at("open", &objects)?;
+        let overlay = Overlay {
+            source: &source_of(image),
+            metadata,
+            objects: objects.as_fd(),
+            upper: upper.map(|upper| (upper.upper.as_fd(), upper.work.as_fd())),
+            volatile: upper.is_some_and(|upper| upper.volatile),
+            label,
+            verity: domain.protection().verity,
+        };
+        let mount = overlay.mount(&self.styles);
+        mount.map_err(|error| MountError::from_kernel(error, Asked::default()))
+    }
+
+    /// An id-mapped copy of the image's EROFS mount. An id map goes below the overlay: overlayfs
+    /// itself refuses to be id-mapped, but over an id-mapped mount it shows the mapped owners.
+    pub(crate) fn mapped(
+        &self,
+        metadata: BorrowedFd<'_>,
+        idmap: &IdMap,
+    ) -> Result<OwnedFd, MountError> {
+        let asked = Asked { idmap: true };
+        let namespace = idmap.namespace().map_err(|error| MountError::from_kernel(error, asked))?;
+        let rdonly = MountAttrFlags::MOUNT_ATTR_RDONLY;
+        clone_mount(metadata, Path::new(""), rdonly, Some(namespace.as_fd()))
+            .map_err(|error| MountError::from_kernel(error, asked))
+    }
+
+    /// Compares the size of every object with what the image says; returns how many there are.
+    ///
+    /// Without fs-verity an object that was cut short reads short without an error, so this is the
+    /// last moment to notice. A stat costs about a microsecond, so that it takes a few tens of
+    /// milliseconds for ten thousand objects, once per pin.
+    fn check_sizes(
+        &self,
+        file: &StoredFile,
+        image: &Digest,
+        objects: &Path,
+    ) -> Result<u64, MountError> {
+        let mut sizes: HashMap<Digest, u64> = HashMap::new();
+        let mut differ = None;
+        let visit = &mut |object: Digest, size: u64| {
+            if let Some(other) = sizes.insert(object, size)
+                && other != size
+            {
+                differ.get_or_insert((object, other, size));
+            }
+        };
+        self.contents.image_objects(file, visit).map_err(|error| MountError::ImageInvalid {
+            image: *image,
+            reason: error.to_string(),
+        })?;
+        if let Some((object, one, other)) = differ {
+            let reason = format!("object {object} has {one} bytes and {other} bytes");
+            return Err(MountError::ImageInvalid { image: *image, reason });
+        }
+        let dir = open_dir(objects).at("open", objects)?;
+        for (object, expected) in &sizes {
+            let path = object.object_path();
+            let flags = AtFlags::SYMLINK_NOFOLLOW;
+            let found = match rustix::fs::statx(&dir, &path, flags, StatxFlags::SIZE) {
+                Ok(stat) => stat.stx_size,
+                Err(rustix::io::Errno::NOENT) => {
+                    return Err(MountError::ObjectMissing { image: *image, object: path });
+                }
+                Err(errno) => return Err(errno).at("look at", objects.join(path)),
+            };
+            if found != *expected {
+                return Err(MountError::ObjectSize {
+                    image: *image,
+                    object: path,
+                    expected: *expected,
+                    found,
+                });
+            }
+        }
+        Ok(sizes.len() as u64)
+    }
+
+    /// Unmounts what is pinned of an image, unless somebody uses it. Says whether it did.
+    pub(crate) fn unpin_if_idle(
+        &self,
+        domain: &str,
+        image: &Digest,
+        _lock: &ImageLock,
+    ) -> Result<bool, MountError> {
+        let dir = self.run.image_dir(domain, image);
+        let users = dir.join("users");
+        if !dir.exists() || !list(&users)?.is_empty() {
+            return Ok(false);
+        }
+        for key in list(&dir.join("views"))? {
+            take_down(&dir.join("views").join(key))?;
+        }
+        take_down(&dir.join("erofs"))?;
+        self.step(Step::Unpinned);
+        remove_file(&dir.join("pin.json"))?;
+        for below in ["views", "users"] {
+            remove_dir(&dir.join(below));
+        }
+        // A link that a killed process left (see `mount_erofs`).
+        remove_file(&dir.join(source_of(image)))?;
+        remove_dir(&dir);
+        Ok(true)
+    }
+
+    /// Images with a directory of their own, by domain.
+    pub(crate) fn pinned_images(&self) -> Result<Vec<(String, Digest)>, MountError> {
+        let images = self.run.path().join("images");
+        let mut found = Vec::new();
+        for domain in list(&images)? {
+            for name in list(&images.join(&domain))? {
+                if let Ok(image) = name.parse::<Digest>() {
+                    found.push((domain.clone(), image));
+                }
+            }
+        }
+        found.sort();
+        Ok(found)
+    }
+
+    /// The pinned images of all trust domains.
+    ///
+    /// # Errors
+    /// [`MountError::Io`].
+    pub fn pins(&self) -> Result<Vec<Pin>, MountError> {
+        let mut pins = Vec::new();
+        for (domain, image) in self.pinned_images()? {
+            let dir = self.run.image_dir(&domain, &image);
+            let path = dir.join("erofs");
+            if mounted_root(&path, EROFS_MAGIC).ok().flatten().is_none() {
+                continue;
+            }
+            let users = list(&dir.join("users"))?;
+            let kept = users.iter().any(|user| user == KEEPER);
+            let record = read_json(&dir.join("pin.json")).unwrap_or(None);
+            let users = users.len() - usize::from(kept);
+            pins.push(Pin { domain, image, path, users, kept, record });
+        }
+        Ok(pins)
+    }
+}
+
+/// The image's bytes give its digest. With fs-verity the kernel has done the work.
+fn check_digest(file: &StoredFile, image: &Digest) -> Result<(), MountError> {
+    use std::io::Read as _;
+    let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
+    let found = match cofolio_sys::verity::measure(descriptor) {
+        Ok(Some(digest)) => Digest(digest),
+        _ => {
+            let mut hasher = verity::Hasher::new();
+            let mut reader = file.reader();
+            let mut buffer = vec![0; 256 << 10];
+            loop {
+                match reader.read(&mut buffer) {
+                    Ok(0) => break hasher.finish(),
+                    Ok(length) => hasher.update(&buffer[..length]),
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error).at("read", file.path()),
+                }
+            }
+        }
+    };
+    if found == *image { Ok(()) } else { Err(MountError::ImageAltered { image: *image, found }) }
+}
+
+/// Overlays that differ in nothing visible are one.
+fn view_key(idmap: Option<&IdMap>, label: Option<&str>) -> String {
+    if idmap.is_none() && label.is_none() {
+        return "plain".to_owned();
+    }
+    let idmap = idmap.map(ToString::to_string).unwrap_or_default();
+    let text = format!("{idmap}\0{}", label.unwrap_or_default());
+    hex(&Sha256::digest(text.as_bytes())[..16])
+}
+
+fn make_dir(path: &Path) -> Result<(), MountError> {
+    std::fs::create_dir_all(path).at("create", path)
+}
+
+/// The root of a mount of this kind at `path`, if there is one on top.
+fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, MountError> {
+    let root = match open_dir(path) {
+        Err(rustix::io::Errno::NOENT) => return Ok(None),
+        other => other.at("open", path)?,
+    };
+    let id = cofolio_sys::mount::mount_id(&root, "").at("look at", path)?;
+    let kind = rustix::fs::fstatfs(&root).at("look at", path)?.f_type;
+    // The magic number is 32 bits in a field of the machine's word size.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "see above")]
+    let kind = kind as u32;
+    Ok((id.is_root && kind == magic).then_some(root))
+}
+
+fn place(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {
+    let dir = open_dir(at).at("open", at)?;
+    attach(mount, &dir).map_err(|error| MountError::from_kernel(error, Asked::default()))
+}
+
+/// Unmounts everything at a mount point of the run directory, and removes it.
+fn take_down(at: &Path) -> Result<(), MountError> {
+    // As many as could ever be stacked there by a race that the locks exclude.
+    const STACK_MAX: u32 = 16;
+    for _ in 0..STACK_MAX {
+        match cofolio_sys::mount::mount_id(CWD, at) {
+            Ok(id) if id.is_root => {}
+            _ => break,
+        }
+        // Lazily: somebody may be looking around in it, and what containers use are mounts of
+        // their own.
+        kernel::unmount(at, true)
+            .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+    }
+    remove_dir(at);
+    Ok(())
+}

@@ -1,0 +1,425 @@
+//! What is mounted according to us, according to the kernel, and putting the two together.
+
+use std::cell::OnceCell;
+use std::collections::{BTreeSet, HashSet};
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Digest, Domain, RootKind};
+use serde::Serialize;
+
+use super::error::{Asked, At as _, MountError};
+use super::kernel;
+use super::mountinfo::{self, KernelMount, source_of};
+use super::pin::KEEPER;
+use super::state::{ImageLock, MountRecord, Phase, list, remove_dir, remove_file};
+use super::upper;
+use super::{Mounter, Pin, Step, numbers_at};
+
+/// Where a recorded mount is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// On top at this path (not the recorded one if somebody moved it).
+    At(PathBuf),
+    /// There, but under another mount.
+    Covered,
+    /// Nowhere: unmounted behind our back, never attached, or gone with a reboot.
+    Gone,
+    /// In a mount namespace that is not ours and still in use.
+    Elsewhere,
+}
+
+/// A mount as the record and the kernel together tell it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MountState {
+    /// As recorded.
+    Live,
+    /// Being made or taken away, or left half-way by a process that died.
+    InFlight,
+    /// Another mount lies on top of it.
+    Covered,
+    /// Not mounted any more: `reconcile` or `umount` cleans up.
+    Gone,
+    /// In another mount namespace.
+    OtherNamespace,
+}
+
+/// One line of [`Mounter::list`].
+#[derive(Debug, Clone, Serialize)]
+pub struct MountStatus {
+    /// What was recorded.
+    pub record: MountRecord,
+    /// Whether the kernel agrees.
+    pub state: MountState,
+}
+
+/// Everything that is mounted.
+#[derive(Debug, Default, Serialize)]
+pub struct Mounts {
+    /// Recorded mounts, by target.
+    pub mounts: Vec<MountStatus>,
+    /// Pinned images.
+    pub pins: Vec<Pin>,
+    /// Mounts of ours by their source of which there is no record: binds that somebody made of a
+    /// mount, or mounts whose record was lost. They are nobody's to clean up.
+    pub orphans: Vec<KernelMount>,
+    /// Records that cannot be read, in words.
+    pub damaged: Vec<String>,
+}
+
+/// What [`Mounter::reconcile`] cleaned up.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
+pub struct Reconciled {
+    /// Ids of mounts that were gone or half-way.
+    pub mounts: Vec<String>,
+    /// Ids of roots in the store that stood for nothing.
+    pub roots: Vec<String>,
+    /// Directories of changes that belonged to nothing.
+    pub uppers: u32,
+    /// Images that were pinned for nobody.
+    pub pins: Vec<Digest>,
+    /// Other leftovers: temporary files and marks of users.
+    pub leftovers: u32,
+    /// What could not be cleaned up, in words.
+    pub failed: Vec<String>,
+}
+
+impl Reconciled {
+    /// Whether there was nothing to do.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// The traces of a mount are gone, except for a directory that is still to be removed.
+#[derive(Debug)]
+pub(crate) struct Forgotten {
+    gone: Option<PathBuf>,
+    pub(crate) unpinned: bool,
+}
+
+impl Forgotten {
+    /// Removes the changes. Slow for many files, so it is done without the lock. What cannot be
+    /// removed is out of sight and tried again by [`Mounter::reconcile`].
+    pub(crate) fn finish(self) {
+        if let Some(gone) = self.gone {
+            let _ = upper::remove(&gone);
+        }
+    }
+}
+
+/// What the kernel says at one moment, looked up under a root path.
+pub(crate) struct Kernel<'r> {
+    root: &'r Path,
+    /// The id of this boot.
+    pub(crate) boot_id: String,
+    /// Inode number of this thread's mount namespace.
+    pub(crate) namespace: u64,
+    /// Read when it is first asked for: with thousands of mounts it takes milliseconds.
+    mounts: OnceCell<Vec<KernelMount>>,
+}
+
+impl<'r> Kernel<'r> {
+    pub(crate) fn new(root: &'r Path) -> Result<Self, MountError> {
+        let boot = root.join("proc/sys/kernel/random/boot_id");
+        let namespace = root.join("proc/thread-self/ns/mnt");
+        Ok(Self {
+            root,
+            boot_id: fs::read_to_string(&boot).at("read", boot)?.trim().to_owned(),
+            namespace: fs::metadata(&namespace).at("look at", namespace)?.ino(),
+            mounts: OnceCell::new(),
+        })
+    }
+
+    fn mounts(&self) -> Result<&[KernelMount], MountError> {
+        if self.mounts.get().is_none() {
+            let path = mountinfo::path(self.root);
+            let _ = self.mounts.set(mountinfo::read(self.root).at("read", path)?);
+        }
+        Ok(self.mounts.get().map_or(&[], Vec::as_slice))
+    }
+}
+
+impl Mounter<'_> {
+    /// Where a recorded mount is. Looks at the target only, unless that is not it.
+    pub(crate) fn place_of(
+        &self,
+        record: &MountRecord,
+        kernel: &Kernel<'_>,
+    ) -> Result<Place, MountError> {
+        if record.boot_id != kernel.boot_id {
+            return Ok(Place::Gone);
+        }
+        if record.namespace != kernel.namespace {
+            let used = namespace_is_used(&self.root, record.namespace);
+            return Ok(if used { Place::Elsewhere } else { Place::Gone });
+        }
+        let Some(mount) = record.mount else { return Ok(Place::Gone) };
+        if let Ok(found) = numbers_at(&record.target)
+            && found.is_root
+            && same(mount.id, mount.unique, found.id, found.unique)
+        {
+            return Ok(Place::At(record.target.clone()));
+        }
+        let source = source_of(&record.image);
+        let mut mounts = kernel.mounts()?.iter();
+        let Some(found) = mounts.find(|m| m.id == mount.id && m.source == source) else {
+            return Ok(Place::Gone);
+        };
+        // On top at its place, or below something?
+        match numbers_at(&found.target) {
+            Ok(numbers) if same(mount.id, mount.unique, numbers.id, numbers.unique) => {
+                Ok(Place::At(found.target.clone()))
+            }
+            // The number went to another mount of the same image since.
+            Ok(numbers) if numbers.id == mount.id => Ok(Place::Gone),
+            _ => Ok(Place::Covered),
+        }
+    }
+
+    /// Removes every trace of a mount: takes it down if it is still up, and gives the image back.
+    /// Every part may already be missing. The record goes last but for the pin, which is found by
+    /// its directory.
+    pub(crate) fn forget(
+        &self,
+        record: &MountRecord,
+        lock: &ImageLock,
+    ) -> Result<Forgotten, MountError> {
+        if let Place::At(path) = self.place_of(record, &Kernel::new(&self.root)?)? {
+            kernel::unmount(&path, true)
+                .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+            self.step(Step::Detached);
+        }
+        let gone = record.upper.as_ref().map(upper::discard).transpose()?.flatten();
+        self.step(Step::UpperGone);
+        let domain = self.domain_of(&record.domain)?;
+        domain.remove_root(RootKind::Mount, &record.id)?;
+        self.step(Step::Unrooted);
+        if record.created_target {
+            remove_dir(&record.target);
+        }
+        let users = self.run.image_dir(&record.domain, &record.image).join("users");
+        remove_file(&users.join(&record.id))?;
+        self.step(Step::Unmarked);
+        self.run.remove_record(&record.id)?;
+        self.step(Step::Forgotten);
+        let unpinned = self.unpin_if_idle(&record.domain, &record.image, lock)?;
+        Ok(Forgotten { gone, unpinned })
+    }
+
+    /// Everything that is mounted, from the records and from the kernel. Changes nothing, and needs
+    /// no privilege beyond reading the run directory.
+    ///
+    /// # Errors
+    /// [`MountError::Io`].
+    pub fn list(&self) -> Result<Mounts, MountError> {
+        let kernel = Kernel::new(&self.root)?;
+        let (records, damaged) = self.run.records()?;
+        let recorded: HashSet<(u64, Digest)> =
+            records.iter().filter_map(|r| Some((r.mount?.id, r.image))).collect();
+        let is_orphan = |mount: &&KernelMount| {
+            mount.image().is_some_and(|image| !recorded.contains(&(mount.id, image)))
+                && !mount.target.starts_with(self.run.path())
+        };
+        let orphans = kernel.mounts()?.iter().filter(is_orphan).cloned().collect();
+        let mut mounts = Vec::with_capacity(records.len());
+        for record in records {
+            let state = match self.place_of(&record, &kernel)? {
+                _ if record.phase != Phase::Mounted => MountState::InFlight,
+                Place::At(_) => MountState::Live,
+                Place::Covered => MountState::Covered,
+                Place::Gone => MountState::Gone,
+                Place::Elsewhere => MountState::OtherNamespace,
+            };
+            mounts.push(MountStatus { record, state });
+        }
+        let damaged = damaged.iter().map(ToString::to_string).collect();
+        Ok(Mounts { mounts, pins: self.pins()?, orphans, damaged })
+    }
+
+    /// Images of this trust domain that are mounted: by a record of this boot, by a pin, or by the
+    /// kernel's word. For garbage collection, which must keep them.
+    ///
+    /// # Errors
+    /// [`MountError::Io`]; [`MountError::State`] for a damaged record, which might name any image.
+    pub fn live_images(&self) -> Result<Vec<Digest>, MountError> {
+        let kernel = Kernel::new(&self.root)?;
+        let mut images = BTreeSet::new();
+        let (records, damaged) = self.run.records()?;
+        if let Some(error) = damaged.into_iter().next() {
+            return Err(error);
+        }
+        for record in records {
+            if record.domain == self.domain.name() && record.boot_id == kernel.boot_id {
+                images.insert(record.image);
+            }
+        }
+        for (domain, image) in self.pinned_images()? {
+            if domain == self.domain.name() {
+                images.insert(image);
+            }
+        }
+        images.extend(kernel.mounts()?.iter().filter_map(KernelMount::image));
+        let mut live = Vec::with_capacity(images.len());
+        for image in images {
+            // The kernel does not say which trust domain a mount belongs to.
+            if self.domain.has_image(&image)? {
+                live.push(image);
+            }
+        }
+        Ok(live)
+    }
+
+    /// Cleans up what processes that died, a reboot, or somebody's umount(8) left: of mounts that are
+    /// not there any more, the records, roots, directories of changes (unless they are to be kept)
+    /// and pins. Mounts of live processes are waited for and left alone; so are mounts in other mount
+    /// namespaces. What cannot be cleaned up is in the report, and does not keep the rest from being.
+    ///
+    /// # Errors
+    /// [`MountError::Io`] if the run directory cannot be read at all.
+    pub fn reconcile(&self) -> Result<Reconciled, MountError> {
+        let mut done = Reconciled::default();
+        if self.run.path().join("locks").exists() {
+            match self.run.remove_temporaries() {
+                Ok(count) => done.leftovers += count,
+                Err(error) => done.failed.push(in_words(&error)),
+            }
+            for id in self.run.record_ids()? {
+                match self.reconcile_record(&id) {
+                    Ok(true) => done.mounts.push(id),
+                    Ok(false) => {}
+                    Err(error) => done.failed.push(in_words(&error)),
+                }
+            }
+            for (domain, image) in self.pinned_images()? {
+                match self.reconcile_pin(&domain, &image, &mut done.leftovers) {
+                    Ok(true) => done.pins.push(image),
+                    Ok(false) => {}
+                    Err(error) => done.failed.push(in_words(&error)),
+                }
+            }
+        }
+        for name in self.domain.store().domains()? {
+            let domain = self.domain_of(&name)?;
+            match upper::remove_stale(&domain, &self.run) {
+                Ok(count) => done.uppers += count,
+                Err(error) => done.failed.push(in_words(&error)),
+            }
+            match self.reconcile_roots(&domain) {
+                Ok(ids) => done.roots.extend(ids),
+                Err(error) => done.failed.push(in_words(&error)),
+            }
+        }
+        Ok(done)
+    }
+
+    /// Says whether the record stood for nothing.
+    fn reconcile_record(&self, id: &str) -> Result<bool, MountError> {
+        let Some(found) = self.run.record(id)? else { return Ok(false) };
+        let lock = self.run.lock_image(&found.image)?;
+        let Some(record) = self.run.record(id)? else { return Ok(false) };
+        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
+        // With the lock ours, nobody is at work on a record that is half-way.
+        let stale = match place {
+            Place::Elsewhere => false,
+            Place::Gone => true,
+            Place::At(_) | Place::Covered => record.phase != Phase::Mounted,
+        };
+        if record.image != found.image || !stale {
+            return Ok(false);
+        }
+        if place == Place::Covered {
+            return Err(MountError::Covered { target: record.target });
+        }
+        let forgotten = self.forget(&record, &lock)?;
+        drop(lock);
+        forgotten.finish();
+        Ok(true)
+    }
+
+    /// Says whether the image was pinned for nobody.
+    fn reconcile_pin(
+        &self,
+        domain: &str,
+        image: &Digest,
+        leftovers: &mut u32,
+    ) -> Result<bool, MountError> {
+        let lock = self.run.lock_image(image)?;
+        let users = self.run.image_dir(domain, image).join("users");
+        for user in list(&users)? {
+            if user != KEEPER && self.run.record(&user)?.is_none_or(|r| r.image != *image) {
+                remove_file(&users.join(user))?;
+                *leftovers += 1;
+            }
+        }
+        self.unpin_if_idle(domain, image, &lock)
+    }
+
+    /// Removes roots of mounts of this run directory that have no record, and those of other boots
+    /// whichever run directory they are of.
+    fn reconcile_roots(&self, domain: &Domain) -> Result<Vec<String>, MountError> {
+        let boot = Kernel::new(&self.root)?.boot_id;
+        let mut removed = Vec::new();
+        for root in domain.roots(RootKind::Mount)? {
+            let is_ours = root.id.starts_with(&self.run.tag());
+            let is_used = || -> Result<bool, MountError> {
+                // A record is written before its root and removed after it, so that looking for the
+                // root first and then for the record cannot miss.
+                let kept = root.images.first().is_some_and(|image| {
+                    self.keeper_root(image) == root.id
+                        && self.run.image_dir(domain.name(), image).join("users/keep").exists()
+                });
+                Ok(kept || self.run.record(&root.id)?.is_some())
+            };
+            if root.boot_id.as_ref() != Some(&boot) || (is_ours && !is_used()?) {
+                domain.remove_root(RootKind::Mount, &root.id)?;
+                removed.push(root.id);
+            }
+        }
+        Ok(removed)
+    }
+}
+
+/// Whether two pairs of numbers mean one mount.
+fn same(id: u64, unique: Option<u64>, other_id: u64, other_unique: Option<u64>) -> bool {
+    match (unique, other_unique) {
+        (Some(one), Some(other)) => one == other,
+        _ => id == other_id,
+    }
+}
+
+/// Whether a process or thread that we can see lives in the mount namespace. If we cannot see all
+/// of them, we assume so.
+fn namespace_is_used(root: &Path, namespace: u64) -> bool {
+    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
+    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+    let proc = root.join("proc");
+    let inode = |path: PathBuf| fs::metadata(path).ok().map(|metadata| metadata.ino());
+    if inode(proc.join("thread-self/ns/pid")) != Some(FIRST_PID_NAMESPACE) {
+        return true;
+    }
+    let numbers = |dir: &Path| -> Vec<PathBuf> {
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        entries
+            .filter(|entry| entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit))
+            .map(|entry| entry.path())
+            .collect()
+    };
+    numbers(&proc)
+        .iter()
+        .flat_map(|process| numbers(&process.join("task")))
+        .any(|task| inode(task.join("ns/mnt")) == Some(namespace))
+}
+
+/// An error with what caused it.
+fn in_words(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

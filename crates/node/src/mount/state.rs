@@ -1,0 +1,452 @@
+//! The run directory: what is mounted, by whom, and locks.
+//!
+//! ```text
+//! <run>/                          /run/cofolio/<store-id>, mode 0700, a mount of its own (see below)
+//!   mounts/<id>.json              one record per mount, written before and after each step
+//!   images/<domain>/<digest>/     one pinned image
+//!     pin.json                    how it was mounted, what was checked
+//!     erofs/                      its one EROFS superblock is mounted here
+//!     views/<key>/                read-only overlays, one per id map and label
+//!     users/<id>                  an empty file per record that uses it
+//!   locks/<xx>                    256 stripes, by the first byte of the image's digest
+//! ```
+//!
+//! *Who may write what.* Everything of an image, and the records that name it, is changed only with
+//! the stripe of its digest locked. So whoever holds the lock and finds a record half-way knows that
+//! its writer is dead. `mounts/<id>.json` is made with `link`, which decides between two mounts of
+//! different images at one target.
+//!
+//! *Order.* A record exists before anything else of its mount does and goes last; it names the
+//! kernel's number of the mount before that mount is attached anywhere. Every other trace can
+//! therefore be found from a record, or is a trace without a record and can go.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Digest, Store};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::mount::{MountAttrFlags, MountPropagationFlags, mount_change};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use super::error::{At as _, MountError};
+use super::idmap::IdMap;
+use super::kernel::{self, Backing};
+
+/// Where a store's runtime state lives.
+#[derive(Debug, Clone)]
+pub struct RunDir {
+    path: PathBuf,
+}
+
+/// How far a mount has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Being made. If nobody holds the image's lock, its maker is dead.
+    Intent,
+    /// In place.
+    Mounted,
+    /// Being taken away.
+    Leaving,
+}
+
+/// Where the changes of a writable mount go.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Upper {
+    /// Directory that holds `upper/` and `work/`.
+    pub dir: PathBuf,
+    /// Left in place at unmount.
+    pub keep: bool,
+    /// Given by the caller, and not a directory of the store's.
+    pub given: bool,
+}
+
+/// The kernel's numbers of a mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountNumbers {
+    /// As in mountinfo; given to another mount later.
+    pub id: u64,
+    /// Never given twice while the machine is up (Linux 6.8).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unique: Option<u64>,
+}
+
+/// One mount.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountRecord {
+    /// Its id: follows from the run directory and the target.
+    pub id: String,
+    /// Trust domain.
+    pub domain: String,
+    /// Digest of the metadata image.
+    pub image: Digest,
+    /// Where it is mounted; absolute, without symbolic links.
+    pub target: PathBuf,
+    /// The target was made for the mount, and goes with it.
+    #[serde(default)]
+    pub created_target: bool,
+    /// Where changes go; `None` for a read-only mount.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upper: Option<Upper>,
+    /// Id map.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idmap: Option<IdMap>,
+    /// Security label.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label: Option<String>,
+    /// Set-user-id bits are ignored.
+    #[serde(default)]
+    pub nosuid: bool,
+    /// Device files do not open.
+    #[serde(default)]
+    pub nodev: bool,
+    /// Nothing can be executed.
+    #[serde(default)]
+    pub noexec: bool,
+    /// The kernel checks every read (fs-verity).
+    #[serde(default)]
+    pub verity: bool,
+    /// Every object was hashed again before it was mounted.
+    #[serde(default)]
+    pub verified: bool,
+    /// How far it has come.
+    pub phase: Phase,
+    /// The kernel's numbers, known before it is attached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount: Option<MountNumbers>,
+    /// Inode number of the mount namespace that it was made in.
+    pub namespace: u64,
+    /// The boot that it was made in.
+    pub boot_id: String,
+    /// Process that made it.
+    pub pid: u32,
+    /// When, in seconds since 1970.
+    pub created: i64,
+}
+
+/// What `pin.json` holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinRecord {
+    /// How its bytes reach the kernel.
+    pub backing: Backing,
+    /// The kernel checks every read of an object.
+    pub verity: bool,
+    /// Objects whose sizes were compared with the image; 0 where fs-verity made that unnecessary.
+    pub objects_checked: u64,
+    /// Size of the metadata image in bytes.
+    pub image_bytes: u64,
+    /// When it was pinned, in seconds since 1970.
+    pub created: i64,
+}
+
+/// An image's lock, held until dropped.
+#[derive(Debug)]
+pub(crate) struct ImageLock {
+    stripe: u8,
+    _file: OwnedFd,
+}
+
+/// A record is a few hundred bytes; an id map makes it grow.
+const RECORD_SIZE_MAX: u64 = 1 << 20;
+
+impl RunDir {
+    /// The run directory of a store: `/run/cofolio/<store-id>`, or below `COFOLIO_RUN`.
+    pub fn of(store: &Store) -> Self {
+        Self { path: store.run_dir() }
+    }
+
+    /// A run directory elsewhere. It is made when the first mount is.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes it, and makes it a mount of its own.
+    ///
+    /// Where `/` is shared, as systemd has it, every pinned image would otherwise be mounted in
+    /// every service's mount namespace as well. So the run directory leaves the peer group of its
+    /// parent. It starts a group of its own instead of being private: namespaces that are copied
+    /// from ours later, as containers' are, then still hear when an image is unmounted, and do not
+    /// keep it in memory for as long as they live.
+    pub(crate) fn prepare(&self) -> Result<(), MountError> {
+        for dir in ["mounts", "images", "locks"] {
+            let path = self.path.join(dir);
+            // 0700: a pinned image holds set-user-id programs that no host user is to run.
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(&path).at("create", &path)?;
+        }
+        let is_mount = || -> Result<bool, MountError> {
+            let id = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
+            Ok(id.at("look at", &self.path)?.is_root)
+        };
+        if is_mount()? {
+            return Ok(());
+        }
+        let path = self.path.join("locks/run");
+        let _lock = lock_file(&path)?;
+        if is_mount()? {
+            return Ok(());
+        }
+        let failed = |error| MountError::from_kernel(error, super::error::Asked::default());
+        let copy = kernel::clone_mount(rustix::fs::CWD, &self.path, MountAttrFlags::empty(), None)
+            .map_err(failed)?;
+        let dir = kernel::open_dir(&self.path).at("open", &self.path)?;
+        kernel::attach(&copy, &dir).map_err(failed)?;
+        for kind in [MountPropagationFlags::PRIVATE, MountPropagationFlags::SHARED] {
+            mount_change(&self.path, kind).at("change the propagation of", &self.path)?;
+        }
+        Ok(())
+    }
+
+    /// What tells our ids from those of another run directory on the same store.
+    pub(crate) fn tag(&self) -> String {
+        hex(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
+    }
+
+    /// The id of a mount at this target.
+    pub(crate) fn id_of(&self, target: &Path) -> String {
+        format!("{}-{}", self.tag(), hex(&Sha256::digest(target.as_os_str().as_bytes())[..8]))
+    }
+
+    pub(crate) fn image_dir(&self, domain: &str, image: &Digest) -> PathBuf {
+        self.path.join("images").join(domain).join(image.to_string())
+    }
+
+    fn record_path(&self, id: &str) -> PathBuf {
+        self.path.join("mounts").join(format!("{id}.json"))
+    }
+
+    /// Locks everything of an image. Waits.
+    pub(crate) fn lock_image(&self, image: &Digest) -> Result<ImageLock, MountError> {
+        self.lock_stripe(image.0[0])
+    }
+
+    pub(crate) fn lock_stripe(&self, stripe: u8) -> Result<ImageLock, MountError> {
+        let path = self.path.join(format!("locks/{stripe:02x}"));
+        Ok(ImageLock { stripe, _file: lock_file(&path)? })
+    }
+
+    /// The record of a mount.
+    ///
+    /// # Errors
+    /// [`MountError::State`] for a damaged one; [`MountError::Io`].
+    pub fn record(&self, id: &str) -> Result<Option<MountRecord>, MountError> {
+        // Ids come from callers, too.
+        if !is_id(id) {
+            return Ok(None);
+        }
+        let path = self.record_path(id);
+        let record: Option<MountRecord> = read_json(&path)?;
+        if let Some(record) = &record
+            && record.id != id
+        {
+            return Err(MountError::State { path, reason: "it is another mount's".to_owned() });
+        }
+        Ok(record)
+    }
+
+    /// The record of the mount at a target, or with an id.
+    ///
+    /// # Errors
+    /// As [`RunDir::record`]; [`MountError::NotMounted`].
+    pub fn find(&self, target_or_id: &Path) -> Result<MountRecord, MountError> {
+        if let Some(id) = target_or_id.to_str()
+            && let Some(record) = self.record(id)?
+        {
+            return Ok(record);
+        }
+        // The target may be gone, so that it cannot be resolved: try it as given then.
+        let target = fs::canonicalize(target_or_id).unwrap_or_else(|_| target_or_id.to_owned());
+        if let Some(record) = self.record(&self.id_of(&target))?
+            && record.target == target
+        {
+            return Ok(record);
+        }
+        Err(MountError::NotMounted(target_or_id.display().to_string()))
+    }
+
+    /// All records, by target. Damaged ones are errors of their own, beside the others.
+    ///
+    /// # Errors
+    /// [`MountError::Io`] if the directory cannot be listed.
+    pub fn records(&self) -> Result<(Vec<MountRecord>, Vec<MountError>), MountError> {
+        let (mut records, mut damaged) = (Vec::new(), Vec::new());
+        for id in self.record_ids()? {
+            match self.record(&id) {
+                Ok(record) => records.extend(record),
+                Err(error) => damaged.push(error),
+            }
+        }
+        records.sort_by(|a, b| a.target.cmp(&b.target));
+        Ok((records, damaged))
+    }
+
+    pub(crate) fn record_ids(&self) -> Result<Vec<String>, MountError> {
+        let names = list(&self.path.join("mounts"))?;
+        Ok(names.iter().filter_map(|name| name.strip_suffix(".json")).map(str::to_owned).collect())
+    }
+
+    /// Makes the record of a mount that is about to be made; false if its id is taken.
+    pub(crate) fn claim(&self, record: &MountRecord, lock: &ImageLock) -> Result<bool, MountError> {
+        let path = self.record_path(&record.id);
+        let temporary = self.write_temporary(&record.id, record, lock)?;
+        let linked = fs::hard_link(&temporary, &path);
+        let _ = fs::remove_file(&temporary);
+        match linked {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error).at("write", &path),
+        }
+    }
+
+    /// Replaces a record.
+    pub(crate) fn write(&self, record: &MountRecord, lock: &ImageLock) -> Result<(), MountError> {
+        let path = self.record_path(&record.id);
+        let temporary = self.write_temporary(&record.id, record, lock)?;
+        fs::rename(&temporary, &path).at("write", &path)
+    }
+
+    pub(crate) fn remove_record(&self, id: &str) -> Result<(), MountError> {
+        remove_file(&self.record_path(id))
+    }
+
+    /// The stripe in the name of the temporary file says which lock its writer held: two writers
+    /// never have the same, and a leftover can be told from one that is being written.
+    fn write_temporary(
+        &self,
+        id: &str,
+        record: &MountRecord,
+        lock: &ImageLock,
+    ) -> Result<PathBuf, MountError> {
+        let path = self.path.join(format!("mounts/{id}.{:02x}.tmp", lock.stripe));
+        write_json(&path, record)?;
+        Ok(path)
+    }
+
+    /// Removes what writers that died left of [`RunDir::write_temporary`].
+    pub(crate) fn remove_temporaries(&self) -> Result<u32, MountError> {
+        let dir = self.path.join("mounts");
+        let mut removed = 0;
+        for name in list(&dir)? {
+            let Some((_, stripe)) =
+                name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.'))
+            else {
+                continue;
+            };
+            let _lock = match u8::from_str_radix(stripe, 16) {
+                Ok(stripe) => self.lock_stripe(stripe)?,
+                Err(_) => continue,
+            };
+            let path = dir.join(&name);
+            if path.exists() {
+                remove_file(&path)?;
+                removed += 1;
+            }
+        }
+        Ok(removed)
+    }
+}
+
+/// 8 hex digits, a dash, 16 hex digits: never a path.
+fn is_id(text: &str) -> bool {
+    let hex = |part: &str, length| {
+        part.len() == length && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+    };
+    text.split_once('-').is_some_and(|(tag, name)| hex(tag, 8) && hex(name, 16))
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Opens a file that stays for ever and locks it. A lock file that is removed could be locked by
+/// two at once: one holds the old inode, the other a new one.
+fn lock_file(path: &Path) -> Result<OwnedFd, MountError> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)?;
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::LockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno).at("lock", path),
+        }
+    }
+}
+
+/// Names in a directory, without those that are not UTF-8 (never ours); none if it is missing.
+pub(crate) fn list(dir: &Path) -> Result<Vec<String>, MountError> {
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.at("list", dir)?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        if let Ok(name) = entry.at("list", dir)?.file_name().into_string() {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+pub(crate) fn remove_file(path: &Path) -> Result<(), MountError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", path),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a directory if it is empty; says nothing if it is not.
+pub(crate) fn remove_dir(path: &Path) {
+    let _ = fs::remove_dir(path);
+}
+
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, MountError> {
+    use std::io::Read as _;
+    let file = match fs::File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.at("open", path)?,
+    };
+    let mut text = Vec::new();
+    file.take(RECORD_SIZE_MAX).read_to_end(&mut text).at("read", path)?;
+    let damaged = |error: serde_json::Error| MountError::State {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    };
+    serde_json::from_slice(&text).map(Some).map_err(damaged)
+}
+
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), MountError> {
+    let text = serde_json::to_vec_pretty(value)
+        .map_err(|error| MountError::State { path: path.to_owned(), reason: error.to_string() })?;
+    let mut file = fs::File::create(path).at("create", path)?;
+    file.write_all(&text).at("write", path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_never_paths() {
+        let run = RunDir::at("/run/cofolio/x");
+        assert!(is_id(&run.id_of(Path::new("/mnt"))));
+        assert_ne!(run.id_of(Path::new("/mnt")), run.id_of(Path::new("/mnt2")));
+        assert_ne!(run.id_of(Path::new("/mnt")), RunDir::at("/r").id_of(Path::new("/mnt")));
+        for text in ["", "..", "../../etc/passwd", "01234567-0123456789abcde/", "a-b"] {
+            assert!(!is_id(text), "{text}");
+        }
+    }
+}
