@@ -7,7 +7,7 @@
 //! 2. leases that have run out and mounts of an earlier boot go;
 //! 3. images and layers that are not marked go, and that is made durable: no image that is in place ever
 //!    lacks an object, after a crash either;
-//! 4. objects that are not marked go.
+//! 4. objects that are not marked go, and what is kept gets its protection if it lacks it.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -104,6 +104,9 @@ impl Domain {
         };
         let marks = self.mark(contents, live, options)?;
         let mut report = GcReport { dry_run: options.dry_run, ..GcReport::default() };
+        // Before anything is protected again: a crash in the middle of a rename can leave a file with its
+        // old name in staging too, and removing that name takes the flag from the file.
+        self.sweep_leftovers(&mut report)?;
         for (root, path) in &marks.stale_roots {
             self.sweep(path, options.dry_run)?;
             report.roots.push(root.clone());
@@ -113,7 +116,6 @@ impl Domain {
             self.disk().sync_all().at("sync", self.base())?;
         }
         self.sweep_objects(&marks.objects, &mut report)?;
-        self.sweep_leftovers(&mut report)?;
         Ok(report)
     }
 
@@ -173,17 +175,22 @@ impl Domain {
     }
 
     fn sweep_parts(&self, marks: &Marks, report: &mut GcReport) -> Result<()> {
+        let immutable = self.protection().immutable && !report.dry_run;
         for stem in self.files("images", IMAGE_SUFFIX)? {
+            let path = format!("{}/images/{stem}{IMAGE_SUFFIX}", self.base());
             let digest = Digest::from_lower_hex(stem.as_bytes());
             if digest.is_some_and(|digest| marks.parts.contains_key(&Part::Image(digest))) {
                 report.kept_images += 1;
+                if immutable {
+                    self.protect_again(&path)?;
+                }
                 continue;
             }
-            let path = format!("{}/images/{stem}{IMAGE_SUFFIX}", self.base());
             report.image_bytes += self.sweep(&path, report.dry_run)?;
             report.images += 1;
         }
         for stem in self.files("layers", LAYER_SUFFIX)? {
+            let path = format!("{}/layers/{stem}{LAYER_SUFFIX}", self.base());
             // A long chain id is hashed into its file name, so compare encoded.
             let kept = marks.parts.keys().any(|part| match part {
                 Part::Layer(chain_id) => name::matches(&stem, chain_id),
@@ -191,9 +198,11 @@ impl Domain {
             });
             if kept {
                 report.kept_layers += 1;
+                if immutable {
+                    self.protect_again(&path)?;
+                }
                 continue;
             }
-            let path = format!("{}/layers/{stem}{LAYER_SUFFIX}", self.base());
             report.layer_bytes += self.sweep(&path, report.dry_run)?;
             report.layers += 1;
         }
@@ -204,6 +213,7 @@ impl Domain {
         let objects = format!("{}/objects", self.base());
         let shards = self.disk().list(&objects).at("list", &objects)?;
         let dry_run = report.dry_run;
+        let immutable = self.protection().immutable && !dry_run;
         let total = Mutex::new(&mut *report);
         for_each(self.disk().parallelism(), &shards, |(shard, kind)| {
             if *kind != Kind::Directory {
@@ -217,7 +227,12 @@ impl Domain {
                         bytes += self.sweep(&format!("{directory}/{entry}"), dry_run)?;
                         removed += 1;
                     }
-                    Some(_) => kept += 1,
+                    Some(_) => {
+                        kept += 1;
+                        if immutable && kind == Kind::File {
+                            self.protect_again(&format!("{directory}/{entry}"))?;
+                        }
+                    }
                     // Not ours: fsck reports it.
                     None => {}
                 }
@@ -228,6 +243,14 @@ impl Domain {
             total.kept_objects += kept;
             Ok(())
         })
+    }
+
+    /// An import that was interrupted after publishing its content may not have got to protecting it.
+    fn protect_again(&self, path: &str) -> Result<()> {
+        if self.disk().stat(path).at("look at", path)?.immutable {
+            return Ok(());
+        }
+        self.disk().set_immutable(path, true).at("make immutable", path)
     }
 
     /// Temporary files (with the exclusive lock held nobody is writing one) and dead staging.

@@ -32,6 +32,8 @@ mod name;
 mod parallel;
 mod real;
 mod record;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod staging;
 mod store;
 mod verify;

@@ -25,16 +25,24 @@ use crate::store::remove_entry;
 use crate::verity::{self, Hasher};
 use crate::{Digest, name};
 
-/// Content up to this size is hashed before anything is written, and not written if it is known.
-/// Bounds the memory of one writer too.
-const BUFFER_MAX: usize = 1 << 20;
+/// [`ImportOptions::buffer_bytes_max`] unless said otherwise.
+const BUFFER_BYTES_MAX: usize = 1 << 20;
 
 /// How an import is begun.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct ImportOptions {
     /// Keep garbage collection off until the import has ended. For the second try after
     /// [`Error::Vanished`].
     pub hold_lock: bool,
+    /// Content up to this many bytes is hashed before anything is written, and not written if it is
+    /// known. It bounds the memory of one [`ObjectWriter`].
+    pub buffer_bytes_max: usize,
+}
+
+impl Default for ImportOptions {
+    fn default() -> Self {
+        Self { hold_lock: false, buffer_bytes_max: BUFFER_BYTES_MAX }
+    }
 }
 
 /// What became of one object.
@@ -67,6 +75,7 @@ pub struct Staging {
     /// `staging/<id>`.
     pub(crate) directory: String,
     pub(crate) held: Option<DomainLock>,
+    buffer_max: usize,
     next_temporary: AtomicU64,
     /// Looked at without the lock on every object.
     working: AtomicBool,
@@ -110,6 +119,7 @@ impl Domain {
             domain: self.clone(),
             directory,
             held,
+            buffer_max: options.buffer_bytes_max,
             next_temporary: AtomicU64::new(0),
             working: AtomicBool::new(true),
             health: Mutex::new(Health::Working),
@@ -432,7 +442,7 @@ impl Drop for Spilled<'_> {
     }
 }
 
-/// Writes one object. Content up to 1 MiB is kept in memory until [`ObjectWriter::finish`].
+/// Writes one object. Content up to [`ImportOptions::buffer_bytes_max`] is kept in memory until [`ObjectWriter::finish`].
 pub struct ObjectWriter<'a> {
     staging: &'a Staging,
     hasher: Hasher,
@@ -454,7 +464,7 @@ impl ObjectWriter<'_> {
     pub fn push(&mut self, data: &[u8]) -> Result<()> {
         self.hasher.update(data);
         if self.spilled.is_none() {
-            if self.buffer.len() + data.len() <= BUFFER_MAX {
+            if self.buffer.len() + data.len() <= self.staging.buffer_max {
                 self.buffer.extend_from_slice(data);
                 return Ok(());
             }
@@ -464,13 +474,13 @@ impl ObjectWriter<'_> {
             self.spilled = Some(spilled);
         }
         // Small pieces are gathered: a system call for each would cost more than the copy.
-        if self.buffer.len() + data.len() <= BUFFER_MAX {
+        if self.buffer.len() + data.len() <= self.staging.buffer_max {
             self.buffer.extend_from_slice(data);
             return Ok(());
         }
         self.flush_buffer()?;
         match &mut self.spilled {
-            Some(spilled) if data.len() >= BUFFER_MAX => spilled.write(data),
+            Some(spilled) if data.len() >= self.staging.buffer_max => spilled.write(data),
             _ => {
                 self.buffer.extend_from_slice(data);
                 Ok(())

@@ -1,0 +1,421 @@
+//! Power loss, I/O errors and full disks at every moment.
+//!
+//! The story: a node imports an image while another one is collected and a third is tagged; the power
+//! goes. After the reboot every ref that was reported as published must be there with every byte of its
+//! image, a ref whose change was in flight must be the old one or the new one, no object may be wrong,
+//! and one garbage collection must leave nothing but what the refs need.
+//!
+//! `COFOLIO_SOAK=n` multiplies the number of seeds.
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use cofolio_store::disk::Disk;
+use cofolio_store::sim::{Fault, SimDisk};
+use cofolio_store::{
+    Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref,
+    Root, RootKind, Store, verity,
+};
+use common::{Lines, content, import, nothing_live};
+
+/// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
+const OPTIONS: ImportOptions = ImportOptions { hold_lock: false, buffer_bytes_max: 1024 };
+
+fn soak() -> u64 {
+    std::env::var("COFOLIO_SOAK").ok().and_then(|n| n.parse().ok()).unwrap_or(1)
+}
+
+fn pieces(sizes_and_seeds: &[(usize, u64)]) -> Vec<Vec<u8>> {
+    sizes_and_seeds.iter().map(|(size, seed)| content(*size, *seed)).collect()
+}
+
+/// Three images; `a` and `b` share content, `c` shares with both.
+fn image_pieces(name: &str) -> Vec<Vec<u8>> {
+    match name {
+        "a" => pieces(&[(10, 1), (600, 2), (3000, 3)]),
+        "b" => pieces(&[(10, 1), (700, 4), (0, 5)]),
+        _ => pieces(&[(600, 2), (700, 4), (20, 6), (5000, 7), (1500, 8)]),
+    }
+}
+
+fn open(disk: &SimDisk) -> Domain {
+    Store::open_on(Arc::new(disk.clone())).unwrap().domain("default").unwrap()
+}
+
+fn gc(domain: &Domain) -> Result<cofolio_store::GcReport, Error> {
+    let options = GcOptions { now: 1000, boot_id: Some("new".into()), ..GcOptions::default() };
+    domain.gc(&Lines, &nothing_live, &options)
+}
+
+/// A disk with `a` and `b` imported and everything synced.
+fn base() -> SimDisk {
+    let disk = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    import(&domain, "a", &image_pieces("a"), Some("sha256:la"), OPTIONS).unwrap();
+    import(&domain, "b", &image_pieces("b"), Some("sha256:lb"), OPTIONS).unwrap();
+    disk
+}
+
+/// The image that a name stands for, from its content alone.
+fn expected_image(name: &str) -> Digest {
+    let mut text = String::new();
+    for piece in image_pieces(name) {
+        text.push_str(&format!("{} {}\n", verity::digest(&piece), piece.len()));
+    }
+    verity::digest(format!("{text}end\n").as_bytes())
+}
+
+/// Refs with the image each points to.
+type Refs = BTreeMap<String, Digest>;
+
+fn refs(domain: &Domain) -> Refs {
+    domain.refs().unwrap().into_iter().map(|(name, record)| (name, record.image)).collect()
+}
+
+/// Everything that must hold after whatever happened.
+fn check(disk: &SimDisk, context: &str) {
+    let domain = open(disk);
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let damage: Vec<_> = report.findings.iter().filter(|f| f.kind.is_damage()).collect();
+    // A mount's record is not synced; gc knows that a torn one means nothing.
+    let damage: Vec<_> = damage.iter().filter(|f| !f.path.contains("/roots/mount/")).collect();
+    assert!(damage.is_empty(), "{context}: {damage:#?}");
+}
+
+/// After one garbage collection nothing is left but what refs and roots need.
+fn check_clean(disk: &SimDisk, context: &str) {
+    let domain = open(disk);
+    gc(&domain).unwrap_or_else(|error| panic!("{context}: gc: {error}"));
+    check(disk, context);
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    assert_eq!(report.findings, [], "{context}");
+    let mut needed = BTreeSet::new();
+    for (_, record) in domain.refs().unwrap() {
+        needed.insert(record.image);
+    }
+    for kind in RootKind::ALL {
+        for root in domain.roots(kind).unwrap() {
+            needed.extend(root.images);
+        }
+    }
+    assert_eq!(domain.images().unwrap(), needed.iter().copied().collect::<Vec<_>>(), "{context}");
+    let mut objects = BTreeSet::new();
+    for name in ["a", "b", "c"] {
+        if needed.contains(&expected_image(name)) {
+            objects.extend(image_pieces(name).iter().map(|piece| verity::digest(piece)));
+        }
+    }
+    assert_eq!(report.objects, objects.len() as u64, "{context}");
+    let stray = disk.files().into_keys().find(|p| p.starts_with("staging/") || p.contains(".tmp."));
+    assert!(
+        stray.is_none() || stray.as_deref().unwrap().starts_with(".tmp."),
+        "{context}: {stray:?}"
+    );
+}
+
+/// One thing that changes the store.
+struct Operation {
+    name: &'static str,
+    run: fn(&Domain) -> Result<(), Error>,
+    /// What the refs are after it, from what they were.
+    after: fn(&mut Refs),
+}
+
+const OPERATIONS: &[Operation] = &[
+    Operation {
+        name: "import",
+        run: |domain| import(domain, "c", &image_pieces("c"), Some("sha256:lc"), OPTIONS).map(drop),
+        after: |refs| {
+            refs.insert("c".into(), expected_image("c"));
+        },
+    },
+    Operation {
+        name: "import over a ref",
+        run: |domain| import(domain, "a", &image_pieces("c"), None, OPTIONS).map(drop),
+        after: |refs| {
+            refs.insert("a".into(), expected_image("c"));
+        },
+    },
+    Operation {
+        name: "import of what is there",
+        run: |domain| import(domain, "again", &image_pieces("b"), None, OPTIONS).map(drop),
+        after: |refs| {
+            refs.insert("again".into(), expected_image("b"));
+        },
+    },
+    Operation {
+        name: "ref change",
+        run: |domain| domain.put_ref("a", &Ref::new(expected_image("b"))),
+        after: |refs| {
+            refs.insert("a".into(), expected_image("b"));
+        },
+    },
+    Operation {
+        name: "new ref",
+        run: |domain| domain.put_ref("x/y:1", &Ref::new(expected_image("a"))),
+        after: |refs| {
+            refs.insert("x/y:1".into(), expected_image("a"));
+        },
+    },
+    Operation {
+        name: "ref removal and gc",
+        run: |domain| {
+            domain.remove_ref("b")?;
+            gc(domain).map(drop)
+        },
+        after: |refs| {
+            refs.remove("b");
+        },
+    },
+    Operation {
+        name: "roots of every kind",
+        run: |domain| {
+            for kind in RootKind::ALL {
+                let mut root = Root::new(kind, "r/1");
+                root.images.push(expected_image("a"));
+                root.expires = (kind == RootKind::Lease).then_some(2000);
+                root.boot_id = (kind == RootKind::Mount).then(|| "old".into());
+                domain.put_root(&root)?;
+            }
+            for kind in RootKind::ALL {
+                domain.remove_root(kind, "r/1")?;
+            }
+            Ok(())
+        },
+        after: |_| (),
+    },
+    Operation {
+        name: "root keeps an image whose ref goes",
+        run: |domain| {
+            let mut root = Root::new(RootKind::Snapshot, "s");
+            root.images.push(expected_image("b"));
+            domain.put_root(&root)?;
+            domain.remove_ref("b")?;
+            gc(domain).map(drop)
+        },
+        after: |refs| {
+            refs.remove("b");
+        },
+    },
+];
+
+/// Every call of every operation is the last one before the power goes, several times with other luck.
+#[test]
+fn a_crash_at_any_point_leaves_before_or_after() {
+    let base = base();
+    let before = refs(&open(&base));
+    let seeds = 50 * soak();
+    let mut runs = 0;
+    for operation in OPERATIONS {
+        let rehearsal = base.fork(7);
+        (operation.run)(&open(&rehearsal)).unwrap();
+        let calls = rehearsal.calls();
+        assert!(calls > 3, "{} changes the store", operation.name);
+        let mut after = before.clone();
+        (operation.after)(&mut after);
+        let mut outcomes = BTreeSet::new();
+        for at in 0..=calls {
+            for seed in 0..seeds {
+                let context =
+                    format!("{}, crash at call {at} of {calls}, seed {seed}", operation.name);
+                let disk = base.fork(seed << 32 | at);
+                disk.plant(at, Fault::Crash);
+                let done = (operation.run)(&open(&disk));
+                assert!(done.is_ok() || at < calls, "{context}: {done:?}");
+                disk.reboot();
+                check(&disk, &context);
+                let now = refs(&open(&disk));
+                assert!(now == after || (now == before && done.is_err()), "{context}: {now:?}");
+                outcomes.insert(now == after);
+                check_clean(&disk, &context);
+                assert_eq!(refs(&open(&disk)), now, "{context}");
+                runs += 1;
+            }
+        }
+        // Otherwise the crash points would not be where it matters.
+        assert!(outcomes.contains(&true) && (before == after || outcomes.contains(&false)));
+    }
+    println!("{runs} crashes");
+    assert!(runs >= 5000, "only {runs} runs");
+}
+
+/// A call that fails with EIO ends the operation; then it can be done again, or the power can go.
+#[test]
+fn an_io_error_at_any_point_leaves_before_or_after() {
+    let base = base();
+    let before = refs(&open(&base));
+    let mut runs = 0;
+    for operation in OPERATIONS {
+        let rehearsal = base.fork(7);
+        (operation.run)(&open(&rehearsal)).unwrap();
+        let mut after = before.clone();
+        (operation.after)(&mut after);
+        for at in 0..rehearsal.calls() {
+            for seed in 0..4 * soak() {
+                let context = format!("{}, EIO at call {at}, seed {seed}", operation.name);
+                let disk = base.fork(seed << 32 | at);
+                disk.plant(at, Fault::Io);
+                let domain = open(&disk);
+                let done = (operation.run)(&domain);
+                disk.clear_fault();
+                if seed % 2 == 0 {
+                    disk.reboot();
+                }
+                check(&disk, &context);
+                let domain = open(&disk);
+                let now = refs(&domain);
+                assert!(now == after || (now == before && done.is_err()), "{context}: {now:?}");
+                check_clean(&disk, &context);
+                runs += 1;
+            }
+        }
+    }
+    println!("{runs} I/O errors");
+}
+
+/// A disk that fills up during an import: the error says how much was missing, and the domain is file
+/// for file what it was.
+#[test]
+fn a_full_disk_leaves_the_store_as_it_was() {
+    let base = base();
+    let domain_files = |disk: &SimDisk| {
+        let mut files = disk.files();
+        files.retain(|path, _| path.starts_with("domains/"));
+        files
+    };
+    let before = domain_files(&base);
+    let rehearsal = base.fork(7);
+    import(&open(&rehearsal), "c", &image_pieces("c"), Some("sha256:lc"), OPTIONS).unwrap();
+    let mut most = 0;
+    for at in 0..rehearsal.calls() {
+        let disk = base.fork(at);
+        disk.plant(at, Fault::Full);
+        let domain = open(&disk);
+        match import(&domain, "c", &image_pieces("c"), Some("sha256:lc"), OPTIONS) {
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Space, "call {at}: {error}");
+                if let Error::NoSpace { missing } = error {
+                    assert!(missing > 0, "call {at}");
+                    most = most.max(missing);
+                }
+                assert_eq!(domain_files(&disk), before, "call {at}");
+            }
+            // Nothing more was to be allocated.
+            Ok(_) => assert_ne!(domain_files(&disk), before),
+        }
+        disk.clear_fault();
+        import(&domain, "c", &image_pieces("c"), Some("sha256:lc"), OPTIONS).unwrap();
+        check_clean(&disk, &format!("full at call {at}"));
+    }
+    // Nothing of the import fitted: its new objects, the image and the layer are all missing.
+    let new_objects = 20 + 5000 + 1500;
+    assert!(most >= new_objects && most < new_objects + 2000, "{most}");
+}
+
+/// A write that failed is never followed by others on the same import.
+#[test]
+fn a_failed_write_poisons_the_import() {
+    let disk = base();
+    let disk = disk.fork(3);
+    let domain = open(&disk);
+    let staging = domain.begin_import(OPTIONS).unwrap();
+    disk.plant(disk.calls(), Fault::Io);
+    assert_eq!(staging.put_object(b"one").unwrap_err().kind(), ErrorKind::Io);
+    disk.clear_fault();
+    assert!(matches!(staging.put_object(b"two"), Err(Error::Poisoned { .. })));
+    assert!(matches!(staging.image_writer(), Err(Error::Poisoned { .. })));
+    let result = staging.commit(&cofolio_store::Publish::default(), []);
+    assert!(matches!(result, Err(Error::Poisoned { .. })));
+    check_clean(&disk, "poisoned");
+}
+
+/// A store that was being made when the power went can be made again, or is there.
+#[test]
+fn a_crash_during_init_can_be_repeated() {
+    let rehearsal = SimDisk::new(1);
+    Store::init_on(Arc::new(rehearsal.clone()), &InitOptions::default()).unwrap();
+    for at in 0..=rehearsal.calls() {
+        for seed in 0..20 * soak() {
+            let disk = SimDisk::new(seed << 32 | at);
+            disk.plant(at, Fault::Crash);
+            let made = Store::init_on(Arc::new(disk.clone()), &InitOptions::default());
+            disk.reboot();
+            match Store::open_on(Arc::new(disk.clone())) {
+                Ok(_) => {}
+                Err(Error::NotAStore { .. }) => {
+                    assert!(made.is_err(), "call {at} seed {seed}: a store that was made is gone");
+                    Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
+                }
+                Err(error) => panic!("call {at} seed {seed}: {error}"),
+            }
+            let domain = open(&disk);
+            import(&domain, "a", &image_pieces("a"), None, OPTIONS).unwrap();
+            check_clean(&disk, &format!("init, call {at}, seed {seed}"));
+        }
+    }
+}
+
+/// Long histories: operations in random order, crashes and errors anywhere, one model of what must be.
+#[test]
+fn random_histories_end_well() {
+    let base = base();
+    let start = refs(&open(&base));
+    for seed in 0..1000 * soak() {
+        let disk = base.fork(seed);
+        let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut next = |limit: u64| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            random % limit
+        };
+        let mut model = start.clone();
+        for step in 0..8 {
+            let context = format!("seed {seed} step {step}");
+            let domain = open(&disk);
+            let fault = [None, Some(Fault::Crash), Some(Fault::Io), Some(Fault::Full)]
+                [usize::try_from(next(4)).unwrap()];
+            if let Some(fault) = fault {
+                disk.plant(disk.calls() + next(60), fault);
+            }
+            let name = ["a", "b", "c"][usize::try_from(next(3)).unwrap()];
+            let image = ["a", "b", "c"][usize::try_from(next(3)).unwrap()];
+            let mut after = model.clone();
+            let done = match next(4) {
+                0 => {
+                    after.insert(name.into(), expected_image(image));
+                    let layer = format!("sha256:{image}");
+                    import(&domain, name, &image_pieces(image), Some(&layer), OPTIONS).map(drop)
+                }
+                1 if model.values().any(|known| *known == expected_image(image)) => {
+                    after.insert(name.into(), expected_image(image));
+                    domain.put_ref(name, &Ref::new(expected_image(image)))
+                }
+                2 if model.len() > 1 && model.contains_key(name) => {
+                    after.remove(name);
+                    domain.remove_ref(name)
+                }
+                _ => gc(&domain).map(drop),
+            };
+            if fault == Some(Fault::Crash) {
+                disk.reboot();
+            }
+            disk.clear_fault();
+            if done.is_err() {
+                // What an operation that failed has changed may be visible and still be lost later.
+                // That is allowed; make it certain, so that the model can go on.
+                disk.sync_all().unwrap();
+            }
+            check(&disk, &context);
+            let now = refs(&open(&disk));
+            assert!(now == after || (now == model && done.is_err()), "{context}: {done:?} {now:?}");
+            model = now;
+        }
+        disk.reboot();
+        assert_eq!(refs(&open(&disk)), model, "seed {seed}: something published was lost");
+        check_clean(&disk, &format!("seed {seed}"));
+    }
+}
