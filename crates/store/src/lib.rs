@@ -20,6 +20,7 @@
 
 mod commit;
 mod contents;
+mod copy;
 mod digest;
 pub mod disk;
 mod domain;

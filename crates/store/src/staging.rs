@@ -18,7 +18,8 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::disk::{Disk, DiskFile, Lock};
+use crate::copy::check_file;
+use crate::disk::{Disk, DiskFile, Lock, StoredFile};
 use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, is_absent};
 use crate::error::{At, Error, Result, is_full};
 use crate::store::remove_entry;
@@ -216,7 +217,7 @@ impl Staging {
         match written {
             Ok(()) => {}
             Err(error) => {
-                self.fail(error, "write", &path, 0)?;
+                self.fail(error, "write", &path)?;
                 return Ok(self.count_missing(digest, size));
             }
         }
@@ -224,6 +225,40 @@ impl Staging {
             return Ok(self.count_missing(digest, size));
         }
         Ok(self.count(digest, size, true))
+    }
+
+    /// Stores a file of this store as a new file that shares its blocks. The copy is hashed, not the
+    /// original: it is ours alone and cannot change any more.
+    pub(crate) fn put_reflink(&self, from: &str, digest: &Digest, size: u64) -> Result<Stored> {
+        if self.is_known(digest, size)? {
+            return Ok(self.count(*digest, size, false));
+        }
+        if !self.check()? {
+            return Ok(self.count_missing(*digest, size));
+        }
+        let number = self.next_temporary.fetch_add(1, Relaxed);
+        let temporary = format!("{}/tmp/{number}", self.directory);
+        let target = self.object_file(digest);
+        if let Err(error) = self.disk().reflink(from, &temporary) {
+            self.fail(error, "reflink", &temporary)?;
+            return Ok(self.count_missing(*digest, size));
+        }
+        let copy = self.disk().open(&temporary).at("open", &temporary)?;
+        check_file(&StoredFile::new(copy, from.to_owned()), *digest)?;
+        match self.in_shard(digest, || self.disk().rename(&temporary, &target, true)) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Ok(self.count(*digest, size, false));
+            }
+            Err(error) => {
+                self.fail(error, "rename", &temporary)?;
+                return Ok(self.count_missing(*digest, size));
+            }
+            Ok(()) => {}
+        }
+        if !self.enable_verity(&target, digest)? {
+            return Ok(self.count_missing(*digest, size));
+        }
+        Ok(self.count(*digest, size, true))
     }
 
     /// Whether an object is in the domain or in this staging, whole.
@@ -288,7 +323,7 @@ impl Staging {
                 self.poison(&error);
                 Err(error)
             }
-            Err(error) => self.fail(error, "enable fs-verity on", path, 0).map(|()| false),
+            Err(error) => self.fail(error, "enable fs-verity on", path).map(|()| false),
         }
     }
 
@@ -329,21 +364,13 @@ impl Staging {
 
     /// Records a failed write. After one nobody knows what is on the disk, so it is never tried again:
     /// a full disk turns the import into one that counts, anything else ends it.
-    fn fail(
-        &self,
-        error: io::Error,
-        action: &'static str,
-        path: &str,
-        written_before: u64,
-    ) -> Result<()> {
+    fn fail(&self, error: io::Error, action: &'static str, path: &str) -> Result<()> {
         if is_full(&error) {
             let mut health = self.health();
             if let Health::Working = &*health {
                 *health = Health::Counting { missing: 0, seen: HashSet::new() };
                 self.working.store(false, Relaxed);
             }
-            drop(health);
-            self.count_missing_bytes(written_before);
             return Ok(());
         }
         let error = Error::Io { action, path: path.to_owned(), source: error };
@@ -394,7 +421,7 @@ impl<'a> Spilled<'a> {
         if staging.check()? {
             match staging.disk().create(&spilled.path, true) {
                 Ok(file) => spilled.file = Some(file),
-                Err(error) => staging.fail(error, "create", &spilled.path, 0)?,
+                Err(error) => staging.fail(error, "create", &spilled.path)?,
             }
         }
         Ok(spilled)
@@ -409,7 +436,7 @@ impl<'a> Spilled<'a> {
             && let Err(error) = file.write_all(data)
         {
             self.file = None;
-            self.staging.fail(error, "write", &self.path, 0)?;
+            self.staging.fail(error, "write", &self.path)?;
         }
         self.written += data.len() as u64;
         Ok(())
@@ -424,7 +451,7 @@ impl<'a> Spilled<'a> {
         match call(self.staging, &self.path) {
             // `drop` removes ours.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(true),
-            Err(error) => self.staging.fail(error, "rename", &self.path, 0).map(|()| false),
+            Err(error) => self.staging.fail(error, "rename", &self.path).map(|()| false),
             Ok(()) => {
                 self.path.clear();
                 Ok(true)

@@ -7,6 +7,8 @@
 //!
 //! `COFOLIO_SOAK=n` multiplies the number of seeds.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
