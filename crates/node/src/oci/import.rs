@@ -114,7 +114,8 @@ fn import_directory(
 ) -> Result<ImportReport, ImportError> {
     let name = options.name.clone().unwrap_or_else(|| default_name(source, &[]));
     let attempt = |hold_lock| {
-        let staging = domain.begin_import(cofolio_store::ImportOptions { hold_lock })?;
+        let staging = domain
+            .begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?;
         progress.phase(Phase::Unpack);
         let scan = tree_scan::ScanOptions {
             threads: options.threads,
@@ -158,7 +159,10 @@ fn import_image(
     let manifest = is_manifest.then(|| image.manifest.to_string());
     let attempt = |again: bool| {
         let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
-        let staging = domain.begin_import(cofolio_store::ImportOptions { hold_lock: again })?;
+        let staging = domain.begin_import(cofolio_store::ImportOptions {
+            hold_lock: again,
+            ..Default::default()
+        })?;
         let (tree, hidden) = build(&staging, &image, options, !again, progress, &mut report)?;
         let mut record = Ref::new(Digest([0; 32]));
         record.manifest.clone_from(&manifest);
