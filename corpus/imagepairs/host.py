@@ -119,7 +119,8 @@ mount -t tmpfs -o mode=755,size=1m dev "$root/dev"
 mknod -m 666 "$root/dev/null" c 1 3; mknod -m 666 "$root/dev/zero" c 1 5
 mknod -m 666 "$root/dev/full" c 1 7; mknod -m 666 "$root/dev/random" c 1 8
 mknod -m 666 "$root/dev/urandom" c 1 9; mknod -m 666 "$root/dev/tty" c 5 0
-ln -s /proc/self/fd "$root/dev/fd"; mkdir -m 1777 "$root/dev/shm"
+ln -s /proc/self/fd "$root/dev/fd"; mkdir "$root/dev/shm"
+mount -t tmpfs shm "$root/dev/shm"
 while [ "$binds" -gt 0 ]; do mount --bind "$1" "$root$2"; shift 2; binds=$((binds - 1)); done
 exec "$@"
 """

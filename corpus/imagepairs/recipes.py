@@ -203,7 +203,8 @@ _MYSQL_START = """#!/bin/sh
 # Makes the data directory at the first start, then runs what is asked for.
 set -e
 if [ "$1" = mariadbd ] && [ ! -d /var/lib/mysql/mysql ]; then
-    mariadb-install-db --datadir=/var/lib/mysql --auth-root-authentication-method=normal --skip-test-db
+    # --force: also where names do not resolve, as in a container without a network.
+    mariadb-install-db --datadir=/var/lib/mysql --auth-root-authentication-method=normal --force --skip-test-db
 fi
 exec "$@"
 """
@@ -342,7 +343,7 @@ RECIPES = {
         Recipe(
             "tensorflow",
             "TensorFlow 2.11.0 and 2.11.1 on one Debian 11 and its Python 3.9",
-            16 * GIB,
+            8 * GIB,
             _tensorflow,
             _process(["python3"]),
             ["python3", "-c", _COMPUTE],
