@@ -1,0 +1,252 @@
+//! What depends on the filesystem: permissions, the immutable flag, fs-verity, reflinks, and that two
+//! trust domains never share an inode. On the filesystem of the temporary directory, and on xfs and
+//! btrfs in loop-mounted images where this machine can make them.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stdout, reason = "a test that is skipped says why")]
+
+mod common;
+
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use cofolio_store::{
+    Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Store,
+    verity,
+};
+use cofolio_sys::cache::{FileMap, page_size};
+use common::{Lines, Scratch, content, import, nothing_live};
+
+/// An image file with a filesystem in it, mounted; both go when dropped.
+struct LoopMount {
+    directory: PathBuf,
+    _scratch: Scratch,
+}
+
+impl LoopMount {
+    fn new(kind: &str) -> Result<Self, String> {
+        let scratch = Scratch::new(kind);
+        let (image, directory) = (scratch.path.join("image"), scratch.path.join("mnt"));
+        // 400 MB, sparse: xfs wants 300 at least.
+        std::fs::File::create(&image).unwrap().set_len(400 << 20).unwrap();
+        std::fs::create_dir(&directory).unwrap();
+        run(Command::new(format!("mkfs.{kind}")).arg("-q").arg(&image))?;
+        run(Command::new("mount").args(["-t", kind, "-o", "loop"]).arg(&image).arg(&directory))?;
+        Ok(Self { directory, _scratch: scratch })
+    }
+}
+
+impl Drop for LoopMount {
+    fn drop(&mut self) {
+        let _ = run(Command::new("umount").arg(&self.directory));
+    }
+}
+
+fn run(command: &mut Command) -> Result<(), String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.stdin(Stdio::null()).output().map_err(|e| format!("{name}: {e}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("{name}: {}", String::from_utf8_lossy(&output.stderr).trim()))
+}
+
+/// Runs a test on every filesystem that can be had here.
+fn on_each(test: &str, body: impl Fn(&str, &Path)) {
+    body("temporary directory", &std::env::temp_dir());
+    for kind in ["ext4", "xfs", "btrfs"] {
+        match LoopMount::new(kind) {
+            Ok(mount) => body(kind, &mount.directory),
+            Err(reason) => println!("SKIP {test} on {kind}: {reason}"),
+        }
+    }
+}
+
+fn put(domain: &Domain, name: &str, sizes: &[usize]) -> Vec<Vec<u8>> {
+    let seeded = sizes.iter().zip(1..);
+    let pieces: Vec<_> = seeded.map(|(size, seed)| content(*size, seed)).collect();
+    let options = ImportOptions { buffer_bytes_max: 1 << 16, ..ImportOptions::default() };
+    import(domain, name, &pieces, Some("sha256:layer"), options).unwrap();
+    pieces
+}
+
+fn is_clean(domain: &Domain) {
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    assert_eq!(report.findings, []);
+}
+
+#[test]
+fn content_in_place_is_protected_as_far_as_the_filesystem_goes() {
+    on_each("content_in_place_is_protected", |kind, parent| {
+        let scratch = Scratch::below(parent, "protect");
+        let store = scratch.store();
+        let domain = store.domain("default").unwrap();
+        let Protection { verity, immutable, reflink } = domain.protection();
+        println!("{kind}: fs-verity {verity}, immutable {immutable}, reflink {reflink}");
+        assert_eq!(reflink, matches!(kind, "xfs" | "btrfs") || reflink && kind.contains(' '));
+        let pieces = put(&domain, "a", &[0, 100, 70_000]);
+        is_clean(&domain);
+        for piece in &pieces {
+            let path = domain.object_path(&verity::digest(piece)).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o444);
+            assert!(std::fs::read(&path).unwrap() == *piece);
+            let writable = std::fs::OpenOptions::new().write(true).open(&path);
+            let removed = if immutable { std::fs::remove_file(&path) } else { Ok(()) };
+            if immutable {
+                assert!(writable.is_err() && removed.is_err(), "{kind}: root can write {path:?}");
+            }
+            let rootless = verity
+                && cofolio_sys::verity::measure(std::fs::File::open(&path).unwrap())
+                    .unwrap()
+                    .is_none();
+            assert!(!rootless, "{kind}: fs-verity is there and not enabled");
+        }
+        domain.remove_ref("a").unwrap();
+        let report = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+        assert_eq!((report.objects, report.images, report.layers), (3, 1, 1));
+        is_clean(&domain);
+    });
+}
+
+/// A file that was replaced by hand keeps its name and loses its flag: fsck says both.
+#[test]
+fn fsck_sees_content_that_lost_its_protection() {
+    let scratch = Scratch::new("unprotected");
+    let domain = scratch.store().domain("default").unwrap();
+    if !domain.protection().immutable {
+        println!("SKIP fsck_sees_content_that_lost_its_protection: no immutable flag here");
+        return;
+    }
+    let pieces = put(&domain, "a", &[100]);
+    let path = domain.object_path(&verity::digest(&pieces[0])).unwrap();
+    run(Command::new("chattr").arg("-i").arg(&path)).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+    assert_eq!(report.findings.len(), 1);
+    assert_eq!(report.findings[0].kind, FindingKind::Unprotected);
+    assert!(!report.is_damaged());
+    domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    is_clean(&domain);
+}
+
+/// One process must not see from the page cache what another trust domain reads.
+#[test]
+fn two_domains_with_the_same_content_never_share_a_page() {
+    on_each("two_domains_with_the_same_content_never_share_a_page", |kind, parent| {
+        let scratch = Scratch::below(parent, "domains");
+        let store = scratch.store();
+        let first = store.domain("default").unwrap();
+        let second = store.domain_or_create("tenant-b").unwrap();
+        let third = store.domain_or_create("tenant-c").unwrap();
+        let sizes = [1 << 20, 3 << 20];
+        let pieces = put(&first, "a", &sizes);
+        // Once by copying from the other domain (reflinks where possible), once by an import of its own.
+        second.copy_ref_from(&first, "a", &Lines).unwrap();
+        put(&third, "a", &sizes);
+        assert_eq!(first.refs().unwrap()[0].1.image, second.refs().unwrap()[0].1.image);
+        for piece in &pieces {
+            let digest = verity::digest(piece);
+            let files = [&first, &second, &third].map(|domain| {
+                is_clean(domain);
+                let path = domain.object_path(&digest).unwrap();
+                std::fs::File::open(path).unwrap()
+            });
+            let inodes = files.each_ref().map(|file| file.metadata().unwrap().ino());
+            assert!(inodes[0] != inodes[1] && inodes[1] != inodes[2] && inodes[0] != inodes[2]);
+            for file in &files {
+                assert_eq!(file.metadata().unwrap().nlink(), 1);
+                file.sync_all().unwrap();
+                rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            }
+            let len = piece.len() as u64;
+            let maps = files.each_ref().map(|file| FileMap::new(file, len).unwrap());
+            for map in &maps {
+                assert_eq!(map.resident_pages().unwrap(), 0, "{kind}: a cold start");
+            }
+            let mut copy = vec![0; piece.len()];
+            assert_eq!(maps[0].read_at(0, &mut copy), piece.len());
+            assert!(copy == *piece);
+            assert_eq!(maps[0].resident_pages().unwrap(), len.div_ceil(page_size()));
+            assert_eq!(
+                maps[1].resident_pages().unwrap(),
+                0,
+                "{kind}: reading `default` warmed a copy"
+            );
+            assert_eq!(
+                maps[2].resident_pages().unwrap(),
+                0,
+                "{kind}: reading `default` warmed another"
+            );
+        }
+    });
+}
+
+#[test]
+fn a_reflinked_copy_takes_no_room() {
+    let mount = match LoopMount::new("btrfs") {
+        Ok(mount) => mount,
+        Err(reason) => {
+            println!("SKIP a_reflinked_copy_takes_no_room: {reason}");
+            return;
+        }
+    };
+    let scratch = Scratch::below(&mount.directory, "reflink");
+    let store = scratch.store();
+    let first = store.domain("default").unwrap();
+    let size = 40 << 20;
+    put(&first, "a", &[size]);
+    let free = || {
+        rustix::fs::syncfs(std::fs::File::open(&mount.directory).unwrap()).unwrap();
+        let stat = rustix::fs::statvfs(&mount.directory).unwrap();
+        stat.f_bavail * stat.f_frsize
+    };
+    let before = free();
+    store.domain_or_create("b").unwrap().copy_ref_from(&first, "a", &Lines).unwrap();
+    let used = before.saturating_sub(free());
+    assert!(used < size as u64 / 4, "{used} bytes for a copy that shares blocks");
+}
+
+/// A real filesystem that is really full.
+#[test]
+fn a_full_filesystem_says_how_much_was_missing() {
+    let mount = match LoopMount::new("ext4") {
+        Ok(mount) => mount,
+        Err(reason) => {
+            println!("SKIP a_full_filesystem_says_how_much_was_missing: {reason}");
+            return;
+        }
+    };
+    let scratch = Scratch::below(&mount.directory, "full");
+    let store = Store::init(&scratch.path, &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    put(&domain, "before", &[5000]);
+    let stat = rustix::fs::statvfs(&mount.directory).unwrap();
+    let room = stat.f_bfree * stat.f_frsize;
+    let piece = 10 << 20;
+    let number = room / piece + 4;
+    let staging = domain.begin_import(ImportOptions::default()).unwrap();
+    let mut objects = Vec::new();
+    for seed in 0..number {
+        let mut writer = staging.object_writer();
+        writer.write_all(&content(usize::try_from(piece).unwrap(), 100 + seed)).unwrap();
+        let stored = writer.finish().unwrap();
+        objects.push((stored.digest, stored.size));
+    }
+    assert!(staging.is_full());
+    let image = common::image_of(&staging, &objects);
+    let publish = cofolio_store::Publish::named("big", cofolio_store::Ref::new(image));
+    match staging.commit(&publish, objects) {
+        Err(cofolio_store::Error::NoSpace { missing }) => {
+            println!("{missing} bytes missing of {}", number * piece);
+            let short = number * piece - room;
+            assert!(missing >= short && missing <= short + 2 * piece, "{missing} and not {short}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(domain.refs().unwrap().len(), 1);
+    is_clean(&domain);
+    let after = rustix::fs::statvfs(&mount.directory).unwrap();
+    assert!(after.f_bfree * after.f_frsize + (1 << 20) > room, "the room is back");
+    put(&domain, "after", &[6000]);
+}

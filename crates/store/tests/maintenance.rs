@@ -1,0 +1,363 @@
+//! Garbage collection, fsck, disk usage, verification and feature sets, on a real directory.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use cofolio_store::{
+    Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, GcReport,
+    ImportOptions, InitOptions, Ref, Root, RootKind, Store, verity,
+};
+use common::{Lines, Scratch, content, import, nothing_live};
+
+/// Without the immutable flag, so that the tests can do harm.
+fn domain(scratch: &Scratch) -> Domain {
+    let store = Store::open_or_init(&scratch.path, &InitOptions { immutable: false }).unwrap();
+    store.domain("default").unwrap()
+}
+
+fn put(domain: &Domain, name: &str, seeds: &[u64]) -> Digest {
+    let pieces: Vec<_> = seeds.iter().map(|seed| content(5000, *seed)).collect();
+    let layer = format!("sha256:{name}");
+    import(domain, name, &pieces, Some(&layer), ImportOptions::default()).unwrap()
+}
+
+fn object(seed: u64) -> Digest {
+    verity::digest(&content(5000, seed))
+}
+
+fn gc(domain: &Domain) -> Result<GcReport, Error> {
+    domain.gc(&Lines, &nothing_live, &GcOptions::default())
+}
+
+#[test]
+fn gc_takes_what_nothing_keeps_and_says_so() {
+    let scratch = Scratch::new("gc");
+    let domain = domain(&scratch);
+    put(&domain, "a", &[1, 2]);
+    let b = put(&domain, "b", &[2, 3]);
+    assert_eq!(gc(&domain).unwrap().bytes(), 0);
+    domain.remove_ref("b").unwrap();
+
+    let dry = GcOptions { dry_run: true, ..GcOptions::default() };
+    let plan = domain.gc(&Lines, &nothing_live, &dry).unwrap();
+    assert_eq!((plan.objects, plan.images, plan.layers), (1, 1, 1));
+    assert!(domain.has_image(&b).unwrap() && domain.object_size(&object(3)).unwrap().is_some());
+
+    let done = gc(&domain).unwrap();
+    assert_eq!(GcReport { dry_run: true, ..done.clone() }, plan);
+    assert_eq!((done.kept_objects, done.kept_images, done.kept_layers), (2, 1, 1));
+    assert_eq!(done.object_bytes, 8192);
+    assert!(!domain.has_image(&b).unwrap() && !domain.has_layer("sha256:b").unwrap());
+    assert_eq!(domain.object_size(&object(3)).unwrap(), None);
+    assert_eq!(domain.object_size(&object(2)).unwrap(), Some(5000), "`a` shares it");
+}
+
+#[test]
+fn every_kind_of_root_keeps_an_image_as_long_as_it_says() {
+    let scratch = Scratch::new("roots");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &[1]);
+    for kind in RootKind::ALL {
+        let mut root = Root::new(kind, "one/of:them");
+        root.images.push(image);
+        domain.put_root(&root).unwrap();
+        let _ = domain.remove_ref("a");
+        assert_eq!(gc(&domain).unwrap().kept_images, 1, "{kind:?}");
+        assert_eq!(domain.roots(kind).unwrap(), [root]);
+        domain.put_ref("a", &Ref::new(image)).unwrap();
+        assert!(domain.remove_root(kind, "one/of:them").unwrap());
+    }
+    let mut lease = Root::new(RootKind::Lease, "short");
+    lease.images.push(image);
+    lease.expires = Some(100);
+    domain.put_root(&lease).unwrap();
+    let mut mount = Root::new(RootKind::Mount, "before the reboot");
+    mount.images.push(image);
+    mount.boot_id = Some("old".into());
+    domain.put_root(&mount).unwrap();
+    domain.remove_ref("a").unwrap();
+
+    let at =
+        |now, boot: &str| GcOptions { now, boot_id: Some(boot.into()), ..GcOptions::default() };
+    assert_eq!(domain.gc(&Lines, &nothing_live, &at(100, "old")).unwrap().kept_images, 1);
+    assert_eq!(domain.gc(&Lines, &nothing_live, &at(101, "old")).unwrap().roots, ["lease/short"]);
+    // Neither ref nor root, but mounted all the same: the kernel knows.
+    let live = || Ok(vec![image]);
+    let report = domain.gc(&Lines, &live, &at(101, "new")).unwrap();
+    assert_eq!((report.roots.len(), report.kept_images), (1, 1));
+    assert_eq!(gc(&domain).unwrap().images, 1);
+}
+
+/// The story of composefs-rs #346 turned round: when it is not known what an image uses, nothing goes.
+#[test]
+fn gc_collects_nothing_when_it_cannot_know_what_is_used() {
+    let scratch = Scratch::new("unreadable");
+    let domain = domain(&scratch);
+    let a = put(&domain, "a", &[1, 2]);
+    put(&domain, "b", &[3]);
+    domain.remove_ref("b").unwrap();
+    let path = domain.image_path(&a).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+    let error = gc(&domain).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.to_string().contains(&format!("image {a} (kept by ref `a`)")), "{error}");
+    assert!(domain.object_size(&object(3)).unwrap().is_some(), "nothing was collected");
+
+    std::fs::write(&path, whole).unwrap();
+    let error = domain.gc(&Lines, &|| Err("cannot read mountinfo".into()), &GcOptions::default());
+    assert!(matches!(error, Err(Error::Unreadable { .. })));
+    std::fs::write(scratch.path.join("domains/default/refs/b.json"), b"{").unwrap();
+    match gc(&domain) {
+        Err(Error::Corrupt { path, .. }) => assert_eq!(path, "domains/default/refs/b.json"),
+        other => panic!("{other:?}"),
+    }
+    assert!(domain.object_size(&object(3)).unwrap().is_some(), "nothing was collected");
+}
+
+#[test]
+fn gc_says_busy_or_waits_while_something_is_published() {
+    let scratch = Scratch::new("busy");
+    let domain = domain(&scratch);
+    let lock = domain.lock_shared().unwrap();
+    assert!(matches!(gc(&domain), Err(Error::Busy { .. })));
+    let waiting = domain.clone();
+    let thread = std::thread::spawn(move || {
+        let options = GcOptions { wait: true, ..GcOptions::default() };
+        waiting.gc(&Lines, &nothing_live, &options)
+    });
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert!(!thread.is_finished());
+    drop(lock);
+    thread.join().unwrap().unwrap();
+}
+
+/// An import that found an object in place, and gc takes it before the import is published.
+#[test]
+fn an_import_notices_what_was_collected_under_it() {
+    let scratch = Scratch::new("raced");
+    let domain = domain(&scratch);
+    put(&domain, "old", &[1]);
+    let staging = domain.begin_import(ImportOptions::default()).unwrap();
+    let known = staging.put_object(&content(5000, 1)).unwrap();
+    assert!(!known.new);
+    let image = common::image_of(&staging, &[(known.digest, known.size)]);
+    domain.remove_ref("old").unwrap();
+    gc(&domain).unwrap();
+    let publish = cofolio_store::Publish::named("new", Ref::new(image));
+    match staging.commit(&publish, [(known.digest, known.size)]) {
+        Err(error @ Error::Vanished { .. }) => assert_eq!(error.kind(), ErrorKind::Conflict),
+        other => panic!("{other:?}"),
+    }
+    let options = ImportOptions { hold_lock: true, ..ImportOptions::default() };
+    let staging = domain.begin_import(options).unwrap();
+    assert!(matches!(gc(&domain), Err(Error::Busy { .. })), "the second try keeps gc off");
+    assert!(staging.put_object(&content(5000, 1)).unwrap().new);
+}
+
+/// One of each, done by hand to a store that is all right.
+#[test]
+fn fsck_tells_every_kind_of_damage() {
+    let scratch = Scratch::new("fsck");
+    let domain = domain(&scratch);
+    let a = put(&domain, "a", &[1, 2, 3, 4]);
+    let b = put(&domain, "b", &[5]);
+    let c = put(&domain, "c", &[6]);
+    let look = || {
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let found = report.findings.iter().map(|f| (f.kind, f.digest)).collect::<Vec<_>>();
+        (found, report)
+    };
+    let (found, report) = look();
+    assert_eq!((found, report.is_damaged()), (vec![], false));
+    assert_eq!((report.objects, report.images, report.layers, report.refs), (6, 3, 3, 3));
+
+    let file = |digest: &Digest| domain.object_path(digest).unwrap();
+    let base = scratch.path.join("domains/default");
+    let overwrite = |path: PathBuf, change: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = std::fs::read(&path).unwrap();
+        change(&mut bytes);
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o444)).unwrap();
+    };
+    std::fs::remove_file(file(&object(1))).unwrap();
+    overwrite(file(&object(2)), &|bytes| bytes.truncate(4096));
+    overwrite(file(&object(3)), &|bytes| bytes[4999] ^= 1);
+    std::fs::set_permissions(file(&object(4)), PermissionsExt::from_mode(0o666)).unwrap();
+    overwrite(domain.image_path(&b).unwrap(), &|bytes| bytes[0] ^= 1);
+    std::fs::remove_file(domain.image_path(&c).unwrap()).unwrap();
+    overwrite(base.join("layers/sha256%3Ac.dump.zst"), &|bytes| bytes.truncate(10));
+    std::fs::write(base.join("refs/broken.json"), b"{}").unwrap();
+    std::fs::write(base.join("roots/vm/broken.json"), b"").unwrap();
+    std::fs::write(base.join("objects/README"), b"hello").unwrap();
+    std::fs::create_dir(scratch.path.join("staging/dead")).unwrap();
+
+    let (found, report) = look();
+    use FindingKind::*;
+    let expected = [
+        (ObjectMissing, Some(object(1))),
+        (ObjectTruncated, Some(object(2))),
+        (ObjectAltered, Some(object(3))),
+        (ImageAltered, Some(b)),
+        (LayerUnreadable, None),
+        (RefUnreadable, None),
+        (RefDangling, None),
+        (RootUnreadable, None),
+        (Permissions, None),
+        (UnexpectedEntry, None),
+        (StagingOrphaned, None),
+    ];
+    assert_eq!(found, expected);
+    assert!(report.is_damaged());
+    assert_eq!(report.findings[1].user.as_deref(), Some(format!("image {a}").as_str()));
+    let json = serde_json::to_string(&report).unwrap();
+    for (kind, _) in expected {
+        assert!(json.contains(&format!("\"{}\"", kind.as_str())), "{json}");
+    }
+
+    // What can be mended by importing again is mended: the missing and the truncated object.
+    put(&domain, "a", &[1, 2, 3, 4]);
+    let (found, _) = look();
+    assert!(!found.iter().any(|(kind, _)| matches!(kind, ObjectMissing | ObjectTruncated)));
+}
+
+#[test]
+fn verification_reads_every_byte_and_reports_progress() {
+    let scratch = Scratch::new("verify");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &[1, 2, 3]);
+    let seen = Mutex::new((0, 0));
+    let report = domain
+        .verify_image(&image, &Lines, &|progress| {
+            assert_eq!((progress.objects_total, progress.bytes_total), (3, 15_000));
+            let mut seen = seen.lock().unwrap();
+            *seen = (seen.0.max(progress.objects), seen.1.max(progress.bytes));
+        })
+        .unwrap();
+    assert_eq!((report.objects, report.bytes, report.findings.len()), (3, 15_000, 0));
+    assert_eq!(seen.into_inner().unwrap(), (3, 15_000));
+
+    let path = domain.object_path(&object(2)).unwrap();
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::write(&path, content(5000, 9)).unwrap();
+    let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+    assert_eq!(report.findings.len(), 1);
+    assert_eq!(report.findings[0].kind, FindingKind::ObjectAltered);
+    assert_eq!(report.findings[0].digest, Some(object(2)));
+    let absent = domain.verify_image(&Digest([1; 32]), &Lines, &|_| ());
+    assert!(matches!(absent, Err(Error::NoSuchImage(_))));
+}
+
+#[test]
+fn disk_usage_tells_alone_from_shared() {
+    let scratch = Scratch::new("du");
+    let domain = domain(&scratch);
+    let a = put(&domain, "a", &[1, 2, 2]);
+    let b = put(&domain, "b", &[2, 3, 4]);
+    domain.put_ref("b-too", &Ref::new(b)).unwrap();
+    let report = domain.du(&Lines).unwrap();
+    assert_eq!((report.objects, report.object_bytes, report.unnamed_objects), (4, 4 * 8192, 0));
+    let row = |image| report.images.iter().find(|row| row.image == image).unwrap();
+    assert_eq!((row(a).objects, row(a).exclusive_objects, row(a).shared_bytes()), (2, 1, 8192));
+    assert_eq!((row(b).objects, row(b).exclusive_bytes), (3, 2 * 8192));
+    assert_eq!(row(b).refs, ["b", "b-too"]);
+    assert_eq!(report.unshared_bytes() - report.metadata_bytes, 5 * 8192);
+    assert_eq!(report.layers, 2);
+}
+
+#[test]
+fn newer_stores_are_refused_or_only_read() {
+    let scratch = Scratch::new("features");
+    let first = domain(&scratch);
+    put(&first, "a", &[1]);
+    let path = scratch.path.join("meta.json");
+    let good = std::fs::read_to_string(&path).unwrap();
+    let with = |set: &str| {
+        let mut meta: serde_json::Value = serde_json::from_str(&good).unwrap();
+        meta["features"][set].as_array_mut().unwrap().push("from-the-future".into());
+        std::fs::write(&path, meta.to_string()).unwrap();
+        Store::open(&scratch.path)
+    };
+    with("compatible").unwrap().domain("default").unwrap().remove_ref("a").unwrap();
+    put(&first, "a", &[1]);
+    match with("incompatible") {
+        Err(Error::UnknownFeature { feature }) => assert_eq!(feature, "from-the-future"),
+        other => panic!("{other:?}"),
+    }
+    let store = with("read_only_compatible").unwrap();
+    let domain = store.domain("default").unwrap();
+    assert_eq!(domain.refs().unwrap().len(), 1);
+    assert!(!domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap().is_damaged());
+    for refused in [
+        domain.remove_ref("a").err(),
+        domain.put_ref("b", &Ref::new(domain.images().unwrap()[0])).err(),
+        domain.begin_import(ImportOptions::default()).err(),
+        gc(&domain).err(),
+        store.domain_or_create("other").err(),
+        store.collect_staging().err(),
+    ] {
+        assert_eq!(refused.unwrap().kind(), ErrorKind::Unsupported);
+    }
+    std::fs::write(&path, good).unwrap();
+}
+
+#[test]
+fn init_refuses_what_is_not_empty() {
+    let scratch = Scratch::new("init");
+    std::fs::write(scratch.path.join("notes.txt"), b"mine").unwrap();
+    match Store::init(&scratch.path, &InitOptions::default()) {
+        Err(Error::InTheWay { entry, .. }) => assert_eq!(entry, "notes.txt"),
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(Store::open(&scratch.path), Err(Error::NotAStore { .. })));
+    std::fs::remove_file(scratch.path.join("notes.txt")).unwrap();
+    let made = scratch.store();
+    let again = scratch.store();
+    assert_eq!(made.id(), again.id());
+    assert_eq!(made.run_dir().file_name().unwrap().to_str(), Some(made.id()));
+}
+
+/// The `fsverity` tool computes what we compute.
+#[test]
+fn digests_are_those_of_the_fsverity_tool() {
+    if std::process::Command::new("fsverity").arg("--version").output().is_err() {
+        println!("SKIP digests_are_those_of_the_fsverity_tool: no `fsverity` (package fsverity)");
+        return;
+    }
+    let scratch = Scratch::new("fsverity");
+    for (seed, len) in [0, 1, 4096, 524_288, 524_289, 1_000_003, 5_000_000].into_iter().enumerate()
+    {
+        let bytes = content(len, seed as u64);
+        let path = scratch.path.join("file");
+        std::fs::write(&path, &bytes).unwrap();
+        let output = std::process::Command::new("fsverity")
+            .args(["digest", "--compact"])
+            .arg(&path)
+            .output()
+            .unwrap();
+        let theirs = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(verity::digest(&bytes).to_string(), theirs.trim(), "{len} bytes");
+    }
+}
+
+/// The stand-in images of these tests must be refused when they are cut, or gc would be tested with
+/// images that silently name less.
+#[test]
+fn a_cut_stand_in_is_unreadable() {
+    let scratch = Scratch::new("cut");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &[1]);
+    let path = domain.image_path(&image).unwrap();
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+    let file = domain.open_image(&image).unwrap();
+    assert!(Lines.image_objects(&file, &mut |_, _| ()).is_err());
+}
