@@ -118,6 +118,17 @@ _TENSORFLOW = {
 }
 
 
+# Compiled by hash (PEP 552) and not by time: the compiled files then are a function of the sources,
+# the same in both images where these are, and are not compiled again at every start. In one process:
+# what a file's compiled form shares between its constants depends on what the process compiled before
+# it, so several workers give another result each time. Some packages have templates that no Python
+# 3.9 can compile (exit code 1); pip passes them over too.
+_COMPILE = (
+    "python3 -m compileall -q -j1 --invalidation-mode=unchecked-hash"
+    " /usr/local/lib/python3.9/dist-packages >/dev/null || test $? = 1"
+)
+
+
 @dataclass
 class TensorFlow:
     """TensorFlow from PyPI; what it depends on is pinned, and the same for every version of it."""
@@ -133,7 +144,7 @@ class TensorFlow:
         self.requirements += f"tensorflow=={self.version} --hash=sha256:{_TENSORFLOW[self.version]}\n"
 
     def inputs(self):
-        return ["tensorflow", self.requirements]
+        return ["tensorflow", self.requirements, _COMPILE]
 
     def created_by(self):
         return f"RUN pip install --require-hashes tensorflow=={self.version} && python3 -m compileall # by hash"
@@ -152,12 +163,7 @@ class TensorFlow:
         install = ["python3", "-m", "pip", "install", "--quiet", "--no-index", "--find-links=/mnt", "--no-deps"]
         install += ["--require-hashes", "--no-compile", "--no-cache-dir", "--requirement=/mnt/requirements.txt"]
         host.run_inside(root, install, binds=[(wheels, "/mnt")])
-        # By hash (PEP 552) and not by time: the compiled files then are a function of the sources,
-        # the same in both images where these are, and are not compiled again at every start.
-        packages = "/usr/local/lib/python3.9/dist-packages"
-        compile_all = ["python3", "-m", "compileall", "-q", "-j0", "--invalidation-mode=unchecked-hash", packages]
-        # Some packages carry templates and tests that no Python 3.9 can compile; pip passes them over too.
-        host.run_inside(root, ["sh", "-c", " ".join(compile_all) + " >/dev/null || test $? = 1"])
+        host.run_inside(root, ["sh", "-c", _COMPILE])
 
 
 def _pip():
