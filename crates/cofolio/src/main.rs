@@ -1,3 +1,58 @@
-//! The `cofolio` command.
+//! The `cofolio` command: one copy of every page.
+//!
+//! A thin face over the libraries: `cli.rs` defines every flag once, `cmd/` has a file per subcommand,
+//! `exit.rs` turns every error into an exit code in one place, `ui.rs` is all that knows of terminals.
 
-fn main() {}
+mod cli;
+mod cmd;
+mod compose;
+mod context;
+mod exit;
+mod image;
+mod interrupt;
+mod mkcomposefs;
+mod progress;
+mod ui;
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+use crate::cli::Cli;
+use crate::exit::Exit;
+
+fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    // mkcomposefs has a grammar of its own, so it is told apart before ours looks at the arguments.
+    let called_as = args.first().map(Path::new).and_then(Path::file_name);
+    if called_as.is_some_and(|name| name == "mkcomposefs") {
+        return mkcomposefs::main(args.get(1..).unwrap_or_default());
+    }
+    if args.get(1).is_some_and(|arg| arg == "mkcomposefs") {
+        return mkcomposefs::main(args.get(2..).unwrap_or_default());
+    }
+
+    if args.len() <= 1 {
+        // clap would not do it where COFOLIO_STORE or COFOLIO_RUN are set: they count as arguments.
+        let _ = Cli::command().color(clap::ColorChoice::Auto).print_help();
+        return Exit::Usage.into();
+    }
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // A reader of the help who has seen enough is no failure, so the result is not looked at.
+            let _ = error.print();
+            return match error.exit_code() {
+                0 => Exit::Ok.into(),
+                _ => Exit::Usage.into(),
+            };
+        }
+    };
+    let ui = ui::Ui::new(&cli.global);
+    match cmd::run(cli, &ui) {
+        Ok(exit) => exit.into(),
+        Err(error) => exit::report(&error, &ui).into(),
+    }
+}

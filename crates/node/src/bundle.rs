@@ -322,8 +322,12 @@ fn generate(
     }))
 }
 
-/// Entry point and arguments, overridden the way `docker run` does it.
-fn command(image: &ImageConfig, options: &Options) -> Result<Vec<String>> {
+/// The command line of a bundle: the image's entry point and arguments, overridden the way `docker run`
+/// does it.
+///
+/// # Errors
+/// [`BundleError::NoCommand`] where nothing is left to run.
+pub fn command(image: &ImageConfig, options: &Options) -> Result<Vec<String>> {
     let execution = image.config.as_ref();
     let (entrypoint, cmd) = match &options.entrypoint {
         // The image's Cmd was written for the image's entry point.

@@ -1,6 +1,7 @@
 //! What Cofolio knows of this machine: importing OCI images, mounting, the ledger.
 
 pub mod bundle;
+pub mod contents;
 pub mod ledger;
 pub mod mount;
 pub mod oci;

@@ -1,0 +1,143 @@
+//! Every flag, once: parsing, `--help`, man pages and completions all come from these definitions.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::cmd;
+use crate::exit;
+
+/// One copy of every page: container images that share their page cache.
+///
+/// Cofolio keeps images once, content-addressed and verified, in a store; identical files of different
+/// images are one file there and so one page-cache copy, for every container that mounts them.
+#[derive(Debug, Parser)]
+#[command(
+    name = "cofolio",
+    version,
+    arg_required_else_help = true,
+    disable_help_subcommand = false,
+    max_term_width = 100,
+    after_help = "Example:\n  \
+        cofolio import redis.tar --name redis:7.0.15\n  \
+        cofolio mount redis:7.0.15 /mnt/redis\n  \
+        cofolio doctor\n\n\
+        `cofolio COMMAND --help` explains a command; `cofolio --help` lists the exit codes.",
+    after_long_help = long_help(),
+)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// Options that every command takes.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Options of every command")]
+pub(crate) struct Global {
+    /// Directory of the store
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "COFOLIO_STORE",
+        hide_env_values = true,
+        default_value = "/var/lib/cofolio"
+    )]
+    pub(crate) store: PathBuf,
+    /// Trust domain: nothing is shared across domains
+    #[arg(long, global = true, value_name = "NAME", default_value = cofolio_store::DEFAULT_DOMAIN)]
+    pub(crate) domain: String,
+    /// Directory of the runtime state (live mounts)
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "COFOLIO_RUN",
+        hide_env_values = true,
+        default_value = "/run/cofolio"
+    )]
+    pub(crate) run_dir: PathBuf,
+    /// Print JSON for scripts instead of text
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// Print results only, no progress and no remarks
+    #[arg(long, short, global = true)]
+    pub(crate) quiet: bool,
+    /// When to use colours
+    #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
+    pub(crate) color: ColorWhen,
+}
+
+/// When to use colours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ColorWhen {
+    /// On a terminal, unless NO_COLOR is set
+    Auto,
+    /// Always
+    Always,
+    /// Never
+    Never,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Import(cmd::import::Args),
+    Build(cmd::build::Args),
+    Mount(cmd::mount::Args),
+    Umount(cmd::umount::Args),
+    Mounts(cmd::mounts::Args),
+    Images(cmd::images::Args),
+    Inspect(cmd::inspect::Args),
+    Ls(cmd::ls::Args),
+    Cat(cmd::cat::Args),
+    Dump(cmd::dump::Args),
+    Verify(cmd::verify::Args),
+    Tag(cmd::tag::Args),
+    Rm(cmd::rm::Args),
+    Gc(cmd::gc::Args),
+    Fsck(cmd::fsck::Args),
+    Du(cmd::du::Args),
+    Bundle(cmd::bundle::Args),
+    Doctor(cmd::doctor::Args),
+    Mkcomposefs(cmd::mkcomposefs::Args),
+}
+
+fn long_help() -> String {
+    format!(
+        "Images are given as a ref (redis:7.0.15) or as the first digits of a digest (at least 4); `ls`, \
+         `cat`, `dump` and `inspect` also take the path of an EROFS image file (with a slash in it).\n\n\
+         {}\n\n\
+         Example:\n  \
+         cofolio import redis.tar --name redis:7.0.15\n  \
+         cofolio mount redis:7.0.15 /mnt/redis\n  \
+         cofolio doctor",
+        exit::table()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    /// Somebody who asks for help gets what the command does first, and an example.
+    #[test]
+    fn every_help_has_an_example() {
+        let mut command = Cli::command();
+        command.build();
+        for sub in command.get_subcommands_mut().filter(|sub| sub.get_name() != "help") {
+            assert!(sub.get_about().is_some(), "{}", sub.get_name());
+            let help = sub.render_long_help().to_string();
+            assert!(help.contains("Example"), "{}", sub.get_name());
+        }
+        assert!(command.render_long_help().to_string().contains("Exit codes:"));
+    }
+}

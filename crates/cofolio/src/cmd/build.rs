@@ -1,0 +1,135 @@
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use cofolio_erofs::write::{VERSION_MAX, WriteOptions};
+use cofolio_node::tree_scan::ScanOptions;
+
+use crate::cmd::Outcome;
+use crate::compose::{self, Temporary};
+use crate::context::Context;
+use crate::exit::{Exit, Fail};
+use crate::progress::Bar;
+use crate::ui::human_size;
+
+/// Build a metadata image file from a directory or a composefs dump
+///
+/// Writes what `mkcomposefs` writes, byte for byte: files of up to 64 bytes go into the image, larger
+/// ones are named by their digest and copied to --digest-store if one is given. Nothing goes into the
+/// store: `cofolio import DIR` does that.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  \
+    cofolio build rootfs rootfs.erofs --digest-store objects --print-digest\n  \
+    cofolio dump redis:7 | cofolio build - --print-digest")]
+pub(crate) struct Args {
+    /// Directory or dump file to build from; `-` is a dump on standard input
+    source: PathBuf,
+    /// Image file to write; `-` is standard output; may be left out with --print-digest
+    image: Option<PathBuf>,
+    /// Print the image's fs-verity digest
+    #[arg(long)]
+    print_digest: bool,
+    /// Copy the files' content to this composefs object directory
+    #[arg(long, value_name = "DIR")]
+    digest_store: Option<PathBuf>,
+    /// Set all modification times to zero
+    #[arg(long)]
+    use_epoch: bool,
+    /// Leave block and character devices out
+    #[arg(long)]
+    skip_devices: bool,
+    /// Leave extended attributes out
+    #[arg(long, conflicts_with = "user_xattrs")]
+    skip_xattrs: bool,
+    /// Keep only extended attributes that start with `user.`
+    #[arg(long)]
+    user_xattrs: bool,
+    /// Lowest format version
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=i64::from(VERSION_MAX)))]
+    min_version: u32,
+    /// Highest format version
+    #[arg(long, value_name = "N", default_value_t = VERSION_MAX, value_parser = clap::value_parser!(u32).range(0..=i64::from(VERSION_MAX)))]
+    max_version: u32,
+    /// Number of threads that read files [default: one per processor]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    if args.image.is_none() && !args.print_digest && !context.ui.json {
+        return Err(Fail::usage("nothing to do: no IMAGE to write and no --print-digest")
+            .hint("cofolio build SOURCE IMAGE")
+            .into());
+    }
+    let dump = args.source.as_os_str() == "-" || !args.source.is_dir();
+    if dump && args.digest_store.is_some() {
+        return Err(Fail::usage("--digest-store needs a directory: a dump has no content").into());
+    }
+    let tree = if dump {
+        compose::tree_from_dump(&args.source)
+            .with_context(|| format!("reading {}", args.source.display()))?
+    } else {
+        let options = ScanOptions {
+            use_epoch: args.use_epoch,
+            skip_devices: args.skip_devices,
+            skip_xattrs: args.skip_xattrs,
+            user_xattrs: args.user_xattrs,
+            threads: args.threads.unwrap_or(0),
+            ..ScanOptions::like_mkcomposefs()
+        };
+        let bar = Bar::new(context.ui, "reading");
+        compose::tree_from_directory(&args.source, &options, args.digest_store.as_deref(), &bar)?
+    };
+
+    let options = WriteOptions { min_version: args.min_version, max_version: args.max_version };
+    let (report, digest) = match args.image.as_deref() {
+        None => compose::write_image(&tree, &options, io::sink())?,
+        Some(path) if path.as_os_str() == "-" => {
+            let stdout = io::stdout();
+            if stdout.is_terminal() {
+                return Err(Fail::usage("an image does not go to a terminal").into());
+            }
+            if args.print_digest || context.ui.json {
+                let what = "the image and its digest cannot both go to standard output";
+                return Err(Fail::usage(what).into());
+            }
+            compose::write_image(&tree, &options, stdout.lock())?
+        }
+        Some(path) => {
+            // Complete or not there at all: nobody mounts half an image.
+            let directory = match path.parent() {
+                Some(parent) if !parent.as_os_str().is_empty() => parent,
+                _ => Path::new("."),
+            };
+            let temporary = Temporary::create(directory)?;
+            let written = compose::write_image(&tree, &options, &temporary.file)
+                .with_context(|| format!("writing {}", path.display()))?;
+            temporary.file.sync_all().with_context(|| format!("writing {}", path.display()))?;
+            temporary.persist(path).with_context(|| format!("creating {}", path.display()))?;
+            written
+        }
+    };
+
+    if context.ui.json {
+        context.ui.json(&serde_json::json!({
+            "digest": digest,
+            "image": args.image,
+            "version": report.version,
+            "bytes": report.bytes,
+            "inodes": report.inodes,
+            "entries": tree.entry_count(),
+        }))?;
+    } else if args.print_digest {
+        context.ui.line(digest.to_string())?;
+    }
+    if let Some(image) = args.image.as_ref().filter(|_| !context.ui.json) {
+        context.ui.note(format!(
+            "{}: {}, {} inodes, format version {}",
+            image.display(),
+            human_size(report.bytes),
+            report.inodes,
+            report.version
+        ));
+    }
+    Ok(Exit::Ok)
+}

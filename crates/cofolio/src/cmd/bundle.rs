@@ -1,0 +1,156 @@
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use cofolio_node::bundle::{self, ImageConfig};
+use cofolio_node::mount::{Access, MountRequest, UmountOptions};
+use serde_json::json;
+
+use crate::cmd::Outcome;
+use crate::context::{Context, Named};
+use crate::exit::{Exit, Fail};
+
+/// Make an OCI runtime bundle of an image, for `runc run` and `crun run`
+///
+/// Mounts the image at DIR/rootfs (writable; changes are gone after umount) and writes DIR/config.json from
+/// the image's config: command, environment, user and groups as the image's own /etc/passwd and /etc/group
+/// have them, working directory, and the capabilities and mounts that containerd gives a container.
+/// `cofolio umount DIR/rootfs` takes the mount away again.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio bundle redis:7.0.15 /run/redis && \
+    runc run --bundle /run/redis redis\n  \
+    cofolio bundle --read-only redis:7.0.15 /run/redis -- redis-server --version\n  \
+    cofolio umount /run/redis/rootfs")]
+pub(crate) struct Args {
+    /// Ref or first digits of a digest
+    image: String,
+    /// Directory of the bundle; made if it is missing
+    dir: PathBuf,
+    /// Arguments in place of the image's own; its entry point stays
+    #[arg(last = true)]
+    args: Vec<String>,
+    /// Use this root filesystem instead of mounting the image
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["read_only", "verify"])]
+    rootfs: Option<PathBuf>,
+    /// Mount read-only; /tmp, /var/tmp and /run become tmpfs, volumes directories below DIR/volumes
+    #[arg(long)]
+    read_only: bool,
+    /// Hash the image and all its files before mounting
+    #[arg(long)]
+    verify: bool,
+    /// Program in place of the image's entry point; empty for none
+    #[arg(long, value_name = "PROGRAM")]
+    entrypoint: Option<String>,
+    /// Set or add to the environment; may be given several times
+    #[arg(long, short, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// User to run as, by name or number
+    #[arg(long, short, value_name = "USER[:GROUP]")]
+    user: Option<String>,
+    /// Working directory
+    #[arg(long, short, value_name = "DIR")]
+    workdir: Option<String>,
+    /// Host name inside [default: the name of DIR]
+    #[arg(long, value_name = "NAME")]
+    hostname: Option<String>,
+    /// Give the process a terminal
+    #[arg(long, short)]
+    tty: bool,
+    /// Share the host's network instead of having none
+    #[arg(long)]
+    host_network: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let image = context.image(&domain, &args.image)?;
+    let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
+        Some(text) => ImageConfig::parse(text)?,
+        // A directory that was imported has no config: the caller says what to run.
+        None => ImageConfig::default(),
+    };
+    for entry in &args.env {
+        if !entry.contains('=') {
+            return Err(Fail::usage(format!("--env {entry}: not NAME=VALUE")).into());
+        }
+    }
+    let options = options(args, &image);
+    // Before anything is made or mounted: a bundle without a command is the usual mistake.
+    bundle::command(&config, &options)?;
+
+    let made = !args.dir.exists();
+    fs::create_dir_all(&args.dir).with_context(|| format!("creating {}", args.dir.display()))?;
+    let written = match &args.rootfs {
+        Some(rootfs) => bundle::write(&args.dir, rootfs, &config, &options, Path::new("/")),
+        None => {
+            let mounter = context.mounter(&domain);
+            let rootfs = args.dir.join("rootfs");
+            let request = MountRequest {
+                create_target: true,
+                access: if args.read_only { Access::ReadOnly } else { Access::Writable },
+                verify: args.verify,
+                ..MountRequest::new(image.digest, &rootfs)
+            };
+            let mounted = mounter.mount(&request).inspect_err(|_| {
+                if made {
+                    // Only if nothing is in it.
+                    let _ = fs::remove_dir(&args.dir);
+                }
+            })?;
+            let written = bundle::write(&args.dir, &rootfs, &config, &options, Path::new("/"));
+            if written.is_err() {
+                mounter
+                    .umount(Path::new(&mounted.id), &UmountOptions::default())
+                    .with_context(|| format!("taking {} away again", rootfs.display()))?;
+                if made {
+                    let _ = fs::remove_dir(&args.dir);
+                }
+            }
+            written
+        }
+    };
+    let config = written?;
+    if context.ui.json {
+        context.ui.json(&json!({
+            "bundle": fs::canonicalize(&args.dir)?,
+            "image": image.digest,
+            "mounted": args.rootfs.is_none(),
+            "config": config,
+        }))?;
+    } else {
+        let dir = args.dir.display();
+        let id = options
+            .hostname
+            .clone()
+            .unwrap_or_else(|| config["hostname"].as_str().unwrap_or("box").to_owned());
+        context.ui.note(format!("{dir}: ready, `runc run --bundle {dir} {id}` starts it"));
+        if args.rootfs.is_none() {
+            context.ui.note(format!("`cofolio umount {dir}/rootfs` when it has ended"));
+        }
+    }
+    Ok(Exit::Ok)
+}
+
+fn options(args: &Args, image: &Named) -> bundle::Options {
+    let mut annotations = BTreeMap::new();
+    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
+    if let Some(name) = &image.ref_name {
+        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
+    }
+    bundle::Options {
+        args: args.args.clone(),
+        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
+            "" => Vec::new(),
+            program => vec![program.to_owned()],
+        }),
+        env: args.env.clone(),
+        user: args.user.clone(),
+        working_dir: args.workdir.clone(),
+        hostname: args.hostname.clone(),
+        terminal: args.tty,
+        host_network: args.host_network,
+        readonly: args.read_only,
+        annotations,
+    }
+}

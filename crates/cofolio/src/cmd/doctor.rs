@@ -1,0 +1,179 @@
+use cofolio_node::probe::{self, Feature, Need, Presence};
+use serde_json::json;
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::Exit;
+use crate::ui::{Cell, Table, Tone};
+
+/// Tell what this kernel, filesystem and machine offer, and what is missing
+///
+/// Everything is found out by trying. What is missing is listed with what it would be used for and what
+/// is worse without it. Exit code 5 if something is missing without which nothing can be mounted.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio doctor\n  \
+    cofolio doctor --json | jq -r '.features[] | select(.presence != \"present\") | .name'")]
+pub(crate) struct Args {
+    /// Also say what each feature is used for
+    #[arg(short, long)]
+    long: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let ui = context.ui;
+    let store_path = &context.global.store;
+    // The store's filesystem is tried where the store is, or will be.
+    let place = store_path.ancestors().find(|path| path.is_dir()).map(std::path::Path::to_owned);
+    let report = probe::probe(&probe::Options { store: place, ..probe::Options::default() });
+    let store = Store::look(context);
+    let exit = if report.can_mount() { Exit::Ok } else { Exit::Missing };
+
+    if ui.json {
+        ui.json(&json!({
+            "kernel": report.kernel,
+            "can_mount": report.can_mount(),
+            "features": report.features,
+            "store": store.json(),
+        }))?;
+        return Ok(exit);
+    }
+
+    let mut table = Table::plain();
+    table.pair("kernel", &report.kernel);
+    for (name, value) in &store.lines {
+        table.pair(name, value);
+    }
+    ui.table(&table)?;
+    ui.line("")?;
+
+    let mut table = match args.long {
+        true => Table::new(&["FEATURE", "HERE", "FOUND", "USED FOR"]),
+        false => Table::new(&["FEATURE", "HERE", "FOUND"]),
+    };
+    for feature in &report.features {
+        let (mark, tone) = mark(feature);
+        let mut row = vec![
+            Cell::left(feature.name),
+            Cell::left(mark).tone(tone),
+            Cell::left(&feature.detail),
+        ];
+        if args.long {
+            row.push(Cell::left(feature.used_for).tone(Tone::Dim));
+        }
+        table.row(row);
+    }
+    ui.table(&table)?;
+
+    let missing: Vec<&Feature> = report
+        .features
+        .iter()
+        .filter(|f| f.presence != Presence::Present && f.need != Need::Optional)
+        .collect();
+    if !missing.is_empty() {
+        ui.line("")?;
+        ui.line(ui.paint(Tone::Bold, "Not here, and what that means:"))?;
+        for feature in missing {
+            let (_, tone) = mark(feature);
+            ui.line(format!("  {}: {}", ui.paint(tone, feature.name), feature.without))?;
+        }
+    }
+    ui.line("")?;
+    ui.line(match exit {
+        Exit::Ok => ui.paint(Tone::Good, "Images can be mounted on this machine."),
+        _ => ui.paint(Tone::Bad, "Images cannot be mounted here: see what is required above."),
+    })?;
+    Ok(exit)
+}
+
+fn mark(feature: &Feature) -> (&'static str, Tone) {
+    match (feature.presence, feature.need) {
+        (Presence::Present, _) => ("yes", Tone::Good),
+        (Presence::Unknown, _) => ("unknown", Tone::Warn),
+        (Presence::Absent, Need::Required) => ("MISSING", Tone::Bad),
+        (Presence::Absent, Need::Recommended) => ("missing", Tone::Warn),
+        (Presence::Absent, Need::Optional) => ("no", Tone::Dim),
+    }
+}
+
+/// The store in a few lines; none of it may fail, since doctor is called when something does.
+struct Store {
+    lines: Vec<(&'static str, String)>,
+    error: Option<String>,
+}
+
+impl Store {
+    fn look(context: &Context<'_>) -> Self {
+        let path = context.global.store.display().to_string();
+        let store = match cofolio_store::Store::open(&context.global.store) {
+            Ok(store) => store,
+            Err(cofolio_store::Error::NotAStore { .. }) => {
+                let lines =
+                    vec![("store", format!("{path}: none yet (the first import makes it)"))];
+                return Self { lines, error: None };
+            }
+            Err(error) => {
+                let error = format!("{:#}", anyhow::Error::new(error));
+                return Self {
+                    lines: vec![("store", format!("{path}: {error}"))],
+                    error: Some(error),
+                };
+            }
+        };
+        let protection = store.protection();
+        let mut lines = vec![("store", format!("{path} (id {})", store.id()))];
+        lines.push((
+            "verified",
+            match (protection.verity, protection.immutable) {
+                (true, _) => "by the kernel, every read (fs-verity)".to_owned(),
+                (false, true) => {
+                    "at import, by `verify` and `mount --verify`; objects are immutable, \
+                                  but the kernel does not check what is read (no fs-verity here)"
+                        .to_owned()
+                }
+                (false, false) => {
+                    "at import, by `verify` and `mount --verify` only (no fs-verity, no \
+                                   immutable files here)"
+                        .to_owned()
+                }
+            },
+        ));
+        if let Some(feature) = store.read_only_because() {
+            lines.push((
+                "read-only",
+                format!("it uses `{feature}`, which this version does not know"),
+            ));
+        }
+        let mut error = None;
+        match store.domains() {
+            Ok(domains) => lines.push(("trust domains", domains.join(", "))),
+            Err(e) => error = Some(e.to_string()),
+        }
+        match store
+            .domain(&context.global.domain)
+            .and_then(|d| Ok((d.refs()?.len(), d.images()?.len())))
+        {
+            Ok((refs, images)) => lines.push(("images", format!("{images}, under {refs} names"))),
+            Err(e) => error = Some(e.to_string()),
+        }
+        match store.orphaned_staging() {
+            Ok(orphans) if !orphans.is_empty() => lines.push((
+                "leftovers",
+                format!("{} interrupted imports (`cofolio gc` removes them)", orphans.len()),
+            )),
+            Ok(_) => {}
+            Err(e) => error = Some(e.to_string()),
+        }
+        if let Some(error) = &error {
+            lines.push(("problem", format!("{error} (see `cofolio fsck`)")));
+        }
+        Self { lines, error }
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let lines =
+            self.lines.iter().map(|(name, value)| ((*name).to_owned(), value.clone().into()));
+        let mut object: serde_json::Map<_, _> = lines.collect();
+        object.insert("error".to_owned(), self.error.clone().into());
+        object.into()
+    }
+}

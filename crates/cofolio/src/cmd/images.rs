@@ -1,0 +1,85 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use cofolio_node::contents::ImageContents;
+use cofolio_store::{Digest, ImageUsage};
+use serde_json::json;
+
+use crate::cmd::Outcome;
+use crate::context::{Context, short};
+use crate::exit::Exit;
+use crate::ui::{Cell, Table, Tone, ago};
+
+/// List the images of the store
+///
+/// SIZE is what an image's files and metadata take; UNIQUE is the part of it that no other image uses,
+/// so what removing the image would free; SHARED is the rest.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio images\n  cofolio images --json | jq -r '.[].name'")]
+pub(crate) struct Args {
+    /// Print full digests
+    #[arg(long)]
+    digests: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let refs = domain.refs()?;
+    let usage = domain.du(&ImageContents)?;
+    let usage: BTreeMap<Digest, &ImageUsage> =
+        usage.images.iter().map(|image| (image.image, image)).collect();
+
+    let mut rows = Vec::new();
+    let mut named = BTreeSet::new();
+    for (name, record) in &refs {
+        named.insert(record.image);
+        rows.push((Some(name.as_str()), record.image, record.created));
+    }
+    // Images that nothing but a mount or a lease keeps, or that gc will take.
+    rows.extend(usage.keys().filter(|image| !named.contains(image)).map(|image| (None, *image, 0)));
+
+    if context.ui.json {
+        let list: Vec<_> = rows
+            .iter()
+            .map(|(name, image, created)| {
+                let usage = usage.get(image);
+                json!({
+                    "name": name,
+                    "image": image,
+                    "created": created,
+                    "objects": usage.map(|u| u.objects),
+                    "bytes": usage.map(|u| u.bytes + u.metadata_bytes),
+                    "unique_bytes": usage.map(|u| u.exclusive_bytes + u.metadata_bytes),
+                    "shared_bytes": usage.map(|u| u.shared_bytes()),
+                })
+            })
+            .collect();
+        context.ui.json(&list)?;
+        return Ok(Exit::Ok);
+    }
+    if rows.is_empty() {
+        context.ui.note("no images (`cofolio import SOURCE` brings one in)");
+        return Ok(Exit::Ok);
+    }
+    let mut table = Table::new(&["NAME", "IMAGE", "FILES", "SIZE", "UNIQUE", "SHARED", "CREATED"]);
+    for (name, image, created) in rows {
+        let name = match name {
+            Some(name) => Cell::left(name).tone(Tone::Bold),
+            None => Cell::left("<none>").tone(Tone::Dim),
+        };
+        let digest = if args.digests { image.to_string() } else { short(&image) };
+        let mut row = vec![name, Cell::left(digest)];
+        match usage.get(&image) {
+            Some(u) => row.extend([
+                Cell::right(u.objects.to_string()),
+                Cell::size(u.bytes + u.metadata_bytes),
+                Cell::size(u.exclusive_bytes + u.metadata_bytes),
+                Cell::size(u.shared_bytes()),
+            ]),
+            None => row.extend((0..4).map(|_| Cell::right("?").tone(Tone::Bad))),
+        }
+        row.push(Cell::left(ago(created)));
+        table.row(row);
+    }
+    context.ui.table(&table)?;
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,111 @@
+use std::collections::BTreeMap;
+
+use cofolio_node::oci::{self, ImportOptions, Platform, Source};
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::{Exit, Fail};
+use crate::interrupt;
+use crate::progress::Bar;
+use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
+
+/// Bring an image into the store
+///
+/// From an OCI layout directory, an OCI archive, what `docker save` or `podman save` writes, or a plain
+/// directory tree; which of them is found out. Every digest on the way is checked. Layers and files that
+/// the store has already are not written again, an image that it has already is not even read. The store is
+/// made if it does not exist.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  \
+    docker save redis:7.0.15 -o redis.tar && cofolio import redis.tar --name redis:7.0.15\n  \
+    cofolio import oci:layouts/redis:7.0.15\n  \
+    cofolio import dir:/srv/rootfs --name rootfs")]
+pub(crate) struct Args {
+    /// PATH, oci:PATH[:TAG], oci-archive:PATH[:TAG], docker-archive:PATH[:TAG] or dir:PATH
+    source: String,
+    /// Name to give the image [default: the tag in the source, or its file name]
+    #[arg(long, short, value_name = "REF")]
+    name: Option<String>,
+    /// Platform to take from an image for several, as OS/ARCH[/VARIANT] [default: this machine's]
+    #[arg(long, value_name = "PLATFORM")]
+    platform: Option<String>,
+    /// Label for the ref; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    label: Vec<String>,
+    /// Threads that hash and write files [default: one per processor, up to 8]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    threads: usize,
+    /// Largest uncompressed size of all layers together, in GiB
+    #[arg(long, value_name = "GIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    max_size: u64,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let source = Source::parse(&args.source)?;
+    let mut options = ImportOptions {
+        name: args.name.clone(),
+        threads: args.threads,
+        labels: labels(&args.label)?,
+        ..ImportOptions::default()
+    };
+    if let Some(platform) = &args.platform {
+        options.platform = Platform::parse(platform)?;
+    }
+    options.limits.uncompressed_bytes = args.max_size << 30;
+    let domain = context.domain_or_create()?;
+    interrupt::end_on_signal(context.ui)?;
+    let bar = Bar::new(context.ui, "importing");
+    let report = oci::import(&domain, &source, &options, &bar)?;
+    drop(bar);
+
+    if context.ui.json {
+        context.ui.json(&report)?;
+        return Ok(Exit::Ok);
+    }
+    let name = context.ui.paint(Tone::Bold, &report.name);
+    context.ui.line(format!("{name} {}", report.image))?;
+    if context.ui.quiet {
+        return Ok(Exit::Ok);
+    }
+    if report.known {
+        context.ui.line(format!("here already, nothing was read ({} ms)", report.duration_ms))?;
+        return Ok(Exit::Ok);
+    }
+    let mut table = Table::plain();
+    let mut row = |name: &str, value: String| {
+        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
+    };
+    if !report.layers.is_empty() {
+        let known = report.layers.iter().filter(|layer| layer.known).count();
+        row("layers", format!("{}, {known} of them here already", report.layers.len()));
+    }
+    row("entries", human_count(report.entries));
+    let files = |count, bytes| format!("{}, {}", plural(count, "file"), human_size(bytes));
+    row("written", files(report.objects_new, report.bytes_new));
+    row("here already", files(report.objects_known, report.bytes_known));
+    row("metadata", human_size(report.image_bytes));
+    if report.foreign_xattrs > 0 {
+        row("left out", format!("{} attributes that Linux does not know", report.foreign_xattrs));
+    }
+    if report.skipped > 0 {
+        row("left out", format!("{} sockets or mounted filesystems", report.skipped));
+    }
+    let ms = report.duration_ms;
+    row(
+        "took",
+        match ms {
+            ..1000 => format!("{ms} ms"),
+            _ => format!("{}.{} s", ms / 1000, ms % 1000 / 100),
+        },
+    );
+    context.ui.table(&table)?;
+    Ok(Exit::Ok)
+}
+
+fn labels(given: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+    let pairs = given.iter().map(|label| match label.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(Fail::usage(format!("--label {label}: not KEY=VALUE")).into()),
+    });
+    pairs.collect()
+}

@@ -1,0 +1,55 @@
+//! The subcommands, a file each.
+
+pub(crate) mod build;
+pub(crate) mod bundle;
+pub(crate) mod cat;
+pub(crate) mod doctor;
+pub(crate) mod du;
+pub(crate) mod dump;
+pub(crate) mod fsck;
+pub(crate) mod gc;
+pub(crate) mod images;
+pub(crate) mod import;
+pub(crate) mod inspect;
+pub(crate) mod ls;
+pub(crate) mod mkcomposefs;
+pub(crate) mod mount;
+pub(crate) mod mounts;
+pub(crate) mod rm;
+pub(crate) mod tag;
+pub(crate) mod umount;
+pub(crate) mod verify;
+
+use crate::cli::{Cli, Command};
+use crate::context::Context;
+use crate::exit::Exit;
+use crate::ui::Ui;
+
+/// What a command gives back: how to exit, or an error that says so.
+pub(crate) type Outcome = anyhow::Result<Exit>;
+
+/// Run the command that was asked for.
+pub(crate) fn run(cli: Cli, ui: &Ui) -> Outcome {
+    let context = Context { global: cli.global, ui };
+    match cli.command {
+        Command::Import(args) => import::run(&args, &context),
+        Command::Build(args) => build::run(&args, &context),
+        Command::Mount(args) => mount::run(&args, &context),
+        Command::Umount(args) => umount::run(&args, &context),
+        Command::Mounts(args) => mounts::run(&args, &context),
+        Command::Images(args) => images::run(&args, &context),
+        Command::Inspect(args) => inspect::run(&args, &context),
+        Command::Ls(args) => ls::run(&args, &context),
+        Command::Cat(args) => cat::run(&args, &context),
+        Command::Dump(args) => dump::run(&args, &context),
+        Command::Verify(args) => verify::run(&args, &context),
+        Command::Tag(args) => tag::run(&args, &context),
+        Command::Rm(args) => rm::run(&args, &context),
+        Command::Gc(args) => gc::run(&args, &context),
+        Command::Fsck(args) => fsck::run(&args, &context),
+        Command::Du(args) => du::run(&args, &context),
+        Command::Bundle(args) => bundle::run(&args, &context),
+        Command::Doctor(args) => doctor::run(&args, &context),
+        Command::Mkcomposefs(args) => mkcomposefs::run(&args),
+    }
+}

@@ -1,0 +1,87 @@
+use std::path::PathBuf;
+
+use cofolio_node::mount::{Access, IdMap, MountRequest};
+
+use crate::cmd::Outcome;
+use crate::context::{Context, short};
+use crate::exit::Exit;
+
+/// Mount an image at a directory
+///
+/// Read-only unless --rw: read-only mounts of one image are clones of one mount and cost next to nothing.
+/// All mounts of the domain share the page cache of files with the same content.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio mount redis:7.0.15 /mnt/redis\n  \
+    cofolio mount --rw --create redis:7.0.15 /run/box/rootfs\n  \
+    cofolio mount --idmap 0:100000:65536 redis:7.0.15 /mnt/redis")]
+pub(crate) struct Args {
+    /// Ref or first digits of a digest
+    image: String,
+    /// Directory to mount at
+    target: PathBuf,
+    /// Make it writable; changes go to a directory of the store's and are gone after umount
+    #[arg(long)]
+    rw: bool,
+    /// With --rw: leave the changes in place after umount, for the next --rw at the same directory
+    #[arg(long, requires = "rw")]
+    keep: bool,
+    /// With --rw: keep changes in this directory (its `upper` and `work`), which stays after umount
+    #[arg(long, value_name = "DIR", requires = "rw", conflicts_with = "keep")]
+    upper: Option<PathBuf>,
+    /// Hash the image and all its files before mounting
+    #[arg(long)]
+    verify: bool,
+    /// Id map: INSIDE:OUTSIDE:COUNT, several with commas; u: or g: before one for users or groups only
+    #[arg(long, value_name = "MAP")]
+    idmap: Option<String>,
+    /// Security label of all files, for SELinux
+    #[arg(long, value_name = "LABEL")]
+    context: Option<String>,
+    /// Make the target directory if it is missing; it goes with the mount
+    #[arg(long)]
+    create: bool,
+    /// Ignore set-user-id and set-group-id bits
+    #[arg(long)]
+    nosuid: bool,
+    /// Do not open device files
+    #[arg(long)]
+    nodev: bool,
+    /// Execute nothing
+    #[arg(long)]
+    noexec: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let image = context.image(&domain, &args.image)?;
+    let access = match (&args.upper, args.rw, args.keep) {
+        (Some(dir), ..) => Access::WritableAt(dir.clone()),
+        (None, true, true) => Access::WritableKept,
+        (None, true, false) => Access::Writable,
+        (None, false, _) => Access::ReadOnly,
+    };
+    let request = MountRequest {
+        create_target: args.create,
+        access,
+        verify: args.verify,
+        idmap: args.idmap.as_deref().map(str::parse::<IdMap>).transpose()?,
+        label: args.context.clone(),
+        nosuid: args.nosuid,
+        nodev: args.nodev,
+        noexec: args.noexec,
+        ..MountRequest::new(image.digest, &args.target)
+    };
+    let record = context.mounter(&domain).mount(&request)?;
+    if context.ui.json {
+        context.ui.json(&record)?;
+    } else {
+        let mode = if record.upper.is_some() { "writable" } else { "read-only" };
+        let target = record.target.display();
+        context.ui.note(format!(
+            "{} ({}) at {target}, {mode}",
+            image.shown(),
+            short(&image.digest)
+        ));
+    }
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,88 @@
+use std::path::PathBuf;
+
+use cofolio_node::mount::UmountOptions;
+use serde_json::json;
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::{Exit, Fail};
+
+/// Unmount what `mount` or `bundle` mounted
+///
+/// The image's own mount goes with its last user. What was unmounted behind our back, or left half-way by
+/// a process that was killed, is cleaned up.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio umount /mnt/redis\n  cofolio umount --all")]
+pub(crate) struct Args {
+    /// Directories (or mount ids, as `mounts --json` shows them)
+    #[arg(required_unless_present = "all")]
+    targets: Vec<PathBuf>,
+    /// Unmount everything of this trust domain
+    #[arg(long, conflicts_with = "targets")]
+    all: bool,
+    /// Detach it even if it is in use
+    #[arg(long, short)]
+    force: bool,
+    /// Leave the directory with the changes in place
+    #[arg(long)]
+    keep: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let mounter = context.mounter(&domain);
+    let targets = match args.all {
+        false => args.targets.clone(),
+        true => {
+            let mounts = mounter.list()?.mounts.into_iter().map(|status| status.record);
+            let ours = mounts.filter(|record| record.domain == domain.name());
+            ours.map(|record| record.id.into()).collect()
+        }
+    };
+    let options = UmountOptions { force: args.force, keep_upper: args.keep };
+    let (mut done, mut failed) = (Vec::new(), Vec::new());
+    for target in &targets {
+        match mounter.umount(target, &options) {
+            Ok(unmounted) => {
+                let path = unmounted.record.target.display().to_string();
+                if unmounted.was_gone {
+                    context
+                        .ui
+                        .note(format!("{path} was not mounted any more; cleaned up after it"));
+                }
+                if let Some(upper) = &unmounted.upper {
+                    context.ui.note(format!("changes are in {}", upper.display()));
+                }
+                done.push(json!({
+                    "target": path,
+                    "id": unmounted.record.id,
+                    "was_gone": unmounted.was_gone,
+                    "upper": unmounted.upper,
+                    "unpinned": unmounted.unpinned,
+                }));
+            }
+            Err(error) => failed.push((target, error)),
+        }
+    }
+    if context.ui.json {
+        context.ui.json(&done)?;
+    }
+    // One that is busy does not keep the others mounted.
+    let more = failed.len().saturating_sub(1);
+    let Some((target, error)) = failed.into_iter().next() else { return Ok(Exit::Ok) };
+    if more > 0 {
+        let what = format!("{} and {more} more were not unmounted", target.display());
+        return Err(anyhow::Error::new(error).context(what));
+    }
+    let hint = format!(
+        "fuser -vm {0} says who; `cofolio umount --force {0}` detaches it",
+        target.display()
+    );
+    let busy = matches!(error, cofolio_node::mount::MountError::Busy { .. });
+    let error = anyhow::Error::new(error);
+    Err(if busy {
+        error.context(Fail::new(Exit::Busy, "cannot unmount").hint(hint))
+    } else {
+        error
+    })
+}

@@ -1,0 +1,118 @@
+//! Making a metadata image from a directory or a dump: what `build` and `mkcomposefs` share.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use cofolio_erofs::dump;
+use cofolio_erofs::tree::Tree;
+use cofolio_erofs::write::{WriteOptions, WriteReport, write};
+use cofolio_node::oci::Progress;
+use cofolio_node::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
+use cofolio_store::Digest;
+use cofolio_store::verity::Hasher;
+
+/// Read a dump; `-` is standard input.
+pub(crate) fn tree_from_dump(path: &Path) -> anyhow::Result<Tree> {
+    let strict = std::env::var_os("CFS_PARSE_STRICT").is_some();
+    let input: Box<dyn BufRead> = if path.as_os_str() == "-" {
+        Box::new(io::stdin().lock())
+    } else {
+        let file = File::open(path).with_context(|| format!("open `{}`", path.display()))?;
+        Box::new(BufReader::with_capacity(1 << 17, file))
+    };
+    Ok(dump::parse_with(input, dump::ParseOptions { strict })?)
+}
+
+/// Write the image of a tree, and tell its fs-verity digest.
+pub(crate) fn write_image(
+    tree: &Tree,
+    options: &WriteOptions,
+    sink: impl Write,
+) -> anyhow::Result<(WriteReport, Digest)> {
+    let mut hashing = Hashing { sink, hasher: Hasher::new() };
+    let report = write(tree, options, &mut hashing)?;
+    hashing.sink.flush()?;
+    Ok((report, hashing.hasher.finish()))
+}
+
+struct Hashing<W> {
+    sink: W,
+    hasher: Hasher,
+}
+
+impl<W: Write> Write for Hashing<W> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let len = self.sink.write(data)?;
+        self.hasher.update(&data[..len]);
+        Ok(len)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.sink.flush()
+    }
+}
+
+/// Read a directory, and store its files as objects in `digest_store` if there is to be one.
+pub(crate) fn tree_from_directory(
+    path: &Path,
+    options: &ScanOptions,
+    digest_store: Option<&Path>,
+    progress: &dyn Progress,
+) -> anyhow::Result<Tree> {
+    let scanned = match digest_store {
+        Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, progress)?,
+        None => tree_scan::scan(path, options, &DigestOnly, progress)?,
+    };
+    Ok(scanned.tree)
+}
+
+/// How many threads to use where the user does not say: as many as there are processors to run on.
+pub(crate) fn default_threads() -> u32 {
+    rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count().max(1))
+}
+
+/// A file that goes away unless it is given its name.
+pub(crate) struct Temporary {
+    pub(crate) file: File,
+    path: PathBuf,
+    kept: bool,
+}
+
+impl Temporary {
+    /// Create one in a directory.
+    pub(crate) fn create(directory: &Path) -> anyhow::Result<Self> {
+        // Names are unique in this process; another process' name is found out by O_EXCL.
+        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+        for _ in 0..1000 {
+            let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let path = directory.join(format!(".tmp-{}-{number}", std::process::id()));
+            match File::options().write(true).create_new(true).open(&path) {
+                Ok(file) => return Ok(Self { file, path, kept: false }),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => {
+                    return Err(error)
+                        .with_context(|| format!("creating a file in {}", directory.display()));
+                }
+            }
+        }
+        anyhow::bail!("{} is full of leftover .tmp- files", directory.display())
+    }
+
+    /// Give it its name, replacing what has it.
+    pub(crate) fn persist(mut self, target: &Path) -> io::Result<()> {
+        fs::rename(&self.path, target)?;
+        self.kept = true;
+        Ok(())
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.kept {
+            // Nothing better can be done with a file that cannot be removed.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}

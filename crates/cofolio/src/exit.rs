@@ -1,0 +1,288 @@
+//! Exit codes: every error of every library becomes one of them here, and nowhere else.
+
+use std::fmt;
+use std::io;
+use std::process::ExitCode;
+
+use cofolio_erofs::dump::DumpError;
+use cofolio_erofs::read::ReadError;
+use cofolio_node::bundle::BundleError;
+use cofolio_node::mount::MountError;
+use cofolio_node::oci::ImportError;
+
+use crate::ui::Ui;
+
+/// How the command ended. The numbers are a promise (docs/CLI.md).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    Ok = 0,
+    Failure = 1,
+    Usage = 2,
+    NotFound = 3,
+    Corrupt = 4,
+    Missing = 5,
+    NoSpace = 6,
+    Busy = 7,
+    Interrupted = 130,
+    BrokenPipe = 141,
+}
+
+/// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
+pub(crate) const TABLE: [(Exit, &str); 10] = [
+    (Exit::Ok, "done"),
+    (Exit::Failure, "it failed, and none of the codes below says it better"),
+    (Exit::Usage, "wrong arguments; nothing was done"),
+    (Exit::NotFound, "no such image, ref, mount, file or store"),
+    (
+        Exit::Corrupt,
+        "content is not what its digest says, or an image, archive or store is damaged",
+    ),
+    (Exit::Missing, "a privilege or a kernel feature is missing"),
+    (Exit::NoSpace, "no space left; the store is as it was before"),
+    (Exit::Busy, "in use, or changed by somebody else meanwhile; trying again can succeed"),
+    (Exit::Interrupted, "interrupted (Ctrl-C, SIGTERM); the store is as it was before"),
+    (Exit::BrokenPipe, "the reader of the output went away"),
+];
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// The table of exit codes as text, for `--help`.
+pub(crate) fn table() -> String {
+    let lines = TABLE.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}\n", *exit as u8));
+    format!("Exit codes:\n{}", lines.collect::<String>().trim_end())
+}
+
+/// An error of the command itself, with its exit code and a hint for whoever reads it at 3 a.m.
+#[derive(Debug)]
+pub(crate) struct Fail {
+    exit: Exit,
+    what: String,
+    hint: Option<String>,
+}
+
+impl Fail {
+    pub(crate) fn new(exit: Exit, what: impl Into<String>) -> Self {
+        Self { exit, what: what.into(), hint: None }
+    }
+
+    pub(crate) fn usage(what: impl Into<String>) -> Self {
+        Self::new(Exit::Usage, what)
+    }
+
+    pub(crate) fn not_found(what: impl Into<String>) -> Self {
+        Self::new(Exit::NotFound, what)
+    }
+
+    pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+}
+
+impl fmt::Display for Fail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
+impl std::error::Error for Fail {}
+
+/// Print an error as `cofolio: <what>: <why>`, with a hint where there is one.
+pub(crate) fn report(error: &anyhow::Error, ui: &Ui) -> Exit {
+    let (exit, hint) = classify(error);
+    // Whoever closed the pipe or pressed Ctrl-C knows.
+    if exit == Exit::BrokenPipe {
+        return exit;
+    }
+    ui.error(&chain(error), hint.as_deref());
+    exit
+}
+
+/// The causes of an error in one line. A cause that its effect already quotes is not said again.
+fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+/// Exit code and hint of an error: the first cause that says something definite decides.
+fn classify(error: &anyhow::Error) -> (Exit, Option<String>) {
+    let mut exit = None;
+    let mut hint = None;
+    for cause in error.chain() {
+        let (this, this_hint) = classify_one(cause);
+        exit = exit.or(this);
+        hint = hint.or(this_hint);
+    }
+    (exit.unwrap_or(Exit::Failure), hint)
+}
+
+fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Option<String>) {
+    if let Some(fail) = cause.downcast_ref::<Fail>() {
+        return (Some(fail.exit), fail.hint.clone());
+    }
+    if let Some(error) = cause.downcast_ref::<cofolio_store::Error>() {
+        return of_store(error);
+    }
+    if let Some(error) = cause.downcast_ref::<ImportError>() {
+        return of_import(error);
+    }
+    if let Some(error) = cause.downcast_ref::<MountError>() {
+        return of_mount(error);
+    }
+    if let Some(error) = cause.downcast_ref::<BundleError>() {
+        return of_bundle(error);
+    }
+    if let Some(error) = cause.downcast_ref::<ReadError>() {
+        let corrupt = matches!(
+            error,
+            ReadError::NotErofs
+                | ReadError::NotComposefs
+                | ReadError::Corrupt { .. }
+                | ReadError::Tree { .. }
+        );
+        return (corrupt.then_some(Exit::Corrupt), None);
+    }
+    if let Some(DumpError::Line { .. } | DumpError::Empty) = cause.downcast_ref::<DumpError>() {
+        return (Some(Exit::Corrupt), None);
+    }
+    if let Some(error) = cause.downcast_ref::<io::Error>() {
+        return (io_exit(error), None);
+    }
+    (None, None)
+}
+
+fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
+    use cofolio_store::Error;
+    use cofolio_store::ErrorKind;
+    let hint = match error {
+        Error::NotAStore { .. } => Some(
+            "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is",
+        ),
+        Error::NoSpace { .. } => Some("`cofolio gc` frees what nothing uses any more"),
+        Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
+        Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),
+        Error::Corrupt { .. } | Error::Unreadable { .. } => {
+            Some("`cofolio fsck` says what else is damaged; importing an image again restores it")
+        }
+        Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
+            Some("a newer version of cofolio wrote this store; use that one")
+        }
+        Error::Busy { .. } => Some("an import is being published or garbage collected; try again"),
+        _ => None,
+    };
+    let exit = match (error.kind(), error) {
+        // The cause, an I/O error, says more.
+        (ErrorKind::Io, _) => None,
+        (ErrorKind::Space, _) => Some(Exit::NoSpace),
+        (ErrorKind::Corrupt, _) => Some(Exit::Corrupt),
+        (ErrorKind::Conflict, _) => Some(Exit::Busy),
+        (ErrorKind::Caller, Error::BadName { .. }) => Some(Exit::Usage),
+        (ErrorKind::Caller, Error::InTheWay { .. }) => Some(Exit::Failure),
+        (ErrorKind::Caller, _) => Some(Exit::NotFound),
+        _ => Some(Exit::Failure),
+    };
+    (exit, hint.map(str::to_owned))
+}
+
+fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
+    match error {
+        ImportError::NoSpace { .. } => {
+            let hint = "nothing was kept; `cofolio gc` frees what nothing uses any more".to_owned();
+            (Some(Exit::NoSpace), Some(hint))
+        }
+        ImportError::Source { .. } => (Some(Exit::NotFound), None),
+        ImportError::Changed { .. } => (Some(Exit::Busy), None),
+        ImportError::Limit { .. } => (Some(Exit::Failure), None),
+        error if error.is_corrupt() => (Some(Exit::Corrupt), None),
+        _ => (None, None),
+    }
+}
+
+fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
+    use cofolio_node::mount::ErrorKind;
+    let hint = match error {
+        MountError::Target { .. } => Some("--create makes the directory (its parent must exist)"),
+        MountError::NoFilesystem { .. } | MountError::NoFeature { .. } => {
+            Some("`cofolio doctor` says what this machine offers")
+        }
+        MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
+        MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
+        _ => None,
+    };
+    let exit = match (error, error.kind()) {
+        (
+            MountError::Busy { .. }
+            | MountError::AlreadyMounted { .. }
+            | MountError::Covered { .. },
+            _,
+        ) => Some(Exit::Busy),
+        (MountError::NotMounted(_), _) => Some(Exit::NotFound),
+        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
+        (MountError::OtherNamespace { .. }, _) | (_, ErrorKind::Machine) => Some(Exit::Missing),
+        (_, ErrorKind::Corrupt) => Some(Exit::Corrupt),
+        // The cause decides.
+        (MountError::Store(error), _) => return of_store(error),
+        (_, ErrorKind::Io) => None,
+        (_, ErrorKind::Request) => Some(Exit::Failure),
+    };
+    (exit, hint.map(str::to_owned))
+}
+
+fn of_bundle(error: &BundleError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        BundleError::NoCommand => {
+            (Exit::Usage, Some("say what to run: cofolio bundle IMAGE DIR -- COMMAND"))
+        }
+        BundleError::MissingMountPoint(_) => {
+            (Exit::Failure, Some("leave --read-only out, or add the directory to the image"))
+        }
+        BundleError::UnknownAccount { .. } => {
+            (Exit::NotFound, Some("--user UID:GID takes numbers, which need no account"))
+        }
+        BundleError::Io { .. } => return (None, None),
+        _ => (Exit::Failure, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
+}
+
+fn io_exit(error: &io::Error) -> Option<Exit> {
+    Some(match error.kind() {
+        io::ErrorKind::BrokenPipe => Exit::BrokenPipe,
+        io::ErrorKind::NotFound => Exit::NotFound,
+        io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported => Exit::Missing,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Exit::NoSpace,
+        io::ErrorKind::ResourceBusy | io::ErrorKind::WouldBlock => Exit::Busy,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causes_are_told_once_and_decide_the_code() {
+        let cause = io::Error::from(io::ErrorKind::StorageFull);
+        let error = anyhow::Error::new(cause).context("writing `x`");
+        assert_eq!(classify(&error).0, Exit::NoSpace);
+        assert!(chain(&error).starts_with("writing `x`: "));
+
+        let error = anyhow::Error::new(Fail::not_found("no image `a`").hint("see images"))
+            .context("no image `a`");
+        assert_eq!(chain(&error), "no image `a`");
+        assert_eq!(classify(&error), (Exit::NotFound, Some("see images".to_owned())));
+        assert_eq!(classify(&anyhow::anyhow!("odd")).0, Exit::Failure);
+    }
+}
