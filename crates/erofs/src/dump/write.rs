@@ -42,12 +42,14 @@ pub fn write(tree: &Tree, mut sink: impl Write) -> io::Result<()> {
 fn line(out: &mut Vec<u8>, tree: &Tree, inode: InodeId, path: &[u8], link: Option<Vec<u8>>) {
     let meta = tree.meta(inode);
     let content = tree.content(inode);
+    // A special file has no size, except for what chooses its form (see `parse`).
+    let odd = u64::from(tree.has_odd_size(inode)) << 32;
     let (size, rdev) = match content {
         Content::Directory => (dir_size(tree, inode), 0),
         Content::Symlink(bytes) | Content::Inline(bytes) => (bytes.len() as u64, 0),
         Content::External { size, .. } => (size, 0),
-        Content::CharDevice(rdev) | Content::BlockDevice(rdev) => (0, rdev),
-        Content::Fifo | Content::Socket => (0, 0),
+        Content::CharDevice(rdev) | Content::BlockDevice(rdev) => (odd, rdev),
+        Content::Fifo | Content::Socket => (odd, 0),
     };
     escape(out, path, b"");
     let at = if link.is_some() { "@" } else { "" };

@@ -1,4 +1,4 @@
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::dir::Guard;
 use super::xattr::Xattr;
@@ -34,6 +34,7 @@ impl<S: ReadAt> Image<S> {
             image: self,
             tree: Tree::new(meta_of(&root)),
             known: HashMap::from([(root.nid, InodeId::ROOT)]),
+            order: Order::default(),
             guard: Guard::new(self.size()),
             text_left: self.size(),
             xattrs_left: self.size().saturating_mul(XATTR_FACTOR).saturating_add(XATTR_SLACK),
@@ -44,8 +45,8 @@ impl<S: ReadAt> Image<S> {
         while let Some((nid, id)) = queue.pop_front() {
             builder.fill_dir(nid, id, &mut queue)?;
         }
-        let Builder { mut tree, known, .. } = builder;
-        restore_primary_names(&mut tree, known);
+        let Builder { mut tree, known, order, .. } = builder;
+        restore_primary_names(&mut tree, known, order);
         Ok(tree)
     }
 }
@@ -55,11 +56,21 @@ struct Builder<'i, S> {
     tree: Tree,
     /// Inodes that are in the tree, by their number in the image.
     known: HashMap<u64, InodeId>,
+    order: Order,
     guard: Guard,
     /// Bytes of inline content and symbolic links that may still come: each has its own place in
     /// an image, so together they are smaller than it.
     text_left: u64,
     xattrs_left: u64,
+}
+
+/// What tells the order of inodes beside the tree.
+#[derive(Default)]
+struct Order {
+    /// Whiteouts of the root that composefs added: they take their turns among the inodes.
+    ghosts: Vec<(Vec<u8>, u64)>,
+    /// Directories that are marked as holding a whiteout.
+    whiteout_dirs: HashSet<InodeId>,
 }
 
 /// What an inode's attributes say.
@@ -68,6 +79,7 @@ struct Attributes {
     digest: Option<[u8; 32]>,
     payload: Vec<u8>,
     whiteout: bool,
+    holds_whiteouts: bool,
     kept: Vec<Xattr>,
 }
 
@@ -93,6 +105,9 @@ impl<S: ReadAt> Builder<'_, S> {
             let inode = image.inode(entry.nid)?;
             if inode.mode & S_IFMT == S_IFCHR && inode.rdev == 0 {
                 // A whiteout that composefs added; those of the tree itself are stored as files.
+                if id == InodeId::ROOT {
+                    self.order.ghosts.push((entry.name, entry.nid));
+                }
                 continue;
             }
             let child = self.insert(id, &entry.name, &inode)?;
@@ -144,8 +159,28 @@ impl<S: ReadAt> Builder<'_, S> {
             .insert(dir, name, meta, content)
             .map_err(|source| ReadError::Tree { offset: inode.offset, source })?;
         self.tree.give_links(id, inode.nlink);
+        if !matches!(
+            content,
+            Content::External { .. }
+                | Content::Inline(_)
+                | Content::Symlink(_)
+                | Content::Directory
+        ) && !found.whiteout
+            && self.is_needlessly_long(inode)
+        {
+            self.tree.mark_odd_size(id);
+        }
         self.set_xattrs(id, inode, &found)?;
         Ok(id)
+    }
+
+    /// Whether an inode has the long form although the short one would do: then the special file
+    /// had a size of more than 4 GiB in the dump from which mkcomposefs made the image.
+    fn is_needlessly_long(&self, inode: &Inode) -> bool {
+        let sb = self.image.superblock();
+        inode.is_long()
+            && (inode.mtime, inode.mtime_nsec) == (sb.epoch, sb.fixed_nsec)
+            && [inode.nlink, inode.uid, inode.gid].iter().all(|&n| n <= u32::from(u16::MAX))
     }
 
     fn set_xattrs(
@@ -154,6 +189,9 @@ impl<S: ReadAt> Builder<'_, S> {
         inode: &Inode,
         found: &Attributes,
     ) -> Result<(), ReadError> {
+        if found.holds_whiteouts {
+            self.order.whiteout_dirs.insert(id);
+        }
         let pairs = found.kept.iter().map(|x| (x.name.as_slice(), x.value.as_slice()));
         self.tree
             .set_xattrs(id, pairs)
@@ -184,7 +222,8 @@ impl<S: ReadAt> Builder<'_, S> {
                     }
                 }
                 ESCAPED_WHITEOUT if is_file => found.whiteout = true,
-                ESCAPED_WHITEOUTS | USER_WHITEOUT | USER_WHITEOUTS => {}
+                ESCAPED_WHITEOUTS => found.holds_whiteouts = true,
+                USER_WHITEOUT | USER_WHITEOUTS => {}
                 name => {
                     if let Some(rest) = name.strip_prefix(OVERLAY_ESCAPED_PREFIX) {
                         xattr.name = [OVERLAY_PREFIX, rest].concat();
@@ -233,19 +272,30 @@ fn meta_of(inode: &Inode) -> Meta {
 /// Finds under which name each hard-linked inode is stored. An image does not say it, but inodes
 /// lie in the order of those names: so, going through all names breadth first, the name at which
 /// the next inode is due is the one.
-fn restore_primary_names(tree: &mut Tree, known: HashMap<u64, InodeId>) {
+fn restore_primary_names(tree: &mut Tree, known: HashMap<u64, InodeId>, order: Order) {
+    let Order { mut ghosts, whiteout_dirs } = order;
     if known.len() == tree.entry_count() + 1 {
         return;
     }
-    let mut due: Vec<(u64, InodeId)> = known.into_iter().collect();
+    let mut due: Vec<(u64, Option<InodeId>)> =
+        known.into_iter().map(|(nid, inode)| (nid, Some(inode))).collect();
+    due.extend(ghosts.iter().map(|&(_, nid)| (nid, None)));
     due.sort_unstable();
     let mut due = due.into_iter().map(|(_, inode)| inode).peekable();
-    due.next_if_eq(&InodeId::ROOT);
+    due.next_if_eq(&Some(InodeId::ROOT));
+    // Last first, so that the next one can be taken off the end.
+    ghosts.sort_unstable_by(|a, b| b.cmp(a));
     let mut primary: Vec<(InodeId, EntryId)> = Vec::new();
     let mut queue = VecDeque::from([InodeId::ROOT]);
     while let Some(dir) = queue.pop_front() {
         for child in tree.children(dir) {
-            if due.next_if_eq(&child.inode).is_none() {
+            while dir == InodeId::ROOT && ghosts.pop_if(|(name, _)| **name < *child.name).is_some()
+            {
+                due.next_if_eq(&None);
+            }
+            // Only the directory under which a whiteout is stored has the mark of it.
+            let here = !tree.content(child.inode).is_whiteout() || whiteout_dirs.contains(&dir);
+            if !here || due.next_if_eq(&Some(child.inode)).is_none() {
                 continue;
             }
             if tree.is_dir(child.inode) {
@@ -253,6 +303,9 @@ fn restore_primary_names(tree: &mut Tree, known: HashMap<u64, InodeId>) {
             } else if tree.is_primary(child.inode, child.entry) != Some(true) {
                 primary.push((child.inode, child.entry));
             }
+        }
+        while dir == InodeId::ROOT && ghosts.pop().is_some() {
+            due.next_if_eq(&None);
         }
     }
     // An image in another order keeps the names that were met first.

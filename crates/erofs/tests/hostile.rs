@@ -1,0 +1,205 @@
+//! Bytes that somebody changed: always an answer or an error, soon, in little memory.
+//!
+//! The story behind: a reader that trusts one length in an image panics, loops or asks for all of
+//! the memory, and the image came from the network.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use cofolio_erofs::dump;
+use cofolio_erofs::read::Image;
+use cofolio_erofs::write::WriteOptions;
+use common::random::{self, Rng};
+use common::{image, parse, rounds};
+
+/// No single input of these sizes may take longer, not even in a debug build on a busy machine.
+const TIME_MAX: Duration = Duration::from_secs(10);
+
+/// Does with an image all that can be done; returns whether it could be read to the end.
+fn exercise(bytes: &[u8]) -> bool {
+    let Ok(image) = Image::open(bytes) else { return false };
+    let _ = image.fingerprint_name();
+    let tree = image.to_tree();
+    if let Ok(tree) = &tree {
+        let mut text = Vec::new();
+        dump::write(tree, &mut text).unwrap();
+        common::image(tree, &WriteOptions::default());
+    }
+    let Ok(mut walk) = image.walk() else { return false };
+    let mut buffer = vec![0; 10_000];
+    let mut inodes = Vec::new();
+    let finished = loop {
+        match walk.advance() {
+            Ok(Some(found)) => {
+                assert!(found.path.starts_with(b"/"));
+                inodes.push(found.inode);
+            }
+            Ok(None) => break true,
+            Err(error) => {
+                assert!(!error.to_string().is_empty());
+                break false;
+            }
+        }
+    };
+    for inode in inodes.iter().take(2000) {
+        let _ = image.xattrs(inode);
+        let _ = image.readlink(inode);
+        let _ = image.read(inode, 0, &mut buffer);
+        let _ = image.read(inode, inode.size.saturating_sub(100), &mut buffer);
+        let _ = image.lookup(inode, b"file1");
+        let (mut offset, mut extents) = (0, 0);
+        while let Ok(Some(extent)) = image.extent(inode, offset) {
+            assert!(extent.len > 0);
+            offset += extent.len;
+            extents += 1;
+            if extents > 100 {
+                break;
+            }
+        }
+    }
+    finished && tree.is_ok()
+}
+
+fn mutate(bytes: &mut Vec<u8>, rng: &mut Rng) {
+    for _ in 0..1 + rng.below(4) {
+        // Most of the meaning is in the first part: the superblock and the first inodes.
+        let within = if rng.once_in(2) { bytes.len() } else { bytes.len().min(3000) };
+        let start = if rng.once_in(2) { 0 } else { 1024.min(within - 1) };
+        let at = start + rng.index(within - start);
+        match rng.below(6) {
+            0 => bytes[at] ^= 1 << rng.below(8),
+            1 => bytes[at] = rng.byte(),
+            2 => bytes[at] = 0xff,
+            3 => bytes[at] = 0,
+            4 => {
+                let len = 8.min(bytes.len() - at);
+                let value = rng.pick(&[0, u64::MAX, 1 << 31, 1 << 43, 36, 27, 12]).to_le_bytes();
+                bytes[at..at + len].copy_from_slice(&value[..len]);
+            }
+            _ => {
+                let from = rng.index(bytes.len());
+                let len = (1 + rng.index(64)).min(bytes.len() - at.max(from));
+                bytes.copy_within(from..from + len, at);
+            }
+        }
+    }
+    if rng.once_in(10) {
+        let len = 1 + rng.index(bytes.len());
+        bytes.truncate(len);
+    }
+}
+
+#[test]
+fn changed_images_give_an_answer_or_an_error() {
+    let images: Vec<Vec<u8>> = (0..40)
+        .map(|seed| image(&parse(random::dump(seed).as_bytes()), &WriteOptions::default()))
+        .collect();
+    assert!(images.iter().all(|bytes| exercise(bytes)));
+    let (mut read, mut refused) = (0, 0);
+    for seed in 0..rounds("COFOLIO_MUTATIONS", 4000) {
+        let mut rng = Rng::new(seed);
+        let mut bytes = images[rng.index(images.len())].clone();
+        mutate(&mut bytes, &mut rng);
+        let start = Instant::now();
+        if exercise(&bytes) {
+            read += 1;
+        } else {
+            refused += 1;
+        }
+        assert!(start.elapsed() < TIME_MAX, "seed {seed} took {:?}", start.elapsed());
+    }
+    println!("{read} read, {refused} refused");
+    assert!(read > 0 && refused > 0);
+}
+
+#[test]
+fn changed_dumps_give_a_tree_or_an_error() {
+    let (mut read, mut refused) = (0, 0);
+    for seed in 0..rounds("COFOLIO_MUTATIONS", 4000) {
+        let mut rng = Rng::new(seed);
+        let mut text = random::dump(rng.below(40)).into_bytes();
+        for _ in 0..1 + rng.below(3) {
+            let at = rng.index(text.len());
+            match rng.below(4) {
+                0 => text[at] = rng.byte(),
+                1 => text[at] = rng.pick(b" \\\n/-@=.09x"),
+                2 => {
+                    text.remove(at);
+                }
+                _ => {
+                    let from = rng.index(text.len());
+                    let part = text[from..text.len().min(from + 100)].to_vec();
+                    text.splice(at..at, part);
+                }
+            }
+        }
+        let start = Instant::now();
+        match dump::parse(&text[..]) {
+            Ok(tree) => {
+                let bytes = image(&tree, &WriteOptions::default());
+                assert!(Image::open(&bytes).unwrap().to_tree().is_ok(), "seed {seed}");
+                read += 1;
+            }
+            Err(_) => refused += 1,
+        }
+        assert!(start.elapsed() < TIME_MAX, "seed {seed} took {:?}", start.elapsed());
+    }
+    println!("{read} read, {refused} refused");
+    assert!(read > 0 && refused > 0);
+}
+
+/// Random bytes behind a valid superblock.
+#[test]
+fn noise_gives_an_error() {
+    let base = image(&parse(b"/ 0 40755 2 0 0 0 0.0 - - -\n"), &WriteOptions::default());
+    for seed in 0..rounds("COFOLIO_MUTATIONS", 4000) {
+        let mut rng = Rng::new(seed);
+        let mut bytes = base.clone();
+        let len = 1152 + rng.index(8192);
+        bytes.resize(len.max(1152), 0);
+        for byte in &mut bytes[1152..] {
+            *byte = if rng.once_in(3) { 0 } else { rng.byte() };
+        }
+        exercise(&bytes);
+    }
+}
+
+/// Thirty directories, each with two names for the next: a billion paths in four kilobytes.
+#[test]
+fn a_tree_that_doubles_at_every_level_is_refused() {
+    let mut text = String::from("/ 0 40755 2 0 0 0 0.0 - - -\n");
+    let mut path = String::new();
+    for _ in 0..30 {
+        path += "/a";
+        text += &format!("{path} 0 40755 2 0 0 0 0.0 - - -\n");
+        text +=
+            &format!("{} 0 100644 1 0 0 0 0.0 - - -\n", path[..path.len() - 1].to_owned() + "b");
+    }
+    let mut bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
+    let mut pairs = Vec::new();
+    {
+        let image = Image::open(&bytes).unwrap();
+        let mut dir = image.root().unwrap();
+        while let Some(a) = image.lookup(&dir, b"a").unwrap() {
+            let b = image.lookup(&dir, b"b").unwrap().unwrap();
+            pairs.push((b.nid, a.nid));
+            dir = image.inode(a.nid).unwrap();
+        }
+    }
+    assert_eq!(pairs.len(), 30);
+    // Let every `b` lead to where `a` leads.
+    for (b, a) in pairs {
+        let needle = b.to_le_bytes();
+        let found: Vec<usize> =
+            (1152..bytes.len() - 8).filter(|&i| bytes[i..i + 8] == needle).collect();
+        for at in found {
+            bytes[at..at + 8].copy_from_slice(&a.to_le_bytes());
+        }
+    }
+    let start = Instant::now();
+    assert!(!exercise(&bytes));
+    assert!(start.elapsed() < TIME_MAX);
+}
