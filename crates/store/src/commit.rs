@@ -14,12 +14,16 @@
 
 use std::io;
 
-use crate::disk::{Disk, Kind};
+use crate::disk::{Disk, Kind, StoredFile};
 use crate::error::{At, Error, Result};
 use crate::parallel::for_each;
 use crate::record::{Ref, Root};
 use crate::staging::{Staging, StagingStats};
+use crate::verify::hash_file;
 use crate::{Digest, name};
+
+/// What a directory or a record needs at least, in bytes.
+const BLOCK: u64 = 4096;
 
 /// What becomes visible with a commit, all of it complete.
 #[derive(Clone, Debug, Default)]
@@ -76,11 +80,7 @@ impl Staging {
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
         self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
-        for part in ["layers", "images"] {
-            let from = format!("{}/{part}", self.directory);
-            let to = format!("{}/{part}", self.domain.base());
-            move_files(self.disk(), &from, &to, Same::ByName).map_err(no_space)?;
-        }
+        self.publish_parts().map_err(no_space)?;
         self.domain.sync_parts()?;
         self.protect(publish)?;
         records.publish()?;
@@ -137,7 +137,11 @@ impl Staging {
             let staged = if immutable { disk.list(&from).at("list", &from)? } else { Vec::new() };
             match disk.rename(&from, &to, true) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    move_files(disk, &from, &to, Same::BySize)?;
+                    move_files(disk, &from, &to, |placed, staged| {
+                        let placed_size = self.domain.file_size(placed)?;
+                        let same_size = placed_size == self.domain.file_size(staged)?;
+                        Ok(same_size && (!self.repair || self.is_as_named(placed, shard)?))
+                    })?;
                 }
                 other => other.at("publish", &to)?,
             }
@@ -146,6 +150,25 @@ impl Staging {
             }
             Ok(())
         })
+    }
+
+    /// Moves layers and images into place.
+    fn publish_parts(&self) -> Result<()> {
+        let places =
+            |part| (format!("{}/{part}", self.directory), format!("{}/{part}", self.domain.base()));
+        // A layer that is there is only written again by an importer that could not use it.
+        let (from, to) = places("layers");
+        move_files(self.disk(), &from, &to, |_, _| Ok(false))?;
+        let (from, to) = places("images");
+        move_files(self.disk(), &from, &to, |placed, _| self.is_as_named(placed, ""))
+    }
+
+    /// Whether a file has the digest that its name says; `shard` goes before the name.
+    fn is_as_named(&self, path: &str, shard: &str) -> Result<bool> {
+        let file = StoredFile::new(self.disk().open(path).at("open", path)?, path.to_owned());
+        let name = path.rsplit_once('/').map_or(path, |(_, name)| name);
+        let stem = name.strip_suffix(crate::domain::IMAGE_SUFFIX).unwrap_or(name);
+        Ok(format!("{shard}{stem}") == hash_file(&file)?.to_string())
     }
 
     /// Objects are protected as they are published; this is the rest.
@@ -169,18 +192,14 @@ fn protect_file(disk: &dyn Disk, path: &str) -> Result<()> {
     disk.set_immutable(path, true).at("make immutable", path)
 }
 
-/// When a file that is already in place is as good as the staged one.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Same {
-    /// It has the name.
-    ByName,
-    /// It has the name and the size. One that was truncated behind our back is replaced.
-    BySize,
-}
-
-/// Moves all files of a directory; those that are there already stay and keep their inode, because
-/// somebody may have them mapped.
-fn move_files(disk: &dyn Disk, from: &str, to: &str, same: Same) -> Result<()> {
+/// Moves all files of a directory. Where there is one already, `is_good` (asked with its path and that of
+/// the staged one) says whether it stays and keeps its inode, which somebody may have mapped.
+fn move_files(
+    disk: &dyn Disk,
+    from: &str,
+    to: &str,
+    is_good: impl Fn(&str, &str) -> Result<bool>,
+) -> Result<()> {
     for (name, kind) in disk.list(from).at("list", from)? {
         let (from, to) = (format!("{from}/{name}"), format!("{to}/{name}"));
         if kind != Kind::File {
@@ -193,10 +212,8 @@ fn move_files(disk: &dyn Disk, from: &str, to: &str, same: Same) -> Result<()> {
                 continue;
             }
         }
-        let (ours, theirs) =
-            (disk.stat(&from).at("look at", &from)?, disk.stat(&to).at("look at", &to)?);
-        if same == Same::BySize && ours.size != theirs.size {
-            if theirs.immutable {
+        if !is_good(&to, &from)? {
+            if disk.stat(&to).at("look at", &to)?.immutable {
                 disk.set_immutable(&to, false).at("clear the immutable flag of", &to)?;
             }
             disk.rename(&from, &to, false).at("replace", &to)?;
@@ -259,7 +276,7 @@ impl Missing {
 fn no_space(error: Error) -> Error {
     match error {
         Error::Io { ref source, .. } if crate::error::is_full(source) => {
-            Error::NoSpace { missing: 4096 }
+            Error::NoSpace { missing: BLOCK }
         }
         other => other,
     }

@@ -132,8 +132,6 @@ pub trait DiskFile: Send + Sync + fmt::Debug {
     fn size(&self) -> io::Result<u64>;
     /// Makes the content durable (not the name).
     fn sync(&self) -> io::Result<()>;
-    /// Asks for the content to be on its way to the disk; no promise.
-    fn start_writeback(&self) {}
     /// The descriptor, if it is a file of this machine.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 }

@@ -187,11 +187,16 @@ impl Domain {
         let mut report = FsckReport::default();
         for directory in domain::directories() {
             let path = format!("{}/{directory}", self.base());
-            if self.disk().stat(&path).is_err() {
-                report.add(Finding::new(FindingKind::DirectoryMissing, path, ""));
+            match self.disk().stat(&path) {
+                Ok(stat) if stat.mode & 0o022 != 0 => {
+                    let detail = format!("mode {:o}: others can change what it holds", stat.mode);
+                    report.add(Finding::new(FindingKind::Permissions, path, detail));
+                }
+                Ok(_) => {}
+                Err(_) => report.add(Finding::new(FindingKind::DirectoryMissing, path, "")),
             }
         }
-        if !report.findings.is_empty() {
+        if report.is_damaged() {
             return Ok(report);
         }
         let (users, mut named) = self.fsck_parts(contents, options, &mut report)?;

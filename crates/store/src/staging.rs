@@ -23,6 +23,7 @@ use crate::disk::{Disk, DiskFile, Lock, StoredFile};
 use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, is_absent};
 use crate::error::{At, Error, Result, is_full};
 use crate::store::remove_entry;
+use crate::verify::hash_file;
 use crate::verity::{self, Hasher};
 use crate::{Digest, name};
 
@@ -38,11 +39,14 @@ pub struct ImportOptions {
     /// Content up to this many bytes is hashed before anything is written, and not written if it is
     /// known. It bounds the memory of one [`ObjectWriter`].
     pub buffer_bytes_max: usize,
+    /// Believe no object that is in place: hash it before it is taken for known, and replace it if it is
+    /// not what its name says. Heals what fsck found. (Missing and truncated objects are always healed.)
+    pub repair: bool,
 }
 
 impl Default for ImportOptions {
     fn default() -> Self {
-        Self { hold_lock: false, buffer_bytes_max: BUFFER_BYTES_MAX }
+        Self { hold_lock: false, buffer_bytes_max: BUFFER_BYTES_MAX, repair: false }
     }
 }
 
@@ -77,6 +81,7 @@ pub struct Staging {
     pub(crate) directory: String,
     pub(crate) held: Option<DomainLock>,
     buffer_max: usize,
+    pub(crate) repair: bool,
     next_temporary: AtomicU64,
     /// Looked at without the lock on every object.
     working: AtomicBool,
@@ -121,6 +126,7 @@ impl Domain {
             directory,
             held,
             buffer_max: options.buffer_bytes_max,
+            repair: options.repair,
             next_temporary: AtomicU64::new(0),
             working: AtomicBool::new(true),
             health: Mutex::new(Health::Working),
@@ -197,12 +203,16 @@ impl Staging {
     /// Stores content whose digest is known to be right.
     fn put_hashed(&self, digest: Digest, data: &[u8]) -> Result<Stored> {
         let size = data.len() as u64;
-        if self.is_known(&digest, size)? {
+        if self.is_in_place(&digest, size)? {
             return Ok(self.count(digest, size, false));
         }
         if !self.check()? {
-            return Ok(self.count_missing(digest, size));
+            return match self.is_known(&digest, size)? {
+                true => Ok(self.count(digest, size, false)),
+                false => Ok(self.count_missing(digest, size)),
+            };
         }
+        // Whether it is staged already is answered by the call that makes it.
         let path = self.object_file(&digest);
         let disk = self.disk();
         let created = self.in_shard(&digest, || disk.create(&path, true));
@@ -261,10 +271,21 @@ impl Staging {
         Ok(self.count(*digest, size, true))
     }
 
-    /// Whether an object is in the domain or in this staging, whole.
+    /// Whether an object is in place in the domain. One of another size is damaged: it is written again,
+    /// and replaced at the commit.
+    fn is_in_place(&self, digest: &Digest, size: u64) -> Result<bool> {
+        if self.domain.object_size(digest)? != Some(size) {
+            return Ok(false);
+        }
+        match self.repair.then(|| self.domain.open_object(digest)) {
+            None => Ok(true),
+            Some(file) => Ok(hash_file(&file?)? == *digest),
+        }
+    }
+
+    /// Whether an object is in place or in this staging.
     fn is_known(&self, digest: &Digest, size: u64) -> Result<bool> {
-        // One of another size is damaged. It is written again, and replaced at the commit.
-        Ok(self.domain.object_size(digest)? == Some(size)
+        Ok(self.is_in_place(digest, size)?
             || self.domain.file_size(&self.object_file(digest))? == Some(size))
     }
 

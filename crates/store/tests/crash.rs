@@ -23,7 +23,8 @@ use cofolio_store::{
 use common::{Lines, content, import, nothing_live};
 
 /// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
-const OPTIONS: ImportOptions = ImportOptions { hold_lock: false, buffer_bytes_max: 1024 };
+const OPTIONS: ImportOptions =
+    ImportOptions { hold_lock: false, buffer_bytes_max: 1024, repair: false };
 
 fn soak() -> u64 {
     std::env::var("COFOLIO_SOAK").ok().and_then(|n| n.parse().ok()).unwrap_or(1)
@@ -209,7 +210,7 @@ const OPERATIONS: &[Operation] = &[
 fn a_crash_at_any_point_leaves_before_or_after() {
     let base = base();
     let before = refs(&open(&base));
-    let seeds = 50 * soak();
+    let seeds = 30 * soak();
     let mut runs = 0;
     for operation in OPERATIONS {
         let rehearsal = base.fork(7);

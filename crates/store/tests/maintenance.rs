@@ -226,6 +226,19 @@ fn fsck_tells_every_kind_of_damage() {
     put(&domain, "a", &[1, 2, 3, 4]);
     let (found, _) = look();
     assert!(!found.iter().any(|(kind, _)| matches!(kind, ObjectMissing | ObjectTruncated)));
+    assert!(found.contains(&(ObjectAltered, Some(object(3)))), "it has the right size");
+    // And what cannot be seen without reading it, if the import is told not to believe anything.
+    for (name, seeds) in [("a", &[1, 2, 3, 4][..]), ("b", &[5]), ("c", &[6])] {
+        let pieces: Vec<_> = seeds.iter().map(|seed| content(5000, *seed)).collect();
+        let options = ImportOptions { repair: true, ..ImportOptions::default() };
+        let layer = format!("sha256:{name}");
+        import(&domain, name, &pieces, Some(&layer), options).unwrap();
+    }
+    let (found, report) = look();
+    assert!(!found.iter().any(|(kind, _)| {
+        matches!(kind, ObjectAltered | ImageAltered | LayerUnreadable | RefDangling)
+    }));
+    assert_eq!(report.hashed_bytes / 5000, 6);
 }
 
 #[test]
