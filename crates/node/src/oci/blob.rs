@@ -109,7 +109,9 @@ pub(crate) struct Budget {
     pub(crate) ratio_max: u64,
     used: AtomicU64,
     /// Set when one layer failed: the others need not go on.
-    pub(crate) stop: AtomicBool,
+    stop: AtomicBool,
+    /// Why the first one failed; what the others say then is only a consequence.
+    reason: Mutex<Option<ImportError>>,
 }
 
 impl Budget {
@@ -120,7 +122,21 @@ impl Budget {
             ratio_max,
             used: AtomicU64::new(0),
             stop: AtomicBool::new(false),
+            reason: Mutex::new(None),
         }
+    }
+
+    /// Has all layers stop, and keeps the reason if it is the first.
+    pub(crate) fn stop(&self, reason: ImportError) {
+        let mut first = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.stop.swap(true, Ordering::Relaxed) {
+            *first = Some(reason);
+        }
+    }
+
+    /// Why the first layer failed that did.
+    pub(crate) fn reason(&self) -> Option<ImportError> {
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Takes `bytes` from the total.
@@ -247,19 +263,21 @@ impl<'scope> Stream<'scope> {
         Ok(Some(Piece { chunk, range }))
     }
 
-    /// Reads what is left, then returns the digest of everything.
+    /// Reads what is left, then returns how much that was, and the digest of everything.
     ///
     /// # Errors
     /// As [`BufRead::fill_buf`].
-    pub(crate) fn finish(&mut self) -> io::Result<Option<BlobDigest>> {
+    pub(crate) fn finish(&mut self) -> io::Result<(u64, Option<BlobDigest>)> {
+        let mut rest = 0;
         loop {
             let have = self.fill_buf()?.len();
             if have == 0 {
                 break;
             }
             self.consume(have);
+            rest += have as u64;
         }
-        Ok(self.diff_id.take().and_then(|thread| thread.join().ok()))
+        Ok((rest, self.diff_id.take().and_then(|thread| thread.join().ok())))
     }
 
     /// Why reading failed, if it did.

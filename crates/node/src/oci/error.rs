@@ -80,6 +80,16 @@ pub enum ImportError {
         /// What is wrong.
         what: String,
     },
+    /// A layer does not fit on those below it.
+    #[error("layer {digest}, entry {entry:?}: {what}")]
+    Merge {
+        /// The layer's blob.
+        digest: String,
+        /// The entry.
+        entry: String,
+        /// What is wrong.
+        what: String,
+    },
     /// An index, manifest or config that is malformed or contradicts itself.
     #[error("{what_blob} {digest}: {what}")]
     Document {
@@ -145,6 +155,7 @@ impl ImportError {
                 | Self::DiffId { .. }
                 | Self::Corrupt { .. }
                 | Self::Layer { .. }
+                | Self::Merge { .. }
                 | Self::Document { .. }
         )
     }

@@ -15,11 +15,11 @@ use super::blob::{Budget, Pool};
 use super::digest::BlobDigest;
 use super::error::{ImportError, shown};
 use super::layer::DEFAULT_DIR;
-use super::merge::{self, Hidden};
+use super::merge::{self, Hidden, MergeError};
 use super::objects::Workers;
 use super::progress::{LayerStart, Phase, Progress};
 use super::source::{Chosen, FoundImage, FoundLayer, Opened, Source};
-use super::unpack::{Shared, Unpacked, known_layer, store_error, unpack};
+use super::unpack::{Counts, Shared, Unpacked, known_layer, store_error, unpack};
 use super::{ImportOptions, Limits};
 use crate::tree_scan;
 
@@ -308,47 +308,61 @@ fn build(
                     known,
                 });
                 running.push_back(scope.spawn(move || {
-                    if let Some(tree) = known.then(|| known_layer(staging, layer)).flatten() {
-                        return Ok((None, tree));
-                    }
-                    let Unpacked { tree, entries, foreign_xattrs, uncompressed } =
-                        unpack(scope, shared, workers, layer, on_read)?;
-                    Ok((Some((entries, foreign_xattrs, uncompressed)), tree))
+                    let result = (|| -> Result<_, ImportError> {
+                        if let Some(tree) = known.then(|| known_layer(staging, layer)).flatten() {
+                            return Ok((None, tree));
+                        }
+                        let Unpacked { tree, counts } =
+                            unpack(scope, shared, workers, layer, on_read)?;
+                        Ok((Some(counts), tree))
+                    })();
+                    result.map_err(|error| shared.budget.stop(error))
                 }));
             }
             let Some(first) = running.pop_front() else { break };
             let layer = &image.layers[done];
-            let (unpacked, tree) = first.join().unwrap_or_else(|_| {
-                Err(ImportError::Image { what: "a thread of the import panicked".into() })
-            })?;
-            let known = unpacked.is_none();
-            let (entries, foreign, uncompressed) = unpacked.unwrap_or_default();
-            report.foreign_xattrs += foreign;
-            report.layers.push(LayerReport {
-                digest: layer.blob.digest.to_string(),
-                diff_id: layer.diff_id.to_string(),
-                chain_id: layer.chain_id.to_string(),
-                size: layer.blob.size,
-                uncompressed,
-                known,
-                entries,
+            let joined = first.join().unwrap_or_else(|_| {
+                budget.stop(ImportError::Image { what: "a thread panicked".into() });
+                Err(())
             });
-            let result = match &mut merged {
-                None => merge::base(tree).map(|tree| merged = Some(tree)),
-                Some(lower) => merge::apply(lower, &tree, &mut hidden),
-            };
-            result.map_err(|error| ImportError::Layer {
-                digest: layer.blob.digest.to_string(),
-                offset: 0,
-                entry: Some(shown(&error.path)),
-                what: error.what,
-            })?;
+            let result = joined.and_then(|(unpacked, tree)| {
+                report.layers.push(layer_report(layer, unpacked.as_ref()));
+                report.foreign_xattrs += unpacked.map_or(0, |counts| counts.foreign_xattrs);
+                let result = match &mut merged {
+                    None => merge::base(tree).map(|tree| merged = Some(tree)),
+                    Some(lower) => merge::apply(lower, &tree, &mut hidden),
+                };
+                result.map_err(|error| budget.stop(merge_error(layer, error)))
+            });
+            if result.is_err() {
+                let what = "a layer failed without a reason".into();
+                return Err(budget.reason().unwrap_or(ImportError::Image { what }));
+            }
             progress.layer_done(done);
             done += 1;
         }
         Ok((merged.unwrap_or_else(|| Tree::new(DEFAULT_DIR)), hidden))
     })
-    .inspect_err(|_: &ImportError| budget.stop.store(true, std::sync::atomic::Ordering::Relaxed))
+}
+
+fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {
+    LayerReport {
+        digest: layer.blob.digest.to_string(),
+        diff_id: layer.diff_id.to_string(),
+        chain_id: layer.chain_id.to_string(),
+        size: layer.blob.size,
+        uncompressed: unpacked.map_or(0, |counts| counts.uncompressed),
+        known: unpacked.is_none(),
+        entries: unpacked.map_or(0, |counts| counts.entries),
+    }
+}
+
+fn merge_error(layer: &FoundLayer, error: MergeError) -> ImportError {
+    ImportError::Merge {
+        digest: layer.blob.digest.to_string(),
+        entry: shown(&error.path),
+        what: error.what,
+    }
 }
 
 /// Writes the metadata image, commits everything and publishes the ref.

@@ -140,9 +140,18 @@ impl LayerTree {
                 self.tree.set_meta(old, meta);
                 old
             }
-            _ => {
+            old => {
                 self.tree.unlink(dir, name);
-                self.tree.insert(dir, name, meta, Content::Directory).map_err(|e| e.to_string())?
+                let new = self
+                    .tree
+                    .insert(dir, name, meta, Content::Directory)
+                    .map_err(|e| e.to_string())?;
+                if old.is_some() {
+                    // An entry before this one has replaced what lower layers have there, directory or
+                    // not, so nothing of theirs may show in this directory.
+                    self.whiteout(new, OPAQUE)?;
+                }
+                new
             }
         };
         // Replaces all attributes, and with them the mark of an implicit directory.

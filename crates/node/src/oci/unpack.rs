@@ -32,6 +32,11 @@ pub(crate) struct Shared<'a> {
 /// A layer's tree and what there is to say about it.
 pub(crate) struct Unpacked {
     pub(crate) tree: Tree,
+    pub(crate) counts: Counts,
+}
+
+/// What a layer amounted to.
+pub(crate) struct Counts {
     pub(crate) entries: u64,
     pub(crate) foreign_xattrs: u64,
     /// Size of the tar archive, in bytes.
@@ -57,20 +62,17 @@ pub(crate) fn unpack<'scope, 'env>(
         files: Files::new(workers),
         tree: LayerTree::new(),
         entries: 0,
+        uncompressed: 0,
     };
-    let result = unpacking.run();
-    if result.is_err() {
-        shared.budget.stop.store(true, Ordering::Relaxed);
-    }
-    result?;
-    let unpacked = Unpacked {
+    unpacking.run()?;
+    let counts = Counts {
         entries: unpacking.entries,
         foreign_xattrs: unpacking.tree.foreign_xattrs,
-        uncompressed: unpacking.reader.offset(),
-        tree: unpacking.tree.into_tree(),
+        uncompressed: unpacking.uncompressed,
     };
-    write_dump(shared.staging, layer, &unpacked.tree)?;
-    Ok(unpacked)
+    let tree = unpacking.tree.into_tree();
+    write_dump(shared.staging, layer, &tree)?;
+    Ok(Unpacked { tree, counts })
 }
 
 struct Unpacking<'scope, 's, 'env> {
@@ -80,6 +82,7 @@ struct Unpacking<'scope, 's, 'env> {
     files: Files,
     tree: LayerTree,
     entries: u64,
+    uncompressed: u64,
 }
 
 impl Unpacking<'_, '_, '_> {
@@ -106,8 +109,12 @@ impl Unpacking<'_, '_, '_> {
             self.take_results(false)?;
         }
         // Before the end of the archive is not the end of the stream: all of it is hashed.
+        let archive = self.reader.offset();
         let diff_id = match self.reader.input().finish() {
-            Ok(diff_id) => diff_id,
+            Ok((rest, diff_id)) => {
+                self.uncompressed = archive + rest;
+                diff_id
+            }
             Err(error) => return Err(self.tar_error(error.into())),
         };
         self.take_results(true)?;

@@ -1,0 +1,360 @@
+//! Layers over layers: whiteouts, opaque directories, links into lower layers, replacements; first one
+//! by one, then thousands of random entries against a simple model.
+
+use std::collections::BTreeMap;
+
+use crate::support::*;
+
+fn image(layers: Vec<Tar>) -> View {
+    let bench = Bench::new();
+    let blobs: Vec<Blob> = layers.into_iter().map(|t| Blob::gzip(&t.end())).collect();
+    bench.layers("image", &blobs).unwrap()
+}
+
+fn base() -> Tar {
+    Tar::new()
+        .dir("etc")
+        .file("etc/passwd", b"root")
+        .file("etc/group", b"wheel")
+        .dir("usr")
+        .dir("usr/lib")
+        .file("usr/lib/libc", b"libc")
+        .symlink("lib", "usr/lib")
+        .dir("var")
+        .file("var/log", b"log")
+}
+
+#[test]
+fn whiteouts_hide_names_and_trees() {
+    let view = image(vec![
+        base(),
+        Tar::new()
+            .file("etc/.wh.passwd", b"")
+            .file(".wh.var", b"")
+            .file("usr/.wh.nothing", b"")
+            .file("nowhere/.wh.nothing", b""),
+    ]);
+    assert!(!view.has("/etc/passwd") && view.has("/etc/group"));
+    assert!(!view.has("/var") && !view.has("/var/log"));
+    assert!(view.paths().iter().all(|p| !p.contains(".wh.")), "{:?}", view.paths());
+}
+
+/// Whiteouts hide what is below, never what comes with them, wherever they stand in the archive.
+#[test]
+fn opaque_directories_keep_their_own_layer() {
+    for opaque_first in [true, false] {
+        let own = |t: Tar| t.dir("etc").file("etc/new", b"new").file("etc/group", b"mine");
+        let opaque = |t: Tar| t.file("etc/.wh..wh..opq", b"").file("var/.wh.log", b"");
+        let upper = if opaque_first { own(opaque(Tar::new())) } else { opaque(own(Tar::new())) };
+        let upper = upper.file("var/log", b"new log");
+        let view = image(vec![base(), upper]);
+        assert!(!view.has("/etc/passwd"));
+        assert!(view.is_file("/etc/new", b"new") && view.is_file("/etc/group", b"mine"));
+        assert!(view.is_file("/var/log", b"new log"));
+    }
+    let view = image(vec![base(), Tar::new().file(".wh..wh..opq", b"").file("only", b"1")]);
+    assert_eq!(view.paths(), ["/", "/only"]);
+}
+
+#[test]
+fn links_reach_into_lower_layers() {
+    let view = image(vec![
+        base(),
+        Tar::new()
+            .link("etc/same", "etc/passwd")
+            .link("through", "lib/libc")
+            .link("again", "etc/same")
+            // Held before it is hidden, whatever the order.
+            .file("etc/.wh.group", b"")
+            .link("kept", "./etc/group")
+            .file("etc/passwd", b"replaced"),
+        Tar::new().link("third", "again"),
+    ]);
+    assert!(view.is_file("/etc/passwd", b"replaced"));
+    for path in ["/etc/same", "/again", "/third"] {
+        assert!(view.is_file(path, b"root"), "{path}");
+        assert_eq!(view.get(path).nlink, 3);
+    }
+    assert!(view.is_file("/through", b"libc") && view.get("/through").nlink == 2);
+    assert!(!view.has("/etc/group") && view.is_file("/kept", b"wheel"));
+}
+
+#[test]
+fn links_survive_an_opaque_root() {
+    let view = image(vec![base(), Tar::new().file(".wh..wh..opq", b"").link("kept", "etc/passwd")]);
+    assert_eq!(view.paths(), ["/", "/kept"]);
+    assert!(view.is_file("/kept", b"root"));
+}
+
+/// Debian's merged /usr: a layer that brings lib/x over a lower lib -> usr/lib adds to usr/lib, as it
+/// does when containerd unpacks into a mount of the lower layers. A directory entry of its own
+/// replaces the link.
+#[test]
+fn implicit_directories_follow_lower_symlinks() {
+    let view = image(vec![base(), Tar::new().file("lib/extra", b"x").file("lib/.wh.libc", b"")]);
+    assert_eq!(view.get("/lib").what, "symlink usr/lib");
+    assert!(view.is_file("/usr/lib/extra", b"x") && !view.has("/usr/lib/libc"));
+    let view = image(vec![base(), Tar::new().dir("lib").file("lib/extra", b"x")]);
+    assert_eq!(view.get("/lib").what, "dir");
+    assert!(view.is_file("/lib/extra", b"x") && view.is_file("/usr/lib/libc", b"libc"));
+}
+
+/// A directory that no entry describes keeps the lower one's metadata; one that an entry describes gets
+/// the entry's.
+#[test]
+fn directory_metadata_comes_from_entries_only() {
+    let lower = Tar::new().head(&Head { mode: 0o1777, uid: 5, ..Head::new(b'5', b"tmp") });
+    let view = image(vec![lower.clone(), Tar::new().file("tmp/a", b"a")]);
+    assert_eq!((view.get("/tmp").mode, view.get("/tmp").uid), (0o1777, 5));
+    let upper = Tar::new()
+        .pax(&[("SCHILY.xattr.user.x", b"y")])
+        .head(&Head { mode: 0o700, ..Head::new(b'5', b"tmp") });
+    let view = image(vec![lower, upper.clone(), upper.dir("tmp")]);
+    assert_eq!((view.get("/tmp").mode, view.get("/tmp").uid), (0o755, 0));
+    assert!(view.get("/tmp").xattrs.is_empty());
+}
+
+/// `rm -r d; mkdir d` in one layer, written without a whiteout but with an entry in between.
+#[test]
+fn a_directory_that_was_replaced_on_the_way_is_new() {
+    let upper = Tar::new().file("etc", b"file").dir("etc").file("etc/new", b"n");
+    let view = image(vec![base(), upper]);
+    assert!(view.is_file("/etc/new", b"n") && !view.has("/etc/passwd"));
+}
+
+/// The layers that an image shares with another are not read again, and give the same tree.
+#[test]
+fn known_layers_are_not_unpacked_again() {
+    let bench = Bench::new();
+    let marks = Tar::new()
+        .file("etc/.wh.passwd", b"")
+        .link("kept", "etc/group")
+        .file("lib/implicit", b"i")
+        .file("var/.wh..wh..opq", b"");
+    let mut blobs = vec![Blob::gzip(&base().end()), Blob::gzip(&marks.end())];
+    let first = Layout::image(bench.path("first"), &blobs);
+    let report = bench.import(&first.source()).unwrap();
+    assert!(report.layers.iter().all(|l| !l.known));
+
+    blobs.push(Blob::gzip(&Tar::new().file("top", b"top").end()));
+    let second = Layout::image(bench.path("second"), &blobs);
+    // What is known is not even opened.
+    for layer in &report.layers {
+        std::fs::write(
+            second.0.join("blobs/sha256").join(&layer.digest[7..]),
+            vec![0; usize::try_from(layer.size).unwrap()],
+        )
+        .unwrap();
+    }
+    let report = bench.import(&second.source()).unwrap();
+    let known: Vec<bool> = report.layers.iter().map(|l| l.known).collect();
+    assert_eq!(known, [true, true, false]);
+    let view = bench.view(&report);
+    let fresh = Bench::new().layers("fresh", &blobs).unwrap();
+    assert_eq!(view.0, fresh.0);
+    assert!(view.is_file("/usr/lib/implicit", b"i") && view.is_file("/kept", b"wheel"));
+    assert_eq!(report.objects_new, 1, "{report:?}");
+}
+
+/// A model of a filesystem: paths to inodes, nothing clever.
+#[derive(Clone, Default, Debug)]
+struct Model {
+    names: BTreeMap<String, usize>,
+    /// What an inode is (`dir` or content), and its mtime.
+    inodes: Vec<(String, i64)>,
+}
+
+impl Model {
+    fn is_dir(&self, path: &str) -> bool {
+        path.is_empty() || self.names.get(path).is_some_and(|&i| self.inodes[i].0 == "dir")
+    }
+
+    fn remove(&mut self, path: &str) {
+        let below = format!("{path}/");
+        self.names.retain(|name, _| name != path && !name.starts_with(&below));
+    }
+
+    fn insert(&mut self, path: &str, what: &str, mtime: i64) {
+        self.inodes.push((what.to_owned(), mtime));
+        self.names.insert(path.to_owned(), self.inodes.len() - 1);
+    }
+
+    /// Makes missing parents; false if something else is in the way.
+    fn parents(&mut self, path: &str) -> bool {
+        for (at, _) in path.match_indices('/') {
+            let parent = &path[..at];
+            if !self.names.contains_key(parent) {
+                self.insert(parent, "dir", 0);
+            } else if !self.is_dir(parent) {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
+
+fn path(random: &mut Random) -> String {
+    let depth = 1 + random.below(3);
+    let parts: Vec<&str> =
+        (0..depth).map(|_| NAMES[usize::try_from(random.below(5)).unwrap()]).collect();
+    parts.join("/")
+}
+
+fn random_layer(random: &mut Random, model: &mut Model, clock: &mut i64) -> Tar {
+    // What the layer hides goes first in the model, and anywhere in the archive.
+    let mut hidden = Vec::new();
+    for _ in 0..random.below(4) {
+        let path = path(random);
+        let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
+        // Below something that is no directory a whiteout is an error in any implementation.
+        if !(parent.is_empty() || model.is_dir(parent)) {
+            continue;
+        }
+        if random.below(3) == 0 && !parent.is_empty() {
+            let below = format!("{parent}/");
+            model.names.retain(|name, _| !name.starts_with(&below));
+            hidden.push((format!("{parent}/.wh..wh..opq"), parent.to_owned()));
+        } else {
+            model.remove(&path);
+            let (dir, name) = path.rsplit_once('/').unwrap_or(("", &path));
+            let name = format!("{dir}/.wh.{name}");
+            hidden.push((name.trim_start_matches('/').to_owned(), dir.to_owned()));
+        }
+    }
+    // A whiteout whose directory another one took away would make it again, in model and import.
+    for (_, dir) in &hidden {
+        if !dir.is_empty() {
+            model.parents(&format!("{dir}/x"));
+        }
+    }
+    let mut entries: Vec<Tar> = Vec::new();
+    let dirs_of_whiteouts: Vec<String> = hidden.iter().map(|(_, dir)| dir.clone()).collect();
+    for _ in 0..random.below(14) {
+        *clock += 1;
+        let path = path(random);
+        let mut next = model.clone();
+        if !next.parents(&path) {
+            continue;
+        }
+        let head = |flag, link| Head { mtime: *clock, link, ..Head::new(flag, path.as_bytes()) };
+        let content = format!("{clock}");
+        let entry = match random.below(6) {
+            0 | 1 => {
+                next.remove(&path);
+                next.insert(&path, &content, *clock);
+                let size = content.len() as u64;
+                Tar::new().head(&Head { size, ..head(b'0', b"") }).data(content.as_bytes())
+            }
+            2 => {
+                if next.is_dir(&path) {
+                    let inode = next.names[&path];
+                    next.inodes[inode].1 = *clock;
+                } else {
+                    next.remove(&path);
+                    next.insert(&path, "dir", *clock);
+                }
+                Tar::new().head(&head(b'5', b""))
+            }
+            3 => {
+                next.remove(&path);
+                next.insert(&path, "fifo", *clock);
+                Tar::new().head(&head(b'6', b""))
+            }
+            _ => {
+                let files: Vec<String> =
+                    next.names.keys().filter(|name| !next.is_dir(name)).cloned().collect();
+                if files.is_empty() {
+                    continue;
+                }
+                let at = usize::try_from(random.next() % files.len() as u64).unwrap();
+                let target = &files[at];
+                if target.starts_with(&format!("{path}/")) {
+                    continue;
+                }
+                let inode = next.names[target];
+                if *target != path {
+                    next.remove(&path);
+                    next.names.insert(path.clone(), inode);
+                }
+                Tar::new().head(&head(b'1', target.as_bytes()))
+            }
+        };
+        // Nothing may take the place of a directory that a whiteout of this layer stands in: the
+        // archive's order would decide, and whiteouts have none.
+        if dirs_of_whiteouts.iter().any(|dir| !next.is_dir(dir)) {
+            continue;
+        }
+        *model = next;
+        entries.push(entry);
+    }
+    for (name, _) in &hidden {
+        let at = usize::try_from(random.next() % (entries.len() as u64 + 1)).unwrap();
+        entries.insert(at, Tar::new().file(name, b""));
+    }
+    Tar(entries.into_iter().flat_map(|t| t.0).collect())
+}
+
+/// 400 images of up to six random layers each; `COFOLIO_SEED` runs one other seed.
+#[test]
+fn random_layers_against_a_model() {
+    let seeds: Vec<u64> = match std::env::var("COFOLIO_SEED") {
+        Ok(seed) => vec![seed.parse().unwrap()],
+        Err(_) => (0..400).collect(),
+    };
+    let bench = Bench::fast();
+    let mut links = 0;
+    for seed in seeds {
+        let mut random = Random(seed);
+        let mut model = Model::default();
+        let mut clock = 1;
+        let mut blobs = Vec::new();
+        for at in 0..1 + random.below(6) {
+            let layer = random_layer(&mut random, &mut model, &mut clock);
+            blobs.push(Blob::plain(layer.end()));
+            // Some prefixes are imported before, so that their layers are known.
+            if at == 1 && random.below(2) == 0 {
+                bench
+                    .layers(&format!("{seed}-prefix"), &blobs)
+                    .unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+            }
+        }
+        let view =
+            bench.layers(&seed.to_string(), &blobs).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        let mut expected = BTreeMap::new();
+        let mut firsts = BTreeMap::new();
+        for (name, inode) in &model.names {
+            let (what, mtime) = &model.inodes[*inode];
+            let what = match what.as_str() {
+                "dir" | "fifo" => what.clone(),
+                content => format!("file {}", sha256(content.as_bytes())),
+            };
+            let first = firsts.entry(*inode).or_insert_with(|| format!("/{name}")).clone();
+            expected.insert(format!("/{name}"), (what, *mtime, first));
+        }
+        let found: BTreeMap<_, _> = view
+            .0
+            .iter()
+            .filter(|(path, _)| *path != "/")
+            .map(|(path, n)| (path.clone(), (n.what.clone(), n.mtime.0, n.first.clone())))
+            .collect();
+        // First names go by the order of paths in both, so that linked names are the same sets.
+        let by_path = |map: &BTreeMap<String, (String, i64, String)>| {
+            let mut sets: BTreeMap<String, Vec<String>> = BTreeMap::new();
+            for (path, (_, _, first)) in map {
+                sets.entry(first.clone()).or_default().push(path.clone());
+            }
+            let mut sets: Vec<Vec<String>> = sets.into_values().collect();
+            sets.sort();
+            sets
+        };
+        assert_eq!(by_path(&found), by_path(&expected), "seed {seed}: links");
+        links += by_path(&expected).iter().filter(|set| set.len() > 1).count();
+        let bare = |map: BTreeMap<String, (String, i64, String)>| -> Vec<(String, String, i64)> {
+            map.into_iter().map(|(path, (what, mtime, _))| (path, what, mtime)).collect()
+        };
+        assert_eq!(bare(found), bare(expected), "seed {seed}");
+    }
+    assert!(links > 10 || std::env::var("COFOLIO_SEED").is_ok(), "the generator makes no links");
+}
