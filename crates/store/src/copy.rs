@@ -77,8 +77,10 @@ impl Staging {
         if found != size {
             return Err(Error::SizeMismatch { digest: *digest, expected: size, found });
         }
-        if self.domain().protection().reflink {
-            return self.put_reflink(file.path(), digest, size);
+        if self.domain().protection().reflink
+            && let Some(stored) = self.put_reflink(file.path(), digest, size)?
+        {
+            return Ok(stored);
         }
         let mut writer = self.object_writer();
         copy(&file, &mut writer)?;

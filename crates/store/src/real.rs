@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use cofolio_sys::verity;
 use rustix::fs::{self, AtFlags, FileType, FlockOperation, IFlags, Mode, OFlags, RenameFlags};
@@ -17,6 +18,9 @@ const OBJECT_MODE: Mode = Mode::from_raw_mode(0o444);
 const DIRECTORY_MODE: Mode = Mode::from_raw_mode(0o755);
 /// Only root looks into a store: images may hold secrets that are not world-readable inside.
 const ROOT_MODE: Mode = Mode::from_raw_mode(0o700);
+/// How often, and how long apart, fs-verity is tried on a file that somebody still holds for writing.
+const VERITY_ATTEMPTS_MAX: u32 = 200;
+const VERITY_PAUSE: Duration = Duration::from_millis(5);
 
 /// A directory of this machine. Every operation starts from its descriptor, so that the store can be
 /// bind-mounted elsewhere or its parents renamed while it is open.
@@ -228,9 +232,18 @@ impl Disk for RealDisk {
 
     fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>> {
         let file = self.open_at(path, OFlags::RDONLY, Mode::empty())?;
-        match verity::enable(&file) {
-            Ok(()) | Err(Errno::EXIST) => Ok(verity::measure(&file)?),
-            Err(errno) => Err(errno.into()),
+        let mut attempt = 0;
+        loop {
+            match verity::enable(&file) {
+                Ok(()) | Err(Errno::EXIST) => return Ok(verity::measure(&file)?),
+                // Our own descriptor for writing is closed, but a child that another thread has just
+                // forked holds a copy of it until it execs.
+                Err(Errno::TXTBSY) if attempt < VERITY_ATTEMPTS_MAX => {
+                    attempt += 1;
+                    std::thread::sleep(VERITY_PAUSE);
+                }
+                Err(errno) => return Err(errno.into()),
+            }
         }
     }
 

@@ -238,37 +238,47 @@ impl Staging {
     }
 
     /// Stores a file of this store as a new file that shares its blocks. The copy is hashed, not the
-    /// original: it is ours alone and cannot change any more.
-    pub(crate) fn put_reflink(&self, from: &str, digest: &Digest, size: u64) -> Result<Stored> {
+    /// original: it is ours alone and cannot change any more. None if this file cannot be shared so.
+    pub(crate) fn put_reflink(
+        &self,
+        from: &str,
+        digest: &Digest,
+        size: u64,
+    ) -> Result<Option<Stored>> {
         if self.is_known(digest, size)? {
-            return Ok(self.count(*digest, size, false));
+            return Ok(Some(self.count(*digest, size, false)));
         }
         if !self.check()? {
-            return Ok(self.count_missing(*digest, size));
+            return Ok(Some(self.count_missing(*digest, size)));
         }
         let number = self.next_temporary.fetch_add(1, Relaxed);
-        let temporary = format!("{}/tmp/{number}", self.directory);
-        let target = self.object_file(digest);
-        if let Err(error) = self.disk().reflink(from, &temporary) {
-            self.fail(error, "reflink", &temporary)?;
-            return Ok(self.count_missing(*digest, size));
+        let mut copy = Spilled {
+            staging: self,
+            path: format!("{}/tmp/{number}", self.directory),
+            file: None,
+            written: size,
+        };
+        // Nothing was written yet, so whatever the reason is, copying the bytes may still go.
+        if self.disk().reflink(from, &copy.path).is_err() {
+            return Ok(None);
         }
-        let copy = self.disk().open(&temporary).at("open", &temporary)?;
-        check_file(&StoredFile::new(copy, from.to_owned()), *digest)?;
-        match self.in_shard(digest, || self.disk().rename(&temporary, &target, true)) {
+        let file = self.disk().open(&copy.path).at("open", &copy.path)?;
+        check_file(&StoredFile::new(file, from.to_owned()), *digest)?;
+        let target = self.object_file(digest);
+        match self.in_shard(digest, || self.disk().rename(&copy.path, &target, true)) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Ok(self.count(*digest, size, false));
+                return Ok(Some(self.count(*digest, size, false)));
             }
             Err(error) => {
-                self.fail(error, "rename", &temporary)?;
-                return Ok(self.count_missing(*digest, size));
+                self.fail(error, "rename", &copy.path)?;
+                return Ok(Some(self.count_missing(*digest, size)));
             }
-            Ok(()) => {}
+            Ok(()) => copy.path.clear(),
         }
         if !self.enable_verity(&target, digest)? {
-            return Ok(self.count_missing(*digest, size));
+            return Ok(Some(self.count_missing(*digest, size)));
         }
-        Ok(self.count(*digest, size, true))
+        Ok(Some(self.count(*digest, size, true)))
     }
 
     /// Whether an object is in place in the domain. One of another size is damaged: it is written again,

@@ -244,7 +244,8 @@ impl Store {
         Ok(orphans)
     }
 
-    /// Removes what interrupted imports left behind, and says how many bytes that freed.
+    /// Removes what interrupted imports left behind; says how many leftovers that were and how many bytes
+    /// they had allocated.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].
@@ -260,6 +261,13 @@ impl Store {
                 bytes += remove_entry(self.disk(), &path, kind)?;
             }
             count += 1;
+        }
+        // An init that was interrupted: nobody writes to the store's own directory after it.
+        for (entry, kind) in self.disk().list("").at("list", "")? {
+            if entry.starts_with(TEMPORARY) {
+                bytes += remove_entry(self.disk(), &entry, kind)?;
+                count += 1;
+            }
         }
         Ok((count, bytes))
     }

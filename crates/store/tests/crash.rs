@@ -113,10 +113,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
     }
     assert_eq!(report.objects, objects.len() as u64, "{context}");
     let stray = disk.files().into_keys().find(|p| p.starts_with("staging/") || p.contains(".tmp."));
-    assert!(
-        stray.is_none() || stray.as_deref().unwrap().starts_with(".tmp."),
-        "{context}: {stray:?}"
-    );
+    assert_eq!(stray, None, "{context}");
 }
 
 /// One thing that changes the store.
