@@ -54,6 +54,9 @@ struct Pair<'t> {
     value: Cow<'t, [u8]>,
     uses: u32,
     shared: u32,
+    /// Size of its entry in bytes.
+    size: u32,
+    filter_bit: u8,
 }
 
 /// A set of pairs, sorted by name, that many inodes have in common.
@@ -86,6 +89,8 @@ pub(super) struct Attrs<'t> {
     /// Everything in the shared table, in its order.
     shared: Vec<Attr>,
     shared_size: u64,
+    metacopy_bit: u8,
+    redirect_bit: u8,
     pub(super) has_acl: bool,
 }
 
@@ -142,6 +147,8 @@ impl<'t> Attrs<'t> {
             redirects: PerDigest::new(tree.digest_count()),
             shared: Vec::new(),
             shared_size: 0,
+            metacopy_bit: filter_bit(OVERLAY_METACOPY),
+            redirect_bit: filter_bit(OVERLAY_REDIRECT),
             has_acl: false,
         };
         let label = tree.xattr(tree.root(), b"security.selinux");
@@ -235,24 +242,21 @@ impl<'t> Attrs<'t> {
 
     /// Size of an attribute's entry in bytes.
     pub(super) fn entry_size(&self, attr: Attr) -> u32 {
-        // The two that nearly every file has are known without making them.
         match attr {
+            Attr::Pair(id) => self.pairs[id as usize].size,
+            Attr::Metacopy(None) => 20,
             Attr::Metacopy(Some(_)) => 56,
             Attr::Redirect(_) => 88,
-            _ => self.with(attr, |name, value| {
-                let size = 4 + split_xattr_name(name).1.len() + value.len();
-                // A name has up to 263 bytes, a value up to 65,535.
-                u32::try_from(size.next_multiple_of(4)).unwrap_or(u32::MAX)
-            }),
         }
     }
 
     /// The bit of the name filter that an attribute clears.
-    pub(super) fn filter_bit(&self, attr: Attr) -> u32 {
-        self.with(attr, |name, _| {
-            let (index, rest) = split_xattr_name(name);
-            xxh32(rest, XATTR_FILTER_SEED.wrapping_add(u32::from(index))) % 32
-        })
+    pub(super) fn filter_bit(&self, attr: Attr) -> u8 {
+        match attr {
+            Attr::Pair(id) => self.pairs[id as usize].filter_bit,
+            Attr::Metacopy(_) => self.metacopy_bit,
+            Attr::Redirect(_) => self.redirect_bit,
+        }
     }
 
     /// The redirect of a file with an explicit path.
@@ -364,7 +368,8 @@ impl<'t> Attrs<'t> {
         }
         let hash = hash_pair(&self.seed, &name, &value);
         let new = id(self.pairs.len());
-        self.pairs.push(Pair { name, value, uses: 0, shared: UNSHARED });
+        let (size, filter_bit) = (entry_size(&name, &value), filter_bit(&name));
+        self.pairs.push(Pair { name, value, uses: 0, shared: UNSHARED, size, filter_bit });
         let (pairs, seed) = (&self.pairs, &self.seed);
         self.pair_index.insert_unique(hash, new, |&p| {
             let pair = &pairs[p as usize];
@@ -453,6 +458,18 @@ fn escape(name: &[u8]) -> Cow<'_, [u8]> {
         Some(rest) => Cow::Owned([OVERLAY_ESCAPED_PREFIX, rest].concat()),
         None => Cow::Borrowed(name),
     }
+}
+
+fn entry_size(name: &[u8], value: &[u8]) -> u32 {
+    let size = 4 + split_xattr_name(name).1.len() + value.len();
+    // A name has up to 263 bytes, a value up to 65,535.
+    u32::try_from(size.next_multiple_of(4)).unwrap_or(u32::MAX)
+}
+
+fn filter_bit(name: &[u8]) -> u8 {
+    let (index, rest) = split_xattr_name(name);
+    let hash = xxh32(rest, XATTR_FILTER_SEED.wrapping_add(u32::from(index)));
+    u8::try_from(hash % 32).unwrap_or(0)
 }
 
 fn hash_pair(seed: &RandomState, name: &[u8], value: &[u8]) -> u64 {
