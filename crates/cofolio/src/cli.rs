@@ -32,6 +32,9 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
+/// Where the store is unless somebody says otherwise.
+pub(crate) const DEFAULT_STORE: &str = "/var/lib/cofolio";
+
 /// Options that every command takes.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
@@ -43,7 +46,7 @@ pub(crate) struct Global {
         value_name = "DIR",
         env = "COFOLIO_STORE",
         hide_env_values = true,
-        default_value = "/var/lib/cofolio"
+        default_value = DEFAULT_STORE
     )]
     pub(crate) store: PathBuf,
     /// Trust domain: nothing is shared across domains
@@ -101,6 +104,7 @@ pub(crate) enum Command {
     Du(cmd::du::Args),
     Bundle(cmd::bundle::Args),
     Doctor(cmd::doctor::Args),
+    Bench(cmd::bench::Args),
     Mkcomposefs(cmd::mkcomposefs::Args),
 }
 

@@ -1,5 +1,6 @@
 //! The subcommands, a file each.
 
+pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
@@ -50,6 +51,7 @@ pub(crate) fn run(cli: Cli, ui: &Ui) -> Outcome {
         Command::Du(args) => du::run(&args, &context),
         Command::Bundle(args) => bundle::run(&args, &context),
         Command::Doctor(args) => doctor::run(&args, &context),
+        Command::Bench(args) => bench::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),
     }
 }

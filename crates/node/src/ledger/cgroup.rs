@@ -154,6 +154,32 @@ impl Cgroup {
         self.path.join("cgroup.procs")
     }
 
+    /// Moves this process in, with all its threads, until the value returned is dropped. What it has
+    /// been charged elsewhere stays there.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] when the kernel refuses, [`LedgerError::Format`] when `/proc/self/cgroup`
+    /// does not tell where to go back to.
+    pub fn enter(&self) -> Result<Inside> {
+        let path = PathBuf::from("/proc/self/cgroup");
+        let text = read_text(&path)?;
+        let home = text
+            .lines()
+            .find_map(|line| {
+                let (controllers, home) = line.split_once(':')?.1.split_once(':')?;
+                let ours = match self.version {
+                    Version::V1 => controllers.split(',').any(|c| c == "memory"),
+                    Version::V2 => controllers.is_empty(),
+                };
+                ours.then_some(home)
+            })
+            .ok_or_else(|| LedgerError::Format { path, what: "has no memory cgroup".to_owned() })?;
+        let top = self.path.parent().unwrap_or(&self.path);
+        let back = top.join(home.trim_start_matches('/')).join("cgroup.procs");
+        fs::write(self.procs(), "0").map_err(LedgerError::io(self.procs()))?;
+        Ok(Inside { back })
+    }
+
     /// What it is charged now.
     ///
     /// # Errors
@@ -162,22 +188,19 @@ impl Cgroup {
     pub fn charge(&self) -> Result<Charge> {
         read_charge(self.version, &self.path)
     }
+}
 
-    /// Gives the page cache charged here back: dropped where clean and unused.
-    ///
-    /// # Errors
-    /// [`LedgerError::Io`] when the kernel refuses. A part left behind is not an error.
-    pub fn reclaim(&self) -> Result<()> {
-        let (file, text) = match self.version {
-            Version::V1 => ("memory.force_empty", "0".to_owned()),
-            Version::V2 => ("memory.reclaim", self.charge()?.cache.to_string()),
-        };
-        let path = self.path.join(file);
-        match fs::write(&path, text) {
-            // EBUSY or EAGAIN: not all of it could be had.
-            Err(error) if matches!(error.raw_os_error(), Some(11 | 16)) => Ok(()),
-            other => other.map_err(LedgerError::io(path)),
-        }
+/// This process is in a cgroup of ours, and goes back where it was when the value is dropped.
+#[derive(Debug)]
+#[must_use = "dropping it leaves the cgroup"]
+pub struct Inside {
+    back: PathBuf,
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        // Nobody can be told. The cgroup then stays behind, with this process in it.
+        let _ = fs::write(&self.back, "0");
     }
 }
 

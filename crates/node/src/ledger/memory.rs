@@ -36,9 +36,11 @@ pub struct Memory {
     pub page_tables: u64,
     /// Kernel stacks.
     pub kernel_stack: u64,
-    /// How many times the page cache has been dropped by hand since boot (`drop_pagecache`).
-    pub page_cache_drops: u64,
-    /// Pages that reclaim took back since boot (`pgsteal_kswapd` + `pgsteal_direct`).
+    /// How many times page cache or kernel objects have been dropped by hand since boot
+    /// (`drop_pagecache` + `drop_slab`; an inode that is dropped takes its pages along).
+    pub cache_drops: u64,
+    /// Pages that reclaim took from the LRU lists since boot (`pgsteal_anon` + `pgsteal_file`). DAMON's
+    /// schemes do not count theirs here.
     pub pages_reclaimed: u64,
 }
 
@@ -69,8 +71,8 @@ impl Memory {
             slab_unreclaimable: kib("SUnreclaim")?,
             page_tables: kib("PageTables")?,
             kernel_stack: kib("KernelStack")?,
-            page_cache_drops: count("drop_pagecache"),
-            pages_reclaimed: count("pgsteal_kswapd").saturating_add(count("pgsteal_direct")),
+            cache_drops: count("drop_pagecache").saturating_add(count("drop_slab")),
+            pages_reclaimed: count("pgsteal_anon").saturating_add(count("pgsteal_file")),
         })
     }
 
@@ -140,14 +142,14 @@ HugePages_Total:       0
     #[test]
     fn reads_a_planted_machine() {
         let vmstat =
-            "nr_free_pages 7\ndrop_pagecache 3\ndrop_slab 4\npgsteal_kswapd 10\npgsteal_direct 5\n";
+            "nr_free_pages 7\ndrop_pagecache 3\ndrop_slab 4\npgsteal_anon 10\npgsteal_file 5\n";
         let root = plant(MEMINFO, vmstat);
         let memory = Memory::read(root.path()).unwrap();
         assert_eq!(memory.free, 23_000_000 * 1024);
         assert_eq!(memory.cached, 345_678 * 1024, "Cached, not SwapCached");
         assert_eq!(memory.page_cache(), (345_678 + 12_000) * 1024);
         assert_eq!(memory.slab(), 130_000 * 1024);
-        assert_eq!(memory.page_cache_drops, 3);
+        assert_eq!(memory.cache_drops, 7);
         assert_eq!(memory.pages_reclaimed, 15);
     }
 

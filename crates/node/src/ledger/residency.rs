@@ -67,6 +67,18 @@ pub fn cachestat(path: &Path) -> Result<Residency> {
     ask().map_err(LedgerError::io(path))
 }
 
+/// How many pages of the file were resident once and have been reclaimed, by cachestat(2). Pages
+/// dropped on request (fadvise, drop_caches, truncation) are not among them: memory pressure, a
+/// cgroup's limit or DAMON took these.
+///
+/// # Errors
+/// As for [`cachestat`].
+pub fn evicted(path: &Path) -> Result<u64> {
+    let file = File::open(path).map_err(LedgerError::io(path))?;
+    let stat = cache::cachestat(&file, 0, 0).map_err(LedgerError::io(path))?;
+    Ok(stat.evicted)
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;

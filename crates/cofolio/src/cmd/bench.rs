@@ -1,0 +1,86 @@
+//! `cofolio bench`: measurements that other projects publish, on any images.
+
+mod measure;
+mod reader;
+mod report;
+mod setup;
+mod share;
+mod source;
+
+use std::ffi::OsString;
+
+use clap::Parser;
+
+use crate::{
+    cmd::Outcome,
+    context::Context,
+    exit::{Exit, Fail},
+};
+
+/// Measure what sharing saves
+///
+/// `cofolio bench share OLD NEW`: memory for reading every file of two images, without and with sharing.
+/// `cofolio bench share --help` says more.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Example:\n  cofolio bench share redis-old.tar redis-new.tar --json redis.json",
+    disable_help_flag = true
+)]
+pub(crate) struct Args {
+    // `--json` takes a file here and nothing in every other command: a grammar of its own.
+    /// The benchmark and its arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+    arguments: Vec<OsString>,
+}
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "cofolio bench",
+    about = "Measure what sharing saves",
+    disable_help_subcommand = true,
+    max_term_width = 100
+)]
+struct Bench {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    Share(share::Args),
+    /// The reading process of `share`
+    #[command(hide = true)]
+    Read(reader::Args),
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let name = OsString::from("bench");
+    let bench = match Bench::try_parse_from([&name].into_iter().chain(&args.arguments)) {
+        Ok(bench) => bench,
+        Err(error) => {
+            let _ = error.print();
+            return Ok(if error.exit_code() == 0 { Exit::Ok } else { Exit::Usage });
+        }
+    };
+    match bench.command {
+        Command::Share(args) => {
+            if !rustix::process::geteuid().is_root() {
+                let what =
+                    "bench share needs root: it mounts, drops the page cache and counts pages";
+                return Err(Fail::new(Exit::Missing, what).into());
+            }
+            share::run(&args, &context.global)
+        }
+        Command::Read(args) => reader::run(&args).map(|()| Exit::Ok),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn definitions_are_consistent() {
+        super::Bench::command().debug_assert();
+    }
+}

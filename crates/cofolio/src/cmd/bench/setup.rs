@@ -1,0 +1,252 @@
+//! The two ways in which both images are made visible: each unpacked on its own, and by Cofolio.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, ensure};
+use cofolio_node::{
+    contents::ImageContents,
+    mount::{MountRequest, Mounter, RunDir, UmountOptions},
+};
+use cofolio_store::{Digest, Domain};
+use rustix::mount::UnmountFlags;
+
+use super::source::{self, About, Expected, Unpacked};
+
+/// A way to make both images visible.
+pub(super) trait Setup {
+    /// As it is called in reports.
+    fn name(&self) -> &'static str;
+    /// Mounts both images: the directory of the old one, then of the new one.
+    fn mount(&mut self) -> Result<[PathBuf; 2]>;
+    /// Takes all of it down again, whatever state it is in.
+    fn unmount(&mut self) -> Result<()>;
+    /// The files that hold the content, each once however many names it has.
+    fn content(&self) -> &[PathBuf];
+    /// The files that hold the metadata, where files do.
+    fn metadata(&self) -> &[PathBuf];
+    /// Pages that reading everything must make resident.
+    fn expected_pages(&self) -> u64;
+}
+
+/// Each image unpacked on its own, mounted by overlayfs with an upper directory, as engines do.
+pub(super) struct Unshared<'a> {
+    images: [&'a Unpacked; 2],
+    targets: [PathBuf; 2],
+    uppers: [PathBuf; 2],
+    content: Vec<PathBuf>,
+    expected_pages: u64,
+}
+
+impl<'a> Unshared<'a> {
+    pub(super) const NAME: &'static str = "unshared";
+
+    pub(super) fn new(
+        work: &Path,
+        images: [&'a Unpacked; 2],
+        expected: &Expected,
+    ) -> Result<Unshared<'a>> {
+        let [targets, uppers] = ["mnt", "upper"]
+            .map(|kind| ["unshared-old", "unshared-new"].map(|name| work.join(kind).join(name)));
+        // Every unpacked inode once, the ones that upper layers hide too: they must stay cold.
+        let mut content = Vec::new();
+        let mut inodes = BTreeSet::new();
+        for layer in images.iter().flat_map(|image| &image.layers) {
+            source::walk(layer, &mut |path, meta| {
+                if meta.is_file() && inodes.insert((meta.dev(), meta.ino())) {
+                    content.push(path.to_owned());
+                }
+                Ok(())
+            })?;
+        }
+        let expected_pages = expected.unshared_pages;
+        Ok(Unshared { images, targets, uppers, content, expected_pages })
+    }
+}
+
+impl Setup for Unshared<'_> {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn mount(&mut self) -> Result<[PathBuf; 2]> {
+        for ((image, target), upper) in self.images.iter().zip(&self.targets).zip(&self.uppers) {
+            make_dir(target)?;
+            source::mount_overlay(&image.layers, upper, target)?;
+        }
+        Ok(self.targets.clone())
+    }
+
+    fn unmount(&mut self) -> Result<()> {
+        unmount_all(&self.targets)?;
+        self.uppers.iter().try_for_each(|upper| source::remove_tree(upper))
+    }
+
+    fn content(&self) -> &[PathBuf] {
+        &self.content
+    }
+
+    fn metadata(&self) -> &[PathBuf] {
+        &[]
+    }
+
+    fn expected_pages(&self) -> u64 {
+        self.expected_pages
+    }
+}
+
+impl Drop for Unshared<'_> {
+    fn drop(&mut self) {
+        let _ = self.unmount();
+    }
+}
+
+/// Both images in one trust domain, mounted read-only by Cofolio.
+pub(super) struct Shared<'a> {
+    domain: &'a Domain,
+    images: [Digest; 2],
+    targets: [PathBuf; 2],
+    content: Vec<PathBuf>,
+    metadata: Vec<PathBuf>,
+    expected_pages: u64,
+}
+
+impl<'a> Shared<'a> {
+    pub(super) const NAME: &'static str = "cofolio";
+
+    pub(super) fn new(
+        work: &Path,
+        domain: &'a Domain,
+        images: [Digest; 2],
+        unpacked: [&Unpacked; 2],
+        expected: &Expected,
+    ) -> Result<Shared<'a>> {
+        let targets = ["cofolio-old", "cofolio-new"].map(|name| work.join("mnt").join(name));
+        let no_path = "the store is not on a disk";
+        // Which objects must hold the content follows from the source alone, not from the importer.
+        let entries = unpacked.iter().flat_map(|image| image.listing.values());
+        let objects: BTreeSet<Digest> =
+            entries.filter(|entry| entry.content.size > 0).map(|entry| entry.object).collect();
+        let content: Option<_> = objects.iter().map(|object| domain.object_path(object)).collect();
+        let images_once: BTreeSet<_> = images.into_iter().collect();
+        let metadata: Option<_> =
+            images_once.iter().map(|image| domain.image_path(image)).collect();
+        Ok(Shared {
+            domain,
+            images,
+            targets,
+            content: content.context(no_path)?,
+            metadata: metadata.context(no_path)?,
+            expected_pages: expected.unique_pages,
+        })
+    }
+
+    fn mounter(&self) -> Mounter<'a> {
+        Mounter::new(self.domain, RunDir::of(self.domain.store()), &ImageContents)
+    }
+}
+
+impl Setup for Shared<'_> {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn mount(&mut self) -> Result<[PathBuf; 2]> {
+        let mounter = self.mounter();
+        for (image, target) in self.images.iter().zip(&self.targets) {
+            make_dir(target)?;
+            mounter.mount(&MountRequest::new(*image, target))?;
+        }
+        Ok(self.targets.clone())
+    }
+
+    fn unmount(&mut self) -> Result<()> {
+        let mounter = self.mounter();
+        for target in &self.targets {
+            // Not mounted, normally; what a killed run left behind is taken down as well.
+            if let Err(error) = mounter.umount(target, &UmountOptions::default())
+                && is_mounted(target)
+            {
+                return Err(error).with_context(|| format!("cannot unmount {}", target.display()));
+            }
+        }
+        Ok(())
+    }
+
+    fn content(&self) -> &[PathBuf] {
+        &self.content
+    }
+
+    fn metadata(&self) -> &[PathBuf] {
+        &self.metadata
+    }
+
+    fn expected_pages(&self) -> u64 {
+        self.expected_pages
+    }
+}
+
+impl Drop for Shared<'_> {
+    fn drop(&mut self) {
+        let _ = self.unmount();
+    }
+}
+
+/// Copies an image of the store out, as the unpacked form of a ref. What was shipped is not at hand then:
+/// the source that everything is compared with is Cofolio's own mount.
+pub(super) fn copy_out(
+    name: &str,
+    image: Digest,
+    domain: &Domain,
+    work: &Path,
+    cache: &Path,
+    say: &dyn Fn(&str),
+) -> Result<Unpacked> {
+    let about = About {
+        name: name.to_owned(),
+        manifest: format!("image:{image}"),
+        layers: vec![format!("image:{image}")],
+    };
+    let target = work.join("mnt/source");
+    let fill = |layer: &Path| {
+        say(&format!("copying {name} out of the store"));
+        make_dir(&target)?;
+        let mounter = Mounter::new(domain, RunDir::of(domain.store()), &ImageContents);
+        let _ = mounter.umount(&target, &UmountOptions::default());
+        mounter.mount(&MountRequest::new(image, &target))?;
+        let copied = Command::new("cp")
+            .args(["--archive", "--no-target-directory"])
+            .args([&target, layer])
+            .output();
+        mounter.umount(&target, &UmountOptions::default())?;
+        let copied = copied.context("cannot run cp")?;
+        let message = String::from_utf8_lossy(&copied.stderr);
+        ensure!(copied.status.success(), "cp failed: {}", message.trim());
+        Ok(())
+    };
+    source::unpack_once(cache, &image.to_string(), about, &[&fill])
+}
+
+fn make_dir(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))
+}
+
+/// Whether something is mounted at `dir` itself.
+fn is_mounted(dir: &Path) -> bool {
+    let device = |path: &Path| fs::metadata(path).map(|meta| meta.dev());
+    let parent = dir.parent().unwrap_or(dir);
+    matches!((device(dir), device(parent)), (Ok(here), Ok(above)) if here != above)
+}
+
+fn unmount_all(targets: &[PathBuf]) -> Result<()> {
+    for target in targets.iter().filter(|target| is_mounted(target)) {
+        rustix::mount::unmount(target, UnmountFlags::empty())
+            .with_context(|| format!("cannot unmount {}", target.display()))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,242 @@
+//! `cofolio bench share OLD NEW`: the first experiment of the EROFS page cache sharing series on any
+//! two images. See docs/BENCH-SHARE.md.
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use cofolio_node::{
+    ledger::cgroup::Hierarchy,
+    oci::{self, ImportOptions},
+};
+use cofolio_store::{Digest, Domain, InitOptions, Store};
+use cofolio_sys::cache::page_size;
+use rustix::fs::FlockOperation;
+
+use crate::{
+    cli::Global,
+    cmd::Outcome,
+    exit::{Exit, Fail},
+};
+
+use super::{
+    measure::{self, OwnFiles, Source},
+    reader::Mode,
+    report::{self, Report},
+    setup::{self, Setup, Shared, Unshared},
+    source::{self, Content, Expected, Unpacked},
+};
+
+/// Memory for reading every file of two images, with and without sharing
+///
+/// Measures the page cache from a cold start: each image unpacked on its own and mounted by overlayfs,
+/// as a container engine does it, then both mounted by Cofolio. A fresh process in a fresh cgroup reads
+/// every file, by read(2) and by mmap(2); what it reads is compared with the source. Needs root, and
+/// drops the page cache of the whole machine.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:
+  cofolio bench share corpus/out/redis/old corpus/out/redis/new --json redis.json
+
+Exit codes: 0 measured and the figures agree, 1 they do not agree or something failed; others as for
+every command.")]
+pub(crate) struct Args {
+    /// An OCI layout directory, an OCI archive, a `docker save` archive, or a ref of the store
+    old: String,
+    /// The other one
+    new: String,
+    /// Write every figure of every run to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Runs of each kind; the table has medians
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: u32,
+    /// Only read this way
+    #[arg(long, value_enum)]
+    mode: Option<Mode>,
+    /// Seconds to wait, all in all, for moments when nobody else fills memory
+    #[arg(long, value_name = "SECONDS", default_value_t = 20)]
+    patience: u64,
+    /// Store to import the images into [default: one of its own, in the working directory]
+    #[arg(long, value_name = "DIR", env = "COFOLIO_STORE", hide_env_values = true)]
+    store: Option<PathBuf>,
+    /// Trust domain of that store
+    #[arg(long, value_name = "NAME")]
+    domain: Option<String>,
+    /// Where to unpack the images; a second run takes from there what it can
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
+    work: PathBuf,
+    /// Say nothing but the table
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+pub(super) fn run(args: &Args, global: &Global) -> Outcome {
+    let started = Instant::now();
+    let say = |text: &str| {
+        if !(args.quiet || global.quiet) {
+            let _ = writeln!(io::stderr(), "{text}");
+        }
+    };
+    fs::create_dir_all(&args.work)
+        .with_context(|| format!("cannot make {}", args.work.display()))?;
+    let work = fs::canonicalize(&args.work)?;
+    let _alone = lock_machine(&say)?;
+
+    // A store that somebody named; never the one where a node keeps its images just because it is the
+    // default.
+    let named = (global.store != Path::new(crate::cli::DEFAULT_STORE)).then_some(&global.store);
+    let store = args.store.as_ref().or(named).cloned().unwrap_or_else(|| work.join("store"));
+    let domain = args.domain.as_deref().unwrap_or(&global.domain);
+    let domain = open_domain(&store, domain)?;
+    let old = Image::prepare(&args.old, &work, &domain, &say)?;
+    let new = Image::prepare(&args.new, &work, &domain, &say)?;
+    let digests = import([&old, &new], &domain, &say)?;
+    let (old, new) = (old.unpacked, new.unpacked);
+    let expected = Expected::of([&old, &new]);
+    let contents = [&old, &new].map(|image| -> HashMap<Vec<u8>, Content> {
+        image.listing.iter().map(|(path, entry)| (path.clone(), entry.content)).collect()
+    });
+    let truth = Source { images: [&contents[0], &contents[1]] };
+
+    let mut unshared = Unshared::new(&work, [&old, &new], &expected)?;
+    let mut shared = Shared::new(&work, &domain, digests, [&old, &new], &expected)?;
+    let own = OwnFiles::find()?;
+    let mut patience = Duration::from_secs(args.patience);
+    let mut runs = Vec::new();
+    for round in 1..=args.runs {
+        for mode in Mode::ALL.into_iter().filter(|mode| args.mode.is_none_or(|m| m == *mode)) {
+            let setups: [&mut dyn Setup; 2] = [&mut unshared, &mut shared];
+            for setup in setups {
+                let run = measure::measure(setup, mode, &truth, &own, &mut patience)?;
+                say(&format!(
+                    "run {round} of {}, {} by {}: {} files in {:.1} s, page cache grew by {} MiB",
+                    args.runs,
+                    run.setup,
+                    mode.name(),
+                    run.files_compared,
+                    run.read_seconds,
+                    run.growth.page_cache >> 20
+                ));
+                runs.push(run);
+            }
+        }
+    }
+
+    let memory_cgroup = match Hierarchy::find(Path::new("/")) {
+        Ok(hierarchy) => format!("{:?}", hierarchy.version()).to_lowercase(),
+        Err(error) => error.to_string(),
+    };
+    let checks = report::check(&runs);
+    let report = Report {
+        format: 1,
+        tool: format!("cofolio {}", env!("CARGO_PKG_VERSION")),
+        command_line: std::env::args().collect(),
+        machine: report::machine(&work, memory_cgroup),
+        old: old.about.clone(),
+        new: new.about.clone(),
+        expected,
+        page_size: page_size(),
+        summary: report::summarize(&runs, &expected, [Unshared::NAME, Shared::NAME]),
+        checks,
+        seconds: started.elapsed().as_secs_f64(),
+        runs,
+    };
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&report)?;
+        fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    io::stdout().write_all(report::table(&report).as_bytes())?;
+    let ok = report.checks.iter().all(|check| check.ok);
+    Ok(if ok { Exit::Ok } else { Exit::Failure })
+}
+
+/// Two measurements at once would measure each other: the second waits. Unlocked when dropped.
+fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
+    const PATH: &str = "/run/cofolio-bench.lock";
+    let open = || -> io::Result<fs::File> {
+        let file = fs::File::create(PATH)?;
+        if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+            say("waiting for another bench share to end");
+            rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+        }
+        Ok(file)
+    };
+    open().with_context(|| format!("cannot lock {PATH}"))
+}
+
+/// The domain, made with its store if they are missing.
+fn open_domain(store: &Path, domain: &str) -> Result<Domain> {
+    if let Some(parent) = store.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
+    }
+    let store = Store::open_or_init(store, &InitOptions::default())?;
+    Ok(store.domain_or_create(domain)?)
+}
+
+/// An argument of the command: unpacked, and where Cofolio is to have it from.
+struct Image<'a> {
+    unpacked: Unpacked,
+    origin: Origin<'a>,
+}
+
+enum Origin<'a> {
+    /// To be imported.
+    Path(&'a str),
+    /// In the store already.
+    Store(Digest),
+}
+
+impl<'a> Image<'a> {
+    fn prepare(
+        text: &'a str,
+        work: &Path,
+        domain: &Domain,
+        say: &dyn Fn(&str),
+    ) -> Result<Image<'a>> {
+        let cache = work.join("unpacked");
+        if !Path::new(text).exists()
+            && let Ok(Some(record)) = domain.get_ref(text)
+        {
+            let unpacked = setup::copy_out(text, record.image, domain, work, &cache, say)?;
+            return Ok(Image { unpacked, origin: Origin::Store(record.image) });
+        }
+        if !Path::new(text).exists() {
+            let what = format!("{text:?} is neither a file or directory nor a ref of the store");
+            return Err(Fail::not_found(what).into());
+        }
+        let unpacked = source::unpack(Path::new(text), &cache, say)?;
+        Ok(Image { unpacked, origin: Origin::Path(text) })
+    }
+}
+
+/// Imports both images, where they are not yet; gives the digests of their metadata images.
+fn import(images: [&Image<'_>; 2], domain: &Domain, say: &dyn Fn(&str)) -> Result<[Digest; 2]> {
+    let same_name = images[0].unpacked.about.name == images[1].unpacked.about.name;
+    let one = |image: &Image<'_>| -> Result<Digest> {
+        let about = &image.unpacked.about;
+        let path = match image.origin {
+            Origin::Store(digest) => return Ok(digest),
+            Origin::Path(path) => path,
+        };
+        let options = ImportOptions {
+            // The second would take the name from the first, and garbage collection then the image.
+            name: same_name.then(|| {
+                let hex = about.manifest.trim_start_matches("sha256:");
+                format!("bench-{}", hex.get(..12).unwrap_or(hex))
+            }),
+            ..ImportOptions::default()
+        };
+        let report = oci::import(domain, &oci::Source::parse(path)?, &options, &oci::Silent)?;
+        say(&format!(
+            "imported {}: {} objects written, {} there already, {} ms",
+            about.name, report.objects_new, report.objects_known, report.duration_ms
+        ));
+        report.image.parse().with_context(|| format!("{} is no digest", report.image))
+    };
+    Ok([one(images[0])?, one(images[1])?])
+}
