@@ -34,6 +34,21 @@ SLIM = (
 )
 
 
+# Run in a tree by its Python: compiles again what py3compile compiled, all in one process and in
+# order. What a compiled file shares between its constants depends on what else the process had
+# loaded and compiled, and py3compile's workers give another result each time. The standard library
+# is loaded from its sources meanwhile (pycache_prefix), for the same reason.
+_RECOMPILE = """
+import glob, os, py_compile, sys
+ending = f".{sys.implementation.cache_tag}.pyc"
+for compiled in sorted(glob.glob("/usr/lib/python3*/**/__pycache__/*" + ending, recursive=True)):
+    directory, name = os.path.split(compiled)
+    source = os.path.join(os.path.dirname(directory), name[: -len(ending)] + ".py")
+    if os.path.exists(source):
+        py_compile.compile(source, compiled, doraise=True)
+"""
+
+
 @dataclass(frozen=True)
 class Mirror:
     """Where Debian's archives are, as this machine's apt knows them."""
@@ -221,6 +236,8 @@ class Archive:
             code=host.FAILED,
             what="apt-get install " + " ".join(packages),
         )
+        if os.path.exists(os.path.join(root, "usr/bin/python3")):
+            host.run_inside(root, ["python3", "-s", "-S", "-B", "-X", "pycache_prefix=/nonexistent", "-c", _RECOMPILE])
 
 
 def installed(root):
