@@ -111,7 +111,7 @@ pub(crate) enum Command {
 fn long_help() -> String {
     format!(
         "Images are given as a ref (redis:7.0.15) or as the first digits of a digest (at least 4); `ls`, \
-         `cat`, `dump` and `inspect` also take the path of an EROFS image file (with a slash in it).\n\n\
+         `cat`, `dump` and `inspect` also take the path of an EROFS image file.\n\n\
          {}\n\n\
          Example:\n  \
          cofolio import redis.tar --name redis:7.0.15\n  \

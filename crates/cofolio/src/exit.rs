@@ -213,6 +213,11 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
 fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
     use cofolio_node::mount::ErrorKind;
     let hint = match error {
+        MountError::Busy { target } => {
+            let target = target.display();
+            let hint = format!("`fuser -vm {target}` says who; `umount --force` detaches it");
+            return (Some(Exit::Busy), Some(hint));
+        }
         MountError::Target { .. } => Some("--create makes the directory (its parent must exist)"),
         MountError::NoFilesystem { .. } | MountError::NoFeature { .. } => {
             Some("`cofolio doctor` says what this machine offers")
@@ -222,12 +227,7 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         _ => None,
     };
     let exit = match (error, error.kind()) {
-        (
-            MountError::Busy { .. }
-            | MountError::AlreadyMounted { .. }
-            | MountError::Covered { .. },
-            _,
-        ) => Some(Exit::Busy),
+        (MountError::AlreadyMounted { .. } | MountError::Covered { .. }, _) => Some(Exit::Busy),
         (MountError::NotMounted(_), _) => Some(Exit::NotFound),
         (MountError::IdMap { .. }, _) => Some(Exit::Usage),
         (MountError::OtherNamespace { .. }, _) | (_, ErrorKind::Machine) => Some(Exit::Missing),

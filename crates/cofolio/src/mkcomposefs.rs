@@ -9,7 +9,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -248,7 +248,11 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
             threads: arguments.threads,
             ..ScanOptions::like_mkcomposefs()
         };
-        let source = arguments.source.as_ref();
+        let source: &Path = arguments.source.as_ref();
+        // mkcomposefs does not follow the source itself.
+        if source.symlink_metadata().is_ok_and(|meta| meta.is_symlink()) {
+            anyhow::bail!("cannot write file: {} is a symbolic link", source.display());
+        }
         let store = arguments.digest_store.as_deref();
         compose::tree_from_directory(source, &options, store, &Silent)?
     };

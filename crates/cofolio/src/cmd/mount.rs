@@ -22,7 +22,7 @@ pub(crate) struct Args {
     /// Make it writable; changes go to a directory of the store's and are gone after umount
     #[arg(long)]
     rw: bool,
-    /// With --rw: leave the changes in place after umount, for the next --rw at the same directory
+    /// With --rw: leave the changes in place after umount, which says where; --upper takes them up again
     #[arg(long, requires = "rw")]
     keep: bool,
     /// With --rw: keep changes in this directory (its `upper` and `work`), which stays after umount

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::{Exit, Fail};
+use crate::exit::Exit;
 
 /// Unmount what `mount` or `bundle` mounted
 ///
@@ -74,15 +74,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let what = format!("{} and {more} more were not unmounted", target.display());
         return Err(anyhow::Error::new(error).context(what));
     }
-    let hint = format!(
-        "fuser -vm {0} says who; `cofolio umount --force {0}` detaches it",
-        target.display()
-    );
-    let busy = matches!(error, cofolio_node::mount::MountError::Busy { .. });
-    let error = anyhow::Error::new(error);
-    Err(if busy {
-        error.context(Fail::new(Exit::Busy, "cannot unmount").hint(hint))
-    } else {
-        error
-    })
+    Err(error.into())
 }

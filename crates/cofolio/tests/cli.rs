@@ -1,0 +1,212 @@
+//! Help, exit codes, output for terminals and scripts, and docs/CLI.md in step with them.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::{Sandbox, program, skip};
+
+fn commands() -> Vec<String> {
+    let help = Sandbox::new().run(&["--help"]);
+    let (_, rest) = help.ok().split_once("Commands:\n").unwrap();
+    let lines = rest.lines().take_while(|line| !line.is_empty());
+    let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    let names = names.filter_map(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").map(str::to_owned).collect()
+}
+
+#[test]
+fn without_arguments_there_is_help_and_a_usage_error() {
+    let ran = Sandbox::new().run::<&str>(&[]);
+    ran.fails_with(2);
+    let help = ran.stdout + &ran.stderr;
+    assert!(help.contains("Commands:") && help.contains("Example:"), "{help}");
+}
+
+#[test]
+fn every_command_explains_itself() {
+    let commands = commands();
+    assert!(commands.len() >= 19, "{commands:?}");
+    for command in commands.iter().filter(|command| *command != "mkcomposefs") {
+        let help = Sandbox::new().run(&[command, "--help"]);
+        assert!(help.ok().contains("Example"), "{command}");
+        // What it does comes first.
+        let first = help.stdout.lines().next().unwrap();
+        assert!(!first.is_empty() && !first.starts_with("Usage"), "{command}: {first}");
+    }
+    assert!(Sandbox::new().run(&["help", "mkcomposefs"]).ok().contains("mkcomposefs"));
+}
+
+#[test]
+fn wrong_arguments_are_usage_errors() {
+    let sandbox = Sandbox::new();
+    for args in [
+        &["nonsense"] as &[&str],
+        &["images", "--nonsense"],
+        &["mount", "x"],
+        &["--color", "sometimes", "images"],
+        &["umount"],
+        &["umount", "--all", "x"],
+        &["build", "--min-version", "9", "x", "y"],
+    ] {
+        sandbox.run(args).fails_with(2);
+    }
+    assert!(sandbox.run(&["--version"]).ok().starts_with("cofolio "));
+}
+
+#[test]
+fn a_missing_store_is_not_found_and_the_hint_says_what_to_do() {
+    let sandbox = Sandbox::new();
+    for command in ["images", "mounts", "gc", "fsck", "du"] {
+        let ran = sandbox.run(&[command]);
+        ran.fails_with(3);
+        assert!(ran.stderr.starts_with("cofolio: no store at"), "{}", ran.stderr);
+        assert!(ran.stderr.contains("\nhint: "), "{}", ran.stderr);
+    }
+    // A directory that is something else is left alone.
+    fs::create_dir(sandbox.path("store")).unwrap();
+    fs::write(sandbox.path("store/precious"), "x").unwrap();
+    let tree = sandbox.tree("tree");
+    sandbox.run(&["import", tree.to_str().unwrap()]).fails_with(1);
+    assert_eq!(fs::read_dir(sandbox.path("store")).unwrap().count(), 1);
+}
+
+#[test]
+fn colours_come_only_when_wanted() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    assert!(!sandbox.run(&["images"]).ok().contains('\x1b'));
+    assert!(sandbox.run(&["--color", "always", "images"]).ok().contains('\x1b'));
+    assert!(sandbox.run(&["images", "--color=never"]).ok().contains("box:1"));
+    let Some(script) = program("script") else {
+        return skip("colours_come_only_when_wanted (terminal)", "script is not installed");
+    };
+    let on_terminal = |variable: &str| {
+        let command = format!(
+            "{variable} COFOLIO_STORE={} {} images",
+            sandbox.text("store"),
+            env!("CARGO_BIN_EXE_cofolio")
+        );
+        let mut run = std::process::Command::new(&script);
+        run.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm").env_remove("NO_COLOR");
+        common::run_with_input(run, b"")
+    };
+    assert!(on_terminal("").ok().contains("\x1b["));
+    assert!(!on_terminal("NO_COLOR=1").ok().contains("\x1b["));
+    assert!(!on_terminal("TERM=dumb").ok().contains("\x1b["));
+}
+
+#[test]
+fn quiet_and_json_leave_standard_error_empty() {
+    let sandbox = Sandbox::new();
+    let tree = sandbox.tree("tree");
+    let tree = tree.to_str().unwrap();
+    let quiet = sandbox.run(&["import", "--quiet", "--name", "a", tree]);
+    assert_eq!((quiet.code, quiet.stderr.as_str()), (0, ""));
+    assert_eq!(quiet.stdout.lines().count(), 1);
+    for args in [
+        &["import", "--name", "b", tree] as &[&str],
+        &["images"],
+        &["inspect", "a"],
+        &["ls", "a"],
+        &["verify", "a"],
+        &["tag", "a", "c"],
+        &["rm", "c"],
+        &["gc"],
+        &["fsck"],
+        &["du"],
+        &["mounts"],
+        &["build", tree],
+    ] {
+        let args: Vec<&str> = args.iter().copied().chain(["--json"]).collect();
+        let ran = sandbox.run(&args);
+        ran.ok();
+        assert_eq!(ran.stderr, "", "{args:?}");
+        ran.json();
+    }
+}
+
+#[test]
+fn doctor_names_every_feature_with_its_presence() {
+    let sandbox = Sandbox::new();
+    let ran = sandbox.run(&["doctor", "--json"]);
+    let report = ran.json();
+    let can_mount = report["can_mount"].as_bool().unwrap();
+    assert_eq!(ran.code, if can_mount { 0 } else { 5 });
+    let features = report["features"].as_array().unwrap();
+    let names: Vec<_> = features.iter().filter_map(|feature| feature["name"].as_str()).collect();
+    for name in ["privilege", "erofs", "overlay", "fs-verity", "memory-controller"] {
+        assert!(names.contains(&name), "{name}");
+    }
+    let text = sandbox.run(&["doctor"]);
+    for name in names {
+        assert!(text.stdout.contains(name), "{name}");
+    }
+    // It must help where the store is broken, too.
+    sandbox.import_tree("box:1");
+    fs::write(sandbox.path("store/meta.json"), "{").unwrap();
+    let text = sandbox.run(&["doctor"]);
+    assert!(text.stdout.contains("meta.json"), "{}", text.stdout);
+}
+
+/// Without privileges everything works that needs none, and the rest says so with exit code 5.
+#[test]
+fn without_privileges_mounting_says_what_is_missing() {
+    const TEST: &str = "without_privileges_mounting_says_what_is_missing";
+    let Some(setpriv) = program("setpriv").filter(|_| rustix::process::geteuid().is_root()) else {
+        return skip(TEST, "needs root and setpriv to give it up");
+    };
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.dir("mnt");
+    let run = |args: &[&str]| {
+        let mut command = std::process::Command::new(&setpriv);
+        command
+            .args(["--bounding-set=-sys_admin", "--inh-caps=-sys_admin"])
+            .arg(env!("CARGO_BIN_EXE_cofolio"))
+            .args(args)
+            .env("COFOLIO_STORE", sandbox.path("store"))
+            .env("COFOLIO_RUN", sandbox.path("run"));
+        common::run_with_input(command, b"")
+    };
+    assert_eq!(run(&["cat", "box:1", "/etc/hostname"]).ok(), "node\n");
+    let mount = run(&["mount", "box:1", target.to_str().unwrap()]);
+    mount.fails_with(5);
+    assert!(mount.stderr.contains("CAP_SYS_ADMIN"), "{}", mount.stderr);
+    run(&["doctor"]).fails_with(5);
+}
+
+/// docs/CLI.md has the same commands, options and exit codes as the program. `COFOLIO_BLESS=1` writes the
+/// part of it that is the program's own text.
+#[test]
+fn the_manual_is_in_step() {
+    const BEGIN: &str = "<!-- from `cofolio --help`: written by tests/cli.rs -->";
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/CLI.md");
+    let manual = fs::read_to_string(&path).unwrap();
+    let (head, written) = manual.split_once(BEGIN).expect("the marker is there");
+    let mut text = String::from("\n");
+    let sandbox = Sandbox::new();
+    let mut add = |title: &str, args: &[&str]| {
+        let mut command = sandbox.command(args);
+        // Widths follow the terminal, where there is one.
+        let output = command.env("COLUMNS", "100").output().unwrap();
+        let help = String::from_utf8(output.stdout).unwrap();
+        text.push_str(&format!("\n### {title}\n\n```text\n{}\n```\n", help.trim_end()));
+    };
+    add("cofolio", &["--help"]);
+    for command in commands() {
+        add(&format!("cofolio {command}"), &["help", &command]);
+    }
+    if std::env::var_os("COFOLIO_BLESS").is_some() {
+        fs::write(&path, format!("{head}{BEGIN}{text}")).unwrap();
+        return;
+    }
+    assert!(
+        written == text,
+        "docs/CLI.md is behind `cofolio --help`: run this test with COFOLIO_BLESS=1 and commit it"
+    );
+    for code in [0, 1, 2, 3, 4, 5, 6, 7, 130, 141] {
+        assert!(head.contains(&format!("| {code} |")), "exit code {code} is not explained");
+    }
+}

@@ -1,0 +1,274 @@
+//! Drives the binary in a sandbox of its own: store, run directory, mounts.
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+/// Says why a test did not run.
+pub(crate) fn skip(test: &str, reason: &str) {
+    eprintln!("SKIP {test}: {reason}");
+}
+
+/// Whether mounts can be made; says why not.
+pub(crate) fn can_mount(test: &str) -> bool {
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "needs root");
+        return false;
+    }
+    let doctor = Sandbox::new().run(&["doctor"]);
+    if doctor.code != 0 {
+        skip(test, "this kernel cannot mount images (see `cofolio doctor`)");
+        return false;
+    }
+    true
+}
+
+/// A program on the path, or in the directories for administrators.
+pub(crate) fn program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
+    places.map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+/// What a run of the binary gave.
+pub(crate) struct Ran {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Ran {
+    fn of(output: Output) -> Self {
+        use std::os::unix::process::ExitStatusExt;
+        let signal = output.status.signal().map(|signal| 128 + signal);
+        Self {
+            code: output.status.code().or(signal).unwrap_or(-1),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+            bytes: output.stdout,
+        }
+    }
+
+    /// It succeeded; the standard output.
+    #[track_caller]
+    pub(crate) fn ok(&self) -> &str {
+        self.fails_with(0);
+        &self.stdout
+    }
+
+    #[track_caller]
+    pub(crate) fn fails_with(&self, code: i32) -> &Self {
+        assert_eq!(self.code, code, "stdout: {}\nstderr: {}", self.stdout, self.stderr);
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {}\n{}", self.stdout, self.stderr))
+    }
+
+    /// The words of every line, so that widths do not matter.
+    pub(crate) fn words(&self) -> Vec<Vec<&str>> {
+        self.stdout.lines().map(|line| line.split_whitespace().collect()).collect()
+    }
+}
+
+/// A directory with a store, a run directory and whatever a test puts there; gone at the end, mounts
+/// included, however the test ends.
+pub(crate) struct Sandbox {
+    dir: tempfile::TempDir,
+}
+
+impl Sandbox {
+    pub(crate) fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap() }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub(crate) fn text(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+
+    /// A directory below the sandbox.
+    pub(crate) fn dir(&self, name: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    pub(crate) fn command<S: AsRef<OsStr>>(&self, args: &[S]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cofolio"));
+        command
+            .args(args)
+            .env("COFOLIO_STORE", self.path("store"))
+            .env("COFOLIO_RUN", self.path("run"))
+            .env_remove("NO_COLOR")
+            .stdin(Stdio::null());
+        command
+    }
+
+    pub(crate) fn run<S: AsRef<OsStr>>(&self, args: &[S]) -> Ran {
+        Ran::of(self.command(args).output().unwrap())
+    }
+
+    pub(crate) fn run_with_input(&self, args: &[&str], input: &[u8]) -> Ran {
+        run_with_input(self.command(args), input)
+    }
+
+    /// A small tree with one of each: what most tests import.
+    pub(crate) fn tree(&self, name: &str) -> PathBuf {
+        let root = self.dir(name);
+        fs::create_dir_all(root.join("etc/conf.d")).unwrap();
+        fs::write(root.join("etc/hostname"), "node\n").unwrap();
+        fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\napp:x:7:8::/:\n").unwrap();
+        fs::write(root.join("big"), vec![b'x'; 100_000]).unwrap();
+        std::os::unix::fs::symlink("/etc/hostname", root.join("link")).unwrap();
+        std::os::unix::fs::symlink("../../../..", root.join("etc/up")).unwrap();
+        root
+    }
+
+    /// That tree as an image of the store.
+    pub(crate) fn import_tree(&self, name: &str) -> String {
+        let tree = self.tree("tree");
+        let report = self.run(&["import", "--json", "--name", name, tree.to_str().unwrap()]);
+        report.ok();
+        report.json()["image"].as_str().unwrap().to_owned()
+    }
+
+    /// What the kernel has mounted below the sandbox, outermost first.
+    pub(crate) fn mounted(&self) -> Vec<PathBuf> {
+        let dir = fs::canonicalize(self.dir.path()).unwrap();
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let targets = table.lines().filter_map(|line| line.split(' ').nth(4));
+        targets.map(PathBuf::from).filter(|target| target.starts_with(&dir)).collect()
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        let flags = rustix::mount::UnmountFlags::DETACH;
+        for target in self.mounted().iter().rev() {
+            let _ = rustix::mount::unmount(target, flags);
+        }
+        // Its files may be immutable.
+        if let Ok(store) = cofolio_store::Store::open(&self.path("store")) {
+            let _ = store.destroy();
+        }
+    }
+}
+
+pub(crate) fn run_with_input(mut command: Command, input: &[u8]) -> Ran {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_vec();
+    let feeder = std::thread::spawn(move || {
+        // A program that refuses its input stops reading it.
+        let _ = stdin.write_all(&input);
+    });
+    let output = child.wait_with_output().unwrap();
+    feeder.join().unwrap();
+    Ran::of(output)
+}
+
+/// A tar archive in memory, one entry after the other.
+#[derive(Default)]
+pub(crate) struct Tar(Vec<u8>);
+
+impl Tar {
+    pub(crate) fn directory(&mut self, path: &str, mode: u32) -> &mut Self {
+        self.entry(path, b'5', mode, 0, 0, &[])
+    }
+
+    pub(crate) fn file(&mut self, path: &str, mode: u32, content: &[u8]) -> &mut Self {
+        self.entry(path, b'0', mode, 0, 0, content)
+    }
+
+    pub(crate) fn entry(
+        &mut self,
+        path: &str,
+        kind: u8,
+        mode: u32,
+        uid: u32,
+        gid: u32,
+        content: &[u8],
+    ) -> &mut Self {
+        let mut header = [0_u8; 512];
+        let mut put = |at: usize, text: &str| {
+            header[at..at + text.len()].copy_from_slice(text.as_bytes());
+        };
+        put(0, path);
+        put(100, &format!("{mode:07o}"));
+        put(108, &format!("{uid:07o}"));
+        put(116, &format!("{gid:07o}"));
+        put(124, &format!("{:011o}", content.len()));
+        put(136, "00000000000");
+        put(148, "        ");
+        put(257, "ustar\0");
+        put(263, "00");
+        header[156] = kind;
+        let sum: u32 = header.iter().map(|&byte| u32::from(byte)).sum();
+        header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+        self.0.extend_from_slice(&header);
+        self.0.extend_from_slice(content);
+        self.0.resize(self.0.len().next_multiple_of(512), 0);
+        self
+    }
+
+    pub(crate) fn finish(&self) -> Vec<u8> {
+        let mut bytes = self.0.clone();
+        bytes.resize(bytes.len() + 1024, 0);
+        bytes
+    }
+}
+
+/// Write an OCI layout with one image of uncompressed layers and this `config` section.
+pub(crate) fn write_layout(dir: &Path, tag: &str, layers: &[Vec<u8>], config: Value) {
+    let blobs = dir.join("blobs/sha256");
+    fs::create_dir_all(&blobs).unwrap();
+    let put = |bytes: &[u8], media_type: &str| {
+        let hex: String = Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect();
+        fs::write(blobs.join(&hex), bytes).unwrap();
+        json!({"mediaType": media_type, "digest": format!("sha256:{hex}"), "size": bytes.len()})
+    };
+    let layers: Vec<Value> =
+        layers.iter().map(|layer| put(layer, "application/vnd.oci.image.layer.v1.tar")).collect();
+    let diff_ids: Vec<&Value> = layers.iter().map(|layer| &layer["digest"]).collect();
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    let config = json!({
+        "architecture": architecture, "os": "linux", "config": config,
+        "rootfs": {"type": "layers", "diff_ids": diff_ids},
+    });
+    let config = put(config.to_string().as_bytes(), "application/vnd.oci.image.config.v1+json");
+    let manifest = json!({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": config, "layers": layers,
+    });
+    let mut manifest =
+        put(manifest.to_string().as_bytes(), "application/vnd.oci.image.manifest.v1+json");
+    manifest["annotations"] =
+        serde_json::to_value(BTreeMap::from([("org.opencontainers.image.ref.name", tag)])).unwrap();
+    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
+    let index = json!({"schemaVersion": 2, "manifests": [manifest]});
+    fs::write(dir.join("index.json"), index.to_string()).unwrap();
+}

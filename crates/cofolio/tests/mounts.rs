@@ -1,0 +1,299 @@
+//! Mounts and bundles, through the command line. Needs root and a kernel that mounts images.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{Ran, Sandbox, Tar, can_mount, program, skip, write_layout};
+use serde_json::json;
+
+#[test]
+fn an_image_is_mounted_listed_and_unmounted() {
+    if !can_mount("an_image_is_mounted_listed_and_unmounted") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let digest = sandbox.import_tree("box:1");
+    let target = sandbox.text("mnt");
+    // No such directory: nothing is made unless it is asked for.
+    sandbox.run(&["mount", "box:1", &target]).fails_with(1);
+    sandbox.run(&["mount", "--create", "box:1", &target]).ok();
+    assert_eq!(fs::read(sandbox.path("mnt/etc/hostname")).unwrap(), b"node\n");
+    assert!(fs::write(sandbox.path("mnt/new"), "").is_err());
+    sandbox.run(&["mount", "box:1", &target]).fails_with(7);
+
+    let mounts = sandbox.run(&["mounts"]);
+    mounts.ok();
+    let headers = ["TARGET", "IMAGE", "MODE", "BACKEND", "VERIFIED", "SINCE", "STATE"];
+    assert_eq!(mounts.words()[0], headers);
+    assert_eq!(mounts.words()[1][..4], [target.as_str(), "box:1", "ro", "overlay"]);
+    assert_eq!(mounts.words()[1].last(), Some(&"live"));
+    let listed = sandbox.run(&["mounts", "--json"]).json();
+    assert_eq!(listed["mounts"][0]["record"]["image"], digest.as_str());
+    let inspected = sandbox.run(&["inspect", "--json", "box:1"]).json();
+    assert_eq!(inspected["mounts"], json!([target]));
+
+    // A mounted image survives its name and gc.
+    sandbox.run(&["rm", "box:1"]).ok();
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 0);
+    assert_eq!(fs::read(sandbox.path("mnt/etc/hostname")).unwrap(), b"node\n");
+
+    let open = fs::File::open(sandbox.path("mnt/big")).unwrap();
+    let busy = sandbox.run(&["umount", &target]);
+    busy.fails_with(7);
+    assert!(busy.stderr.contains("hint: `fuser"), "{}", busy.stderr);
+    drop(open);
+    sandbox.run(&["umount", &target]).ok();
+    sandbox.run(&["umount", &target]).fails_with(3);
+    assert!(!sandbox.path("mnt").exists(), "the directory was made for the mount");
+    assert_eq!(sandbox.run(&["mounts"]).ok(), "");
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
+}
+
+#[test]
+fn writable_mounts_keep_their_changes_when_told_to() {
+    if !can_mount("writable_mounts_keep_their_changes_when_told_to") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.dir("mnt");
+    let target = target.to_str().unwrap();
+    let new = sandbox.path("mnt/new");
+    sandbox.run(&["mount", "--keep", "box:1", target]).fails_with(2);
+    // Without a word about it, changes go with the mount.
+    for _ in 0..2 {
+        sandbox.run(&["mount", "--rw", "box:1", target]).ok();
+        assert!(!new.exists());
+        fs::write(&new, "x").unwrap();
+        sandbox.run(&["umount", target]).ok();
+    }
+    sandbox.run(&["mount", "--rw", "--keep", "box:1", target]).ok();
+    fs::write(&new, "x").unwrap();
+    let unmounted = sandbox.run(&["umount", "--json", target]).json();
+    let kept = unmounted[0]["upper"].as_str().unwrap();
+    sandbox.run(&["mount", "--rw", "--upper", kept, "box:1", target]).ok();
+    assert_eq!(fs::read(&new).unwrap(), b"x");
+    sandbox.run(&["umount", target]).ok();
+    let upper = sandbox.dir("upper");
+    sandbox.run(&["mount", "--rw", "--upper", upper.to_str().unwrap(), "box:1", target]).ok();
+    fs::write(&new, "y").unwrap();
+    sandbox.run(&["umount", "--all"]).ok();
+    assert_eq!(fs::read(upper.join("upper/new")).unwrap(), b"y");
+
+    sandbox.run(&["mount", "--idmap", "nonsense", "box:1", target]).fails_with(2);
+    let mapped = sandbox.run(&["mount", "--idmap", "0:100000:65536", "box:1", target]);
+    if mapped.code == 5 {
+        return skip("writable_mounts (id map)", mapped.stderr.trim());
+    }
+    mapped.ok();
+    use std::os::unix::fs::MetadataExt;
+    assert_eq!(fs::metadata(sandbox.path("mnt/big")).unwrap().uid(), 100_000);
+}
+
+#[test]
+fn mount_verify_refuses_what_was_altered() {
+    if !can_mount("mount_verify_refuses_what_was_altered") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.dir("mnt");
+    let target = target.to_str().unwrap();
+    sandbox.run(&["mount", "--verify", "box:1", target]).ok();
+    assert_eq!(sandbox.run(&["mounts"]).words()[1][4], "hashed");
+    sandbox.run(&["umount", target]).ok();
+    let store = cofolio_store::Store::open(&sandbox.path("store")).unwrap();
+    if store.protection().verity {
+        return skip("mount_verify_refuses_what_was_altered", "the kernel protects objects here");
+    }
+    let listed = sandbox.run(&["ls", "--json", "box:1", "/big"]).json();
+    let object = listed[0]["object"].as_str().unwrap().to_owned();
+    let object = sandbox.path("store/domains/default/objects").join(object);
+    let file = fs::File::open(&object).unwrap();
+    if let Ok(flags) = rustix::fs::ioctl_getflags(&file) {
+        let flags = flags - rustix::fs::IFlags::IMMUTABLE;
+        rustix::fs::ioctl_setflags(&file, flags).unwrap();
+    }
+    fs::write(&object, vec![b'y'; 100_000]).unwrap();
+    sandbox.run(&["mount", "--verify", "box:1", target]).fails_with(4);
+    assert_eq!(sandbox.run(&["mounts"]).ok(), "");
+}
+
+/// A static program that says who and where it is.
+const WHOAMI: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/types.h>
+#include <unistd.h>
+int main(int argc, char **argv) {
+    gid_t groups[64];
+    char text[4096];
+    int n = getgroups(64, groups);
+    printf("uid=%d gid=%d groups=", getuid(), getgid());
+    for (int i = 0; i < n; i++) printf("%s%d", i ? "," : "", groups[i]);
+    printf("\ncwd=%s color=%s\n", getcwd(text, sizeof text), getenv("COLOR"));
+    gethostname(text, sizeof text);
+    printf("host=%s args=", text);
+    for (int i = 1; i < argc; i++) printf("%s%s", i > 1 ? "," : "", argv[i]);
+    printf("\nwrite=%s\n", fopen("/srv/new", "w") ? "yes" : "no");
+    printf("volume=%s scratch=%s\n", fopen("/data/new", "w") ? "yes" : "no", fopen("/tmp/new", "w") ? "yes" : "no");
+    return 7;
+}
+"#;
+
+/// An image of that program as an OCI layout; `None` where it cannot be compiled.
+fn whoami_image(sandbox: &Sandbox) -> Option<String> {
+    let source = sandbox.path("whoami.c");
+    fs::write(&source, WHOAMI).unwrap();
+    let binary = sandbox.path("whoami");
+    let built = Command::new(program("cc").or_else(|| program("gcc"))?)
+        .args(["-static", "-Os", "-o"])
+        .args([&binary, &source])
+        .status();
+    if !built.is_ok_and(|status| status.success()) {
+        return None;
+    }
+    let mut tar = Tar::default();
+    for dir in ["bin/", "etc/", "srv/", "proc/", "sys/", "dev/"] {
+        tar.directory(dir, 0o755);
+    }
+    tar.directory("tmp/", 0o1777);
+    tar.entry("data/", b'5', 0o700, 1001, 1002, &[]);
+    tar.file("bin/whoami", 0o755, &fs::read(binary).unwrap());
+    tar.file("etc/passwd", 0o644, b"root:x:0:0::/:\nworker:x:1001:1002::/srv:\n");
+    tar.file("etc/group", 0o644, b"worker:x:1002:\naudio:x:29:worker\nvideo:x:44:x,worker\n");
+    let layout = sandbox.dir("layout");
+    let config = json!({
+        "Entrypoint": ["whoami"], "Cmd": ["from", "image"], "User": "worker", "WorkingDir": "/srv",
+        "Env": ["PATH=/bin", "COLOR=blue"], "Volumes": {"/data": {}},
+    });
+    write_layout(&layout, "whoami:1", &[tar.finish()], config);
+    sandbox.run(&["import", "--name", "whoami:1", layout.to_str().unwrap()]).ok();
+    Some("whoami:1".to_owned())
+}
+
+/// Run a container; its state directory and itself are gone afterwards, however it ends.
+fn start(runtime: &Path, sandbox: &Sandbox, bundle: &Path) -> Ran {
+    let ran = start_with("", runtime, sandbox, bundle);
+    // crun refuses machines that have controllers on cgroup v1 and on v2, whatever the bundle. Where it
+    // cannot see v2 it runs.
+    if ran.stderr.contains("hybrid mode not supported") {
+        let script = "umount /sys/fs/cgroup/unified && ";
+        return start_with(script, runtime, sandbox, bundle);
+    }
+    ran
+}
+
+/// In a mount namespace of its own, after `script`.
+fn start_with(script: &str, runtime: &Path, sandbox: &Sandbox, bundle: &Path) -> Ran {
+    let name = runtime.file_name().unwrap().display();
+    let id = format!("cofolio-test-{}-{name}", std::process::id());
+    let state = sandbox.dir("runtime");
+    let script = format!("{script}exec \"$@\"");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script, "sh"]);
+    command.arg(runtime).arg("--root").arg(&state);
+    command.args(["run", "--bundle"]).arg(bundle).arg(&id);
+    let ran = common::run_with_input(command, b"");
+    let _ = Command::new(runtime)
+        .arg("--root")
+        .arg(&state)
+        .args(["delete", "--force", &id])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    ran
+}
+
+fn runtimes(test: &str) -> Vec<PathBuf> {
+    let found = ["runc", "crun"].into_iter().filter_map(|name| {
+        let path = program(name);
+        if path.is_none() {
+            skip(test, &format!("{name} is not installed"));
+        }
+        path
+    });
+    found.collect()
+}
+
+#[test]
+fn runc_and_crun_start_a_bundle() {
+    const TEST: &str = "runc_and_crun_start_a_bundle";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let Some(image) = whoami_image(&sandbox) else {
+        return skip(TEST, "no C compiler that links statically");
+    };
+    for runtime in runtimes(TEST) {
+        let bundle = sandbox.path("bundle");
+        let dir = bundle.to_str().unwrap();
+        sandbox.run(&["bundle", "--hostname", "box", &image, dir]).ok();
+        let ran = start(&runtime, &sandbox, &bundle);
+        assert_eq!(ran.code, 7, "{}: {}", runtime.display(), ran.stderr);
+        let expected = "uid=1001 gid=1002 groups=29,44,1002\ncwd=/srv color=blue\n\
+                        host=box args=from,image\nwrite=no\nvolume=yes scratch=yes\n";
+        assert_eq!(sorted_groups(&ran.stdout), expected, "{}", runtime.display());
+        sandbox.run(&["umount", &format!("{dir}/rootfs")]).ok();
+
+        // Read-only, as root, other arguments: the volume and /tmp can be written to, the rest not.
+        let args =
+            ["bundle", "--read-only", "--user", "0", "--env", "COLOR=red", "--hostname", "box"];
+        let args: Vec<&str> =
+            args.into_iter().chain([image.as_str(), dir, "--", "a", "b c"]).collect();
+        sandbox.run(&args).ok();
+        let ran = start(&runtime, &sandbox, &bundle);
+        assert_eq!(ran.code, 7, "{}: {}", runtime.display(), ran.stderr);
+        let expected = "uid=0 gid=0 groups=0\ncwd=/srv color=red\n\
+                        host=box args=a,b c\nwrite=no\nvolume=yes scratch=yes\n";
+        assert_eq!(sorted_groups(&ran.stdout), expected, "{}", runtime.display());
+        assert!(bundle.join("volumes/data/new").exists());
+        sandbox.run(&["umount", &format!("{dir}/rootfs")]).ok();
+        fs::remove_dir_all(&bundle).unwrap();
+    }
+    assert_eq!(sandbox.run(&["mounts"]).ok(), "");
+}
+
+/// The order of supplementary groups says nothing, and runtimes differ in it.
+fn sorted_groups(text: &str) -> String {
+    let (head, rest) = text.split_once("groups=").unwrap_or((text, ""));
+    let (groups, rest) = rest.split_once('\n').unwrap_or((rest, ""));
+    let mut groups: Vec<u32> = groups.split(',').filter_map(|group| group.parse().ok()).collect();
+    groups.sort_unstable();
+    groups.dedup();
+    let groups: Vec<String> = groups.iter().map(u32::to_string).collect();
+    format!("{head}groups={}\n{rest}", groups.join(","))
+}
+
+/// What fails leaves neither a mount nor a directory.
+#[test]
+fn a_bundle_that_cannot_be_leaves_nothing() {
+    const TEST: &str = "a_bundle_that_cannot_be_leaves_nothing";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let bundle = sandbox.text("bundle");
+    let error = sandbox.run(&["bundle", "box:1", &bundle]);
+    error.fails_with(2);
+    assert!(error.stderr.contains("has no command"), "{}", error.stderr);
+    sandbox.run(&["bundle", "--user", "nobody", "box:1", &bundle, "--", "sh"]).fails_with(3);
+    let error = sandbox.run(&["bundle", "--read-only", "box:1", &bundle, "--", "sh"]);
+    error.fails_with(1);
+    assert!(error.stderr.contains("no /proc"), "{}", error.stderr);
+    assert_eq!(sandbox.run(&["mounts"]).ok(), "");
+    assert!(!Path::new(&bundle).exists());
+
+    // With a root filesystem of the caller's nothing is mounted.
+    let tree = sandbox.text("tree");
+    let made = sandbox
+        .run(&["bundle", "--json", "--rootfs", &tree, "-u", "app", "box:1", &bundle, "--", "sh"]);
+    made.ok();
+    assert_eq!(made.json()["config"]["process"]["user"]["uid"], 7);
+    assert_eq!(sandbox.run(&["mounts"]).ok(), "");
+}

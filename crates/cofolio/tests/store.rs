@@ -1,0 +1,274 @@
+//! Images and the store, through the command line: what a user sees and what a script gets.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Stdio;
+
+use common::{Sandbox, Tar, write_layout};
+use serde_json::json;
+
+#[test]
+fn a_directory_becomes_an_image_that_can_be_looked_into() {
+    let sandbox = Sandbox::new();
+    let digest = sandbox.import_tree("box:1");
+
+    let images = sandbox.run(&["images"]);
+    images.ok();
+    assert_eq!(
+        images.words()[0],
+        ["NAME", "IMAGE", "FILES", "SIZE", "UNIQUE", "SHARED", "CREATED"]
+    );
+    assert_eq!(images.words()[1][..3], ["box:1", &digest[..12], "3"]);
+    let images = sandbox.run(&["images", "--json"]).json();
+    assert_eq!(images[0]["name"], "box:1");
+    assert_eq!(images[0]["image"], digest.as_str());
+    assert_eq!(images[0]["objects"], 3);
+
+    let ls = sandbox.run(&["ls", "box:1"]);
+    assert_eq!(ls.ok(), "big\netc\nlink\n");
+    let ls = sandbox.run(&["ls", "-R", "box:1", "/etc"]);
+    assert_eq!(ls.ok(), "/etc/conf.d\n/etc/hostname\n/etc/passwd\n/etc/up\n");
+    let long = sandbox.run(&["ls", "-l", "box:1"]);
+    long.ok();
+    let (link, mode) = (&long.words()[2], long.words()[0][0]);
+    assert_eq!((link[0], link[link.len() - 1]), ("lrwxrwxrwx", "/etc/hostname"));
+    assert_eq!(mode, "-rw-r--r--");
+    let listed = sandbox.run(&["ls", "--json", "box:1", "/big"]).json();
+    assert_eq!((&listed[0]["type"], &listed[0]["size"]), (&json!("file"), &json!(100_000)));
+
+    // Links are followed inside the image, absolute ones from its root, and never lead out of it.
+    assert_eq!(sandbox.run(&["cat", "box:1", "/link"]).ok(), "node\n");
+    assert_eq!(sandbox.run(&["cat", "box:1", "etc/up/etc/hostname", "link"]).ok(), "node\nnode\n");
+    assert_eq!(sandbox.run(&["cat", "box:1", "/big"]).ok().len(), 100_000);
+    sandbox.run(&["cat", "box:1", "/etc"]).fails_with(1);
+    sandbox.run(&["cat", "box:1", "/nothing"]).fails_with(3);
+    sandbox.run(&["ls", "box:1", "/big/below"]).fails_with(3);
+
+    let inspected = sandbox.run(&["inspect", "--json", "box:1"]).json();
+    assert_eq!(inspected["image"], digest.as_str());
+    assert_eq!((&inspected["entries"], &inspected["objects"]), (&json!(7), &json!(3)));
+    assert_eq!(inspected["refs"], json!(["box:1"]));
+    let text = sandbox.run(&["inspect", "box:1"]);
+    assert!(text.ok().contains(&digest), "{}", text.stdout);
+}
+
+#[test]
+fn images_are_named_by_ref_and_by_digest() {
+    let sandbox = Sandbox::new();
+    let digest = sandbox.import_tree("box:1");
+    let same = [&digest[..4], &digest[..20], &digest, &digest.to_uppercase()];
+    for name in same.into_iter().chain([format!("sha256:{digest}").as_str()]) {
+        assert_eq!(sandbox.run(&["cat", name, "/etc/hostname"]).ok(), "node\n", "{name}");
+    }
+    sandbox.run(&["ls", &digest[..3]]).fails_with(3);
+    let error = sandbox.run(&["ls", "box"]);
+    error.fails_with(3);
+    assert_eq!(
+        error.stderr,
+        "cofolio: no image `box` in domain `default`\nhint: did you mean box:1?\n"
+    );
+    sandbox.run(&["--domain", "other", "ls", "box:1"]).fails_with(3);
+
+    sandbox.run(&["tag", "box:1", "box:latest"]).ok();
+    sandbox.run(&["tag", &digest[..8], "again"]).ok();
+    sandbox.run(&["tag", "box:1", "bad\nname"]).fails_with(2);
+    let names = sandbox.run(&["images", "--json"]).json();
+    let names: Vec<_> = names.as_array().unwrap().iter().map(|i| i["name"].clone()).collect();
+    assert_eq!(names, ["again", "box:1", "box:latest"]);
+}
+
+/// Removing a name removes nothing that another name keeps; gc takes the rest.
+#[test]
+fn names_go_first_and_content_with_gc() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    sandbox.run(&["tag", "box:1", "box:2"]).ok();
+    // A typo must not cost the names before it.
+    sandbox.run(&["rm", "box:1", "typo"]).fails_with(3);
+    sandbox.run(&["rm", "box:1", "typo", "--force"]).ok();
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["objects"], 0);
+    assert_eq!(sandbox.run(&["cat", "box:2", "/etc/hostname"]).ok(), "node\n");
+
+    sandbox.run(&["rm", "box:2"]).ok();
+    let images = sandbox.run(&["images"]);
+    assert_eq!(images.words()[1][0], "<none>");
+    let planned = sandbox.run(&["gc", "--dry-run", "--json"]).json();
+    assert_eq!((&planned["objects"], &planned["images"]), (&json!(3), &json!(1)));
+    let done = sandbox.run(&["gc", "--json"]).json();
+    assert_eq!(done["bytes"], planned["bytes"]);
+    assert_eq!(sandbox.run(&["du", "--json"]).json()["object_bytes"], 0);
+    assert_eq!(sandbox.run(&["images"]).ok(), "");
+}
+
+#[test]
+fn damage_is_found_named_and_told_by_the_exit_code() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    assert!(sandbox.run(&["verify", "box:1"]).ok().contains("sound: 3 objects"));
+    assert_eq!(sandbox.run(&["fsck", "--json"]).json()["damaged"], false);
+
+    let listed = sandbox.run(&["ls", "--json", "box:1", "/big"]).json();
+    let object = listed[0]["object"].as_str().unwrap();
+    let path = sandbox.path("store/domains/default/objects").join(object);
+    let mut content = fs::read(&path).unwrap();
+    content[50_000] ^= 1;
+    if let Err(reason) = overwrite(&path, &content) {
+        return common::skip("damage_is_found", &reason);
+    }
+
+    let verified = sandbox.run(&["verify", "--json", "box:1"]);
+    verified.fails_with(4);
+    assert_eq!(verified.json()["sound"], false);
+    assert_eq!(verified.json()["findings"][0]["kind"], "object-altered");
+    let text = sandbox.run(&["fsck"]);
+    text.fails_with(4);
+    assert!(text.stdout.contains("object-altered") && text.stdout.contains("damaged"));
+    // The size is right, so a look at sizes finds nothing.
+    sandbox.run(&["fsck", "--quick"]).ok();
+
+    overwrite(&path, b"short").unwrap();
+    sandbox.run(&["fsck", "--quick"]).fails_with(4);
+    sandbox.run(&["cat", "box:1", "/big"]).fails_with(4);
+}
+
+/// Change a file of the store behind its back, protected or not.
+fn overwrite(path: &std::path::Path, content: &[u8]) -> Result<(), String> {
+    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+    let file = fs::File::open(path).unwrap();
+    if let Ok(flags) = ioctl_getflags(&file)
+        && flags.contains(IFlags::IMMUTABLE)
+    {
+        ioctl_setflags(&file, flags - IFlags::IMMUTABLE).map_err(|e| e.to_string())?;
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
+    fs::write(path, content).map_err(|error| format!("the kernel protects objects here: {error}"))
+}
+
+#[test]
+fn layers_are_known_the_second_time() {
+    let sandbox = Sandbox::new();
+    let base = Tar::default().directory("etc/", 0o755).file("etc/base", 0o644, b"base").finish();
+    let top =
+        Tar::default().file("etc/top", 0o644, b"top").file("etc/.wh.base", 0o644, b"").finish();
+    let layout = sandbox.dir("layout");
+    let config = json!({"Cmd": ["sh", "-c", "true"], "Env": ["A=1"], "User": "app"});
+    write_layout(&layout, "box:1", &[base, top], config);
+    let source = format!("oci:{}", layout.display());
+
+    let first = sandbox.run(&["import", "--json", &source, "--name", "box:1"]).json();
+    assert_eq!((&first["name"], &first["known"]), (&json!("box:1"), &json!(false)));
+    assert_eq!(sandbox.run(&["ls", "-R", "box:1"]).ok(), "/etc\n/etc/top\n");
+    let second = sandbox.run(&["import", "--json", &source, "--name", "box:2"]).json();
+    assert_eq!((&second["image"], &second["known"]), (&first["image"], &json!(true)));
+
+    let text = sandbox.run(&["inspect", "box:1"]);
+    assert!(text.ok().contains("sh -c true"), "{}", text.stdout);
+    assert!(text.stdout.contains("LAYER"), "{}", text.stdout);
+    let inspected = sandbox.run(&["inspect", "--json", "box:1"]).json();
+    assert_eq!(inspected["config"]["config"]["User"], "app");
+    assert_eq!(inspected["layers"].as_array().unwrap().len(), 2);
+
+    // A blob that is not what its name says: exit code 4, and a store without leftovers.
+    let other = sandbox.dir("other");
+    write_layout(&other, "x", &[Tar::default().file("a", 0o644, b"a").finish()], json!({}));
+    let manifest: serde_json::Value =
+        serde_json::from_slice(&fs::read(other.join("index.json")).unwrap()).unwrap();
+    let blob = manifest["manifests"][0]["digest"].as_str().unwrap().replace(':', "/");
+    let blob = other.join("blobs").join(blob);
+    let altered =
+        fs::read_to_string(&blob).unwrap().replace("\"schemaVersion\":2", "\"schemaVersion\":3");
+    fs::write(&blob, altered).unwrap();
+    sandbox.run(&["import", other.to_str().unwrap()]).fails_with(4);
+    let staging = fs::read_dir(sandbox.path("store/staging")).unwrap();
+    assert_eq!(staging.count(), 0);
+    sandbox.run(&["import", sandbox.text("nothing").as_str()]).fails_with(3);
+    sandbox.run(&["import", &source, "--label", "x"]).fails_with(2);
+}
+
+#[test]
+fn build_writes_what_mkcomposefs_writes() {
+    let sandbox = Sandbox::new();
+    let tree = sandbox.tree("tree");
+    let tree = tree.to_str().unwrap();
+    let (ours, theirs) = (sandbox.text("ours"), sandbox.text("theirs"));
+    let objects = sandbox.text("objects");
+    let built = sandbox.run(&["build", tree, &ours, "--print-digest", "--digest-store", &objects]);
+    let made = sandbox.run(&["mkcomposefs", "--print-digest", tree, &theirs]);
+    assert_eq!(built.ok(), made.ok());
+    assert_eq!(fs::read(&ours).unwrap(), fs::read(&theirs).unwrap());
+    assert_eq!(sandbox.run(&["build", tree, "--print-digest"]).ok(), built.stdout);
+
+    // The file can be looked into where it is, its content where its objects are.
+    let listed = sandbox.run(&["ls", &ours]);
+    assert_eq!(listed.ok(), "big\netc\nlink\n");
+    assert_eq!(sandbox.run(&["cat", &ours, "/etc/hostname"]).ok(), "node\n");
+    sandbox.run(&["cat", &ours, "/big"]).fails_with(3);
+    assert_eq!(sandbox.run(&["cat", "--objects", &objects, &ours, "/big"]).ok().len(), 100_000);
+    assert!(sandbox.run(&["inspect", &ours]).ok().contains("composefs form, version 0"));
+
+    // Through dump text and back it is the same image.
+    let dump = sandbox.run(&["dump", &ours]);
+    dump.ok();
+    let again = sandbox.run_with_input(&["build", "-", "--print-digest"], &dump.bytes);
+    assert_eq!(again.ok(), built.stdout);
+
+    sandbox.run(&["build", tree]).fails_with(2);
+    sandbox.run(&["build", sandbox.text("nothing").as_str(), &theirs]).fails_with(3);
+    let bad = sandbox.run_with_input(&["build", "-", "--print-digest"], b"/ nonsense\n");
+    bad.fails_with(4);
+    sandbox.run(&["ls", tree]).fails_with(1);
+    fs::write(sandbox.path("text"), "no image").unwrap();
+    sandbox.run(&["ls", sandbox.text("text").as_str()]).fails_with(4);
+}
+
+/// A full pipe or a closed one is no error to shout about: `cofolio ls -R image | head` is everyday use.
+#[test]
+fn a_reader_that_goes_away_ends_the_command_quietly() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let mut child = sandbox
+        .command(&["cat", "box:1", "/big", "/big", "/big"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(141));
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+}
+
+/// Ctrl-C during an import: exit code 130, nothing published, and leftovers that gc collects.
+#[test]
+fn an_interrupted_import_leaves_the_store_as_it_was() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    // Takes a minute to read, and no room on the disk.
+    let slow = sandbox.dir("slow");
+    fs::File::create(slow.join("sparse")).unwrap().set_len(64 << 30).unwrap();
+    let mut child = sandbox
+        .command(&["import", "--name", "slow", slow.to_str().unwrap()])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let staging = sandbox.path("store/staging");
+    let started = std::time::Instant::now();
+    while fs::read_dir(&staging).unwrap().count() == 0 {
+        assert!(started.elapsed().as_secs() < 20, "the import does not begin");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+
+    sandbox.run(&["ls", "slow"]).fails_with(3);
+    assert!(fs::read_dir(&staging).unwrap().count() > 0, "it was interrupted too late to tell");
+    sandbox.run(&["gc"]).ok();
+    assert_eq!(fs::read_dir(&staging).unwrap().count(), 0);
+    assert_eq!(sandbox.run(&["fsck", "--json"]).json()["damaged"], false);
+    assert_eq!(sandbox.run(&["cat", "box:1", "/etc/hostname"]).ok(), "node\n");
+}
