@@ -56,10 +56,18 @@ impl Waiter {
             -1 => Err(io::Error::last_os_error()),
             0 => {
                 let mut byte = 0u8;
-                // SAFETY: in the child, see above. `close` and `read` are plain system calls, the
-                // buffer is one byte on our own stack, and `_exit` runs no destructor. Our copy
-                // of the write end has to go: the pipe would never report its end otherwise.
+                let (read, last) = (read_fd.cast_unsigned(), libc::c_uint::MAX);
+                // SAFETY: in the child, see above. These are plain system calls on numbers, the
+                // buffer is one byte on our own stack, and `_exit` runs no destructor. Every
+                // descriptor but one goes: our copy of the write end (the pipe would never report
+                // its end otherwise), and copies of whatever other threads had open, which would
+                // keep their mounts busy.
                 unsafe {
+                    libc::syscall(libc::SYS_close_range, read + 1, last, 0);
+                    if let Some(below) = read.checked_sub(1) {
+                        libc::syscall(libc::SYS_close_range, 0, below, 0);
+                    }
+                    // Before Linux 5.9 there is no close_range.
                     libc::close(write_fd);
                     // Returns at the end of the pipe, that is when the parent lets go or dies.
                     // EINTR only ends the wait early, which the parent then sees as ESRCH.

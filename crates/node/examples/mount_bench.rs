@@ -1,0 +1,206 @@
+//! Measures mounts: time of a mount and an unmount, and kernel memory per container.
+//!
+//! ```text
+//! cargo run --release -p cofolio-node --example mount_bench [-- [STORE-DIR] [CONTAINERS]]
+//! ```
+//!
+//! Run as root on a machine that does little else. It makes a store with an image of 10,000 entries
+//! in STORE-DIR (default: a temporary directory; it must be on a filesystem that overlayfs takes as
+//! an upper layer), mounts it CONTAINERS times (default 1,000), and removes everything again, in a
+//! mount namespace of its own. One JSON object goes to standard output.
+#![allow(clippy::print_stdout, reason = "its result is what it prints")]
+
+use std::error::Error;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
+use cofolio_erofs::write::{WriteOptions, write};
+use cofolio_node::ledger::memory::Memory;
+use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_store::{
+    BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store, StoredFile,
+};
+
+type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
+
+const DIRECTORIES: usize = 400;
+const FILES_PER_DIRECTORY: usize = 24;
+const MEMORY_CONTAINERS: usize = 20;
+
+struct Known(Vec<(Digest, u64)>);
+
+impl Contents for Known {
+    fn image_objects(
+        &self,
+        _: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        self.0.iter().for_each(|(digest, size)| visit(*digest, *size));
+        Ok(())
+    }
+
+    fn layer_objects(
+        &self,
+        _: &StoredFile,
+        _: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        Ok(())
+    }
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let base = match arguments.first() {
+        Some(dir) => PathBuf::from(dir),
+        None => std::env::temp_dir(),
+    };
+    let containers: usize = arguments.get(1).map_or(Ok(1000), |text| text.parse())?;
+    cofolio_sys::mount::unshare_mount_namespace()?;
+    let dir = base.join(format!("cofolio-mount-bench-{}", std::process::id()));
+    fs::create_dir(&dir)?;
+    let result = measure(&dir, containers);
+    // The run directory is a mount of its own.
+    let _ = rustix::mount::unmount(dir.join("run"), rustix::mount::UnmountFlags::DETACH);
+    fs::remove_dir_all(&dir)?;
+    println!("{}", serde_json::to_string_pretty(&result?)?);
+    Ok(())
+}
+
+fn measure(dir: &Path, containers: usize) -> Result<serde_json::Value> {
+    let store = Store::init(&dir.join("store"), &InitOptions { immutable: false })?;
+    let domain = store.domain("default")?;
+    let (image, known, entries) = build(&domain)?;
+    let mounter = Mounter::new(&domain, RunDir::at(dir.join("run")), &known);
+    let targets: Vec<PathBuf> = (0..containers).map(|n| dir.join(format!("c{n}"))).collect();
+    targets.iter().try_for_each(fs::create_dir)?;
+    let request = |target: &Path, writable: bool| MountRequest {
+        access: if writable { Access::Writable } else { Access::ReadOnly },
+        ..MountRequest::new(image, target)
+    };
+
+    let start = Instant::now();
+    mounter.mount(&request(&targets[0], false))?;
+    let first = start.elapsed();
+    let start = Instant::now();
+    mounter.umount(&targets[0], &UmountOptions::default())?;
+    let last = start.elapsed();
+
+    mounter.pin(&image)?;
+    let mut result = serde_json::json!({
+        "kernel": fs::read_to_string("/proc/sys/kernel/osrelease")?.trim(),
+        "entries": entries,
+        "containers": containers,
+        "first_mount_ms": ms(first),
+        "last_umount_ms": ms(last),
+    });
+    for (name, writable) in [("read_only", false), ("writable", true)] {
+        let memory = memory(&mounter, &targets, &|target| request(target, writable))?;
+        let (mut mounts, mut umounts) = (Vec::new(), Vec::new());
+        for target in &targets {
+            let request = request(target, writable);
+            let start = Instant::now();
+            mounter.mount(&request)?;
+            mounts.push(start.elapsed());
+        }
+        for target in &targets {
+            let start = Instant::now();
+            mounter.umount(target, &UmountOptions::default())?;
+            umounts.push(start.elapsed());
+        }
+        result[name] = serde_json::json!({
+            "mount": spread(mounts),
+            "umount": spread(umounts),
+            "kernel_bytes_per_container_after_ls": memory,
+        });
+    }
+    mounter.unpin(&image)?;
+    Ok(result)
+}
+
+/// Kernel memory that [`MEMORY_CONTAINERS`] more containers take after `ls -lR`, per container. The
+/// first container is not counted: it pays for what all of them share.
+fn memory(
+    mounter: &Mounter<'_>,
+    targets: &[PathBuf],
+    request: &dyn Fn(&Path) -> MountRequest,
+) -> Result<i64> {
+    let targets = &targets[..targets.len().min(MEMORY_CONTAINERS + 1)];
+    let mut before = 0;
+    for (number, target) in targets.iter().enumerate() {
+        mounter.mount(&request(target))?;
+        list(target)?;
+        if number == 0 {
+            before = slab()?;
+        }
+    }
+    let grown = slab()? - before;
+    for target in targets {
+        mounter.umount(target, &UmountOptions::default())?;
+    }
+    Ok(grown / i64::try_from(targets.len() - 1)?.max(1))
+}
+
+/// Slab memory of the whole machine.
+fn slab() -> Result<i64> {
+    Ok(i64::try_from(Memory::read(Path::new("/"))?.slab())?)
+}
+
+/// What `ls -lR` asks for: every name, its metadata, and its extended attributes.
+fn list(dir: &Path) -> Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let metadata = entry.metadata()?;
+        let mut buffer = [0u8; 256];
+        let _ = rustix::fs::lgetxattr(entry.path(), "security.selinux", &mut buffer[..]);
+        if metadata.is_dir() {
+            list(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// An image of some 10,000 entries, of which 24 in 25 are files.
+fn build(domain: &Domain) -> Result<(Digest, Known, usize)> {
+    let staging = domain.begin_import(ImportOptions::default())?;
+    let meta = |mode| Meta { mode, uid: 0, gid: 0, mtime: 1_700_000_000, mtime_nsec: 0 };
+    let mut tree = Tree::new(meta(0o040_755));
+    let mut known = Vec::new();
+    for directory in 0..DIRECTORIES {
+        let name = format!("directory{directory}");
+        let parent =
+            tree.insert(tree.root(), name.as_bytes(), meta(0o040_755), Content::Directory)?;
+        for file in 0..FILES_PER_DIRECTORY {
+            let object =
+                staging.put_object(format!("{directory}/{file}\n").repeat(40).as_bytes())?;
+            let digest = object.digest.0;
+            let content = Content::External {
+                size: object.size,
+                digest: Some(&digest),
+                payload: Payload::Object(&digest),
+            };
+            tree.insert(parent, format!("file{file}.so").as_bytes(), meta(0o100_644), content)?;
+            known.push((object.digest, object.size));
+        }
+    }
+    let mut image = staging.image_writer()?;
+    write(&tree, &WriteOptions::default(), &mut image)?;
+    let image = image.finish()?;
+    staging.commit(&Publish::named("bench:1", Ref::new(image)), known.iter().copied())?;
+    Ok((image, Known(known), tree.entry_count()))
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1000.0
+}
+
+fn spread(mut times: Vec<Duration>) -> serde_json::Value {
+    times.sort_unstable();
+    let at = |share: usize| ms(times[(times.len() * share / 100).min(times.len() - 1)]);
+    serde_json::json!({
+        "p50_ms": at(50),
+        "p99_ms": at(99),
+        "max_ms": ms(times[times.len() - 1]),
+    })
+}

@@ -1,0 +1,334 @@
+//! Processes that die, machines that restart, and many processes at once.
+//!
+//! The tests start this test binary again, as [`child`], in their own mount namespace: what a
+//! process that is killed leaves behind stays to be looked at.
+
+use std::collections::HashSet;
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, ExitStatus};
+use std::sync::Mutex;
+
+use cofolio_store::Store;
+
+use super::fixture::{Fixture, Known, needs_mounts};
+use super::*;
+
+const ENV: &str = "COFOLIO_TEST_MOUNT_CHILD";
+
+/// What a child does, as text in its environment.
+fn task(fixture: &Fixture, target: &str, mode: &str, step: Option<Step>, rounds: u32) -> String {
+    let step = step.map_or("none".to_owned(), |step| format!("{step:?}"));
+    let base = fixture.path("").to_string_lossy().trim_end_matches('/').to_owned();
+    format!("{base}|{}|{target}|{mode}|{step}|{rounds}", fixture.image)
+}
+
+fn start(task: &str) -> std::process::Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "mount::tests::crash::child", "--ignored", "--quiet"])
+        .env(ENV, task)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+fn request(mode: &str, image: Digest, target: PathBuf) -> MountRequest {
+    let mut request = MountRequest::new(image, target);
+    match mode {
+        "read" => {}
+        "write" => request.access = Access::Writable,
+        "made" => request.create_target = true,
+        "mapped" => {
+            request.access = Access::Writable;
+            request.idmap = Some("0:100000:65536".parse().unwrap());
+        }
+        other => panic!("no mode {other}"),
+    }
+    request
+}
+
+/// Not a test by itself: mounts and unmounts as the environment says, and kills itself at a step.
+#[test]
+#[ignore = "started by other tests"]
+fn child() {
+    let Ok(task) = std::env::var(ENV) else { return };
+    let [base, image, target, mode, step, rounds] =
+        task.split('|').collect::<Vec<_>>().try_into().unwrap();
+    let base = Path::new(base);
+    let store = Store::open(&base.join("store")).unwrap();
+    let domain = store.domain("default").unwrap();
+    let known = Known::load(&base.join("objects.txt"));
+    let die = |reached: Step| {
+        if format!("{reached:?}") == step {
+            let _ = rustix::process::kill_process(
+                rustix::process::getpid(),
+                rustix::process::Signal::KILL,
+            );
+        }
+    };
+    let mounter = Mounter::new(&domain, RunDir::at(base.join("run")), &known).with_steps(&die);
+    let target = base.join(target);
+    for _ in 0..rounds.parse::<u32>().unwrap() {
+        mounter.mount(&request(mode, image.parse().unwrap(), target.clone())).unwrap();
+        assert_eq!(fs::read(target.join("small")).unwrap(), b"inline");
+        mounter.umount(&target, &UmountOptions::default()).unwrap();
+    }
+}
+
+fn was_killed(status: ExitStatus) -> bool {
+    match status.signal() {
+        Some(signal) => {
+            assert_eq!(signal, rustix::process::Signal::KILL.as_raw());
+            true
+        }
+        None => {
+            assert!(status.success(), "{status}");
+            false
+        }
+    }
+}
+
+/// The story of every daemon that was ever killed in the middle: mounts nobody knows, images that
+/// are never collected, directories that cannot be removed. Here a process dies at every step of a
+/// mount and of an unmount, and each of the three ways to put things right does so: `reconcile`,
+/// `umount`, and simply mounting again.
+#[test]
+fn a_process_may_die_at_any_step() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let reached = Mutex::new(HashSet::new());
+    for mode in ["read", "write", "made", "mapped"] {
+        let target = fixture.path(mode);
+        if mode != "made" {
+            fixture.target(mode);
+        }
+        for step in Step::ALL {
+            for remedy in ["reconcile", "umount", "mount"] {
+                let story = format!("{mode}, killed at {step:?}, then {remedy}");
+                let killed =
+                    was_killed(start(&task(&fixture, mode, mode, Some(step), 1)).wait().unwrap());
+                if killed {
+                    reached.lock().unwrap().insert(format!("{step:?}"));
+                }
+                match remedy {
+                    "umount" => match mounter.umount(&target, &UmountOptions::default()) {
+                        Ok(_) | Err(MountError::NotMounted(_)) => {}
+                        Err(error) => panic!("{story}: {error}"),
+                    },
+                    "mount" => {
+                        let request = request(mode, fixture.image, target.clone());
+                        let result = mounter.mount(&request);
+                        // Killed at the very end of a mount, it is simply mounted.
+                        if step == Step::Recorded && killed {
+                            let error = result.unwrap_err();
+                            assert!(matches!(error, MountError::AlreadyMounted { .. }), "{error}");
+                        } else {
+                            result.unwrap_or_else(|error| panic!("{story}: {error:?}"));
+                        }
+                        fixture.check_content(&target);
+                        umount(&mounter, &target);
+                    }
+                    _ => {
+                        // A mount that is complete is none of reconcile's business.
+                        let done = mounter.reconcile().unwrap();
+                        assert!(done.failed.is_empty(), "{story}: {done:?}");
+                        if step == Step::Recorded && killed {
+                            assert!(done.is_empty(), "{story}: {done:?}");
+                            umount(&mounter, &target);
+                        }
+                    }
+                }
+                // Traces without a record (a directory of changes on its way out, a pin without
+                // users) are left to reconcile whatever was done before.
+                let done = mounter.reconcile().unwrap();
+                assert!(done.failed.is_empty(), "{story}: {done:?}");
+                fixture.assert_clean(&story);
+                assert!(mode != "made" || !target.exists(), "{story}: the target is left");
+                assert!(mounter.reconcile().unwrap().is_empty(), "{story}: twice the same");
+            }
+        }
+    }
+    let reached = reached.into_inner().unwrap();
+    let missed: Vec<_> =
+        Step::ALL.iter().filter(|step| !reached.contains(&format!("{step:?}"))).collect();
+    assert!(missed.is_empty(), "no process got to {missed:?}");
+}
+
+/// Many processes mount and unmount one image at once. Whenever one of them looks, the image has one
+/// EROFS superblock and no more; at the end nothing is left.
+#[test]
+fn many_processes_share_one_pin() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let names = ["a", "b", "c", "d"];
+    let mut children: Vec<_> = names
+        .iter()
+        .map(|name| {
+            fixture.target(name);
+            let mode = if *name < "c" { "read" } else { "write" };
+            start(&task(&fixture, name, mode, None, 25))
+        })
+        .collect();
+    let mut most = 0;
+    while children.iter_mut().any(|child| child.try_wait().unwrap().is_none()) {
+        let pins = fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
+        most = most.max(pins);
+        fixture.mounter().reconcile().unwrap();
+        fixture.mounter().list().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    for mut child in children {
+        assert!(!was_killed(child.wait().unwrap()));
+    }
+    assert_eq!(most, 1, "EROFS mounts of one image at one moment");
+    fixture.assert_clean("after all processes");
+}
+
+/// Two processes want one target: one gets it, the other is told.
+#[test]
+fn one_target_has_one_mount() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let target = fixture.target("one");
+    let won = std::sync::atomic::AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| match fixture.mounter().mount(&read_only(&fixture, "one")) {
+                Ok(_) => _ = won.fetch_add(1, std::sync::atomic::Ordering::Relaxed),
+                Err(MountError::AlreadyMounted { .. }) => {}
+                Err(error) => panic!("{error}"),
+            });
+        }
+    });
+    assert_eq!(won.into_inner(), 1);
+    assert_eq!(fixture.mounts().iter().filter(|m| m.target == target).count(), 1);
+    umount(&fixture.mounter(), &target);
+    fixture.assert_clean("at the end");
+}
+
+/// After a reboot the kernel has no mounts, but a run directory on disk and the store do.
+#[test]
+fn a_reboot_leaves_nothing_but_what_is_to_be_kept() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let (read, write) = (read_only(&fixture, "read"), writable(&fixture, "write"));
+    let kept = MountRequest { access: Access::WritableKept, ..read_only(&fixture, "kept") };
+    for request in [&read, &write] {
+        mounter.mount(request).unwrap();
+    }
+    let kept_dir = mounter.mount(&kept).unwrap().upper.unwrap().dir;
+    for mount in fixture.mounts().iter().rev() {
+        kernel::unmount(&mount.target, true).unwrap();
+    }
+    let old_boot = |json: PathBuf| {
+        let text = fs::read_to_string(&json).unwrap();
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        assert!(text.contains(boot.trim()));
+        fs::write(&json, text.replace(boot.trim(), "01234567-dead-beef")).unwrap();
+    };
+    for dir in ["run/mounts", "store/domains/default/roots/mount"] {
+        fs::read_dir(fixture.path(dir)).unwrap().for_each(|e| old_boot(e.unwrap().path()));
+    }
+    assert!(mounter.live_images().unwrap().contains(&fixture.image), "its directory is there");
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.mounts.len(), &done.failed), (3, &Vec::new()), "{done:?}");
+    assert!(mounter.live_images().unwrap().is_empty());
+    fs::remove_dir_all(kept_dir).expect("it was to be kept");
+    fixture.assert_clean("after the reboot");
+
+    // The run directory is on a tmpfs as a rule, and gone.
+    mounter.mount(&write).unwrap();
+    for mount in fixture.mounts().iter().rev() {
+        kernel::unmount(&mount.target, true).unwrap();
+    }
+    fs::remove_dir_all(fixture.path("run")).unwrap();
+    fs::read_dir(fixture.path("store/domains/default/roots/mount"))
+        .unwrap()
+        .for_each(|e| old_boot(e.unwrap().path()));
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.roots.len(), done.uppers), (1, 1), "{done:?}");
+    fixture.assert_clean("after the reboot with a tmpfs");
+}
+
+/// Somebody uses umount(8), or moves a mount.
+#[test]
+fn mounts_that_others_took_away_or_moved_are_found() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let (one, two) = (read_only(&fixture, "one"), writable(&fixture, "two"));
+    mounter.mount(&one).unwrap();
+    mounter.mount(&two).unwrap();
+    kernel::unmount(&one.target, false).unwrap();
+    let moved = fixture.target("moved");
+    rustix::mount::mount_move(&two.target, &moved).unwrap();
+    let states: Vec<_> = mounter.list().unwrap().mounts.iter().map(|m| m.state).collect();
+    assert_eq!(states, [MountState::Gone, MountState::Live]);
+    assert_eq!(mounter.reconcile().unwrap().mounts.len(), 1);
+    fixture.check_content(&moved);
+    umount(&mounter, &two.target);
+    fixture.assert_clean("at the end");
+    // And mounted again where somebody unmounted it.
+    mounter.mount(&one).unwrap();
+    kernel::unmount(&one.target, false).unwrap();
+    mounter.mount(&one).unwrap();
+    fixture.check_content(&one.target);
+    kernel::unmount(&one.target, false).unwrap();
+    assert!(umount(&mounter, &one.target).was_gone);
+    fixture.assert_clean("at the end");
+}
+
+/// A process in another mount namespace sees the records but not the mounts. It must not take them
+/// for dead: their changes would be gone under a running container.
+#[test]
+fn mounts_of_another_namespace_are_left_alone_while_it_lives() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let request = writable(&fixture, "one");
+    let (mounted, wait) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            cofolio_sys::mount::unshare_mount_namespace().unwrap();
+            fixture.mounter().mount(&request).unwrap();
+            mounted.wait();
+            wait.wait();
+            fixture.check_content(&request.target);
+        });
+        mounted.wait();
+        let mounter = fixture.mounter();
+        assert_eq!(mounter.list().unwrap().mounts[0].state, MountState::OtherNamespace);
+        assert!(mounter.reconcile().unwrap().is_empty());
+        let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
+        assert!(matches!(error, MountError::OtherNamespace { .. }), "{error}");
+        assert_eq!(mounter.live_images().unwrap(), [fixture.image]);
+        wait.wait();
+    });
+    // The thread is gone, and its namespace with it.
+    let done = fixture.mounter().reconcile().unwrap();
+    assert_eq!(done.mounts.len(), 1, "{done:?}");
+    fixture.assert_clean("after the namespace");
+}
+
+#[test]
+fn temporary_files_and_damaged_records_harm_nobody() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = read_only(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let dir = fixture.path("run/mounts");
+    fs::write(dir.join("0123abcd-0123456789abcdef.7f.tmp"), "{").unwrap();
+    fs::write(dir.join("0123abcd-0123456789abcdef.json"), "{").unwrap();
+    let listed = mounter.list().unwrap();
+    assert_eq!((listed.mounts.len(), listed.damaged.len()), (1, 1));
+    let error = mounter.live_images().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "it might name any image");
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.leftovers, done.failed.len()), (1, 1), "{done:?}");
+    fixture.check_content(&request.target);
+    fs::remove_file(dir.join("0123abcd-0123456789abcdef.json")).unwrap();
+    umount(&mounter, &request.target);
+    fixture.assert_clean("at the end");
+}

@@ -1,0 +1,186 @@
+//! A store with one image, in a mount namespace of the test's own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
+use cofolio_erofs::write::{WriteOptions, write};
+use cofolio_store::{
+    BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, RootKind, Store,
+    StoredFile,
+};
+use tempfile::TempDir;
+
+use crate::mount::state::list;
+use crate::mount::{Mounter, RunDir, kernel, mountinfo};
+
+/// Prints why and returns, where the test cannot run; else moves this thread into a mount namespace
+/// of its own, so that no mount of a test that fails stays on the machine.
+macro_rules! needs_mounts {
+    () => {
+        if let Err(reason) = $crate::mount::tests::fixture::enter_namespace() {
+            eprintln!("SKIP {}: {reason}", std::thread::current().name().unwrap_or("test"));
+            return;
+        }
+    };
+}
+pub(super) use needs_mounts;
+
+pub(super) fn enter_namespace() -> Result<(), String> {
+    if !rustix::process::geteuid().is_root() {
+        return Err("needs root".to_owned());
+    }
+    let report = crate::probe::probe(&crate::probe::Options::default());
+    if let Some(missing) = report.features.iter().find(|feature| {
+        feature.need == crate::probe::Need::Required
+            && feature.presence != crate::probe::Presence::Present
+    }) {
+        return Err(format!("needs {}: {}", missing.name, missing.detail));
+    }
+    cofolio_sys::mount::unshare_mount_namespace().map_err(|error| error.to_string())
+}
+
+/// Names the objects of the fixture's image, whichever is asked for.
+pub(super) struct Known(Vec<(Digest, u64)>);
+
+impl Known {
+    /// From a file, for processes that a test starts.
+    pub(super) fn load(path: &Path) -> Self {
+        let line = |line: &str| {
+            let (digest, size) = line.split_once(' ').unwrap();
+            (digest.parse().unwrap(), size.parse().unwrap())
+        };
+        Self(fs::read_to_string(path).unwrap().lines().map(line).collect())
+    }
+}
+
+impl Contents for Known {
+    fn image_objects(
+        &self,
+        _: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        self.0.iter().for_each(|(digest, size)| visit(*digest, *size));
+        Ok(())
+    }
+
+    fn layer_objects(
+        &self,
+        _: &StoredFile,
+        _: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        Ok(())
+    }
+}
+
+pub(super) struct Fixture {
+    pub(super) dir: TempDir,
+    pub(super) domain: Domain,
+    pub(super) image: Digest,
+    pub(super) known: Known,
+    pub(super) files: Vec<(String, Vec<u8>)>,
+}
+
+/// How many files the image has.
+pub(super) const FILES: usize = 12;
+
+impl Fixture {
+    pub(super) fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let options = InitOptions { immutable: false };
+        let store = Store::init(&dir.path().join("store"), &options).unwrap();
+        let domain = store.domain("default").unwrap();
+        let staging = domain.begin_import(ImportOptions::default()).unwrap();
+        let meta = |mode| Meta { mode, uid: 7, gid: 8, mtime: 1_700_000_000, mtime_nsec: 5 };
+        let mut tree = Tree::new(meta(0o040_751));
+        let (mut known, mut files) = (Vec::new(), Vec::new());
+        let sub = tree.insert(tree.root(), b"sub", meta(0o040_755), Content::Directory).unwrap();
+        for number in 0..FILES {
+            let content = vec![u8::try_from(number).unwrap() + 1; 1000 + number * 977];
+            let object = staging.put_object(&content).unwrap();
+            let name = format!("file{number}");
+            let data = Content::External {
+                size: object.size,
+                digest: Some(&object.digest.0),
+                payload: Payload::Object(&object.digest.0),
+            };
+            tree.insert(sub, name.as_bytes(), meta(0o100_644), data).unwrap();
+            known.push((object.digest, object.size));
+            files.push((format!("sub/{name}"), content));
+        }
+        tree.insert(tree.root(), b"small", meta(0o100_600), Content::Inline(b"inline")).unwrap();
+        files.push(("small".to_owned(), b"inline".to_vec()));
+        let root = tree.root();
+        let attribute: (&[u8], &[u8]) = (b"user.kind", b"image root");
+        tree.set_xattrs(root, [attribute]).unwrap();
+        let mut image = staging.image_writer().unwrap();
+        write(&tree, &WriteOptions::default(), &mut image).unwrap();
+        let image = image.finish().unwrap();
+        staging.commit(&Publish::named("test:1", Ref::new(image)), known.iter().copied()).unwrap();
+        let text: Vec<String> =
+            known.iter().map(|(digest, size)| format!("{digest} {size}\n")).collect();
+        fs::write(dir.path().join("objects.txt"), text.concat()).unwrap();
+        Self { dir, domain, image, known: Known(known), files }
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().canonicalize().unwrap().join(name)
+    }
+
+    /// A directory to mount at.
+    pub(super) fn target(&self, name: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    pub(super) fn run_dir(&self) -> RunDir {
+        RunDir::at(self.path("run"))
+    }
+
+    pub(super) fn mounter(&self) -> Mounter<'_> {
+        Mounter::new(&self.domain, self.run_dir(), &self.known)
+    }
+
+    pub(super) fn object_path(&self, number: usize) -> PathBuf {
+        self.domain.object_path(&self.known.0[number].0).unwrap()
+    }
+
+    /// Everything in the image reads as it was put in.
+    pub(super) fn check_content(&self, target: &Path) {
+        for (name, content) in &self.files {
+            assert_eq!(&fs::read(target.join(name)).unwrap(), content, "{name}");
+        }
+        assert_eq!(fs::read_dir(target.join("sub")).unwrap().count(), FILES);
+    }
+
+    /// What is mounted below the fixture's directory.
+    pub(super) fn mounts(&self) -> Vec<mountinfo::KernelMount> {
+        let base = self.path("");
+        let mut mounts = mountinfo::read(Path::new("/")).unwrap();
+        mounts.retain(|mount| mount.target.starts_with(&base));
+        mounts
+    }
+
+    /// No trace of any mount is left, in the kernel, the run directory or the store.
+    pub(super) fn assert_clean(&self, story: &str) {
+        let run = self.path("run");
+        let left: Vec<_> = self.mounts().into_iter().filter(|m| m.target != run).collect();
+        assert!(left.is_empty(), "{story}: mounts left: {left:?}");
+        for dir in ["run/mounts", "run/images/default", "store/domains/default/writable"] {
+            let names = list(&self.path(dir)).unwrap();
+            assert!(names.is_empty(), "{story}: {dir} holds {names:?}");
+        }
+        let roots = self.domain.roots(RootKind::Mount).unwrap();
+        assert!(roots.is_empty(), "{story}: roots left: {roots:?}");
+    }
+}
+
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        // The namespace goes with the thread, but the directory is removed before that.
+        for mount in self.mounts().iter().rev() {
+            let _ = kernel::unmount(&mount.target, true);
+        }
+    }
+}

@@ -1,0 +1,328 @@
+mod crash;
+mod fixture;
+mod refusals;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::path::Path;
+
+use super::kernel::LayerStyle;
+use super::mountinfo::source_of;
+use super::*;
+use fixture::{Fixture, needs_mounts};
+
+fn read_only(fixture: &Fixture, name: &str) -> MountRequest {
+    MountRequest::new(fixture.image, fixture.target(name))
+}
+
+fn writable(fixture: &Fixture, name: &str) -> MountRequest {
+    MountRequest { access: Access::Writable, ..read_only(fixture, name) }
+}
+
+fn umount(mounter: &Mounter<'_>, target: &Path) -> Unmounted {
+    mounter.umount(target, &UmountOptions::default()).unwrap()
+}
+
+/// Targets of mounts without a record, those of other users of this machine apart.
+fn orphans(fixture: &Fixture) -> Vec<PathBuf> {
+    let orphans = fixture.mounter().list().unwrap().orphans;
+    let base = fixture.path("");
+    orphans.into_iter().map(|m| m.target).filter(|target| target.starts_with(&base)).collect()
+}
+
+#[test]
+fn read_only_mounts_are_clones_of_one_overlay_over_one_erofs() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let (one, two) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
+    let record = mounter.mount(&one).unwrap();
+    assert_eq!(record.phase, Phase::Mounted);
+    mounter.mount(&two).unwrap();
+    fixture.check_content(&one.target);
+    fixture.check_content(&two.target);
+    let dev = |path: &Path| fs::metadata(path).unwrap().dev();
+    assert_eq!(dev(&one.target), dev(&two.target), "one superblock");
+    let error = fs::write(one.target.join("new"), "x").unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+
+    let source = source_of(&fixture.image);
+    let mounts = fixture.mounts();
+    let count = |kind| mounts.iter().filter(|m| m.filesystem == kind && m.source == source).count();
+    assert_eq!((count("erofs"), count("overlay")), (1, 3), "{mounts:?}");
+    assert!(matches!(mounter.pins().unwrap()[..], [Pin { users: 2, kept: false, .. }]));
+    let listed = mounter.list().unwrap();
+    assert!(listed.mounts.iter().all(|mount| mount.state == MountState::Live), "{listed:?}");
+    assert_eq!(listed.mounts.len(), 2);
+    assert!(orphans(&fixture).is_empty());
+
+    // A reader of one is not disturbed by the other's going.
+    let open = fs::File::open(two.target.join("sub/file3")).unwrap();
+    assert!(!umount(&mounter, &one.target).unpinned);
+    fixture.check_content(&two.target);
+    drop(open);
+    // By id as well as by target.
+    let id = mounter.list().unwrap().mounts[0].record.id.clone();
+    assert!(umount(&mounter, Path::new(&id)).unpinned);
+    fixture.assert_clean("after the last unmount");
+}
+
+#[test]
+fn changes_of_writable_mounts_are_their_own_and_go_with_them() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let (one, two) = (writable(&fixture, "one"), writable(&fixture, "two"));
+    let upper = mounter.mount(&one).unwrap().upper.unwrap().dir;
+    mounter.mount(&two).unwrap();
+    let root = fs::metadata(&one.target).unwrap();
+    assert_eq!((root.uid(), root.gid(), root.mode()), (7, 8, 0o040_751), "the image's root");
+    assert_eq!((root.mtime(), root.mtime_nsec()), (1_700_000_000, 5));
+    let mut value = [0u8; 64];
+    let length = rustix::fs::getxattr(&one.target, "user.kind", &mut value[..]).unwrap();
+    assert_eq!(&value[..length], b"image root");
+
+    fixture.check_content(&one.target);
+    fs::write(one.target.join("sub/file1"), "changed").unwrap();
+    fs::remove_file(one.target.join("sub/file2")).unwrap();
+    fs::rename(one.target.join("sub"), one.target.join("moved")).unwrap();
+    assert_eq!(fs::read(one.target.join("moved/file1")).unwrap(), b"changed");
+    assert_eq!(fs::read(one.target.join("moved/file3")).unwrap(), fixture.files[3].1);
+    assert!(!one.target.join("moved/file2").exists());
+    fixture.check_content(&two.target);
+    let erofs = fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
+    assert_eq!(erofs, 1, "both build on one EROFS superblock");
+    let mode = fs::metadata(upper.parent().unwrap()).unwrap().mode();
+    assert_eq!(mode & 0o777, 0o700, "no host user can reach what a container wrote");
+
+    assert_eq!(umount(&mounter, &one.target).upper, None);
+    umount(&mounter, &two.target);
+    fixture.assert_clean("after both unmounts");
+}
+
+#[test]
+fn changes_can_be_kept_and_mounted_again() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let mut request = MountRequest { access: Access::WritableKept, ..read_only(&fixture, "one") };
+    mounter.mount(&request).unwrap();
+    fs::write(request.target.join("new"), "kept").unwrap();
+    let dir = umount(&mounter, &request.target).upper.unwrap();
+    assert!(mounter.reconcile().unwrap().is_empty(), "what is kept is no leftover");
+    request.access = Access::WritableAt(dir.clone());
+    mounter.mount(&request).unwrap();
+    assert_eq!(fs::read(request.target.join("new")).unwrap(), b"kept");
+    // One directory under two mounts would be torn: the kernel only warns.
+    let other = MountRequest { access: request.access.clone(), ..read_only(&fixture, "two") };
+    let error = mounter.mount(&other).unwrap_err();
+    assert!(matches!(error, MountError::Upper { .. }), "{error}");
+    assert_eq!(umount(&mounter, &request.target).upper.as_ref(), Some(&dir));
+    fs::remove_dir_all(dir).unwrap();
+
+    // Decided at the end only.
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    fs::write(request.target.join("new"), "late").unwrap();
+    let options = UmountOptions { keep_upper: true, ..UmountOptions::default() };
+    let dir = mounter.umount(&request.target, &options).unwrap().upper.unwrap();
+    assert!(mounter.reconcile().unwrap().is_empty());
+    let request = MountRequest { access: Access::WritableAt(dir.clone()), ..request };
+    mounter.mount(&request).unwrap();
+    assert_eq!(fs::read(request.target.join("new")).unwrap(), b"late");
+    umount(&mounter, &request.target);
+    fs::remove_dir_all(dir).unwrap();
+    fixture.assert_clean("at the end");
+}
+
+#[test]
+fn owners_are_mapped() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let idmap: IdMap = "u:0:100000:65536,g:0:200000:65536".parse().unwrap();
+    let plain = read_only(&fixture, "plain");
+    let mapped = MountRequest { idmap: Some(idmap.clone()), ..read_only(&fixture, "mapped") };
+    let changed = MountRequest { idmap: Some(idmap), ..writable(&fixture, "changed") };
+    for request in [&plain, &mapped, &changed] {
+        mounter.mount(request).unwrap();
+        fixture.check_content(&request.target);
+    }
+    let owner = |path: &Path| {
+        let metadata = fs::symlink_metadata(path).unwrap();
+        (metadata.uid(), metadata.gid())
+    };
+    for below in ["", "sub", "sub/file1"] {
+        assert_eq!(owner(&plain.target.join(below)), (7, 8));
+        assert_eq!(owner(&mapped.target.join(below)), (100_007, 200_008));
+        assert_eq!(owner(&changed.target.join(below)), (100_007, 200_008));
+    }
+    // Copied up, the owner stays what it was, and new files get what they are given.
+    let file = changed.target.join("sub/file1");
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+    assert_eq!(owner(&file), (100_007, 200_008));
+    fs::write(changed.target.join("new"), "x").unwrap();
+    chown(changed.target.join("new"), Some(100_001), Some(200_001)).unwrap();
+    assert_eq!(owner(&changed.target.join("new")), (100_001, 200_001));
+    // Two views and one EROFS superblock; the id-mapped copies of it are attached nowhere.
+    let erofs = fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
+    assert_eq!(erofs, 1);
+    for request in [&plain, &mapped, &changed] {
+        umount(&mounter, &request.target);
+    }
+    fixture.assert_clean("at the end");
+}
+
+#[test]
+fn attributes_of_a_mount_are_its_own() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let plain = read_only(&fixture, "plain");
+    let strict = |name| MountRequest {
+        nosuid: true,
+        nodev: true,
+        noexec: true,
+        ..read_only(&fixture, name)
+    };
+    let (read, write) =
+        (strict("strict"), MountRequest { access: Access::Writable, ..strict("write") });
+    for request in [&plain, &read, &write] {
+        mounter.mount(request).unwrap();
+    }
+    use rustix::fs::StatVfsMountFlags as Flags;
+    let all = Flags::NOSUID | Flags::NODEV | Flags::NOEXEC;
+    let flags = |path: &Path| rustix::fs::statvfs(path).unwrap().f_flag;
+    assert!(flags(&plain.target).contains(Flags::RDONLY));
+    assert!(!flags(&plain.target).intersects(all));
+    assert!(flags(&read.target).contains(all | Flags::RDONLY));
+    assert!(flags(&write.target).contains(all) && !flags(&write.target).contains(Flags::RDONLY));
+}
+
+/// What older kernels need also works on newer ones, so that it is tested here.
+#[test]
+fn every_way_to_name_layers_works() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    for style in LayerStyle::ALL {
+        let mut mounter = fixture.mounter();
+        mounter.styles = vec![style];
+        for request in [read_only(&fixture, "read"), writable(&fixture, "write")] {
+            mounter.mount(&request).unwrap();
+            fixture.check_content(&request.target);
+        }
+        fs::write(fixture.path("write/sub/file1"), "changed").unwrap();
+        umount(&mounter, &fixture.path("read"));
+        umount(&mounter, &fixture.path("write"));
+        fixture.assert_clean(&format!("{style:?}"));
+    }
+}
+
+#[test]
+fn a_loop_device_serves_where_files_cannot() {
+    needs_mounts!();
+    if !Path::new("/dev/loop-control").exists() {
+        eprintln!("SKIP a_loop_device_serves_where_files_cannot: no /dev/loop-control");
+        return;
+    }
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter().with_loop_devices();
+    let request = read_only(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    fixture.check_content(&request.target);
+    let pin = mounter.pins().unwrap().remove(0);
+    assert_eq!(pin.record.unwrap().backing, Backing::Loop);
+    let mount = fixture.mounts().into_iter().find(|m| m.filesystem == "erofs").unwrap();
+    assert_eq!(mount.source, source_of(&fixture.image), "telling, although it is a device");
+    umount(&mounter, &request.target);
+    fixture.assert_clean("at the end");
+    // The device went with its mount. Freeing is asynchronous.
+    let is_attached = || {
+        let name = fixture.image.to_string();
+        list_loop_files().iter().any(|file| file.contains(&name[..40]))
+    };
+    let gone = (0..200).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        !is_attached()
+    });
+    assert!(gone, "the loop device is still there");
+}
+
+/// The backing files of all loop devices, as sysfs shows them.
+fn list_loop_files() -> Vec<String> {
+    let devices = fs::read_dir("/sys/block").unwrap().flatten();
+    devices.filter_map(|d| fs::read_to_string(d.path().join("loop/backing_file")).ok()).collect()
+}
+
+/// The run directory is shared, so that copied namespaces hear of unmounts. If a container's mount
+/// joined that peer group, what one container mounts in its root would appear in all others.
+#[test]
+fn what_is_mounted_inside_one_container_is_not_seen_in_another() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let (one, two) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
+    mounter.mount(&one).unwrap();
+    mounter.mount(&two).unwrap();
+    let inside = one.target.join("sub");
+    rustix::mount::mount("tmpfs", &inside, "tmpfs", rustix::mount::MountFlags::empty(), None)
+        .unwrap();
+    assert_eq!(fs::read_dir(&inside).unwrap().count(), 0);
+    fixture.check_content(&two.target);
+    let view = fixture.run_dir().image_dir("default", &fixture.image).join("views/plain");
+    fixture.check_content(&view);
+    // Busy because of that mount, and says so.
+    let error = mounter.umount(&one.target, &UmountOptions::default()).unwrap_err();
+    assert!(matches!(error, MountError::Busy { .. }), "{error}");
+    fs::metadata(&one.target).unwrap();
+    let force = UmountOptions { force: true, ..UmountOptions::default() };
+    mounter.umount(&one.target, &force).unwrap();
+    umount(&mounter, &two.target);
+    fixture.assert_clean("at the end");
+}
+
+/// composefs-rs removes objects of images that are mounted (its issue 346).
+#[test]
+fn garbage_collection_keeps_what_is_mounted() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = read_only(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    fixture.domain.remove_ref("test:1").unwrap();
+    let gc = || {
+        let live = || mounter.live_images().map_err(Into::into);
+        let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
+        fixture.domain.gc(&fixture.known, &live, &options).unwrap()
+    };
+    assert_eq!(gc().images, 0);
+    fixture.check_content(&request.target);
+    // The root lost: the record and the kernel still say so.
+    let id = fixture.domain.roots(RootKind::Mount).unwrap()[0].id.clone();
+    fixture.domain.remove_root(RootKind::Mount, &id).unwrap();
+    assert_eq!(gc().images, 0);
+    // All our state lost: the kernel alone.
+    fs::remove_dir_all(fixture.path("run/mounts")).unwrap();
+    fs::create_dir(fixture.path("run/mounts")).unwrap();
+    assert_eq!(mounter.live_images().unwrap(), [fixture.image]);
+    assert_eq!(orphans(&fixture), std::slice::from_ref(&request.target));
+    kernel::unmount(&request.target, false).unwrap();
+    mounter.reconcile().unwrap();
+    assert_eq!(gc().images, 1);
+}
+
+#[test]
+fn a_pin_that_is_kept_outlives_its_users() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    mounter.pin(&fixture.image).unwrap();
+    let request = read_only(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    assert!(!umount(&mounter, &request.target).unpinned);
+    assert!(matches!(mounter.pins().unwrap()[..], [Pin { users: 0, kept: true, .. }]));
+    assert!(mounter.reconcile().unwrap().is_empty());
+    assert_eq!(mounter.live_images().unwrap(), [fixture.image]);
+    assert!(mounter.unpin(&fixture.image).unwrap());
+    fixture.assert_clean("after unpin");
+}

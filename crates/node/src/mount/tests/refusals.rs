@@ -1,0 +1,163 @@
+//! What cannot be mounted is refused in words, and nothing of it stays.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use super::fixture::{Fixture, needs_mounts};
+use super::*;
+
+/// Mounting fails in the way that `expected` accepts, and leaves nothing.
+fn refused(fixture: &Fixture, request: &MountRequest, expected: impl Fn(&MountError) -> bool) {
+    let error = fixture.mounter().mount(request).unwrap_err();
+    assert!(expected(&error), "{error:?}");
+    fixture.assert_clean(&error.to_string());
+}
+
+#[test]
+fn damaged_content_is_not_mounted() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let request = read_only(&fixture, "one");
+    if fixture.domain.protection().verity {
+        eprintln!("SKIP damaged_content_is_not_mounted: fs-verity keeps this test from damaging");
+        return;
+    }
+    let path = fixture.object_path(3);
+    let whole = fs::read(&path).unwrap();
+    let put = |content: &[u8]| {
+        let _ = fs::remove_file(&path);
+        fs::write(&path, content).unwrap();
+    };
+    // Under overlayfs this would read short, without an error.
+    put(&whole[..whole.len() - 1]);
+    refused(
+        &fixture,
+        &request,
+        |e| matches!(e, MountError::ObjectSize { expected, found, .. } if expected - found == 1),
+    );
+    fs::remove_file(&path).unwrap();
+    refused(&fixture, &request, |e| matches!(e, MountError::ObjectMissing { .. }));
+    // Of the right size: only hashing tells.
+    let mut altered = whole.clone();
+    altered[10] ^= 1;
+    put(&altered);
+    let verified = MountRequest { verify: true, ..request.clone() };
+    refused(&fixture, &verified, |e| matches!(e, MountError::Altered { .. }));
+    put(&whole);
+    let record = fixture.mounter().mount(&verified).unwrap();
+    assert!(record.verified);
+    umount(&fixture.mounter(), &request.target);
+
+    let path = fixture.domain.image_path(&fixture.image).unwrap();
+    let mut image = fs::read(&path).unwrap();
+    image[1500] ^= 1;
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, image).unwrap();
+    refused(&fixture, &request, |e| matches!(e, MountError::ImageAltered { .. }));
+    assert_eq!(fixture.mounter().mount(&request).unwrap_err().kind(), ErrorKind::Corrupt);
+}
+
+#[test]
+fn an_image_that_is_not_there_is_the_callers_mistake() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let request =
+        MountRequest { image: Digest([9; 32]), create_target: true, ..read_only(&fixture, "one") };
+    refused(&fixture, &request, |e| {
+        matches!(e, MountError::Store(cofolio_store::Error::NoSuchImage(_)))
+            && e.kind() == ErrorKind::Request
+    });
+}
+
+#[test]
+fn targets_that_cannot_be_are_refused() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let at = |target: PathBuf, create_target| MountRequest {
+        create_target,
+        ..MountRequest::new(fixture.image, target)
+    };
+    fs::write(fixture.path("file"), "").unwrap();
+    let is_target = |e: &MountError| matches!(e, MountError::Target { .. });
+    refused(&fixture, &at(fixture.path("file"), true), is_target);
+    refused(&fixture, &at(fixture.path("missing"), false), is_target);
+    refused(&fixture, &at(fixture.path("missing/below"), true), is_target);
+    refused(&fixture, &at("/".into(), false), is_target);
+    use std::os::unix::ffi::OsStringExt as _;
+    let name = std::ffi::OsString::from_vec(fixture.path("\u{e9}").into_os_string().into_vec());
+    let mut name = name.into_vec();
+    name.pop();
+    refused(&fixture, &at(std::ffi::OsString::from_vec(name).into(), true), is_target);
+
+    // Made for the mount, it goes with it; a link to it leads to the same mount.
+    let request = at(fixture.path("made"), true);
+    mounter.mount(&request).unwrap();
+    symlink(&request.target, fixture.path("link")).unwrap();
+    for target in [request.target.clone(), fixture.path("link")] {
+        let error = mounter.mount(&at(target, false)).unwrap_err();
+        assert!(matches!(error, MountError::AlreadyMounted { .. }), "{error}");
+    }
+    umount(&mounter, &fixture.path("link"));
+    assert!(!request.target.exists());
+    let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
+    assert!(matches!(error, MountError::NotMounted(_)), "{error}");
+    fixture.assert_clean("at the end");
+}
+
+#[test]
+fn a_mount_that_is_covered_or_busy_stays() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    let record = mounter.mount(&request).unwrap();
+    let flags = rustix::mount::MountFlags::empty();
+    rustix::mount::mount("tmpfs", &request.target, "tmpfs", flags, None).unwrap();
+    let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
+    assert!(matches!(error, MountError::Covered { .. }), "{error}");
+    assert_eq!(mounter.list().unwrap().mounts[0].state, MountState::Covered);
+    assert!(mounter.reconcile().unwrap().is_empty());
+    kernel::unmount(&request.target, false).unwrap();
+
+    let open = fs::File::create(request.target.join("new")).unwrap();
+    let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
+    assert!(matches!(error, MountError::Busy { .. }), "{error}");
+    assert_eq!(mounter.list().unwrap().mounts[0].record, record, "as it was");
+    drop(open);
+    umount(&mounter, &request.target);
+    fixture.assert_clean("at the end");
+}
+
+#[test]
+fn a_label_needs_selinux() {
+    needs_mounts!();
+    if Path::new("/sys/fs/selinux/enforce").exists() {
+        eprintln!("SKIP a_label_needs_selinux: this kernel has SELinux on");
+        return;
+    }
+    let fixture = Fixture::new();
+    let label = Some("system_u:object_r:container_file_t:s0".to_owned());
+    let request = MountRequest { label, ..read_only(&fixture, "one") };
+    refused(&fixture, &request, |e| {
+        matches!(e, MountError::NoFeature { feature: "security labels", .. })
+            && e.kind() == ErrorKind::Machine
+    });
+}
+
+#[test]
+fn a_directory_that_cannot_keep_changes_is_named() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let dir = fixture.target("memory");
+    let flags = rustix::mount::MountFlags::empty();
+    // /proc can hold no directory at all.
+    rustix::mount::mount("proc", &dir, "proc", flags, None).unwrap();
+    let access = Access::WritableAt(dir.join("self"));
+    let request = MountRequest { access, ..read_only(&fixture, "one") };
+    let error = fixture.mounter().mount(&request).unwrap_err();
+    assert!(error.to_string().contains("memory"), "{error}");
+    // Lazily: a process that another test starts at this moment has our descriptors for an instant.
+    kernel::unmount(&dir, true).unwrap();
+    fixture.assert_clean("at the end");
+}
