@@ -310,8 +310,10 @@ impl<'a> Mounter<'a> {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
-                if let Ok(forgotten) = self.forget(&record, &lock) {
-                    drop(lock);
+                let place = Kernel::new(&self.root).and_then(|k| self.place_of(&record, &k));
+                let forgotten = place.and_then(|place| self.forget(&record, &place, &lock));
+                drop(lock);
+                if let Ok(forgotten) = forgotten {
                     forgotten.finish();
                 }
                 Err(error)
@@ -425,7 +427,8 @@ impl<'a> Mounter<'a> {
         let Some(found) = self.run.record(&id)? else { return Ok(()) };
         let lock = self.run.lock_image(&found.image)?;
         let Some(record) = self.run.record(&id)? else { return Ok(()) };
-        match self.place_of(&record, &Kernel::new(&self.root)?)? {
+        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
+        match place {
             Place::At(_) if record.phase == Phase::Mounted => {
                 let image = record.image;
                 Err(MountError::AlreadyMounted { target: target.to_owned(), image })
@@ -434,7 +437,7 @@ impl<'a> Mounter<'a> {
             Place::Elsewhere => Err(MountError::OtherNamespace { id, target: target.to_owned() }),
             // Half-way with nobody holding the lock, or unmounted behind our back.
             Place::At(_) | Place::Gone => {
-                let forgotten = self.forget(&record, &lock)?;
+                let forgotten = self.forget(&record, &place, &lock)?;
                 drop(lock);
                 forgotten.finish();
                 Ok(())
@@ -488,7 +491,8 @@ impl<'a> Mounter<'a> {
             }
         }
         let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
-        let forgotten = self.forget(&record, &lock)?;
+        // What was there is not there any more.
+        let forgotten = self.forget(&record, &Place::Gone, &lock)?;
         drop(lock);
         let unpinned = forgotten.unpinned;
         forgotten.finish();

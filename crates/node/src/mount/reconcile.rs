@@ -179,16 +179,21 @@ impl Mounter<'_> {
         }
     }
 
-    /// Removes every trace of a mount: takes it down if it is still up, and gives the image back.
-    /// Every part may already be missing. The record goes last but for the pin, which is found by
-    /// its directory.
+    /// Removes every trace of a mount: takes it down if it is still up at `place`, and gives the
+    /// image back. Every part may already be missing. The record goes last but for the pin, which
+    /// is found by its directory.
+    ///
+    /// The place is given, and not looked up here: of a mount that was just taken down, the kernel
+    /// could only be asked by reading all of mountinfo, which takes milliseconds for a thousand
+    /// mounts.
     pub(crate) fn forget(
         &self,
         record: &MountRecord,
+        place: &Place,
         lock: &ImageLock,
     ) -> Result<Forgotten, MountError> {
-        if let Place::At(path) = self.place_of(record, &Kernel::new(&self.root)?)? {
-            kernel::unmount(&path, true)
+        if let Place::At(path) = place {
+            kernel::unmount(path, true)
                 .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
             self.step(Step::Detached);
         }
@@ -333,7 +338,7 @@ impl Mounter<'_> {
         if place == Place::Covered {
             return Err(MountError::Covered { target: record.target });
         }
-        let forgotten = self.forget(&record, &lock)?;
+        let forgotten = self.forget(&record, &place, &lock)?;
         drop(lock);
         forgotten.finish();
         Ok(true)

@@ -225,6 +225,19 @@ fn try_files(scratch: &Scratch, tried: &mut Tried) {
         Err(errno) => absent(errno.to_string()),
     };
     tried.immutable = immutable(&file);
+    drop(file);
+    tried.verity = verity(&scratch.0.join("file"));
+}
+
+/// Nobody may have the file open for writing.
+fn verity(path: &Path) -> Found {
+    let enabled = File::open(path)
+        .map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
+    match enabled.and_then(|file| cofolio_sys::verity::enable(&file)) {
+        Ok(()) => present("the kernel checks every read"),
+        Err(errno) if cofolio_sys::verity::is_unsupported(errno) => absent(errno.to_string()),
+        Err(errno) => unknown(errno.to_string()),
+    }
 }
 
 fn immutable(file: &File) -> Found {
