@@ -85,7 +85,7 @@ struct Marks {
 
 impl Domain {
     /// Collects what nothing keeps. `live` is asked, with the lock held, which images are mounted or
-    /// otherwise in use beyond what the roots say.
+    /// otherwise in use beyond what the roots say; it must not take the domain's lock itself.
     ///
     /// # Errors
     /// [`Error::Unreadable`] or [`Error::Corrupt`] naming a record, image or layer that cannot be read:
