@@ -19,6 +19,9 @@ use cofolio_store::{
 use cofolio_sys::cache::{FileMap, page_size};
 use common::{Lines, Scratch, content, import, nothing_live};
 
+/// `TMPFS_MAGIC` of `linux/magic.h`.
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
 /// An image file with a filesystem in it, mounted; both go when dropped.
 struct LoopMount {
     directory: PathBuf,
@@ -34,7 +37,8 @@ impl LoopMount {
         std::fs::create_dir(&directory).unwrap();
         let mount = Self { directory, _scratch: scratch };
         // ext4 has fs-verity only if it was made with it, and a kernel without cannot mount that.
-        if kind == "ext4" && mount.make(kind, &["-O", "verity"], &image).is_ok() {
+        // Before 6.3 its blocks had to be pages, too.
+        if kind == "ext4" && mount.make(kind, &["-b", "4096", "-O", "verity"], &image).is_ok() {
             return Ok(mount);
         }
         mount.make(kind, &[], &image).map(|()| mount)
@@ -142,7 +146,12 @@ fn fsck_sees_content_that_lost_its_protection() {
 /// One process must not see from the page cache what another trust domain reads.
 #[test]
 fn two_domains_with_the_same_content_never_share_a_page() {
-    on_each("two_domains_with_the_same_content_never_share_a_page", |kind, parent| {
+    let test = "two_domains_with_the_same_content_never_share_a_page";
+    on_each(test, |kind, parent| {
+        if rustix::fs::statfs(parent).unwrap().f_type == TMPFS_MAGIC {
+            println!("SKIP {test} in the {kind}: tmpfs pages never leave memory");
+            return;
+        }
         let scratch = Scratch::below(parent, "domains");
         let store = scratch.store();
         let first = store.domain("default").unwrap();
