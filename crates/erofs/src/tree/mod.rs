@@ -58,6 +58,16 @@ impl InodeId {
     }
 }
 
+impl InodeId {
+    pub(crate) fn to_u32(self) -> u32 {
+        self.0
+    }
+
+    pub(crate) fn from_u32(raw: u32) -> InodeId {
+        InodeId(raw)
+    }
+}
+
 impl EntryId {
     pub(crate) fn from_u32(raw: u32) -> EntryId {
         EntryId(raw)

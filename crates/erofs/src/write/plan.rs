@@ -39,8 +39,9 @@ pub(crate) struct Plan<'t> {
     pub(super) tree: &'t Tree,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,
-    /// By position in `names`: the inode is stored at this name's turn.
-    primary: BitSet,
+    /// All inodes but the root, in the order in which they are stored: as in `names`, but with
+    /// the inode in the place of the name, and each once.
+    order: Vec<u32>,
     /// By inode: directories with whiteouts in them.
     whiteout_dirs: BitSet,
     pub(super) has_whiteouts: bool,
@@ -55,7 +56,7 @@ impl<'t> Plan<'t> {
         let mut plan = Plan {
             tree,
             names: Vec::with_capacity(tree.entry_count() + ghosts),
-            primary: BitSet::new(tree.entry_count() + ghosts),
+            order: Vec::with_capacity(tree.inode_count() + ghosts),
             whiteout_dirs: BitSet::new(tree.inode_capacity()),
             has_whiteouts: false,
             inode_count: 1,
@@ -72,11 +73,11 @@ impl<'t> Plan<'t> {
                         .is_primary(inode, entry)
                         .unwrap_or_else(|| !stored.replace(inode.index()));
                     if here {
-                        plan.note_inode(at, inode, entry);
+                        plan.note_inode(inode, entry);
                     }
                 }
                 Node::Ghost(_) => {
-                    plan.primary.replace(at);
+                    plan.order.push(raw);
                     plan.inode_count += 1;
                 }
             }
@@ -85,8 +86,8 @@ impl<'t> Plan<'t> {
         plan
     }
 
-    fn note_inode(&mut self, at: usize, inode: InodeId, entry: EntryId) {
-        self.primary.replace(at);
+    fn note_inode(&mut self, inode: InodeId, entry: EntryId) {
+        self.order.push(inode.to_u32());
         self.inode_count += 1;
         self.min_time = self.min_time.min(time_of(self.tree.meta(inode)));
         match self.tree.content(inode) {
@@ -111,7 +112,7 @@ impl<'t> Plan<'t> {
 
 pub(super) struct Nodes<'p> {
     plan: &'p Plan<'p>,
-    /// Position in the names; `None` before the root.
+    /// Position in the order; `None` before the root.
     next: Option<usize>,
     /// Where the names of the next directory begin.
     dir_names: usize,
@@ -121,18 +122,18 @@ impl<'p> Iterator for Nodes<'p> {
     type Item = NodeAt<'p>;
 
     fn next(&mut self) -> Option<NodeAt<'p>> {
-        let Plan { tree, names, primary, .. } = self.plan;
+        let Plan { tree, names, order, .. } = self.plan;
         let node = match self.next {
             None => {
                 self.next = Some(0);
                 Node::Inode(tree.root())
             }
-            Some(mut at) => {
-                while at < names.len() && !primary.get(at) {
-                    at += 1;
-                }
+            Some(at) => {
                 self.next = Some(at + 1);
-                node_of(tree, *names.get(at)?)
+                match *order.get(at)? {
+                    ghost if ghost & GHOST != 0 => ghost_of(ghost),
+                    inode => Node::Inode(InodeId::from_u32(inode)),
+                }
             }
         };
         let count = match node {
@@ -152,10 +153,14 @@ fn time_of(meta: Meta) -> (i64, u32) {
 
 fn node_of(tree: &Tree, raw: u32) -> Node {
     if raw & GHOST != 0 {
-        return Node::Ghost(u8::try_from(raw & 0xff).unwrap_or(0));
+        return ghost_of(raw);
     }
     // Only names that lead somewhere are ever listed.
     Node::Inode(tree.entry_inode(EntryId::from_u32(raw)).unwrap_or(tree.root()))
+}
+
+fn ghost_of(raw: u32) -> Node {
+    Node::Ghost(u8::try_from(raw & 0xff).unwrap_or(0))
 }
 
 fn name_of(tree: &Tree, raw: u32) -> &[u8] {
@@ -204,7 +209,12 @@ pub(super) enum Target {
 
 impl<'a> DirNames<'a> {
     pub(super) fn new(tree: &'a Tree, names: &'a [u32]) -> DirNames<'a> {
-        let before = |limit: &[u8]| names.partition_point(move |&raw| name_of(tree, raw) < limit);
+        // Hardly any name sorts before `..`, so the first one mostly tells.
+        let above = names.first().is_none_or(|&raw| name_of(tree, raw) > b"..".as_slice());
+        let before = |limit: &[u8]| match above {
+            true => 0,
+            false => names.partition_point(|&raw| name_of(tree, raw) < limit),
+        };
         DirNames { tree, names, dot: before(b"."), dotdot: before(b"..") + 1 }
     }
 
