@@ -203,3 +203,20 @@ fn a_tree_that_doubles_at_every_level_is_refused() {
     assert!(!exercise(&bytes));
     assert!(start.elapsed() < TIME_MAX);
 }
+
+/// A hundred thousand attributes that two files share each: a table that is searched from its
+/// start for every file would take minutes.
+#[test]
+fn many_shared_attributes_take_linear_time() {
+    let mut text = String::from("/ 0 40755 2 0 0 0 0.0 - - -\n");
+    for i in 0..50_000 {
+        let (a, b) = (i, (i + 1) % 50_000);
+        text +=
+            &format!("/{i} 0 100644 1 0 0 0 0.0 - - - user.n{a}=v user.n{b}=v user.v={}\n", i / 2);
+    }
+    let start = Instant::now();
+    let bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
+    let tree = Image::open(&bytes).unwrap().to_tree().unwrap();
+    assert!(image(&tree, &WriteOptions::default()) == bytes);
+    assert!(start.elapsed() < 3 * TIME_MAX, "{:?}", start.elapsed());
+}

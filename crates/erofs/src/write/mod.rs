@@ -1,8 +1,8 @@
 //! A tree to the bytes of a composefs metadata image, byte for byte what mkcomposefs 1.0.8 makes
 //! of the same tree.
 //!
-//! The image is streamed. A first pass over the tree orders it ([`plan`]), a second counts
-//! attributes ([`attrs`]), a third finds every inode its place ([`layout`]); then inodes, shared
+//! The image is streamed. A first pass over the tree orders it (`plan`), a second counts
+//! attributes (`attrs`), a third finds every inode its place (`layout`); then inodes, shared
 //! attributes and data blocks are written front to back, each pass computing the same places
 //! again. So memory stays at some 12 bytes per name, whatever the size of the image.
 
