@@ -1,5 +1,7 @@
 //! Help, exit codes, output for terminals and scripts, and docs/CLI.md in step with them.
 
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
 mod common;
 
 use std::fs;

@@ -1,5 +1,7 @@
 //! Mounts and bundles, through the command line. Needs root and a kernel that mounts images.
 
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
 mod common;
 
 use std::fs;

@@ -1,5 +1,7 @@
 //! Images and the store, through the command line: what a user sees and what a script gets.
 
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
 mod common;
 
 use std::fs;

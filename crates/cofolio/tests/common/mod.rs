@@ -1,5 +1,5 @@
 //! Drives the binary in a sandbox of its own: store, run directory, mounts.
-#![allow(dead_code, reason = "every test file uses a part of it")]
+#![allow(dead_code, clippy::unwrap_used, reason = "every test file uses a part; tests may panic")]
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
