@@ -311,6 +311,15 @@ impl Bench {
     }
 }
 
+impl Drop for Bench {
+    fn drop(&mut self) {
+        // Objects may be immutable: the directory alone could not be removed.
+        if let Ok(store) = Store::open(&self.path("store")) {
+            let _ = store.destroy();
+        }
+    }
+}
+
 fn list(dir: &Path, found: &mut Vec<(PathBuf, u64)>) {
     for entry in fs::read_dir(dir).unwrap() {
         let entry = entry.unwrap();
