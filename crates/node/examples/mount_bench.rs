@@ -17,38 +17,16 @@ use std::time::{Duration, Instant};
 
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
+use cofolio_node::contents::ImageContents;
 use cofolio_node::ledger::cgroup::Hierarchy;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
-use cofolio_store::{
-    BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store, StoredFile,
-};
+use cofolio_store::{Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store};
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
 
 const DIRECTORIES: usize = 400;
 const FILES_PER_DIRECTORY: usize = 24;
 const MEMORY_CONTAINERS: usize = 20;
-
-struct Known(Vec<(Digest, u64)>);
-
-impl Contents for Known {
-    fn image_objects(
-        &self,
-        _: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        self.0.iter().for_each(|(digest, size)| visit(*digest, *size));
-        Ok(())
-    }
-
-    fn layer_objects(
-        &self,
-        _: &StoredFile,
-        _: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Ok(())
-    }
-}
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -77,8 +55,8 @@ fn main() -> Result<()> {
 fn measure(dir: &Path, containers: usize) -> Result<serde_json::Value> {
     let store = Store::init(&dir.join("store"), &InitOptions { immutable: false })?;
     let domain = store.domain("default")?;
-    let (image, known, entries) = build(&domain)?;
-    let mounter = Mounter::new(&domain, RunDir::at(dir.join("run")), &known);
+    let (image, entries) = build(&domain)?;
+    let mounter = Mounter::new(&domain, RunDir::at(dir.join("run")), &ImageContents);
     let targets: Vec<PathBuf> = (0..containers).map(|n| dir.join(format!("c{n}"))).collect();
     targets.iter().try_for_each(fs::create_dir)?;
     let request = |target: &Path, writable: bool| MountRequest {
@@ -184,7 +162,7 @@ fn list(dir: &Path) -> Result<()> {
 }
 
 /// An image of some 10,000 entries, of which 24 in 25 are files.
-fn build(domain: &Domain) -> Result<(Digest, Known, usize)> {
+fn build(domain: &Domain) -> Result<(Digest, usize)> {
     let staging = domain.begin_import(ImportOptions::default())?;
     let meta = |mode| Meta { mode, uid: 0, gid: 0, mtime: 1_700_000_000, mtime_nsec: 0 };
     let mut tree = Tree::new(meta(0o040_755));
@@ -210,7 +188,7 @@ fn build(domain: &Domain) -> Result<(Digest, Known, usize)> {
     write(&tree, &WriteOptions::default(), &mut image)?;
     let image = image.finish()?;
     staging.commit(&Publish::named("bench:1", Ref::new(image)), known.iter().copied())?;
-    Ok((image, Known(known), tree.entry_count()))
+    Ok((image, tree.entry_count()))
 }
 
 fn ms(duration: Duration) -> f64 {

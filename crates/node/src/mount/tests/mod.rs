@@ -96,7 +96,9 @@ fn changes_of_writable_mounts_are_their_own_and_go_with_them() {
     assert_eq!(mode & 0o777, 0o700, "no host user can reach what a container wrote");
 
     assert_eq!(umount(&mounter, &one.target).upper, None);
-    umount(&mounter, &two.target);
+    assert!(!upper.exists());
+    umount(&fixture.mounter().with_deferred_removal(), &two.target);
+    assert_eq!(mounter.reconcile().unwrap().uppers, 1, "the changes of the second");
     fixture.assert_clean("after both unmounts");
 }
 
