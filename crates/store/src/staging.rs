@@ -444,6 +444,16 @@ struct Spilled<'a> {
     written: u64,
 }
 
+/// What became of a file that was to get its name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Placed {
+    New,
+    /// Another thread has just staged the same content.
+    Known,
+    /// The disk is full: there is no file.
+    Full,
+}
+
 impl<'a> Spilled<'a> {
     fn new(staging: &'a Staging) -> Result<Self> {
         let number = staging.next_temporary.fetch_add(1, Relaxed);
@@ -473,19 +483,18 @@ impl<'a> Spilled<'a> {
         Ok(())
     }
 
-    /// Gives the file its name in the staging directory. False if the disk is full; what already has the
-    /// name stays.
-    fn finish(mut self, call: impl FnOnce(&Staging, &str) -> io::Result<()>) -> Result<bool> {
+    /// Gives the file its name in the staging directory; what already has the name stays.
+    fn finish(mut self, call: impl FnOnce(&Staging, &str) -> io::Result<()>) -> Result<Placed> {
         if self.file.take().is_none() {
-            return Ok(false);
+            return Ok(Placed::Full);
         }
         match call(self.staging, &self.path) {
             // `drop` removes ours.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(true),
-            Err(error) => self.staging.fail(error, "rename", &self.path).map(|()| false),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Placed::Known),
+            Err(error) => self.staging.fail(error, "rename", &self.path).map(|()| Placed::Full),
             Ok(()) => {
                 self.path.clear();
-                Ok(true)
+                Ok(Placed::New)
             }
         }
     }
@@ -571,14 +580,16 @@ impl ObjectWriter<'_> {
             return Ok(staging.count(digest, size, false));
         }
         let target = staging.object_file(&digest);
-        let is_new = spilled.file.is_some();
         let placed = spilled.finish(|staging, path| {
             staging.in_shard(&digest, || staging.disk().rename(path, &target, true))
         })?;
-        if !placed || (is_new && !staging.enable_verity(&target, &digest)?) {
-            return Ok(staging.count_missing(digest, size));
+        match placed {
+            Placed::Known => Ok(staging.count(digest, size, false)),
+            Placed::New if staging.enable_verity(&target, &digest)? => {
+                Ok(staging.count(digest, size, true))
+            }
+            Placed::New | Placed::Full => Ok(staging.count_missing(digest, size)),
         }
-        Ok(staging.count(digest, size, true))
     }
 }
 
@@ -623,7 +634,7 @@ impl ImageWriter<'_> {
         let digest = hasher.finish();
         let target = staging.image_file(&digest);
         let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
-        if !placed || !staging.enable_verity(&target, &digest)? {
+        if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
             staging.count_missing_bytes(written);
         }
         Ok(digest)
@@ -661,7 +672,8 @@ impl LayerWriter<'_> {
     pub fn finish(self) -> Result<()> {
         let Self { file, target } = self;
         let (staging, written) = (file.staging, file.written);
-        if !file.finish(|staging, path| staging.disk().rename(path, &target, true))? {
+        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
+        if placed == Placed::Full {
             staging.count_missing_bytes(written);
         }
         Ok(())
