@@ -14,9 +14,9 @@ const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Redraws of a bar per second.
 const REDRAWS_PER_SECOND: u8 = 10;
 
-const STYLE: &str = "{spinner} {prefix} {binary_bytes} ({binary_bytes_per_sec}) {msg}";
+const STYLE: &str = "{spinner} {prefix} {binary_bytes} ({binary_bytes_per_sec}) {wide_msg}";
 const STYLE_OF: &str = "{spinner} {prefix} [{bar:30}] {binary_bytes} of {binary_total_bytes} \
-                        ({binary_bytes_per_sec}, {eta}) {msg}";
+                        ({binary_bytes_per_sec}, {eta}) {wide_msg}";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {

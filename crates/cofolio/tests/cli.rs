@@ -30,14 +30,18 @@ fn without_arguments_there_is_help_and_a_usage_error() {
 fn every_command_explains_itself() {
     let commands = commands();
     assert!(commands.len() >= 19, "{commands:?}");
-    for command in commands.iter().filter(|command| *command != "mkcomposefs") {
-        let help = Sandbox::new().run(&[command, "--help"]);
+    for command in &commands {
+        // Two have a grammar of their own below them.
+        let help = match command.as_str() {
+            "mkcomposefs" => Sandbox::new().run(&["help", command]),
+            "bench" => Sandbox::new().run(&[command, "share", "--help"]),
+            _ => Sandbox::new().run(&[command, "--help"]),
+        };
         assert!(help.ok().contains("Example"), "{command}");
         // What it does comes first.
         let first = help.stdout.lines().next().unwrap();
         assert!(!first.is_empty() && !first.starts_with("Usage"), "{command}: {first}");
     }
-    assert!(Sandbox::new().run(&["help", "mkcomposefs"]).ok().contains("mkcomposefs"));
 }
 
 #[test]
@@ -199,6 +203,9 @@ fn the_manual_is_in_step() {
     add("cofolio", &["--help"]);
     for command in commands() {
         add(&format!("cofolio {command}"), &["help", &command]);
+        if command == "bench" {
+            add("cofolio bench share", &["bench", "share", "--help"]);
+        }
     }
     if std::env::var_os("COFOLIO_BLESS").is_some() {
         fs::write(&path, format!("{head}{BEGIN}{text}")).unwrap();

@@ -271,6 +271,67 @@ fn sorted_groups(text: &str) -> String {
     format!("{head}groups={}\n{rest}", groups.join(","))
 }
 
+/// A real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out).
+#[test]
+fn a_real_redis_starts_from_its_bundle() {
+    const TEST: &str = "a_real_redis_starts_from_its_bundle";
+    if !can_mount(TEST) {
+        return;
+    }
+    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
+        Some(dir) => PathBuf::from(dir),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
+    };
+    let layout = corpus.join("redis/old");
+    if !layout.join("index.json").is_file() {
+        return skip(TEST, "no redis in the corpus (`corpus/build redis`)");
+    }
+    let sandbox = Sandbox::new();
+    sandbox.run(&["import", "--name", "redis", layout.to_str().unwrap()]).ok();
+    for runtime in runtimes(TEST) {
+        let bundle = sandbox.path("bundle");
+        let dir = bundle.to_str().unwrap();
+        let command = "redis-server --save '' --daemonize yes >/dev/null && sleep 1 && \
+                       redis-cli set folio one && redis-cli get folio && id -un";
+        sandbox.run(&["bundle", "--read-only", "redis", dir, "--", "sh", "-c", command]).ok();
+        let ran = start(&runtime, &sandbox, &bundle);
+        assert_eq!(ran.stdout, "OK\none\nredis\n", "{}: {}", runtime.display(), ran.stderr);
+        sandbox.run(&["umount", &format!("{dir}/rootfs")]).ok();
+        fs::remove_dir_all(&bundle).unwrap();
+    }
+}
+
+/// A full disk: exit code 6, what was missing, and a store as it was.
+#[test]
+fn a_full_filesystem_is_told_with_what_was_missing() {
+    const TEST: &str = "a_full_filesystem_is_told_with_what_was_missing";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let store = sandbox.dir("store");
+    let mounted = Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=4m", "cofolio-test"])
+        .arg(&store)
+        .status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        return skip(TEST, "tmpfs cannot be mounted");
+    }
+    let before = sandbox.import_tree("box:1");
+    let tree = sandbox.dir("large");
+    for number in 0..64_u8 {
+        fs::write(tree.join(format!("{number}")), vec![number; 256 << 10]).unwrap();
+    }
+    let ran = sandbox.run(&["import", "--name", "large", tree.to_str().unwrap()]);
+    ran.fails_with(6);
+    assert!(ran.stderr.contains("no space left"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("bytes"), "{}", ran.stderr);
+    sandbox.run(&["ls", "large"]).fails_with(3);
+    assert_eq!(fs::read_dir(store.join("staging")).unwrap().count(), 0);
+    assert_eq!(sandbox.run(&["inspect", "--json", "box:1"]).json()["image"], before.as_str());
+    sandbox.run(&["verify", "box:1"]).ok();
+}
+
 /// What fails leaves neither a mount nor a directory.
 #[test]
 fn a_bundle_that_cannot_be_leaves_nothing() {

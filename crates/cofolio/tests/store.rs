@@ -20,7 +20,7 @@ fn a_directory_becomes_an_image_that_can_be_looked_into() {
     images.ok();
     assert_eq!(
         images.words()[0],
-        ["NAME", "IMAGE", "FILES", "SIZE", "UNIQUE", "SHARED", "CREATED"]
+        ["NAME", "IMAGE", "OBJECTS", "SIZE", "UNIQUE", "SHARED", "CREATED"]
     );
     assert_eq!(images.words()[1][..3], ["box:1", &digest[..12], "3"]);
     let images = sandbox.run(&["images", "--json"]).json();

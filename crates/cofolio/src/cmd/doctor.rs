@@ -4,7 +4,7 @@ use serde_json::json;
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::ui::{Cell, Table, Tone};
+use crate::ui::{Cell, Table, Tone, plural};
 
 /// Tell what this kernel, filesystem and machine offer, and what is missing
 ///
@@ -152,7 +152,9 @@ impl Store {
             .domain(&context.global.domain)
             .and_then(|d| Ok((d.refs()?.len(), d.images()?.len())))
         {
-            Ok((refs, images)) => lines.push(("images", format!("{images}, under {refs} names"))),
+            Ok((refs, images)) => {
+                lines.push(("images", format!("{images}, under {}", plural(refs as u64, "name"))))
+            }
             Err(e) => error = Some(e.to_string()),
         }
         match store.orphaned_staging() {

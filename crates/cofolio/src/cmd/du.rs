@@ -21,7 +21,8 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(Exit::Ok);
     }
     if !report.images.is_empty() {
-        let mut table = Table::new(&["IMAGE", "METADATA", "FILES", "CONTENT", "UNIQUE", "SHARED"]);
+        let mut table =
+            Table::new(&["IMAGE", "METADATA", "OBJECTS", "CONTENT", "UNIQUE", "SHARED"]);
         for image in &report.images {
             let name = match image.refs.first() {
                 Some(name) if image.refs.len() > 1 => {

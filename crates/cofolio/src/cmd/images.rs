@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
 use crate::exit::Exit;
-use crate::ui::{Cell, Table, Tone, ago};
+use crate::ui::{Cell, Table, Tone, ago, human_count};
 
 /// List the images of the store
 ///
@@ -60,7 +60,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note("no images (`cofolio import SOURCE` brings one in)");
         return Ok(Exit::Ok);
     }
-    let mut table = Table::new(&["NAME", "IMAGE", "FILES", "SIZE", "UNIQUE", "SHARED", "CREATED"]);
+    let mut table =
+        Table::new(&["NAME", "IMAGE", "OBJECTS", "SIZE", "UNIQUE", "SHARED", "CREATED"]);
     for (name, image, created) in rows {
         let name = match name {
             Some(name) => Cell::left(name).tone(Tone::Bold),
@@ -70,7 +71,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let mut row = vec![name, Cell::left(digest)];
         match usage.get(&image) {
             Some(u) => row.extend([
-                Cell::right(u.objects.to_string()),
+                Cell::right(human_count(u.objects)),
                 Cell::size(u.bytes + u.metadata_bytes),
                 Cell::size(u.exclusive_bytes + u.metadata_bytes),
                 Cell::size(u.shared_bytes()),
