@@ -198,6 +198,13 @@ fn the_manual_is_in_step() {
         // Widths follow the terminal, where there is one.
         let output = command.env("COLUMNS", "100").output().unwrap();
         let help = String::from_utf8(output.stdout).unwrap();
+        // What every command takes is explained once.
+        let help = match (help.split_once("\nOptions of every command:"), title) {
+            (Some((own, common)), title) if title != "cofolio" => {
+                own.to_owned() + common.find("\nExample").map_or("", |at| &common[at..])
+            }
+            _ => help,
+        };
         text.push_str(&format!("\n### {title}\n\n```text\n{}\n```\n", help.trim_end()));
     };
     add("cofolio", &["--help"]);

@@ -172,6 +172,11 @@ impl DigestStore {
         let object = self.object(digest);
         let placed = (|| {
             file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
+            // Its name says what it holds, also after a crash.
+            file.sync_all()?;
+            drop(file);
+            // As mkcomposefs does where the filesystem has it; elsewhere there is nothing to say.
+            let _ = cofolio_sys::verity::enable(File::open(temporary)?);
             if let Some(shard) = object.parent() {
                 match std::fs::create_dir(shard) {
                     Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
