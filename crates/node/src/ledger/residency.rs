@@ -59,12 +59,17 @@ pub fn mincore_file(file: &File) -> std::io::Result<Residency> {
 /// from 6.15 on a file that the caller neither owns nor may write).
 pub fn cachestat(path: &Path) -> Result<Residency> {
     let file = File::open(path).map_err(LedgerError::io(path))?;
-    let ask = || {
-        let pages = pages_of(file.metadata()?.len());
-        let stat = cache::cachestat(&file, 0, 0)?;
-        Ok(Residency { pages, resident: stat.cached })
-    };
-    ask().map_err(LedgerError::io(path))
+    cachestat_file(&file).map_err(LedgerError::io(path))
+}
+
+/// [`cachestat`] of a file that is open; also of a block device, whose size then counts as 0 pages.
+///
+/// # Errors
+/// Those of fstat(2) and cachestat(2).
+pub fn cachestat_file(file: &File) -> std::io::Result<Residency> {
+    let pages = pages_of(file.metadata()?.len());
+    let stat = cache::cachestat(file, 0, 0)?;
+    Ok(Residency { pages, resident: stat.cached })
 }
 
 /// How many pages of the file were resident once and have been reclaimed, by cachestat(2). Pages

@@ -5,6 +5,7 @@ use std::{
     collections::{BTreeSet, HashMap},
     fs::{self, File},
     io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
@@ -43,6 +44,9 @@ pub(super) struct Run {
     pub(super) content: Residency,
     /// Pages of metadata images, by mincore.
     pub(super) metadata: Residency,
+    /// Pages of directories that the mounts keep in page cache of their own, which nothing can be asked
+    /// about: counted from the directories' sizes.
+    pub(super) directory_pages: u64,
     /// Growth of the machine.
     pub(super) growth: Growth,
     /// Page cache of the measuring program's own files that came in meanwhile, and is not part of
@@ -52,6 +56,9 @@ pub(super) struct Run {
     pub(super) charge: Option<Charge>,
     /// How much page cache the rest of the machine gained meanwhile, by its cgroups' charges.
     pub(super) elsewhere: Option<i64>,
+    /// Growth of the page cache of the block device that the images are on, by cachestat; `None` unless
+    /// they are on a filesystem of their own.
+    pub(super) device_cache: Option<i64>,
     /// How often somebody else dropped caches meanwhile: never, or the attempt is thrown away.
     #[serde(skip)]
     cache_drops: u64,
@@ -77,14 +84,20 @@ pub(super) struct Growth {
     /// What `MemFree` fell by: everything, and everybody's.
     pub(super) used: i64,
     /// Bytes already taken off `page_cache`, because other cgroups were charged them meanwhile and the
-    /// machine did not fall quiet. What is left then includes our part of `buffers`: charges do not
-    /// tell the two apart.
+    /// machine did not fall quiet.
     pub(super) taken_off: Option<i64>,
 }
 
 impl Growth {
-    fn take_off(&mut self, others: i64) {
+    /// Takes off what others were charged. That covers block devices too, so our own part of `buffers`
+    /// has to come from elsewhere: from the device that the images are on, if nobody else is. Else it
+    /// stays in `page_cache`.
+    fn take_off(&mut self, others: i64, device_cache: Option<i64>) {
         self.page_cache += self.buffers - others;
+        if let Some(ours) = device_cache {
+            self.page_cache -= ours;
+            self.buffers = ours;
+        }
         self.taken_off = Some(others);
     }
 }
@@ -96,6 +109,9 @@ fn delta(before: u64, after: u64) -> i64 {
 
 /// How often a measurement that somebody spoilt is tried again.
 const ATTEMPTS: usize = 8;
+
+/// How long others may take to read again what was dropped, before a measurement starts.
+const SETTLE_MAX: Duration = Duration::from_secs(5);
 
 /// Measures once. While others drop caches or the kernel reclaims, tries again; while others only use
 /// memory too, waits for a quiet moment as long as `patience` lasts, and after that takes what they
@@ -111,7 +127,7 @@ pub(super) fn measure(
     loop {
         let waited = Instant::now();
         wait_for_quiet(*patience);
-        let attempt = attempt(setup, mode, source, own);
+        let attempt = attempt(setup, mode, source, own, *patience);
         let unmounted = setup.unmount();
         let mut run = attempt?;
         unmounted?;
@@ -139,7 +155,7 @@ pub(super) fn measure(
                     .push(format!("other cgroups' page cache changed by {} KiB", others / 1024));
                 continue;
             }
-            Some(others) => run.growth.take_off(others),
+            Some(others) => run.growth.take_off(others, run.device_cache),
             None => {}
         }
         run.discarded = discarded;
@@ -166,10 +182,18 @@ pub(super) struct Source<'a> {
     pub(super) images: [&'a HashMap<Vec<u8>, Content>; 2],
 }
 
-fn attempt(setup: &mut dyn Setup, mode: Mode, source: &Source<'_>, own: &OwnFiles) -> Result<Run> {
+fn attempt(
+    setup: &mut dyn Setup,
+    mode: Mode,
+    source: &Source<'_>,
+    own: &OwnFiles,
+    patience: Duration,
+) -> Result<Run> {
     setup.unmount()?;
     cold_start()?;
     own.warm()?;
+    // What others had in memory they read again now; that is not to fall into the measurement.
+    wait_for_quiet(patience.min(SETTLE_MAX));
     // Without a usable memory cgroup the other two figures are still worth having.
     let hierarchy = Hierarchy::find(Path::new("/"));
     let cgroup = match &hierarchy {
@@ -180,6 +204,8 @@ fn attempt(setup: &mut dyn Setup, mode: Mode, source: &Source<'_>, own: &OwnFile
     let elsewhere =
         || -> Option<u64> { hierarchy.as_ref().ok()?.cache_elsewhere(cgroup.as_ref()?).ok() };
 
+    let device = setup.content().first().and_then(|file| own_device(file));
+    let device_before = device.as_ref().map(residency::cachestat_file).transpose()?;
     fold_counters();
     let own_before = own.resident()?;
     let elsewhere_before = elsewhere();
@@ -198,8 +224,13 @@ fn attempt(setup: &mut dyn Setup, mode: Mode, source: &Source<'_>, own: &OwnFile
     let elsewhere_after = elsewhere();
     let charge = cgroup.as_ref().map(|cgroup| cgroup.charge()).transpose()?;
     let own_after = own.resident()?;
+    let device_after = device.as_ref().map(residency::cachestat_file).transpose()?;
+    let device_cache = device_before.zip(device_after).map(|(before, after)| {
+        delta(before.resident, after.resident).saturating_mul(delta(0, page_size()))
+    });
 
     // From here on everything may grow: opening the backing files brings their inodes in.
+    let directory_pages = setup.directory_pages(&dirs)?;
     let content = resident(setup.content())?;
     let metadata = resident(setup.metadata())?;
     let cache_drops = Memory::read(Path::new("/"))?.cache_drops - before.cache_drops;
@@ -222,6 +253,7 @@ fn attempt(setup: &mut dyn Setup, mode: Mode, source: &Source<'_>, own: &OwnFile
         expected_pages: setup.expected_pages(),
         content,
         metadata,
+        directory_pages,
         growth: Growth {
             page_cache: delta(before.cached, after.cached) - shmem - own_files,
             buffers: delta(before.buffers, after.buffers),
@@ -234,12 +266,25 @@ fn attempt(setup: &mut dyn Setup, mode: Mode, source: &Source<'_>, own: &OwnFile
         elsewhere: elsewhere_before
             .zip(elsewhere_after)
             .map(|(before, after)| delta(before, after) - shmem),
+        device_cache,
         cache_drops,
         reclaimed_pages,
         discarded: Vec::new(),
         before,
         after,
     })
+}
+
+/// The block device that `file` is on, unless it is that of the root filesystem, which everybody uses,
+/// or the filesystem has no block device.
+fn own_device(file: &Path) -> Option<File> {
+    let device = fs::metadata(file).ok()?.dev();
+    if fs::metadata("/").ok()?.dev() == device {
+        return None;
+    }
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let name = fs::read_link(format!("/sys/dev/block/{major}:{minor}")).ok()?;
+    File::open(Path::new("/dev").join(name.file_name()?)).ok()
 }
 
 /// Sums what has been reclaimed of `files`.

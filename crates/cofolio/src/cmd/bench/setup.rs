@@ -11,6 +11,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use cofolio_node::{
     contents::ImageContents,
+    ledger::residency,
     mount::{MountRequest, Mounter, RunDir, UmountOptions},
 };
 use cofolio_store::{Digest, Domain};
@@ -32,6 +33,11 @@ pub(super) trait Setup {
     fn metadata(&self) -> &[PathBuf];
     /// Pages that reading everything must make resident.
     fn expected_pages(&self) -> u64;
+    /// Pages of the mounted directories that are cached inode by inode, as files are. ext4 has its own in
+    /// the page cache of the block device instead.
+    fn directory_pages(&self, _mounted: &[PathBuf; 2]) -> Result<u64> {
+        Ok(0)
+    }
 }
 
 /// Each image unpacked on its own, mounted by overlayfs with an upper directory, as engines do.
@@ -188,6 +194,22 @@ impl Setup for Shared<'_> {
 
     fn expected_pages(&self) -> u64 {
         self.expected_pages
+    }
+
+    /// EROFS reads a directory through the directory's own mapping, so each takes a page at least, once
+    /// per image.
+    fn directory_pages(&self, mounted: &[PathBuf; 2]) -> Result<u64> {
+        let mut pages = 0;
+        for dir in mounted {
+            pages += residency::pages_of(fs::metadata(dir)?.len());
+            source::walk(dir, &mut |_, meta| {
+                if meta.is_dir() {
+                    pages += residency::pages_of(meta.len());
+                }
+                Ok(())
+            })?;
+        }
+        Ok(pages)
     }
 }
 
