@@ -121,10 +121,11 @@ _TENSORFLOW = {
 # Compiled by hash (PEP 552) and not by time: the compiled files then are a function of the sources,
 # the same in both images where these are, and are not compiled again at every start. In one process:
 # what a file's compiled form shares between its constants depends on what the process compiled before
-# it, so several workers give another result each time. Some packages have templates that no Python
+# it, so several workers give another result each time. -f: a module that a .pth file loads has been
+# compiled, by time, when this begins. Some packages have templates that no Python
 # 3.9 can compile (exit code 1); pip passes them over too.
 _COMPILE = (
-    "python3 -m compileall -q -j1 --invalidation-mode=unchecked-hash"
+    "python3 -m compileall -f -q -j1 --invalidation-mode=unchecked-hash"
     " /usr/local/lib/python3.9/dist-packages >/dev/null || test $? = 1"
 )
 
