@@ -4,6 +4,8 @@
 //! in the store's staging is locked by the living process only; the next import's or gc's collection removes
 //! it. (Removing gigabytes first would keep whoever pressed Ctrl-C waiting.)
 
+use std::io::Write;
+
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -18,7 +20,7 @@ pub(crate) fn end_on_signal(ui: &Ui) -> std::io::Result<()> {
         if signals.forever().next().is_some() {
             // The bar may have left the cursor hidden and in the middle of a line.
             if let Some(restore) = ui.restore_terminal() {
-                eprint!("{restore}");
+                let _ = write!(std::io::stderr(), "{restore}");
             }
             ui.error("interrupted; nothing was published, the store is as it was before", None);
             std::process::exit(i32::from(Exit::Interrupted as u8));

@@ -15,9 +15,11 @@ mod progress;
 mod ui;
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::{CommandFactory, Parser};
 
 use crate::cli::Cli;
@@ -51,7 +53,12 @@ fn main() -> ExitCode {
         }
     };
     let ui = ui::Ui::new(&cli.global);
-    match cmd::run(cli, &ui) {
+    // What is still in the buffer at exit would be lost without a word if it cannot be written.
+    let ended = cmd::run(cli, &ui).and_then(|exit| {
+        std::io::stdout().flush().context("writing the output")?;
+        Ok(exit)
+    });
+    match ended {
         Ok(exit) => exit.into(),
         Err(error) => exit::report(&error, &ui).into(),
     }

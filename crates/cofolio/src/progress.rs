@@ -1,6 +1,6 @@
 //! Progress: bars on a terminal, plain lines in a log, nothing with `--quiet` or `--json`.
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -53,6 +53,11 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_spinner())
 }
 
+/// A line of progress. Nobody has to be there to read it.
+fn tell(line: &str) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
 /// Bytes done of something, with a word on what else was done.
 pub(crate) struct Counter {
     mode: Mode,
@@ -95,7 +100,7 @@ impl Counter {
                 if self.is_due(LINE_INTERVAL) {
                     let of = total.map(|total| format!(" of {}", human_size(total)));
                     let of = of.unwrap_or_default();
-                    eprintln!("{}: {}{of}, {}", self.what, human_size(bytes), message());
+                    tell(&format!("{}: {}{of}, {}", self.what, human_size(bytes), message()));
                 }
             }
         }
@@ -152,7 +157,7 @@ impl Progress for Bar {
         match self.mode {
             Mode::Silent => {}
             Mode::Bar => self.bar.set_message(text),
-            Mode::Lines => eprintln!("{text}"),
+            Mode::Lines => tell(text),
         }
     }
 
@@ -170,7 +175,7 @@ impl Progress for Bar {
         );
         match self.mode {
             Mode::Bar => self.bar.println(line),
-            _ => eprintln!("{line}"),
+            _ => tell(&line),
         }
         if layer.known {
             return;

@@ -242,6 +242,20 @@ fn a_reader_that_goes_away_ends_the_command_quietly() {
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
 }
 
+/// Output that cannot be written is a failure, also the last few bytes of it.
+#[test]
+fn a_full_disk_behind_the_output_is_noticed() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    for args in [&["images"] as &[&str], &["cat", "box:1", "/etc/hostname"], &["images", "--json"]]
+    {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = sandbox.command(args).stdout(full).output().unwrap();
+        assert_eq!(output.status.code(), Some(6), "{args:?}");
+        assert!(!output.stderr.is_empty(), "{args:?}");
+    }
+}
+
 /// Ctrl-C during an import: exit code 130, nothing published, and leftovers that gc collects.
 #[test]
 fn an_interrupted_import_leaves_the_store_as_it_was() {

@@ -119,7 +119,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
         }
         table.pair("imported", format!("{} UTC", date(record.created)));
         for (key, value) in &record.labels {
-            table.pair("label", format!("{key}={value}"));
+            table.pair("label", printable(format!("{key}={value}").as_bytes()));
         }
     }
     table
