@@ -105,6 +105,8 @@ pub(crate) enum Command {
     Bundle(cmd::bundle::Args),
     Doctor(cmd::doctor::Args),
     Bench(cmd::bench::Args),
+    #[command(hide = true)]
+    CollectStaging(cmd::collect_staging::Args),
     Mkcomposefs(cmd::mkcomposefs::Args),
 }
 
@@ -137,7 +139,8 @@ mod tests {
     fn every_help_has_an_example() {
         let mut command = Cli::command();
         command.build();
-        for sub in command.get_subcommands_mut().filter(|sub| sub.get_name() != "help") {
+        let visible = |sub: &&mut clap::Command| sub.get_name() != "help" && !sub.is_hide_set();
+        for sub in command.get_subcommands_mut().filter(visible) {
             assert!(sub.get_about().is_some(), "{}", sub.get_name());
             let help = sub.render_long_help().to_string();
             assert!(help.contains("Example"), "{}", sub.get_name());

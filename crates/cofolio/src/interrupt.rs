@@ -1,10 +1,14 @@
-//! Ctrl-C and SIGTERM during an import: end at once, say what is left, exit with 130.
+//! Ctrl-C and SIGTERM during an import: end at once, leave nothing, exit with 130.
 //!
-//! An import publishes nothing before its last step, so ending the process is safe at any moment. What lies
-//! in the store's staging is locked by the living process only; the next import's or gc's collection removes
-//! it. (Removing gigabytes first would keep whoever pressed Ctrl-C waiting.)
+//! An import publishes nothing before its last step, so ending the process is safe at any moment. What it
+//! has put into the store's staging is locked by open descriptors. So the process becomes another one
+//! (`exec`), which ends all threads and closes all descriptors, and removes what nobody holds any more.
+//! Should that one be killed too, the next gc does it.
 
 use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -12,8 +16,8 @@ use signal_hook::iterator::Signals;
 use crate::exit::Exit;
 use crate::ui::Ui;
 
-/// From now on a signal to end does so with exit code 130 and a word about it.
-pub(crate) fn end_on_signal(ui: &Ui) -> std::io::Result<()> {
+/// From now on a signal to end does so with exit code 130, a word about it and an empty staging.
+pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     let ui = ui.clone();
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
@@ -23,6 +27,10 @@ pub(crate) fn end_on_signal(ui: &Ui) -> std::io::Result<()> {
                 let _ = write!(std::io::stderr(), "{restore}");
             }
             ui.error("interrupted; nothing was published, the store is as it was before", None);
+            let mut next = Command::new("/proc/self/exe");
+            next.arg("--store").arg(store).arg("collect-staging");
+            // Comes back only if it failed.
+            let _ = next.exec();
             std::process::exit(i32::from(Exit::Interrupted as u8));
         }
     })?;

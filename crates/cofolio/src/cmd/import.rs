@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     options.limits.uncompressed_bytes = args.max_size << 30;
     let domain = context.domain_or_create()?;
-    interrupt::end_on_signal(context.ui)?;
+    interrupt::end_on_signal(context.ui, context.global.store.clone())?;
     let bar = Bar::new(context.ui, "importing");
     let report = oci::import(&domain, &source, &options, &bar)?;
     drop(bar);

@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
+pub(crate) mod collect_staging;
 pub(crate) mod doctor;
 pub(crate) mod du;
 pub(crate) mod dump;
@@ -52,6 +53,7 @@ pub(crate) fn run(cli: Cli, ui: &Ui) -> Outcome {
         Command::Bundle(args) => bundle::run(&args, &context),
         Command::Doctor(args) => doctor::run(&args, &context),
         Command::Bench(args) => bench::run(&args, &context),
+        Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),
     }
 }
