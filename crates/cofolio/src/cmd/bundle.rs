@@ -51,8 +51,7 @@ pub(crate) struct Args {
     /// Working directory
     #[arg(long, short, value_name = "DIR")]
     workdir: Option<String>,
-    /// Host name inside [default: the name of DIR]
-    #[arg(long, value_name = "NAME")]
+    #[arg(help = "Host name inside [default: the name of DIR]", long, value_name = "NAME")]
     hostname: Option<String>,
     /// Give the process a terminal
     #[arg(long, short)]

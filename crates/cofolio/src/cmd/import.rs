@@ -21,19 +21,33 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
     cofolio import oci:layouts/redis:7.0.15\n  \
     cofolio import dir:/srv/rootfs --name rootfs")]
 pub(crate) struct Args {
-    /// PATH, oci:PATH[:TAG], oci-archive:PATH[:TAG], docker-archive:PATH[:TAG] or dir:PATH
+    #[arg(
+        help = "PATH, oci:PATH[:TAG], oci-archive:PATH[:TAG], docker-archive:PATH[:TAG] or dir:PATH"
+    )]
     source: String,
-    /// Name to give the image [default: the tag in the source, or its file name]
-    #[arg(long, short, value_name = "REF")]
+    #[arg(
+        help = "Name to give the image [default: the tag in the source, or its file name]",
+        long,
+        short,
+        value_name = "REF"
+    )]
     name: Option<String>,
-    /// Platform to take from an image for several, as OS/ARCH[/VARIANT] [default: this machine's]
-    #[arg(long, value_name = "PLATFORM")]
+    #[arg(
+        help = "Platform to take from an image for several, as OS/ARCH[/VARIANT] [default: this machine's]",
+        long,
+        value_name = "PLATFORM"
+    )]
     platform: Option<String>,
     /// Label for the ref; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     label: Vec<String>,
-    /// Threads that hash and write files [default: one per processor, up to 8]
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    #[arg(
+        help = "Threads that hash and write files [default: one per processor, up to 8]",
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        hide_default_value = true
+    )]
     threads: usize,
     /// Largest uncompressed size of all layers together, in GiB
     #[arg(long, value_name = "GIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]

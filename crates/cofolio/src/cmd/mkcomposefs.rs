@@ -14,8 +14,11 @@ use crate::exit::{Exit, Fail};
     disable_help_flag = true
 )]
 pub(crate) struct Args {
-    /// Arguments of mkcomposefs: [OPTIONS] SOURCE IMAGE
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(
+        help = "Arguments of mkcomposefs: [OPTIONS] SOURCE IMAGE",
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
     args: Vec<OsString>,
 }
 

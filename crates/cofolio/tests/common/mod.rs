@@ -162,9 +162,23 @@ impl Drop for Sandbox {
         for target in self.mounted().iter().rev() {
             let _ = rustix::mount::unmount(target, flags);
         }
-        // Its files may be immutable.
-        if let Ok(store) = cofolio_store::Store::open(&self.path("store")) {
-            let _ = store.destroy();
+        release(&self.path("store"));
+    }
+}
+
+/// Clear the immutable flags below a directory, so that it can be removed, whatever a test did to it.
+fn release(dir: &Path) {
+    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let Ok(kind) = entry.file_type() else { continue };
+        if kind.is_dir() {
+            release(&entry.path());
+        } else if kind.is_file()
+            && let Ok(file) = fs::File::open(entry.path())
+            && let Ok(flags) = ioctl_getflags(&file)
+            && flags.contains(IFlags::IMMUTABLE)
+        {
+            let _ = ioctl_setflags(&file, flags - IFlags::IMMUTABLE);
         }
     }
 }
