@@ -253,7 +253,9 @@ pub(super) fn table(report: &Report) -> String {
                 mib(memory)
             );
         };
-        let less = |percent: f64| format!("-{percent:.1} %");
+        // Memory may also grow: a negative reduction is shown as what it is.
+        let less =
+            |percent: f64| format!("{:+.1} %", if percent.abs() < 0.05 { 0.0 } else { -percent });
         row(&names[0], "no", unshared.memory, "-", Some(unshared));
         row(&names[1], "yes", shared.memory, &less(summary.reduction_percent), Some(shared));
         let by_layer = bytes(expected.unshared_pages) - bytes(expected.layer_shared_pages);

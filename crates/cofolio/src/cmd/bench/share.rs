@@ -138,7 +138,10 @@ pub(super) fn run(args: &Args, global: &Global) -> Outcome {
     let report = Report {
         format: 1,
         tool: format!("cofolio {}", env!("CARGO_PKG_VERSION")),
-        command_line: std::env::args().collect(),
+        // Not where the binary happens to lie: that says nothing to whoever reads the archive.
+        command_line: std::iter::once("cofolio".to_owned())
+            .chain(std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned()))
+            .collect(),
         machine: report::machine(&work, memory_cgroup),
         old: old.about.clone(),
         new: new.about.clone(),
