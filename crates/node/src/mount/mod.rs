@@ -282,6 +282,10 @@ impl<'a> Mounter<'a> {
     pub fn mount(&self, request: &MountRequest) -> Result<MountRecord, MountError> {
         let target = resolve_target(&request.target, request.create_target)?;
         self.run.prepare()?;
+        self.mount_at(target, request).inspect_err(|_| self.run.release())
+    }
+
+    fn mount_at(&self, target: PathBuf, request: &MountRequest) -> Result<MountRecord, MountError> {
         self.make_room(&target)?;
         if request.verify {
             self.verify(&request.image)?;
@@ -506,6 +510,9 @@ impl<'a> Mounter<'a> {
         let forgotten = self.forget(&record, &Place::Gone, &lock)?;
         drop(lock);
         let unpinned = forgotten.unpinned;
+        if unpinned {
+            self.run.release();
+        }
         if !self.defer_removal {
             forgotten.finish();
         }
@@ -578,7 +585,12 @@ impl<'a> Mounter<'a> {
             return Ok(false);
         }
         let lock = self.run.lock_image(image)?;
-        self.let_go(self.domain.name(), image, &lock)
+        let unpinned = self.let_go(self.domain.name(), image, &lock)?;
+        drop(lock);
+        if unpinned {
+            self.run.release();
+        }
+        Ok(unpinned)
     }
 
     fn let_go(&self, domain: &str, image: &Digest, lock: &ImageLock) -> Result<bool, MountError> {

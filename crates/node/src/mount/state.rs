@@ -24,7 +24,7 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, Store};
@@ -205,6 +205,18 @@ impl RunDir {
             mount_change(&self.path, kind).at("change the propagation of", &self.path)?;
         }
         Ok(())
+    }
+
+    /// Takes the mount that [`RunDir::prepare`] made away again. While an image is pinned below it or
+    /// somebody has a file of it open the kernel refuses, and it stays for them.
+    pub(crate) fn release(&self) {
+        let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev()).ok();
+        let is_mount = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
+        // A filesystem that somebody else mounted here is not ours to take away.
+        let is_ours = self.path.parent().and_then(device) == device(&self.path);
+        if is_ours && is_mount.is_ok_and(|id| id.is_root) {
+            let _ = kernel::unmount(&self.path, false);
+        }
     }
 
     /// What tells our ids from those of another run directory on the same store.

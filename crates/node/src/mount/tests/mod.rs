@@ -65,6 +65,7 @@ fn read_only_mounts_are_clones_of_one_overlay_over_one_erofs() {
     let id = mounter.list().unwrap().mounts[0].record.id.clone();
     assert!(umount(&mounter, Path::new(&id)).unpinned);
     fixture.assert_clean("after the last unmount");
+    assert!(fixture.mounts().is_empty(), "the run directory's own mount is left");
 }
 
 #[test]
