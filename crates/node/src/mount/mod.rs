@@ -314,7 +314,7 @@ impl<'a> Mounter<'a> {
             pid: std::process::id(),
             created: now(),
         };
-        let lock = self.run.lock_image(&record.image)?;
+        let lock = self.run.prepare_and_lock(&record.image)?;
         if !self.run.claim(&record, &lock)? {
             // Somebody was faster between `make_room` and here.
             let image = self.run.record(&record.id)?.map_or(record.image, |other| other.image);
@@ -560,8 +560,7 @@ impl<'a> Mounter<'a> {
     /// # Errors
     /// As [`Mounter::mount`].
     pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
-        self.run.prepare()?;
-        let lock = self.run.lock_image(image)?;
+        let lock = self.run.prepare_and_lock(image)?;
         let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
         root.images = vec![*image];
         root.note = "kept mounted".to_owned();

@@ -36,7 +36,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::error::{At as _, MountError};
 use super::idmap::IdMap;
-use super::kernel::{self, Backing};
+use super::kernel::{self, Backing, open_dir};
 
 /// Where a store's runtime state lives.
 #[derive(Debug, Clone)]
@@ -149,7 +149,7 @@ pub struct PinRecord {
 #[derive(Debug)]
 pub(crate) struct ImageLock {
     stripe: u8,
-    _file: OwnedFd,
+    file: OwnedFd,
 }
 
 /// A record is a few hundred bytes; an id map makes it grow.
@@ -199,7 +199,7 @@ impl RunDir {
         let failed = |error| MountError::from_kernel(error, super::error::Asked::default());
         let copy = kernel::clone_mount(rustix::fs::CWD, &self.path, MountAttrFlags::empty(), None)
             .map_err(failed)?;
-        let dir = kernel::open_dir(&self.path).at("open", &self.path)?;
+        let dir = open_dir(&self.path).at("open", &self.path)?;
         kernel::attach(&copy, &dir).map_err(failed)?;
         for kind in [MountPropagationFlags::PRIVATE, MountPropagationFlags::SHARED] {
             mount_change(&self.path, kind).at("change the propagation of", &self.path)?;
@@ -238,13 +238,34 @@ impl RunDir {
     }
 
     /// Locks everything of an image. Waits.
+    /// As [`RunDir::prepare`] and [`RunDir::lock_image`]. The lock file, being open, keeps
+    /// [`RunDir::release`] from taking the run directory's mount away.
+    pub(crate) fn prepare_and_lock(&self, image: &Digest) -> Result<ImageLock, MountError> {
+        let mount_of = |file: &OwnedFd| {
+            let id = cofolio_sys::mount::mount_id(file, "").at("look at", &self.path)?;
+            Ok::<_, MountError>((id.id, id.is_root))
+        };
+        loop {
+            self.prepare()?;
+            let lock = self.lock_image(image)?;
+            // Released between the two, and perhaps made anew by somebody else: our file is on the
+            // mount below then, and what we would pin there could be covered. Whoever released it
+            // has finished an unmount, so there is progress.
+            let top = open_dir(&self.path).at("open", &self.path)?;
+            let (id, is_mount) = mount_of(&top)?;
+            if is_mount && id == mount_of(&lock.file)?.0 {
+                return Ok(lock);
+            }
+        }
+    }
+
     pub(crate) fn lock_image(&self, image: &Digest) -> Result<ImageLock, MountError> {
         self.lock_stripe(image.0[0])
     }
 
     pub(crate) fn lock_stripe(&self, stripe: u8) -> Result<ImageLock, MountError> {
         let path = self.path.join(format!("locks/{stripe:02x}"));
-        Ok(ImageLock { stripe, _file: lock_file(&path)? })
+        Ok(ImageLock { stripe, file: lock_file(&path)? })
     }
 
     /// The record of a mount.
