@@ -108,7 +108,7 @@ fn delta(before: u64, after: u64) -> i64 {
 }
 
 /// How often a measurement that somebody spoilt is tried again.
-const ATTEMPTS: usize = 8;
+const ATTEMPTS: usize = 4;
 
 /// How long others may take to read again what was dropped, before a measurement starts.
 const SETTLE_MAX: Duration = Duration::from_secs(5);
