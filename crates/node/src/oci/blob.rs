@@ -26,6 +26,9 @@ use super::tar::Input;
 pub(crate) const CHUNK: usize = 256 * 1024;
 /// Chunks that wait between two threads.
 const QUEUE: usize = 4;
+/// Chunks that are kept to be used again: what the queues of two layers hold. More are about for moments
+/// only, when workers lag behind, and would be lost to the trees that grow meanwhile.
+const POOLED_MAX: usize = 4 * QUEUE;
 /// Largest zstd window, as `zstd -d` takes it without `--long`: 128 MiB of memory at worst.
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 
@@ -169,6 +172,11 @@ impl Pool {
         let buffer = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
         buffer.unwrap_or_else(|| vec![0; CHUNK])
     }
+
+    /// Gives the memory back, when nobody unpacks.
+    pub(crate) fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
 }
 
 /// Uncompressed content; goes back to its pool when nobody needs it any more.
@@ -189,8 +197,8 @@ impl Drop for Chunk {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.buffer);
         let mut pool = self.pool.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // The end of a stream has no buffer; more than this are only about for moments.
-        if buffer.len() == CHUNK && pool.len() < 64 {
+        // The end of a stream has no buffer.
+        if buffer.len() == CHUNK && pool.len() < POOLED_MAX {
             pool.push(buffer);
         }
     }

@@ -325,6 +325,9 @@ fn build(
                 budget.stop(ImportError::Image { what: "a thread panicked".into() });
                 Err(())
             });
+            if running.is_empty() {
+                shared.pool.clear();
+            }
             let result = joined.and_then(|(unpacked, tree)| {
                 report.layers.push(layer_report(layer, unpacked.as_ref()));
                 report.foreign_xattrs += unpacked.map_or(0, |counts| counts.foreign_xattrs);
