@@ -15,6 +15,7 @@ use super::blob::{Budget, Pool};
 use super::digest::BlobDigest;
 use super::error::{ImportError, shown};
 use super::layer::DEFAULT_DIR;
+use super::manifest::is_whole_name;
 use super::merge::{self, Hidden, MergeError};
 use super::objects::Workers;
 use super::progress::{LayerStart, Phase, Progress};
@@ -112,7 +113,7 @@ fn import_directory(
     options: &ImportOptions,
     progress: &dyn Progress,
 ) -> Result<ImportReport, ImportError> {
-    let name = options.name.clone().unwrap_or_else(|| default_name(source, &[]));
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, None));
     let attempt = |hold_lock| {
         let staging = domain
             .begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?;
@@ -146,11 +147,12 @@ fn import_image(
     progress.phase(Phase::Resolve);
     let opened = Opened::open(source)?;
     let chosen = opened.choose(&options.platform, options.limits.document_bytes)?;
-    let docker_tags = match &chosen {
-        Chosen::Docker { image, .. } => image.repo_tags.clone().unwrap_or_default(),
-        Chosen::Manifest { .. } => Vec::new(),
+    let called = match &chosen {
+        Chosen::Docker { image, .. } => image.repo_tags.as_ref().and_then(|tags| tags.first()),
+        Chosen::Manifest { name, .. } => name.as_ref(),
     };
-    let name = options.name.clone().unwrap_or_else(|| default_name(source, &docker_tags));
+    let called = called.map(String::as_str);
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
     if let Some(record) = known_image(domain, &chosen)? {
         return publish_known(domain, &name, record, options);
     }
@@ -411,8 +413,9 @@ fn finish(
     Ok(())
 }
 
-/// A name from the source: its tag, if it is a whole name; else its file name with the tag.
-fn default_name(source: &Source, docker_tags: &[String]) -> String {
+/// A name from the source: the tag that was asked for, or else what the source calls the image, if that is
+/// a whole name; else the source's file name, with the tag if there is one.
+fn default_name(source: &Source, called: Option<&str>) -> String {
     let stem = || {
         let path = source.path();
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -422,14 +425,13 @@ fn default_name(source: &Source, docker_tags: &[String]) -> String {
     };
     let tag = match source {
         Source::Directory { .. } => None,
-        Source::Layout { tag, .. } | Source::Archive { tag, .. } => tag.as_deref(),
-        Source::DockerSave { tag, .. } => {
-            tag.as_deref().or_else(|| docker_tags.first().map(String::as_str))
-        }
+        Source::Layout { tag, .. }
+        | Source::Archive { tag, .. }
+        | Source::DockerSave { tag, .. } => tag.as_deref().or(called),
     };
     match tag {
         None => stem(),
-        Some(tag) if tag.contains([':', '/']) => tag.to_owned(),
+        Some(tag) if is_whole_name(tag) => tag.to_owned(),
         Some(tag) => format!("{}:{tag}", stem()),
     }
 }

@@ -52,6 +52,18 @@ impl Descriptor {
             .filter_map(|key| self.annotations.get(*key))
             .map(String::as_str)
     }
+
+    /// What the image is called. containerd writes both annotations, `1` into the one and
+    /// `docker.io/library/name:1` into the other: a whole name goes first.
+    pub(crate) fn name(&self) -> Option<&str> {
+        let names = || self.names().filter(|name| !name.is_empty());
+        names().find(|name| is_whole_name(name)).or_else(|| names().next())
+    }
+}
+
+/// Whether a tag is more than that: `name:tag` or `registry/name`.
+pub(crate) fn is_whole_name(tag: &str) -> bool {
+    tag.contains([':', '/'])
 }
 
 /// An operating system and processor, in Go's words (`linux`, `amd64`, `v8`).

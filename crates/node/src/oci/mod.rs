@@ -72,7 +72,9 @@ impl Default for Limits {
 /// How to import.
 #[derive(Debug, Clone)]
 pub struct ImportOptions {
-    /// Name of the ref. Without one: the tag in the source, or its file name.
+    /// Name of the ref. Without one: the tag in the source, or what the source calls the image (the
+    /// annotation `org.opencontainers.image.ref.name` or `io.containerd.image.name`, or a `docker save`
+    /// archive's first tag) if that is a whole name; otherwise the source's file name, with the tag.
     pub name: Option<String>,
     /// Which image of an index. Default: this machine's platform.
     pub platform: Platform,

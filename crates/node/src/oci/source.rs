@@ -178,8 +178,17 @@ enum Blobs {
 
 /// The chosen manifest, before config and layers are looked at.
 pub(crate) enum Chosen {
-    Manifest { digest: BlobDigest, bytes: Vec<u8> },
-    Docker { image: DockerImage, config: Vec<u8>, digest: BlobDigest },
+    Manifest {
+        digest: BlobDigest,
+        bytes: Vec<u8>,
+        /// What `index.json` calls the image.
+        name: Option<String>,
+    },
+    Docker {
+        image: DockerImage,
+        config: Vec<u8>,
+        digest: BlobDigest,
+    },
 }
 
 impl Opened {
@@ -238,12 +247,13 @@ impl Opened {
             }
             _ => return Err(self.no_such_tag(&index)),
         };
+        let name = descriptor.name().map(str::to_owned);
         for _ in 0..=INDEX_DEPTH_MAX {
             let kind = manifest::leads(&descriptor)?;
             let digest = descriptor.blob_digest()?;
             let bytes = self.blob(&descriptor)?.read_all(max)?;
             if kind == Leads::ToManifest {
-                return Ok(Chosen::Manifest { digest, bytes });
+                return Ok(Chosen::Manifest { digest, bytes, name });
             }
             let index: Index = manifest::parse("index", &descriptor.digest, &bytes)?;
             check_schema("index", &descriptor.digest, index.schema_version)?;
@@ -328,7 +338,7 @@ impl Opened {
     /// Looks up config and layers of the chosen image and checks that they fit each other.
     pub(crate) fn resolve(&self, chosen: Chosen, max: u64) -> Result<FoundImage, ImportError> {
         match chosen {
-            Chosen::Manifest { digest, bytes } => self.resolve_oci(digest, &bytes, max),
+            Chosen::Manifest { digest, bytes, .. } => self.resolve_oci(digest, &bytes, max),
             Chosen::Docker { image, config, digest } => self.resolve_docker(&image, config, digest),
         }
     }

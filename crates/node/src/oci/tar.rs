@@ -5,11 +5,17 @@
 //! [L long name ][name\0      ]  ^ 512 bytes: ustar, GNU, V7 or star
 //! ```
 //!
-//! Why not a library: `tar` and `tar-core` (both looked at in 2026) keep whole seconds of `mtime` only, refuse negative
-//! ones, read devices in octal only, stop silently at a malformed PAX record, and leave ACLs and
-//! `LIBARCHIVE.xattr` to the caller; what is left of them is a table of field offsets. The formats are
-//! those of POSIX pax(1), GNU tar's manual ("Basic Tar Format", "Storing Sparse Files") and libarchive's
-//! tar(5).
+//! Why not a library: both that there are (by their sources, read in 2026) lose what an image needs.
+//!
+//! - `tar` 0.4.46 takes `mtime` from the header only, in whole seconds; reads devices in octal only; splits
+//!   PAX records at line ends, so that an attribute with a newline in its value (a capability can have one)
+//!   is left out without a word, as every malformed record is; and knows neither GNU's sparse files in PAX
+//!   form nor ACLs nor `LIBARCHIVE.xattr`.
+//! - `tar-core` 0.1.0 keeps whole seconds only, refuses negative ones, reads devices in octal only, stops
+//!   silently at a malformed PAX record, and leaves ACLs and `LIBARCHIVE.xattr` to the caller.
+//!
+//! What is left of them is a table of field offsets. The formats are those of POSIX pax(1), GNU tar's
+//! manual ("Basic Tar Format", "Storing Sparse Files") and libarchive's tar(5).
 //!
 //! Everything that is buffered is bounded: one extended header by [`MetaLimits::extended_bytes`], one
 //! sparse map by [`MetaLimits::sparse_segments`]. File content is never buffered here: after

@@ -173,6 +173,39 @@ fn tags_and_platforms() {
     }
 }
 
+/// skopeo and containerd write what an image is called into the index: so it is called here, unless a tag
+/// was asked for. A name that is a tag only goes behind the layout's own name.
+#[test]
+fn the_index_names_the_image() {
+    let bench = Bench::new();
+    let layout = Layout::new(bench.path("there"));
+    let name_of = |annotations: serde_json::Value, nested: bool, tag: Option<&str>| {
+        let blob = [Blob::gzip(&Tar::new().file("f", annotations.to_string().as_bytes()).end())];
+        let mut image = layout.manifest(&blob);
+        if nested {
+            let index = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": [image]});
+            image = layout.blob(INDEX, index.to_string().as_bytes());
+        }
+        image["annotations"] = annotations;
+        layout.index(&[image]);
+        let source = Source::Layout { path: layout.0.clone(), tag: tag.map(str::to_owned) };
+        import(&bench.domain, &source, &ImportOptions::default(), &Silent).unwrap().name
+    };
+    const REF: &str = "org.opencontainers.image.ref.name";
+    const FULL: &str = "io.containerd.image.name";
+    for nested in [false, true] {
+        let name = |annotations| name_of(annotations, nested, None);
+        assert_eq!(name(json!({})), "there");
+        assert_eq!(name(json!({REF: ""})), "there");
+        assert_eq!(name(json!({REF: "redis:7.0.15-1-deb12u7"})), "redis:7.0.15-1-deb12u7");
+        assert_eq!(name(json!({REF: "7"})), "there:7");
+        assert_eq!(name(json!({FULL: "docker.io/library/redis:7"})), "docker.io/library/redis:7");
+        let both = json!({REF: "7", FULL: "docker.io/library/redis:7"});
+        assert_eq!(name(both.clone()), "docker.io/library/redis:7");
+        assert_eq!(name_of(both, nested, Some("7")), "there:7");
+    }
+}
+
 /// `docker save` before version 25: uncompressed layers named by ids, one shared by a symbolic link.
 #[test]
 fn docker_save_of_old() {
