@@ -149,7 +149,7 @@ fn make(image: &Path, entries: u64, layers: u64) -> Result<(), Box<dyn Error>> {
 /// all different, one in ten with a capability.
 fn entry(tar: &mut impl Write, at: u64) -> io::Result<()> {
     let dir = format!("usr/share/d{:03}/package-{:06}", at / 50_000, at / PER_DIR);
-    let (path, flag, content) = if at % PER_DIR == 0 {
+    let (path, flag, content) = if at.is_multiple_of(PER_DIR) {
         (format!("{dir}/"), b'5', String::new())
     } else {
         let content = format!("{at:070}").repeat(1 + usize::try_from(at % 2).unwrap_or(0));

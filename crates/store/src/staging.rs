@@ -200,6 +200,21 @@ impl Staging {
         Ok(LayerWriter { file: Spilled::new(self)?, target })
     }
 
+    /// Opens a layer's tree that this import has written. `None` if it has not, or had no room for it
+    /// ([`Staging::is_full`]).
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::Io`].
+    pub fn open_layer(&self, chain_id: &str) -> Result<Option<StoredFile>> {
+        let name = name::encode("chain id", chain_id)?;
+        let path = format!("{}/layers/{name}{LAYER_SUFFIX}", self.directory);
+        match self.disk().open(&path) {
+            Ok(file) => Ok(Some(StoredFile::new(file, path))),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(error).at("open", &path),
+        }
+    }
+
     /// Stores content whose digest is known to be right.
     fn put_hashed(&self, digest: Digest, data: &[u8]) -> Result<Stored> {
         let size = data.len() as u64;

@@ -13,5 +13,5 @@
 mod parse;
 mod write;
 
-pub use parse::{DumpError, ParseOptions, Problem, parse, parse_with};
+pub use parse::{DumpError, ParseOptions, Problem, Record, Records, What, parse, parse_with};
 pub use write::write;

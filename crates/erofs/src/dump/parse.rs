@@ -125,26 +125,98 @@ pub fn parse(input: impl BufRead) -> Result<Tree, DumpError> {
 ///
 /// # Errors
 /// As [`parse`].
-pub fn parse_with(mut input: impl BufRead, options: ParseOptions) -> Result<Tree, DumpError> {
-    let mut parser = Parser { options, ..Parser::default() };
-    let mut at = Position { line: 0, offset: 0 };
-    let mut next = 0;
-    let mut line = Vec::new();
-    loop {
-        at = Position { line: at.line + 1, offset: next };
-        let ended = match read_line(&mut input, &mut line).map_err(DumpError::Read)? {
-            Line::None => break,
+pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, DumpError> {
+    let mut parser = Parser::default();
+    let mut records = Records::with(input, options, XATTRS_MAX);
+    while let Some((record, at)) = records.next_at()? {
+        parser.take(record, at).map_err(|problem| at.error(problem))?;
+    }
+    parser.finish()
+}
+
+/// One line of a dump.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record<'a> {
+    /// The path, from the root, which is `/`.
+    pub path: &'a [u8],
+    /// What is there.
+    pub what: What<'a>,
+}
+
+/// What a line of a dump describes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum What<'a> {
+    /// A hard link to the path, which may come later.
+    Link(&'a [u8]),
+    /// A file, directory or other inode.
+    Inode {
+        /// Owner, mode and time.
+        meta: Meta,
+        /// What it is and holds; paths of objects are given as [`Payload::Path`].
+        content: Content<'a>,
+        /// The link count that the line gives, checked against nothing.
+        nlink: u32,
+        /// The size that the line gives, also where the content has none.
+        size: u64,
+        /// Extended attributes as (name, value), in the order of the line.
+        xattrs: Vec<(&'a [u8], &'a [u8])>,
+    },
+}
+
+/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line at
+/// hand (1 MiB).
+///
+/// Each line is checked by itself. That paths have directories and links have targets, and what a
+/// tree has no room for, is for the caller to check, as [`parse`] does. Attributes may fill the line,
+/// also where mkcomposefs and [`parse`] would refuse them ([`Problem::XattrsTooLong`]).
+pub struct Records<R> {
+    input: R,
+    options: ParseOptions,
+    /// Most bytes of attributes on one line, as they are written.
+    xattrs_max: usize,
+    at: Position,
+    next: u64,
+    line: Vec<u8>,
+    scratch: Scratch,
+}
+
+impl<R: BufRead> Records<R> {
+    /// Reads from `input`.
+    pub fn new(input: R) -> Records<R> {
+        Records::with(input, ParseOptions::default(), LINE_MAX)
+    }
+
+    fn with(input: R, options: ParseOptions, xattrs_max: usize) -> Records<R> {
+        let at = Position { line: 0, offset: 0 };
+        let (line, scratch) = (Vec::new(), Scratch::default());
+        Records { input, options, xattrs_max, at, next: 0, line, scratch }
+    }
+
+    /// The next line; `None` at the end.
+    ///
+    /// # Errors
+    /// [`DumpError`], with the line.
+    #[allow(clippy::should_implement_trait, reason = "what it returns borrows from the reader")]
+    pub fn next(&mut self) -> Result<Option<Record<'_>>, DumpError> {
+        Ok(self.next_at()?.map(|(record, _)| record))
+    }
+
+    fn next_at(&mut self) -> Result<Option<(Record<'_>, Position)>, DumpError> {
+        let at = Position { line: self.at.line + 1, offset: self.next };
+        self.at = at;
+        let ended = match read_line(&mut self.input, &mut self.line).map_err(DumpError::Read)? {
+            Line::None => return Ok(None),
             Line::TooLong => return Err(at.error(Problem::LineTooLong)),
             Line::Full => true,
             Line::Unended => false,
         };
-        next += line.len() as u64 + 1;
-        if !ended && options.strict {
+        self.next += self.line.len() as u64 + 1;
+        if !ended && self.options.strict {
             return Err(at.error(Problem::Strict("the last line does not end")));
         }
-        parser.line(&line, at).map_err(|problem| at.error(problem))?;
+        let record = record(&self.line, self.options, self.xattrs_max, &mut self.scratch);
+        record.map(|record| Some((record, at))).map_err(|problem| at.error(problem))
     }
-    parser.finish()
 }
 
 #[derive(Clone, Copy)]
@@ -194,13 +266,11 @@ fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> {
 
 #[derive(Default)]
 struct Parser {
-    options: ParseOptions,
     tree: Option<Tree>,
     /// The directory of the previous line: nearly always that of the next one too.
     last_dir: Option<(Vec<u8>, InodeId)>,
     hard_links: Vec<HardLink>,
     targets: Vec<u8>,
-    scratch: Scratch,
 }
 
 #[derive(Default)]
@@ -209,6 +279,7 @@ struct Scratch {
     payload: Vec<u8>,
     content: Vec<u8>,
     digest: Vec<u8>,
+    raw_digest: [u8; 32],
     xattrs: Vec<u8>,
 }
 
@@ -219,83 +290,91 @@ struct HardLink {
     at: Position,
 }
 
-impl Parser {
-    fn line(&mut self, line: &[u8], at: Position) -> Result<(), Problem> {
-        if line.contains(&0) {
-            return Err(Problem::Nul("the line"));
+/// Splits and unescapes one line.
+fn record<'a>(
+    line: &'a [u8],
+    options: ParseOptions,
+    xattrs_max: usize,
+    scratch: &'a mut Scratch,
+) -> Result<Record<'a>, Problem> {
+    if line.contains(&0) {
+        return Err(Problem::Nul("the line"));
+    }
+    let mut rest = line;
+    let mut field = || {
+        let (field, after) = split_once(rest, b' ');
+        rest = after.unwrap_or_default();
+        field
+    };
+    let [path, size, mode, nlink, uid, gid, rdev, mtime, payload, content, digest] =
+        std::array::from_fn(|_| field());
+
+    let path = text(path, "the path", &mut scratch.path)?;
+    let link = mode.first() == Some(&b'@');
+    let mode = low32(number(&mode[usize::from(link)..], 8, "the mode")?);
+    let kind = mode & S_IFMT;
+    let known = [S_IFREG, S_IFDIR, S_IFLNK, S_IFCHR, S_IFBLK, S_IFIFO, S_IFSOCK];
+    if !known.contains(&kind) {
+        return Err(Problem::Mode(mode));
+    }
+    if link {
+        if kind == S_IFDIR || path == b"/" {
+            return Err(Problem::DirectoryLink);
         }
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let result = self.fields(line, at, &mut scratch);
-        self.scratch = scratch;
-        result
+        let target = optional(payload, "the target", &mut scratch.payload)?;
+        return Ok(Record { path, what: What::Link(target.ok_or(Problem::NoTarget)?) });
     }
 
-    fn fields(&mut self, line: &[u8], at: Position, scratch: &mut Scratch) -> Result<(), Problem> {
-        let mut rest = line;
-        let mut field = || {
-            let (field, after) = split_once(rest, b' ');
-            rest = after.unwrap_or_default();
-            field
-        };
-        let [path, size, mode, nlink, uid, gid, rdev, mtime, payload, content, digest] =
-            std::array::from_fn(|_| field());
-
-        let path = text(path, "the path", &mut scratch.path)?;
-        let link = mode.first() == Some(&b'@');
-        let mode = low32(number(&mode[usize::from(link)..], 8, "the mode")?);
-        let kind = mode & S_IFMT;
-        let known = [S_IFREG, S_IFDIR, S_IFLNK, S_IFCHR, S_IFBLK, S_IFIFO, S_IFSOCK];
-        if !known.contains(&kind) {
-            return Err(Problem::Mode(mode));
+    let size = number(size, 10, "the size")?;
+    let nlink = low32(number(nlink, 10, "the link count")?);
+    let (mtime, mtime_nsec) = match split_once(mtime, b'.') {
+        (seconds, Some(nanos)) => {
+            (number(seconds, 10, "the time")?.cast_signed(), low32(number(nanos, 10, "the time")?))
         }
-        if link {
-            if kind == S_IFDIR {
-                return Err(Problem::DirectoryLink);
+        _ => return Err(Problem::Number("the time")),
+    };
+    let meta = Meta {
+        mode: mode & 0o177_777,
+        uid: low32(number(uid, 10, "the owner")?),
+        gid: low32(number(gid, 10, "the group")?),
+        mtime,
+        mtime_nsec,
+    };
+    let rdev = low32(number(rdev, 10, "the device number")?);
+    let payload = optional(payload, "the payload", &mut scratch.payload)?;
+    let bytes = optional_bytes(content, "the content", &mut scratch.content)?;
+    if let Some(bytes) = bytes.filter(|b| b.len() as u64 != size) {
+        return Err(Problem::ContentSize { len: bytes.len(), size });
+    }
+    let digest = optional(digest, "the digest", &mut scratch.digest)?;
+    if options.strict {
+        check_strict(kind, rdev, size, payload, bytes)?;
+    }
+    let content = content_of(kind, size, rdev, payload, bytes, digest, &mut scratch.raw_digest)?;
+    if rest.len() > xattrs_max {
+        return Err(Problem::XattrsTooLong);
+    }
+    let xattrs = xattrs(rest, &mut scratch.xattrs)?;
+    Ok(Record { path, what: What::Inode { meta, content, nlink, size, xattrs } })
+}
+
+impl Parser {
+    fn take(&mut self, record: Record<'_>, at: Position) -> Result<(), Problem> {
+        let (meta, content, nlink, size, xattrs) = match record.what {
+            What::Link(target) => return self.hard_link(record.path, target, at),
+            What::Inode { meta, content, nlink, size, xattrs } => {
+                (meta, content, nlink, size, xattrs)
             }
-            return self.hard_link(path, payload, at, &mut scratch.payload);
-        }
-
-        let size = number(size, 10, "the size")?;
-        let nlink = low32(number(nlink, 10, "the link count")?);
-        let (mtime, mtime_nsec) = match split_once(mtime, b'.') {
-            (seconds, Some(nanos)) => (
-                number(seconds, 10, "the time")?.cast_signed(),
-                low32(number(nanos, 10, "the time")?),
-            ),
-            _ => return Err(Problem::Number("the time")),
         };
-        let meta = Meta {
-            mode: mode & 0o177_777,
-            uid: low32(number(uid, 10, "the owner")?),
-            gid: low32(number(gid, 10, "the group")?),
-            mtime,
-            mtime_nsec,
-        };
-        let rdev = low32(number(rdev, 10, "the device number")?);
-        let payload = optional(payload, "the payload", &mut scratch.payload)?;
-        let bytes = optional_bytes(content, "the content", &mut scratch.content)?;
-        if let Some(bytes) = bytes.filter(|b| b.len() as u64 != size) {
-            return Err(Problem::ContentSize { len: bytes.len(), size });
-        }
-        let digest = optional(digest, "the digest", &mut scratch.digest)?;
-        if self.options.strict {
-            check_strict(kind, rdev, size, payload, bytes)?;
-        }
-        let mut raw = [0; 32];
-        let content = content_of(kind, size, rdev, payload, bytes, digest, &mut raw)?;
-        let special = !matches!(kind, S_IFREG | S_IFDIR | S_IFLNK) && !content.is_whiteout();
-
-        if rest.len() > XATTRS_MAX {
-            return Err(Problem::XattrsTooLong);
-        }
-        let inode = self.insert(path, meta, content)?;
+        let special =
+            !matches!(meta.mode & S_IFMT, S_IFREG | S_IFDIR | S_IFLNK) && !content.is_whiteout();
+        let inode = self.insert(record.path, meta, content)?;
         let Some(tree) = &mut self.tree else { return Err(Problem::NoRoot) };
         tree.give_links(inode, nlink);
         if special && size > u64::from(u32::MAX) {
             tree.mark_odd_size(inode);
         }
-        if !rest.is_empty() {
-            let xattrs = xattrs(rest, &mut scratch.xattrs)?;
+        if !xattrs.is_empty() {
             tree.set_dump_xattrs(inode, xattrs)?;
         }
         Ok(())
@@ -323,19 +402,9 @@ impl Parser {
         Ok(tree.insert(dir, name, meta, content)?)
     }
 
-    fn hard_link(
-        &mut self,
-        path: &[u8],
-        target: &[u8],
-        at: Position,
-        scratch: &mut Vec<u8>,
-    ) -> Result<(), Problem> {
-        if path == b"/" {
-            return Err(Problem::DirectoryLink);
-        }
+    fn hard_link(&mut self, path: &[u8], target: &[u8], at: Position) -> Result<(), Problem> {
         let (dir, name) = self.parent(path)?;
         let tree = self.tree.as_mut().ok_or(Problem::NoRoot)?;
-        let target = optional(target, "the target", scratch)?.ok_or(Problem::NoTarget)?;
         let entry = tree.reserve(dir, name)?;
         let start = self.targets.len();
         self.targets.extend_from_slice(target);

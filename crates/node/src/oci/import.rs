@@ -18,9 +18,10 @@ use super::layer::DEFAULT_DIR;
 use super::manifest::is_whole_name;
 use super::merge::{self, Hidden, MergeError};
 use super::objects::Workers;
+use super::overlay::Overlay;
 use super::progress::{LayerStart, Phase, Progress};
 use super::source::{Chosen, FoundImage, FoundLayer, Opened, Source};
-use super::unpack::{Counts, Shared, Unpacked, known_layer, store_error, unpack};
+use super::unpack::{Counts, Shared, Unpacked, known_layer, overlay, store_error, unpack};
 use super::{ImportOptions, Limits};
 use crate::tree_scan;
 
@@ -261,6 +262,14 @@ fn record_of(layer: &FoundLayer) -> Layer {
     }
 }
 
+/// What becomes of a layer.
+enum Part {
+    /// The first one, just unpacked: its tree becomes the merged one.
+    Base(Tree),
+    /// Any other: it is merged from its dump.
+    Over(Overlay),
+}
+
 /// Unpacks the layers that are not known, several at a time, and merges them in order.
 fn build(
     staging: &Staging,
@@ -292,11 +301,11 @@ fn build(
         let workers = Workers::start(scope, staging, writers);
         let mut running = VecDeque::new();
         let mut waiting = image.layers.iter().enumerate();
-        let mut merged: Option<Tree> = None;
+        let mut merged = Tree::new(DEFAULT_DIR);
         let mut hidden = Hidden::new();
         let mut done = 0;
         while done < count {
-            // Layers begin in order and only so far ahead of the merge that few trees wait.
+            // Layers begin in order, and few at a time.
             while running.len() < at_a_time {
                 let Some((index, layer)) = waiting.next() else { break };
                 let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
@@ -311,12 +320,17 @@ fn build(
                 });
                 running.push_back(scope.spawn(move || {
                     let result = (|| -> Result<_, ImportError> {
-                        if let Some(tree) = known.then(|| known_layer(staging, layer)).flatten() {
-                            return Ok((None, tree));
+                        let there = known.then(|| known_layer(staging, layer)).flatten();
+                        if let Some(layer) = there {
+                            return Ok((None, Part::Over(layer)));
                         }
                         let Unpacked { tree, counts } =
                             unpack(scope, shared, workers, layer, on_read)?;
-                        Ok((Some(counts), tree))
+                        let part = match index {
+                            0 => Part::Base(tree),
+                            _ => Part::Over(overlay(staging, layer, tree)?),
+                        };
+                        Ok((Some(counts), part))
                     })();
                     result.map_err(|error| shared.budget.stop(error))
                 }));
@@ -330,12 +344,12 @@ fn build(
             if running.is_empty() {
                 shared.pool.clear();
             }
-            let result = joined.and_then(|(unpacked, tree)| {
+            let result = joined.and_then(|(unpacked, part)| {
                 report.layers.push(layer_report(layer, unpacked.as_ref()));
                 report.foreign_xattrs += unpacked.map_or(0, |counts| counts.foreign_xattrs);
-                let result = match &mut merged {
-                    None => merge::base(tree).map(|tree| merged = Some(tree)),
-                    Some(lower) => merge::apply(lower, &tree, &mut hidden),
+                let result = match part {
+                    Part::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Part::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
             });
@@ -346,7 +360,7 @@ fn build(
             progress.layer_done(done);
             done += 1;
         }
-        Ok((merged.unwrap_or_else(|| Tree::new(DEFAULT_DIR)), hidden))
+        Ok((merged, hidden))
     })
 }
 
@@ -363,10 +377,11 @@ fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {
 }
 
 fn merge_error(layer: &FoundLayer, error: MergeError) -> ImportError {
-    ImportError::Merge {
-        digest: layer.blob.digest.to_string(),
-        entry: shown(&error.path),
-        what: error.what,
+    match error {
+        MergeError::Entry { path, what } => {
+            ImportError::Merge { digest: layer.blob.digest.to_string(), entry: shown(&path), what }
+        }
+        MergeError::Dump(error) => store_error(error),
     }
 }
 

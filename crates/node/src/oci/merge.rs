@@ -6,23 +6,35 @@
 //! 1. targets of hard links into lower layers get a second name in a hidden directory;
 //! 2. opaque marks and whiteouts remove lower names;
 //! 3. the layer's own entries come.
+//!
+//! The first two look at the layer's marks only, the third reads its dump ([`Overlay`]).
 
 use std::collections::HashMap;
+use std::io;
 
+use cofolio_erofs::dump::{Record, What};
 use cofolio_erofs::tree::{Content, InodeId, Tree, TreeError};
 
 use super::error::shown;
 use super::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, make_dirs, walk};
+use super::overlay::{
+    Dirs, NO_META, Overlay, dump_error, is_dir, is_implicit, lower_link, not_in_order,
+};
 
-/// Holds link targets during a merge. Cannot clash: whiteouts never reach a merged tree.
+/// Holds inodes that more names may come for, during a merge. Cannot clash: whiteouts never reach a merged tree.
 const HELD: &[u8] = b".wh..wh..held";
 
-/// Why a layer does not fit.
+/// Why a layer could not be merged.
 #[derive(Debug)]
-pub(crate) struct MergeError {
-    /// Path of the entry in the layer.
-    pub(crate) path: Vec<u8>,
-    pub(crate) what: String,
+pub(crate) enum MergeError {
+    /// It does not fit what is below: the path of the entry in the layer, and why.
+    Entry { path: Vec<u8>, what: String },
+    /// Its dump cannot be read.
+    Dump(io::Error),
+}
+
+fn at(path: &[u8], what: impl ToString) -> MergeError {
+    MergeError::Entry { path: path.to_vec(), what: what.to_string() }
 }
 
 /// Objects of lower layers that upper layers hide: digest and size. The image does not show them, but
@@ -32,16 +44,46 @@ pub(crate) type Hidden = Vec<([u8; 32], u64)>;
 /// Puts `layer` over `lower`. After an error `lower` is of no use.
 ///
 /// # Errors
-/// A hard link without a target, a path through something that is no directory, too many entries.
-pub(crate) fn apply(lower: &mut Tree, layer: &Tree, hidden: &mut Hidden) -> Result<(), MergeError> {
-    let (held, hides) = hold_link_targets(lower, layer)?;
+/// A hard link without a target, a path through something that is no directory, too many entries; a dump
+/// that cannot be read.
+pub(crate) fn apply(
+    lower: &mut Tree,
+    layer: &Overlay,
+    hidden: &mut Hidden,
+) -> Result<(), MergeError> {
+    let mut held = Held::default();
+    let (links, hides) = hold_link_targets(lower, &layer.marks, &mut held)?;
     if hides {
-        hide(lower, layer, hidden);
+        hide(lower, &layer.marks, hidden);
     }
-    bring(lower, layer, &held, hidden)?;
+    Bring { lower, links, held, hidden, shared: HashMap::new() }.run(layer)?;
     let root = lower.root();
     lower.unlink(root, HELD);
     Ok(())
+}
+
+/// The hidden directory, once something is in it.
+#[derive(Default)]
+struct Held {
+    dir: Option<InodeId>,
+    count: usize,
+}
+
+impl Held {
+    /// Gives an inode a name that nothing can hide or replace.
+    fn hold(&mut self, lower: &mut Tree, inode: InodeId) -> Result<(), TreeError> {
+        let dir = match self.dir {
+            Some(dir) => dir,
+            None => {
+                let root = lower.root();
+                let dir = lower.insert(root, HELD, DEFAULT_DIR, Content::Directory)?;
+                *self.dir.insert(dir)
+            }
+        };
+        lower.link(dir, self.count.to_string().as_bytes(), inode)?;
+        self.count += 1;
+        Ok(())
+    }
 }
 
 /// Removes a name and all below it, noting the objects that go.
@@ -91,28 +133,26 @@ pub(crate) fn base(mut layer: Tree) -> Result<Tree, MergeError> {
 
 fn no_target(layer: &Tree, entry: cofolio_erofs::tree::EntryId, inode: InodeId) -> MergeError {
     let target = layer.xattr(inode, LOWER_LINK).unwrap_or_default();
-    MergeError {
-        path: layer.path(entry),
-        what: format!("hard link to {:?}, which does not exist", shown(target)),
-    }
+    at(&layer.path(entry), missing(target))
 }
 
-/// First pass. Maps each link of the layer to the lower inode that it means; says whether the layer has
+fn missing(target: &[u8]) -> String {
+    format!("hard link to {:?}, which does not exist", shown(target))
+}
+
+/// First pass. Maps each link among the marks to the lower inode that it means; says whether the layer has
 /// whiteouts.
 fn hold_link_targets(
     lower: &mut Tree,
-    layer: &Tree,
+    marks: &Tree,
+    held: &mut Held,
 ) -> Result<(HashMap<InodeId, InodeId>, bool), MergeError> {
-    let mut held = HashMap::new();
-    let mut hold = None;
+    let mut links = HashMap::new();
     let mut hides = false;
-    for visit in layer.walk() {
+    for visit in marks.walk() {
         hides |= visit.name.starts_with(WHITEOUT);
-        let Some(target) = layer.xattr(visit.inode, LOWER_LINK) else { continue };
-        if held.contains_key(&visit.inode) {
-            continue;
-        }
-        let fail = |what: String| MergeError { path: layer.path(visit.entry), what };
+        let Some(target) = marks.xattr(visit.inode, LOWER_LINK) else { continue };
+        let fail = |what: String| at(&marks.path(visit.entry), what);
         let path: Vec<Vec<u8>> = target.split(|&b| b == b'/').map(<[u8]>::to_vec).collect();
         let found = path.split_last().and_then(|(name, parents)| {
             match walk(lower, lower.root(), parents) {
@@ -121,39 +161,26 @@ fn hold_link_targets(
             }
         });
         let Some(inode) = found else {
-            return Err(no_target(layer, visit.entry, visit.inode));
+            return Err(no_target(marks, visit.entry, visit.inode));
         };
         if lower.is_dir(inode) {
             return Err(fail(format!("hard link to the directory {:?}", shown(target))));
         }
-        let dir = match hold {
-            Some(dir) => dir,
-            None => {
-                let root = lower.root();
-                *hold.insert(
-                    lower
-                        .insert(root, HELD, DEFAULT_DIR, Content::Directory)
-                        .map_err(|e| fail(e.to_string()))?,
-                )
-            }
-        };
-        lower
-            .link(dir, held.len().to_string().as_bytes(), inode)
-            .map_err(|e| fail(e.to_string()))?;
-        held.insert(visit.inode, inode);
+        held.hold(lower, inode).map_err(|e| fail(e.to_string()))?;
+        links.insert(visit.inode, inode);
     }
-    Ok((held, hides))
+    Ok((links, hides))
 }
 
 /// Second pass: removes what the layer hides.
-fn hide(lower: &mut Tree, layer: &Tree, removed: &mut Hidden) {
+fn hide(lower: &mut Tree, marks: &Tree, removed: &mut Hidden) {
     // Per open directory of the layer, the lower directory that it is about, if there is one.
     let mut dirs: Vec<Option<InodeId>> = vec![Some(lower.root())];
-    for visit in layer.walk() {
+    for visit in marks.walk() {
         dirs.truncate(visit.depth);
         let here = dirs.last().copied().flatten();
-        if layer.is_dir(visit.inode) {
-            dirs.push(here.and_then(|dir| lower_dir(lower, layer, dir, visit.name, visit.inode)));
+        if marks.is_dir(visit.inode) {
+            dirs.push(here.and_then(|dir| lower_dir(lower, marks, dir, visit.name, visit.inode)));
             continue;
         }
         let (Some(dir), Some(hidden)) = (here, visit.name.strip_prefix(WHITEOUT)) else { continue };
@@ -172,7 +199,7 @@ fn hide(lower: &mut Tree, layer: &Tree, removed: &mut Hidden) {
 /// symbolic link of that name leads to if the layer has no entry of its own for it.
 fn lower_dir(
     lower: &Tree,
-    layer: &Tree,
+    marks: &Tree,
     dir: InodeId,
     name: &[u8],
     of_layer: InodeId,
@@ -181,7 +208,7 @@ fn lower_dir(
     if lower.is_dir(inode) {
         return Some(inode);
     }
-    layer.xattr(of_layer, IMPLICIT)?;
+    marks.xattr(of_layer, IMPLICIT)?;
     match walk(lower, dir, &[name.to_vec()]) {
         Walked::Dir(dir) => Some(dir),
         Walked::Missing | Walked::NotDirectory(_) => None,
@@ -189,70 +216,139 @@ fn lower_dir(
 }
 
 /// Third pass: the layer's own entries.
-fn bring(
-    lower: &mut Tree,
-    layer: &Tree,
-    held: &HashMap<InodeId, InodeId>,
-    hidden: &mut Hidden,
-) -> Result<(), MergeError> {
-    let root = lower.root();
-    if layer.xattr(layer.root(), IMPLICIT).is_none() {
-        copy_meta(lower, root, layer, layer.root())
-            .map_err(|e| MergeError { path: b"/".to_vec(), what: e.to_string() })?;
-    }
-    let mut dirs = vec![root];
-    // Inodes with several names in the layer, once one of them has come.
-    let mut brought: HashMap<InodeId, InodeId> = HashMap::new();
-    for visit in layer.walk() {
-        let fail = |what: String| MergeError { path: layer.path(visit.entry), what };
-        dirs.truncate(visit.depth);
-        let dir = dirs.last().copied().unwrap_or(root);
-        if visit.name.starts_with(WHITEOUT) {
-            continue;
-        }
-        if layer.is_dir(visit.inode) {
-            let there = if layer.xattr(visit.inode, IMPLICIT).is_some() {
-                make_dirs(lower, dir, &[visit.name.to_vec()], false).map_err(fail)?
-            } else {
-                let there = match lower.lookup(dir, visit.name) {
-                    Some(there) if lower.is_dir(there) => there,
-                    _ => {
-                        remove(lower, dir, visit.name, hidden);
-                        lower
-                            .insert(dir, visit.name, DEFAULT_DIR, Content::Directory)
-                            .map_err(|e| fail(e.to_string()))?
-                    }
-                };
-                copy_meta(lower, there, layer, visit.inode).map_err(|e| fail(e.to_string()))?;
-                there
-            };
-            dirs.push(there);
-            continue;
-        }
-        remove(lower, dir, visit.name, hidden);
-        let known = held.get(&visit.inode).or_else(|| brought.get(&visit.inode)).copied();
-        match known {
-            // A name in the layer can have been replaced through a symbolic link of a lower layer.
-            Some(inode) if lower.links(inode).next().is_some() => {
-                lower.link(dir, visit.name, inode).map_err(|e| fail(e.to_string()))?;
-            }
-            _ => {
-                let inode = lower
-                    .insert(dir, visit.name, layer.meta(visit.inode), layer.content(visit.inode))
-                    .map_err(|e| fail(e.to_string()))?;
-                lower
-                    .set_xattrs(inode, layer.xattrs(visit.inode))
-                    .map_err(|e| fail(e.to_string()))?;
-                if layer.links(visit.inode).nth(1).is_some() {
-                    brought.insert(visit.inode, inode);
-                }
-            }
-        }
-    }
-    Ok(())
+struct Bring<'a> {
+    lower: &'a mut Tree,
+    /// From the links among the marks to what they mean.
+    links: HashMap<InodeId, InodeId>,
+    held: Held,
+    hidden: &'a mut Hidden,
+    /// Inodes with several names in the layer, by the path that its dump describes them at. They are held:
+    /// a name of the layer can be replaced by another one that comes through a lower symbolic link.
+    shared: HashMap<Vec<u8>, Shared>,
 }
 
-fn copy_meta(lower: &mut Tree, to: InodeId, layer: &Tree, from: InodeId) -> Result<(), TreeError> {
-    lower.set_meta(to, layer.meta(from));
-    lower.set_xattrs(to, layer.xattrs(from))
+#[derive(Clone, Copy)]
+struct Shared {
+    inode: InodeId,
+    /// Its description is still to come: another name came first.
+    waits: bool,
+}
+
+impl Bring<'_> {
+    fn run(mut self, layer: &Overlay) -> Result<(), MergeError> {
+        let mut dirs = Dirs::new(self.lower.root());
+        let mut records = layer.records().map_err(MergeError::Dump)?;
+        while let Some(record) = records.next().map_err(|e| MergeError::Dump(dump_error(e)))? {
+            if record.path == b"/" {
+                let root = self.lower.root();
+                if !is_implicit(&record) {
+                    self.describe(root, &record).map_err(|e| at(b"/", e))?;
+                }
+                continue;
+            }
+            let name = dirs.enter_parent(record.path);
+            let (Some(name), Some(&dir)) = (name, dirs.last()) else {
+                return Err(MergeError::Dump(not_in_order()));
+            };
+            if name.starts_with(WHITEOUT) {
+                continue;
+            }
+            if is_dir(&record) {
+                let there = self.directory(dir, name, &record).map_err(|e| at(record.path, e))?;
+                dirs.enter(name, there);
+            } else {
+                remove(self.lower, dir, name, self.hidden);
+                self.other(dir, name, &record, &layer.marks).map_err(|e| at(record.path, e))?;
+            }
+        }
+        match self.shared.iter().find(|(_, shared)| shared.waits) {
+            Some((path, _)) => Err(at(path, missing(path))),
+            None => Ok(()),
+        }
+    }
+
+    /// A directory of the layer: makes it, or describes the one that is there.
+    fn directory(
+        &mut self,
+        dir: InodeId,
+        name: &[u8],
+        record: &Record<'_>,
+    ) -> Result<InodeId, String> {
+        if is_implicit(record) {
+            return make_dirs(self.lower, dir, &[name.to_vec()], false);
+        }
+        let there = match self.lower.lookup(dir, name) {
+            Some(there) if self.lower.is_dir(there) => there,
+            _ => {
+                remove(self.lower, dir, name, self.hidden);
+                self.lower
+                    .insert(dir, name, DEFAULT_DIR, Content::Directory)
+                    .map_err(|e| e.to_string())?
+            }
+        };
+        self.describe(there, record).map_err(|e| e.to_string())?;
+        Ok(there)
+    }
+
+    /// Anything else, whose name is free by now.
+    fn other(
+        &mut self,
+        dir: InodeId,
+        name: &[u8],
+        record: &Record<'_>,
+        marks: &Tree,
+    ) -> Result<(), TreeError> {
+        // Where the dump describes the inode.
+        let path = match record.what {
+            What::Link(target) => target,
+            What::Inode { .. } => record.path,
+        };
+        let marked = match record.what {
+            What::Link(_) => marks.resolve(path).filter(|&mark| !marks.is_dir(mark)),
+            What::Inode { .. } => lower_link(record).and_then(|_| marks.resolve(path)),
+        };
+        if let Some(&inode) = marked.and_then(|mark| self.links.get(&mark)) {
+            self.lower.link(dir, name, inode)?;
+            return Ok(());
+        }
+        let known = self.shared.get(path).copied();
+        let inode = match known {
+            Some(Shared { inode, .. }) => {
+                self.lower.link(dir, name, inode)?;
+                inode
+            }
+            None => self.lower.insert(dir, name, NO_META, Content::Inline(b""))?,
+        };
+        let described = match &record.what {
+            What::Inode { .. } => {
+                self.describe(inode, record)?;
+                true
+            }
+            // A whiteout is an empty file for those that link to it.
+            What::Link(_) => marked.is_some() || known.is_some_and(|shared| !shared.waits),
+        };
+        let several = match record.what {
+            What::Inode { nlink, .. } => nlink > 1,
+            What::Link(_) => true,
+        };
+        if several && known.is_none() {
+            self.held.hold(self.lower, inode)?;
+        }
+        if several || known.is_some() {
+            let shared = Shared { inode, waits: !described };
+            match self.shared.get_mut(path) {
+                Some(known) => *known = shared,
+                None => _ = self.shared.insert(path.to_vec(), shared),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives an inode what a line of the dump says about it.
+    fn describe(&mut self, inode: InodeId, record: &Record<'_>) -> Result<(), TreeError> {
+        let What::Inode { meta, content, xattrs, .. } = &record.what else { return Ok(()) };
+        self.lower.set_meta(inode, *meta);
+        self.lower.set_content(inode, *content)?;
+        self.lower.set_xattrs(inode, xattrs.iter().copied())
+    }
 }

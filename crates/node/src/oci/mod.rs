@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!            ┌ layer 0: blob ─ inflate ─ tar ─▶ layer tree ┐
-//! manifest ──┤ layer 1: …        │  └ diff-id               ├─ merge in order ─▶ metadata image ─▶ ref
-//!            └ layer n: known: its tree from the store     ┘
+//! manifest ──┤ layer 1: …        │  └ diff-id   └▶ dump     ├─ merge in order ─▶ metadata image ─▶ ref
+//!            └ layer n: known: its dump from the store     ┘
 //!                                └─ files ─▶ workers: hash, write objects
 //! ```
 //!
@@ -15,7 +15,8 @@
 //! gives another digest than an import of it.
 //!
 //! Bounded memory: content is only ever in a few chunks between threads; what grows is the tree (about
-//! 120 bytes an entry), of which there are at most the merged one and those of the layers under way.
+//! 120 bytes an entry), of which there are at most the merged one and those of the layers that are being
+//! unpacked. A layer that waits for its turn or is being merged is a dump on the disk.
 
 mod acl;
 mod blob;
@@ -26,6 +27,7 @@ mod layer;
 mod manifest;
 mod merge;
 mod objects;
+mod overlay;
 mod pax;
 mod progress;
 mod source;

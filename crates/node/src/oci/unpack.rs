@@ -1,6 +1,6 @@
 //! One layer: from its blob to its own tree, its files' content to the store.
 
-use std::io::{self, BufReader, BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
@@ -13,6 +13,7 @@ use super::blob::{Budget, OnRead, Pool, Stream};
 use super::error::{ImportError, shown};
 use super::layer::{LayerTree, Made};
 use super::objects::{Files, SMALL_MAX, Workers};
+use super::overlay::{LayerDump, Overlay};
 use super::source::FoundLayer;
 use super::tar::{Entry, MetaLimits, Reader, TarError};
 
@@ -244,17 +245,36 @@ impl Unpacking<'_, '_, '_> {
 /// Writes the layer's tree to the staging area.
 fn write_dump(staging: &Staging, layer: &FoundLayer, tree: &Tree) -> Result<(), ImportError> {
     let mut file = staging.layer_writer(&layer.chain_id.to_string())?;
-    let written = (|| -> io::Result<()> {
-        let buffered = BufWriter::with_capacity(256 << 10, &mut file);
-        let mut encoder = zstd::stream::write::Encoder::new(buffered, DUMP_LEVEL)?;
-        encoder.include_checksum(true)?;
-        let mut text = BufWriter::with_capacity(64 << 10, encoder);
-        cofolio_erofs::dump::write(tree, &mut text)?;
-        text.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?.flush()
-    })();
-    written.map_err(store_error)?;
+    compress_dump(tree, &mut file).map_err(store_error)?;
     file.finish()?;
     Ok(())
+}
+
+fn compress_dump(tree: &Tree, sink: impl Write) -> io::Result<()> {
+    let buffered = BufWriter::with_capacity(256 << 10, sink);
+    let mut encoder = zstd::stream::write::Encoder::new(buffered, DUMP_LEVEL)?;
+    encoder.include_checksum(true)?;
+    let mut text = BufWriter::with_capacity(64 << 10, encoder);
+    cofolio_erofs::dump::write(tree, &mut text)?;
+    text.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?.flush()
+}
+
+/// Gives up the tree of an unpacked layer for its dump, which was written.
+pub(crate) fn overlay(
+    staging: &Staging,
+    layer: &FoundLayer,
+    tree: Tree,
+) -> Result<Overlay, ImportError> {
+    let dump = match staging.open_layer(&layer.chain_id.to_string())? {
+        Some(file) => LayerDump::File(file),
+        None => {
+            let mut bytes = Vec::new();
+            compress_dump(&tree, &mut bytes).map_err(store_error)?;
+            LayerDump::Memory(bytes)
+        }
+    };
+    drop(tree);
+    Overlay::read(dump).map_err(store_error)
 }
 
 /// Takes the store's own error back out of the I/O error that it travelled in.
@@ -265,12 +285,9 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
     }
 }
 
-/// Reads the tree of a layer that the store has. `None` if it cannot be used: then the layer is unpacked
-/// again, which replaces nothing, but gives the same tree.
-pub(crate) fn known_layer(staging: &Staging, layer: &FoundLayer) -> Option<Tree> {
-    let chain_id = layer.chain_id.to_string();
-    let file = staging.domain().open_layer(&chain_id).ok()?;
-    let reader = file.reader();
-    let decoder = zstd::stream::read::Decoder::new(reader).ok()?;
-    cofolio_erofs::dump::parse(BufReader::with_capacity(256 << 10, decoder)).ok()
+/// A layer that the store has. `None` if it cannot be used: then the layer is unpacked again, which
+/// replaces nothing, but gives the same tree.
+pub(crate) fn known_layer(staging: &Staging, layer: &FoundLayer) -> Option<Overlay> {
+    let file = staging.domain().open_layer(&layer.chain_id.to_string()).ok()?;
+    Overlay::read(LayerDump::File(file)).ok()
 }

@@ -156,6 +156,53 @@ fn known_layers_are_not_unpacked_again() {
     assert_eq!(report.objects_new, 1, "{report:?}");
 }
 
+/// Layers are merged from their dumps, which describe an inode at the name nearest to the root, and that
+/// name can come after others; meanwhile what was there can be replaced through a lower symbolic link.
+#[test]
+fn names_come_before_what_they_lead_to() {
+    let view = image(vec![
+        base(),
+        Tar::new().file("z", b"zed").link("a/x", "z").link("a/y", "z").link("zz", "a/x"),
+    ]);
+    for path in ["/z", "/a/x", "/a/y", "/zz"] {
+        assert!(view.is_file(path, b"zed"), "{path}");
+        assert_eq!(view.get(path).nlink, 4, "{path}");
+    }
+    // lib is a link to usr/lib: the second file replaces the first, whose other name stays.
+    let view = image(vec![
+        base(),
+        Tar::new().file("lib/x", b"one").link("zz", "lib/x").file("usr/lib/x", b"two"),
+    ]);
+    assert!(view.is_file("/usr/lib/x", b"two") && view.is_file("/zz", b"one"));
+    assert_eq!((view.get("/zz").nlink, view.get("/usr/lib/x").nlink), (1, 1));
+    assert!(view.paths().iter().all(|p| !p.contains(".wh.")), "{:?}", view.paths());
+}
+
+/// mkcomposefs refuses a line with so much; a layer's own dump has to take what archives may bring.
+#[test]
+fn long_attributes_in_upper_layers() {
+    let value = [0xff; 20_000];
+    let upper = Tar::new().pax(&[("SCHILY.xattr.user.long", &value)]).file("f", b"f");
+    let view = image(vec![base(), upper, Tar::new().link("g", "f")]);
+    let xattrs = format!("{:?}", view.get("/g").xattrs);
+    assert!(xattrs.contains("user.long") && xattrs.len() > value.len());
+}
+
+/// The same image, whichever layers were known: which name of a file its inode is stored under is for the
+/// whole image to decide.
+#[test]
+fn known_layers_give_the_same_image() {
+    let lower = Blob::gzip(&Tar::new().file("d/f", b"f").link("d/g", "d/f").end());
+    let upper = Blob::gzip(&Tar::new().link("a", "d/g").file("d/.wh.f", b"").end());
+    let (bench, fresh) = (Bench::new(), Bench::new());
+    let known = Layout::image(bench.path("lower"), std::slice::from_ref(&lower));
+    bench.import(&known.source()).unwrap();
+    let layout = Layout::image(fresh.path("both"), &[lower, upper]);
+    let report = bench.import(&layout.source()).unwrap();
+    assert!(report.layers[0].known && !report.layers[1].known);
+    assert_eq!(report.image, fresh.import(&layout.source()).unwrap().image);
+}
+
 /// A model of a filesystem: paths to inodes, nothing clever.
 #[derive(Clone, Default, Debug)]
 struct Model {
