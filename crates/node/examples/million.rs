@@ -25,6 +25,8 @@ const PER_DIR: u64 = 50;
 
 #[allow(clippy::print_stdout, reason = "a program that prints")]
 fn main() -> Result<(), Box<dyn Error>> {
+    // As `cofolio` does.
+    cofolio_sys::memory::return_large_blocks();
     let mut args = std::env::args().skip(1);
     let dir = args.next().ok_or("usage: million DIR [ENTRIES [LAYERS]]")?;
     let entries: u64 = args.next().map_or(Ok(1_000_000), |n| n.parse())?;

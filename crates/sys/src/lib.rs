@@ -1,6 +1,7 @@
 //! Kernel interfaces that rustix lacks: the only crate of Cofolio with unsafe code.
 
 pub mod cache;
+pub mod memory;
 pub mod mount;
 pub mod userns;
 pub mod verity;
