@@ -280,7 +280,7 @@ mod tests {
             assert!(Pax::default().parse(wrong).is_err(), "{}", String::from_utf8_lossy(wrong));
         }
         let mut pax = Pax::default();
-        pax.parse(b"9 path=a\n10 path=bc\n8 path=\n").expect("fine");
+        pax.parse(b"9 path=a\n11 path=bc\n8 path=\n").expect("fine");
         assert_eq!(pax.path, None);
     }
 }
