@@ -9,7 +9,7 @@ const OWN_MAPPING_BYTES: libc::c_int = 1 << 20;
 ///
 /// By default glibc raises that bound up to 32 MiB, to the largest block that was freed so far
 /// (mallopt(3), `M_MMAP_THRESHOLD`); blocks below it stay with the thread's heap. An import of a million
-/// entries in three layers had 202 MB at its peak so, and has 153 MB with the bound fixed.
+/// entries in three layers had 202 MB at its peak so, and has 153 to 157 MB with the bound fixed.
 ///
 /// Of the whole process, and to be called at its start: mallopt(3) does not go along with other threads.
 /// Other C libraries (musl) do so anyway; nothing happens there.
