@@ -90,9 +90,11 @@ pub(super) fn run(args: &Args, global: &Global) -> Outcome {
     // A store that somebody named; never the one where a node keeps its images just because it is the
     // default.
     let named = (global.store != Path::new(crate::cli::DEFAULT_STORE)).then_some(&global.store);
-    let store = args.store.as_ref().or(named).cloned().unwrap_or_else(|| work.join("store"));
+    let scratch = work.join("store");
+    let store = args.store.as_ref().or(named).unwrap_or(&scratch);
     let domain = args.domain.as_deref().unwrap_or(&global.domain);
-    let domain = open_domain(&store, domain)?;
+    // What is in the working directory can be made again, and is to be removable with rm -r.
+    let domain = open_domain(store, domain, &InitOptions { immutable: *store != scratch })?;
     let old = Image::prepare(&args.old, &work, &domain, &say)?;
     let new = Image::prepare(&args.new, &work, &domain, &say)?;
     let digests = import([&old, &new], &domain, &say)?;
@@ -176,11 +178,11 @@ fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
 }
 
 /// The domain, made with its store if they are missing.
-fn open_domain(store: &Path, domain: &str) -> Result<Domain> {
+fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Domain> {
     if let Some(parent) = store.parent() {
         fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
     }
-    let store = Store::open_or_init(store, &InitOptions::default())?;
+    let store = Store::open_or_init(store, options)?;
     Ok(store.domain_or_create(domain)?)
 }
 
