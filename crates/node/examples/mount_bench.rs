@@ -1,13 +1,13 @@
 //! Measures mounts: time of a mount and an unmount, and kernel memory per container.
 //!
 //! ```text
-//! cargo run --release -p cofolio-node --example mount_bench [-- [STORE-DIR] [CONTAINERS]]
+//! cargo run --release -p cofolio-node --example mount_bench [-- [STORE-DIR] [CONTAINERS] [IMAGE]]
 //! ```
 //!
 //! Run as root on a machine that does little else. It makes a store with an image of 10,000 entries
 //! in STORE-DIR (default: a temporary directory; it must be on a filesystem that overlayfs takes as
-//! an upper layer), mounts it CONTAINERS times (default 1,000), and removes everything again, in a
-//! mount namespace of its own. One JSON object goes to standard output.
+//! an upper layer), or imports IMAGE (`oci:LAYOUT` and the like) there, mounts it CONTAINERS times
+//! (default 1,000), and removes everything again, in a mount namespace of its own. One JSON object goes to standard output.
 #![allow(clippy::print_stdout, reason = "its result is what it prints")]
 
 use std::error::Error;
@@ -20,6 +20,7 @@ use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_node::contents::ImageContents;
 use cofolio_node::ledger::cgroup::Hierarchy;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::oci::{self, Silent, Source};
 use cofolio_store::{Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store};
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
@@ -42,7 +43,7 @@ fn main() -> Result<()> {
     let run = dir.join("run");
     fs::create_dir(&run)?;
     rustix::mount::mount("tmpfs", &run, "tmpfs", rustix::mount::MountFlags::empty(), None)?;
-    let result = measure(&dir, containers);
+    let result = measure(&dir, containers, arguments.get(2).map(String::as_str));
     // The run directory is a mount of its own on top of that.
     for _ in 0..2 {
         let _ = rustix::mount::unmount(&run, rustix::mount::UnmountFlags::DETACH);
@@ -52,10 +53,17 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn measure(dir: &Path, containers: usize) -> Result<serde_json::Value> {
+fn measure(dir: &Path, containers: usize, image: Option<&str>) -> Result<serde_json::Value> {
     let store = Store::init(&dir.join("store"), &InitOptions { immutable: false })?;
     let domain = store.domain("default")?;
-    let (image, entries) = build(&domain)?;
+    let (image, entries) = match image {
+        Some(image) => {
+            let source = Source::parse(image)?;
+            let report = oci::import(&domain, &source, &oci::ImportOptions::default(), &Silent)?;
+            (report.image.parse()?, usize::try_from(report.entries)?)
+        }
+        None => build(&domain)?,
+    };
     let mounter = Mounter::new(&domain, RunDir::at(dir.join("run")), &ImageContents);
     let targets: Vec<PathBuf> = (0..containers).map(|n| dir.join(format!("c{n}"))).collect();
     targets.iter().try_for_each(fs::create_dir)?;
