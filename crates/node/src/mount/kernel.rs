@@ -157,6 +157,21 @@ pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
         .map_err(|errno| KernelError::new(format!("umount {}", path.display()), errno))
 }
 
+/// As [`unmount`], but gives users that are only passing a moment to go: a process that has just been
+/// forked holds copies of all descriptors of its parent until it calls exec.
+pub(crate) fn unmount_patiently(path: &Path, lazy: bool) -> Result<(), KernelError> {
+    const TRIES: u32 = 20;
+    for _ in 1..TRIES {
+        match unmount(path, lazy) {
+            Err(error) if error.errno == rustix::io::Errno::BUSY => {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            other => return other,
+        }
+    }
+    unmount(path, lazy)
+}
+
 /// How the bytes of a metadata image reach the EROFS superblock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -538,7 +538,7 @@ impl<'a> Mounter<'a> {
         record.phase = Phase::Leaving;
         self.run.write(record, lock)?;
         self.step(Step::Leaving);
-        match kernel::unmount(path, options.force) {
+        match kernel::unmount_patiently(path, options.force) {
             Ok(()) => {
                 self.step(Step::Detached);
                 Ok(())
