@@ -163,7 +163,7 @@ pub(crate) fn unmount_patiently(path: &Path, lazy: bool) -> Result<(), KernelErr
     const TRIES: u32 = 20;
     for _ in 1..TRIES {
         match unmount(path, lazy) {
-            Err(error) if error.errno == rustix::io::Errno::BUSY => {
+            Err(error) if error.errno == Errno::BUSY => {
                 std::thread::sleep(std::time::Duration::from_millis(5));
             }
             other => return other,
