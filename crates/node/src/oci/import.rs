@@ -107,6 +107,20 @@ fn worth_another_try(error: &ImportError) -> bool {
     matches!(error, ImportError::Store(Error::Vanished { .. } | Error::SizeMismatch { .. }))
 }
 
+/// Tries, and where it is worth it tries once more, told so: with the lock held, believing nothing known.
+fn twice(
+    attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    attempt(false).or_else(|error| {
+        if !worth_another_try(&error) {
+            return Err(error);
+        }
+        progress.phase(Phase::Again);
+        attempt(true)
+    })
+}
+
 fn import_directory(
     domain: &Domain,
     path: &Path,
@@ -130,13 +144,7 @@ fn import_directory(
         finish(staging, &scanned.tree, &Hidden::new(), record, progress, &mut report)?;
         Ok(report)
     };
-    attempt(false).or_else(|error| {
-        if !worth_another_try(&error) {
-            return Err(error);
-        }
-        progress.phase(Phase::Again);
-        attempt(true)
-    })
+    twice(attempt, progress)
 }
 
 fn import_image(
@@ -175,13 +183,7 @@ fn import_image(
         finish(staging, &tree, &hidden, record, progress, &mut report)?;
         Ok(report)
     };
-    attempt(false).or_else(|error| {
-        if !worth_another_try(&error) {
-            return Err(error);
-        }
-        progress.phase(Phase::Again);
-        attempt(true)
-    })
+    twice(attempt, progress)
 }
 
 /// A ref that came from the same manifest; of `docker save`, which has none, from the same config, which
