@@ -35,7 +35,11 @@ pub(crate) struct Cli {
 /// Where the store is unless somebody says otherwise.
 pub(crate) const DEFAULT_STORE: &str = "/var/lib/cofolio";
 
-/// Options that every command takes.
+/// Where runtime state lies unless somebody says otherwise.
+pub(crate) const DEFAULT_RUN_DIR: &str = "/run/cofolio";
+
+/// Options that every command takes. What the configuration file says of them is settled before a command
+/// sees them.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
 pub(crate) struct Global {
@@ -59,9 +63,18 @@ pub(crate) struct Global {
         value_name = "DIR",
         env = "COFOLIO_RUN",
         hide_env_values = true,
-        default_value = "/run/cofolio"
+        default_value = DEFAULT_RUN_DIR
     )]
     pub(crate) run_dir: PathBuf,
+    #[arg(
+        help = "Configuration file [default: /etc/cofolio/config.toml, if it is there]",
+        long,
+        global = true,
+        value_name = "FILE",
+        env = "COFOLIO_CONFIG",
+        hide_env_values = true
+    )]
+    pub(crate) config: Option<PathBuf>,
     /// Print JSON for scripts instead of text
     #[arg(long, global = true)]
     pub(crate) json: bool,
@@ -104,6 +117,7 @@ pub(crate) enum Command {
     Du(cmd::du::Args),
     Bundle(cmd::bundle::Args),
     Doctor(cmd::doctor::Args),
+    Config(cmd::config::Args),
     Bench(cmd::bench::Args),
     #[command(hide = true)]
     CollectStaging(cmd::collect_staging::Args),

@@ -8,15 +8,17 @@ use cofolio_node::mount::{MountState, Mounter, RunDir};
 use cofolio_store::{Digest, Domain, InitOptions, Ref, RootKind, Store};
 
 use crate::cli::Global;
+use crate::config::Loaded;
 use crate::exit::Fail;
 use crate::ui::Ui;
 
 /// Fewest digits of a digest that name an image.
 const PREFIX_DIGITS_MIN: usize = 4;
 
-/// Options of every command, and how to talk to the user.
+/// Options of every command, the configuration, and how to talk to the user.
 pub(crate) struct Context<'a> {
     pub(crate) global: Global,
+    pub(crate) config: Loaded,
     pub(crate) ui: &'a Ui,
 }
 

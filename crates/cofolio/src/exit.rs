@@ -31,7 +31,7 @@ pub(crate) enum Exit {
 pub(crate) const TABLE: [(Exit, &str); 10] = [
     (Exit::Ok, "done"),
     (Exit::Failure, "it failed, and none of the codes below says it better"),
-    (Exit::Usage, "wrong arguments; nothing was done"),
+    (Exit::Usage, "wrong arguments or configuration; nothing was done"),
     (Exit::NotFound, "no such image, ref, mount, file or store"),
     (
         Exit::Corrupt,

@@ -28,7 +28,8 @@ pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
             }
             ui.error("interrupted; nothing was published, the store is as it was before", None);
             let mut next = Command::new("/proc/self/exe");
-            next.arg("--store").arg(store).arg("collect-staging");
+            // It needs no settings, and a file that was named by a flag may be all that is in order.
+            next.arg("--store").arg(store).arg("--config=/dev/null").arg("collect-staging");
             // Comes back only if it failed.
             let _ = next.exec();
             std::process::exit(i32::from(Exit::Interrupted as u8));

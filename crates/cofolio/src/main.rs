@@ -6,6 +6,7 @@
 mod cli;
 mod cmd;
 mod compose;
+mod config;
 mod context;
 mod exit;
 mod image;
@@ -20,9 +21,10 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches};
 
 use crate::cli::Cli;
+use crate::config::Loaded;
 use crate::exit::Exit;
 
 fn main() -> ExitCode {
@@ -43,8 +45,10 @@ fn main() -> ExitCode {
         let _ = Cli::command().color(clap::ColorChoice::Auto).print_help();
         return Exit::Usage.into();
     }
-    let cli = match Cli::try_parse_from(args) {
-        Ok(cli) => cli,
+    let matches = Cli::command().try_get_matches_from(args);
+    let parsed = matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches)));
+    let (mut cli, matches) = match parsed {
+        Ok(parsed) => parsed,
         Err(error) => {
             // A reader of the help who has seen enough is no failure, so the result is not looked at.
             let _ = error.print();
@@ -56,10 +60,12 @@ fn main() -> ExitCode {
     };
     let ui = ui::Ui::new(&cli.global);
     // What is still in the buffer at exit would be lost without a word if it cannot be written.
-    let ended = cmd::run(cli, &ui).and_then(|exit| {
-        std::io::stdout().flush().context("writing the output")?;
-        Ok(exit)
-    });
+    let ended = Loaded::load(&mut cli.global, &matches)
+        .and_then(|config| cmd::run(cli, config, &ui))
+        .and_then(|exit| {
+            std::io::stdout().flush().context("writing the output")?;
+            Ok(exit)
+        });
     match ended {
         Ok(exit) => exit.into(),
         Err(error) => exit::report(&error, &ui).into(),

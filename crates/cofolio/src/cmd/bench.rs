@@ -69,7 +69,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                     "bench share needs root: it mounts, drops the page cache and counts pages";
                 return Err(Fail::new(Exit::Missing, what).into());
             }
-            share::run(&args, &context.global)
+            share::run(&args, context)
         }
         Command::Read(args) => reader::run(&args).map(|()| Exit::Ok),
     }

@@ -5,6 +5,7 @@ pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
 pub(crate) mod collect_staging;
+pub(crate) mod config;
 pub(crate) mod doctor;
 pub(crate) mod du;
 pub(crate) mod dump;
@@ -23,6 +24,7 @@ pub(crate) mod umount;
 pub(crate) mod verify;
 
 use crate::cli::{Cli, Command};
+use crate::config::Loaded;
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::ui::Ui;
@@ -31,8 +33,8 @@ use crate::ui::Ui;
 pub(crate) type Outcome = anyhow::Result<Exit>;
 
 /// Run the command that was asked for.
-pub(crate) fn run(cli: Cli, ui: &Ui) -> Outcome {
-    let context = Context { global: cli.global, ui };
+pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> Outcome {
+    let context = Context { global: cli.global, config, ui };
     match cli.command {
         Command::Import(args) => import::run(&args, &context),
         Command::Build(args) => build::run(&args, &context),
@@ -52,6 +54,7 @@ pub(crate) fn run(cli: Cli, ui: &Ui) -> Outcome {
         Command::Du(args) => du::run(&args, &context),
         Command::Bundle(args) => bundle::run(&args, &context),
         Command::Doctor(args) => doctor::run(&args, &context),
+        Command::Config(args) => config::run(&args, &context),
         Command::Bench(args) => bench::run(&args, &context),
         Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),

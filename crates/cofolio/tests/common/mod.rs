@@ -114,6 +114,8 @@ impl Sandbox {
             .args(args)
             .env("COFOLIO_STORE", self.path("store"))
             .env("COFOLIO_RUN", self.path("run"))
+            // This machine's own settings are none of a test's.
+            .env("COFOLIO_CONFIG", "/dev/null")
             .env_remove("NO_COLOR")
             .stdin(Stdio::null());
         command

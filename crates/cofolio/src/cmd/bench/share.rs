@@ -19,7 +19,6 @@ use cofolio_sys::cache::page_size;
 use rustix::fs::FlockOperation;
 
 use crate::{
-    cli::Global,
     cmd::Outcome,
     exit::{Exit, Fail},
 };
@@ -75,7 +74,8 @@ pub(crate) struct Args {
     quiet: bool,
 }
 
-pub(super) fn run(args: &Args, global: &Global) -> Outcome {
+pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome {
+    let global = &context.global;
     let started = Instant::now();
     let say = |text: &str| {
         if !(args.quiet || global.quiet) {
@@ -87,9 +87,9 @@ pub(super) fn run(args: &Args, global: &Global) -> Outcome {
     let work = fs::canonicalize(&args.work)?;
     let _alone = lock_machine(&say)?;
 
-    // A store that somebody named; never the one where a node keeps its images just because it is the
-    // default.
-    let named = (global.store != Path::new(crate::cli::DEFAULT_STORE)).then_some(&global.store);
+    // A store that somebody named for this run; never the one where a node keeps its images just because
+    // that is the default, or what the configuration says.
+    let named = context.config.is_given("store.path").then_some(&global.store);
     let scratch = work.join("store");
     let store = args.store.as_ref().or(named).unwrap_or(&scratch);
     let domain = args.domain.as_deref().unwrap_or(&global.domain);

@@ -1,0 +1,396 @@
+//! The configuration file: what an operator sets once for a machine.
+//!
+//! A flag goes before an environment variable, that before the file, that before the default. Every
+//! setting is a field of [`Config`] or of a struct below it, whose `Default` is the default, and every
+//! one is in `docs/config.toml`; a test compares the two.
+//!
+//! To add a section: a struct (`Serialize`, `Deserialize` with [`deny_unknown_fields`][serde], `Default`),
+//! a field of [`Config`], and its lines in `docs/config.toml`. If options of every command override a
+//! setting, a line in [`Loaded::settle`].
+//!
+//! [serde]: https://serde.rs/container-attrs.html#deny_unknown_fields
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::Context as _;
+use clap::ArgMatches;
+use clap::parser::ValueSource;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::cli::{self, Global};
+use crate::exit::Fail;
+
+/// Where the file is unless `--config` or `COFOLIO_CONFIG` says otherwise. It need not exist.
+pub(crate) const DEFAULT_PATH: &str = "/etc/cofolio/config.toml";
+/// The file with every default, commented.
+pub(crate) const DOCUMENTED: &str = include_str!("../../../docs/config.toml");
+/// Largest file that is read, in bytes.
+const SIZE_MAX: u64 = 1 << 20;
+
+/// All that a configuration file can say.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Config {
+    pub(crate) store: Store,
+}
+
+/// `[store]`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Store {
+    pub(crate) path: PathBuf,
+    pub(crate) domain: String,
+    pub(crate) run_dir: PathBuf,
+    pub(crate) limit: Limit,
+}
+
+impl Default for Store {
+    fn default() -> Self {
+        Self {
+            path: cli::DEFAULT_STORE.into(),
+            domain: cofolio_store::DEFAULT_DOMAIN.to_owned(),
+            run_dir: cli::DEFAULT_RUN_DIR.into(),
+            limit: Limit::default(),
+        }
+    }
+}
+
+/// `[store.limit]`
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Limit {
+    /// What the domain may take on disk.
+    pub(crate) size: Option<Size>,
+    /// Images used within so many days stay, even over the size.
+    pub(crate) keep_days: u32,
+}
+
+/// A size in bytes, written as `50 GiB` (units of 1024: B, KiB, MiB, GiB, TiB, also K, M, G, T).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Size(pub(crate) u64);
+
+const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is not a size such as `50 GiB` or `1.5T`");
+        let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = (text[..digits].trim(), text[digits..].trim());
+        let same = |unit: &str, name: &str| {
+            unit.eq_ignore_ascii_case(name) || unit.eq_ignore_ascii_case(&name[..1])
+        };
+        let power = match unit {
+            "" => 0,
+            unit => UNITS.iter().position(|name| same(unit, name)).ok_or_else(wrong)?,
+        };
+        let scale = 1_u64 << (10 * power);
+        let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+        let whole: u64 = whole.parse().map_err(|_| wrong())?;
+        if fraction.is_empty() || fraction.len() > 9 {
+            return Err(wrong());
+        }
+        let parts: u64 = fraction.parse().map_err(|_| wrong())?;
+        // At most 9 digits of at most 2^40: far below 2^128.
+        let of = 10_u128.pow(u32::try_from(fraction.len()).unwrap_or(9));
+        let below = u64::try_from(u128::from(parts) * u128::from(scale) / of).unwrap_or(0);
+        let bytes = whole.checked_mul(scale).and_then(|bytes| bytes.checked_add(below));
+        bytes.map(Self).ok_or_else(wrong)
+    }
+}
+
+/// Exact, in the largest unit that divides it: what is shown can be written into the file.
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let power = match self.0 {
+            0 => 0,
+            bytes => (bytes.trailing_zeros() as usize / 10).min(UNITS.len() - 1),
+        };
+        write!(f, "{} {}", self.0 >> (10 * power), UNITS[power])
+    }
+}
+
+impl Serialize for Size {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Where the value of a setting comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Origin {
+    Default,
+    File,
+    Env,
+    Flag,
+}
+
+impl Origin {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::File => "file",
+            Self::Env => "env",
+            Self::Flag => "flag",
+        }
+    }
+}
+
+/// One setting as `config show` prints it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Setting {
+    /// `section.key`, parts quoted where TOML would.
+    pub(crate) key: String,
+    /// `null` where nothing is set and there is no default.
+    pub(crate) value: Value,
+    pub(crate) from: Origin,
+}
+
+/// The settings in force, and where each comes from.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Loaded {
+    pub(crate) config: Config,
+    /// The file that was read.
+    pub(crate) file: Option<PathBuf>,
+    in_file: BTreeMap<String, Value>,
+    /// Settings that a flag or a variable overrides.
+    overridden: BTreeMap<&'static str, Origin>,
+}
+
+impl Loaded {
+    /// Reads the file that the options say, and settles it with the options of every command: afterwards
+    /// both say what is in force.
+    pub(crate) fn load(global: &mut Global, matches: &ArgMatches) -> anyhow::Result<Self> {
+        let mut loaded = match &global.config {
+            Some(path) => Self::read(path)?.ok_or_else(|| {
+                let what = format!("no configuration file {}", path.display());
+                Fail::not_found(what).hint("--config and COFOLIO_CONFIG name a file that exists")
+            })?,
+            None => Self::read(Path::new(DEFAULT_PATH))?.unwrap_or_default(),
+        };
+        loaded.settle(global, matches);
+        Ok(loaded)
+    }
+
+    /// `None` if there is no such file.
+    fn read(path: &Path) -> anyhow::Result<Option<Self>> {
+        let shown = path.display();
+        let text = match read_bounded(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                return Err(error).with_context(|| format!("reading the configuration {shown}"));
+            }
+        };
+        let config = parse(&text).map_err(|wrong| wrong.at(path))?;
+        // It has just been read as a `Config`, so it is a table.
+        let table: Value = toml::from_str(&text).with_context(|| format!("reading {shown}"))?;
+        let in_file = flatten(&table);
+        Ok(Some(Self { config, file: Some(path.to_owned()), in_file, ..Self::default() }))
+    }
+
+    fn settle(&mut self, global: &mut Global, matches: &ArgMatches) {
+        let store = &mut self.config.store;
+        let mut origins = vec![
+            ("store.path", settle(matches, "store", &mut global.store, &mut store.path)),
+            ("store.domain", settle(matches, "domain", &mut global.domain, &mut store.domain)),
+            ("store.run_dir", settle(matches, "run_dir", &mut global.run_dir, &mut store.run_dir)),
+        ];
+        origins.retain(|(_, origin)| matches!(origin, Origin::Env | Origin::Flag));
+        self.overridden.extend(origins);
+    }
+
+    /// Whether a flag or a variable says the value of a setting for this run.
+    pub(crate) fn is_given(&self, key: &str) -> bool {
+        self.overridden.contains_key(key)
+    }
+
+    /// Every setting, sorted by key.
+    pub(crate) fn settings(&self) -> Vec<Setting> {
+        let config = serde_json::to_value(&self.config).unwrap_or_default();
+        let settings = flatten(&config).into_iter().map(|(key, value)| {
+            let from = match self.overridden.get(key.as_str()) {
+                Some(origin) => *origin,
+                None if self.in_file.contains_key(&key) => Origin::File,
+                None => Origin::Default,
+            };
+            Setting { key, value, from }
+        });
+        settings.collect()
+    }
+}
+
+/// Whichever of the two goes first is what both say afterwards.
+fn settle<T: Clone>(matches: &ArgMatches, id: &str, option: &mut T, setting: &mut T) -> Origin {
+    let origin = match matches.value_source(id) {
+        Some(ValueSource::CommandLine) => Origin::Flag,
+        Some(ValueSource::EnvVariable) => Origin::Env,
+        _ => {
+            option.clone_from(setting);
+            return Origin::Default;
+        }
+    };
+    setting.clone_from(option);
+    origin
+}
+
+fn read_bounded(path: &Path) -> io::Result<String> {
+    use io::Read as _;
+    let mut text = String::new();
+    fs::File::open(path)?.take(SIZE_MAX + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > SIZE_MAX {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    Ok(text)
+}
+
+/// What is wrong with a configuration, and in which line (the first is 1).
+#[derive(Debug)]
+struct Wrong {
+    line: Option<usize>,
+    message: String,
+    /// The key that was probably meant.
+    meant: Option<String>,
+}
+
+impl Wrong {
+    fn at(self, path: &Path) -> Fail {
+        let line = self.line.map_or_else(String::new, |line| format!("{line}:"));
+        let fail = Fail::usage(format!("{}:{line} {}", path.display(), self.message));
+        match self.meant {
+            Some(key) => fail.hint(format!("did you mean `{key}`?")),
+            None => fail.hint("`cofolio config default` prints every key with its default"),
+        }
+    }
+}
+
+fn parse(text: &str) -> Result<Config, Wrong> {
+    toml::from_str(text).map_err(|error| {
+        let line = error.span().and_then(|span| text.get(..span.start));
+        let line = line.map(|before| before.matches('\n').count() + 1);
+        let message = error.message().replace('\n', "; ");
+        let meant = meant(&message);
+        Wrong { line, message, meant }
+    })
+}
+
+/// serde says "unknown field `siz`, expected `size` or `keep_days`": which one is closest?
+fn meant(message: &str) -> Option<String> {
+    let mut quoted = message.strip_prefix("unknown field ")?.split('`').skip(1).step_by(2);
+    let given = quoted.next()?;
+    let near = quoted.map(|key| (strsim::damerau_levenshtein(given, key), key)).min()?;
+    (near.0 <= 2.max(given.len() / 3)).then(|| near.1.to_owned())
+}
+
+/// The leaves of a tree of tables by their dotted keys. An empty table has none.
+fn flatten(tree: &Value) -> BTreeMap<String, Value> {
+    fn walk(prefix: &str, value: &Value, into: &mut BTreeMap<String, Value>) {
+        let Value::Object(table) = value else {
+            into.insert(prefix.to_owned(), value.clone());
+            return;
+        };
+        for (key, value) in table {
+            let bare = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+            let key = match !key.is_empty() && key.chars().all(bare) {
+                true => key.clone(),
+                false => format!("{key:?}"),
+            };
+            let dot = if prefix.is_empty() { "" } else { "." };
+            walk(&format!("{prefix}{dot}{key}"), value, into);
+        }
+    }
+    let mut leaves = BTreeMap::new();
+    walk("", tree, &mut leaves);
+    leaves
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The documented file with every setting switched on: `#key = value` and `#[section]` are settings,
+    /// `# text` is text.
+    fn switched_on() -> String {
+        let lines = DOCUMENTED.lines().map(|line| match line.strip_prefix('#') {
+            Some(setting) if !setting.is_empty() && !setting.starts_with([' ', '#']) => setting,
+            _ => line,
+        });
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
+    /// Whoever adds a setting documents it, and whoever changes a default changes what is said of it.
+    #[test]
+    fn every_setting_is_documented_with_its_default() {
+        assert_eq!(
+            parse(DOCUMENTED).unwrap(),
+            Config::default(),
+            "as it lies there it says nothing"
+        );
+        let text = switched_on();
+        parse(&text).unwrap();
+        let documented = flatten(&toml::from_str(&text).unwrap());
+        for (key, default) in flatten(&serde_json::to_value(Config::default()).unwrap()) {
+            let said = documented.get(&key);
+            let said = said.unwrap_or_else(|| panic!("docs/config.toml says nothing of {key}"));
+            // Without a default there is an example.
+            assert!(default.is_null() || *said == default, "{key}: {said}, but it is {default}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line_and_what_was_meant() {
+        let wrong = parse("[store]\npath = '/x'\n[store.limit]\nsise = '1 GiB'\n").unwrap_err();
+        assert_eq!((wrong.line, wrong.meant.as_deref()), (Some(4), Some("size")), "{wrong:?}");
+        let fail = wrong.at(Path::new("/etc/c.toml")).to_string();
+        assert!(fail.starts_with("/etc/c.toml:4: unknown field `sise`"), "{fail}");
+
+        let wrong = parse("[stroe]\n").unwrap_err();
+        assert_eq!((wrong.line, wrong.meant.as_deref()), (Some(1), Some("store")));
+        let wrong = parse("[store]\nentirely-different = 1\n").unwrap_err();
+        assert_eq!((wrong.line, wrong.meant.as_deref()), (Some(2), None), "{wrong:?}");
+        let wrong = parse("\n[store.limit]\nsize = 'big'\n").unwrap_err();
+        assert!(wrong.line == Some(3) && wrong.message.contains("`big`"), "{wrong:?}");
+        let wrong = parse("[store]\ndomain = 7\n").unwrap_err();
+        assert_eq!(wrong.line, Some(2), "{wrong:?}");
+        assert_eq!(parse("[store\n").unwrap_err().line, Some(1));
+    }
+
+    #[test]
+    fn sizes_are_read_and_shown_exactly() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("1000", 1000),
+            ("50 GiB", 50 << 30),
+            ("50GiB", 50 << 30),
+            ("50g", 50 << 30),
+            ("1.5 TiB", 3 << 39),
+            ("0.5k", 512),
+            ("16777215 TiB", 16_777_215 << 40),
+        ] {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+            assert_eq!(Size(bytes).to_string().parse(), Ok(Size(bytes)), "{text}");
+        }
+        for text in
+            ["", "GiB", "-1", "1 GB", "1e3", "1.2.3", "1.", ".5", "16777216 TiB", "é", "1 é"]
+        {
+            assert!(text.parse::<Size>().is_err(), "{text}");
+        }
+        assert_eq!(Size(50 << 30).to_string(), "50 GiB");
+        assert_eq!(Size((50 << 30) + 1).to_string(), "53687091201 B");
+    }
+}
