@@ -7,6 +7,7 @@
 use std::io::Write;
 
 use crate::contents::Contents;
+use crate::disk::Piece;
 use crate::error::{At, BoxError, Error, Result};
 use crate::staging::{Staging, Stored};
 use crate::verify::hash_file;
@@ -83,14 +84,17 @@ impl Staging {
             return Ok(stored);
         }
         let mut writer = self.object_writer();
-        copy(&file, &mut writer)?;
+        file.for_pieces(|piece| match piece {
+            Piece::Data(data) => writer.push(data),
+            Piece::Hole(len) => writer.push_hole(len),
+        })?;
         let stored = writer.finish()?;
         check(file.path(), *digest, stored.digest)?;
         Ok(stored)
     }
 }
 
-/// Copies a whole file.
+/// Copies an image or a layer.
 fn copy(from: &StoredFile, to: &mut dyn Write) -> Result<()> {
     let mut buffer = vec![0; COPY_SIZE];
     let mut offset = 0;

@@ -18,7 +18,11 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
+use crate::error::At;
 pub use crate::real::RealDisk;
+
+/// How much of a file is read at once, in bytes.
+const PIECE_SIZE: usize = 256 << 10;
 
 /// What an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,12 +132,34 @@ pub trait DiskFile: Send + Sync + fmt::Debug {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
     /// Appends all bytes.
     fn write_all(&mut self, data: &[u8]) -> io::Result<()>;
+    /// Appends zeros that take no room, where the filesystem can.
+    fn append_hole(&mut self, len: u64) -> io::Result<()>;
+    /// What begins at an offset.
+    fn stretch_at(&self, offset: u64) -> io::Result<Stretch>;
     /// Size in bytes.
     fn size(&self) -> io::Result<u64>;
     /// Makes the content durable (not the name).
     fn sync(&self) -> io::Result<()>;
     /// The descriptor, if it is a file of this machine.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// What begins at some offset of a file, and how many bytes of it there are before something else may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stretch {
+    /// Content that the filesystem keeps. At the end of the file, and where the filesystem cannot tell, it
+    /// has no end: reading says.
+    Data(u64),
+    /// Zeros for which the filesystem keeps nothing.
+    Hole(u64),
+}
+
+/// A part of a file's content.
+#[derive(Debug)]
+pub(crate) enum Piece<'a> {
+    Data(&'a [u8]),
+    /// So many zeros, for which the filesystem keeps nothing.
+    Hole(u64),
 }
 
 /// A file of the store, open for reading.
@@ -180,6 +206,40 @@ impl StoredFile {
             }
         }
         Ok(())
+    }
+
+    /// Goes through the whole content in order; holes are not read.
+    pub(crate) fn for_pieces(
+        &self,
+        mut each: impl FnMut(Piece<'_>) -> crate::Result<()>,
+    ) -> crate::Result<()> {
+        let size = self.size().at("look at", &self.path)?;
+        let len = usize::try_from(size).unwrap_or(PIECE_SIZE).clamp(1, PIECE_SIZE);
+        let mut buffer = vec![0; len];
+        let (mut offset, mut data_end) = (0_u64, 0);
+        loop {
+            if offset == data_end {
+                match self.file.stretch_at(offset).at("look for holes in", &self.path)? {
+                    Stretch::Data(len) => data_end = offset.saturating_add(len),
+                    Stretch::Hole(len) => {
+                        each(Piece::Hole(len))?;
+                        offset += len;
+                        data_end = offset;
+                        continue;
+                    }
+                }
+            }
+            let len = usize::try_from(data_end - offset).unwrap_or(len).min(len);
+            match self.file.read_at(&mut buffer[..len], offset) {
+                Ok(0) => return Ok(()),
+                Ok(n) => {
+                    each(Piece::Data(&buffer[..n]))?;
+                    offset += n as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error).at("read", &self.path),
+            }
+        }
     }
 
     /// Reads it from the start to the end.

@@ -43,13 +43,14 @@ pub mod verity;
 pub use commit::Publish;
 pub use contents::Contents;
 pub use digest::{Digest, ParseDigestError};
-pub use disk::{Protection, StoredFile};
+pub use disk::{Protection, StoredFile, Stretch};
 pub use domain::{Domain, DomainLock};
 pub use du::{DuReport, ImageUsage};
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 pub use gc::{GcOptions, GcReport};
 pub use meta::{Features, Meta};
+pub use real::stretch_at;
 pub use record::{Layer, Ref, Root, RootKind};
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,

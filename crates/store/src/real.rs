@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use cofolio_sys::verity;
 use rustix::fs::{self, AtFlags, FileType, FlockOperation, IFlags, Mode, OFlags, RenameFlags};
-use rustix::fs::{ResolveFlags, StatxFlags};
+use rustix::fs::{ResolveFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
 
-use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat};
+use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, Stretch};
 
 const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
 const OBJECT_MODE: Mode = Mode::from_raw_mode(0o444);
@@ -118,7 +118,7 @@ impl Disk for RealDisk {
     fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
         // O_NONBLOCK: a FIFO that somebody put here must not hang us. It does nothing to a file.
         let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
-        Ok(Box::new(RealFile { file }))
+        Ok(Box::new(RealFile { file, end: 0 }))
     }
 
     fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>> {
@@ -128,7 +128,7 @@ impl Disk for RealDisk {
         if self.needs_chmod {
             fs::fchmod(&file, mode)?;
         }
-        Ok(Box::new(RealFile { file }))
+        Ok(Box::new(RealFile { file, end: 0 }))
     }
 
     fn stat(&self, path: &str) -> io::Result<Stat> {
@@ -293,6 +293,30 @@ impl Disk for RealDisk {
     }
 }
 
+/// What begins at an offset of an open file: see [`Stretch`]. The position of the descriptor moves.
+///
+/// # Errors
+/// What `lseek(2)` with `SEEK_DATA` and `SEEK_HOLE`, and `fstat(2)`, give.
+pub fn stretch_at(file: impl AsFd, offset: u64) -> io::Result<Stretch> {
+    let end = match fs::seek(&file, SeekFrom::Data(offset)) {
+        Ok(data) if data > offset => return Ok(Stretch::Hole(data - offset)),
+        Ok(_) => match fs::seek(&file, SeekFrom::Hole(offset)) {
+            Ok(hole) if hole > offset => hole,
+            // It has just been cut, or a hole been made: reading says.
+            Ok(_) | Err(Errno::NXIO) => u64::MAX,
+            Err(errno) => return Err(errno.into()),
+        },
+        // No data from here on.
+        Err(Errno::NXIO) => match u64::try_from(fs::fstat(&file)?.st_size).unwrap_or(0) {
+            size if size > offset => return Ok(Stretch::Hole(size - offset)),
+            _ => u64::MAX,
+        },
+        Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::SPIPE) => u64::MAX,
+        Err(errno) => return Err(errno.into()),
+    };
+    Ok(Stretch::Data(end - offset))
+}
+
 #[derive(Debug)]
 struct RealLock {
     /// Closing it gives the lock back.
@@ -304,6 +328,8 @@ impl Lock for RealLock {}
 #[derive(Debug)]
 struct RealFile {
     file: OwnedFd,
+    /// Where the next write goes, if the file is being written.
+    end: u64,
 }
 
 impl DiskFile for RealFile {
@@ -313,14 +339,28 @@ impl DiskFile for RealFile {
 
     fn write_all(&mut self, mut data: &[u8]) -> io::Result<()> {
         while !data.is_empty() {
-            match rustix::io::write(&self.file, data) {
+            match rustix::io::pwrite(&self.file, data, self.end) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => data = &data[written..],
+                Ok(written) => {
+                    data = &data[written..];
+                    self.end += written as u64;
+                }
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
+    }
+
+    fn append_hole(&mut self, len: u64) -> io::Result<()> {
+        let end = self.end.checked_add(len).ok_or(io::ErrorKind::FileTooLarge)?;
+        fs::ftruncate(&self.file, end)?;
+        self.end = end;
+        Ok(())
+    }
+
+    fn stretch_at(&self, offset: u64) -> io::Result<Stretch> {
+        stretch_at(&self.file, offset)
     }
 
     fn size(&self) -> io::Result<u64> {

@@ -5,6 +5,7 @@
 //! the notes that are left, in order but with gaps, and throws the rest away:
 //!
 //! - data: whole, not at all, as length without content, or some 512-byte sectors of it;
+//! - a hole: whole, not at all, or a part of its length;
 //! - new and removed names: each by itself, so that later changes may survive earlier ones;
 //! - a rename of a file: not at all, whole, or with the old name still there beside the new one; never
 //!   with neither. Of a directory: not at all or whole (a directory with two names is a broken
@@ -14,7 +15,7 @@
 //! That is weaker than what ext4, xfs or btrfs promise, so what survives here survives there. Faults can
 //! be planted at the n-th changing call: a crash, an I/O error, or a filesystem that is full from there
 //! on. A sync that fails loses some of what it should have written, as Linux does (the pages are marked
-//! clean). With one thread everything is a function of the seed.
+//! clean). Blocks of zeros take no room, written or not, as on a filesystem that compresses. With one thread everything is a function of the seed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -23,12 +24,12 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat};
+use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, Stretch};
 
 /// Granularity of torn writes, in bytes.
 const SECTOR: usize = 512;
 /// Allocation unit that `stat` reports, in bytes.
-const BLOCK: u64 = 4096;
+const BLOCK: usize = 4096;
 /// How long a lock is waited for before the simulation takes it for a deadlock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// Inode of the root directory.
@@ -88,6 +89,7 @@ enum Node {
 #[derive(Clone, Debug)]
 enum Change {
     Write { inode: u64, offset: usize, data: Vec<u8> },
+    Hole { inode: u64, offset: usize, len: usize },
     Flag { inode: u64, immutable: bool },
     Link { directory: u64, name: String, inode: u64 },
     Unlink { directory: u64, name: String, inode: u64 },
@@ -98,7 +100,9 @@ impl Change {
     /// Whether syncing this file or directory makes the change durable.
     fn belongs_to(&self, synced: u64) -> bool {
         match self {
-            Self::Write { inode, .. } | Self::Flag { inode, .. } => *inode == synced,
+            Self::Write { inode, .. } | Self::Hole { inode, .. } | Self::Flag { inode, .. } => {
+                *inode == synced
+            }
             Self::Link { directory, .. } | Self::Unlink { directory, .. } => *directory == synced,
             Self::Rename { from, to, .. } => from.0 == synced || to.0 == synced,
         }
@@ -107,6 +111,7 @@ impl Change {
     fn apply(&self, files: &mut Files) {
         match self {
             Self::Write { inode, offset, data } => write_at(files, *inode, *offset, data),
+            Self::Hole { inode, offset, len } => write_at(files, *inode, *offset + *len, &[]),
             Self::Flag { inode, immutable: on } => {
                 if let Some(Node::File { immutable, .. }) = files.get_mut(inode) {
                     *immutable = *on;
@@ -284,6 +289,13 @@ impl State {
                 }
                 _ => change.apply(&mut self.medium),
             },
+            Change::Hole { inode, offset, len } => match self.below(3) {
+                0 => {
+                    let part = usize::try_from(self.below(*len as u64 + 1)).unwrap_or(0);
+                    write_at(&mut self.medium, *inode, offset + part, &[]);
+                }
+                _ => change.apply(&mut self.medium),
+            },
             Change::Rename { to, inode, is_directory: false, .. } if self.below(3) == 0 => {
                 set(&mut self.medium, to.0, &to.1, *inode);
             }
@@ -308,7 +320,8 @@ impl State {
                 if is_sync {
                     let pending = std::mem::take(&mut self.pending);
                     for change in pending {
-                        if !matches!(change, Change::Write { .. }) || self.below(2) == 0 {
+                        let is_data = matches!(change, Change::Write { .. } | Change::Hole { .. });
+                        if !is_data || self.below(2) == 0 {
                             self.pending.push(change);
                         }
                     }
@@ -427,13 +440,15 @@ impl Disk for SimDisk {
     fn stat(&self, path: &str) -> io::Result<Stat> {
         let state = self.state();
         let inode = state.find(path)?;
-        let (kind, size, mode, immutable, nlink) = match state.seen.get(&inode) {
+        let (kind, size, allocated, mode, immutable, nlink) = match state.seen.get(&inode) {
             Some(Node::File { data, mode, immutable }) => {
-                (Kind::File, data.len() as u64, *mode, *immutable, state.names_of(inode, ROOT))
+                let blocks = data.chunks(BLOCK).filter(|block| block.iter().any(|byte| *byte != 0));
+                let allocated = (blocks.count() * BLOCK) as u64;
+                let names = state.names_of(inode, ROOT);
+                (Kind::File, data.len() as u64, allocated, *mode, *immutable, names)
             }
-            _ => (Kind::Directory, BLOCK, 0o755, false, 2),
+            _ => (Kind::Directory, BLOCK as u64, BLOCK as u64, 0o755, false, 2),
         };
-        let allocated = size.div_ceil(BLOCK) * BLOCK;
         Ok(Stat { kind, size, allocated, mode, uid: 0, inode, nlink, immutable })
     }
 
@@ -672,6 +687,35 @@ impl DiskFile for SimFile {
             }
         }
         Ok(())
+    }
+
+    fn append_hole(&mut self, len: u64) -> io::Result<()> {
+        let mut state = self.state()?;
+        state.call(true, false)?;
+        let Some(Node::File { data, .. }) = state.seen.get(&self.inode) else {
+            return Err(errno(rustix::io::Errno::BADF));
+        };
+        let (inode, offset) = (self.inode, data.len());
+        let len = usize::try_from(len).map_err(|_| io::ErrorKind::FileTooLarge)?;
+        state.change(Change::Hole { inode, offset, len });
+        Ok(())
+    }
+
+    fn stretch_at(&self, offset: u64) -> io::Result<Stretch> {
+        let state = self.state()?;
+        let Some(Node::File { data, .. }) = state.seen.get(&self.inode) else {
+            return Ok(Stretch::Data(u64::MAX - offset));
+        };
+        let rest = usize::try_from(offset).ok().and_then(|start| data.get(start..));
+        let Some(rest) = rest.filter(|rest| !rest.is_empty()) else {
+            return Ok(Stretch::Data(u64::MAX - offset));
+        };
+        let block_end = BLOCK - (data.len() - rest.len()) % BLOCK;
+        let len = block_end.min(rest.len());
+        Ok(match rest[..len].iter().all(|byte| *byte == 0) {
+            true => Stretch::Hole(len as u64),
+            false => Stretch::Data(len as u64),
+        })
     }
 
     fn size(&self) -> io::Result<u64> {

@@ -29,6 +29,9 @@ use crate::{Digest, name};
 
 /// [`ImportOptions::buffer_bytes_max`] unless said otherwise.
 const BUFFER_BYTES_MAX: usize = 1 << 20;
+/// Shorter runs of zeros are written: they hold no whole block that could be left out, and an archive can
+/// have a hole between any two bytes.
+const HOLE_MIN: usize = 4096;
 
 /// How an import is begun.
 #[derive(Clone, Copy, Debug)]
@@ -224,7 +227,7 @@ impl Staging {
         if !self.check()? {
             return match self.is_known(&digest, size)? {
                 true => Ok(self.count(digest, size, false)),
-                false => Ok(self.count_missing(digest, size)),
+                false => Ok(self.count_missing(digest, size, size)),
             };
         }
         // Whether it is staged already is answered by the call that makes it.
@@ -243,11 +246,11 @@ impl Staging {
             Ok(()) => {}
             Err(error) => {
                 self.fail(error, "write", &path)?;
-                return Ok(self.count_missing(digest, size));
+                return Ok(self.count_missing(digest, size, size));
             }
         }
         if !self.enable_verity(&path, &digest)? {
-            return Ok(self.count_missing(digest, size));
+            return Ok(self.count_missing(digest, size, size));
         }
         Ok(self.count(digest, size, true))
     }
@@ -264,7 +267,7 @@ impl Staging {
             return Ok(Some(self.count(*digest, size, false)));
         }
         if !self.check()? {
-            return Ok(Some(self.count_missing(*digest, size)));
+            return Ok(Some(self.count_missing(*digest, size, size)));
         }
         let number = self.next_temporary.fetch_add(1, Relaxed);
         let mut copy = Spilled {
@@ -286,12 +289,12 @@ impl Staging {
             }
             Err(error) => {
                 self.fail(error, "rename", &copy.path)?;
-                return Ok(Some(self.count_missing(*digest, size)));
+                return Ok(Some(self.count_missing(*digest, size, size)));
             }
             Ok(()) => copy.path.clear(),
         }
         if !self.enable_verity(&target, digest)? {
-            return Ok(Some(self.count_missing(*digest, size)));
+            return Ok(Some(self.count_missing(*digest, size, size)));
         }
         Ok(Some(self.count(*digest, size, true)))
     }
@@ -324,11 +327,12 @@ impl Staging {
         Stored { digest, size, new }
     }
 
-    fn count_missing(&self, digest: Digest, size: u64) -> Stored {
+    /// An object for which there is no room: `bytes` of its content are not holes.
+    fn count_missing(&self, digest: Digest, size: u64, bytes: u64) -> Stored {
         if let Health::Counting { missing, seen } = &mut *self.health()
             && seen.insert(digest)
         {
-            *missing += size;
+            *missing += bytes;
         }
         Stored { digest, size, new: true }
     }
@@ -456,6 +460,7 @@ struct Spilled<'a> {
     path: String,
     /// None once the disk is full.
     file: Option<Box<dyn DiskFile>>,
+    /// Bytes, holes not counted.
     written: u64,
 }
 
@@ -484,17 +489,25 @@ impl<'a> Spilled<'a> {
     }
 
     fn write(&mut self, data: &[u8]) -> Result<()> {
+        self.written += data.len() as u64;
+        self.call(|file| file.write_all(data))
+    }
+
+    fn hole(&mut self, len: u64) -> Result<()> {
+        self.call(|file| file.append_hole(len))
+    }
+
+    fn call(&mut self, call: impl FnOnce(&mut dyn DiskFile) -> io::Result<()>) -> Result<()> {
         // Another thread's failure ends this file too: nothing of it can be published.
         if !self.staging.check()? {
             self.file = None;
         }
         if let Some(file) = &mut self.file
-            && let Err(error) = file.write_all(data)
+            && let Err(error) = call(&mut **file)
         {
             self.file = None;
             self.staging.fail(error, "write", &self.path)?;
         }
-        self.written += data.len() as u64;
         Ok(())
     }
 
@@ -550,10 +563,7 @@ impl ObjectWriter<'_> {
                 self.buffer.extend_from_slice(data);
                 return Ok(());
             }
-            let mut spilled = Spilled::new(self.staging)?;
-            spilled.write(&self.buffer)?;
-            self.buffer.clear();
-            self.spilled = Some(spilled);
+            self.spill()?;
         }
         // Small pieces are gathered: a system call for each would cost more than the copy.
         if self.buffer.len() + data.len() <= self.staging.buffer_max {
@@ -568,6 +578,35 @@ impl ObjectWriter<'_> {
                 Ok(())
             }
         }
+    }
+
+    /// Takes zeros as the next `len` bytes and leaves a hole for them in the file, so that an object is no
+    /// larger on disk than its source was. Time and memory do not depend on `len`.
+    ///
+    /// Only for what the source says is a hole. Zeros that it has written down are not looked for: whoever
+    /// preallocated a file wants its blocks, a hole takes as much page cache as data once it is read, and
+    /// there is little disk to gain (of the images of `corpus/`, runs of 64 KiB and more are 2 % in mysql,
+    /// 0.3 % in postgres, none in the others).
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn push_hole(&mut self, len: u64) -> Result<()> {
+        if let Some(zeros) = usize::try_from(len).ok().and_then(|len| [0; HOLE_MIN - 1].get(..len))
+        {
+            return self.push(zeros);
+        }
+        self.hasher.zeros(len);
+        match self.spilled {
+            None => self.spill()?,
+            Some(_) => self.flush_buffer()?,
+        }
+        self.spilled.as_mut().map_or(Ok(()), |spilled| spilled.hole(len))
+    }
+
+    /// From memory to a file of its own.
+    fn spill(&mut self) -> Result<()> {
+        self.spilled = Some(Spilled::new(self.staging)?);
+        self.flush_buffer()
     }
 
     fn flush_buffer(&mut self) -> Result<()> {
@@ -595,6 +634,7 @@ impl ObjectWriter<'_> {
             return Ok(staging.count(digest, size, false));
         }
         let target = staging.object_file(&digest);
+        let written = spilled.written;
         let placed = spilled.finish(|staging, path| {
             staging.in_shard(&digest, || staging.disk().rename(path, &target, true))
         })?;
@@ -603,7 +643,7 @@ impl ObjectWriter<'_> {
             Placed::New if staging.enable_verity(&target, &digest)? => {
                 Ok(staging.count(digest, size, true))
             }
-            Placed::New | Placed::Full => Ok(staging.count_missing(digest, size)),
+            Placed::New | Placed::Full => Ok(staging.count_missing(digest, size, written)),
         }
     }
 }

@@ -9,7 +9,12 @@
 //! ```
 //!
 //! Memory is one partly filled block per level: 4 KiB × 8 levels cover more than 2^64 bytes.
+//!
+//! A run of zeros costs no more than a few blocks per level, whatever its length: all blocks of zeros have
+//! one digest, so all blocks of such digests have one, and so on upwards.
 //! Source: `Documentation/filesystems/fsverity.rst`, "Merkle tree" and "fs-verity descriptor".
+
+use std::sync::OnceLock;
 
 use sha2::{Digest as _, Sha256};
 
@@ -19,6 +24,11 @@ use crate::Digest;
 const BLOCK: usize = 4096;
 /// Size of one SHA-256 digest, in bytes.
 const HASH: usize = 32;
+
+/// Digests in one block.
+const FANOUT: u64 = (BLOCK / HASH) as u64;
+/// Levels above the data that 2^64 bytes can have, the root's digest included.
+const LEVELS_MAX: usize = 9;
 
 /// `struct fsverity_descriptor`: offsets of the fields that are not zero here.
 const DESCRIPTOR_SIZE: usize = 256;
@@ -69,6 +79,39 @@ impl Hasher {
             self.push(0, &Sha256::digest(block).into());
         }
         self.partial.extend_from_slice(blocks.remainder());
+    }
+
+    /// Takes zeros as the next `len` bytes, without looking at each of them.
+    pub fn zeros(&mut self, mut len: u64) {
+        if !self.partial.is_empty() {
+            let room = BLOCK - self.partial.len();
+            let take = usize::try_from(len).unwrap_or(room).min(room);
+            self.update(&ZEROS[..take]);
+            len -= take as u64;
+        }
+        self.size += len;
+        let rest = usize::try_from(len % BLOCK as u64).unwrap_or(0);
+        self.push_zero_blocks(0, len / BLOCK as u64);
+        self.partial.extend_from_slice(&ZEROS[..rest]);
+    }
+
+    /// Adds to a level `count` digests of what is all zeros below it.
+    fn push_zero_blocks(&mut self, level: usize, mut count: u64) {
+        let hash = &zero_hashes()[level];
+        while count > 0 && self.levels.get(level).is_some_and(|block| !block.is_empty()) {
+            self.push(level, hash);
+            count -= 1;
+        }
+        // The level is between two blocks now: those that are filled altogether go up at once.
+        if count >= FANOUT {
+            while self.levels.len() <= level {
+                self.levels.push(Vec::with_capacity(BLOCK));
+            }
+            self.push_zero_blocks(level + 1, count / FANOUT);
+        }
+        for _ in 0..count % FANOUT {
+            self.push(level, hash);
+        }
     }
 
     /// The digest of everything seen.
@@ -126,9 +169,24 @@ impl Hasher {
     }
 }
 
+const ZEROS: [u8; BLOCK] = [0; BLOCK];
+
+/// The digest of a data block of zeros, of a block of such digests, and so on.
+fn zero_hashes() -> &'static [[u8; HASH]; LEVELS_MAX] {
+    static HASHES: OnceLock<[[u8; HASH]; LEVELS_MAX]> = OnceLock::new();
+    HASHES.get_or_init(|| {
+        let mut hashes = [[0; HASH]; LEVELS_MAX];
+        let mut block = ZEROS.to_vec();
+        for hash in &mut hashes {
+            *hash = Sha256::digest(&block).into();
+            block = hash.repeat(BLOCK / HASH);
+        }
+        hashes
+    })
+}
+
 /// SHA-256 of a block that is filled up with zeros.
 fn hash_padded(data: &[u8]) -> [u8; HASH] {
-    const ZEROS: [u8; BLOCK] = [0; BLOCK];
     let mut sha = Sha256::new();
     sha.update(data);
     sha.update(&ZEROS[..BLOCK - data.len()]);
@@ -162,6 +220,9 @@ mod tests {
         (67108869, "39655ea5965b78fdf8e064c34907102d92c677a72180ed547aa8c209f5882b27"),
     ];
 
+    /// 2^30 + 1 zeros: `truncate -s 1073741825 F; fsverity digest --compact F` (fsverity-utils 1.5).
+    const GIB_AND_ONE: &str = "51e181760e4ab01a52b24ba0e01316cfd84608a87191db449ada61291c264565";
+
     fn content(len: usize) -> Vec<u8> {
         (0..len).map(|i| u8::try_from((i * 31 + i / 4096) % 256).unwrap()).collect()
     }
@@ -184,6 +245,44 @@ mod tests {
             }
             assert_eq!(hasher.size(), data.len() as u64);
             assert_eq!(hasher.finish(), expected, "pieces of {step}");
+        }
+    }
+
+    #[test]
+    fn zeros_that_are_only_counted_are_zeros() {
+        let block = BLOCK as u64;
+        let level = FANOUT * block;
+        for before in [0, 1, block - 1, block, 3 * block + 5, level - block, level + 1] {
+            for zeros in [0, 1, 100, block, block + 1, level - 1, level, 2 * level, 3 * level + 9] {
+                for after in [0, 1, block] {
+                    let before = content(usize::try_from(before).unwrap());
+                    let after = content(usize::try_from(after).unwrap());
+                    let mut hasher = Hasher::new();
+                    hasher.update(&before);
+                    hasher.zeros(zeros);
+                    hasher.update(&after);
+                    let all = [before, vec![0; usize::try_from(zeros).unwrap()], after].concat();
+                    assert_eq!(hasher.size(), all.len() as u64);
+                    let shape = format!("{zeros} zeros in {} bytes", all.len());
+                    assert_eq!(hasher.finish(), digest(&all), "{shape}");
+                }
+            }
+        }
+    }
+
+    /// A layer may claim a file of a terabyte that is one hole.
+    #[test]
+    fn zeros_without_end_are_hashed_at_once() {
+        let mut hasher = Hasher::new();
+        hasher.zeros((1 << 30) + 1);
+        assert_eq!(hasher.finish().to_string(), GIB_AND_ONE);
+        for exponent in 31..63 {
+            let (mut whole, mut cut) = (Hasher::new(), Hasher::new());
+            whole.zeros((1 << exponent) + 3);
+            cut.zeros((1 << (exponent - 1)) - 70_000);
+            cut.update(&[0; 3]);
+            cut.zeros((1 << (exponent - 1)) + 70_000);
+            assert_eq!(whole.finish(), cut.finish(), "2^{exponent}");
         }
     }
 }

@@ -13,14 +13,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use cofolio_store::{
-    Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Store,
-    verity,
+    Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Publish,
+    Ref, Store, verity,
 };
 use cofolio_sys::cache::{FileMap, page_size};
 use common::{Lines, Scratch, content, import, nothing_live};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
+/// `XFS_SUPER_MAGIC` of `linux/magic.h`.
+const XFS_SUPER_MAGIC: rustix::fs::FsWord = 0x5846_5342;
 
 /// An image file with a filesystem in it, mounted; both go when dropped.
 struct LoopMount {
@@ -200,6 +203,117 @@ fn two_domains_with_the_same_content_never_share_a_page() {
     });
 }
 
+/// An image brought a disk image of 20 GB with 300 MB in it; the store wrote 20 GB.
+#[test]
+fn holes_stay_holes() {
+    on_each("holes_stay_holes", |kind, parent| {
+        let scratch = Scratch::below(parent, "holes");
+        let store = scratch.store();
+        let domain = store.domain("default").unwrap();
+        let staging = domain.begin_import(ImportOptions::default()).unwrap();
+        let (head, tail) = (content(5000, 1), content(70_000, 2));
+        let mut objects = Vec::new();
+        // Holes in front, in the middle, at the end, nothing else; less than is kept in memory, and more.
+        for (front, middle, end) in
+            [(0, 100_000, 0), (1 << 20, 3 << 20, 50_001), (0, 10, 64 << 20), (200_000, 0, 0)]
+        {
+            let mut writer = staging.object_writer();
+            writer.push_hole(front).unwrap();
+            writer.push(&head).unwrap();
+            writer.push_hole(middle).unwrap();
+            writer.push(&tail).unwrap();
+            writer.push_hole(end).unwrap();
+            let zeros = [front, middle, end].map(|len| vec![0; usize::try_from(len).unwrap()]);
+            let whole = [&zeros[0][..], &head, &zeros[1], &tail, &zeros[2]].concat();
+            let stored = writer.finish().unwrap();
+            assert_eq!((stored.digest, stored.new), (verity::digest(&whole), true), "{kind}");
+            objects.push((stored.digest, stored.size, 100_000, Some(whole)));
+        }
+        let mut writer = staging.object_writer();
+        writer.push_hole(20 << 20).unwrap();
+        let stored = writer.finish().unwrap();
+        objects.push((stored.digest, stored.size, 8192, Some(vec![0; 20 << 20])));
+        // With fs-verity the kernel reads it all, and keeps 8 GiB of digests.
+        if !domain.protection().verity {
+            let mut writer = staging.object_writer();
+            writer.push_hole(1 << 40).unwrap();
+            writer.push(b"the end").unwrap();
+            let stored = writer.finish().unwrap();
+            objects.push((stored.digest, (1 << 40) + 7, 8192, None));
+        }
+        let named: Vec<_> = objects.iter().map(|object| (object.0, object.1)).collect();
+        let image = common::image_of(&staging, &named);
+        let publish = Publish::named("a", Ref::new(image));
+        staging.commit(&publish, named).unwrap();
+        // A copy of the content, where the filesystem shares no blocks.
+        let other = store.domain_or_create("other").unwrap();
+        other.copy_ref_from(&domain, "a", &Lines).unwrap();
+
+        // xfs allocates ahead of a writer, and keeps that if the file grows over it.
+        let is_xfs = rustix::fs::statfs(parent).unwrap().f_type == XFS_SUPER_MAGIC;
+        let slack = if is_xfs { 256 << 10 } else { 0 };
+        for domain in [&domain, &other] {
+            let mut most = 0;
+            for (digest, size, allocated_max, content) in &objects {
+                let path = domain.object_path(digest).unwrap();
+                let meta = std::fs::metadata(&path).unwrap();
+                assert_eq!(meta.len(), *size, "{kind}");
+                let allocated = meta.blocks() * 512;
+                // fs-verity keeps its digests behind the content.
+                let allocated_max = allocated_max + slack + size.min(&(64 << 20)) / 100;
+                assert!(allocated <= allocated_max, "{kind}: {allocated} bytes of {size}");
+                most += allocated_max;
+                if let Some(content) = content {
+                    assert!(std::fs::read(&path).unwrap() == *content, "{kind}");
+                }
+            }
+            is_clean(domain);
+            let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+            assert_eq!((report.objects, report.findings), (objects.len() as u64, vec![]));
+            let usage = domain.du(&Lines).unwrap();
+            assert!(usage.images[0].bytes <= most, "{kind}: {usage:?}");
+        }
+        domain.remove_ref("a").unwrap();
+        let report = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+        assert_eq!(report.objects, objects.len() as u64);
+        assert!(report.object_bytes < 2 << 20, "{kind}: {report:?}");
+    });
+}
+
+/// Zeros for which the filesystem keeps nothing are part of the content like all others.
+#[test]
+fn fsck_sees_what_became_of_a_hole() {
+    let scratch = Scratch::new("hole-altered");
+    let domain = scratch.store().domain("default").unwrap();
+    let piece = [content(5000, 1), vec![0; 3 << 20], content(5000, 2)].concat();
+    let options = ImportOptions::default();
+    import(&domain, "a", std::slice::from_ref(&piece), None, options).unwrap();
+    let path = domain.object_path(&verity::digest(&piece)).unwrap();
+    let altered = |change: &dyn Fn(&std::fs::File)| {
+        if domain.protection().immutable {
+            run(Command::new("chattr").arg("-i").arg(&path)).unwrap();
+        }
+        change(&std::fs::OpenOptions::new().write(true).open(&path).unwrap());
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        report.findings.iter().filter(|f| f.kind.is_damage()).map(|f| f.kind).collect::<Vec<_>>()
+    };
+    use std::os::unix::fs::FileExt;
+    if domain.protection().verity {
+        println!("SKIP fsck_sees_what_became_of_a_hole: fs-verity lets nobody alter it");
+        return;
+    }
+    // Zeros instead of the hole are no damage, one byte in it is, and so is data that became a hole.
+    assert_eq!(altered(&|file| file.write_all_at(&[0; 9000], 1 << 20).unwrap()), []);
+    let found = altered(&|file| file.write_all_at(b"x", 2 << 20).unwrap());
+    assert_eq!(found, [FindingKind::ObjectAltered]);
+    let found = altered(&|file| {
+        file.write_all_at(&[0], 2 << 20).unwrap();
+        file.set_len(5000).unwrap();
+        file.set_len(piece.len() as u64).unwrap();
+    });
+    assert_eq!(found, [FindingKind::ObjectAltered]);
+}
+
 #[test]
 fn a_reflinked_copy_takes_no_room() {
     let mount = match LoopMount::new("btrfs") {
@@ -253,7 +367,7 @@ fn a_full_filesystem_says_how_much_was_missing() {
     }
     assert!(staging.is_full());
     let image = common::image_of(&staging, &objects);
-    let publish = cofolio_store::Publish::named("big", cofolio_store::Ref::new(image));
+    let publish = Publish::named("big", Ref::new(image));
     match staging.commit(&publish, objects) {
         Err(cofolio_store::Error::NoSpace { missing }) => {
             println!("{missing} bytes missing of {}", number * piece);

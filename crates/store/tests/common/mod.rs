@@ -106,6 +106,7 @@ impl Contents for Lines {
 }
 
 /// Imports content under a name: one object per piece, an image and (if given) a layer that name them.
+/// Runs of zeros become holes.
 pub fn import(
     domain: &Domain,
     name: &str,
@@ -117,9 +118,16 @@ pub fn import(
     let mut objects = Vec::new();
     for piece in pieces {
         let mut writer = staging.object_writer();
+        let mut hole = 0;
         for part in piece.chunks(700) {
+            if part.iter().all(|byte| *byte == 0) {
+                hole += part.len() as u64;
+                continue;
+            }
+            writer.push_hole(std::mem::take(&mut hole))?;
             writer.push(part)?;
         }
+        writer.push_hole(hole)?;
         let stored = writer.finish()?;
         objects.push((stored.digest, stored.size));
     }
