@@ -54,6 +54,57 @@ fn an_image_is_mounted_listed_and_unmounted() {
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
 }
 
+/// A sparse file is as small in a container as it was where the image was made, for `du` and for the disk.
+#[test]
+fn sparse_files_stay_sparse_through_a_mount() {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    let test = "sparse_files_stay_sparse_through_a_mount";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    let mut content = vec![0; 40 << 20];
+    content[7 << 20..][..6].copy_from_slice(b"island");
+    let file = fs::File::create(tree.join("disk.img")).unwrap();
+    file.set_len(content.len() as u64).unwrap();
+    file.write_all_at(b"island", 7 << 20).unwrap();
+    file.sync_all().unwrap();
+    let check = |image: &str, target: &str| {
+        sandbox.run(&["mount", "--create", image, &sandbox.text(target)]).ok();
+        let file = sandbox.path(target).join("disk.img");
+        assert!(fs::read(&file).unwrap() == content, "{image}");
+        let allocated = fs::metadata(&file).unwrap().blocks() * 512;
+        // xfs allocates ahead, fs-verity has its digests there.
+        assert!(allocated <= 1 << 20, "{image}: {allocated} bytes");
+        let bytes = sandbox.run(&["du", "--json"]).json()["object_bytes"].as_u64().unwrap();
+        assert!(bytes <= 1 << 20, "{image}: {bytes} bytes of objects");
+        sandbox.run(&["verify", image]).ok();
+        sandbox.run(&["umount", &sandbox.text(target)]).ok();
+    };
+    sandbox.run(&["import", "--name", "dir:1", tree.to_str().unwrap()]).ok();
+    check("dir:1", "mnt-dir");
+    sandbox.run(&["rm", "dir:1"]).ok();
+    sandbox.run(&["gc"]).ok();
+
+    let Some(tar) = program("tar") else { return skip(test, "no tar for the archives") };
+    for format in ["gnu", "posix"] {
+        let archive = sandbox.path("layer.tar");
+        let mut command = Command::new(&tar);
+        command.args(["--sparse", "--format", format, "-cf"]).arg(&archive).arg("-C").arg(&tree);
+        assert!(command.arg("disk.img").status().unwrap().success());
+        let layer = fs::read(&archive).unwrap();
+        assert!(layer.len() < 1 << 20, "tar saw the holes");
+        let layout = sandbox.dir(&format!("layout-{format}"));
+        write_layout(&layout, format, &[layer], json!({}));
+        let name = format!("{format}:1");
+        sandbox.run(&["import", "--name", &name, layout.to_str().unwrap()]).ok();
+        check(&name, &format!("mnt-{format}"));
+        sandbox.run(&["rm", &name]).ok();
+        sandbox.run(&["gc"]).ok();
+    }
+}
+
 #[test]
 fn writable_mounts_keep_their_changes_when_told_to() {
     if !can_mount("writable_mounts_keep_their_changes_when_told_to") {

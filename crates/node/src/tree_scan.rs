@@ -13,14 +13,15 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
-use cofolio_store::{Staging, verity};
+use cofolio_store::{Staging, Stretch, stretch_at, verity};
 use crossbeam_channel as channel;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
@@ -97,15 +98,26 @@ pub trait ObjectSink: Sync {
     /// Whatever keeps it from being stored.
     fn put(&self, content: &[u8]) -> Result<[u8; 32], ImportError>;
 
-    /// Stores content that `read` gives piece by piece, an empty piece at the end.
+    /// Stores content that `read` gives piece by piece.
     ///
     /// # Errors
     /// Those of `read`, and whatever keeps it from being stored.
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError>;
 }
 
-/// Gives the next piece of a file; empty at its end.
-pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<usize, ImportError>;
+/// Gives the next piece of a file, its data in the buffer.
+pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<Piece, ImportError>;
+
+/// What [`Next`] has given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Piece {
+    /// So many bytes of data.
+    Data(usize),
+    /// So many zeros that the file's filesystem keeps nothing for.
+    Hole(u64),
+    /// The file's end.
+    End,
+}
 
 /// Only computes digests.
 #[derive(Debug, Clone, Copy, Default)]
@@ -118,8 +130,9 @@ impl ObjectSink for DigestOnly {
 
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let mut hasher = verity::Hasher::new();
-        for_pieces(read, |piece| {
+        for_pieces(read, |piece, hole| {
             hasher.update(piece);
+            hasher.zeros(hole);
             Ok(())
         })?;
         Ok(hasher.finish().0)
@@ -133,7 +146,10 @@ impl ObjectSink for Staging {
 
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let mut writer = self.object_writer();
-        for_pieces(read, |piece| Ok(writer.push(piece)?))?;
+        for_pieces(read, |piece, hole| {
+            writer.push(piece)?;
+            Ok(writer.push_hole(hole)?)
+        })?;
         Ok(writer.finish()?.digest.0)
     }
 }
@@ -210,11 +226,15 @@ impl ObjectSink for DigestStore {
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let (path, mut file) = self.temporary()?;
         let mut hasher = verity::Hasher::new();
-        let written = for_pieces(read, |piece| {
+        let written = for_pieces(read, |piece, hole| {
             hasher.update(piece);
-            io::Write::write_all(&mut file, piece).map_err(|e| io_error(&path, e))
+            hasher.zeros(hole);
+            io::Write::write_all(&mut file, piece).map_err(|e| io_error(&path, e))?;
+            file.seek(SeekFrom::Start(hasher.size())).map(drop).map_err(|e| io_error(&path, e))
         });
-        if let Err(error) = written {
+        // A hole at the end.
+        let sized = file.set_len(hasher.size()).map_err(|e| io_error(&path, e));
+        if let Err(error) = written.and(sized) {
             let _ = std::fs::remove_file(&path);
             return Err(error);
         }
@@ -224,15 +244,17 @@ impl ObjectSink for DigestStore {
     }
 }
 
+/// Calls `each` with every piece: its data, or else the length of the hole.
 fn for_pieces(
     read: Next<'_>,
-    mut each: impl FnMut(&[u8]) -> Result<(), ImportError>,
+    mut each: impl FnMut(&[u8], u64) -> Result<(), ImportError>,
 ) -> Result<(), ImportError> {
     let mut buffer = vec![0; 256 << 10];
     loop {
         match read(&mut buffer)? {
-            0 => return Ok(()),
-            count => each(&buffer[..count])?,
+            Piece::Data(count) => each(&buffer[..count], 0)?,
+            Piece::Hole(len) => each(&[], len)?,
+            Piece::End => return Ok(()),
         }
     }
 }
@@ -323,7 +345,11 @@ impl Job {
         progress: &dyn Progress,
     ) -> Result<Stored, ImportError> {
         let size = u64::try_from(self.stat.st_size).unwrap_or(0);
-        if size <= SMALL_MAX {
+        // Filesystems that compress or keep small files in their inodes have few blocks without holes,
+        // too: asking for the holes tells.
+        let allocated = u64::try_from(self.stat.st_blocks).unwrap_or(0).saturating_mul(512);
+        let may_have_holes = allocated < size && size > inline_max;
+        if size <= SMALL_MAX && !may_have_holes {
             let mut content = Vec::with_capacity(usize::try_from(size).unwrap_or(0) + 1);
             (&mut self.file)
                 .take(size + 1)
@@ -337,18 +363,41 @@ impl Job {
             return Ok(Stored::Object(size, sink.put(&content)?));
         }
         let mut total: u64 = 0;
+        let mut data_end = if may_have_holes { 0 } else { u64::MAX };
         let digest = sink.stream(&mut |buffer| {
-            // One byte more than there should be is asked for, so that growth is noticed.
-            let left = usize::try_from(size + 1 - total.min(size + 1)).unwrap_or(usize::MAX);
-            let length = buffer.len().min(left);
-            let count = read_retry(&mut self.file, &mut buffer[..length])
-                .map_err(|e| io_error(&self.path, e))?;
-            total += count as u64;
-            progress.bytes(0, count as u64);
-            if count == 0 || total > size {
+            let error = |e| io_error(&self.path, e);
+            let mut hole = 0;
+            if total == data_end {
+                match stretch_at(&self.file, total).map_err(error)? {
+                    Stretch::Data(len) => data_end = total.saturating_add(len),
+                    Stretch::Hole(len) => {
+                        hole = len;
+                        data_end = total.saturating_add(len);
+                    }
+                }
+            }
+            let piece = if hole > 0 {
+                Piece::Hole(hole)
+            } else {
+                // One byte more than there should be is asked for, so that growth is noticed.
+                let left = (size + 1 - total).min(data_end - total);
+                let length = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
+                match read_retry(&self.file, &mut buffer[..length], total).map_err(error)? {
+                    0 => Piece::End,
+                    count => Piece::Data(count),
+                }
+            };
+            let length = match piece {
+                Piece::Data(count) => count as u64,
+                Piece::Hole(len) => len,
+                Piece::End => 0,
+            };
+            total = total.saturating_add(length);
+            progress.bytes(0, length);
+            if piece == Piece::End || total > size {
                 self.check(total)?;
             }
-            Ok(count)
+            Ok(piece)
         })?;
         Ok(Stored::Object(size, digest))
     }
@@ -365,9 +414,9 @@ impl Job {
     }
 }
 
-fn read_retry(file: &mut File, buffer: &mut [u8]) -> io::Result<usize> {
+fn read_retry(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
     loop {
-        match file.read(buffer) {
+        match file.read_at(buffer, offset) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             other => return other,
         }

@@ -24,8 +24,6 @@ const BATCH_BYTES: u64 = 256 << 10;
 const BATCH_FILES: usize = 256;
 /// Pieces of a stream that wait.
 const STREAM_QUEUE: usize = 8;
-/// Zeros for holes.
-static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A part of a large file, in order.
 enum Part {
@@ -154,7 +152,7 @@ impl FileStream {
         self.0.send(Part::Data(piece)).is_ok()
     }
 
-    /// Adds zeros.
+    /// Adds a hole.
     pub(crate) fn hole(&self, size: u64) -> bool {
         size == 0 || self.0.send(Part::Hole(size)).is_ok()
     }
@@ -185,13 +183,7 @@ fn run(staging: &Staging, work: Work) -> Result<Vec<(InodeId, Stored)>, ImportEr
             for part in parts {
                 match part {
                     Part::Data(piece) => writer.push(piece.bytes())?,
-                    Part::Hole(mut size) => {
-                        while size > 0 {
-                            let step = size.min(ZEROS.len() as u64);
-                            writer.push(&ZEROS[..usize::try_from(step).unwrap_or(0)])?;
-                            size -= step;
-                        }
-                    }
+                    Part::Hole(size) => writer.push_hole(size)?,
                     Part::End => return Ok(vec![(file, writer.finish()?)]),
                 }
             }

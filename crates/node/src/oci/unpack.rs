@@ -140,7 +140,8 @@ impl Unpacking<'_, '_, '_> {
             return Err(self.entry_error(entry, format!("a file of {size} bytes is absurd")));
         }
         if let Some(sparse) = &entry.sparse {
-            // Holes cost nothing in the archive, but reading them does.
+            // Holes cost nothing in the archive nor in the store, but reading them does, and so does the
+            // kernel's tree of digests where the filesystem has fs-verity.
             let holes = size - entry.data_size;
             let digest = &self.layer.blob.digest;
             self.shared

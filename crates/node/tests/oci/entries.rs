@@ -268,6 +268,9 @@ fn sparse_files_in_every_form() {
     assert!(view.is_file("/hole", &vec![0; 5_000_000]));
     assert!(view.is_file("/after", b"in step"));
     assert_eq!(view.0.len(), 8);
+    // One object for four names, and nothing kept for the holes.
+    bench.is_sparse(&content, 3 * 4096);
+    bench.is_sparse(&vec![0; 5_000_000], 0);
 }
 
 /// Old writers, odd but valid: V7 headers, directories by their slash, no end mark, one zero block,

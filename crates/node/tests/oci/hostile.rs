@@ -375,6 +375,25 @@ fn limits_stop_bombs() {
     let holes = Layout::image(bench.path("holes"), &[Blob::plain(sparse)]);
     refused(&bench, &holes, Limits::default(), &["uncompressed_bytes", "holes"]);
 
+    // Within the limit a terabyte is made as fast as a kilobyte, and read as fast for a check. More than
+    // any file can have is refused whatever the limit is.
+    let hole = |size: &[u8]| {
+        let tar = Tar::new()
+            .pax(&[("GNU.sparse.size", size), ("GNU.sparse.map", b"1000000,3")])
+            .file("x", b"abc")
+            .end();
+        Layout::image(bench.path(std::str::from_utf8(size).unwrap()), &[Blob::plain(tar)])
+    };
+    let limits = Limits { uncompressed_bytes: u64::MAX, ..Limits::default() };
+    refused(&bench, &hole(b"9223372036854775807"), limits, &["absurd"]);
+    if !bench.domain.protection().verity {
+        let report = bench.import(&hole(b"1000000000000").source()).unwrap();
+        let image = report.image.parse().unwrap();
+        let contents = cofolio_node::contents::ImageContents;
+        let verified = bench.domain.verify_image(&image, &contents, &|_| ()).unwrap();
+        assert_eq!((verified.bytes, verified.findings.len()), (1_000_000_000_000, 0));
+    }
+
     let mut many = Tar::new();
     for at in 0..2000 {
         many = many.file(&format!("f{at}"), b"content");

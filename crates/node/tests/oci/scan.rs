@@ -159,6 +159,53 @@ fn a_directory_comes_as_it_is() {
     assert_eq!((again.image, again.objects_new), (report.image, 0));
 }
 
+/// Holes of a directory's files stay holes in the store, in a digest store too; small files and large
+/// ones, holes at the start, in the middle, at the end.
+#[test]
+fn holes_of_a_directory_stay_holes() {
+    use std::os::unix::fs::FileExt;
+    let bench = Bench::new();
+    let root = bench.path("tree");
+    fs::create_dir(&root).unwrap();
+    let mut contents = Vec::new();
+    for (number, (size, islands)) in [
+        (100_000, &[40_000][..]),
+        (5 << 20, &[0, 2 << 20]),
+        (3 << 20, &[(3 << 20) - 6]),
+        (20 << 20, &[]),
+        (700_000, &[0, 200_000, 400_000]),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let file = fs::File::create(root.join(format!("f{number}"))).unwrap();
+        let mut content = vec![0; *size];
+        file.set_len(*size as u64).unwrap();
+        for at in *islands {
+            file.write_all_at(b"island", *at as u64).unwrap();
+            content[*at..*at + 6].copy_from_slice(b"island");
+        }
+        contents.push((content, 8192 * islands.len() as u64));
+    }
+    let report = bench.import(&Source::Directory { path: root.clone() }).unwrap();
+    let view = bench.view(&report);
+    for (number, (content, bytes)) in contents.iter().enumerate() {
+        assert!(view.is_file(&format!("/f{number}"), content), "f{number}");
+        bench.is_sparse(content, *bytes);
+    }
+    let path = bench.path("digest-store");
+    let store = DigestStore::open(&path).unwrap();
+    let tree = scan(&root, &ScanOptions::like_mkcomposefs(), &store, &Silent).unwrap();
+    assert_eq!((tree.objects, tree.object_bytes), (5, 100_000 + (28 << 20) + 700_000));
+    for (content, bytes) in &contents {
+        let digest = cofolio_store::verity::digest(content);
+        let object = path.join(digest.object_path());
+        assert!(fs::read(&object).unwrap() == *content);
+        let allocated = fs::metadata(&object).unwrap().blocks() * 512;
+        assert!(allocated <= bytes + (256 << 10), "{allocated} bytes of {}", content.len());
+    }
+}
+
 #[test]
 fn options_leave_out_what_they_say() {
     if !is_root("options_leave_out_what_they_say") {

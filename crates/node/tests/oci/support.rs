@@ -302,6 +302,18 @@ impl Bench {
         View::of(&tree, &self.domain)
     }
 
+    /// The object with this content takes no more than `bytes` (and what its filesystem adds).
+    pub fn is_sparse(&self, content: &[u8], bytes: u64) {
+        use std::os::unix::fs::MetadataExt;
+        let digest = cofolio_store::verity::digest(content);
+        let meta = fs::metadata(self.domain.object_path(&digest).unwrap()).unwrap();
+        let allocated = meta.blocks() * 512;
+        // xfs allocates ahead of a writer, fs-verity keeps its digests behind the content.
+        let xfs = rustix::fs::statfs(self.dir.path()).unwrap().f_type == 0x5846_5342;
+        let more = if xfs { 256 << 10 } else { 4096 + meta.len() / 100 };
+        assert!(allocated <= bytes + more, "{allocated} bytes of {} on disk", meta.len());
+    }
+
     /// Everything in the store, with sizes.
     pub fn listing(&self) -> Vec<(PathBuf, u64)> {
         let mut found = Vec::new();
