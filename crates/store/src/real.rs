@@ -21,6 +21,9 @@ const ROOT_MODE: Mode = Mode::from_raw_mode(0o700);
 /// How often, and how long apart, fs-verity is tried on a file that somebody still holds for writing.
 const VERITY_ATTEMPTS_MAX: u32 = 200;
 const VERITY_PAUSE: Duration = Duration::from_millis(5);
+/// `FS_VERITY_FL` of `linux/fs.h`: told with a file's flags, but not set with them. ext4 ignores it
+/// there, btrfs answers EOPNOTSUPP (Linux 7.2).
+const VERITY_FLAG: IFlags = IFlags::from_bits_retain(0x0010_0000);
 
 /// A directory of this machine. Every operation starts from its descriptor, so that the store can be
 /// bind-mounted elsewhere or its parents renamed while it is open.
@@ -225,7 +228,7 @@ impl Disk for RealDisk {
         let flags = fs::ioctl_getflags(&file)?;
         let wanted = if on { flags | IFlags::IMMUTABLE } else { flags - IFlags::IMMUTABLE };
         if wanted != flags {
-            fs::ioctl_setflags(&file, wanted)?;
+            fs::ioctl_setflags(&file, wanted - VERITY_FLAG)?;
         }
         Ok(())
     }
