@@ -51,6 +51,12 @@ pub enum MountError {
     /// The store is not a directory of this machine.
     #[error("the store is not a directory of this machine")]
     NoDirectory,
+    /// The metadata image has no fs-verity although the store's filesystem has it.
+    #[error("image {image} has no fs-verity, which this store has: it was replaced")]
+    ImageUnprotected {
+        /// Its name.
+        image: Digest,
+    },
     /// The metadata image is not what its name says.
     #[error("image {image} has digest {found}: it was altered; import it again")]
     ImageAltered {
@@ -142,6 +148,14 @@ pub enum MountError {
         /// What is wrong with it.
         problem: String,
     },
+    /// A security label that cannot be.
+    #[error("SELinux does not take {label:?}: its policy has no such label, or none is loaded")]
+    Label {
+        /// As given.
+        label: String,
+        /// What the kernel refused.
+        source: KernelError,
+    },
     /// An id map that cannot be.
     #[error("bad id map {text:?}: {problem}")]
     IdMap {
@@ -183,7 +197,8 @@ impl MountError {
             Self::NoPrivilege { .. } | Self::NoFilesystem { .. } | Self::NoFeature { .. } => {
                 ErrorKind::Machine
             }
-            Self::ImageAltered { .. }
+            Self::ImageUnprotected { .. }
+            | Self::ImageAltered { .. }
             | Self::ImageInvalid { .. }
             | Self::ObjectMissing { .. }
             | Self::ObjectSize { .. }
@@ -197,6 +212,7 @@ impl MountError {
             | Self::NotMounted(_)
             | Self::OtherNamespace { .. }
             | Self::Upper { .. }
+            | Self::Label { .. }
             | Self::IdMap { .. } => ErrorKind::Request,
             Self::Store(error) => match error.kind() {
                 cofolio_store::ErrorKind::Corrupt => ErrorKind::Corrupt,
@@ -210,6 +226,7 @@ impl MountError {
     /// A refusal of the kernel, told as what it means where that is known.
     pub(crate) fn from_kernel(error: KernelError, asked: Asked) -> Self {
         use rustix::io::Errno;
+        const LABEL: &str = "overlay: context=";
         let feature = |feature, needs, source| Self::NoFeature { feature, needs, source };
         match error.errno {
             Errno::PERM | Errno::ACCESS => Self::NoPrivilege { source: error },
@@ -222,6 +239,9 @@ impl MountError {
             }
             Errno::INVAL if error.says("Unknown parameter 'context'") => {
                 feature("security labels", "a kernel with SELinux on", error)
+            }
+            Errno::INVAL if error.what.starts_with(LABEL) => {
+                Self::Label { label: error.what[LABEL.len()..].to_owned(), source: error }
             }
             Errno::INVAL if error.says("Unknown parameter 'verity'") => {
                 feature("overlayfs over fs-verity", "Linux 6.6", error)

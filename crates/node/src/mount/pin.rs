@@ -58,8 +58,8 @@ impl Mounter<'_> {
             return Ok(root);
         }
         let file = domain.open_image(image)?;
-        check_digest(&file, image)?;
         let verity = domain.protection().verity;
+        check_digest(&file, image, verity)?;
         let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
         let objects_checked = if verity {
             // The kernel compares every block that it reads, and fails what is too short.
@@ -270,12 +270,15 @@ impl Mounter<'_> {
     }
 }
 
-/// The image's bytes give its digest. With fs-verity the kernel has done the work.
-fn check_digest(file: &StoredFile, image: &Digest) -> Result<(), MountError> {
+/// The image's bytes give its digest. With fs-verity the kernel has done the work. In a store that has
+/// it, an image without it is refused even if its bytes are right today: the mount would be said to
+/// be checked by the kernel, which would not notice if they were altered tomorrow.
+fn check_digest(file: &StoredFile, image: &Digest, verity: bool) -> Result<(), MountError> {
     use std::io::Read as _;
     let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
     let found = match cofolio_sys::verity::measure(descriptor) {
         Ok(Some(digest)) => Digest(digest),
+        _ if verity => return Err(MountError::ImageUnprotected { image: *image }),
         _ => {
             let mut hasher = verity::Hasher::new();
             let mut reader = file.reader();
