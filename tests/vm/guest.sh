@@ -1,0 +1,38 @@
+# What scenarios share; bash, sourced in the guest with -euo pipefail.
+
+fail() { echo "FAILED: $*"; exit 1; }
+trap 'echo "FAILED: $BASH_SOURCE line $LINENO: $BASH_COMMAND"' ERR
+set -E
+
+# same WHAT FOUND EXPECTED
+same() { [ "$2" = "$3" ] || fail "$1: found \"$2\", expected \"$3\""; }
+
+# has WHAT TEXT PART: the text has this part.
+has() { case $2 in *"$3"*) ;; *) fail "$1: no \"$3\" in: $2" ;; esac; }
+
+# refused WHAT PART COMMAND…: the command fails, prints nothing but an error, and the error has this part.
+refused() {
+    local what=$1 part=$2 output error
+    shift 2
+    if output=$("$@" 2>/tmp/error); then fail "$what: \`$*\` succeeded: ${output:0:200}"; fi
+    error=$(cat /tmp/error)
+    [ -z "$output" ] || fail "$what: \`$*\` printed: ${output:0:200}"
+    has "$what" "$error" "$part"
+    echo "   $what: $error"
+}
+
+# filesystem KIND DIR: an empty one on the guest's disk, with fs-verity where it has to be asked for.
+filesystem() {
+    mkdir -p "$2"
+    case $1 in
+    ext4) mkfs.ext4 -q -F -b 4096 -O verity /dev/vda ;;
+    *) "mkfs.$1" -q -f /dev/vda >/dev/null 2>&1 ;;
+    esac
+    mount -t "$1" /dev/vda "$2"
+}
+
+# The kernel forgets what it read: the next read comes from the disk.
+forget_caches() {
+    sync
+    echo 3 >/proc/sys/vm/drop_caches
+}
