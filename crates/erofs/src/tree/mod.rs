@@ -34,7 +34,7 @@ pub use walk::{Visit, Walk};
 pub use xattr::Xattrs;
 
 pub(crate) use digests::DigestId;
-pub(crate) use xattr::{SetId, XattrTable};
+pub(crate) use xattr::{SetId, XattrTable, hash_pair};
 
 use content::{check_content, check_name, check_type, mode_bits, object_of_path};
 use digests::Digests;

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::RandomState;
 
 use hashbrown::HashTable;
 
@@ -17,7 +17,7 @@ use crate::format::{
     OVERLAY_METACOPY, OVERLAY_OPAQUE, OVERLAY_PREFIX, OVERLAY_REDIRECT, USER_OPAQUE, USER_WHITEOUT,
     USER_WHITEOUTS, XATTR_FILTER_SEED, XATTR_SHARED_MAX, split_xattr_name,
 };
-use crate::tree::{Content, DigestId, InodeId, Payload, SetId, Tree, object_path};
+use crate::tree::{Content, DigestId, InodeId, Payload, SetId, Tree, hash_pair, object_path};
 
 /// Not shared.
 const UNSHARED: u32 = u32::MAX;
@@ -470,12 +470,4 @@ fn filter_bit(name: &[u8]) -> u8 {
     let (index, rest) = split_xattr_name(name);
     let hash = xxh32(rest, XATTR_FILTER_SEED.wrapping_add(u32::from(index)));
     u8::try_from(hash % 32).unwrap_or(0)
-}
-
-fn hash_pair(seed: &RandomState, name: &[u8], value: &[u8]) -> u64 {
-    let mut hasher = seed.build_hasher();
-    hasher.write_usize(name.len());
-    hasher.write(name);
-    hasher.write(value);
-    hasher.finish()
 }
