@@ -9,12 +9,20 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::exit::Exit;
 use crate::ui::Ui;
+
+static PUBLISHED: AtomicBool = AtomicBool::new(false);
+
+/// The import is done: what a signal interrupts now is something else.
+pub(crate) fn published() {
+    PUBLISHED.store(true, Relaxed);
+}
 
 /// From now on a signal to end does so with exit code 130, a word about it and an empty staging.
 pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
@@ -26,7 +34,13 @@ pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
             if let Some(restore) = ui.restore_terminal() {
                 let _ = write!(std::io::stderr(), "{restore}");
             }
-            ui.error("interrupted; nothing was published, the store is as it was before", None);
+            ui.error(
+                match PUBLISHED.load(Relaxed) {
+                    false => "interrupted; nothing was published, the store is as it was before",
+                    true => "interrupted after the image was published; it is there",
+                },
+                None,
+            );
             let mut next = Command::new("/proc/self/exe");
             // It needs no settings, and a file that was named by a flag may be all that is in order.
             next.arg("--store").arg(store).arg("--config=/dev/null").arg("collect-staging");

@@ -13,6 +13,7 @@ mod image;
 mod interrupt;
 mod mkcomposefs;
 mod progress;
+mod trim;
 mod ui;
 
 use std::ffi::OsString;

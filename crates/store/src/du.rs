@@ -149,8 +149,18 @@ impl Domain {
 
     /// All objects with the bytes allocated for them.
     fn allocated(&self, report: &mut DuReport) -> Result<HashMap<Digest, Usage>> {
-        let objects = format!("{}/objects", self.base());
         let mut usage = HashMap::new();
+        self.each_object(&mut |digest, allocated| {
+            report.objects += 1;
+            report.object_bytes += allocated;
+            usage.insert(digest, Usage { images: 0, last: usize::MAX, allocated });
+        })?;
+        Ok(usage)
+    }
+
+    /// Visits every object that is here with the bytes allocated for it.
+    pub(crate) fn each_object(&self, visit: &mut dyn FnMut(Digest, u64)) -> Result<()> {
+        let objects = format!("{}/objects", self.base());
         for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {
             if kind != Kind::Directory {
                 continue;
@@ -159,12 +169,9 @@ impl Domain {
             for (entry, _) in self.disk().list(&directory).at("list", &directory)? {
                 let Some(digest) = Digest::from_object_path(&shard, &entry) else { continue };
                 let path = format!("{directory}/{entry}");
-                let allocated = self.disk().stat(&path).at("look at", &path)?.allocated;
-                report.objects += 1;
-                report.object_bytes += allocated;
-                usage.insert(digest, Usage { images: 0, last: usize::MAX, allocated });
+                visit(digest, self.disk().stat(&path).at("look at", &path)?.allocated);
             }
         }
-        Ok(usage)
+        Ok(())
     }
 }

@@ -9,7 +9,7 @@
 //!    lacks an object, after a crash either;
 //! 4. objects that are not marked go, and what is kept gets its protection if it lacks it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
@@ -80,8 +80,13 @@ struct Marks {
     /// Images and layers with one of those that keep them, for messages.
     parts: BTreeMap<Part, String>,
     objects: DigestSet,
-    stale_roots: Vec<(String, String)>,
+    stale_roots: StaleRoots,
 }
+
+/// Roots by what they are called in messages.
+type LiveRoots = Vec<(String, Root)>;
+/// Roots that are none any more: what they are called, and the file.
+type StaleRoots = Vec<(String, String)>;
 
 impl Domain {
     /// Collects what nothing keeps. `live` is asked, with the lock held, which images are mounted or
@@ -102,7 +107,18 @@ impl Domain {
         let Some(_lock) = self.lock(LockMode::Exclusive, options.wait)? else {
             return Err(Error::Busy { domain: self.name().to_owned() });
         };
-        let marks = self.mark(contents, live, options)?;
+        self.gc_locked(contents, live, options, &BTreeSet::new())
+    }
+
+    /// The garbage collection itself, with the exclusive lock held, as if the refs `without` were gone.
+    pub(crate) fn gc_locked(
+        &self,
+        contents: &dyn Contents,
+        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
+        options: &GcOptions,
+        without: &BTreeSet<String>,
+    ) -> Result<GcReport> {
+        let marks = self.mark(contents, live, options, without)?;
         let mut report = GcReport { dry_run: options.dry_run, ..GcReport::default() };
         // Before anything is protected again: a crash in the middle of a rename can leave a file with its
         // old name in staging too, and removing that name takes the flag from the file.
@@ -116,6 +132,9 @@ impl Domain {
             self.disk().sync_all().at("sync", self.base())?;
         }
         self.sweep_objects(&marks.objects, &mut report)?;
+        if !options.dry_run {
+            self.sweep_used()?;
+        }
         Ok(report)
     }
 
@@ -124,38 +143,26 @@ impl Domain {
         contents: &dyn Contents,
         live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
         options: &GcOptions,
+        without: &BTreeSet<String>,
     ) -> Result<Marks> {
         let mut parts = BTreeMap::new();
         for (name, record) in self.refs()? {
+            if without.contains(&name) {
+                continue;
+            }
             let by = format!("ref `{name}`");
             parts.entry(Part::Image(record.image)).or_insert_with(|| by.clone());
             for layer in record.layers {
                 parts.entry(Part::Layer(layer.chain_id)).or_insert_with(|| by.clone());
             }
         }
-        let mut stale_roots = Vec::new();
-        for kind in RootKind::ALL {
-            for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
-                let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base(), kind.as_str());
-                let shown = format!("{}/{}", kind.as_str(), name::decode(&stem).unwrap_or(stem));
-                match self.read_root(&path) {
-                    Ok(None) => {}
-                    Ok(Some(root)) if is_stale(&root, options) => stale_roots.push((shown, path)),
-                    Ok(Some(root)) => {
-                        for image in root.images {
-                            parts.entry(Part::Image(image)).or_insert_with(|| shown.clone());
-                        }
-                        for layer in root.layers {
-                            parts.entry(Part::Layer(layer)).or_insert_with(|| shown.clone());
-                        }
-                    }
-                    // Mount records are not synced. A torn one was written shortly before a crash, and
-                    // its mount went with that crash.
-                    Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
-                        stale_roots.push((shown, path));
-                    }
-                    Err(error) => return Err(error),
-                }
+        let (roots, stale_roots) = self.live_roots(options)?;
+        for (shown, root) in roots {
+            for image in root.images {
+                parts.entry(Part::Image(image)).or_insert_with(|| shown.clone());
+            }
+            for layer in root.layers {
+                parts.entry(Part::Layer(layer)).or_insert_with(|| shown.clone());
             }
         }
         let live = live().map_err(|source| Error::Unreadable {
@@ -172,6 +179,30 @@ impl Domain {
         }
         objects.seal();
         Ok(Marks { parts, objects, stale_roots })
+    }
+
+    /// Roots that keep something, and those that do not any more; by what they are called in messages,
+    /// the latter with their files.
+    pub(crate) fn live_roots(&self, options: &GcOptions) -> Result<(LiveRoots, StaleRoots)> {
+        let (mut roots, mut stale) = (Vec::new(), Vec::new());
+        for kind in RootKind::ALL {
+            for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
+                let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base(), kind.as_str());
+                let shown = format!("{}/{}", kind.as_str(), name::decode(&stem).unwrap_or(stem));
+                match self.read_root(&path) {
+                    Ok(None) => {}
+                    Ok(Some(root)) if is_stale(&root, options) => stale.push((shown, path)),
+                    Ok(Some(root)) => roots.push((shown, root)),
+                    // Mount records are not synced. A torn one was written shortly before a crash, and
+                    // its mount went with that crash.
+                    Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
+                        stale.push((shown, path));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok((roots, stale))
     }
 
     fn sweep_parts(&self, marks: &Marks, report: &mut GcReport) -> Result<()> {

@@ -37,6 +37,8 @@ mod record;
 pub mod sim;
 mod staging;
 mod store;
+mod trim;
+mod used;
 mod verify;
 pub mod verity;
 
@@ -56,4 +58,5 @@ pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };
 pub use store::{DEFAULT_DOMAIN, InitOptions, Store};
+pub use trim::{KEEP_LABEL, Spared, TrimOptions, TrimPlan, Victim};
 pub use verify::{VerifyProgress, VerifyReport};

@@ -86,10 +86,27 @@ impl Meta {
         unknown(&self.features.read_only_compatible, &[IMMUTABLE_FEATURE])
     }
 
+    /// Whether the store says that it uses a compatible feature.
+    pub(crate) fn has_compatible(&self, feature: &str) -> bool {
+        self.features.compatible.iter().any(|known| known == feature)
+    }
+
     /// Whether the immutable flag is to be set where it can be.
     pub(crate) fn uses_immutable(&self) -> bool {
         self.features.read_only_compatible.iter().any(|f| f == IMMUTABLE_FEATURE)
     }
+}
+
+/// A `meta.json` that was read, with one compatible feature more. What this program does not know of it
+/// stays as it is: a newer one may have put it there.
+pub(crate) fn with_compatible(json: &[u8], feature: &str) -> Result<Vec<u8>> {
+    let damaged = |error: serde_json::Error| Error::corrupt(META_PATH, error);
+    let mut meta: serde_json::Value = serde_json::from_slice(json).map_err(damaged)?;
+    match &mut meta["features"]["compatible"] {
+        serde_json::Value::Array(features) => features.push(feature.into()),
+        absent => *absent = vec![feature].into(),
+    }
+    serde_json::to_vec_pretty(&meta).map_err(damaged)
 }
 
 /// The first feature of `set` that is not among the `known` ones.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
-use crate::meta::{META_PATH, META_SIZE_MAX, Meta, hex};
+use crate::meta::{self, META_PATH, META_SIZE_MAX, Meta, hex};
 use crate::name;
 
 /// Directory of the trust domains.
@@ -122,15 +122,27 @@ impl Store {
     /// # Errors
     /// As there.
     pub fn open_on(disk: Arc<dyn Disk>) -> Result<Self> {
-        let file = match disk.open(META_PATH) {
-            Ok(file) => StoredFile::new(file, META_PATH.to_owned()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Err(Error::NotAStore { path: shown_path(&*disk) });
-            }
-            Err(error) => return Err(error).at("open", META_PATH),
-        };
-        let meta = Meta::parse(&file.read_all(META_SIZE_MAX).at("read", META_PATH)?)?;
+        let meta = Meta::parse(&read_meta(&*disk)?)?;
         Ok(Self { inner: Arc::new(Inner { disk, meta }) })
+    }
+
+    /// Upgrades the store, if need be, to one that says that it uses a compatible feature. To be called
+    /// before the first thing of that feature is written: whoever finds such a thing finds the feature.
+    ///
+    /// Nothing is upgraded when a store is opened: reading one must be possible without writing to it.
+    pub(crate) fn enable_compatible(&self, feature: &str) -> Result<()> {
+        self.check_writable()?;
+        if self.inner.meta.has_compatible(feature) {
+            return Ok(());
+        }
+        // Somebody else may add another feature, or this one, at the same time.
+        let _lock = self.disk().lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
+        let json = read_meta(&*self.inner.disk)?;
+        if Meta::parse(&json)?.has_compatible(feature) {
+            return Ok(());
+        }
+        let json = meta::with_compatible(&json, feature)?;
+        self.replace_file("", META_PATH, &json, true)
     }
 
     /// Removes a store with everything in it, immutable files included. The directory itself stays,
@@ -262,8 +274,13 @@ impl Store {
             }
             count += 1;
         }
-        // An init that was interrupted: nobody writes to the store's own directory after it.
-        for (entry, kind) in self.disk().list("").at("list", "")? {
+        // An init or an upgrade that was interrupted. Whoever is at one holds the lock.
+        let lock = self.disk().lock("", LockMode::Exclusive, false).at("lock", META_PATH)?;
+        let entries = match lock {
+            Some(_) => self.disk().list("").at("list", "")?,
+            None => Vec::new(),
+        };
+        for (entry, kind) in entries {
             if entry.starts_with(TEMPORARY) {
                 bytes += remove_entry(self.disk(), &entry, kind)?;
                 count += 1;
@@ -375,6 +392,18 @@ impl Store {
 
     pub(crate) fn disk(&self) -> &dyn Disk {
         &*self.inner.disk
+    }
+}
+
+fn read_meta(disk: &dyn Disk) -> Result<Vec<u8>> {
+    match disk.open(META_PATH) {
+        Ok(file) => StoredFile::new(file, META_PATH.to_owned())
+            .read_all(META_SIZE_MAX)
+            .at("read", META_PATH),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(Error::NotAStore { path: shown_path(disk) })
+        }
+        Err(error) => Err(error).at("open", META_PATH),
     }
 }
 

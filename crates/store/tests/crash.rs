@@ -18,7 +18,7 @@ use cofolio_store::disk::Disk;
 use cofolio_store::sim::{Fault, SimDisk};
 use cofolio_store::{
     Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref,
-    Root, RootKind, Store, verity,
+    Root, RootKind, Store, TrimOptions, verity,
 };
 use common::{Lines, content, import, nothing_live};
 
@@ -177,6 +177,18 @@ const OPERATIONS: &[Operation] = &[
         },
         after: |refs| {
             refs.remove("b");
+        },
+    },
+    Operation {
+        name: "trim, with a time of last use noted before",
+        run: |domain| {
+            // The first note of a store upgrades it.
+            domain.note_use(&expected_image("b"), 5)?;
+            let options = TrimOptions { unused_since: Some(5), ..TrimOptions::default() };
+            domain.trim(&Lines, &nothing_live, &options, &|_| ()).map(drop)
+        },
+        after: |refs| {
+            refs.remove("a");
         },
     },
     Operation {

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 use cofolio_store::{
     Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, GcReport,
-    ImportOptions, InitOptions, Ref, Root, RootKind, Store, verity,
+    ImportOptions, InitOptions, Ref, Root, RootKind, Store, TrimOptions, verity,
 };
 use common::{Lines, Scratch, content, import, nothing_live};
 
@@ -308,7 +308,22 @@ fn newer_stores_are_refused_or_only_read() {
     let domain = store.domain("default").unwrap();
     assert_eq!(domain.refs().unwrap().len(), 1);
     assert!(!domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap().is_damaged());
+    // Mounts are state of this boot: they can be made, and collectors see them.
+    let mut mount = Root::new(RootKind::Mount, "m");
+    mount.images = domain.images().unwrap();
+    domain.put_root(&mount).unwrap();
+    assert!(domain.remove_root(RootKind::Mount, "m").unwrap());
+    let trim = |dry_run| {
+        let gc = GcOptions { dry_run, ..GcOptions::default() };
+        let options = TrimOptions { size: Some(0), gc, ..TrimOptions::default() };
+        domain.trim(&Lines, &nothing_live, &options, &|_| ())
+    };
+    assert_eq!(trim(true).unwrap().0.victims.len(), 1);
+    let lease = Root { kind: RootKind::Lease, ..mount };
     for refused in [
+        trim(false).err(),
+        domain.note_use(&domain.images().unwrap()[0], 1).err(),
+        domain.put_root(&lease).err(),
         domain.remove_ref("a").err(),
         domain.put_ref("b", &Ref::new(domain.images().unwrap()[0])).err(),
         domain.begin_import(ImportOptions::default()).err(),

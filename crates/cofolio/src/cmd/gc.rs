@@ -1,11 +1,11 @@
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use cofolio_node::contents::ImageContents;
-use cofolio_store::GcOptions;
+use cofolio_store::GcReport;
 
 use crate::cmd::Outcome;
+use crate::config::Size;
 use crate::context::Context;
 use crate::exit::Exit;
+use crate::trim::{self, Goal};
 use crate::ui::{Cell, Table, human_count, human_size};
 
 /// Remove what no name, mount or lease keeps
@@ -13,8 +13,13 @@ use crate::ui::{Cell, Table, human_count, human_size};
 /// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. An image, layer
 /// or record that cannot be read stops it before anything is removed. Leftovers of interrupted imports go
 /// too.
+///
+/// With --to or --older-than, names of images go first: those whose last import, mount or unmount is
+/// longest ago. Images that are mounted, leased, pinned (`cofolio tag --keep`), or used by a snapshot or a
+/// virtual machine stay, as do those used within `store.limit.keep_days`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio gc --dry-run\n  cofolio gc")]
+#[command(after_help = "Example:\n  cofolio gc --dry-run\n  cofolio gc\n  \
+    cofolio gc --to \"50 GiB\" --dry-run\n  cofolio gc --older-than 30")]
 pub(crate) struct Args {
     /// Only say what would be removed
     #[arg(long, short = 'n')]
@@ -22,32 +27,50 @@ pub(crate) struct Args {
     /// Do not wait for imports that are being published; exit code 7 instead
     #[arg(long)]
     no_wait: bool,
+    /// Remove images, least recently used first, until the trust domain takes at most this on disk
+    #[arg(long, value_name = "SIZE")]
+    to: Option<Size>,
+    /// Remove images that were not used for so many days
+    #[arg(long, value_name = "DAYS")]
+    older_than: Option<u32>,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
-    let options = GcOptions {
-        dry_run: args.dry_run,
-        wait: !args.no_wait,
-        now: i64::try_from(now).unwrap_or(0),
-        boot_id: boot_id.map(|id| id.trim().to_owned()),
-    };
+    let options = trim::gc_options(args.dry_run, !args.no_wait);
     // What killed processes left would count as in use.
     if !args.dry_run {
         for failed in mounter.reconcile()?.failed {
             context.ui.note(format!("could not be cleaned up: {failed}"));
         }
     }
+    if args.to.is_some() || args.older_than.is_some() {
+        let goal = Goal { size: args.to, older_than_days: args.older_than, keep: Vec::new() };
+        let (plan, report) = trim::trim(context, &domain, &goal, options)?;
+        if context.ui.json {
+            let mut value = json(&report)?;
+            value["trim"] = serde_json::to_value(&plan)?;
+            context.ui.json(&value)?;
+            return Ok(Exit::Ok);
+        }
+        return show(context, &report);
+    }
     let report = domain.gc(&ImageContents, &|| Ok(mounter.live_images()?), &options)?;
     if context.ui.json {
-        let mut value = serde_json::to_value(&report)?;
-        value["bytes"] = report.bytes().into();
-        context.ui.json(&value)?;
+        context.ui.json(&json(&report)?)?;
         return Ok(Exit::Ok);
     }
+    show(context, &report)
+}
+
+fn json(report: &GcReport) -> anyhow::Result<serde_json::Value> {
+    let mut value = serde_json::to_value(report)?;
+    value["bytes"] = report.bytes().into();
+    Ok(value)
+}
+
+fn show(context: &Context<'_>, report: &GcReport) -> Outcome {
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
     let mut row = |name: &str, removed: u64, bytes: u64, kept: Option<u64>| {

@@ -7,6 +7,7 @@ use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::interrupt;
 use crate::progress::Bar;
+use crate::trim;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Bring an image into the store
@@ -71,9 +72,17 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let bar = Bar::new(context.ui, "importing");
     let report = oci::import(&domain, &source, &options, &bar)?;
     drop(bar);
+    interrupt::published();
+    // What was known already has not made the store larger.
+    let imported = report.image.parse().ok().filter(|_| !report.known);
+    let over_limit = imported.map(|image| trim::after_import(context, &domain, &image));
 
     if context.ui.json {
-        context.ui.json(&report)?;
+        let mut value = serde_json::to_value(&report)?;
+        if let Some(Some(plan)) = over_limit {
+            value["trim"] = serde_json::to_value(plan)?;
+        }
+        context.ui.json(&value)?;
         return Ok(Exit::Ok);
     }
     let name = context.ui.paint(Tone::Bold, &report.name);

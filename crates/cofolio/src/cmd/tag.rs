@@ -1,6 +1,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use cofolio_store::Ref;
+use cofolio_store::{KEEP_LABEL, Ref};
+use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -9,29 +10,41 @@ use crate::exit::Exit;
 /// Give an image another name
 ///
 /// The new name keeps the image alive by itself. A name that exists is moved to the image; what it
-/// named before stays as long as something else keeps it.
+/// named before stays as long as something else keeps it. With --keep the name is pinned: its image stays
+/// when the store is trimmed for its size (`gc --to`, `gc --older-than`, `store.limit`). Naming it again
+/// without --keep unpins it.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio tag redis:7.0.15 redis:latest")]
+#[command(after_help = "Example:\n  cofolio tag redis:7.0.15 redis:latest\n  \
+    cofolio tag --keep redis:7.0.15 redis:7.0.15")]
 pub(crate) struct Args {
     /// Ref or first digits of a digest
     image: String,
     /// New name
     name: String,
+    /// Pin the name: its image is never removed to make room
+    #[arg(long)]
+    keep: bool,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let record = image.record.clone().unwrap_or_else(|| Ref {
+    let mut record = image.record.clone().unwrap_or_else(|| Ref {
         created: i64::try_from(now).unwrap_or(0),
         ..Ref::new(image.digest)
     });
+    // The pin is the name's and not the image's.
+    record.labels.remove(KEEP_LABEL);
+    if args.keep {
+        record.labels.insert(KEEP_LABEL.to_owned(), "true".to_owned());
+    }
     domain.put_ref(&args.name, &record)?;
     if context.ui.json {
-        context.ui.json(&serde_json::json!({"name": args.name, "image": image.digest}))?;
+        context.ui.json(&json!({"name": args.name, "image": image.digest, "keep": args.keep}))?;
     } else {
-        context.ui.note(format!("{} is {}", args.name, image.digest));
+        let pinned = if args.keep { ", pinned" } else { "" };
+        context.ui.note(format!("{} is {}{pinned}", args.name, image.digest));
     }
     Ok(Exit::Ok)
 }

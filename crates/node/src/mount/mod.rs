@@ -282,7 +282,10 @@ impl<'a> Mounter<'a> {
     pub fn mount(&self, request: &MountRequest) -> Result<MountRecord, MountError> {
         let target = resolve_target(&request.target, request.create_target)?;
         self.run.prepare()?;
-        self.mount_at(target, request).inspect_err(|_| self.run.release())
+        let mounted = self.mount_at(target, request).inspect_err(|_| self.run.release())?;
+        // A hint for whoever looks for room later: no reason to fail.
+        let _ = self.domain.note_use(&mounted.image, mounted.created);
+        Ok(mounted)
     }
 
     fn mount_at(&self, target: PathBuf, request: &MountRequest) -> Result<MountRecord, MountError> {
@@ -480,6 +483,10 @@ impl<'a> Mounter<'a> {
         options: &UmountOptions,
     ) -> Result<Unmounted, MountError> {
         let found = self.run.find(target_or_id)?;
+        if found.domain == self.domain.name() {
+            // It was in use until now, and not only when it was mounted. A hint, as there.
+            let _ = self.domain.note_use(&found.image, now());
+        }
         let lock = self.run.lock_image(&found.image)?;
         let gone = || MountError::NotMounted(target_or_id.display().to_string());
         // It may have gone, or even come again, while we waited.

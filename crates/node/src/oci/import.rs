@@ -1,6 +1,6 @@
 //! The import itself: from a source to a published ref.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -8,7 +8,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
-use cofolio_store::{Digest, Domain, Layer, Publish, Ref, Staging, StagingStats};
+use cofolio_store::{Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats};
 use serde::Serialize;
 
 use super::blob::{Budget, Pool};
@@ -140,7 +140,7 @@ fn import_directory(
         let scanned = tree_scan::scan(path, &scan, &staging, progress)?;
         let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
         let mut record = Ref::new(Digest([0; 32]));
-        record.labels.clone_from(&options.labels);
+        record.labels = labels(domain, &name, options)?;
         finish(staging, &scanned.tree, &Hidden::new(), record, progress, &mut report)?;
         Ok(report)
     };
@@ -179,7 +179,7 @@ fn import_image(
         record.manifest.clone_from(&manifest);
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
-        record.labels.clone_from(&options.labels);
+        record.labels = labels(domain, &name, options)?;
         finish(staging, &tree, &hidden, record, progress, &mut report)?;
         Ok(report)
     };
@@ -229,10 +229,26 @@ fn publish_known(
         layers,
         ..empty_report(name)
     };
-    record.labels.clone_from(&options.labels);
+    record.labels = labels(domain, name, options)?;
     record.created = now();
     domain.put_ref(name, &record)?;
     Ok(report)
+}
+
+/// The labels of a ref: those that were asked for, and the pin that it may have already. Importing a newer
+/// image under a pinned name does not unpin it.
+fn labels(
+    domain: &Domain,
+    name: &str,
+    options: &ImportOptions,
+) -> Result<BTreeMap<String, String>, ImportError> {
+    let mut labels = options.labels.clone();
+    if let Some(record) = domain.get_ref(name)?
+        && let Some(value) = record.labels.get(KEEP_LABEL)
+    {
+        labels.entry(KEEP_LABEL.to_owned()).or_insert_with(|| value.clone());
+    }
+    Ok(labels)
 }
 
 fn empty_report(name: &str) -> ImportReport {

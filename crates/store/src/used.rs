@@ -1,0 +1,70 @@
+//! When an image was last used: `used/<digest>`, the seconds since 1970 as text.
+//!
+//! This says which image goes first when a domain is too large. It is a hint and treated as one: not
+//! synced, and a record that is missing or torn means that nobody knows.
+
+use crate::domain::is_absent;
+use crate::error::{At, Result};
+use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
+use crate::{Digest, Domain, disk::Kind};
+
+/// Compatible: `used/` is kept. Who does not know it leaves times that are too old.
+const FEATURE: &str = "last-used";
+/// Directory of the records.
+pub(crate) const DIRECTORY: &str = "used";
+/// A record that is at most so old is not written again, in seconds: starting a thousand containers of one
+/// image writes one record.
+const RESOLUTION_SECONDS: i64 = 60;
+/// Longest record that is read, in bytes.
+const SIZE_MAX: u64 = 32;
+
+impl Domain {
+    /// Notes that an image is used now (`now` in seconds since 1970).
+    ///
+    /// # Errors
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Io`]. It is a hint: whoever only meant to use the image
+    /// can go on.
+    pub fn note_use(&self, image: &Digest, now: i64) -> Result<()> {
+        if self
+            .noted_use(image)?
+            .is_some_and(|then| (then..then + RESOLUTION_SECONDS).contains(&now))
+        {
+            return Ok(());
+        }
+        self.store().enable_compatible(FEATURE)?;
+        let directory = format!("{}/{DIRECTORY}", self.base());
+        mkdir_if_missing(self.disk(), &directory)?;
+        let path = format!("{directory}/{image}");
+        self.store().replace_file(&directory, &path, now.to_string().as_bytes(), false)
+    }
+
+    /// When an image was last used, in seconds since 1970, as far as it was noted.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`].
+    pub fn noted_use(&self, image: &Digest) -> Result<Option<i64>> {
+        let path = format!("{}/{DIRECTORY}/{image}", self.base());
+        let Some(file) = self.open_file(path)? else { return Ok(None) };
+        let text = file.read_all(SIZE_MAX).ok().and_then(|bytes| String::from_utf8(bytes).ok());
+        Ok(text.and_then(|text| text.parse().ok()))
+    }
+
+    /// Removes the records of images that are gone, and what was left of writing some.
+    pub(crate) fn sweep_used(&self) -> Result<()> {
+        let directory = format!("{}/{DIRECTORY}", self.base());
+        let entries = match self.disk().list(&directory) {
+            Err(error) if is_absent(&error) => return Ok(()),
+            other => other.at("list", &directory)?,
+        };
+        for (entry, kind) in entries {
+            let gone = match Digest::from_lower_hex(entry.as_bytes()) {
+                Some(image) => !self.has_image(&image)?,
+                None => entry.starts_with(TEMPORARY),
+            };
+            if gone && kind == Kind::File {
+                remove_entry(self.disk(), &format!("{directory}/{entry}"), kind)?;
+            }
+        }
+        Ok(())
+    }
+}
