@@ -163,7 +163,12 @@ fn import_image(
     let called = called.map(String::as_str);
     let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
     if let Some(record) = known_image(domain, &chosen)? {
-        return publish_known(domain, &name, record, options);
+        progress.phase(Phase::Commit);
+        match publish_known(domain, &name, record, options) {
+            // Removed and collected since we looked.
+            Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
+            done => return done,
+        }
     }
     let is_manifest = matches!(chosen, Chosen::Manifest { .. });
     let image = opened.resolve(chosen, options.limits.document_bytes)?;

@@ -11,6 +11,7 @@
     reason = "a test program: it panics where it fails, and prints what it skips"
 )]
 
+mod again;
 mod corpus;
 mod entries;
 mod hostile;
