@@ -4,13 +4,14 @@
 
 mod common;
 
+use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
 use cofolio_store::{
     Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, GcReport,
-    ImportOptions, InitOptions, Ref, Root, RootKind, Store, TrimOptions, verity,
+    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
 };
 use common::{Lines, Scratch, content, import, nothing_live};
 
@@ -150,7 +151,7 @@ fn an_import_notices_what_was_collected_under_it() {
     let image = common::image_of(&staging, &[(known.digest, known.size)]);
     domain.remove_ref("old").unwrap();
     gc(&domain).unwrap();
-    let publish = cofolio_store::Publish::named("new", Ref::new(image));
+    let publish = Publish::named("new", Ref::new(image));
     match staging.commit(&publish, [(known.digest, known.size)]) {
         Err(error @ Error::Vanished { .. }) => assert_eq!(error.kind(), ErrorKind::Conflict),
         other => panic!("{other:?}"),
@@ -239,6 +240,84 @@ fn fsck_tells_every_kind_of_damage() {
         matches!(kind, ObjectAltered | ImageAltered | LayerUnreadable | RefDangling)
     }));
     assert_eq!(report.hashed_bytes / 5000, 6);
+}
+
+/// Somebody tidied up: a directory of the domain is gone. Without it nothing else can be said, and gc must
+/// not take "no refs" for "nothing is needed".
+#[test]
+fn fsck_and_gc_notice_a_missing_directory() {
+    for directory in ["objects", "images", "layers", "refs", "roots/mount"] {
+        let scratch = Scratch::new("directory");
+        let domain = domain(&scratch);
+        let image = put(&domain, "a", &[1]);
+        let path = scratch.path.join("domains/default").join(directory);
+        let aside = scratch.path.with_extension("aside");
+        std::fs::rename(&path, &aside).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+        let found: Vec<_> = report.findings.iter().map(|f| (f.kind, f.path.as_str())).collect();
+        let expected = format!("domains/default/{directory}");
+        assert_eq!(found, [(FindingKind::DirectoryMissing, expected.as_str())]);
+        assert!(report.is_damaged());
+        assert!(gc(&domain).is_err(), "{directory}");
+        // What is left is left.
+        std::fs::rename(&aside, &path).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        assert_eq!(report.findings, [], "{directory}");
+        assert!(domain.has_image(&image).unwrap());
+    }
+}
+
+/// Bytes that have the digest of their name and still are no image, and images that contradict each
+/// other: hashing says that all is well, reading does not.
+#[test]
+fn fsck_reads_images_as_images() {
+    let scratch = Scratch::new("image-unreadable");
+    let domain = domain(&scratch);
+    let publish = |name: &str, text: &str, object: Option<(Digest, u64)>| {
+        let staging = domain.begin_import(ImportOptions::default()).unwrap();
+        let mut image = staging.image_writer().unwrap();
+        image.write_all(text.as_bytes()).unwrap();
+        let image = image.finish().unwrap();
+        staging.commit(&Publish::named(name, Ref::new(image)), object).unwrap();
+        image
+    };
+    let look = |rehash| {
+        let report = domain.fsck(&Lines, FsckOptions { rehash }, &|_, _| ()).unwrap();
+        let found = report.findings.iter().map(|f| (f.kind, f.path.clone())).collect::<Vec<_>>();
+        (found, report)
+    };
+    let path_of = |image: &Digest| format!("domains/default/images/{image}.erofs");
+
+    let bad = publish("bad", "no image at all", None);
+    for rehash in [false, true] {
+        let (found, report) = look(rehash);
+        assert_eq!(found, [(FindingKind::ImageUnreadable, path_of(&bad))]);
+        assert!(report.is_damaged());
+        assert!(report.findings[0].detail.contains("it has no end"), "{:?}", report.findings[0]);
+    }
+    domain.remove_ref("bad").unwrap();
+    gc(&domain).unwrap();
+
+    // Cut short: seen without hashing, too, and then by what it no longer says.
+    let good = put(&domain, "good", &[1]);
+    let path = domain.image_path(&good).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o444)).unwrap();
+    assert_eq!(look(false).0, [(FindingKind::ImageUnreadable, path_of(&good))]);
+    assert_eq!(look(true).0, [(FindingKind::ImageAltered, path_of(&good))]);
+    put(&domain, "good", &[1]);
+    assert_eq!(look(true).0, []);
+
+    let line = format!("{} 4999\nend\n", object(1));
+    let other = publish("other", &line, None);
+    let (found, report) = look(true);
+    let unreadable: Vec<_> =
+        report.findings.iter().filter(|f| f.kind == FindingKind::ImageUnreadable).collect();
+    assert_eq!(unreadable.len(), 1, "{found:?}");
+    assert!([path_of(&good), path_of(&other)].contains(&unreadable[0].path));
+    assert!(unreadable[0].detail.contains("4999") && unreadable[0].detail.contains("5000"));
 }
 
 #[test]
