@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+use rustix::ioctl::{self, Getter, Opcode, opcode};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
@@ -181,6 +182,19 @@ pub fn unshare_mount_namespace() -> io::Result<()> {
     Ok(())
 }
 
+/// `NS_GET_MNTNS_ID` of `include/uapi/linux/nsfs.h`: `_IOR(0xb7, 5, __u64)`.
+const NS_GET_MNTNS_ID: Opcode = opcode::read::<u64>(0xb7, 5);
+
+/// The number of a mount namespace, given as its file (`/proc/PID/ns/mnt`): never given twice while the
+/// machine is up, unlike the inode number of that file, which the next namespace may get at once.
+/// `None` where the kernel does not tell (before Linux 6.11), and for a file that is something else.
+pub fn namespace_id(namespace: impl AsFd) -> Option<u64> {
+    // SAFETY: the request number belongs to nsfs, which writes one `u64`, and that is what `Getter` makes
+    // room for. Files of other filesystems refuse the number or, should theirs have the same, take its
+    // size from it as well.
+    unsafe { ioctl::ioctl(namespace, Getter::<NS_GET_MNTNS_ID, u64>::new()) }.ok()
+}
+
 /// `LOOP_CTL_GET_FREE` and `LOOP_CONFIGURE` of `include/uapi/linux/loop.h`.
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
@@ -287,4 +301,36 @@ pub fn attach_loop(file: impl AsFd, name: &OsStr) -> io::Result<LoopDevice> {
         }
     }
     Err(io::Error::from_raw_os_error(libc::EBUSY))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    #[test]
+    fn the_request_number_is_that_of_the_header() {
+        assert_eq!(NS_GET_MNTNS_ID, 0x8008_b705);
+    }
+
+    #[test]
+    fn a_mount_namespace_has_one_number() {
+        let of = |path: &str| namespace_id(File::open(path).unwrap());
+        assert_eq!(of("/proc/self/ns/uts"), None, "another kind of namespace");
+        assert_eq!(of("/proc/self/stat"), None, "no namespace");
+        let Some(ours) = of("/proc/thread-self/ns/mnt") else {
+            eprintln!("SKIP a_mount_namespace_has_one_number: needs Linux 6.11");
+            return;
+        };
+        assert_eq!(of("/proc/thread-self/ns/mnt"), Some(ours));
+        std::thread::spawn(move || match unshare_mount_namespace() {
+            Ok(()) => {
+                assert!(namespace_id(File::open("/proc/thread-self/ns/mnt").unwrap()) > Some(ours))
+            }
+            Err(error) => eprintln!("SKIP a_mount_namespace_has_one_number (another): {error}"),
+        })
+        .join()
+        .unwrap();
+    }
 }

@@ -13,7 +13,7 @@ use super::error::{Asked, At as _, MountError};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::KEEPER;
-use super::state::{ImageLock, MountRecord, Phase, list, remove_dir, remove_file};
+use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
 use super::upper;
 use super::{Mounter, Pin, Step, numbers_at};
 
@@ -115,8 +115,8 @@ pub(crate) struct Kernel<'r> {
     root: &'r Path,
     /// The id of this boot.
     pub(crate) boot_id: String,
-    /// Inode number of this thread's mount namespace.
-    pub(crate) namespace: u64,
+    /// This thread's mount namespace.
+    pub(crate) namespace: Namespace,
     /// Read when it is first asked for: with thousands of mounts it takes milliseconds.
     mounts: OnceCell<Vec<KernelMount>>,
 }
@@ -128,7 +128,7 @@ impl<'r> Kernel<'r> {
         Ok(Self {
             root,
             boot_id: fs::read_to_string(&boot).at("read", boot)?.trim().to_owned(),
-            namespace: fs::metadata(&namespace).at("look at", namespace)?.ino(),
+            namespace: Namespace::at(&namespace).at("look at", namespace)?,
             mounts: OnceCell::new(),
         })
     }
@@ -152,8 +152,8 @@ impl Mounter<'_> {
         if record.boot_id != kernel.boot_id {
             return Ok(Place::Gone);
         }
-        if record.namespace != kernel.namespace {
-            let used = namespace_is_used(&self.root, record.namespace);
+        if !record.namespace.is(&kernel.namespace) {
+            let used = namespace_is_used(&self.root, &record.namespace);
             return Ok(if used { Place::Elsewhere } else { Place::Gone });
         }
         let Some(mount) = record.mount else { return Ok(Place::Gone) };
@@ -398,12 +398,12 @@ fn same(id: u64, unique: Option<u64>, other_id: u64, other_unique: Option<u64>) 
 
 /// Whether a process or thread that we can see lives in the mount namespace. If we cannot see all
 /// of them, we assume so.
-fn namespace_is_used(root: &Path, namespace: u64) -> bool {
+fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
     // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
     const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
     let proc = root.join("proc");
-    let inode = |path: PathBuf| fs::metadata(path).ok().map(|metadata| metadata.ino());
-    if inode(proc.join("thread-self/ns/pid")) != Some(FIRST_PID_NAMESPACE) {
+    let inode = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.ino());
+    if inode(&proc.join("thread-self/ns/pid")) != Some(FIRST_PID_NAMESPACE) {
         return true;
     }
     let numbers = |dir: &Path| -> Vec<PathBuf> {
@@ -416,7 +416,10 @@ fn namespace_is_used(root: &Path, namespace: u64) -> bool {
     numbers(&proc)
         .iter()
         .flat_map(|process| numbers(&process.join("task")))
-        .any(|task| inode(task.join("ns/mnt")) == Some(namespace))
+        .map(|task| task.join("ns/mnt"))
+        // A look is cheaper than opening, and all but a few are of other namespaces.
+        .filter(|path| inode(path) == Some(namespace.inode))
+        .any(|path| Namespace::at(&path).map_or(true, |found| found.is(namespace)))
 }
 
 /// An error with what caused it.

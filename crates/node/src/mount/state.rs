@@ -77,6 +77,33 @@ pub struct MountNumbers {
     pub unique: Option<u64>,
 }
 
+/// A mount namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Namespace {
+    /// Inode number of its file under `/proc`; given to another namespace as soon as this one is gone.
+    #[serde(rename = "namespace")]
+    pub inode: u64,
+    /// Never given twice while the machine is up (Linux 6.11). Records of versions that did not ask for
+    /// it have none.
+    #[serde(default, rename = "namespace_id", skip_serializing_if = "Option::is_none")]
+    pub id: Option<u64>,
+}
+
+impl Namespace {
+    /// What a `/proc/PID/ns/mnt` stands for.
+    pub(crate) fn at(path: &Path) -> io::Result<Self> {
+        let file = fs::File::open(path)?;
+        let id = cofolio_sys::mount::namespace_id(&file);
+        Ok(Self { inode: file.metadata()?.ino(), id })
+    }
+
+    /// Whether the two are one, as far as can be known.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        let ids = self.id.zip(other.id);
+        self.inode == other.inode && ids.is_none_or(|(one, other)| one == other)
+    }
+}
+
 /// One mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountRecord {
@@ -120,8 +147,9 @@ pub struct MountRecord {
     /// The kernel's numbers, known before it is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<MountNumbers>,
-    /// Inode number of the mount namespace that it was made in.
-    pub namespace: u64,
+    /// The mount namespace that it was made in.
+    #[serde(flatten)]
+    pub namespace: Namespace,
     /// The boot that it was made in.
     pub boot_id: String,
     /// Process that made it.
