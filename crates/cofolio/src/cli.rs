@@ -78,7 +78,7 @@ pub(crate) struct Global {
     /// Print JSON for scripts instead of text
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Print results only, no progress and no remarks
+    /// Print what was asked for and errors: no progress, no remarks, no summary of what was done
     #[arg(long, short, global = true)]
     pub(crate) quiet: bool,
     /// When to use colours

@@ -39,6 +39,15 @@ impl Named {
 }
 
 impl Context<'_> {
+    /// For commands whose output is not theirs to put into another form: a script that asked for JSON
+    /// should not get something else.
+    pub(crate) fn refuse_json(&self, why: &str) -> anyhow::Result<()> {
+        match self.ui.json {
+            true => Err(Fail::usage(format!("no --json here: {why}")).into()),
+            false => Ok(()),
+        }
+    }
+
     /// The store, which must exist.
     pub(crate) fn store(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.global.store)?)

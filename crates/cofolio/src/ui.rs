@@ -13,7 +13,7 @@ use crate::cli::{ColorWhen, Global};
 pub(crate) struct Ui {
     /// JSON on standard output instead of text.
     pub(crate) json: bool,
-    /// Results only: no progress, no remarks.
+    /// What was asked for only: no progress, no remarks, no summaries.
     pub(crate) quiet: bool,
     color_out: bool,
     color_err: bool,
@@ -84,9 +84,9 @@ impl Ui {
         Ok(out.flush()?)
     }
 
-    /// A remark on standard error, unless the user wants none.
+    /// A remark on standard error, unless the user wants none, or is a script.
     pub(crate) fn note(&self, text: impl AsRef<str>) {
-        if !self.quiet {
+        if !self.quiet && !self.json {
             let _ = writeln!(io::stderr(), "{}", text.as_ref());
         }
     }

@@ -133,6 +133,66 @@ fn quiet_and_json_leave_standard_error_empty() {
     }
 }
 
+/// A cron job wants mail when something is wrong, and none otherwise: `gc -q` printed its table.
+#[test]
+fn quiet_commands_print_only_what_was_asked_for() {
+    let sandbox = Sandbox::new();
+    let digest = sandbox.import_tree("box:1");
+    let (tree, image) = (sandbox.text("tree"), sandbox.text("image"));
+    let silent = |args: &[&str]| {
+        let ran = sandbox.run(&[args, &["-q"]].concat());
+        assert_eq!((ran.ok(), ran.stderr.as_str()), ("", ""), "{args:?}");
+    };
+    silent(&["tag", "box:1", "box:2"]);
+    silent(&["rm", "box:2"]);
+    silent(&["gc", "--dry-run"]);
+    silent(&["gc"]);
+    silent(&["fsck"]);
+    silent(&["verify", "box:1"]);
+    silent(&["mounts"]);
+    silent(&["mounts", "--reconcile"]);
+    silent(&["build", &tree, &image]);
+    for args in [
+        // Without "2 seconds ago".
+        &["images", "--json"] as &[&str],
+        &["inspect", "box:1"],
+        &["ls", "box:1"],
+        &["cat", "box:1", "/etc/hostname"],
+        &["dump", "box:1"],
+        &["du"],
+        &["build", &tree, "--print-digest"],
+    ] {
+        let (loud, quiet) = (sandbox.run(args), sandbox.run(&[args, &["-q"]].concat()));
+        assert_eq!((quiet.ok(), quiet.stderr.as_str()), (loud.ok(), ""), "{args:?}");
+        assert_ne!(quiet.stdout, "");
+    }
+    // Errors are always told, in plain words on standard error, with --json too.
+    for flag in ["-q", "--json"] {
+        for (args, code) in [
+            (&["inspect", "nothing"] as &[&str], 3),
+            (&["rm", "nothing"], 3),
+            (&["umount", "nothing"], 3),
+            (&["import", "nothing"], 3),
+            (&["mount", "nothing", "/mnt"], 3),
+        ] {
+            let ran = sandbox.run(&[args, &[flag]].concat());
+            ran.fails_with(code);
+            assert!(ran.stderr.starts_with("cofolio: "), "{args:?} {flag}: {}", ran.stderr);
+            match (flag, args[0]) {
+                // What did go: nothing.
+                ("--json", "umount") => assert_eq!(ran.json(), serde_json::json!([])),
+                _ => assert_eq!(ran.stdout, "", "{args:?} {flag}"),
+            }
+        }
+    }
+    // What cannot be JSON is refused, not given in another form.
+    for args in [&["cat", "box:1", "/etc/hostname"] as &[&str], &["dump", &digest]] {
+        let ran = sandbox.run(&[args, &["--json"]].concat());
+        ran.fails_with(2);
+        assert_eq!(ran.stdout, "");
+    }
+}
+
 #[test]
 fn doctor_names_every_feature_with_its_presence() {
     let sandbox = Sandbox::new();

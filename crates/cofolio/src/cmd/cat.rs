@@ -26,6 +26,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.refuse_json("a file's content goes out as it is; `ls --json` describes files")?;
     let opened = image::open(context, &args.image, args.objects.as_deref())?;
     let mut stdout = io::stdout().lock();
     for path in &args.paths {

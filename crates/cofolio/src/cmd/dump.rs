@@ -21,6 +21,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.refuse_json("a dump is text of its own; `ls -R --json` describes files")?;
     let opened = image::open(context, &args.image, None)?;
     let tree = opened.image.to_tree().with_context(|| opened.label.clone())?;
     let mut stdout = BufWriter::with_capacity(1 << 16, io::stdout().lock());

@@ -53,6 +53,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             context.ui.line(format!("and {} more", human_count(report.more)))?;
         }
     }
+    if context.ui.quiet {
+        return Ok(exit);
+    }
     let verdict = match (report.is_damaged(), report.findings.is_empty()) {
         (true, _) => context.ui.paint(Tone::Bad, "damaged"),
         (false, false) => context.ui.paint(Tone::Warn, "no damage, see above"),

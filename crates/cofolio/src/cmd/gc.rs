@@ -42,7 +42,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     // What killed processes left would count as in use.
     if !args.dry_run {
         for failed in mounter.reconcile()?.failed {
-            context.ui.note(format!("could not be cleaned up: {failed}"));
+            context.ui.error(&format!("could not be cleaned up: {failed}"), None);
         }
     }
     if args.to.is_some() || args.older_than.is_some() {
@@ -71,6 +71,9 @@ fn json(report: &GcReport) -> anyhow::Result<serde_json::Value> {
 }
 
 fn show(context: &Context<'_>, report: &GcReport) -> Outcome {
+    if context.ui.quiet {
+        return Ok(Exit::Ok);
+    }
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
     let mut row = |name: &str, removed: u64, bytes: u64, kept: Option<u64>| {

@@ -27,7 +27,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.reconcile {
         let done = mounter.reconcile()?;
         for failed in &done.failed {
-            context.ui.note(format!("could not be cleaned up: {failed}"));
+            context.ui.error(&format!("could not be cleaned up: {failed}"), None);
         }
     }
     let list = mounter.list()?;

@@ -47,9 +47,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             Err(cofolio_store::Error::NoSuchRef(_)) if args.force => {}
             other => other?,
         }
-        if !context.ui.json {
-            context.ui.note(format!("removed {name} ({})", short(image)));
-        }
+        context.ui.note(format!("removed {name} ({})", short(image)));
     }
     if context.ui.json {
         let names: Vec<_> = found.iter().map(|(name, _)| name).collect();

@@ -39,6 +39,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.json(&value)?;
         return Ok(exit);
     }
+    if sound && context.ui.quiet {
+        return Ok(exit);
+    }
     if sound {
         let good = context.ui.paint(Tone::Good, "sound");
         context.ui.line(format!(
