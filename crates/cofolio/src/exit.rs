@@ -199,8 +199,9 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
 fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
     match error {
         ImportError::NoSpace { .. } => {
-            let hint = "nothing was kept; `cofolio gc` frees what nothing uses any more".to_owned();
-            (Some(Exit::NoSpace), Some(hint))
+            let hint = "nothing was kept; `cofolio gc` frees what nothing uses any more (1 % of the \
+                        filesystem, at most 1 GiB, is left free for others)";
+            (Some(Exit::NoSpace), Some(hint.to_owned()))
         }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
         ImportError::Changed { .. } => (Some(Exit::Busy), None),

@@ -116,8 +116,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn reflink(&self, from: &str, to: &str) -> io::Result<()>;
     /// What the filesystem offers.
     fn protection(&self) -> Protection;
-    /// Bytes that can still be written.
-    fn free_bytes(&self) -> io::Result<u64>;
+    /// Bytes that an import may still write. The filesystem is not filled up to the last byte.
+    fn room_bytes(&self) -> io::Result<u64>;
     /// 16 bytes that nobody can guess and no other import has.
     fn random(&self) -> io::Result<[u8; 16]>;
     /// How many threads can usefully work on this disk at once.

@@ -24,6 +24,10 @@ const VERITY_PAUSE: Duration = Duration::from_millis(5);
 /// `FS_VERITY_FL` of `linux/fs.h`: told with a file's flags, but not set with them. ext4 ignores it
 /// there, btrfs answers EOPNOTSUPP (Linux 7.2).
 const VERITY_FLAG: IFlags = IFlags::from_bits_retain(0x0010_0000);
+/// Of each filesystem one part in so many stays free for others,
+const KEPT_FREE_PART: u64 = 100;
+/// but not more than this many bytes.
+const KEPT_FREE_MAX: u64 = 1 << 30;
 
 /// A directory of this machine. Every operation starts from its descriptor, so that the store can be
 /// bind-mounted elsewhere or its parents renamed while it is open.
@@ -272,9 +276,17 @@ impl Disk for RealDisk {
         *self.protection.get_or_init(|| self.probe())
     }
 
-    fn free_bytes(&self) -> io::Result<u64> {
+    fn room_bytes(&self) -> io::Result<u64> {
         let stat = fs::fstatvfs(&self.root)?;
-        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+        if stat.f_blocks == 0 {
+            // A filesystem that does not say, as some do that are not on a disk.
+            return Ok(u64::MAX);
+        }
+        // What the filesystem reserves for root stays reserved, though we are root as a rule.
+        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+        let kept =
+            (stat.f_blocks.saturating_mul(stat.f_frsize) / KEPT_FREE_PART).min(KEPT_FREE_MAX);
+        Ok(free.saturating_sub(kept))
     }
 
     fn random(&self) -> io::Result<[u8; 16]> {

@@ -594,7 +594,7 @@ impl Disk for SimDisk {
         Protection { verity: false, immutable: true, reflink: false }
     }
 
-    fn free_bytes(&self) -> io::Result<u64> {
+    fn room_bytes(&self) -> io::Result<u64> {
         Ok(1 << 40)
     }
 

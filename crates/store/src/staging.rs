@@ -33,6 +33,10 @@ const BUFFER_BYTES_MAX: usize = 1 << 20;
 /// have a hole between any two bytes.
 const HOLE_MIN: usize = 4096;
 
+/// A write that takes more than this is rare: content comes in pieces of at most so many bytes, give or
+/// take a block.
+const WRITE_BYTES_MAX: u64 = 1 << 20;
+
 /// How an import is begun.
 #[derive(Clone, Copy, Debug)]
 pub struct ImportOptions {
@@ -88,6 +92,8 @@ pub struct Staging {
     next_temporary: AtomicU64,
     /// Looked at without the lock on every object.
     working: AtomicBool,
+    /// Writes that certainly fit, until the room is looked at again.
+    writes_left: AtomicU64,
     health: Mutex<Health>,
     buffers: Mutex<Vec<Vec<u8>>>,
     new_objects: AtomicU64,
@@ -132,6 +138,7 @@ impl Domain {
             repair: options.repair,
             next_temporary: AtomicU64::new(0),
             working: AtomicBool::new(true),
+            writes_left: AtomicU64::new(0),
             health: Mutex::new(Health::Working),
             buffers: Mutex::default(),
             new_objects: AtomicU64::new(0),
@@ -391,15 +398,43 @@ impl Staging {
 
     // Health.
 
-    /// True while writing makes sense, false when only counting does.
+    /// True while writing makes sense, false when only counting does. Asked before every write.
     fn check(&self) -> Result<bool> {
-        if self.working.load(Relaxed) {
+        if self.working.load(Relaxed) && self.has_room()? {
             return Ok(true);
         }
         match &*self.health() {
             Health::Working => Ok(true),
             Health::Counting { .. } => Ok(false),
             Health::Failed(first) => Err(Error::Poisoned { first: first.clone() }),
+        }
+    }
+
+    /// Whether the disk has room left for us. If not, the import only counts from now on: it does not go
+    /// on until the last byte is taken from everything else on that filesystem.
+    ///
+    /// Half of the room is used up before it is looked at again, so that a look costs nothing while there
+    /// is plenty, and whoever else writes meanwhile is noticed in time.
+    fn has_room(&self) -> Result<bool> {
+        let take = |left: u64| left.checked_sub(1);
+        if self.writes_left.fetch_update(Relaxed, Relaxed, take).is_ok() {
+            return Ok(true);
+        }
+        let room = self.disk().room_bytes().at("look at the room for", &self.directory)?;
+        if room == 0 {
+            self.fill();
+            return Ok(false);
+        }
+        self.writes_left.store(room / 2 / WRITE_BYTES_MAX, Relaxed);
+        Ok(true)
+    }
+
+    /// From writing to counting.
+    fn fill(&self) {
+        let mut health = self.health();
+        if let Health::Working = &*health {
+            *health = Health::Counting { missing: 0, seen: HashSet::new() };
+            self.working.store(false, Relaxed);
         }
     }
 
@@ -416,11 +451,7 @@ impl Staging {
     /// a full disk turns the import into one that counts, anything else ends it.
     fn fail(&self, error: io::Error, action: &'static str, path: &str) -> Result<()> {
         if is_full(&error) {
-            let mut health = self.health();
-            if let Health::Working = &*health {
-                *health = Health::Counting { missing: 0, seen: HashSet::new() };
-                self.working.store(false, Relaxed);
-            }
+            self.fill();
             return Ok(());
         }
         let error = Error::Io { action, path: path.to_owned(), source: error };
