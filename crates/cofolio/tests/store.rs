@@ -18,15 +18,23 @@ fn a_directory_becomes_an_image_that_can_be_looked_into() {
 
     let images = sandbox.run(&["images"]);
     images.ok();
-    assert_eq!(
-        images.words()[0],
-        ["NAME", "IMAGE", "OBJECTS", "SIZE", "UNIQUE", "SHARED", "CREATED"]
-    );
-    assert_eq!(images.words()[1][..3], ["box:1", &digest[..12], "3"]);
+    assert_eq!(images.words()[0], ["NAME", "IMAGE", "CREATED"]);
+    assert_eq!(images.words()[1][..2], ["box:1", &digest[..12]]);
+    let images = sandbox.run(&["images", "--size"]);
+    images.ok();
+    let headers = ["NAME", "IMAGE", "CREATED", "OBJECTS", "SIZE", "UNIQUE", "SHARED"];
+    assert_eq!(images.words()[0], headers);
+    let row = &images.words()[1];
+    // "2 seconds ago", three objects, three sizes with their units.
+    assert_eq!((row.len(), row[5]), (12, "3"), "{row:?}");
     let images = sandbox.run(&["images", "--json"]).json();
+    let fields: Vec<_> = images[0].as_object().unwrap().keys().collect();
+    assert_eq!(fields, ["created", "image", "name"]);
+    let images = sandbox.run(&["images", "--size", "--json"]).json();
     assert_eq!(images[0]["name"], "box:1");
     assert_eq!(images[0]["image"], digest.as_str());
     assert_eq!(images[0]["objects"], 3);
+    assert_eq!(images[0]["shared_bytes"], 0);
 
     let ls = sandbox.run(&["ls", "box:1"]);
     assert_eq!(ls.ok(), "big\netc\nlink\n");
@@ -135,15 +143,130 @@ fn damage_is_found_named_and_told_by_the_exit_code() {
     sandbox.run(&["cat", "box:1", "/big"]).fails_with(4);
 }
 
-/// Change a file of the store behind its back, protected or not.
-fn overwrite(path: &std::path::Path, content: &[u8]) -> Result<(), String> {
+/// One kind of damage at a time: what fsck prints and how it exits, in full and --quick.
+#[test]
+fn fsck_names_every_kind_of_damage() {
+    let layer = Tar::default().file("file", 0o644, b"content of the file").finish();
+    let good = Sandbox::new();
+    let layout = good.dir("layout");
+    write_layout(&layout, "box:1", &[layer], json!({}));
+    // (what is done, finding, exit codes of fsck and of fsck --quick)
+    type Harm = fn(&Damaged);
+    let cases: [(Harm, &str, i32, i32); 16] = [
+        (|d| d.remove(&d.object), "object-missing", 4, 4),
+        (|d| d.rewrite(&d.object, |bytes| bytes.truncate(3)), "object-truncated", 4, 4),
+        (|d| d.rewrite(&d.object, |bytes| bytes[0] ^= 1), "object-altered", 4, 0),
+        (|d| d.rewrite(&d.image, |bytes| bytes[1025] ^= 1), "image-altered", 4, 4),
+        (|d| d.rewrite(&d.image, |bytes| bytes.truncate(100)), "image-altered", 4, 4),
+        (|d| d.fake_image("no image at all"), "image-unreadable", 4, 4),
+        (|d| d.rewrite(&d.layer, |bytes| bytes.truncate(20)), "layer-unreadable", 4, 4),
+        (|d| fs::write(d.domain.join("refs/box%3A1.json"), "{").unwrap(), "ref-unreadable", 4, 4),
+        (|d| d.remove(&d.image), "ref-dangling", 4, 4),
+        (|d| d.remove(&d.layer), "ref-dangling", 4, 4),
+        (|d| fs::write(d.domain.join("roots/lease/a.json"), "").unwrap(), "root-unreadable", 4, 4),
+        (|d| d.fake_root(), "root-dangling", 4, 4),
+        (|d| fs::remove_dir(d.domain.join("roots/vm")).unwrap(), "directory-missing", 4, 4),
+        (|d| d.open_up(&d.object), "permissions", 0, 0),
+        (|d| fs::write(d.domain.join("objects/notes"), "").unwrap(), "unexpected-entry", 0, 0),
+        (|d| fs::create_dir(d.store.join("staging/dead")).unwrap(), "staging-orphaned", 0, 0),
+    ];
+    for (harm, kind, code, quick) in cases {
+        let sandbox = Sandbox::new();
+        sandbox.run(&["import", "--name", "box:1", layout.to_str().unwrap()]).ok();
+        harm(&Damaged::of(&sandbox));
+
+        let text = sandbox.run(&["fsck"]);
+        text.fails_with(code);
+        assert!(text.stdout.contains(kind), "{kind}: {}", text.stdout);
+        let verdict = if code == 0 { "no damage, see above: " } else { "damaged: " };
+        assert!(text.stdout.lines().any(|line| line.starts_with(verdict)), "{}", text.stdout);
+        let quiet = sandbox.run(&["fsck", "-q"]);
+        quiet.fails_with(code);
+        assert!(quiet.stdout.contains(kind), "{kind}: {}", quiet.stdout);
+        assert!(!quiet.stdout.lines().any(|line| line.starts_with(verdict)), "{}", quiet.stdout);
+        let report = sandbox.run(&["fsck", "--json"]);
+        report.fails_with(code);
+        let report = report.json();
+        assert_eq!(report["damaged"], code != 0, "{kind}");
+        let kinds: Vec<_> = report["findings"].as_array().unwrap().iter().collect();
+        assert!(kinds.iter().any(|finding| finding["kind"] == kind), "{kind}: {kinds:?}");
+        let quick_report = sandbox.run(&["fsck", "--quick"]);
+        assert_eq!(quick_report.code, quick, "{kind}: {}", quick_report.stdout);
+    }
+}
+
+/// An image of one layer, in a store to do harm to.
+struct Damaged {
+    store: std::path::PathBuf,
+    domain: std::path::PathBuf,
+    object: std::path::PathBuf,
+    image: std::path::PathBuf,
+    layer: std::path::PathBuf,
+}
+
+impl Damaged {
+    fn of(sandbox: &Sandbox) -> Self {
+        let store = sandbox.path("store");
+        let domain = store.join("domains/default");
+        let only = |dir: &std::path::Path| {
+            let mut entries = fs::read_dir(dir).unwrap();
+            let entry = entries.next().unwrap().unwrap().path();
+            assert!(entries.next().is_none(), "{}", dir.display());
+            entry
+        };
+        let object = only(&only(&domain.join("objects")));
+        let (image, layer) = (only(&domain.join("images")), only(&domain.join("layers")));
+        Self { object, image, layer, store, domain }
+    }
+
+    /// Also where the file may not be written in place.
+    fn rewrite(&self, path: &std::path::Path, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut content = fs::read(path).unwrap();
+        change(&mut content);
+        self.remove(path);
+        fs::write(path, content).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o444)).unwrap();
+    }
+
+    fn remove(&self, path: &std::path::Path) {
+        unlock(path).unwrap();
+        fs::remove_file(path).unwrap();
+    }
+
+    fn open_up(&self, path: &std::path::Path) {
+        unlock(path).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap();
+    }
+
+    /// A file with the digest that its name says, and yet no image.
+    fn fake_image(&self, content: &str) {
+        let digest = cofolio_store::verity::digest(content.as_bytes());
+        let path = self.domain.join(format!("images/{digest}.erofs"));
+        fs::write(&path, content).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o444)).unwrap();
+    }
+
+    fn fake_root(&self) {
+        let root = json!({"name": "a", "kind": "lease", "id": "a", "images": ["0".repeat(64)]});
+        fs::write(self.domain.join("roots/lease/a.json"), root.to_string()).unwrap();
+    }
+}
+
+/// Clear the immutable flag, where there is one.
+fn unlock(path: &std::path::Path) -> Result<(), String> {
     use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
     let file = fs::File::open(path).unwrap();
-    if let Ok(flags) = ioctl_getflags(&file)
-        && flags.contains(IFlags::IMMUTABLE)
-    {
-        ioctl_setflags(&file, flags - IFlags::IMMUTABLE).map_err(|e| e.to_string())?;
+    match ioctl_getflags(&file) {
+        Ok(flags) if flags.contains(IFlags::IMMUTABLE) => {
+            ioctl_setflags(&file, flags - IFlags::IMMUTABLE).map_err(|e| e.to_string())
+        }
+        _ => Ok(()),
     }
+}
+
+/// Change a file of the store behind its back, protected or not.
+fn overwrite(path: &std::path::Path, content: &[u8]) -> Result<(), String> {
+    unlock(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
     fs::write(path, content).map_err(|error| format!("the kernel protects objects here: {error}"))
 }

@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_node::contents::ImageContents;
-use cofolio_store::{Digest, ImageUsage};
+use cofolio_store::{Digest, DuReport, ImageUsage};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -11,11 +11,17 @@ use crate::ui::{Cell, Table, Tone, ago, human_count};
 
 /// List the images of the store
 ///
-/// SIZE is what an image's files and metadata take; UNIQUE is the part of it that no other image uses,
-/// so what removing the image would free; SHARED is the rest.
+/// With --size, which reads every image and looks at every file of the store: SIZE is what an image's
+/// files and metadata take; UNIQUE is the part of it that no other image uses, so what removing the image
+/// would free; SHARED is the rest.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio images\n  cofolio images --json | jq -r '.[].name'")]
+#[command(
+    after_help = "Example:\n  cofolio images\n  cofolio images --size\n  cofolio images --json | jq -r '.[].name'"
+)]
 pub(crate) struct Args {
+    /// Show what the images take
+    #[arg(long, short)]
+    size: bool,
     /// Print full digests
     #[arg(long)]
     digests: bool,
@@ -24,9 +30,10 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let refs = domain.refs()?;
-    let usage = domain.du(&ImageContents)?;
+    let images = domain.images()?;
+    let report = if args.size { domain.du(&ImageContents)? } else { DuReport::default() };
     let usage: BTreeMap<Digest, &ImageUsage> =
-        usage.images.iter().map(|image| (image.image, image)).collect();
+        report.images.iter().map(|image| (image.image, image)).collect();
 
     let mut rows = Vec::new();
     let mut named = BTreeSet::new();
@@ -35,22 +42,24 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         rows.push((Some(name.as_str()), record.image, record.created));
     }
     // Images that nothing but a mount or a lease keeps, or that gc will take.
-    rows.extend(usage.keys().filter(|image| !named.contains(image)).map(|image| (None, *image, 0)));
+    rows.extend(
+        images.iter().filter(|image| !named.contains(image)).map(|image| (None, *image, 0)),
+    );
 
     if context.ui.json {
         let list: Vec<_> = rows
             .iter()
             .map(|(name, image, created)| {
-                let usage = usage.get(image);
-                json!({
-                    "name": name,
-                    "image": image,
-                    "created": created,
-                    "objects": usage.map(|u| u.objects),
-                    "bytes": usage.map(|u| u.bytes + u.metadata_bytes),
-                    "unique_bytes": usage.map(|u| u.exclusive_bytes + u.metadata_bytes),
-                    "shared_bytes": usage.map(|u| u.shared_bytes()),
-                })
+                let mut row = json!({"name": name, "image": image, "created": created});
+                if args.size {
+                    let usage = usage.get(image);
+                    row["objects"] = usage.map(|u| u.objects).into();
+                    row["bytes"] = usage.map(|u| u.bytes + u.metadata_bytes).into();
+                    row["unique_bytes"] =
+                        usage.map(|u| u.exclusive_bytes + u.metadata_bytes).into();
+                    row["shared_bytes"] = usage.map(|u| u.shared_bytes()).into();
+                }
+                row
             })
             .collect();
         context.ui.json(&list)?;
@@ -60,16 +69,19 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note("no images (`cofolio import SOURCE` brings one in)");
         return Ok(Exit::Ok);
     }
-    let mut table =
-        Table::new(&["NAME", "IMAGE", "OBJECTS", "SIZE", "UNIQUE", "SHARED", "CREATED"]);
+    let mut table = Table::new(match args.size {
+        true => &["NAME", "IMAGE", "CREATED", "OBJECTS", "SIZE", "UNIQUE", "SHARED"],
+        false => &["NAME", "IMAGE", "CREATED"],
+    });
     for (name, image, created) in rows {
         let name = match name {
             Some(name) => Cell::left(name).tone(Tone::Bold),
             None => Cell::left("<none>").tone(Tone::Dim),
         };
         let digest = if args.digests { image.to_string() } else { short(&image) };
-        let mut row = vec![name, Cell::left(digest)];
+        let mut row = vec![name, Cell::left(digest), Cell::left(ago(created))];
         match usage.get(&image) {
+            _ if !args.size => {}
             Some(u) => row.extend([
                 Cell::right(human_count(u.objects)),
                 Cell::size(u.bytes + u.metadata_bytes),
@@ -78,7 +90,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             ]),
             None => row.extend((0..4).map(|_| Cell::right("?").tone(Tone::Bad))),
         }
-        row.push(Cell::left(ago(created)));
         table.row(row);
     }
     context.ui.table(&table)?;
