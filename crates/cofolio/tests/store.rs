@@ -384,9 +384,11 @@ fn a_full_disk_behind_the_output_is_noticed() {
 fn an_interrupted_import_leaves_the_store_as_it_was() {
     let sandbox = Sandbox::new();
     sandbox.import_tree("box:1");
-    // Takes a minute to read, and no room on the disk.
+    // It gets as far as it can before anything is published: gc, which this test plays, is at work.
     let slow = sandbox.dir("slow");
-    fs::File::create(slow.join("sparse")).unwrap().set_len(64 << 30).unwrap();
+    fs::write(slow.join("file"), vec![b'y'; 3 << 20]).unwrap();
+    let domain = fs::File::open(sandbox.path("store/domains/default")).unwrap();
+    rustix::fs::flock(&domain, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let mut child = sandbox
         .command(&["import", "--name", "slow", slow.to_str().unwrap()])
         .stdout(Stdio::null())
@@ -395,14 +397,19 @@ fn an_interrupted_import_leaves_the_store_as_it_was() {
         .unwrap();
     let staging = sandbox.path("store/staging");
     let started = std::time::Instant::now();
-    while fs::read_dir(&staging).unwrap().count() == 0 {
-        assert!(started.elapsed().as_secs() < 20, "the import does not begin");
+    // Its metadata image is the last that it stages.
+    let is_staged = || {
+        let import = fs::read_dir(&staging).unwrap().next()?.ok()?.path();
+        fs::read_dir(import.join("images")).ok()?.next()
+    };
+    while is_staged().is_none() {
+        assert!(started.elapsed().as_secs() < 60, "the import does not get on");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    std::thread::sleep(std::time::Duration::from_millis(50));
     let pid = rustix::process::Pid::from_child(&child);
     rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
+    drop(domain);
 
     sandbox.run(&["ls", "slow"]).fails_with(3);
     assert_eq!(fs::read_dir(&staging).unwrap().count(), 0);
