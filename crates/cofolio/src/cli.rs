@@ -100,6 +100,7 @@ pub(crate) enum ColorWhen {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Import(cmd::import::Args),
+    Pull(cmd::pull::Args),
     Build(cmd::build::Args),
     Mount(cmd::mount::Args),
     Umount(cmd::umount::Args),

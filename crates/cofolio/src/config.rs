@@ -38,6 +38,8 @@ const SIZE_MAX: u64 = 1 << 20;
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct Config {
     pub(crate) store: Store,
+    /// By host, as in names of images.
+    pub(crate) registry: BTreeMap<String, Registry>,
 }
 
 /// `[store]`
@@ -69,6 +71,16 @@ pub(crate) struct Limit {
     pub(crate) size: Option<Size>,
     /// Images used within so many days stay, even over the size.
     pub(crate) keep_days: u32,
+}
+
+/// `[registry."HOST"]`
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Registry {
+    /// Registries to ask before it: `host[:port][/prefix]`.
+    pub(crate) mirrors: Vec<String>,
+    /// Plain HTTP may be used.
+    pub(crate) insecure: bool,
 }
 
 /// A size in bytes, written as `50 GiB` (units of 1024: B, KiB, MiB, GiB, TiB, also K, M, G, T).

@@ -9,6 +9,7 @@ use cofolio_erofs::read::ReadError;
 use cofolio_node::bundle::BundleError;
 use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
+use cofolio_node::registry::RegistryError;
 
 use crate::ui::Ui;
 
@@ -23,12 +24,13 @@ pub(crate) enum Exit {
     Missing = 5,
     NoSpace = 6,
     Busy = 7,
+    Network = 8,
     Interrupted = 130,
     BrokenPipe = 141,
 }
 
 /// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
-pub(crate) const TABLE: [(Exit, &str); 10] = [
+pub(crate) const TABLE: [(Exit, &str); 11] = [
     (Exit::Ok, "done"),
     (Exit::Failure, "it failed, and none of the codes below says it better"),
     (Exit::Usage, "wrong arguments or configuration; nothing was done"),
@@ -37,9 +39,10 @@ pub(crate) const TABLE: [(Exit, &str); 10] = [
         Exit::Corrupt,
         "content is not what its digest says, or an image, archive or store is damaged",
     ),
-    (Exit::Missing, "a privilege or a kernel feature is missing"),
+    (Exit::Missing, "a privilege, a login or a kernel feature is missing"),
     (Exit::NoSpace, "no space left; the store is as it was before"),
     (Exit::Busy, "in use, or changed by somebody else meanwhile; trying again can succeed"),
+    (Exit::Network, "a registry could not be reached, or gave up on us, after several tries"),
     (Exit::Interrupted, "interrupted (Ctrl-C, SIGTERM); the store is as it was before"),
     (Exit::BrokenPipe, "the reader of the output went away"),
 ];
@@ -138,6 +141,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<ImportError>() {
         return of_import(error);
     }
+    if let Some(error) = cause.downcast_ref::<RegistryError>() {
+        return of_registry(error);
+    }
     if let Some(error) = cause.downcast_ref::<MountError>() {
         return of_mount(error);
     }
@@ -204,11 +210,37 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
             (Some(Exit::NoSpace), Some(hint.to_owned()))
         }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
+        ImportError::Registry(error) => of_registry(error),
         ImportError::Changed { .. } => (Some(Exit::Busy), None),
         ImportError::Limit { .. } => (Some(Exit::Failure), None),
         error if error.is_corrupt() => (Some(Exit::Corrupt), None),
         _ => (None, None),
     }
+}
+
+fn of_registry(error: &RegistryError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        RegistryError::Reference { .. } | RegistryError::Options { .. } => (Exit::Usage, None),
+        RegistryError::NotFound { .. } => (Exit::NotFound, None),
+        RegistryError::Denied { .. } => (
+            Exit::Missing,
+            Some(
+                "`podman login HOST` or `docker login HOST`; some registries say this of images that are not there",
+            ),
+        ),
+        RegistryError::PlainHttp { .. } => (
+            Exit::Missing,
+            Some(
+                "--insecure allows it for this registry; what comes is checked against digests, but the digest of a tag is not",
+            ),
+        ),
+        RegistryError::Unreachable { .. } | RegistryError::Status { .. } => {
+            (Exit::Network, Some("what was complete is kept: the next try goes on from there"))
+        }
+        RegistryError::Answer { .. } => (Exit::Corrupt, None),
+        _ => (Exit::Failure, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
 }
 
 fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {

@@ -6,4 +6,5 @@ pub mod ledger;
 pub mod mount;
 pub mod oci;
 pub mod probe;
+pub mod registry;
 pub mod tree_scan;

@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use cofolio_node::oci::{self, ImportOptions, Platform, Source};
 
 use crate::cmd::Outcome;
+use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::interrupt;
@@ -13,9 +14,9 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 /// Bring an image into the store
 ///
 /// From an OCI layout directory, an OCI archive, what `docker save` or `podman save` writes, or a plain
-/// directory tree; which of them is found out. Every digest on the way is checked. Layers and files that
-/// the store has already are not written again, an image that it has already is not even read. The store is
-/// made if it does not exist.
+/// directory tree; which of them is found out. From a registry with `docker://`, as `cofolio pull`. Every
+/// digest on the way is checked. Layers and files that the store has already are not written again, an image
+/// that it has already is not even read. The store is made if it does not exist.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     docker save redis:7.0.15 -o redis.tar && cofolio import redis.tar --name redis:7.0.15\n  \
@@ -23,7 +24,8 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
     cofolio import dir:/srv/rootfs --name rootfs")]
 pub(crate) struct Args {
     #[arg(
-        help = "PATH, oci:PATH[:TAG], oci-archive:PATH[:TAG], docker-archive:PATH[:TAG] or dir:PATH"
+        help = "PATH, oci:PATH[:TAG], oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], dir:PATH or \
+                docker://[HOST[:PORT]/]NAME[:TAG][@DIGEST]"
     )]
     source: String,
     #[arg(
@@ -53,6 +55,8 @@ pub(crate) struct Args {
     /// Largest uncompressed size of all layers together, in GiB
     #[arg(long, value_name = "GIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     max_size: u64,
+    #[command(flatten)]
+    registry: RegistryArgs,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
@@ -61,16 +65,27 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         name: args.name.clone(),
         threads: args.threads,
         labels: labels(&args.label)?,
+        registry: args.registry.options(&source, &context.config.config)?,
         ..ImportOptions::default()
     };
     if let Some(platform) = &args.platform {
         options.platform = Platform::parse(platform)?;
     }
     options.limits.uncompressed_bytes = args.max_size << 30;
+    bring_in(&source, &options, "importing", context)
+}
+
+/// Imports, and says what became of it.
+pub(crate) fn bring_in(
+    source: &Source,
+    options: &ImportOptions,
+    doing: &'static str,
+    context: &Context<'_>,
+) -> Outcome {
     let domain = context.domain_or_create()?;
     interrupt::end_on_signal(context.ui, context.global.store.clone())?;
-    let bar = Bar::new(context.ui, "importing");
-    let report = oci::import(&domain, &source, &options, &bar)?;
+    let bar = Bar::new(context.ui, doing);
+    let report = oci::import(&domain, source, options, &bar)?;
     drop(bar);
     interrupt::published();
     // What was known already has not made the store larger.

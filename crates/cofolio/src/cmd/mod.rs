@@ -18,6 +18,7 @@ pub(crate) mod ls;
 pub(crate) mod mkcomposefs;
 pub(crate) mod mount;
 pub(crate) mod mounts;
+pub(crate) mod pull;
 pub(crate) mod rm;
 pub(crate) mod tag;
 pub(crate) mod umount;
@@ -37,6 +38,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> Outcome {
     let context = Context { global: cli.global, config, ui };
     match cli.command {
         Command::Import(args) => import::run(&args, &context),
+        Command::Pull(args) => pull::run(&args, &context),
         Command::Build(args) => build::run(&args, &context),
         Command::Mount(args) => mount::run(&args, &context),
         Command::Umount(args) => umount::run(&args, &context),

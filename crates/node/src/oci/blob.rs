@@ -1,7 +1,7 @@
 //! From a blob to verified chunks of its uncompressed content, on threads of their own.
 //!
 //! ```text
-//! file ─ read, hash, inflate ─┬─ chunks ─▶ the layer's parser (the caller's thread)
+//! blob ─ read, hash, inflate ─┬─ chunks ─▶ the layer's parser (the caller's thread)
 //!        (thread "unpack")    └─ chunks ─▶ diff-id          (thread "diff-id")
 //! ```
 //!
@@ -9,10 +9,9 @@
 //! The blob's digest is checked before the end of the stream is reported, so whoever has seen the end
 //! has seen the right bytes. What was read before the end is provisional: it only reaches staging.
 
-use std::fs::File;
+use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +20,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 use super::digest::{BlobDigest, BlobHasher};
 use super::error::ImportError;
 use super::tar::Input;
+use crate::registry::RegistryError;
 
 /// Size of a chunk of uncompressed content, in bytes.
 pub(crate) const CHUNK: usize = 256 * 1024;
@@ -32,25 +32,28 @@ const POOLED_MAX: usize = 4 * QUEUE;
 /// Largest zstd window, as `zstd -d` takes it without `--long`: 128 MiB of memory at worst.
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 
-/// Where a blob's bytes are: a file, or a part of one (a member of an archive).
+/// A blob that can be read, from wherever it is.
 #[derive(Debug, Clone)]
 pub(crate) struct Blob {
     pub(crate) digest: BlobDigest,
-    pub(crate) file: Arc<File>,
-    pub(crate) offset: u64,
     pub(crate) size: u64,
+    content: Arc<dyn Content>,
 }
 
-/// Reads a part of a file, without moving the file's own position.
-pub(crate) struct Section {
-    file: Arc<File>,
-    at: u64,
-    end: u64,
+/// Where blobs are. A reader gives the bytes from the first to the last; what went wrong in getting them
+/// may travel in its errors as a [`RegistryError`].
+pub(crate) trait Content: fmt::Debug + Send + Sync {
+    /// Begins to read a blob. A reader that waits does so no longer once `stop` is set.
+    fn open(&self, digest: &BlobDigest, size: u64, stop: Arc<AtomicBool>) -> Box<dyn Read + Send>;
 }
 
 impl Blob {
-    pub(crate) fn open(&self) -> Section {
-        Section { file: self.file.clone(), at: self.offset, end: self.offset + self.size }
+    pub(crate) fn new(digest: BlobDigest, size: u64, content: Arc<dyn Content>) -> Self {
+        Self { digest, size, content }
+    }
+
+    pub(crate) fn open(&self, stop: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+        self.content.open(&self.digest, self.size, stop)
     }
 
     /// The whole blob, digest checked.
@@ -67,7 +70,8 @@ impl Blob {
             });
         }
         let mut content = Vec::new();
-        self.open().read_to_end(&mut content).map_err(|e| self.corrupt(0, e.to_string()))?;
+        let mut reader = self.open(Arc::default());
+        reader.read_to_end(&mut content).map_err(|e| self.failed(0, e))?;
         if content.len() as u64 != self.size {
             return Err(self.corrupt(content.len() as u64, "ends early".into()));
         }
@@ -86,18 +90,16 @@ impl Blob {
         }
     }
 
+    /// Reading failed: because of the way, or because of what lies there.
+    fn failed(&self, offset: u64, error: io::Error) -> ImportError {
+        match error.downcast::<RegistryError>() {
+            Ok(error) => ImportError::Registry(error),
+            Err(error) => self.corrupt(offset, error.to_string()),
+        }
+    }
+
     fn corrupt(&self, offset: u64, what: String) -> ImportError {
         ImportError::Corrupt { digest: self.digest.to_string(), offset, what }
-    }
-}
-
-impl Read for Section {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let left = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
-        let length = buf.len().min(left);
-        let count = self.file.read_at(&mut buf[..length], self.at)?;
-        self.at += count as u64;
-        Ok(count)
     }
 }
 
@@ -112,7 +114,7 @@ pub(crate) struct Budget {
     pub(crate) ratio_max: u64,
     used: AtomicU64,
     /// Set when one layer failed: the others need not go on.
-    stop: AtomicBool,
+    stop: Arc<AtomicBool>,
     /// Why the first one failed; what the others say then is only a consequence.
     reason: Mutex<Option<ImportError>>,
 }
@@ -124,7 +126,7 @@ impl Budget {
             ratio_from,
             ratio_max,
             used: AtomicU64::new(0),
-            stop: AtomicBool::new(false),
+            stop: Arc::default(),
             reason: Mutex::new(None),
         }
     }
@@ -340,7 +342,7 @@ impl Input for Stream<'_> {}
 
 /// Hashes and counts what passes through.
 struct Tap<'a> {
-    inner: Section,
+    inner: Box<dyn Read + Send>,
     hasher: BlobHasher,
     count: u64,
     on_read: OnRead<'a>,
@@ -414,10 +416,11 @@ fn unpack(
     to_parser: &SyncSender<Result<Arc<Chunk>, ImportError>>,
     to_hasher: &SyncSender<Arc<Chunk>>,
 ) -> Result<(), ImportError> {
-    let tap = Tap { inner: blob.open(), hasher: blob.digest.hasher(), count: 0, on_read };
-    let mut unpacker = Unpacker::new(tap).map_err(|e| blob.corrupt(0, e.to_string()))?;
+    let inner = blob.open(budget.stop.clone());
+    let tap = Tap { inner, hasher: blob.digest.hasher(), count: 0, on_read };
+    let mut unpacker = Unpacker::new(tap).map_err(|e| blob.failed(0, e))?;
     let mut total: u64 = 0;
-    let broken = loop {
+    let mut broken = loop {
         let mut buffer = pool.get();
         let mut length = 0;
         let error = loop {
@@ -458,11 +461,14 @@ fn unpack(
             return Ok(());
         }
     };
-    // Whatever unpacking says: if the blob is not the right one, that is the reason.
     let tap = unpacker.tap();
     let offset = tap.get_ref().count - tap.buffer().len() as u64;
+    if let Some(error) = broken.take_if(|e| e.get_ref().is_some_and(|e| e.is::<RegistryError>())) {
+        return Err(blob.failed(offset, error));
+    }
+    // Whatever unpacking says: if the blob is not the right one, that is the reason.
     let mut rest = tap.get_mut();
-    io::copy(&mut rest, &mut io::sink()).map_err(|e| blob.corrupt(offset, e.to_string()))?;
+    io::copy(&mut rest, &mut io::sink()).map_err(|e| blob.failed(offset, e))?;
     if rest.count != blob.size {
         return Err(
             blob.corrupt(rest.count, format!("ends early, {} bytes were promised", blob.size))

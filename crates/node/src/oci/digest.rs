@@ -48,6 +48,13 @@ impl BlobDigest {
         }
     }
 
+    /// Digest of bytes at hand, of the same kind as this one.
+    pub(crate) fn of(&self, bytes: &[u8]) -> Self {
+        let mut hasher = self.hasher();
+        hasher.update(bytes);
+        hasher.finish()
+    }
+
     /// Digest of bytes at hand.
     pub(crate) fn sha256(bytes: &[u8]) -> Self {
         let mut hasher = BlobHasher::new();

@@ -132,6 +132,9 @@ pub enum ImportError {
         /// Bytes of objects and metadata that could not be written, in whole blocks.
         missing_bytes: u64,
     },
+    /// A registry did not give what was asked of it.
+    #[error(transparent)]
+    Registry(#[from] crate::registry::RegistryError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),

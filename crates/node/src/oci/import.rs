@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use cofolio_erofs::tree::{Content, Tree};
+use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
 use cofolio_store::{Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats};
 use serde::Serialize;
@@ -21,7 +21,10 @@ use super::objects::Workers;
 use super::overlay::Overlay;
 use super::progress::{LayerStart, Phase, Progress};
 use super::source::{Chosen, FoundImage, FoundLayer, Opened, Source};
-use super::unpack::{Counts, Shared, Unpacked, known_layer, overlay, store_error, unpack};
+use super::unpack::{
+    Counts, Shared, Unpacked, commit_error, keep, known_layer, objects, overlay, store_error,
+    unpack,
+};
 use super::{ImportOptions, Limits};
 use crate::tree_scan;
 
@@ -154,7 +157,7 @@ fn import_image(
     progress: &dyn Progress,
 ) -> Result<ImportReport, ImportError> {
     progress.phase(Phase::Resolve);
-    let opened = Opened::open(source)?;
+    let opened = Opened::open(source, &options.registry)?;
     let chosen = opened.choose(&options.platform, options.limits.document_bytes)?;
     let called = match &chosen {
         Chosen::Docker { image, .. } => image.repo_tags.as_ref().and_then(|tags| tags.first()),
@@ -175,11 +178,14 @@ fn import_image(
     let manifest = is_manifest.then(|| image.manifest.to_string());
     let attempt = |again: bool| {
         let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
-        let staging = domain.begin_import(cofolio_store::ImportOptions {
+        let staging = Arc::new(domain.begin_import(cofolio_store::ImportOptions {
             hold_lock: again,
             ..Default::default()
-        })?;
-        let (tree, hidden) = build(&staging, &image, options, !again, progress, &mut report)?;
+        })?);
+        let (tree, hidden) =
+            build(&staging, &image, options, opened.jobs(), !again, progress, &mut report)?;
+        let staging = Arc::into_inner(staging)
+            .ok_or_else(|| ImportError::Image { what: "the staging is still in use".into() })?;
         let mut record = Ref::new(Digest([0; 32]));
         record.manifest.clone_from(&manifest);
         record.config = Some(image.config.clone());
@@ -285,6 +291,9 @@ fn record_of(layer: &FoundLayer) -> Layer {
     }
 }
 
+/// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
+const KEEP_BYTES_MIN: u64 = 1 << 20;
+
 /// What becomes of a layer.
 enum Part {
     /// The first one, just unpacked: its tree becomes the merged one.
@@ -295,9 +304,10 @@ enum Part {
 
 /// Unpacks the layers that are not known, several at a time, and merges them in order.
 fn build(
-    staging: &Staging,
+    staging: &Arc<Staging>,
     image: &FoundImage,
     options: &ImportOptions,
+    jobs: Option<usize>,
     trust_known: bool,
     progress: &dyn Progress,
     report: &mut ImportReport,
@@ -307,7 +317,6 @@ fn build(
     let budget = Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1));
     let entries = AtomicU64::new(0);
     let shared = Shared {
-        staging,
         budget: &budget,
         limits: &options.limits,
         pool: Arc::new(Pool::default()),
@@ -316,12 +325,13 @@ fn build(
     let count = image.layers.len();
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if options.threads == 0 { processors } else { options.threads };
-    let (writers, at_a_time) = (threads.clamp(1, 8), threads.clamp(1, 4));
+    let writers = threads.clamp(1, 8);
+    let at_a_time = jobs.unwrap_or(threads.clamp(1, 4));
     let on_read: Vec<_> =
         (0..count).map(|index| move |bytes: u64| progress.bytes(index, bytes)).collect();
 
     std::thread::scope(|scope| {
-        let workers = Workers::start(scope, staging, writers);
+        let workers = Workers::start(scope, writers);
         let mut running = VecDeque::new();
         let mut waiting = image.layers.iter().enumerate();
         let mut merged = Tree::new(DEFAULT_DIR);
@@ -347,11 +357,22 @@ fn build(
                         if let Some(layer) = there {
                             return Ok((None, Part::Over(layer)));
                         }
-                        let Unpacked { tree, counts } =
-                            unpack(scope, shared, workers, layer, on_read)?;
-                        let part = match index {
-                            0 => Part::Base(tree),
-                            _ => Part::Over(overlay(staging, layer, tree)?),
+                        // What came over the network is worth keeping even if the rest does not come.
+                        let own = jobs.filter(|_| trust_known && layer.blob.size >= KEEP_BYTES_MIN);
+                        let own = own.map(|_| staging.domain().begin_import(Default::default()));
+                        let own = own.transpose()?.map(Arc::new);
+                        let target = own.as_ref().unwrap_or(staging);
+                        let Unpacked { tree, mut counts } =
+                            unpack(scope, shared, target, workers, layer, on_read)?;
+                        let kept = own.map(|own| keep(own, &tree)).transpose()?;
+                        counts.kept = kept;
+                        let part = match (index, kept) {
+                            (0, _) => Part::Base(tree),
+                            (_, None) => Part::Over(overlay(staging, layer, tree)?),
+                            (_, Some(_)) => {
+                                drop(tree);
+                                Part::Over(known_layer(staging, layer).ok_or_else(vanished)?)
+                            }
                         };
                         Ok((Some(counts), part))
                     })();
@@ -369,7 +390,10 @@ fn build(
             }
             let result = joined.and_then(|(unpacked, part)| {
                 report.layers.push(layer_report(layer, unpacked.as_ref()));
-                report.foreign_xattrs += unpacked.map_or(0, |counts| counts.foreign_xattrs);
+                if let Some(counts) = unpacked {
+                    report.foreign_xattrs += counts.foreign_xattrs;
+                    counts.kept.iter().for_each(|stats| add_stats(report, stats));
+                }
                 let result = match part {
                     Part::Base(tree) => merge::base(tree).map(|tree| merged = tree),
                     Part::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
@@ -431,46 +455,46 @@ fn finish(
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;
     progress.phase(Phase::Commit);
-    let visible = tree.walk().filter_map(|visit| match tree.content(visit.inode) {
-        Content::External { size, digest: Some(digest), .. } => Some((Digest(*digest), size)),
-        _ => None,
-    });
     let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
     let publish = Publish::named(report.name.clone(), record);
-    let stats: StagingStats =
-        staging.commit(&publish, visible.chain(below)).map_err(|error| match error {
-            cofolio_store::Error::NoSpace { missing } => {
-                ImportError::NoSpace { missing_bytes: missing }
-            }
-            other => ImportError::Store(other),
-        })?;
-    report.objects_new = stats.new_objects;
-    report.bytes_new = stats.new_bytes;
-    report.objects_known = stats.known_objects;
-    report.bytes_known = stats.known_bytes;
+    let stats = staging.commit(&publish, objects(tree).chain(below)).map_err(commit_error)?;
+    add_stats(report, &stats);
     Ok(())
+}
+
+/// Adds what a commit has written.
+fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
+    report.objects_new += stats.new_objects;
+    report.bytes_new += stats.new_bytes;
+    report.objects_known += stats.known_objects;
+    report.bytes_known += stats.known_bytes;
+}
+
+/// A layer that was published a moment ago is gone: garbage collection was quicker.
+fn vanished() -> ImportError {
+    ImportError::Store(cofolio_store::Error::Vanished { count: 1, first: "a layer".into() })
 }
 
 /// A name from the source: the tag that was asked for, or else what the source calls the image, if that is
 /// a whole name; else the source's file name, with the tag if there is one.
 fn default_name(source: &Source, called: Option<&str>) -> String {
-    let stem = || {
-        let path = source.path();
+    let stem = |path: &Path| {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let name = name.strip_suffix(".tar").unwrap_or(&name).to_owned();
         if name.is_empty() { "image".to_owned() } else { name }
     };
-    let tag = match source {
-        Source::Directory { .. } => None,
-        Source::Layout { tag, .. }
-        | Source::Archive { tag, .. }
-        | Source::DockerSave { tag, .. } => tag.as_deref().or(called),
+    let (path, tag) = match source {
+        Source::Registry(reference) => return reference.name().to_owned(),
+        Source::Directory { path } => (path, None),
+        Source::Layout { path, tag }
+        | Source::Archive { path, tag }
+        | Source::DockerSave { path, tag } => (path, tag.as_deref().or(called)),
     };
     match tag {
-        None => stem(),
+        None => stem(path),
         Some(tag) if is_whole_name(tag) => tag.to_owned(),
-        Some(tag) => format!("{}:{tag}", stem()),
+        Some(tag) => format!("{}:{tag}", stem(path)),
     }
 }
 

@@ -15,6 +15,11 @@ pub(crate) const INDEX_DEPTH_MAX: usize = 4;
 /// Layers of an image. Engines stop at 127, overlayfs at 500.
 pub(crate) const LAYERS_MAX: usize = 1024;
 
+/// Media type of an index by OCI.
+pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
+/// Media type of a manifest by OCI.
+pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+
 /// Annotation with the name or tag of an image in a layout.
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// containerd's annotation with the full name.
@@ -36,6 +41,12 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
+    /// One that says no more than it must.
+    pub(crate) fn new(media_type: String, digest: String, size: u64) -> Self {
+        let (urls, annotations, platform) = Default::default();
+        Self { media_type, digest, size, urls, annotations, platform }
+    }
+
     /// The digest, checked.
     pub(crate) fn blob_digest(&self) -> Result<BlobDigest, ImportError> {
         BlobDigest::parse(&self.digest).ok_or_else(|| ImportError::Document {
@@ -200,10 +211,12 @@ pub(crate) enum Leads {
 /// Judges the media type of an index entry.
 pub(crate) fn leads(descriptor: &Descriptor) -> Result<Leads, ImportError> {
     match descriptor.media_type.as_str() {
-        "application/vnd.oci.image.index.v1+json"
-        | "application/vnd.docker.distribution.manifest.list.v2+json" => Ok(Leads::ToIndex),
-        "application/vnd.oci.image.manifest.v1+json"
-        | "application/vnd.docker.distribution.manifest.v2+json" => Ok(Leads::ToManifest),
+        OCI_INDEX | "application/vnd.docker.distribution.manifest.list.v2+json" => {
+            Ok(Leads::ToIndex)
+        }
+        OCI_MANIFEST | "application/vnd.docker.distribution.manifest.v2+json" => {
+            Ok(Leads::ToManifest)
+        }
         "application/vnd.docker.distribution.manifest.v1+json"
         | "application/vnd.docker.distribution.manifest.v1+prettyjws" => Err(refused(
             descriptor,

@@ -1,4 +1,4 @@
-//! Importing images: from OCI layouts and archives, from `docker save`, from plain directories.
+//! Importing images: from registries, OCI layouts and archives, `docker save`, plain directories.
 //!
 //! ```text
 //!            ┌ layer 0: blob ─ inflate ─ tar ─▶ layer tree ┐
@@ -20,7 +20,7 @@
 
 mod acl;
 mod blob;
-mod digest;
+pub(crate) mod digest;
 mod error;
 mod import;
 mod layer;
@@ -29,7 +29,9 @@ mod merge;
 mod objects;
 mod overlay;
 mod pax;
+mod place;
 mod progress;
+mod remote;
 mod source;
 mod tar;
 mod unpack;
@@ -39,6 +41,8 @@ pub use import::{ImportReport, LayerReport, import};
 pub use manifest::Platform;
 pub use progress::{LayerStart, Phase, Progress, Silent};
 pub use source::Source;
+
+use crate::registry::RegistryOptions;
 
 /// Bounds for what an image may demand. Reaching one is [`ImportError::Limit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,15 +80,18 @@ impl Default for Limits {
 pub struct ImportOptions {
     /// Name of the ref. Without one: the tag in the source, or what the source calls the image (the
     /// annotation `org.opencontainers.image.ref.name` or `io.containerd.image.name`, or a `docker save`
-    /// archive's first tag) if that is a whole name; otherwise the source's file name, with the tag.
+    /// archive's first tag) if that is a whole name; otherwise the source's file name, with the tag. Of an
+    /// image in a registry: its name as it was given, with the tag.
     pub name: Option<String>,
     /// Which image of an index. Default: this machine's platform.
     pub platform: Platform,
     /// Bounds.
     pub limits: Limits,
-    /// Threads that hash and write files, and layers that are unpacked at a time. 0: as many as the
-    /// machine has processors, up to 8 and 4.
+    /// Threads that hash and write files, and layers that are unpacked at a time (from a registry that is
+    /// [`RegistryOptions::jobs`]). 0: as many as the machine has processors, up to 8 and 4.
     pub threads: usize,
+    /// How to talk to registries.
+    pub registry: RegistryOptions,
     /// Labels of the ref.
     pub labels: std::collections::BTreeMap<String, String>,
 }
@@ -96,6 +103,7 @@ impl Default for ImportOptions {
             platform: Platform::host(),
             limits: Limits::default(),
             threads: 0,
+            registry: RegistryOptions::default(),
             labels: std::collections::BTreeMap::new(),
         }
     }

@@ -6,6 +6,7 @@
 //! No deadlock: a stream that runs always has a sender that is either done or sending to it, since each
 //! layer sends one stream at a time; so some thread always gets free.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
 
@@ -40,6 +41,8 @@ enum Work {
 
 struct Job {
     work: Work,
+    /// Where it goes.
+    staging: Arc<Staging>,
     reply: channel::Sender<Result<Vec<(InodeId, Stored)>, ImportError>>,
 }
 
@@ -51,17 +54,15 @@ pub(crate) struct Workers {
 
 impl Workers {
     /// Starts `count` threads; they end when the last clone is dropped.
-    pub(crate) fn start<'scope, 'env>(
-        scope: &'scope Scope<'scope, 'env>,
-        staging: &'env Staging,
-        count: usize,
-    ) -> Self {
+    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, count: usize) -> Self {
         let (jobs, queue) = channel::bounded::<Job>(count * 2);
         for _ in 0..count {
             let queue = queue.clone();
             scope.spawn(move || {
                 for job in queue {
-                    let result = run(staging, job.work);
+                    let result = run(&job.staging, job.work);
+                    // Whoever has all results is the only one that has the staging.
+                    drop(job.staging);
                     // Nobody listens any more if the layer failed for another reason.
                     let _ = job.reply.send(result);
                 }
@@ -74,6 +75,7 @@ impl Workers {
 /// One layer's way to the workers.
 pub(crate) struct Files {
     workers: Workers,
+    staging: Arc<Staging>,
     batch: Vec<(InodeId, Vec<Piece>)>,
     batch_bytes: u64,
     pending: usize,
@@ -82,9 +84,10 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    pub(crate) fn new(workers: Workers) -> Self {
+    /// For files that go to `staging`.
+    pub(crate) fn new(workers: Workers, staging: Arc<Staging>) -> Self {
         let (to_us, replies) = channel::unbounded();
-        Self { workers, batch: Vec::new(), batch_bytes: 0, pending: 0, to_us, replies }
+        Self { workers, staging, batch: Vec::new(), batch_bytes: 0, pending: 0, to_us, replies }
     }
 
     /// Adds a small file to the batch.
@@ -115,7 +118,8 @@ impl Files {
 
     fn send(&mut self, work: Work) {
         // Workers live as long as there are senders.
-        if self.workers.jobs.send(Job { work, reply: self.to_us.clone() }).is_ok() {
+        let job = Job { work, staging: self.staging.clone(), reply: self.to_us.clone() };
+        if self.workers.jobs.send(job).is_ok() {
             self.pending += 1;
         }
     }

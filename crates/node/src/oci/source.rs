@@ -14,7 +14,10 @@ use super::manifest::{
     self, Config, Descriptor, DockerImage, INDEX_DEPTH_MAX, Index, LAYERS_MAX, Leads, Manifest,
     Platform,
 };
+use super::place;
+use super::remote;
 use super::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
+use crate::registry::{Reference, RegistryOptions, Repository};
 
 /// Members of an archive that are looked at. A layout has a handful per layer.
 const MEMBERS_MAX: usize = 100_000;
@@ -41,6 +44,8 @@ pub enum Source {
         /// Which image, if there are several.
         tag: Option<String>,
     },
+    /// An image in a registry: `docker://[HOST[:PORT]/]NAME[:TAG][@DIGEST]`.
+    Registry(Reference),
     /// What `docker save` writes: `docker-archive:PATH[:TAG]`.
     DockerSave {
         /// The archive.
@@ -57,10 +62,14 @@ impl Source {
     /// exists is taken.
     ///
     /// # Errors
-    /// [`ImportError::Source`] if nothing is there or it is none of the forms; [`ImportError::Io`].
+    /// [`ImportError::Source`] if nothing is there or it is none of the forms; [`ImportError::Registry`] for
+    /// a name that cannot be; [`ImportError::Io`].
     pub fn parse(text: &str) -> Result<Self, ImportError> {
         if let Some(path) = text.strip_prefix("dir:") {
             return Ok(Self::Directory { path: path.into() });
+        }
+        if let Some(name) = text.strip_prefix("docker://") {
+            return Ok(Self::Registry(Reference::parse(name)?));
         }
         if let Some(rest) = text.strip_prefix("oci:") {
             let (path, tag) = split_tag(rest);
@@ -84,7 +93,7 @@ impl Source {
                 ImportError::Source {
                     what: format!(
                         "{text:?}: no such file or directory (forms: PATH, dir:PATH, oci:PATH[:TAG], \
-                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG])"
+                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG])"
                     ),
                 }
             } else {
@@ -115,17 +124,6 @@ impl Source {
                     path.display()
                 ),
             })
-        }
-    }
-
-    /// The path, of whatever form.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        match self {
-            Self::Directory { path }
-            | Self::Layout { path, .. }
-            | Self::Archive { path, .. }
-            | Self::DockerSave { path, .. } => path,
         }
     }
 }
@@ -162,8 +160,9 @@ pub(crate) struct FoundLayer {
     pub(crate) chain_id: BlobDigest,
 }
 
-/// An opened layout or archive.
+/// An opened registry, layout or archive.
 pub(crate) struct Opened {
+    /// Of a registry: the image's name.
     path: PathBuf,
     tag: Option<String>,
     blobs: Blobs,
@@ -174,13 +173,15 @@ pub(crate) struct Opened {
 enum Blobs {
     Directory(PathBuf),
     Archive(Members),
+    Registry(Arc<Repository>),
 }
 
 /// The chosen manifest, before config and layers are looked at.
 pub(crate) enum Chosen {
     Manifest {
         digest: BlobDigest,
-        bytes: Vec<u8>,
+        /// Not read yet.
+        descriptor: Descriptor,
         /// What `index.json` calls the image.
         name: Option<String>,
     },
@@ -192,8 +193,8 @@ pub(crate) enum Chosen {
 }
 
 impl Opened {
-    /// Opens a layout or archive.
-    pub(crate) fn open(source: &Source) -> Result<Self, ImportError> {
+    /// Opens a layout or archive, or gets ready to ask a registry.
+    pub(crate) fn open(source: &Source, registry: &RegistryOptions) -> Result<Self, ImportError> {
         let (path, tag, docker) = match source {
             Source::Directory { path } => {
                 return Err(ImportError::Source {
@@ -205,6 +206,14 @@ impl Opened {
                     path: path.clone(),
                     tag: tag.clone(),
                     blobs: Blobs::Directory(path.clone()),
+                    docker: false,
+                });
+            }
+            Source::Registry(reference) => {
+                return Ok(Self {
+                    path: reference.to_string().into(),
+                    tag: None,
+                    blobs: Blobs::Registry(Repository::open(reference, registry)?),
                     docker: false,
                 });
             }
@@ -221,10 +230,21 @@ impl Opened {
         platform: &Platform,
         document_max: u64,
     ) -> Result<Chosen, ImportError> {
-        if self.docker {
-            self.choose_docker(document_max)
-        } else {
-            self.choose_oci(platform, document_max)
+        match &self.blobs {
+            Blobs::Registry(repository) => {
+                let found = remote::resolve(repository, document_max)?;
+                self.descend(found, None, platform, document_max)
+            }
+            _ if self.docker => self.choose_docker(document_max),
+            _ => self.choose_oci(platform, document_max),
+        }
+    }
+
+    /// Layers to unpack at a time, if the source knows better than the machine.
+    pub(crate) fn jobs(&self) -> Option<usize> {
+        match &self.blobs {
+            Blobs::Registry(repository) => Some(repository.jobs()),
+            _ => None,
         }
     }
 
@@ -238,7 +258,7 @@ impl Opened {
             None => index.manifests.iter().collect(),
             Some(tag) => index.manifests.iter().filter(|d| d.names().any(|n| n == tag)).collect(),
         };
-        let mut descriptor = match named[..] {
+        let descriptor = match named[..] {
             [] => return Err(self.no_such_tag(&index)),
             [one] => one.clone(),
             // Several platforms of one image, or several images?
@@ -248,13 +268,24 @@ impl Opened {
             _ => return Err(self.no_such_tag(&index)),
         };
         let name = descriptor.name().map(str::to_owned);
+        self.descend(descriptor, name, platform, max)
+    }
+
+    /// Follows indexes to the manifest for a platform. The manifest itself is not read.
+    fn descend(
+        &self,
+        mut descriptor: Descriptor,
+        name: Option<String>,
+        platform: &Platform,
+        max: u64,
+    ) -> Result<Chosen, ImportError> {
         for _ in 0..=INDEX_DEPTH_MAX {
             let kind = manifest::leads(&descriptor)?;
             let digest = descriptor.blob_digest()?;
-            let bytes = self.blob(&descriptor)?.read_all(max)?;
             if kind == Leads::ToManifest {
-                return Ok(Chosen::Manifest { digest, bytes, name });
+                return Ok(Chosen::Manifest { digest, descriptor, name });
             }
+            let bytes = self.document(&descriptor, max)?;
             let index: Index = manifest::parse("index", &descriptor.digest, &bytes)?;
             check_schema("index", &descriptor.digest, index.schema_version)?;
             let entries: Vec<&Descriptor> = index.manifests.iter().collect();
@@ -338,7 +369,10 @@ impl Opened {
     /// Looks up config and layers of the chosen image and checks that they fit each other.
     pub(crate) fn resolve(&self, chosen: Chosen, max: u64) -> Result<FoundImage, ImportError> {
         match chosen {
-            Chosen::Manifest { digest, bytes, .. } => self.resolve_oci(digest, &bytes, max),
+            Chosen::Manifest { digest, descriptor, .. } => {
+                let bytes = self.document(&descriptor, max)?;
+                self.resolve_oci(digest, &bytes, max)
+            }
             Chosen::Docker { image, config, digest } => self.resolve_docker(&image, config, digest),
         }
     }
@@ -400,10 +434,18 @@ impl Opened {
                 }
                 None => members.digest(offset, size, diff_id)?,
             };
-            let blob = Blob { digest, file: members.file.clone(), offset, size };
+            let blob = place::in_file(digest, members.file.clone(), offset, size);
             blobs.push((blob, String::new()));
         }
         Ok(FoundImage { manifest: digest, config, layers: chain(blobs, diff_ids) })
+    }
+
+    /// A manifest or index by its descriptor, checked.
+    fn document(&self, descriptor: &Descriptor, max: u64) -> Result<Vec<u8>, ImportError> {
+        match &self.blobs {
+            Blobs::Registry(repository) => remote::document(repository, descriptor, max),
+            _ => self.blob(descriptor)?.read_all(max),
+        }
     }
 
     /// A blob by its descriptor; its size is checked here, its content whenever it is read.
@@ -412,6 +454,7 @@ impl Opened {
         let missing =
             || ImportError::Missing { digest: digest.to_string(), path: self.path.clone() };
         let (file, offset, size) = match &self.blobs {
+            Blobs::Registry(repository) => return remote::blob(repository, descriptor),
             Blobs::Directory(root) => {
                 let path = root.join(digest.layout_path());
                 let file = match File::open(&path) {
@@ -436,7 +479,7 @@ impl Opened {
                 actual: size,
             });
         }
-        Ok(Blob { digest, file, offset, size })
+        Ok(place::in_file(digest, file, offset, size))
     }
 }
 
@@ -517,6 +560,8 @@ impl Blobs {
             option: "document_bytes",
         };
         match self {
+            // There documents have digests, not names.
+            Self::Registry(_) => Ok(None),
             Self::Directory(root) => {
                 let path = root.join(name);
                 let file = match File::open(&path) {
@@ -642,9 +687,9 @@ impl Members {
         if got as u64 >= BLOCK as u64 / 2 && &magic[257..262] == b"ustar" {
             return Ok(diff_id.clone());
         }
-        let blob = Blob { digest: diff_id.clone(), file: self.file.clone(), offset, size };
+        let blob = place::in_file(diff_id.clone(), self.file.clone(), offset, size);
         let mut hasher = super::digest::BlobHasher::new();
-        let mut section = blob.open();
+        let mut section = blob.open(Arc::default());
         let mut buffer = vec![0; 1 << 17];
         loop {
             match section.read(&mut buffer).map_err(|e| io_error(&self.path, e))? {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 
 use cofolio_erofs::tree::{Content, InodeId, Tree};
-use cofolio_store::Staging;
+use cofolio_store::{Digest, Publish, Staging, StagingStats};
 
 use super::Limits;
 use super::blob::{Budget, OnRead, Pool, Stream};
@@ -22,7 +22,6 @@ const DUMP_LEVEL: i32 = 1;
 
 /// What all layers of one import share.
 pub(crate) struct Shared<'a> {
-    pub(crate) staging: &'a Staging,
     pub(crate) budget: &'a Budget,
     pub(crate) limits: &'a Limits,
     pub(crate) pool: Arc<Pool>,
@@ -42,12 +41,15 @@ pub(crate) struct Counts {
     pub(crate) foreign_xattrs: u64,
     /// Size of the tar archive, in bytes.
     pub(crate) uncompressed: u64,
+    /// What publishing it on its own wrote, if it was.
+    pub(crate) kept: Option<StagingStats>,
 }
 
 /// Unpacks a layer into the staging area: objects, and its tree as a dump.
 pub(crate) fn unpack<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
     shared: &Shared<'env>,
+    staging: &Arc<Staging>,
     workers: Workers,
     layer: &FoundLayer,
     on_read: OnRead<'env>,
@@ -60,7 +62,7 @@ pub(crate) fn unpack<'scope, 'env>(
         shared,
         layer,
         reader: Reader::new(stream, limits),
-        files: Files::new(workers),
+        files: Files::new(workers, staging.clone()),
         tree: LayerTree::new(),
         entries: 0,
         uncompressed: 0,
@@ -70,9 +72,11 @@ pub(crate) fn unpack<'scope, 'env>(
         entries: unpacking.entries,
         foreign_xattrs: unpacking.tree.foreign_xattrs,
         uncompressed: unpacking.uncompressed,
+        kept: None,
     };
-    let tree = unpacking.tree.into_tree();
-    write_dump(shared.staging, layer, &tree)?;
+    let Unpacking { tree, .. } = unpacking;
+    let tree = tree.into_tree();
+    write_dump(staging, layer, &tree)?;
     Ok(Unpacked { tree, counts })
 }
 
@@ -258,6 +262,32 @@ fn compress_dump(tree: &Tree, sink: impl Write) -> io::Result<()> {
     let mut text = BufWriter::with_capacity(64 << 10, encoder);
     cofolio_erofs::dump::write(tree, &mut text)?;
     text.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?.flush()
+}
+
+/// The objects of a tree, with their sizes; once for each name.
+pub(crate) fn objects(tree: &Tree) -> impl Iterator<Item = (Digest, u64)> {
+    tree.walk().filter_map(|visit| match tree.content(visit.inode) {
+        Content::External { size, digest: Some(digest), .. } => Some((Digest(*digest), size)),
+        _ => None,
+    })
+}
+
+/// Publishes a layer on its own, before its image is complete: should the import not come to its end, the
+/// next one knows the layer. Nothing keeps it until then but the rarity of garbage collections.
+pub(crate) fn keep(staging: Arc<Staging>, tree: &Tree) -> Result<StagingStats, ImportError> {
+    let gone = || ImportError::Image { what: "a layer's staging is still in use".into() };
+    let staging = Arc::into_inner(staging).ok_or_else(gone)?;
+    staging.commit(&Publish::default(), objects(tree)).map_err(commit_error)
+}
+
+/// Says what a failed commit means.
+pub(crate) fn commit_error(error: cofolio_store::Error) -> ImportError {
+    match error {
+        cofolio_store::Error::NoSpace { missing } => {
+            ImportError::NoSpace { missing_bytes: missing }
+        }
+        other => ImportError::Store(other),
+    }
 }
 
 /// Gives up the tree of an unpacked layer for its dump, which was written.

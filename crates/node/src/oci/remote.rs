@@ -1,0 +1,110 @@
+//! An image in a registry: its manifest by name, and its documents and blobs by digest.
+
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use serde::Deserialize;
+
+use super::blob::{Blob, Content};
+use super::digest::BlobDigest;
+use super::error::ImportError;
+use super::manifest::{self, Descriptor};
+use crate::registry::Repository;
+
+impl Content for Arc<Repository> {
+    fn open(&self, digest: &BlobDigest, size: u64, stop: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+        Box::new(self.blob(&digest.to_string(), size, stop))
+    }
+}
+
+/// A blob in a registry. Nothing is fetched before it is read.
+pub(crate) fn blob(
+    repository: &Arc<Repository>,
+    descriptor: &Descriptor,
+) -> Result<Blob, ImportError> {
+    let digest = descriptor.blob_digest()?;
+    Ok(Blob::new(digest, descriptor.size, Arc::new(repository.clone())))
+}
+
+/// As much of a manifest or index as tells which of them it is.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Kind {
+    #[serde(default)]
+    schema_version: u32,
+    #[serde(default)]
+    media_type: String,
+    #[serde(default)]
+    manifests: Option<serde::de::IgnoredAny>,
+}
+
+/// Finds out what the image's name stands for: one HEAD, where the registry answers it as it should.
+pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, ImportError> {
+    let reference = repository.reference();
+    let target = reference.target();
+    let descriptor = |media_type: String, digest: &BlobDigest, size: u64| {
+        Descriptor::new(media_type, digest.to_string(), size)
+    };
+    if let Some(head) = repository.head(&target)? {
+        let said = BlobDigest::parse(&head.digest);
+        let digest = reference.digest().cloned().or(said);
+        let found = digest.map(|digest| descriptor(head.media_type, &digest, head.size));
+        // What is no kind of manifest is looked at: its own words count.
+        if let Some(found) = found.filter(|found| manifest::leads(found).is_ok()) {
+            return Ok(found);
+        }
+    }
+    let document = repository.manifest(&target, max)?;
+    let actual = match reference.digest() {
+        Some(digest) => digest.of(&document.bytes),
+        None => BlobDigest::sha256(&document.bytes),
+    };
+    if let Some(digest) = reference.digest().filter(|digest| **digest != actual) {
+        let (digest, actual) = (digest.to_string(), actual.to_string());
+        return Err(ImportError::Digest { digest, actual });
+    }
+    let size = document.bytes.len() as u64;
+    let by_header = descriptor(document.media_type, &actual, size);
+    if manifest::leads(&by_header).is_ok() {
+        return Ok(by_header);
+    }
+    let kind: Kind = manifest::parse("manifest", &actual.to_string(), &document.bytes)?;
+    let media_type = match (kind.media_type, kind.manifests, kind.schema_version) {
+        (said, _, _) if !said.is_empty() => said,
+        (_, _, 1) => "application/vnd.docker.distribution.manifest.v1+json".to_owned(),
+        (_, Some(_), _) => manifest::OCI_INDEX.to_owned(),
+        (_, None, _) => manifest::OCI_MANIFEST.to_owned(),
+    };
+    Ok(descriptor(media_type, &actual, size))
+}
+
+/// Fetches a manifest or an index, and checks that it is the one.
+pub(crate) fn document(
+    repository: &Repository,
+    descriptor: &Descriptor,
+    max: u64,
+) -> Result<Vec<u8>, ImportError> {
+    let digest = descriptor.blob_digest()?;
+    if descriptor.size > max {
+        return Err(ImportError::Limit {
+            what: format!("document {digest} of {} bytes", descriptor.size),
+            limit: max,
+            option: "document_bytes",
+        });
+    }
+    let bytes = repository.manifest(&digest.to_string(), max)?.bytes;
+    let actual = digest.of(&bytes);
+    if actual != digest {
+        let (digest, actual) = (digest.to_string(), actual.to_string());
+        return Err(ImportError::Digest { digest, actual });
+    }
+    if bytes.len() as u64 != descriptor.size {
+        return Err(ImportError::Size {
+            digest: digest.to_string(),
+            expected: descriptor.size,
+            actual: bytes.len() as u64,
+        });
+    }
+    Ok(bytes)
+}
