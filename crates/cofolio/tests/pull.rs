@@ -88,8 +88,10 @@ fn an_image_is_pulled_from_a_registry() {
     let mirrored = ["pull", "--config", &config, "registry.invalid/app:1"];
     assert!(sandbox.run(&mirrored).ok().starts_with("registry.invalid/app:1 "));
 
+    fs::write(&config, "[registry.\"Registry.invalid\"]\n").unwrap();
     for (args, code, expected) in [
-        (&["pull", "Upper/Case"] as &[&str], 2, "lower-case"),
+        (&["pull", "--config", &config, "a"] as &[&str], 2, "not a registry's host"),
+        (&["pull", "Upper/Case"], 2, "lower-case"),
         (&["pull", "--jobs", "17", "a"], 2, "--jobs"),
         (&["pull", "--limit-rate", "fast", "a"], 2, "--limit-rate"),
         (&["import", "--insecure", "."], 2, "docker://"),

@@ -66,10 +66,20 @@ impl RegistryArgs {
         config: &Config,
     ) -> anyhow::Result<RegistryOptions> {
         let mut options = RegistryOptions::default();
-        options.hosts.extend(config.registry.iter().map(|(host, said)| {
-            let (mirrors, insecure) = (said.mirrors.clone(), said.insecure);
-            (host.clone(), HostOptions { mirrors, insecure })
-        }));
+        for (host, said) in &config.registry {
+            // One that no name leads to would be passed over without a word.
+            let as_in_names = Reference::parse(&format!("{host}/x"));
+            if as_in_names.map_or(true, |name| name.host() != host) {
+                let what =
+                    format!("the configuration's [registry.{host:?}]: not a registry's host");
+                let hint =
+                    "as in names of images, in lower case: `docker.io`, `registry.example:5000`";
+                return Err(Fail::usage(what).hint(hint).into());
+            }
+            let HostOptions { mirrors, insecure } = options.hosts.entry(host.clone()).or_default();
+            mirrors.clone_from(&said.mirrors);
+            *insecure = said.insecure;
+        }
         let Source::Registry(reference) = source else {
             if self.insecure || self.jobs.is_some() || self.limit_rate.is_some() {
                 let what = "--jobs, --limit-rate and --insecure are for docker:// sources only";
