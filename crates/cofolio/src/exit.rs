@@ -179,9 +179,9 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         Error::NoSpace { .. } => Some("`cofolio gc` frees what nothing uses any more"),
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
         Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),
-        Error::Corrupt { .. } | Error::Unreadable { .. } => {
-            Some("`cofolio fsck` says what else is damaged; importing an image again restores it")
-        }
+        Error::Corrupt { .. } | Error::Unreadable { .. } => Some(
+            "`cofolio fsck` says what else is damaged; `fsck --repair --from SOURCE` restores it",
+        ),
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             Some("a newer version of cofolio wrote this store; use that one")
         }

@@ -124,7 +124,7 @@ fn damage_is_found_named_and_told_by_the_exit_code() {
     let path = sandbox.path("store/domains/default/objects").join(object);
     let mut content = fs::read(&path).unwrap();
     content[50_000] ^= 1;
-    if let Err(reason) = overwrite(&path, &content) {
+    if let Err(reason) = common::overwrite(&path, &content) {
         return common::skip("damage_is_found", &reason);
     }
 
@@ -138,7 +138,7 @@ fn damage_is_found_named_and_told_by_the_exit_code() {
     // The size is right, so a look at sizes finds nothing.
     sandbox.run(&["fsck", "--quick"]).ok();
 
-    overwrite(&path, b"short").unwrap();
+    common::overwrite(&path, b"short").unwrap();
     sandbox.run(&["fsck", "--quick"]).fails_with(4);
     sandbox.run(&["cat", "box:1", "/big"]).fails_with(4);
 }
@@ -229,12 +229,12 @@ impl Damaged {
     }
 
     fn remove(&self, path: &std::path::Path) {
-        unlock(path).unwrap();
+        common::unlock(path).unwrap();
         fs::remove_file(path).unwrap();
     }
 
     fn open_up(&self, path: &std::path::Path) {
-        unlock(path).unwrap();
+        common::unlock(path).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap();
     }
 
@@ -250,25 +250,6 @@ impl Damaged {
         let root = json!({"name": "a", "kind": "lease", "id": "a", "images": ["0".repeat(64)]});
         fs::write(self.domain.join("roots/lease/a.json"), root.to_string()).unwrap();
     }
-}
-
-/// Clear the immutable flag, where there is one.
-fn unlock(path: &std::path::Path) -> Result<(), String> {
-    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
-    let file = fs::File::open(path).unwrap();
-    match ioctl_getflags(&file) {
-        Ok(flags) if flags.contains(IFlags::IMMUTABLE) => {
-            ioctl_setflags(&file, flags - IFlags::IMMUTABLE).map_err(|e| e.to_string())
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Change a file of the store behind its back, protected or not.
-fn overwrite(path: &std::path::Path, content: &[u8]) -> Result<(), String> {
-    unlock(path)?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
-    fs::write(path, content).map_err(|error| format!("the kernel protects objects here: {error}"))
 }
 
 #[test]

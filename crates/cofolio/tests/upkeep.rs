@@ -5,8 +5,10 @@
 mod common;
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
-use common::{Ran, Sandbox, can_mount};
+use common::{Ran, Sandbox, Tar, can_mount, overwrite, remove, skip, write_layout};
+use serde_json::{Value, json};
 
 /// A tree whose one large file is its own, as an image.
 fn import(sandbox: &Sandbox, name: &str, args: &[&str]) -> Ran {
@@ -30,7 +32,7 @@ fn names(sandbox: &Sandbox) -> Vec<String> {
 /// Pretends that an image was imported long ago.
 fn age(sandbox: &Sandbox, name: &str, created: u64) {
     let path = sandbox.path(&format!("store/domains/default/refs/{name}.json"));
-    let mut record: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let mut record: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     record["created"] = created.into();
     fs::write(path, record.to_string()).unwrap();
 }
@@ -133,4 +135,188 @@ fn mounts_count_as_use() {
     sandbox.run(&["gc", "--to", "0"]).ok();
     assert_eq!(names(&sandbox), ["mounted"]);
     sandbox.run(&["umount", mnt.to_str().unwrap()]).ok();
+}
+
+/// Two layers; each has a file of its own.
+fn two_layers(sandbox: &Sandbox) -> PathBuf {
+    let base = Tar::default().file("base", 0o644, &[b'b'; 9000]).finish();
+    let top = Tar::default()
+        .file("one", 0o644, &[b'1'; 9000])
+        .file("two", 0o644, &[b'2'; 9000])
+        .file("three", 0o644, &[b'3'; 9000])
+        .finish();
+    let layout = sandbox.dir("layout");
+    write_layout(&layout, "box:1", &[base, top], json!({}));
+    layout
+}
+
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// The file that holds the content of a file of an image.
+fn object(sandbox: &Sandbox, image: &str, path: &str) -> PathBuf {
+    let listed = sandbox.run(&["ls", "--json", image, path]).json();
+    let object = listed[0]["object"].as_str().unwrap();
+    sandbox.path("store/domains/default/objects").join(object)
+}
+
+fn kinds(findings: &Value) -> Vec<&str> {
+    findings.as_array().unwrap().iter().map(|finding| finding["kind"].as_str().unwrap()).collect()
+}
+
+/// A disk has lost some files and damaged others: of every kind one. The source gives them back, and only
+/// them; a layer that nothing is wrong with is not even read.
+#[test]
+fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
+    let sandbox = Sandbox::new();
+    let layout = two_layers(&sandbox);
+    let source = format!("oci:{}", layout.display());
+    sandbox.run(&["import", &source, "--name", "box:1"]).ok();
+    let domain = sandbox.path("store/domains/default");
+    let objects = ["/one", "/two", "/three", "/base"].map(|path| object(&sandbox, "box:1", path));
+    let layers = files(&domain.join("layers"));
+    let images = files(&domain.join("images"));
+    let contents = |paths: &[PathBuf]| -> Vec<_> {
+        paths.iter().map(|path| fs::read(path).unwrap()).collect()
+    };
+    let all = [&objects[..], &layers, &images].concat();
+    let good = contents(&all);
+    let inode = |path: &Path| std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap());
+    let untouched = inode(&objects[3]);
+
+    // Nothing is wrong: nothing is read or done.
+    let from = ["fsck", "--repair", "--from", &source];
+    assert!(sandbox.run(&from).ok().contains("no damage"));
+
+    // The layer that stays sound: a source that has lost it serves as well.
+    let broken = sandbox.dir("broken");
+    assert!(
+        std::process::Command::new("cp")
+            .arg("-a")
+            .arg(layout.join("."))
+            .arg(&broken)
+            .status()
+            .unwrap()
+            .success()
+    );
+    let blob = files(&broken.join("blobs/sha256")).into_iter().find(|blob| {
+        let content = fs::read(blob).unwrap();
+        content.starts_with(b"base")
+    });
+    let mut tar = fs::read(blob.as_ref().unwrap()).unwrap();
+    tar[600] ^= 1;
+    fs::write(blob.unwrap(), tar).unwrap();
+    let broken = format!("oci:{}", broken.display());
+    sandbox.run(&["import", &broken, "--store", &sandbox.text("other-store")]).fails_with(4);
+
+    if let Err(reason) = remove(&objects[0]) {
+        return skip("repair_brings_back", &reason);
+    }
+    overwrite(&objects[1], b"short").unwrap();
+    let mut altered = good[2].clone();
+    altered[5000] ^= 1;
+    overwrite(&objects[2], &altered).unwrap();
+    let found = sandbox.run(&["fsck", "--json"]);
+    assert_eq!(
+        kinds(&found.fails_with(4).json()["findings"])
+            .into_iter()
+            .filter(|kind| kind.starts_with("object"))
+            .collect::<Vec<_>>(),
+        ["object-missing", "object-truncated", "object-altered"]
+    );
+    let mended = sandbox.run(&["fsck", "--repair", "--from", &broken, "--json"]);
+    mended.ok();
+    assert_eq!(mended.json()["damaged"], false);
+    assert_eq!(kinds(&mended.json()["findings"]), [""; 0], "protected again too");
+    assert!(kinds(&mended.json()["repaired"]).contains(&"object-altered"));
+    assert_eq!(contents(&all), good);
+    assert_eq!(inode(&objects[3]), untouched);
+
+    // Metadata: an image altered, then lost; a layer cut, another lost. Those need their own layers.
+    let mut altered = good[6].clone();
+    altered[1100] ^= 1;
+    overwrite(&images[0], &altered).unwrap();
+    overwrite(&layers[0], &fs::read(&layers[0]).unwrap()[..20]).unwrap();
+    remove(&layers[1]).unwrap();
+    let found = sandbox.run(&["fsck", "--json"]);
+    let found = found.fails_with(4).json();
+    for kind in ["image-altered", "layer-unreadable", "ref-dangling"] {
+        assert!(kinds(&found["findings"]).contains(&kind), "{kind}: {found}");
+    }
+    sandbox.run(&["fsck", "--repair", "--from", &broken]).fails_with(4);
+    let text = sandbox.run(&from);
+    assert!(text.ok().contains("repaired domains/default/images/"), "{}", text.stdout);
+    remove(&images[0]).unwrap();
+    sandbox.run(&from).ok();
+    assert_eq!(contents(&all), good);
+    assert!(sandbox.run(&["fsck"]).ok().contains("no damage: "));
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["bytes"], 0, "nothing came in beside it");
+}
+
+/// A directory as the source, changed since it was imported: what it still has is brought back, what it has
+/// got meanwhile stays out, and what is left is told.
+#[test]
+fn repair_takes_what_a_directory_still_has() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (big, passwd) =
+        (object(&sandbox, "box:1", "/big"), object(&sandbox, "box:1", "/etc/passwd"));
+    let tree = sandbox.path("tree");
+    fs::write(tree.join("etc/passwd"), "changed").unwrap();
+    fs::write(tree.join("new"), "new").unwrap();
+    if let Err(reason) = remove(&big).and_then(|()| remove(&passwd)) {
+        return skip("repair_takes", &reason);
+    }
+    let source = format!("dir:{}", tree.display());
+    let ran = sandbox.run(&["fsck", "--repair", "--from", &source, "--json"]);
+    ran.fails_with(4);
+    let report = ran.json();
+    assert_eq!(
+        (kinds(&report["findings"]), kinds(&report["repaired"])),
+        (vec!["object-missing"], vec!["object-missing"])
+    );
+    assert_eq!(fs::read(&big).unwrap(), vec![b'x'; 100_000]);
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["objects"], 0, "nothing else came in");
+
+    // A second source has the rest.
+    fs::write(tree.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\napp:x:7:8::/:\n").unwrap();
+    let nothing = format!("dir:{}", sandbox.dir("nothing").display());
+    sandbox.run(&["fsck", "--repair", "--from", &nothing, "--from", &source]).ok();
+    sandbox.run(&["verify", "box:1"]).ok();
+    sandbox.run(&["fsck", "--repair"]).fails_with(2);
+    sandbox.run(&["fsck", "--repair", "--from", "dir:/nowhere"]).ok();
+}
+
+/// A mount holds the inode of what it has looked up: it goes on showing the altered content after the
+/// repair. Whoever repairs is told which mounts these are.
+#[test]
+fn repair_names_the_mounts_that_may_show_the_old() {
+    if !can_mount("repair_names_the_mounts") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let other = sandbox.dir("other-tree");
+    fs::write(other.join("file"), "other").unwrap();
+    sandbox.run(&["import", other.to_str().unwrap(), "--name", "other"]).ok();
+    let (mnt, also) = (sandbox.dir("mnt"), sandbox.dir("also"));
+    sandbox.run(&["mount", "box:1", mnt.to_str().unwrap()]).ok();
+    sandbox.run(&["mount", "other", also.to_str().unwrap()]).ok();
+    let big = object(&sandbox, "box:1", "/big");
+    if let Err(reason) = overwrite(&big, &[b'y'; 100_000]) {
+        return skip("repair_names_the_mounts", &reason);
+    }
+    assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'y');
+
+    let source = format!("dir:{}", sandbox.path("tree").display());
+    let report = sandbox.run(&["fsck", "--repair", "--from", &source, "--json"]).json();
+    assert_eq!(report["mounted_before"], json!([fs::canonicalize(&mnt).unwrap()]));
+    assert_eq!(fs::read(&big).unwrap()[0], b'x');
+    sandbox.run(&["umount", mnt.to_str().unwrap()]).ok();
+    sandbox.run(&["mount", "box:1", mnt.to_str().unwrap()]).ok();
+    assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'x');
+    sandbox.run(&["umount", mnt.to_str().unwrap(), also.to_str().unwrap()]).ok();
 }

@@ -80,9 +80,9 @@ impl Staging {
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
         self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
-        self.publish_parts().map_err(no_space)?;
+        let published = self.publish_parts().map_err(no_space)?;
         self.domain.sync_parts()?;
-        self.protect(publish)?;
+        self.protect(publish, &published)?;
         records.publish()?;
         Ok(self.stats())
     }
@@ -152,15 +152,21 @@ impl Staging {
         })
     }
 
-    /// Moves layers and images into place.
-    fn publish_parts(&self) -> Result<()> {
-        let places =
-            |part| (format!("{}/{part}", self.directory), format!("{}/{part}", self.domain.base()));
-        // A layer that is there is only written again by an importer that could not use it.
-        let (from, to) = places("layers");
-        move_files(self.disk(), &from, &to, |_, _| Ok(false))?;
-        let (from, to) = places("images");
-        move_files(self.disk(), &from, &to, |placed, _| self.is_as_named(placed, ""))
+    /// Moves layers and images into place; gives their paths.
+    fn publish_parts(&self) -> Result<Vec<String>> {
+        let mut published = Vec::new();
+        for part in ["layers", "images"] {
+            let from = format!("{}/{part}", self.directory);
+            let to = format!("{}/{part}", self.domain.base());
+            let staged = self.disk().list(&from).at("list", &from)?;
+            published.extend(staged.into_iter().map(|(name, _)| format!("{to}/{name}")));
+            // A layer that is there is only written again by an importer that could not use it.
+            move_files(self.disk(), &from, &to, |placed, _| match part {
+                "layers" => Ok(false),
+                _ => self.is_as_named(placed, ""),
+            })?;
+        }
+        Ok(published)
     }
 
     /// Whether a file has the digest that its name says; `shard` goes before the name.
@@ -172,10 +178,12 @@ impl Staging {
     }
 
     /// Objects are protected as they are published; this is the rest.
-    fn protect(&self, publish: &Publish) -> Result<()> {
+    fn protect(&self, publish: &Publish, published: &[String]) -> Result<()> {
         if !self.domain.protection().immutable {
             return Ok(());
         }
+        published.iter().try_for_each(|path| protect_file(self.disk(), path))?;
+        // What was in place before may lack it, after an import that was interrupted here.
         for (_, record) in &publish.refs {
             protect_file(self.disk(), &self.domain.image_file(&record.image))?;
             for layer in &record.layers {

@@ -351,7 +351,7 @@ impl Domain {
         Ok(stems)
     }
 
-    fn missing_parts<'a>(
+    pub(crate) fn missing_parts<'a>(
         &self,
         images: &[Digest],
         layers: impl Iterator<Item = &'a str>,

@@ -33,6 +33,7 @@ mod name;
 mod parallel;
 mod real;
 mod record;
+mod repair;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod staging;
@@ -54,6 +55,7 @@ pub use gc::{GcOptions, GcReport};
 pub use meta::{Features, Meta};
 pub use real::stretch_at;
 pub use record::{Layer, Ref, Root, RootKind};
+pub use repair::Damage;
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };

@@ -22,6 +22,7 @@ use crate::copy::check_file;
 use crate::disk::{Disk, DiskFile, Lock, StoredFile};
 use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, is_absent};
 use crate::error::{At, Error, Result, is_full};
+use crate::repair::Damage;
 use crate::store::remove_entry;
 use crate::verify::hash_file;
 use crate::verity::{self, Hasher};
@@ -89,6 +90,8 @@ pub struct Staging {
     pub(crate) held: Option<DomainLock>,
     buffer_max: usize,
     pub(crate) repair: bool,
+    /// Only this is stored, in place of what has its name; everything else counts as known.
+    pub(crate) wanted: Option<Damage>,
     next_temporary: AtomicU64,
     /// Looked at without the lock on every object.
     working: AtomicBool,
@@ -136,6 +139,7 @@ impl Domain {
             held,
             buffer_max: options.buffer_bytes_max,
             repair: options.repair,
+            wanted: None,
             next_temporary: AtomicU64::new(0),
             working: AtomicBool::new(true),
             writes_left: AtomicU64::new(0),
@@ -309,6 +313,9 @@ impl Staging {
     /// Whether an object is in place in the domain. One of another size is damaged: it is written again,
     /// and replaced at the commit.
     fn is_in_place(&self, digest: &Digest, size: u64) -> Result<bool> {
+        if let Some(wanted) = &self.wanted {
+            return Ok(!wanted.objects.contains(digest));
+        }
         if self.domain.object_size(digest)? != Some(size) {
             return Ok(false);
         }
@@ -718,6 +725,9 @@ impl ImageWriter<'_> {
         let Self { file, hasher } = self;
         let (staging, written) = (file.staging, file.written);
         let digest = hasher.finish();
+        if staging.wanted.as_ref().is_some_and(|wanted| !wanted.images.contains(&digest)) {
+            return Ok(digest);
+        }
         let target = staging.image_file(&digest);
         let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
         if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {

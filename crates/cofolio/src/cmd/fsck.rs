@@ -1,38 +1,86 @@
+use std::collections::HashMap;
+use std::path::PathBuf;
+
 use cofolio_node::contents::ImageContents;
-use cofolio_store::FsckOptions;
+use cofolio_node::mount::MountState;
+use cofolio_node::oci::{self, ImportOptions, Source};
+use cofolio_store::{Contents, Damage, Digest, Domain, Finding, FsckOptions, FsckReport};
 
 use crate::cmd::Outcome;
+use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::progress::Counter;
+use crate::interrupt;
+use crate::progress::{Bar, Counter};
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Check the store for missing, truncated and altered content
 ///
-/// Reads and hashes everything, unless --quick. Changes nothing. Exit code 4 if something that was stored
-/// is lost or wrong; what is merely untidy is listed and does not count.
+/// Reads and hashes everything, unless --quick. Changes nothing, unless --repair. Exit code 4 if something
+/// that was stored is lost or wrong; what is merely untidy is listed and does not count.
+///
+/// With --repair, objects, images and layers that are missing, truncated or altered are brought back from
+/// a source that has the image: only layers that something is wrong with are read, only what is wrong is
+/// written, and all of it is checked before it takes the place. A mount that is there keeps the files that
+/// it has open or has looked up; it is listed, and sees the new ones once it is mounted again. Records of
+/// refs cannot be brought back: import the image again under its name. What is listed, and the exit code,
+/// are what is left.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json")]
+#[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json\n  \
+    cofolio fsck --repair --from oci:layouts/redis:7.0.15")]
 pub(crate) struct Args {
     /// Look at names, sizes and records only, do not read content
     #[arg(long)]
     quick: bool,
+    /// Bring back what is missing or altered
+    #[arg(long, requires = "from")]
+    repair: bool,
+    /// Where from: any source that `import` takes; may be given several times
+    #[arg(long, value_name = "SOURCE", requires = "repair")]
+    from: Vec<String>,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let sources: Vec<_> =
+        args.from.iter().map(|text| Source::parse(text)).collect::<Result<_, _>>()?;
     let domain = context.domain()?;
     let counter = Counter::new(context.ui, "checking");
-    let report =
+    let mut report =
         domain.fsck(&ImageContents, FsckOptions { rehash: !args.quick }, &|objects, bytes| {
             counter.set(bytes, || format!("{} objects", human_count(objects)));
         })?;
     drop(counter);
+    let repaired = match args.repair && report.is_damaged() {
+        true => Some(repair(context, &domain, &sources, &mut report)?),
+        false => None,
+    };
     let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
         value["damaged"] = report.is_damaged().into();
+        if let Some(repaired) = &repaired {
+            value["repaired"] = serde_json::to_value(&repaired.findings)?;
+            value["mounted_before"] = serde_json::to_value(&repaired.mounts)?;
+        }
         context.ui.json(&value)?;
         return Ok(exit);
+    }
+    if let Some(repaired) = &repaired {
+        for finding in repaired.findings.iter().filter(|finding| finding.kind.is_damage()) {
+            context.ui.line(format!(
+                "{} {} ({})",
+                context.ui.paint(Tone::Good, "repaired"),
+                finding.path,
+                finding.kind.as_str()
+            ))?;
+        }
+        for target in &repaired.mounts {
+            context.ui.note(format!(
+                "{} was mounted before: files that it has open or has looked up stay as they were \
+                 until it is unmounted and mounted again",
+                target.display()
+            ));
+        }
     }
     if !report.findings.is_empty() {
         let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
@@ -74,4 +122,84 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         plural(report.roots, "root"),
     ))?;
     Ok(exit)
+}
+
+/// What a repair did.
+struct Repaired {
+    /// What was found before and is not there any more.
+    findings: Vec<Finding>,
+    /// Mounts that may still show files that were replaced.
+    mounts: Vec<PathBuf>,
+}
+
+/// Brings back what the sources have of what is damaged; afterwards `report` says what is left.
+fn repair(
+    context: &Context<'_>,
+    domain: &Domain,
+    sources: &[Source],
+    report: &mut FsckReport,
+) -> anyhow::Result<Repaired> {
+    let before = std::mem::take(report);
+    let mut damage = domain.damage(&before, &ImageContents)?;
+    let first = damage.clone();
+    interrupt::end_on_signal(context.ui, context.global.store.clone())?;
+    for source in sources {
+        if damage.is_empty() {
+            break;
+        }
+        let registry = RegistryArgs::default().options(source, &context.config.config)?;
+        let options = ImportOptions { repair: Some(damage), registry, ..ImportOptions::default() };
+        let bar = Bar::new(context.ui, "repairing");
+        oci::import(domain, source, &options, &bar)?;
+        drop(bar);
+        let left = domain.recheck(&first, &ImageContents)?;
+        damage = domain.damage(&left, &ImageContents)?;
+    }
+    let left = domain.recheck(&first, &ImageContents)?;
+    let is_mended = |finding: &&Finding| {
+        !left
+            .findings
+            .iter()
+            .any(|other| (other.kind, &other.path) == (finding.kind, &finding.path))
+    };
+    let findings: Vec<_> = before.findings.iter().filter(is_mended).cloned().collect();
+    // The whole store was looked at before; now only what had been wrong.
+    // What was not even listed can only be mended by doing it again.
+    let more = before.more.max(left.more);
+    *report = FsckReport { hashed_bytes: before.hashed_bytes, more, ..left };
+    let mounts = mounts_of(context, domain, &first)?;
+    Ok(Repaired { findings, mounts })
+}
+
+/// Mounts of images that name something of this.
+fn mounts_of(
+    context: &Context<'_>,
+    domain: &Domain,
+    damage: &Damage,
+) -> anyhow::Result<Vec<PathBuf>> {
+    let mut images: HashMap<Digest, bool> = HashMap::new();
+    let mut targets = Vec::new();
+    for status in context.mounter(domain).list()?.mounts {
+        let (record, gone) = (status.record, status.state == MountState::Gone);
+        if gone || record.domain != domain.name() {
+            continue;
+        }
+        let hit =
+            *images.entry(record.image).or_insert_with(|| names_any(domain, &record.image, damage));
+        if hit {
+            targets.push(record.target);
+        }
+    }
+    Ok(targets)
+}
+
+/// Whether an image is, or names, something of this. One that cannot be read might.
+fn names_any(domain: &Domain, image: &Digest, damage: &Damage) -> bool {
+    let mut hit = damage.images.contains(image);
+    let read = domain.open_image(image).map_err(Into::into).and_then(|file| {
+        ImageContents.image_objects(&file, &mut |digest, _| {
+            hit |= damage.objects.contains(&digest);
+        })
+    });
+    hit || read.is_err()
 }

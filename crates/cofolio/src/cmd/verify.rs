@@ -67,6 +67,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         image.shown(),
         plural(report.findings.len() as u64, "finding")
     ))?;
-    context.ui.note("importing the image again, after `cofolio rm` and `cofolio gc`, restores it");
+    context.ui.note("`cofolio fsck --repair --from SOURCE` brings back what is wrong");
     Ok(exit)
 }

@@ -133,8 +133,7 @@ fn import_directory(
 ) -> Result<ImportReport, ImportError> {
     let name = options.name.clone().unwrap_or_else(|| default_name(source, None));
     let attempt = |hold_lock| {
-        let staging = domain
-            .begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?;
+        let staging = begin(domain, options, hold_lock)?;
         progress.phase(Phase::Unpack);
         let scan = tree_scan::ScanOptions {
             threads: options.threads,
@@ -144,7 +143,7 @@ fn import_directory(
         let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
         let mut record = Ref::new(Digest([0; 32]));
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &scanned.tree, &Hidden::new(), record, progress, &mut report)?;
+        finish(staging, &scanned.tree, &Hidden::new(), record, options, progress, &mut report)?;
         Ok(report)
     };
     twice(attempt, progress)
@@ -165,7 +164,9 @@ fn import_image(
     };
     let called = called.map(String::as_str);
     let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
-    if let Some(record) = known_image(domain, &chosen)? {
+    if options.repair.is_none()
+        && let Some(record) = known_image(domain, &chosen)?
+    {
         progress.phase(Phase::Commit);
         match publish_known(domain, &name, record, options) {
             // Removed and collected since we looked.
@@ -178,10 +179,7 @@ fn import_image(
     let manifest = is_manifest.then(|| image.manifest.to_string());
     let attempt = |again: bool| {
         let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
-        let staging = Arc::new(domain.begin_import(cofolio_store::ImportOptions {
-            hold_lock: again,
-            ..Default::default()
-        })?);
+        let staging = Arc::new(begin(domain, options, again)?);
         let (tree, hidden) =
             build(&staging, &image, options, opened.jobs(), !again, progress, &mut report)?;
         let staging = Arc::into_inner(staging)
@@ -191,10 +189,23 @@ fn import_image(
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &tree, &hidden, record, progress, &mut report)?;
+        finish(staging, &tree, &hidden, record, options, progress, &mut report)?;
         Ok(report)
     };
     twice(attempt, progress)
+}
+
+fn begin(
+    domain: &Domain,
+    options: &ImportOptions,
+    hold_lock: bool,
+) -> Result<Staging, ImportError> {
+    Ok(match &options.repair {
+        Some(damage) => domain.begin_repair(damage)?,
+        None => {
+            domain.begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?
+        }
+    })
 }
 
 /// A ref that came from the same manifest; of `docker save`, which has none, from the same config, which
@@ -254,7 +265,8 @@ fn labels(
     options: &ImportOptions,
 ) -> Result<BTreeMap<String, String>, ImportError> {
     let mut labels = options.labels.clone();
-    if let Some(record) = domain.get_ref(name)?
+    // A record that cannot be read is replaced.
+    if let Ok(Some(record)) = domain.get_ref(name)
         && let Some(value) = record.labels.get(KEEP_LABEL)
     {
         labels.entry(KEEP_LABEL.to_owned()).or_insert_with(|| value.clone());
@@ -343,7 +355,8 @@ fn build(
                 let Some((index, layer)) = waiting.next() else { break };
                 let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
                 let chain_id = layer.chain_id.to_string();
-                let known = trust_known && staging.domain().has_layer(&chain_id)?;
+                let damaged = options.repair.as_ref().is_some_and(|d| d.layers.contains(&chain_id));
+                let known = trust_known && !damaged && staging.domain().has_layer(&chain_id)?;
                 progress.layer(&LayerStart {
                     index,
                     count,
@@ -358,7 +371,11 @@ fn build(
                             return Ok((None, Part::Over(layer)));
                         }
                         // What came over the network is worth keeping even if the rest does not come.
-                        let own = jobs.filter(|_| trust_known && layer.blob.size >= KEEP_BYTES_MIN);
+                        let own = jobs.filter(|_| {
+                            trust_known
+                                && options.repair.is_none()
+                                && layer.blob.size >= KEEP_BYTES_MIN
+                        });
                         let own = own.map(|_| staging.domain().begin_import(Default::default()));
                         let own = own.transpose()?.map(Arc::new);
                         let target = own.as_ref().unwrap_or(staging);
@@ -438,6 +455,7 @@ fn finish(
     tree: &Tree,
     hidden: &Hidden,
     mut record: Ref,
+    options: &ImportOptions,
     progress: &dyn Progress,
     report: &mut ImportReport,
 ) -> Result<(), ImportError> {
@@ -456,8 +474,14 @@ fn finish(
     report.entries = tree.entry_count() as u64;
     progress.phase(Phase::Commit);
     let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
-    let publish = Publish::named(report.name.clone(), record);
-    let stats = staging.commit(&publish, objects(tree).chain(below)).map_err(commit_error)?;
+    // A repair brings back what this source has; the rest of the damage is somebody else's to mend.
+    let whole = options.repair.is_none();
+    let publish = match whole {
+        true => Publish::named(report.name.clone(), record),
+        false => Publish::default(),
+    };
+    let objects = objects(tree).chain(below).filter(|_| whole);
+    let stats = staging.commit(&publish, objects).map_err(commit_error)?;
     add_stats(report, &stats);
     Ok(())
 }

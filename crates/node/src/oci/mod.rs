@@ -36,6 +36,8 @@ mod source;
 mod tar;
 mod unpack;
 
+use cofolio_store::Damage;
+
 pub use error::ImportError;
 pub use import::{ImportReport, LayerReport, import};
 pub use manifest::Platform;
@@ -94,6 +96,9 @@ pub struct ImportOptions {
     pub registry: RegistryOptions,
     /// Labels of the ref.
     pub labels: std::collections::BTreeMap<String, String>,
+    /// Bring back only this of an image that is here: layers that are not damaged are not read, nothing
+    /// else is written, and no ref is made or changed.
+    pub repair: Option<Damage>,
 }
 
 impl Default for ImportOptions {
@@ -105,6 +110,7 @@ impl Default for ImportOptions {
             threads: 0,
             registry: RegistryOptions::default(),
             labels: std::collections::BTreeMap::new(),
+            repair: None,
         }
     }
 }
