@@ -107,6 +107,7 @@ pub(crate) enum Command {
     Mounts(cmd::mounts::Args),
     Images(cmd::images::Args),
     Inspect(cmd::inspect::Args),
+    Diff(cmd::diff::Args),
     Ls(cmd::ls::Args),
     Cat(cmd::cat::Args),
     Dump(cmd::dump::Args),

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use cofolio_erofs::dump::DumpError;
 use cofolio_erofs::read::ReadError;
 use cofolio_node::bundle::BundleError;
+use cofolio_node::diff::DiffError;
 use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
 use cofolio_node::registry::RegistryError;
@@ -150,6 +151,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<BundleError>() {
         return of_bundle(error);
     }
+    if let Some(error) = cause.downcast_ref::<DiffError>() {
+        return of_diff(error);
+    }
     if let Some(error) = cause.downcast_ref::<ReadError>() {
         let corrupt = matches!(
             error,
@@ -288,6 +292,22 @@ fn of_bundle(error: &BundleError) -> (Option<Exit>, Option<String>) {
         _ => (Exit::Failure, None),
     };
     (Some(exit), hint.map(str::to_owned))
+}
+
+fn of_diff(error: &DiffError) -> (Option<Exit>, Option<String>) {
+    use io::ErrorKind::{InvalidData, UnexpectedEof};
+    match error {
+        DiffError::Store(error) => of_store(error),
+        DiffError::Object { source, .. }
+            if [InvalidData, UnexpectedEof].contains(&source.kind()) =>
+        {
+            let hint =
+                "`cofolio fsck` says what else is damaged; importing an image again restores it";
+            (Some(Exit::Corrupt), Some(hint.to_owned()))
+        }
+        // The cause decides.
+        _ => (None, None),
+    }
 }
 
 fn io_exit(error: &io::Error) -> Option<Exit> {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_erofs::read::{Image, Inode, ReadAt};
+use cofolio_node::contents;
 use cofolio_store::{Digest, Domain};
 
 use crate::context::{Context, Named};
@@ -148,11 +149,9 @@ impl Opened {
         Ok(current)
     }
 
-    /// Whether an inode is one of the whiteouts that composefs adds to the root of an image so that
-    /// overlayfs hides the shards of the objects directory. They are no part of what was imported.
+    /// Whether an inode is no part of what was imported: see [`contents::is_added`].
     pub(crate) fn is_added(&self, inode: &Inode) -> bool {
-        let whiteout = inode.mode & 0o170_000 == 0o020_000 && inode.rdev == 0;
-        whiteout && self.image.superblock().composefs.is_some()
+        contents::is_added(&self.image, inode)
     }
 
     /// The path of the object that holds a file's content; `None` if it is in the image.

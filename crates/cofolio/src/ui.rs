@@ -243,6 +243,12 @@ pub(crate) fn human_size(bytes: u64) -> String {
     format!("{value:.1} {unit}")
 }
 
+/// A part of a whole in percent; 0 of nothing.
+#[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
+pub(crate) fn percent(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 * 100.0 }
+}
+
 /// A count for people: thousands set apart.
 pub(crate) fn human_count(count: u64) -> String {
     let digits = count.to_string();

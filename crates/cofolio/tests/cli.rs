@@ -114,6 +114,8 @@ fn quiet_and_json_leave_standard_error_empty() {
     for args in [
         &["import", "--name", "b", tree] as &[&str],
         &["images"],
+        &["images", "--sharing"],
+        &["diff", "a", "b"],
         &["inspect", "a"],
         &["ls", "a"],
         &["verify", "a"],

@@ -82,6 +82,13 @@ pub fn object_of<S: ReadAt>(image: &Image<S>, inode: &Inode) -> Result<Option<Di
     }
 }
 
+/// Whether an inode is one of the whiteouts that composefs adds to the root of an image so that overlayfs
+/// hides the shards of the objects directory. They are no part of what was imported.
+pub fn is_added<S: ReadAt>(image: &Image<S>, inode: &Inode) -> bool {
+    let whiteout = inode.mode & 0o170_000 == 0o020_000 && inode.rdev == 0;
+    whiteout && image.superblock().composefs.is_some()
+}
+
 /// The object at a path below the objects directory.
 fn object_at(path: &[u8]) -> Option<Digest> {
     let path = std::str::from_utf8(path.strip_prefix(b"/").unwrap_or(path)).ok()?;

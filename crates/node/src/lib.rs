@@ -2,9 +2,11 @@
 
 pub mod bundle;
 pub mod contents;
+pub mod diff;
 pub mod ledger;
 pub mod mount;
 pub mod oci;
 pub mod probe;
 pub mod registry;
+pub mod sharing;
 pub mod tree_scan;

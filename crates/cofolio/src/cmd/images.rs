@@ -1,3 +1,5 @@
+mod sharing;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_node::contents::ImageContents;
@@ -14,14 +16,21 @@ use crate::ui::{Cell, Table, Tone, ago, human_count};
 /// With --size, which reads every image and looks at every file of the store: SIZE is what an image's
 /// files and metadata take; UNIQUE is the part of it that no other image uses, so what removing the image
 /// would free; SHARED is the rest.
+///
+/// With --sharing, which reads every image's metadata only: what each image has in common with each other
+/// one, in percent of its content; ALONE is what no other has.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Example:\n  cofolio images\n  cofolio images --size\n  cofolio images --json | jq -r '.[].name'"
+    after_help = "Example:\n  cofolio images\n  cofolio images --size\n  cofolio images --sharing\n  \
+    cofolio images --json | jq -r '.[].name'"
 )]
 pub(crate) struct Args {
     /// Show what the images take
     #[arg(long, short)]
     size: bool,
+    /// Show how much of each image the others have, as a matrix
+    #[arg(long, conflicts_with = "size")]
+    sharing: bool,
     /// Print full digests
     #[arg(long)]
     digests: bool,
@@ -29,6 +38,9 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
+    if args.sharing {
+        return sharing::run(&domain, args.digests, context);
+    }
     let refs = domain.refs()?;
     let images = domain.images()?;
     let report = if args.size { domain.du(&ImageContents)? } else { DuReport::default() };

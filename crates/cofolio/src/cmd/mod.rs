@@ -6,6 +6,7 @@ pub(crate) mod bundle;
 pub(crate) mod cat;
 pub(crate) mod collect_staging;
 pub(crate) mod config;
+pub(crate) mod diff;
 pub(crate) mod doctor;
 pub(crate) mod du;
 pub(crate) mod dump;
@@ -45,6 +46,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> Outcome {
         Command::Mounts(args) => mounts::run(&args, &context),
         Command::Images(args) => images::run(&args, &context),
         Command::Inspect(args) => inspect::run(&args, &context),
+        Command::Diff(args) => diff::run(&args, &context),
         Command::Ls(args) => ls::run(&args, &context),
         Command::Cat(args) => cat::run(&args, &context),
         Command::Dump(args) => dump::run(&args, &context),

@@ -170,7 +170,7 @@ impl Drop for Sandbox {
 }
 
 /// Clear the immutable flags below a directory, so that it can be removed, whatever a test did to it.
-fn release(dir: &Path) {
+pub(crate) fn release(dir: &Path) {
     use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let Ok(kind) = entry.file_type() else { continue };
