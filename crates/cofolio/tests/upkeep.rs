@@ -320,3 +320,97 @@ fn repair_names_the_mounts_that_may_show_the_old() {
     assert_eq!(fs::read(mnt.join("big")).unwrap()[0], b'x');
     sandbox.run(&["umount", mnt.to_str().unwrap(), also.to_str().unwrap()]).ok();
 }
+
+/// A scrub of a large store is killed by a reboot. The next one goes on where it was, and tells what the
+/// first had found.
+#[test]
+fn a_killed_scrub_goes_on_and_forgets_nothing() {
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    for n in 0..60_u8 {
+        fs::write(tree.join(n.to_string()), vec![n; 20_000]).unwrap();
+    }
+    sandbox.run(&["import", tree.to_str().unwrap(), "--name", "box"]).ok();
+    let text = sandbox.run(&["verify", "--scrub", "--all"]);
+    assert!(text.ok().contains("sound: 60 objects"), "{}", text.stdout);
+    assert!(!sandbox.path("store/domains/default/scrub/all.json").exists());
+
+    // The first in the order of digests, so that the scrub that is killed has seen it.
+    let mut objects: Vec<_> = (0..60).map(|n| object(&sandbox, "box", &format!("/{n}"))).collect();
+    objects.sort();
+    if let Err(reason) = overwrite(&objects[0], &[b'?'; 20_000]) {
+        return skip("a_killed_scrub", &reason);
+    }
+    // 1.2 MB at 200 kB/s: six seconds.
+    let args = ["verify", "--scrub", "box", "--rate", "200000", "--json"];
+    let mut child = sandbox.command(&args).spawn().unwrap();
+    let state = sandbox.path("store/domains/default/scrub");
+    let saved = |dir: &Path| fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some());
+    for _ in 0..300 {
+        if saved(&state) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(saved(&state), "it has noted how far it was");
+
+    // Another selection is another scrub.
+    sandbox.run(&["verify", "--scrub", "--all", "--json"]).fails_with(4);
+    let ran = sandbox.run(&["verify", "--scrub", "box", "--json"]);
+    ran.fails_with(4);
+    let report = ran.json();
+    let (bytes, before) =
+        (report["bytes"].as_u64().unwrap(), report["bytes_before"].as_u64().unwrap());
+    assert!(before >= 200_000 && before < bytes, "{report}");
+    assert_eq!((bytes, report["objects"].as_u64()), (60 * 20_000, Some(60)));
+    assert_eq!(kinds(&report["findings"]), ["object-altered"]);
+    // It has ended, so the next one begins at the beginning.
+    let report = sandbox.run(&["verify", "--scrub", "box", "--json"]).json();
+    assert_eq!(report["bytes_before"], 0);
+
+    remove(&objects[1]).unwrap();
+    overwrite(&objects[2], b"short").unwrap();
+    let report = sandbox.run(&["verify", "--scrub", "--all", "--json"]).json();
+    assert_eq!(
+        kinds(&report["findings"]),
+        ["object-missing", "object-truncated", "object-altered"]
+    );
+    assert_eq!((&report["sound"], &report["gone"]), (&json!(false), &json!(0)));
+    for args in
+        [&["verify", "--scrub"][..], &["verify", "--all"], &["verify", "box", "--rate", "1K"]]
+    {
+        sandbox.run(args).fails_with(2);
+    }
+}
+
+/// An operator scrubs a busy node: what was in the page cache stays, and nothing comes in.
+#[test]
+fn a_scrub_leaves_the_page_cache_as_it_was() {
+    use rustix::fs::{Advice, fadvise};
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    fs::write(tree.join("hot"), vec![1; 3_000_001]).unwrap();
+    fs::write(tree.join("cold"), vec![2; 3_000_001]).unwrap();
+    sandbox.run(&["import", tree.to_str().unwrap(), "--name", "box"]).ok();
+    let [hot, cold] =
+        ["/hot", "/cold"].map(|path| fs::File::open(object(&sandbox, "box", path)).unwrap());
+    let pages = |file: &fs::File| cofolio_sys::cache::cachestat(file, 0, 0).unwrap().cached;
+    if cofolio_sys::cache::cachestat(&hot, 0, 0).is_err() {
+        return skip("a_scrub_leaves_the_page_cache", "no cachestat(2)");
+    }
+    fadvise(&hot, 0, None, Advice::DontNeed).unwrap();
+    fadvise(&cold, 0, None, Advice::DontNeed).unwrap();
+    if pages(&cold) > 0 {
+        return skip("a_scrub_leaves_the_page_cache", "this filesystem is memory (tmpfs)");
+    }
+    std::io::copy(&mut &hot, &mut std::io::sink()).unwrap();
+    let before = pages(&hot);
+    assert!(before >= 3_000_001 / cofolio_sys::cache::page_size());
+    sandbox.run(&["verify", "--scrub", "--all"]).ok();
+    assert_eq!((pages(&hot), pages(&cold)), (before, 0));
+    // A plain verification, to compare, brings it in.
+    sandbox.run(&["verify", "box"]).ok();
+    assert!(pages(&cold) > 0);
+}

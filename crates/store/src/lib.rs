@@ -34,6 +34,7 @@ mod parallel;
 mod real;
 mod record;
 mod repair;
+mod scrub;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod staging;
@@ -56,6 +57,7 @@ pub use meta::{Features, Meta};
 pub use real::stretch_at;
 pub use record::{Layer, Ref, Root, RootKind};
 pub use repair::Damage;
+pub use scrub::{ScrubOptions, ScrubReport};
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };

@@ -3,5 +3,6 @@
 pub mod cache;
 pub mod memory;
 pub mod mount;
+pub mod priority;
 pub mod userns;
 pub mod verity;
