@@ -4,5 +4,6 @@ pub mod cache;
 pub mod memory;
 pub mod mount;
 pub mod priority;
+pub mod quota;
 pub mod userns;
 pub mod verity;

@@ -175,10 +175,23 @@ pub fn in_directory<T: Send>(
 /// # Errors
 /// `EPERM` without `CAP_SYS_ADMIN`.
 pub fn unshare_mount_namespace() -> io::Result<()> {
+    unshare_mounts(MountPropagationFlags::PRIVATE)
+}
+
+/// As [`unshare_mount_namespace`], but what is mounted and unmounted outside is so inside as well:
+/// a process that lives long in there keeps nothing mounted that others have unmounted.
+///
+/// # Errors
+/// `EPERM` without `CAP_SYS_ADMIN`.
+pub fn unshare_mount_namespace_as_follower() -> io::Result<()> {
+    unshare_mounts(MountPropagationFlags::DOWNSTREAM)
+}
+
+fn unshare_mounts(propagation: MountPropagationFlags) -> io::Result<()> {
     // SAFETY: as in `in_directory`: CLONE_NEWNS (which implies CLONE_FS) changes how paths
     // resolve in this thread, and leaves descriptors and memory alone.
     unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS)? };
-    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    rustix::mount::mount_change("/", propagation | MountPropagationFlags::REC)?;
     Ok(())
 }
 
@@ -241,18 +254,19 @@ pub struct LoopDevice {
     pub fd: OwnedFd,
 }
 
-/// Attaches `file` to a free loop device: read-only, with blocks of 4,096 bytes, with direct I/O
+/// Attaches `file` to a free loop device: read-only unless `writable`, with blocks of 4,096 bytes, with direct I/O
 /// where the filesystem below allows it (so that nothing is cached twice), freed with its last
 /// user. `name` is what `losetup` shows; what is longer than 63 bytes is cut off.
 ///
 /// # Errors
 /// The kernel's; `ENOENT` or `ENODEV` where it has no loop devices, `ENOSYS`/`EINVAL` before
 /// Linux 5.8, `EBUSY` when other processes took every free device that we were offered.
-pub fn attach_loop(file: impl AsFd, name: &OsStr) -> io::Result<LoopDevice> {
+pub fn attach_loop(file: impl AsFd, name: &OsStr, writable: bool) -> io::Result<LoopDevice> {
     // Between "this one is free" and "I take it" somebody else may take it.
     const TRIES_MAX: u32 = 64;
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     let control = rustix::fs::open("/dev/loop-control", flags, Mode::empty())?;
+    let read_only = if writable { 0 } else { LO_FLAGS_READ_ONLY };
     let mut file_name = [0u8; 64];
     let length = name.len().min(file_name.len() - 1);
     file_name[..length].copy_from_slice(&name.as_bytes()[..length]);
@@ -281,7 +295,7 @@ pub fn attach_loop(file: impl AsFd, name: &OsStr) -> io::Result<LoopDevice> {
                 lo_number: 0,
                 lo_encrypt_type: 0,
                 lo_encrypt_key_size: 0,
-                lo_flags: LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO,
+                lo_flags: read_only | LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO,
                 lo_file_name: file_name,
                 lo_crypt_name: [0; 64],
                 lo_encrypt_key: [0; 32],

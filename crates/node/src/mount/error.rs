@@ -156,6 +156,17 @@ pub enum MountError {
         /// What the kernel refused.
         source: KernelError,
     },
+    /// A limit on changes that cannot be.
+    #[error("size limit of the writable layer: {0}")]
+    SizeLimit(&'static str),
+    /// Neither project quotas nor a filesystem of its own could limit changes.
+    #[error("cannot limit the size of {}: {problem}", dir.display())]
+    NoSizeLimit {
+        /// The directory for changes.
+        dir: PathBuf,
+        /// Why not.
+        problem: String,
+    },
     /// An id map that cannot be.
     #[error("bad id map {text:?}: {problem}")]
     IdMap {
@@ -194,9 +205,10 @@ impl MountError {
     /// Whose business it is.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::NoPrivilege { .. } | Self::NoFilesystem { .. } | Self::NoFeature { .. } => {
-                ErrorKind::Machine
-            }
+            Self::NoPrivilege { .. }
+            | Self::NoFilesystem { .. }
+            | Self::NoFeature { .. }
+            | Self::NoSizeLimit { .. } => ErrorKind::Machine,
             Self::ImageUnprotected { .. }
             | Self::ImageAltered { .. }
             | Self::ImageInvalid { .. }
@@ -213,6 +225,7 @@ impl MountError {
             | Self::OtherNamespace { .. }
             | Self::Upper { .. }
             | Self::Label { .. }
+            | Self::SizeLimit(_)
             | Self::IdMap { .. } => ErrorKind::Request,
             Self::Store(error) => match error.kind() {
                 cofolio_store::ErrorKind::Corrupt => ErrorKind::Corrupt,

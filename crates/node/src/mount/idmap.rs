@@ -38,6 +38,22 @@ impl IdMap {
         Ok(map)
     }
 
+    /// Ranges of users.
+    pub fn uids(&self) -> &[IdRange] {
+        &self.uids
+    }
+
+    /// Ranges of groups.
+    pub fn gids(&self) -> &[IdRange] {
+        &self.gids
+    }
+
+    /// The id on the host of user 0 of the image, and of group 0; `None` where it has none.
+    pub fn root(&self) -> Option<(u32, u32)> {
+        let zero = |ranges: &[IdRange]| ranges.iter().find(|r| r.inside == 0).map(|r| r.outside);
+        Some((zero(&self.uids)?, zero(&self.gids)?))
+    }
+
     /// The map as the kernel takes it: a user namespace.
     pub(crate) fn namespace(&self) -> Result<OwnedFd, KernelError> {
         with_maps(&self.uids, &self.gids)

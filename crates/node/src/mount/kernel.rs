@@ -202,7 +202,7 @@ pub(crate) fn mount_erofs(
             Err(error) => return Err(error),
         }
     }
-    let device = sys::attach_loop(image, std::ffi::OsStr::new(name))
+    let device = sys::attach_loop(image, std::ffi::OsStr::new(name), false)
         .map_err(|error| KernelError::from_io("loop device", &error))?;
     let path = device.path.to_string_lossy().into_owned();
     Ok((erofs_from(&path, name, scratch)?, Backing::Loop))

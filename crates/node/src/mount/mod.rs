@@ -23,6 +23,7 @@
 mod error;
 mod idmap;
 pub(crate) mod kernel;
+mod limit;
 mod mountinfo;
 mod pin;
 mod reconcile;
@@ -52,6 +53,7 @@ use error::{Asked, At as _};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
 use reconcile::{Kernel, Place};
 use state::ImageLock;
+pub(crate) use state::list;
 
 /// Whether and where a mount can be written to.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -80,6 +82,11 @@ pub struct MountRequest {
     pub create_target: bool,
     /// Whether it can be written to.
     pub access: Access,
+    /// Bytes that changes may take; only for [`Access::Writable`].
+    pub size_bytes: Option<u64>,
+    /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), which goes
+    /// with the mount.
+    pub scratch: bool,
     /// Hash the image and all its objects before mounting.
     pub verify: bool,
     /// Id map.
@@ -102,6 +109,8 @@ impl MountRequest {
             target: target.into(),
             create_target: false,
             access: Access::ReadOnly,
+            size_bytes: None,
+            scratch: false,
             verify: false,
             idmap: None,
             label: None,
@@ -269,6 +278,11 @@ impl<'a> Mounter<'a> {
         &self.run
     }
 
+    /// The trust domain.
+    pub fn domain(&self) -> &'a Domain {
+        self.domain
+    }
+
     fn step(&self, step: Step) {
         if let Some(hook) = self.on_step {
             hook(step);
@@ -295,7 +309,8 @@ impl<'a> Mounter<'a> {
         }
         let kernel = Kernel::new(&self.root)?;
         let id = self.run.id_of(&target);
-        let (upper, _claim) = self.choose_upper(&request.access, &id)?;
+        let (upper, _claim) = self.choose_upper(request, &id)?;
+        let scratch = request.scratch.then(|| upper::own_dir(self.domain, &id, "s")).transpose()?;
         let mut record = MountRecord {
             id,
             domain: self.domain.name().to_owned(),
@@ -303,6 +318,7 @@ impl<'a> Mounter<'a> {
             created_target: request.create_target && !target.exists(),
             target,
             upper,
+            scratch,
             idmap: request.idmap.clone(),
             label: request.label.clone(),
             nosuid: request.nosuid,
@@ -341,20 +357,24 @@ impl<'a> Mounter<'a> {
 
     fn choose_upper(
         &self,
-        access: &Access,
+        request: &MountRequest,
         id: &str,
     ) -> Result<(Option<Upper>, Option<OwnedFd>), MountError> {
+        let size_bytes = request.size_bytes;
         let own = |keep| -> Result<_, MountError> {
-            let dir = upper::own_dir(self.domain, id)?;
-            Ok((Some(Upper { dir, keep, given: false }), None))
+            let dir = upper::own_dir(self.domain, id, "")?;
+            Ok((Some(Upper { dir, keep, given: false, size_bytes }), None))
         };
-        match access {
+        if size_bytes.is_some() && request.access != Access::Writable {
+            return Err(MountError::SizeLimit("only changes that go with the mount can have one"));
+        }
+        match &request.access {
             Access::ReadOnly => Ok((None, None)),
             Access::Writable => own(false),
             Access::WritableKept => own(true),
             Access::WritableAt(dir) => {
                 let (dir, lock) = upper::claim_given(&self.run, dir)?;
-                Ok((Some(Upper { dir, keep: true, given: true }), Some(lock)))
+                Ok((Some(Upper { dir, keep: true, given: true, size_bytes: None }), Some(lock)))
             }
         }
     }
@@ -381,6 +401,9 @@ impl<'a> Mounter<'a> {
                 other => other.at("create", &record.target)?,
             }
             self.step(Step::TargetMade);
+        }
+        if let Some(scratch) = &record.scratch {
+            upper::make_own(scratch)?;
         }
         let target = open_dir(&record.target).at("open", &record.target)?;
 
@@ -416,16 +439,21 @@ impl<'a> Mounter<'a> {
         let metadata = mapped.as_ref().unwrap_or(pin);
         let open = upper::prepare(upper, metadata)?;
         self.step(Step::UpperMade);
-        let mount = self
-            .overlay(self.domain, image, metadata.as_fd(), label, Some(&open))
-            .map_err(|error| match error {
+        let made = self.overlay(self.domain, image, metadata.as_fd(), label, Some(&open)).map_err(
+            |error| match error {
                 // The kernel names neither of the two; the layers below are our own.
                 MountError::Kernel(error) => MountError::Upper {
                     dir: upper.dir.clone(),
                     problem: format!("overlayfs refused: {error}"),
                 },
                 other => other,
-            })?;
+            },
+        );
+        // The overlay has a mount of its own of it; this one was for us.
+        if open.limit == limit::Limit::Filesystem {
+            limit::put_away(&upper.dir)?;
+        }
+        let mount = made?;
         let attr = MountAttr { set: flags, ..MountAttr::default() };
         cofolio_sys::mount::mount_setattr(&mount, &attr)
             .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;
@@ -646,6 +674,11 @@ fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, MountError> {
         return Err(problem("it is the root directory".to_owned()));
     }
     Ok(resolved)
+}
+
+/// Descriptor of a mount's root. While it is open, the mount is busy.
+pub(crate) fn open_root(path: &Path) -> Result<OwnedFd, MountError> {
+    open_dir(path).at("open", path)
 }
 
 /// Seconds since 1970.

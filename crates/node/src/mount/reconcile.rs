@@ -96,7 +96,7 @@ impl Reconciled {
 /// The traces of a mount are gone, except for a directory that is still to be removed.
 #[derive(Debug)]
 pub(crate) struct Forgotten {
-    gone: Option<PathBuf>,
+    gone: Vec<PathBuf>,
     pub(crate) unpinned: bool,
 }
 
@@ -104,7 +104,7 @@ impl Forgotten {
     /// Removes the changes. Slow for many files, so it is done without the lock. What cannot be
     /// removed is out of sight and tried again by [`Mounter::reconcile`].
     pub(crate) fn finish(self) {
-        if let Some(gone) = self.gone {
+        for gone in self.gone {
             let _ = upper::remove(&gone);
         }
     }
@@ -197,7 +197,9 @@ impl Mounter<'_> {
                 .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
             self.step(Step::Detached);
         }
-        let gone = record.upper.as_ref().map(upper::discard).transpose()?.flatten();
+        let changes = record.upper.as_ref().map(upper::discard).transpose()?.flatten();
+        let scratch = record.scratch.as_deref().map(upper::discard_own).transpose()?.flatten();
+        let gone = changes.into_iter().chain(scratch).collect();
         self.step(Step::UpperGone);
         let domain = self.domain_of(&record.domain)?;
         domain.remove_root(RootKind::Mount, &record.id)?;

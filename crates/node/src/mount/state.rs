@@ -1,13 +1,14 @@
 //! The run directory: what is mounted, by whom, and locks.
 //!
 //! ```text
-//! <run>/                          /run/cofolio/<store-id>, mode 0700, a mount of its own (see below)
+//! <run>/                          /run/cofolio/<store-id>, mode 0711, a mount of its own (see below)
 //!   mounts/<id>.json              one record per mount, written before and after each step
 //!   images/<domain>/<digest>/     one pinned image
 //!     pin.json                    how it was mounted, what was checked
 //!     erofs/                      its one EROFS superblock is mounted here
 //!     views/<key>/                read-only overlays, one per id map and label
 //!     users/<id>                  an empty file per record that uses it
+//!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //! ```
 //!
@@ -65,6 +66,9 @@ pub struct Upper {
     pub keep: bool,
     /// Given by the caller, and not a directory of the store's.
     pub given: bool,
+    /// Bytes that changes may take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
 }
 
 /// The kernel's numbers of a mount.
@@ -121,6 +125,9 @@ pub struct MountRecord {
     /// Where changes go; `None` for a read-only mount.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upper: Option<Upper>,
+    /// Directory of the store's for whoever uses the mount; goes with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scratch: Option<PathBuf>,
     /// Id map.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idmap: Option<IdMap>,
@@ -207,10 +214,15 @@ impl RunDir {
     /// from ours later, as containers' are, then still hear when an image is unmounted, and do not
     /// keep it in memory for as long as they live.
     pub(crate) fn prepare(&self) -> Result<(), MountError> {
-        for dir in ["mounts", "images", "locks"] {
+        // Root in a user namespace has to reach its container's root filesystem below: by name only.
+        let mut make = fs::DirBuilder::new();
+        make.recursive(true).mode(0o711).create(&self.path).at("create", &self.path)?;
+        for dir in ["mounts", "images", "locks", "containers"] {
             let path = self.path.join(dir);
-            // 0700: a pinned image holds set-user-id programs that no host user is to run.
-            fs::DirBuilder::new().recursive(true).mode(0o700).create(&path).at("create", &path)?;
+            // 0700: a pinned image holds set-user-id programs that no host user is to run. So does a
+            // container, but each has a directory of its own with a mode of its own.
+            make.mode(if dir == "containers" { 0o711 } else { 0o700 });
+            make.create(&path).at("create", &path)?;
         }
         let is_mount = || -> Result<bool, MountError> {
             let id = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);

@@ -16,6 +16,7 @@ use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Timespec, Timestamps, Uid, X
 
 use super::error::{At as _, MountError};
 use super::kernel::open_dir;
+use super::limit::{self, Limit};
 use super::state::{MountRecord, RunDir, Upper, list};
 
 /// Beside `upper`: this directory is to stay.
@@ -30,6 +31,8 @@ pub(crate) struct OpenUpper {
     pub(crate) work: OwnedFd,
     /// Its changes need not survive a crash of the machine.
     pub(crate) volatile: bool,
+    /// What keeps it from growing.
+    pub(crate) limit: Limit,
 }
 
 /// Where a domain's own upper directories are.
@@ -38,11 +41,23 @@ pub(crate) fn writable_dir(domain: &Domain) -> Result<PathBuf, MountError> {
     Ok(objects.with_file_name("writable"))
 }
 
-/// A new name under the domain's [`writable_dir`] for a mount with this id.
-pub(crate) fn own_dir(domain: &Domain, id: &str) -> Result<PathBuf, MountError> {
+/// A new name under the domain's [`writable_dir`] for a mount with this id; `kind` tells its
+/// directories apart.
+pub(crate) fn own_dir(domain: &Domain, id: &str, kind: &str) -> Result<PathBuf, MountError> {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let nonce = since.map(|since| since.as_nanos()).unwrap_or_default();
-    Ok(writable_dir(domain)?.join(format!("{id}-{nonce:x}")))
+    Ok(writable_dir(domain)?.join(format!("{id}-{nonce:x}{kind}")))
+}
+
+/// Makes a directory named by [`own_dir`].
+pub(crate) fn make_own(dir: &Path) -> Result<(), MountError> {
+    for path in [dir.parent().unwrap_or(dir), dir] {
+        match fs::DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            other => other.at("create", path)?,
+        }
+    }
+    Ok(())
 }
 
 /// Resolves a directory that the caller gave, making it if it is missing, and locks it against
@@ -70,16 +85,15 @@ pub(crate) fn claim_given(run: &RunDir, dir: &Path) -> Result<(PathBuf, OwnedFd)
 /// extended attributes of `metadata`, the image's root as it is to appear: of a directory that is
 /// in both layers, overlayfs shows the upper one's.
 pub(crate) fn prepare(upper: &Upper, metadata: &OwnedFd) -> Result<OpenUpper, MountError> {
-    let (dir, work) = (upper.dir.join("upper"), upper.dir.join("work"));
     if !upper.given {
-        let parent = upper.dir.parent().unwrap_or(&upper.dir);
-        for path in [parent, &upper.dir] {
-            match fs::DirBuilder::new().mode(0o700).create(path) {
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                other => other.at("create", path)?,
-            }
-        }
+        make_own(&upper.dir)?;
     }
+    let limit = match upper.size_bytes {
+        Some(bytes) => limit::set(&upper.dir, bytes)?,
+        None => Limit::None,
+    };
+    let base = if limit == Limit::Filesystem { limit::root(&upper.dir) } else { upper.dir.clone() };
+    let (dir, work) = (base.join("upper"), base.join("work"));
     if upper.keep && !upper.given {
         mark_kept(&upper.dir)?;
     }
@@ -98,6 +112,7 @@ pub(crate) fn prepare(upper: &Upper, metadata: &OwnedFd) -> Result<OpenUpper, Mo
         upper: open_dir(&dir).at("open", &dir)?,
         work: open_dir(&work).at("open", &work)?,
         volatile: !upper.keep && !upper.given,
+        limit,
     })
 }
 
@@ -158,17 +173,23 @@ pub(crate) fn discard(upper: &Upper) -> Result<Option<PathBuf>, MountError> {
     if upper.given || upper.keep || upper.dir.join(KEEP).exists() {
         return Ok(None);
     }
-    let name = upper.dir.file_name().unwrap_or_default().to_string_lossy();
-    let gone = upper.dir.with_file_name(format!("{GONE}{name}"));
-    match fs::rename(&upper.dir, &gone) {
+    discard_own(&upper.dir)
+}
+
+/// Takes a directory of [`make_own`] out of sight.
+pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
+    let name = dir.file_name().unwrap_or_default().to_string_lossy();
+    let gone = dir.with_file_name(format!("{GONE}{name}"));
+    match fs::rename(dir, &gone) {
         Ok(()) => Ok(Some(gone)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error).at("rename", &upper.dir),
+        Err(error) => Err(error).at("rename", dir),
     }
 }
 
 /// Removes what [`discard`] gave.
 pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
+    limit::lift(gone);
     match fs::remove_dir_all(gone) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", gone),
         _ => Ok(()),
@@ -191,7 +212,9 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
         } else if id.starts_with(&run.tag()) && !dir.join(KEEP).exists() {
             // A damaged record is not "no record".
             let record: Option<MountRecord> = run.record(id)?;
-            if record.is_some_and(|r| r.upper.is_some_and(|upper| upper.dir == dir)) {
+            if record.is_some_and(|r| {
+                r.scratch.as_ref() == Some(&dir) || r.upper.is_some_and(|upper| upper.dir == dir)
+            }) {
                 continue;
             }
             remove(&dir)?;

@@ -1,0 +1,146 @@
+//! A limit on what a writable mount's changes may take.
+//!
+//! Where the filesystem enforces project quotas (ext4 and XFS mounted with `prjquota`), the directory
+//! gets a project of its own and the project a limit. Elsewhere the changes go into a filesystem of
+//! that size: ext4 in a sparse file on a loop device. The file has no name any more once it is
+//! attached, the loop device goes with its last user, and that is the overlay: when the overlay is
+//! unmounted, nothing is left, however the processes around it ended.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use cofolio_sys::quota;
+use rustix::io::Errno;
+use rustix::mount::MountAttrFlags;
+
+use super::error::{At as _, MountError};
+use super::kernel::{self, Context, attach, open_dir};
+
+/// What keeps changes from growing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Limit {
+    /// Nothing.
+    None,
+    /// A project quota.
+    Project,
+    /// A filesystem of its own, mounted at [`root`].
+    Filesystem,
+}
+
+/// Less cannot hold an ext4 and a work directory.
+const SIZE_BYTES_MIN: u64 = 4 << 20;
+/// `mke2fs` gives a filesystem an inode for as many bytes.
+const BYTES_PER_INODE: u64 = 16 << 10;
+/// Projects of ours: from here, a number that somebody would hardly choose, for as many.
+const PROJECT_FIRST: u32 = 0x4C0F_0000;
+const PROJECTS: u32 = 0x1_0000;
+
+/// Where a filesystem for the changes in `dir` is mounted.
+pub(crate) fn root(dir: &Path) -> PathBuf {
+    dir.join("sized")
+}
+
+/// Limits what is made in `dir`, which is empty.
+pub(crate) fn set(dir: &Path, bytes: u64) -> Result<Limit, MountError> {
+    if bytes < SIZE_BYTES_MIN {
+        return Err(MountError::SizeLimit("at least 4 MiB are needed"));
+    }
+    if set_project(dir, bytes).at("limit", dir)? {
+        return Ok(Limit::Project);
+    }
+    make_filesystem(dir, bytes)?;
+    Ok(Limit::Filesystem)
+}
+
+/// False where the filesystem has no project quotas.
+fn set_project(dir: &Path, bytes: u64) -> Result<bool, Errno> {
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECTORY;
+    let flags = flags | rustix::fs::OFlags::CLOEXEC;
+    let file = rustix::fs::open(dir, flags, rustix::fs::Mode::empty())?;
+    // A directory that was made a moment ago has an inode number of its own on this filesystem.
+    let start = u32::try_from(rustix::fs::fstat(&file)?.st_ino % u64::from(PROJECTS)).unwrap_or(0);
+    for step in 0..PROJECTS {
+        let project = PROJECT_FIRST + (start + step) % PROJECTS;
+        match quota::quota(&file, project) {
+            // Somebody's: theirs may be ours of another mount, or not ours at all.
+            Ok(used) if used != quota::Quota::default() => {}
+            // ENOENT: XFS has never heard of the project.
+            Ok(_) | Err(Errno::NOENT) => {
+                let inodes = bytes.div_ceil(BYTES_PER_INODE);
+                return match quota::set_project(&file, project) {
+                    Ok(()) => quota::limit(&file, project, bytes, inodes).map(|()| true),
+                    Err(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Ok(false),
+                    Err(errno) => Err(errno),
+                };
+            }
+            // ESRCH: not enforced here. The others: no quotas at all, or no such call.
+            Err(_) => return Ok(false),
+        }
+    }
+    Ok(false)
+}
+
+fn make_filesystem(dir: &Path, bytes: u64) -> Result<(), MountError> {
+    let problem = |problem: String| MountError::NoSizeLimit { dir: dir.to_owned(), problem };
+    let path = dir.join("sized.ext4");
+    let file =
+        File::options().read(true).write(true).create_new(true).open(&path).at("create", &path)?;
+    file.set_len(bytes).at("size", &path)?;
+    // Blocks as the loop device has them. No journal: what is in it does not outlive the mount.
+    let made = Command::new("mkfs.ext4")
+        .args(["-q", "-F", "-b", "4096", "-m", "0", "-O", "^has_journal,^resize_inode"])
+        .args(["-E", "nodiscard,lazy_itable_init=1"])
+        .arg(&path)
+        .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .output()
+        .map_err(|error| {
+            problem(format!("no project quotas here, and mkfs.ext4 cannot be started: {error}"))
+        })?;
+    if !made.status.success() {
+        let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
+        return Err(problem(format!("mkfs.ext4: {said}")));
+    }
+    let name = std::ffi::OsStr::new("cofolio");
+    let device = cofolio_sys::mount::attach_loop(&file, name, true)
+        .map_err(|error| problem(format!("loop device: {error}")))?;
+    fs::remove_file(&path).at("remove", &path)?;
+    let at = root(dir);
+    fs::create_dir(&at).at("create", &at)?;
+    let mounted = || {
+        let context = Context::open("ext4")?;
+        context.string("source", &device.path.to_string_lossy())?;
+        context.create()?;
+        let mount = context.mount(MountAttrFlags::empty())?;
+        let target = open_dir(&at).map_err(|errno| kernel::KernelError::new("open", errno))?;
+        // Attached, because before Linux 6.15 an overlay takes no layer of a detached mount.
+        attach(&mount, &target)
+    };
+    mounted().map_err(|error| problem(error.to_string()))
+}
+
+/// Takes the filesystem out of sight; whoever mounted it in an overlay keeps it.
+pub(crate) fn put_away(dir: &Path) -> Result<(), MountError> {
+    let at = root(dir);
+    kernel::unmount(&at, true)
+        .map_err(|error| MountError::from_kernel(error, super::error::Asked::default()))
+}
+
+/// Takes back what [`set`] did to a directory that is about to be removed, as far as it is there.
+pub(crate) fn lift(dir: &Path) {
+    let at = root(dir);
+    if cofolio_sys::mount::mount_id(rustix::fs::CWD, &at).is_ok_and(|id| id.is_root) {
+        let _ = kernel::unmount(&at, true);
+    }
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
+    let Ok(file) = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()) else { return };
+    if let Ok(project) = quota::project(&file)
+        && (PROJECT_FIRST..PROJECT_FIRST + PROJECTS).contains(&project)
+    {
+        // Without a limit and without files, its number is free again.
+        let _ = quota::limit(&file, project, 0, 0);
+    }
+}
