@@ -13,17 +13,22 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fd::{AsFd, OwnedFd};
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, OFlags};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
-const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
+use cofolio_sys::userns::IdRange;
+
+use crate::mount::IdMap;
+use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
+
+mod accounts;
+
+pub use accounts::{User, resolve_user_in};
 
 /// The search path of a container whose image sets none.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -185,6 +190,12 @@ impl ImageConfig {
         self.config.as_ref().and_then(|c| c.working_dir.as_deref()).unwrap_or_default()
     }
 
+    /// Signal that asks it to end, by name or number.
+    pub fn stop_signal(&self) -> &str {
+        let signal = self.config.as_ref().and_then(|c| c.stop_signal.as_deref());
+        signal.filter(|signal| !signal.is_empty()).unwrap_or("SIGTERM")
+    }
+
     /// Ports that the image says it listens on, as `6379/tcp`.
     pub fn exposed_ports(&self) -> impl Iterator<Item = &str> {
         let ports = self.config.iter().filter_map(|c| c.exposed_ports.as_ref());
@@ -221,18 +232,29 @@ pub struct Options {
     pub readonly: bool,
     /// Added to the annotations.
     pub annotations: BTreeMap<String, String>,
+    /// Directories and files of the host that appear inside.
+    pub binds: Vec<Bind>,
+    /// Where the directories behind the image's volumes are; below the bundle where absent.
+    pub volumes: Option<PathBuf>,
+    /// A user namespace with this map. The root filesystem must be mounted with the same.
+    pub idmap: Option<IdMap>,
+    /// The container's cgroup, absolute; the runtime's choice where absent.
+    pub cgroup: Option<String>,
+    /// Bytes of memory that it may use, page cache that it fills included.
+    pub memory_bytes: Option<u64>,
+    /// How much of the machine's CPUs it may use, in thousandths of one CPU.
+    pub cpu_millis: Option<u64>,
 }
 
-/// Identity of the container's first process.
+/// A directory or file of the host that a container sees.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct User {
-    /// User id.
-    pub uid: u32,
-    /// Primary group id.
-    pub gid: u32,
-    /// All groups, the primary one first: a process that lacks its own primary group among the
-    /// supplementary ones passes checks that deny that group (CVE-2022-36109).
-    pub additional_gids: Vec<u32>,
+pub struct Bind {
+    /// On the host; absolute.
+    pub source: PathBuf,
+    /// Inside; absolute. A read-only root must have it.
+    pub target: String,
+    /// Cannot be written to from inside.
+    pub readonly: bool,
 }
 
 /// Write `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
@@ -251,22 +273,22 @@ pub fn write(
 ) -> Result<Value> {
     let bundle = absolute(bundle)?;
     let rootfs = absolute(rootfs)?;
-    let root = Rootfs::open(&rootfs)?;
-    let config = generate(&bundle, &rootfs, &root, image, options, host_root)?;
+    let config = generate(&bundle, &rootfs, image, options, host_root)?;
     let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
     text.push(b'\n');
     replace_file(&bundle.join("config.json"), &text)?;
     Ok(config)
 }
 
-fn generate(
+/// What [`write()`] writes; both paths are resolved already.
+pub(crate) fn generate(
     bundle: &Path,
     rootfs: &Path,
-    root: &Rootfs,
     image: &ImageConfig,
     options: &Options,
     host_root: &Path,
 ) -> Result<Value> {
+    let root = &Rootfs::open(rootfs)?;
     if let Some(os) = image.os.as_deref().filter(|os| !os.is_empty() && *os != "linux") {
         return Err(BundleError::OperatingSystem(os.to_owned()));
     }
@@ -286,6 +308,9 @@ fn generate(
     if unified {
         namespaces.push("cgroup");
     }
+    if options.idmap.is_some() {
+        namespaces.push("user");
+    }
     let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
 
     // A root filesystem beside the config is named relative to it, so that the bundle can be moved.
@@ -293,6 +318,24 @@ fn generate(
         Ok(inside) => inside.to_path_buf(),
         Err(_) => rootfs.to_path_buf(),
     };
+
+    let mut linux = json!({
+        "resources": resources(options),
+        "namespaces": namespaces,
+        "maskedPaths": MASKED_PATHS,
+        "readonlyPaths": READONLY_PATHS,
+    });
+    if let Some(cgroup) = &options.cgroup {
+        linux["cgroupsPath"] = json!(cgroup);
+    }
+    if let Some(idmap) = &options.idmap {
+        let ranges = |ranges: &[IdRange]| -> Vec<Value> {
+            let range = |r: &IdRange| json!({"containerID": r.inside, "hostID": r.outside, "size": r.count});
+            ranges.iter().map(range).collect()
+        };
+        linux["uidMappings"] = json!(ranges(idmap.uids()));
+        linux["gidMappings"] = json!(ranges(idmap.gids()));
+    }
 
     Ok(json!({
         "ociVersion": "1.0.2",
@@ -313,13 +356,22 @@ fn generate(
         "hostname": hostname.unwrap_or_else(|| "cofolio".to_owned()),
         "mounts": mounts,
         "annotations": annotations(image, options),
-        "linux": {
-            "resources": {"devices": [{"allow": false, "access": "rwm"}]},
-            "namespaces": namespaces,
-            "maskedPaths": MASKED_PATHS,
-            "readonlyPaths": READONLY_PATHS,
-        },
+        "linux": linux,
     }))
+}
+
+fn resources(options: &Options) -> Value {
+    /// In microseconds; what every container tool uses.
+    const CPU_PERIOD_US: u64 = 100_000;
+    let mut resources = json!({"devices": [{"allow": false, "access": "rwm"}]});
+    if let Some(bytes) = options.memory_bytes {
+        resources["memory"] = json!({"limit": bytes});
+    }
+    if let Some(millis) = options.cpu_millis {
+        let quota = millis.saturating_mul(CPU_PERIOD_US / 1000);
+        resources["cpu"] = json!({"quota": quota, "period": CPU_PERIOD_US});
+    }
+    resources
 }
 
 /// The command line of a bundle: the image's entry point and arguments, overridden the way `docker run`
@@ -464,15 +516,37 @@ fn mounts(
         }
         for path in volumes {
             plain_path("volume", path)?;
-            let source = volume(bundle, root, path)?;
+            // A directory of the host's in its place.
+            if options.binds.iter().any(|bind| bind.target == path) {
+                continue;
+            }
+            let below = options.volumes.clone().unwrap_or_else(|| bundle.join("volumes"));
+            let source = volume(&below, root, path)?;
             mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
         }
+    }
+    for bind in &options.binds {
+        plain_path("volume", &bind.target)?;
+        if options.readonly && !root.exists(&bind.target) && !below_a_mount(&mounts, &bind.target) {
+            return Err(BundleError::MissingMountPoint(bind.target.clone()));
+        }
+        let mode = if bind.readonly { "ro" } else { "rw" };
+        let source = bind.source.to_string_lossy();
+        mounts.push(mount(&bind.target, "bind", &source, &["rbind", "rprivate", mode]));
     }
     Ok(mounts)
 }
 
+/// Whether a path lies in something that is mounted over the image and can be written to.
+fn below_a_mount(mounts: &[Value], path: &str) -> bool {
+    mounts.iter().filter_map(|mount| mount["destination"].as_str()).any(|above| {
+        SCRATCH_PATHS.contains(&above)
+            && path.strip_prefix(above).is_some_and(|rest| rest.starts_with('/'))
+    })
+}
+
 /// The directory on the host behind a volume: empty at first, owned as the image's directory is.
-fn volume(bundle: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
+fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
         .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
@@ -483,7 +557,7 @@ fn volume(bundle: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
     let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
         .map_err(|errno| io("reading", Path::new(path))(errno.into()))?;
     let components = path.split('/').filter(|component| !component.is_empty());
-    let directory = bundle.join("volumes").join(components.collect::<Vec<_>>().join("/"));
+    let directory = below.join(components.collect::<Vec<_>>().join("/"));
     if !directory.exists() {
         fs::create_dir_all(&directory).map_err(io("creating", &directory))?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
@@ -495,131 +569,6 @@ fn volume(bundle: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
         }
     }
     Ok(directory)
-}
-
-/// Resolve `user[:group]` in the account files of a root filesystem, as Docker and runc do.
-///
-/// A number that no account has is taken as it is, with group 0; a name must be there. With an explicit
-/// group there are no supplementary groups; without, those that list the user.
-///
-/// # Errors
-/// [`BundleError::UnknownAccount`], [`BundleError::AccountFileTooLarge`], [`BundleError::Io`].
-pub fn resolve_user_in(rootfs: &Path, user: &str) -> Result<User> {
-    resolve_user(&Rootfs::open(rootfs)?, user)
-}
-
-fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
-    let (user, group) = match spec.split_once(':') {
-        Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
-        None => (spec, None),
-    };
-    let user = if user.is_empty() { "0" } else { user };
-    let number: Option<u32> = user.parse().ok();
-
-    let passwd = root.account_file("/etc/passwd")?;
-    // name:password:uid:gid:comment:home:shell
-    let account = passwd.lines().find_map(|line| {
-        let fields: Vec<&str> = line.split(':').collect();
-        let (name, uid, gid) = (fields.first()?, fields.get(2)?, fields.get(3)?);
-        let (uid, gid): (u32, u32) = (uid.parse().ok()?, gid.parse().ok()?);
-        (*name == user || number == Some(uid)).then(|| ((*name).to_owned(), uid, gid))
-    });
-    let (name, uid, gid) = match (account, number) {
-        (Some((name, uid, gid)), _) => (Some(name), uid, gid),
-        (None, Some(uid)) => (None, uid, 0),
-        (None, None) => {
-            return Err(BundleError::UnknownAccount {
-                kind: "user",
-                name: user.to_owned(),
-                file: "/etc/passwd",
-            });
-        }
-    };
-
-    // name:password:gid:members
-    let groups = root.account_file("/etc/group")?;
-    let mut parsed = groups.lines().filter_map(|line| {
-        let fields: Vec<&str> = line.split(':').collect();
-        let (name, gid) = (*fields.first()?, fields.get(2)?.parse::<u32>().ok()?);
-        Some((name, gid, fields.get(3).copied().unwrap_or_default()))
-    });
-    if let Some(group) = group {
-        let number: Option<u32> = group.parse().ok();
-        let found = parsed.find(|(name, gid, _)| *name == group || number == Some(*gid));
-        let gid = found.map(|(_, gid, _)| gid).or(number);
-        let gid = gid.ok_or_else(|| BundleError::UnknownAccount {
-            kind: "group",
-            name: group.to_owned(),
-            file: "/etc/group",
-        })?;
-        return Ok(User { uid, gid, additional_gids: vec![gid] });
-    }
-    let mut additional_gids = vec![gid];
-    if let Some(name) = name {
-        for (_, gid, members) in parsed {
-            if members.split(',').any(|member| member.trim() == name)
-                && !additional_gids.contains(&gid)
-            {
-                additional_gids.push(gid);
-            }
-        }
-    }
-    Ok(User { uid, gid, additional_gids })
-}
-
-/// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
-struct Rootfs {
-    fd: OwnedFd,
-    path: PathBuf,
-}
-
-impl Rootfs {
-    fn open(path: &Path) -> Result<Self> {
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        match rustix::fs::open(path, flags, Mode::empty()) {
-            Ok(fd) => Ok(Self { fd, path: path.to_owned() }),
-            Err(errno) => Err(BundleError::Io {
-                doing: "opening the root filesystem",
-                path: path.to_owned(),
-                source: errno.into(),
-            }),
-        }
-    }
-
-    fn open_beneath(&self, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-        let flags = flags | OFlags::CLOEXEC;
-        rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
-    }
-
-    fn exists(&self, path: &str) -> bool {
-        self.open_beneath(path, OFlags::PATH).is_ok()
-    }
-
-    /// An account file's text; empty where the image has none. Bytes that are not UTF-8 cannot name
-    /// what a (JSON) image config asks for, so they are replaced.
-    fn account_file(&self, path: &'static str) -> Result<String> {
-        let io = |source: io::Error| BundleError::Io {
-            doing: "reading",
-            path: self.path.join(path.trim_start_matches('/')),
-            source,
-        };
-        // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
-        let fd = match self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK) {
-            Ok(fd) => fd,
-            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(String::new()),
-            Err(errno) => return Err(io(errno.into())),
-        };
-        let file = File::from(fd);
-        if !file.metadata().map_err(io)?.is_file() {
-            return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
-        }
-        let mut bytes = Vec::new();
-        file.take(ACCOUNT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
-        if bytes.len() as u64 > ACCOUNT_FILE_BYTES_MAX {
-            return Err(BundleError::AccountFileTooLarge(path));
-        }
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
-    }
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

@@ -1,0 +1,150 @@
+//! Users and groups as the image's own `/etc/passwd` and `/etc/group` have them.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fd::{AsFd as _, OwnedFd};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+
+use super::{BundleError, Result};
+
+/// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
+pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
+
+/// Identity of the container's first process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct User {
+    /// User id.
+    pub uid: u32,
+    /// Primary group id.
+    pub gid: u32,
+    /// All groups, the primary one first: a process that lacks its own primary group among the
+    /// supplementary ones passes checks that deny that group (CVE-2022-36109).
+    pub additional_gids: Vec<u32>,
+}
+
+/// Resolve `user[:group]` in the account files of a root filesystem, as Docker and runc do.
+///
+/// A number that no account has is taken as it is, with group 0; a name must be there. With an explicit
+/// group there are no supplementary groups; without, those that list the user.
+///
+/// # Errors
+/// [`BundleError::UnknownAccount`], [`BundleError::AccountFileTooLarge`], [`BundleError::Io`].
+pub fn resolve_user_in(rootfs: &Path, user: &str) -> Result<User> {
+    resolve_user(&Rootfs::open(rootfs)?, user)
+}
+
+pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
+    let (user, group) = match spec.split_once(':') {
+        Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
+        None => (spec, None),
+    };
+    let user = if user.is_empty() { "0" } else { user };
+    let number: Option<u32> = user.parse().ok();
+
+    let passwd = root.account_file("/etc/passwd")?;
+    // name:password:uid:gid:comment:home:shell
+    let account = passwd.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let (name, uid, gid) = (fields.first()?, fields.get(2)?, fields.get(3)?);
+        let (uid, gid): (u32, u32) = (uid.parse().ok()?, gid.parse().ok()?);
+        (*name == user || number == Some(uid)).then(|| ((*name).to_owned(), uid, gid))
+    });
+    let (name, uid, gid) = match (account, number) {
+        (Some((name, uid, gid)), _) => (Some(name), uid, gid),
+        (None, Some(uid)) => (None, uid, 0),
+        (None, None) => {
+            return Err(BundleError::UnknownAccount {
+                kind: "user",
+                name: user.to_owned(),
+                file: "/etc/passwd",
+            });
+        }
+    };
+
+    // name:password:gid:members
+    let groups = root.account_file("/etc/group")?;
+    let mut parsed = groups.lines().filter_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let (name, gid) = (*fields.first()?, fields.get(2)?.parse::<u32>().ok()?);
+        Some((name, gid, fields.get(3).copied().unwrap_or_default()))
+    });
+    if let Some(group) = group {
+        let number: Option<u32> = group.parse().ok();
+        let found = parsed.find(|(name, gid, _)| *name == group || number == Some(*gid));
+        let gid = found.map(|(_, gid, _)| gid).or(number);
+        let gid = gid.ok_or_else(|| BundleError::UnknownAccount {
+            kind: "group",
+            name: group.to_owned(),
+            file: "/etc/group",
+        })?;
+        return Ok(User { uid, gid, additional_gids: vec![gid] });
+    }
+    let mut additional_gids = vec![gid];
+    if let Some(name) = name {
+        for (_, gid, members) in parsed {
+            if members.split(',').any(|member| member.trim() == name)
+                && !additional_gids.contains(&gid)
+            {
+                additional_gids.push(gid);
+            }
+        }
+    }
+    Ok(User { uid, gid, additional_gids })
+}
+
+/// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
+pub(super) struct Rootfs {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+impl Rootfs {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        match rustix::fs::open(path, flags, Mode::empty()) {
+            Ok(fd) => Ok(Self { fd, path: path.to_owned() }),
+            Err(errno) => Err(BundleError::Io {
+                doing: "opening the root filesystem",
+                path: path.to_owned(),
+                source: errno.into(),
+            }),
+        }
+    }
+
+    pub(super) fn open_beneath(&self, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let flags = flags | OFlags::CLOEXEC;
+        rustix::fs::openat2(self.fd.as_fd(), path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+    }
+
+    pub(super) fn exists(&self, path: &str) -> bool {
+        self.open_beneath(path, OFlags::PATH).is_ok()
+    }
+
+    /// An account file's text; empty where the image has none. Bytes that are not UTF-8 cannot name
+    /// what a (JSON) image config asks for, so they are replaced.
+    fn account_file(&self, path: &'static str) -> Result<String> {
+        let io = |source: io::Error| BundleError::Io {
+            doing: "reading",
+            path: self.path.join(path.trim_start_matches('/')),
+            source,
+        };
+        // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
+        let fd = match self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK) {
+            Ok(fd) => fd,
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(String::new()),
+            Err(errno) => return Err(io(errno.into())),
+        };
+        let file = File::from(fd);
+        if !file.metadata().map_err(io)?.is_file() {
+            return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
+        }
+        let mut bytes = Vec::new();
+        file.take(ACCOUNT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+        if bytes.len() as u64 > ACCOUNT_FILE_BYTES_MAX {
+            return Err(BundleError::AccountFileTooLarge(path));
+        }
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+}
