@@ -40,6 +40,7 @@ pub(crate) struct Config {
     pub(crate) store: Store,
     /// By host, as in names of images.
     pub(crate) registry: BTreeMap<String, Registry>,
+    pub(crate) run: Run,
 }
 
 /// `[store]`
@@ -81,6 +82,14 @@ pub(crate) struct Registry {
     pub(crate) mirrors: Vec<String>,
     /// Plain HTTP may be used.
     pub(crate) insecure: bool,
+}
+
+/// `[run]`
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Run {
+    /// Name or path of the OCI runtime.
+    pub(crate) runtime: Option<String>,
 }
 
 /// A size in bytes, written as `50 GiB` (units of 1024: B, KiB, MiB, GiB, TiB, also K, M, G, T).

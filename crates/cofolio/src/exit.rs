@@ -11,6 +11,7 @@ use cofolio_node::diff::DiffError;
 use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
 use cofolio_node::registry::RegistryError;
+use cofolio_node::run::RunError;
 
 use crate::ui::Ui;
 
@@ -28,6 +29,28 @@ pub(crate) enum Exit {
     Network = 8,
     Interrupted = 130,
     BrokenPipe = 141,
+}
+
+/// What the process ends with: a code of ours, or that of a container (`run`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Ours(Exit),
+    Container(u8),
+}
+
+impl From<Exit> for Ended {
+    fn from(exit: Exit) -> Self {
+        Self::Ours(exit)
+    }
+}
+
+impl From<Ended> for ExitCode {
+    fn from(ended: Ended) -> Self {
+        match ended {
+            Ended::Ours(exit) => exit.into(),
+            Ended::Container(status) => status.into(),
+        }
+    }
 }
 
 /// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
@@ -154,6 +177,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<DiffError>() {
         return of_diff(error);
     }
+    if let Some(error) = cause.downcast_ref::<RunError>() {
+        return of_run(error);
+    }
     if let Some(error) = cause.downcast_ref::<ReadError>() {
         let corrupt = matches!(
             error,
@@ -279,12 +305,11 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
 
 fn of_bundle(error: &BundleError) -> (Option<Exit>, Option<String>) {
     let (exit, hint) = match error {
-        BundleError::NoCommand => {
-            (Exit::Usage, Some("say what to run: cofolio bundle IMAGE DIR -- COMMAND"))
-        }
-        BundleError::MissingMountPoint(_) => {
-            (Exit::Failure, Some("leave --read-only out, or add the directory to the image"))
-        }
+        BundleError::NoCommand => (Exit::Usage, Some("say what to run, after `--`")),
+        BundleError::MissingMountPoint(_) => (
+            Exit::Failure,
+            Some("a writable root gets it: see --help; or add the directory to the image"),
+        ),
         BundleError::UnknownAccount { .. } => {
             (Exit::NotFound, Some("--user UID:GID takes numbers, which need no account"))
         }
@@ -308,6 +333,26 @@ fn of_diff(error: &DiffError) -> (Option<Exit>, Option<String>) {
         // The cause decides.
         _ => (None, None),
     }
+}
+
+fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        RunError::Mount(error) => return of_mount(error),
+        RunError::Bundle(error) => return of_bundle(error),
+        RunError::NoRuntime(_) => (
+            Exit::Missing,
+            Some("install crun or runc, or name another with --runtime or `[run] runtime`"),
+        ),
+        RunError::Exists(_) => {
+            (Exit::Busy, Some("`cofolio ps` lists containers, `cofolio stop NAME` ends one"))
+        }
+        RunError::NotFound(_) => (Exit::NotFound, Some("`cofolio ps` lists containers")),
+        RunError::StillRunning(_) => (Exit::Busy, None),
+        RunError::Name(_) | RunError::NoRoot(_) => (Exit::Usage, None),
+        RunError::Io { .. } => return (None, None),
+        _ => (Exit::Failure, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
 }
 
 fn io_exit(error: &io::Error) -> Option<Exit> {

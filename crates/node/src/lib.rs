@@ -8,5 +8,6 @@ pub mod mount;
 pub mod oci;
 pub mod probe;
 pub mod registry;
+pub mod run;
 pub mod sharing;
 pub mod tree_scan;

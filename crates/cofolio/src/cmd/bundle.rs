@@ -151,5 +151,6 @@ fn options(args: &Args, image: &Named) -> bundle::Options {
         host_network: args.host_network,
         readonly: args.read_only,
         annotations,
+        ..bundle::Options::default()
     }
 }

@@ -1,4 +1,5 @@
 use cofolio_node::contents::ImageContents;
+use cofolio_node::run::Containers;
 use cofolio_store::GcReport;
 
 use crate::cmd::Outcome;
@@ -41,7 +42,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let options = trim::gc_options(args.dry_run, !args.no_wait);
     // What killed processes left would count as in use.
     if !args.dry_run {
-        for failed in mounter.reconcile()?.failed {
+        let mut failed = Vec::new();
+        Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
+        failed.extend(mounter.reconcile()?.failed);
+        for failed in failed {
             context.ui.error(&format!("could not be cleaned up: {failed}"), None);
         }
     }

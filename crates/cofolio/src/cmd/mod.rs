@@ -19,8 +19,11 @@ pub(crate) mod ls;
 pub(crate) mod mkcomposefs;
 pub(crate) mod mount;
 pub(crate) mod mounts;
+pub(crate) mod ps;
 pub(crate) mod pull;
 pub(crate) mod rm;
+pub(crate) mod run;
+pub(crate) mod stop;
 pub(crate) mod tag;
 pub(crate) mod umount;
 pub(crate) mod verify;
@@ -28,16 +31,20 @@ pub(crate) mod verify;
 use crate::cli::{Cli, Command};
 use crate::config::Loaded;
 use crate::context::Context;
-use crate::exit::Exit;
+use crate::exit::{Ended, Exit};
 use crate::ui::Ui;
 
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;
 
 /// Run the command that was asked for.
-pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> Outcome {
+pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
     let context = Context { global: cli.global, config, ui };
-    match cli.command {
+    let exit = match cli.command {
+        // It ends as its container does.
+        Command::Run(args) => return Ok(run::run(&args, &context)),
+        Command::Ps(args) => ps::run(&args, &context),
+        Command::Stop(args) => stop::run(&args, &context),
         Command::Import(args) => import::run(&args, &context),
         Command::Pull(args) => pull::run(&args, &context),
         Command::Build(args) => build::run(&args, &context),
@@ -62,5 +69,6 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> Outcome {
         Command::Bench(args) => bench::run(&args, &context),
         Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),
-    }
+    };
+    exit.map(Ended::from)
 }

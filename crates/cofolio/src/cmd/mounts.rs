@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 
 use cofolio_node::mount::{Backing, MountState, MountStatus};
+use cofolio_node::run::Containers;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
@@ -25,8 +26,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
     if args.reconcile {
-        let done = mounter.reconcile()?;
-        for failed in &done.failed {
+        let mut failed = Vec::new();
+        Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
+        failed.extend(mounter.reconcile()?.failed);
+        for failed in &failed {
             context.ui.error(&format!("could not be cleaned up: {failed}"), None);
         }
     }

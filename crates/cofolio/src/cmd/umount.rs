@@ -1,11 +1,12 @@
 use std::path::PathBuf;
 
 use cofolio_node::mount::UmountOptions;
+use cofolio_node::run::Containers;
 use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::Exit;
+use crate::exit::{Exit, Fail};
 
 /// Unmount what `mount` or `bundle` mounted
 ///
@@ -31,6 +32,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
+    let containers = Containers::new(context.mounter(&domain));
     let targets = match args.all {
         false => args.targets.clone(),
         true => {
@@ -42,6 +44,20 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let options = UmountOptions { force: args.force, keep_upper: args.keep };
     let (mut done, mut failed) = (Vec::new(), Vec::new());
     for target in &targets {
+        // The kernel would let it go: the container has a mount of its own of it, but no changes then.
+        if let Ok(record) = mounter.run_dir().find(target)
+            && let Some(name) = containers.living_at(&record.target)?
+        {
+            let fail = Fail::new(
+                Exit::Busy,
+                format!("container `{name}` runs in {}", record.target.display()),
+            );
+            failed.push((
+                target,
+                fail.hint(format!("`cofolio stop {name}` ends and removes it")).into(),
+            ));
+            continue;
+        }
         match mounter.umount(target, &options) {
             Ok(unmounted) => {
                 let path = unmounted.record.target.display().to_string();
@@ -61,7 +77,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                     "unpinned": unmounted.unpinned,
                 }));
             }
-            Err(error) => failed.push((target, error)),
+            Err(error) => failed.push((target, anyhow::Error::new(error))),
         }
     }
     if context.ui.json {
@@ -72,7 +88,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let Some((target, error)) = failed.into_iter().next() else { return Ok(Exit::Ok) };
     if more > 0 {
         let what = format!("{} and {more} more were not unmounted", target.display());
-        return Err(anyhow::Error::new(error).context(what));
+        return Err(error.context(what));
     }
-    Err(error.into())
+    Err(error)
 }

@@ -1,0 +1,383 @@
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::IsTerminal as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+
+use anyhow::Context as _;
+use clap::ValueEnum;
+use cofolio_node::bundle::{self, Bind, ImageConfig};
+use cofolio_node::mount::IdMap;
+use cofolio_node::run::{Container, Containers, Reason, Request, RunError, Runtime};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde_json::json;
+use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::SignalsInfo;
+use signal_hook::iterator::exfiltrator::WithOrigin;
+use signal_hook::low_level::siginfo::{Cause, Origin};
+
+use crate::config::Size;
+use crate::context::{Context, Named};
+use crate::exit::{self, Ended, Fail};
+
+/// Docker's numbers for what keeps a container from starting.
+const NOT_STARTED: u8 = 125;
+const NOT_EXECUTABLE: u8 = 126;
+const NO_PROGRAM: u8 = 127;
+
+/// Start a container of an image, with crun or runc
+///
+/// Mounts the image, starts the container, waits for its end and takes everything away again; --keep leaves
+/// its changes in place, --detach does not wait. Its root is read-only unless --rw: containers of one image
+/// are then clones of one mount. /tmp, /var/tmp and /run are in memory, and the image's volumes are
+/// directories of the store's that go with the container.
+///
+/// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
+/// those that containerd gives a container.
+///
+/// The exit status is the container's, or 128 and the number of the signal that ended it; 125 if the container
+/// could not be started, 126 if its program cannot be executed, 127 if there is no such program; 2 for wrong
+/// options. Signals to `cofolio run` are passed on. If it is killed the container goes on: `cofolio ps` shows
+/// it, `cofolio stop` ends it, and the next `run` or `gc` removes what is left once it has ended.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio run redis:7.0.15 -- redis-server --version\n  \
+    cofolio run -it --rw debian:13 -- bash\n  \
+    cofolio run -d --name cache --network host --memory 256M redis:7.0.15\n  \
+    cofolio run --userns auto --rw --size 1G -v /srv/in:/in:ro builder -- make")]
+pub(crate) struct Args {
+    /// Ref or first digits of a digest
+    image: String,
+    /// Arguments in place of the image's own; its entry point stays
+    #[arg(trailing_var_arg = true)]
+    args: Vec<String>,
+    /// Give it this process's standard input
+    #[arg(long, short)]
+    interactive: bool,
+    /// Give it a terminal, which standard input must be
+    #[arg(long, short, conflicts_with = "detach")]
+    tty: bool,
+    /// Return when it runs and print its name; what it says is discarded unless --output
+    #[arg(long, short, conflicts_with = "interactive")]
+    detach: bool,
+    /// With --detach: append what it says to this file
+    #[arg(long, value_name = "FILE", requires = "detach")]
+    output: Option<PathBuf>,
+    /// Remove it when it has ended; this is what happens anyway
+    #[arg(long)]
+    rm: bool,
+    /// With --rw: leave its changes in place when it has ended, and say where
+    #[arg(long, requires = "rw", conflicts_with_all = ["rm", "detach"])]
+    keep: bool,
+    #[arg(help = "Name, also the host name inside [default: made from the image's]", long)]
+    name: Option<String>,
+    /// Make its root writable; changes go with the container
+    #[arg(long)]
+    rw: bool,
+    /// Leave its root read-only, which is the default
+    #[arg(long, conflicts_with = "rw")]
+    read_only: bool,
+    /// With --rw: what its changes may take, as 512M or 2G; by project quota or a filesystem of that size
+    #[arg(long, requires = "rw", conflicts_with = "keep")]
+    size: Option<Size>,
+    /// Memory that it may use, as 512M or 2G, page cache that it is first to fill included
+    #[arg(long, short)]
+    memory: Option<Size>,
+    /// CPUs that it may use, as 0.5 or 2
+    #[arg(long, value_parser = cpu_millis, value_name = "NUMBER")]
+    cpus: Option<u64>,
+    /// Set or add to the environment; NAME alone takes the value from here
+    #[arg(long, short, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// Directory or file of the host to show inside; may be given several times
+    #[arg(long, short, value_name = "SOURCE:TARGET[:ro]")]
+    volume: Vec<String>,
+    /// Working directory
+    #[arg(long, short, value_name = "DIR")]
+    workdir: Option<String>,
+    /// User to run as, by name or number
+    #[arg(long, short, value_name = "USER[:GROUP]")]
+    user: Option<String>,
+    /// Program in place of the image's entry point; empty for none
+    #[arg(long, value_name = "PROGRAM")]
+    entrypoint: Option<String>,
+    /// What network it has
+    #[arg(long, value_name = "NETWORK", default_value = "none")]
+    network: Network,
+    /// User namespace: an id map as of `mount --idmap`, or `auto` for what /etc/subuid and /etc/subgid give
+    /// the user `containers` (else root)
+    #[arg(long, value_name = "MAP")]
+    userns: Option<String>,
+    /// Program that starts it, by name or path [default: crun, else runc]
+    #[arg(long)]
+    runtime: Option<String>,
+    /// Hash the image and all its files before mounting
+    #[arg(long)]
+    verify: bool,
+}
+
+/// What network a container has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Network {
+    /// A loopback device of its own and nothing else
+    None,
+    /// The host's, as it is: every port that it listens on is the host's
+    Host,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Ended {
+    match start(args, context) {
+        Ok(ended) => ended,
+        Err(error) => {
+            exit::report(&error, context.ui);
+            let refused = error.downcast_ref::<RunError>().map(status_of);
+            Ended::Container(refused.unwrap_or(NOT_STARTED))
+        }
+    }
+}
+
+fn status_of(error: &RunError) -> u8 {
+    match error {
+        RunError::Refused { reason: Reason::NoProgram, .. } => NO_PROGRAM,
+        RunError::Refused { reason: Reason::NotExecutable, .. } => NOT_EXECUTABLE,
+        _ => NOT_STARTED,
+    }
+}
+
+fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    if args.tty && !std::io::stdin().is_terminal() {
+        let fail = Fail::usage("--tty: standard input is not a terminal");
+        return Err(fail.hint("--interactive alone passes a pipe or a file on").into());
+    }
+    let domain = context.domain()?;
+    let image = context.image(&domain, &args.image)?;
+    let request = request(args, context, &image)?;
+    let containers = Containers::new(context.mounter(&domain));
+    // What killed ones left. It does not concern this one if something of it cannot be removed.
+    let mut failed = Vec::new();
+    containers.reconcile(&mut failed)?;
+    for failed in failed {
+        context.ui.note(format!("could not be cleaned up: {failed}"));
+    }
+    if args.detach {
+        return detach(args, context, &containers, &request);
+    }
+
+    // From here on a signal is the container's, also one that comes before there is a container.
+    let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
+    let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
+    let container = containers.prepare(&request)?;
+    let input = match args.interactive || args.tty {
+        true => Stdio::inherit(),
+        false => Stdio::null(),
+    };
+    let ended = container.start(input).map_err(anyhow::Error::from).and_then(|mut child| {
+        pass_on(signals, &child)?;
+        wait(&container, &mut child)
+    });
+    let left = containers.remove(container);
+    let ended = ended?;
+    if let Some(changes) = left?.changes {
+        context.ui.note(format!("changes are in {}", changes.display()));
+    }
+    Ok(ended)
+}
+
+fn detach(
+    args: &Args,
+    context: &Context<'_>,
+    containers: &Containers<'_>,
+    request: &Request,
+) -> anyhow::Result<Ended> {
+    let output = || -> anyhow::Result<Stdio> {
+        let Some(path) = &args.output else { return Ok(Stdio::null()) };
+        let file = File::options().create(true).append(true).open(path);
+        Ok(file.with_context(|| format!("opening {}", path.display()))?.into())
+    };
+    let (output, errors) = (output()?, output()?);
+    let container = containers.prepare(request)?;
+    if let Err(error) = container.start_detached(output, errors) {
+        // The first error tells more.
+        let _ = containers.remove(container);
+        return Err(error.into());
+    }
+    let name = container.name();
+    if context.ui.json {
+        context.ui.json(&json!({"name": name, "rootfs": container.rootfs()}))?;
+    } else {
+        context.ui.line(name)?;
+    }
+    Ok(Ended::Container(0))
+}
+
+fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
+    let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
+        Some(text) => ImageConfig::parse(text)?,
+        // A directory that was imported has no config: the caller says what to run.
+        None => ImageConfig::default(),
+    };
+    let wanted = args.runtime.as_deref().or(context.config.config.run.runtime.as_deref());
+    let mut annotations = BTreeMap::new();
+    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
+    if let Some(name) = &image.ref_name {
+        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
+    }
+    let options = bundle::Options {
+        args: args.args.clone(),
+        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
+            "" => Vec::new(),
+            program => vec![program.to_owned()],
+        }),
+        env: environment(&args.env)?,
+        user: args.user.clone(),
+        working_dir: args.workdir.clone(),
+        terminal: args.tty,
+        host_network: args.network == Network::Host,
+        annotations,
+        binds: args.volume.iter().map(|text| bind(text)).collect::<anyhow::Result<_>>()?,
+        idmap: args.userns.as_deref().map(id_map).transpose()?,
+        memory_bytes: args.memory.map(|size| size.0),
+        cpu_millis: args.cpus,
+        ..bundle::Options::default()
+    };
+    Ok(Request {
+        image: image.digest,
+        image_name: image.shown(),
+        config,
+        name: args.name.clone(),
+        options,
+        writable: args.rw,
+        keep: args.keep,
+        size_bytes: args.size.map(|size| size.0),
+        verify: args.verify,
+        runtime: Runtime::find(wanted, Path::new("/"))?,
+    })
+}
+
+fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
+    let mut env = Vec::with_capacity(entries.len());
+    for entry in entries {
+        match entry.split_once('=') {
+            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
+            Some(_) => env.push(entry.clone()),
+            // As Docker does it: what is not set here is not set there.
+            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
+        }
+    }
+    Ok(env)
+}
+
+fn bind(text: &str) -> anyhow::Result<Bind> {
+    let wrong = |why: &str| Fail::usage(format!("--volume {text}: {why}"));
+    let (rest, readonly) = match text.rsplit_once(':') {
+        Some((rest, "ro")) => (rest, true),
+        Some((rest, "rw")) => (rest, false),
+        _ => (text, false),
+    };
+    let (source, target) =
+        rest.split_once(':').ok_or_else(|| wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro"))?;
+    if !target.starts_with('/') {
+        return Err(wrong("the target is not an absolute path").into());
+    }
+    let source = fs::canonicalize(source).with_context(|| format!("--volume {source}"))?;
+    if source.to_str().is_none() {
+        return Err(wrong("the source's path is not UTF-8").into());
+    }
+    Ok(Bind { source, target: target.trim_end_matches('/').to_owned(), readonly })
+}
+
+fn id_map(text: &str) -> anyhow::Result<IdMap> {
+    if text != "auto" {
+        return Ok(text.parse()?);
+    }
+    let range = |path: &str| -> anyhow::Result<(u64, u64)> {
+        let text = fs::read_to_string(path).with_context(|| format!("--userns auto: {path}"))?;
+        ["containers", "root"].iter().find_map(|user| subordinate(&text, user)).ok_or_else(|| {
+            let fail = Fail::usage(format!("--userns auto: {path} gives `containers` no ids"));
+            fail.hint("add a line such as `containers:1000000:65536`").into()
+        })
+    };
+    let ((uid, uids), (gid, gids)) = (range("/etc/subuid")?, range("/etc/subgid")?);
+    Ok(format!("u:0:{uid}:{uids},g:0:{gid}:{gids}").parse()?)
+}
+
+/// First id and number of ids of a user in the text of `/etc/subuid`: `name:first:count` lines.
+fn subordinate(text: &str, user: &str) -> Option<(u64, u64)> {
+    text.lines().find_map(|line| {
+        let mut fields = line.trim().split(':');
+        if fields.next()? != user {
+            return None;
+        }
+        Some((fields.next()?.parse().ok()?, fields.next()?.parse().ok()?))
+    })
+}
+
+fn cpu_millis(text: &str) -> Result<u64, String> {
+    let number: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if !(0.01..=100_000.0).contains(&number) {
+        return Err("not between 0.01 and 100000".to_owned());
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked above")]
+    Ok((number * 1000.0).round() as u64)
+}
+
+/// From now on signals go to the runtime, which passes them on to the container.
+fn pass_on(mut signals: SignalsInfo<WithOrigin>, child: &Child) -> anyhow::Result<()> {
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("no process id")?;
+    // Unlike its number, it cannot come to mean another process.
+    let runtime = pidfd_open(pid, PidfdFlags::empty()).context("holding on to the runtime")?;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        for Origin { signal, cause, .. } in signals.forever() {
+            // What comes from the terminal, Ctrl-C for one, the runtime gets as well.
+            if cause == Cause::Kernel {
+                continue;
+            }
+            if let Some(signal) = Signal::from_named_raw(signal) {
+                let _ = pidfd_send_signal(&runtime, signal);
+            }
+        }
+    })?;
+    Ok(())
+}
+
+fn wait(container: &Container, child: &mut Child) -> anyhow::Result<Ended> {
+    let status = child.wait().context("waiting for the runtime")?;
+    if let Some(signal) = status.signal() {
+        let status = u8::try_from(128 + signal).unwrap_or(NOT_STARTED);
+        return Ok(Ended::Container(status));
+    }
+    let status = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(NOT_STARTED);
+    // Runtimes end with 1 when they fail, which a container may do as well. What was wrong they have said.
+    match container.refusal() {
+        Some(refusal) if status != 0 => Ok(Ended::Container(status_of(&refusal))),
+        _ => Ok(Ended::Container(status)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn volumes_are_paths_of_the_host() {
+        let bound = bind("/usr/../etc:/srv/etc/:ro").unwrap();
+        assert_eq!((bound.source.as_path(), bound.readonly), (Path::new("/etc"), true));
+        assert_eq!(bound.target, "/srv/etc");
+        assert!(!bind("/etc:/x:rw").unwrap().readonly);
+        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x"] {
+            assert!(bind(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_cpus_and_subordinate_ids() {
+        assert_eq!(cpu_millis("0.5"), Ok(500));
+        assert_eq!(cpu_millis("2"), Ok(2000));
+        for text in ["0", "-1", "NaN", "inf", "x"] {
+            assert!(cpu_millis(text).is_err(), "{text}");
+        }
+        let text = "somebody:100000:65536\ncontainers:2147483647:2147483648\nroot:x:1\n";
+        assert_eq!(subordinate(text, "containers"), Some((2_147_483_647, 2_147_483_648)));
+        assert_eq!(subordinate(text, "root"), None);
+    }
+}

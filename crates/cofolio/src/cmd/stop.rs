@@ -1,0 +1,38 @@
+use std::time::Duration;
+
+use cofolio_node::run::Containers;
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::Exit;
+
+/// End containers that `run` started, and remove them
+///
+/// Sends the signal that the image names (else SIGTERM), and SIGKILL if the container has not ended in time.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio stop cache\n  cofolio stop --time 0 cache worker")]
+pub(crate) struct Args {
+    /// Names, as `ps` shows them
+    #[arg(required = true)]
+    names: Vec<String>,
+    /// Seconds to wait before SIGKILL
+    #[arg(long, short = 't', value_name = "SECONDS", default_value_t = 10)]
+    time: u32,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let containers = Containers::new(context.mounter(&domain));
+    let patience = Duration::from_secs(args.time.into());
+    let mut first = None;
+    for name in &args.names {
+        // One that does not end does not keep the others alive.
+        if let Err(error) = containers.stop(name, patience) {
+            match first {
+                None => first = Some(error),
+                Some(_) => context.ui.error(&error.to_string(), None),
+            }
+        }
+    }
+    first.map_or(Ok(Exit::Ok), |error| Err(error.into()))
+}

@@ -1,0 +1,511 @@
+//! `cofolio run` with the runtimes of this machine. Needs root, and crun or runc.
+
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+mod common;
+
+use std::fs;
+use std::ops::Deref;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Ran, Sandbox, Tar, can_mount, program, skip, write_layout};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+/// A sandbox whose containers end with it, however the test ends.
+struct Machine(Sandbox);
+
+impl Deref for Machine {
+    type Target = Sandbox;
+
+    fn deref(&self) -> &Sandbox {
+        &self.0
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        for container in self.containers() {
+            let _ = self.run(&["stop", "--time", "0", container["name"].as_str().unwrap_or("")]);
+        }
+    }
+}
+
+impl Machine {
+    fn containers(&self) -> Vec<Value> {
+        let listed = self.run(&["ps", "--json"]);
+        let listed: Value = serde_json::from_str(&listed.stdout).unwrap_or_default();
+        listed.as_array().cloned().unwrap_or_default()
+    }
+
+    /// `cofolio run [options] box:1 -- sh -c script`
+    fn sh(&self, runtime: &str, options: &[&str], script: &str) -> Ran {
+        self.run(&self.sh_args(runtime, options, script))
+    }
+
+    fn sh_args<'a>(&self, runtime: &'a str, options: &[&'a str], script: &'a str) -> Vec<&'a str> {
+        let mut args = vec!["run", "--runtime", runtime];
+        args.extend(options);
+        args.extend(["box:1", "--", "sh", "-c", script]);
+        args
+    }
+
+    /// Nothing of a container is left: no mount, no record, no directory for changes.
+    #[track_caller]
+    fn assert_clean(&self) {
+        assert_eq!(self.containers(), Vec::<Value>::new());
+        let mounted: Vec<PathBuf> =
+            self.mounted().into_iter().filter(|at| !at.ends_with("store")).collect();
+        assert_eq!(mounted, Vec::<PathBuf>::new());
+        let left = |dir: PathBuf| -> Vec<PathBuf> {
+            fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+        };
+        assert_eq!(left(self.path("store/domains/default/writable")), Vec::<PathBuf>::new());
+        for run in left(self.path("run")) {
+            for dir in ["containers", "mounts", "images/default", "crun", "runc"] {
+                assert_eq!(left(run.join(dir)), Vec::<PathBuf>::new());
+            }
+        }
+    }
+}
+
+/// An image with a shell, and the runtimes to start it with; says why not.
+fn machine(test: &str) -> Option<(Machine, Vec<&'static str>)> {
+    if !can_mount(test) {
+        return None;
+    }
+    let is_static =
+        |path: &PathBuf| fs::read(path).is_ok_and(|text| !contains(&text, b"/ld-linux"));
+    let Some(busybox) = program("busybox").filter(is_static) else {
+        skip(test, "no static busybox (package busybox-static)");
+        return None;
+    };
+    let runtimes: Vec<_> =
+        ["crun", "runc"].into_iter().filter(|name| program(name).is_some()).collect();
+    if runtimes.is_empty() {
+        skip(test, "neither crun nor runc is installed");
+        return None;
+    }
+    let machine = Machine(Sandbox::new());
+    let mut tar = Tar::default();
+    for dir in ["bin/", "etc/", "proc/", "sys/", "dev/", "mnt/"] {
+        tar.directory(dir, 0o755);
+    }
+    tar.directory("tmp/", 0o1777);
+    tar.entry("data/", b'5', 0o700, 1001, 1002, &[]);
+    tar.file("bin/busybox", 0o755, &fs::read(busybox).unwrap());
+    tar.file("bin/text", 0o644, b"no program\n");
+    tar.file("etc/passwd", 0o644, b"root:x:0:0::/:\nworker:x:1001:1002::/srv:\n");
+    tar.file("etc/group", 0o644, b"worker:x:1002:\n");
+    let config = json!({
+        "Entrypoint": ["/bin/busybox"], "Cmd": ["echo", "from", "image"],
+        "Env": ["PATH=/bin", "COLOR=blue"], "Volumes": {"/data": {}},
+    });
+    let layout = machine.dir("layout");
+    write_layout(&layout, "box:1", &[tar.finish()], config);
+    machine.run(&["import", "--name", "box:1", layout.to_str().unwrap()]).ok();
+    Some((machine, runtimes))
+}
+
+fn contains(text: &[u8], part: &[u8]) -> bool {
+    text.windows(part.len()).any(|window| window == part)
+}
+
+/// Waits for something that another process does.
+#[track_caller]
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn send(child: &Child, signal: Signal) {
+    let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
+    kill_process(pid, signal).unwrap();
+}
+
+#[test]
+fn run_ends_as_its_container_does() {
+    let Some((machine, runtimes)) = machine("run_ends_as_its_container_does") else { return };
+    for runtime in runtimes {
+        assert_eq!(machine.run(&["run", "--runtime", runtime, "box:1"]).ok(), "from image\n");
+        machine.sh(runtime, &[], "exit 7").fails_with(7);
+        // A container's own 1 is not the runtime's.
+        machine.sh(runtime, &[], "exit 1").fails_with(1);
+        let killed = machine.sh(runtime, &[], "sh -c 'kill -9 $$'; exit $?");
+        killed.fails_with(137);
+        let start = |options: &[&str]| {
+            let mut args = vec!["run", "--runtime", runtime];
+            args.extend(options);
+            args.push("box:1");
+            machine.run(&args)
+        };
+        let missing = start(&["--entrypoint", "nosuch"]);
+        missing.fails_with(127);
+        assert!(missing.stderr.contains("nosuch"), "{}", missing.stderr);
+        start(&["--entrypoint", "/bin/text"]).fails_with(126);
+        start(&["--user", "nobody"]).fails_with(125);
+        start(&["--name", "../x"]).fails_with(125);
+        start(&["--volume", "/etc:relative"]).fails_with(125);
+        start(&["--tty"]).fails_with(125);
+        // What is read is what was given, and only if it was asked for.
+        let args = machine.sh_args(runtime, &["-i"], "cat");
+        assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "given\n");
+        let args = machine.sh_args(runtime, &[], "cat");
+        assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "");
+        machine.assert_clean();
+    }
+    machine.run(&["run", "nosuch"]).fails_with(125);
+    let none = machine.run(&["run", "--runtime", "nosuch", "box:1"]);
+    none.fails_with(125);
+    assert!(none.stderr.contains("nosuch is not installed"), "{}", none.stderr);
+    machine.run(&["run", "--size", "1G", "box:1"]).fails_with(2);
+}
+
+#[test]
+fn what_a_container_sees() {
+    let Some((machine, runtimes)) = machine("what_a_container_sees") else { return };
+    let shown = machine.dir("shown");
+    fs::write(shown.join("file"), "of the host\n").unwrap();
+    let (writable, readonly) =
+        (format!("{}:/mnt", shown.display()), format!("{}:/mnt:ro", shown.display()));
+    for runtime in runtimes {
+        let script =
+            "touch /new && echo root; touch /tmp/new && echo tmp; touch /data/new && echo data
+                      touch /mnt/new && echo mnt; cat /mnt/file; pwd; echo $COLOR; hostname
+                      id -u; id -g; grep -c : /proc/net/dev";
+        let options = [
+            "-e",
+            "COLOR=red",
+            "-e",
+            "HOME",
+            "-w",
+            "/etc",
+            "-u",
+            "worker",
+            "--name",
+            "here",
+            "-v",
+            &readonly,
+        ];
+        let ran = machine.sh(runtime, &options, script);
+        assert_eq!(
+            ran.ok(),
+            "tmp\ndata\nof the host\n/etc\nred\nhere\n1001\n1002\n1\n",
+            "{runtime}: {}",
+            ran.stderr
+        );
+        let ran = machine.sh(runtime, &["--rw", "-v", &writable], script);
+        let seen: Vec<&str> = ran.ok().lines().collect();
+        assert_eq!(seen[..5], ["root", "tmp", "data", "mnt", "of the host"], "{runtime}");
+        assert!(shown.join("new").exists());
+        fs::remove_file(shown.join("new")).unwrap();
+        // Neither is there for the next one.
+        let ran = machine.sh(runtime, &["--rw"], "ls /data; test -e /new || echo fresh");
+        assert_eq!(ran.ok(), "fresh\n");
+        let host = machine.sh(runtime, &["--network", "host"], "readlink /proc/self/ns/net");
+        let ours = fs::read_link("/proc/self/ns/net").unwrap();
+        assert_eq!(host.ok().trim(), ours.to_str().unwrap());
+        machine.assert_clean();
+    }
+}
+
+#[test]
+fn changes_are_kept_when_asked() {
+    let Some((machine, runtimes)) = machine("changes_are_kept_when_asked") else { return };
+    let ran = machine.sh(runtimes[0], &["--rw", "--keep"], "echo changed > /new");
+    ran.ok();
+    let (_, kept) = ran.stderr.trim().split_once("changes are in ").expect(&ran.stderr);
+    assert_eq!(fs::read(Path::new(kept).join("upper/new")).unwrap(), b"changed\n");
+}
+
+#[test]
+fn memory_and_cpus_are_limited() {
+    let Some((machine, runtimes)) = machine("memory_and_cpus_are_limited") else { return };
+    for runtime in runtimes {
+        // The files of cgroup v1 and of v2.
+        let script = "cd /sys/fs/cgroup
+                      cat memory/memory.limit_in_bytes 2>/dev/null || cat memory.max
+                      cat cpu/cpu.cfs_quota_us 2>/dev/null || cat cpu.max";
+        let ran = machine.sh(runtime, &["--memory", "64M", "--cpus", "0.5"], script);
+        let seen = ran.stdout.split_whitespace().take(2).collect::<Vec<_>>();
+        if seen.is_empty() {
+            skip("memory_and_cpus_are_limited", ran.stderr.trim());
+            continue;
+        }
+        assert_eq!(seen, ["67108864", "50000"], "{runtime}: {}", ran.stderr);
+        // And it is enforced: /tmp is memory.
+        let ran = machine.sh(runtime, &["--memory", "32M"], "head -c 200000000 /dev/zero > /tmp/x");
+        assert_ne!(ran.code, 0, "{runtime}: {}", ran.stderr);
+        machine.assert_clean();
+    }
+}
+
+#[test]
+fn the_writable_layer_has_a_size() {
+    let Some((machine, runtimes)) = machine("the_writable_layer_has_a_size") else { return };
+    if program("mkfs.ext4").is_none() {
+        return skip("the_writable_layer_has_a_size", "mkfs.ext4 is not installed");
+    }
+    let loops = || {
+        fs::read_dir("/sys/block")
+            .unwrap()
+            .flatten()
+            .filter(|device| {
+                let file = device.path().join("loop/backing_file");
+                fs::read_to_string(file)
+                    .is_ok_and(|file| file.contains(machine.path("store").to_str().unwrap()))
+            })
+            .count()
+    };
+    for runtime in runtimes {
+        // What does not fit fails for want of space, and what fits afterwards works.
+        let script = "dd if=/dev/zero of=/big bs=1M count=30; echo $?; rm /big; head -c 9000000 /dev/zero > /fits; echo $?";
+        let ran = machine.sh(runtime, &["--rw", "--size", "16M"], script);
+        assert_eq!(ran.ok(), "1\n0\n", "{runtime}: {}", ran.stderr);
+        let why = ["No space left on device", "Disk quota exceeded"];
+        assert!(why.iter().any(|why| ran.stderr.contains(why)), "{runtime}: {}", ran.stderr);
+        let without = machine.sh(runtime, &["--rw"], "head -c 30000000 /dev/zero > /big");
+        without.ok();
+        machine.assert_clean();
+        until("the loop device goes with the container", || (loops() == 0).then_some(()));
+    }
+    machine.sh("runc", &["--rw", "--size", "1M"], "true").fails_with(125);
+}
+
+#[test]
+fn root_of_a_user_namespace_is_nobody_outside() {
+    const TEST: &str = "root_of_a_user_namespace_is_nobody_outside";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    if !Path::new("/proc/self/ns/user").exists() {
+        return skip(TEST, "no user namespaces");
+    }
+    // Its root has to get through here.
+    fs::set_permissions(machine.path("."), fs::Permissions::from_mode(0o711)).unwrap();
+    for runtime in runtimes {
+        let script = "id -u; cat /proc/self/uid_map; stat -c %u /bin/busybox /data; touch /tmp/x && stat -c %u /tmp/x";
+        for mode in ["--read-only", "--rw"] {
+            let ran = machine.sh(runtime, &["--userns", "0:100000:65536", mode], script);
+            let seen: Vec<&str> = ran.stdout.split_whitespace().collect();
+            assert_eq!(
+                seen,
+                ["0", "0", "100000", "65536", "0", "1001", "0"],
+                "{runtime}: {}",
+                ran.stderr
+            );
+        }
+        machine.sh(runtime, &["--userns", "1:100000:65536"], "true").fails_with(125);
+        machine.assert_clean();
+    }
+}
+
+#[test]
+fn a_terminal_is_one() {
+    const TEST: &str = "a_terminal_is_one";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let Some(script) = program("script") else { return skip(TEST, "script(1) is not installed") };
+    for runtime in runtimes {
+        let inside = "test -t 0 && test -t 1 && tty && read word && echo \"<$word>\"; exit 3";
+        let command = machine.sh_args(runtime, &["-it"], inside);
+        let quoted: Vec<String> =
+            command.iter().map(|word| format!("'{}'", word.replace('\'', r"'\''"))).collect();
+        let line = format!("{} {}", env!("CARGO_BIN_EXE_cofolio"), quoted.join(" "));
+        let mut outer = Command::new(&script);
+        outer.args(["-qec", &line, "/dev/null"]);
+        outer.env("COFOLIO_STORE", machine.path("store")).env("COFOLIO_RUN", machine.path("run"));
+        let ran = common::run_with_input(outer, b"typed\n");
+        ran.fails_with(3);
+        assert!(ran.stdout.contains("/dev/pts/0"), "{runtime}: {}", ran.stdout);
+        assert!(ran.stdout.contains("<typed>"), "{runtime}: {}", ran.stdout);
+        machine.assert_clean();
+    }
+}
+
+/// Starts `cofolio run` in the background and waits until the container has said that it is up.
+fn started(machine: &Machine, args: &[&str]) -> Child {
+    let log = machine.path("said");
+    let mut command = machine.command(args);
+    let out = fs::File::create(&log).unwrap();
+    let child = command.stdout(out.try_clone().unwrap()).stderr(out).spawn().unwrap();
+    until("the container starts", || {
+        fs::read_to_string(&log).unwrap().contains("up").then_some(())
+    });
+    child
+}
+
+#[test]
+fn signals_reach_the_container() {
+    let Some((machine, runtimes)) = machine("signals_reach_the_container") else { return };
+    for runtime in runtimes {
+        let script =
+            "trap 'exit 5' TERM; trap 'echo one' USR1; echo up; while :; do sleep 0.05; done";
+        let mut child = started(&machine, &machine.sh_args(runtime, &[], script));
+        send(&child, Signal::USR1);
+        let log = machine.path("said");
+        until("the first signal", || {
+            fs::read_to_string(&log).unwrap().contains("one").then_some(())
+        });
+        send(&child, Signal::TERM);
+        assert_eq!(child.wait().unwrap().code(), Some(5), "{runtime}");
+        machine.assert_clean();
+    }
+}
+
+#[test]
+fn detached_containers_are_listed_and_stopped() {
+    let Some((machine, runtimes)) = machine("detached_containers_are_listed_and_stopped") else {
+        return;
+    };
+    for runtime in runtimes {
+        let output = machine.text("output");
+        let script = "trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.05; done";
+        let options = ["-d", "--name", "cache", "--output", &output];
+        assert_eq!(machine.sh(runtime, &options, script).ok(), "cache\n");
+        until("it says so", || fs::read_to_string(&output).unwrap().contains("up").then_some(()));
+        let listed = machine.containers();
+        assert_eq!(listed[0]["state"], "unattended", "{runtime}");
+        assert_eq!(listed[0]["image_name"], "box:1");
+        let words = machine.run(&["ps"]);
+        assert_eq!(words.words()[1][..3], ["cache", "box:1", "unattended"]);
+        // It is in use as far as others are concerned.
+        machine.sh(runtime, &["--name", "cache"], "true").fails_with(125);
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers().len(), 1);
+        machine.run(&["umount", "--all", "--force"]).fails_with(7);
+        machine.run(&["stop", "cache"]).ok();
+        assert!(fs::read_to_string(&output).unwrap().contains("asked"), "{runtime}");
+        machine.run(&["stop", "cache"]).fails_with(3);
+        machine.assert_clean();
+
+        // One that ends by itself is removed by whoever comes next.
+        machine.sh(runtime, &["-d", "--name", "short"], "sleep 0.2").ok();
+        until("it ends", || (machine.containers()[0]["state"] == "ended").then_some(()));
+        assert_eq!(machine.sh(runtime, &["--name", "short"], "echo again").ok(), "again\n");
+        machine.assert_clean();
+        let refused =
+            machine.run(&["run", "--runtime", runtime, "-d", "--entrypoint", "nosuch", "box:1"]);
+        refused.fails_with(127);
+        machine.assert_clean();
+        fs::remove_file(output).unwrap();
+    }
+}
+
+/// Killed, `cofolio run` cannot clean up; the container goes on and is not lost.
+#[test]
+fn a_killed_run_leaves_nothing_that_is_not_put_right() {
+    let Some((machine, runtimes)) = machine("a_killed_run_leaves_nothing_that_is_not_put_right")
+    else {
+        return;
+    };
+    for runtime in runtimes {
+        let script = "echo up; while :; do sleep 0.05; done";
+        let mut child =
+            started(&machine, &machine.sh_args(runtime, &["--rw", "--name", "orphan"], script));
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+        let orphan = &machine.containers()[0];
+        assert!(orphan["pid"].as_u64().is_some(), "{runtime}: {orphan}");
+        // Nobody takes a running container for a leftover.
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
+        machine.run(&["stop", "--time", "0", "orphan"]).ok();
+        machine.assert_clean();
+
+        // The same when its runtime is killed as well.
+        let mut child = started(&machine, &machine.sh_args(runtime, &["--name", "orphan"], script));
+        let runtimes = children(child.id());
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+        for pid in runtimes {
+            let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
+        }
+        let orphan = until("it is unattended", || {
+            machine.containers().into_iter().find(|orphan| orphan["state"] == "unattended")
+        });
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
+        // It ends like this, too, and gc is enough.
+        let pid = i32::try_from(orphan["pid"].as_u64().unwrap()).unwrap();
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+        until("it has ended", || (machine.containers()[0]["state"] == "ended").then_some(()));
+        machine.run(&["gc"]).ok();
+        machine.assert_clean();
+    }
+}
+
+/// Killed at any moment: a trivial container takes some tens of milliseconds.
+#[test]
+fn run_is_killed_at_any_moment() {
+    let Some((machine, runtimes)) = machine("run_is_killed_at_any_moment") else { return };
+    for round in 0..24 {
+        let runtime = runtimes[round % runtimes.len()];
+        let mut args = vec!["run", "--runtime", runtime, "box:1", "true"];
+        if round % 3 == 0 {
+            args.splice(1..1, ["--rw", "--size", "8M"]);
+        }
+        let mut command = machine.command(&args);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(round as u64 * 7 % 160));
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+    }
+    // The runtimes of the last ones may still be at work.
+    until("containers end", || {
+        let all = machine.containers();
+        all.iter().all(|container| container["state"] == "ended").then_some(())
+    });
+    machine.run(&["gc"]).ok();
+    machine.assert_clean();
+    assert_eq!(machine.run(&["run", "box:1"]).ok(), "from image\n");
+}
+
+fn children(pid: u32) -> Vec<i32> {
+    let mut found = Vec::new();
+    for task in fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten() {
+        let text = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        found.extend(text.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()));
+    }
+    found
+}
+
+/// A real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out).
+#[test]
+fn a_real_redis_serves() {
+    const TEST: &str = "a_real_redis_serves";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
+        Some(dir) => PathBuf::from(dir),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
+    };
+    let layout = corpus.join("redis/old");
+    if !layout.join("index.json").is_file() {
+        return skip(TEST, "no redis in the corpus (`corpus/build redis`)");
+    }
+    machine.run(&["import", "--name", "redis", layout.to_str().unwrap()]).ok();
+    for runtime in runtimes {
+        let script = "redis-server --save '' --daemonize yes >/dev/null && sleep 1 && \
+                      redis-cli set folio one && redis-cli get folio && id -un";
+        let ran = machine.run(&[
+            "run",
+            "--runtime",
+            runtime,
+            "--memory",
+            "256M",
+            "redis",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]);
+        assert_eq!(ran.ok(), "OK\none\nredis\n", "{runtime}: {}", ran.stderr);
+        machine.assert_clean();
+    }
+}

@@ -1,0 +1,105 @@
+//! The OCI runtime of this machine: crun or runc, started as a program.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use rustix::mount::UnmountFlags;
+use serde::{Deserialize, Serialize};
+
+use super::RunError;
+
+/// What is looked for, best first: crun starts a container in a third of the time.
+const NAMES: [&str; 2] = ["crun", "runc"];
+/// Where administrators' programs are, whatever `PATH` says.
+const PLACES: [&str; 4] = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"];
+
+/// An OCI runtime.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Runtime {
+    /// The program.
+    pub path: PathBuf,
+    /// A cgroup v2 mount that it must not see: crun refuses a machine that has controllers on both
+    /// versions ("hybrid mode not supported") though it would use the first only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    hidden: Option<PathBuf>,
+}
+
+impl Runtime {
+    /// The one with this name or path, else crun, else runc. `root` is where `/sys` is looked up.
+    ///
+    /// # Errors
+    /// [`RunError::NoRuntime`].
+    pub fn find(wanted: Option<&str>, root: &Path) -> Result<Self, RunError> {
+        let found = match wanted {
+            Some(path) if path.contains('/') => {
+                Some(PathBuf::from(path)).filter(|path| path.is_file())
+            }
+            Some(name) => program(name),
+            None => NAMES.iter().find_map(|name| program(name)),
+        };
+        let Some(path) = found else {
+            let names = wanted.map_or_else(|| NAMES.join(" nor "), str::to_owned);
+            return Err(RunError::NoRuntime(names));
+        };
+        let hybrid = root.join("sys/fs/cgroup/unified");
+        let controllers = fs::read_to_string(hybrid.join("cgroup.controllers")).unwrap_or_default();
+        let is_crun = path.file_name().is_some_and(|name| name.to_string_lossy().contains("crun"));
+        let hidden = (is_crun && !controllers.trim().is_empty()).then_some(hybrid);
+        Ok(Self { path, hidden })
+    }
+
+    /// What it is called.
+    pub fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    #[cfg(test)]
+    pub(super) fn hidden(&self) -> Option<&Path> {
+        self.hidden.as_deref()
+    }
+
+    /// Starts it. `kept` stays open in it, until it ends.
+    pub(super) fn spawn(&self, command: &mut Command, kept: Option<&OwnedFd>) -> io::Result<Child> {
+        if let Some(kept) = kept {
+            // It closes what it does not know before it starts the container.
+            rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::empty())?;
+        }
+        let child = self.in_its_world(|| command.spawn());
+        if let Some(kept) = kept {
+            rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::CLOEXEC)?;
+        }
+        child
+    }
+
+    /// Runs one of its small commands to the end.
+    pub(super) fn ask(&self, state: &Path, args: &[&str]) -> Result<Output, RunError> {
+        let mut command = Command::new(&self.path);
+        command.arg("--root").arg(state).args(args).stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = self.in_its_world(|| command.spawn());
+        let started = child.and_then(Child::wait_with_output);
+        started.map_err(|source| RunError::Runtime { path: self.path.clone(), source })
+    }
+
+    /// A mount namespace belongs to a thread, and a child gets that of the thread that starts it.
+    fn in_its_world<T: Send>(&self, start: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+        let Some(hidden) = &self.hidden else { return start() };
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().spawn_scoped(scope, || {
+                cofolio_sys::mount::unshare_mount_namespace_as_follower()?;
+                rustix::mount::unmount(hidden, UnmountFlags::DETACH)?;
+                start()
+            })?;
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+}
+
+fn program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).chain(PLACES.iter().map(PathBuf::from));
+    places.map(|dir| dir.join(name)).find(|file| file.is_file())
+}

@@ -1,0 +1,72 @@
+use super::*;
+
+#[test]
+fn names_are_never_paths() {
+    for name in ["redis", "a", "0-_.x", "redis-3f9c21", &"x".repeat(63)] {
+        assert!(is_name(name), "{name}");
+    }
+    for name in ["", ".", "..", "../x", "a/b", "-x", "_x", ".x", "a b", "ä", &"x".repeat(64)] {
+        assert!(!is_name(name), "{name}");
+    }
+    for image in ["redis:7.0.15", "registry:5000/team/app@sha256:ab", "0123456789ab", "/", "ä:1"] {
+        let name = made_up_name(image);
+        assert!(is_name(&name), "{image} gives {name}");
+    }
+    assert!(made_up_name("registry:5000/team/app:2").starts_with("app-"));
+    assert!(made_up_name(":1").starts_with("box-"));
+}
+
+/// The words of crun 1.8 and runc 1.1 for what a user gets wrong.
+#[test]
+fn what_runtimes_say_is_understood() {
+    let line = r#"{"msg":"executable file `nosuch` not found in $PATH: No such file or directory","level":"error","time":"2026-11-21T04:11:09.239436Z"}"#;
+    assert_eq!(reason(&complaint(line).unwrap()), Reason::NoProgram);
+    for (said, expected) in [
+        ("open executable: Operation not permitted", Reason::NotExecutable),
+        ("open executable: Permission denied", Reason::NotExecutable),
+        (
+            "runc run failed: unable to start container process: exec: \"nosuch\": executable file not \
+             found in $PATH",
+            Reason::NoProgram,
+        ),
+        (
+            "runc run failed: unable to start container process: exec: \"/etc\": stat /etc: no such \
+             file or directory",
+            Reason::NoProgram,
+        ),
+        (
+            "runc run failed: unable to start container process: exec: \"/bin\": permission denied",
+            Reason::NotExecutable,
+        ),
+        ("runc run failed: mkdir /sys/fs/cgroup/x: permission denied", Reason::Other),
+    ] {
+        assert_eq!(reason(said), expected, "{said}");
+    }
+    assert_eq!(complaint(r#"{"msg":"x","level":"warning"}"#), None);
+    for line in ["", "{", "[]", r#"{"level":"error"}"#] {
+        assert_eq!(complaint(line), None, "{line}");
+    }
+}
+
+/// crun refuses a machine with controllers on cgroup v1 and on v2; runc does not.
+#[test]
+fn crun_does_not_see_what_it_would_refuse() {
+    let (programs, host) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let program = |name: &str| {
+        let path = programs.path().join(name);
+        fs::write(&path, "").unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (crun, runc) = (program("crun"), program("runc"));
+    let hidden = |path: &str| Runtime::find(Some(path), host.path()).unwrap().hidden().is_some();
+    assert!(!hidden(&crun), "no cgroups at all");
+    let unified = host.path().join("sys/fs/cgroup/unified");
+    fs::create_dir_all(&unified).unwrap();
+    fs::write(unified.join("cgroup.controllers"), "\n").unwrap();
+    assert!(!hidden(&crun), "no controllers on v2");
+    fs::write(unified.join("cgroup.controllers"), "io hugetlb\n").unwrap();
+    assert!(hidden(&crun));
+    assert!(!hidden(&runc));
+    let missing = Runtime::find(Some("/does/not/exist"), host.path()).unwrap_err().to_string();
+    assert_eq!(missing, "/does/not/exist is not installed");
+}
