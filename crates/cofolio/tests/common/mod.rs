@@ -47,7 +47,7 @@ pub(crate) struct Ran {
 }
 
 impl Ran {
-    fn of(output: Output) -> Self {
+    pub(crate) fn of(output: Output) -> Self {
         use std::os::unix::process::ExitStatusExt;
         let signal = output.status.signal().map(|signal| 128 + signal);
         Self {
