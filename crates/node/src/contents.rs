@@ -1,4 +1,4 @@
-//! Which objects images and layers name: what garbage collection, fsck, `du` and `verify` ask the formats.
+//! Which objects images, layers and splits name: what garbage collection, fsck, `du` and `verify` ask the formats.
 
 use std::io::{self, BufReader};
 
@@ -7,10 +7,12 @@ use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
 use cofolio_erofs::tree::{Content, Payload};
 use cofolio_store::{BoxError, Contents, Digest, StoredFile};
 
+use crate::oci::split;
+
 /// Where a metadata image says at which path below the objects directory a file's content lies.
 const REDIRECT: &[u8] = b"trusted.overlay.redirect";
 
-/// Reads metadata images (EROFS in composefs form) and layer trees (dump text, zstd).
+/// Reads metadata images (EROFS in composefs form), layer trees (dump text, zstd) and splits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ImageContents;
 
@@ -49,6 +51,14 @@ impl Contents for ImageContents {
         }
         Ok(())
     }
+
+    fn split_objects(
+        &self,
+        split: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        Ok(split::objects(&StoredImage::new(split)?, visit)?)
+    }
 }
 
 /// A file whose content is neither in the image nor an object: nothing of ours makes such images, and
@@ -62,8 +72,8 @@ struct NoObject(Vec<u8>);
 /// # Errors
 /// [`ReadError`], also where its size cannot be read.
 pub fn open_image(file: &StoredFile) -> Result<Image<StoredImage<'_>>, ReadError> {
-    let size = file.size().map_err(|source| ReadError::Source { offset: 0, source })?;
-    Image::open(StoredImage { file, size })
+    let image = StoredImage::new(file);
+    Image::open(image.map_err(|source| ReadError::Source { offset: 0, source })?)
 }
 
 /// The object that holds the content of an inode; `None` if it has none, or the image itself holds it.
@@ -95,11 +105,21 @@ fn object_at(path: &[u8]) -> Option<Digest> {
     path.split_once('/').and_then(|(shard, name)| Digest::from_object_path(shard, name))
 }
 
-/// The bytes of an image of the store.
+/// The bytes of an image or a split of the store.
 #[derive(Debug)]
 pub struct StoredImage<'a> {
     file: &'a StoredFile,
     size: u64,
+}
+
+impl<'a> StoredImage<'a> {
+    /// The whole file.
+    ///
+    /// # Errors
+    /// That its size cannot be read.
+    pub fn new(file: &'a StoredFile) -> io::Result<Self> {
+        Ok(Self { file, size: file.size()? })
+    }
 }
 
 impl ReadAt for StoredImage<'_> {

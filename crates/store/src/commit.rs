@@ -15,7 +15,9 @@
 use std::io;
 
 use crate::disk::{Disk, Kind, StoredFile};
+use crate::domain::SPLIT_SUFFIX;
 use crate::error::{At, Error, Result};
+use crate::meta::SPLIT_FEATURE;
 use crate::parallel::for_each;
 use crate::record::{Ref, Root};
 use crate::staging::{Staging, StagingStats};
@@ -57,6 +59,7 @@ impl Staging {
         objects: impl IntoIterator<Item = (Digest, u64)>,
     ) -> Result<StagingStats> {
         self.check_for_commit()?;
+        self.enable_splits().map_err(no_space)?;
         let disk = self.disk();
         disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
         let _lock = match self.held.take() {
@@ -85,6 +88,16 @@ impl Staging {
         self.protect(publish, &published)?;
         records.publish()?;
         Ok(self.stats())
+    }
+
+    /// Has the store say that it holds splits, before it gets the first.
+    fn enable_splits(&self) -> Result<()> {
+        let layers = format!("{}/layers", self.directory);
+        let staged = self.disk().list(&layers).at("list", &layers)?;
+        match staged.iter().any(|(file, _)| file.ends_with(SPLIT_SUFFIX)) {
+            true => self.domain.store().enable_compatible(SPLIT_FEATURE),
+            false => Ok(()),
+        }
     }
 
     fn check_object(&self, digest: Digest, size: u64, missing: &mut Missing) -> Result<()> {
@@ -188,6 +201,9 @@ impl Staging {
             protect_file(self.disk(), &self.domain.image_file(&record.image))?;
             for layer in &record.layers {
                 protect_file(self.disk(), &self.domain.layer_file(&layer.chain_id)?)?;
+                if self.domain.has_split(&layer.chain_id)? {
+                    protect_file(self.disk(), &self.domain.split_file(&layer.chain_id)?)?;
+                }
             }
         }
         Ok(())

@@ -26,13 +26,25 @@ pub trait Contents: Sync {
         layer: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError>;
+
+    /// The same for a layer's split: what its archive holds beside the content of its files. It can name
+    /// objects that the tree does not, of files that the same archive replaces later.
+    ///
+    /// # Errors
+    /// As above.
+    fn split_objects(
+        &self,
+        split: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError>;
 }
 
-/// An image or a layer.
+/// An image, a layer, or the split of one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Part {
     Image(Digest),
     Layer(String),
+    Split(String),
 }
 
 impl Part {
@@ -46,6 +58,23 @@ impl Part {
         match self {
             Self::Image(digest) => contents.image_objects(&domain.open_image(digest)?, visit),
             Self::Layer(chain_id) => contents.layer_objects(&domain.open_layer(chain_id)?, visit),
+            Self::Split(chain_id) => contents.split_objects(&domain.open_split(chain_id)?, visit),
+        }
+    }
+
+    /// The same; of a layer also those of its split, if it has one.
+    pub(crate) fn visit_whole(
+        &self,
+        domain: &Domain,
+        contents: &dyn Contents,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        self.visit(domain, contents, visit)?;
+        match self {
+            Self::Layer(chain_id) if domain.has_split(chain_id)? => Self::Split(chain_id.clone())
+                .visit(domain, contents, visit)
+                .map_err(|error| format!("its split: {error}").into()),
+            _ => Ok(()),
         }
     }
 
@@ -60,6 +89,7 @@ impl std::fmt::Display for Part {
         match self {
             Self::Image(digest) => write!(f, "image {digest}"),
             Self::Layer(chain_id) => write!(f, "layer {chain_id}"),
+            Self::Split(chain_id) => write!(f, "split of layer {chain_id}"),
         }
     }
 }

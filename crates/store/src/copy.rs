@@ -55,6 +55,18 @@ impl Domain {
             let mut writer = staging.layer_writer(&layer.chain_id)?;
             copy(&file, &mut writer)?;
             writer.finish()?;
+            if !from.has_split(&layer.chain_id)? {
+                continue;
+            }
+            let file = from.open_split(&layer.chain_id)?;
+            contents
+                .split_objects(&file, &mut |digest, size| {
+                    objects.insert(digest, size);
+                })
+                .map_err(unreadable(format!("split of layer {}", layer.chain_id)))?;
+            let mut writer = staging.split_writer(&layer.chain_id)?;
+            copy(&file, &mut writer)?;
+            writer.finish()?;
         }
         let list: Vec<_> = objects.iter().map(|(digest, size)| (*digest, *size)).collect();
         crate::parallel::for_each(self.disk().parallelism(), &list, |(digest, size)| {

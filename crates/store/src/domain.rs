@@ -18,6 +18,8 @@ const RECORD_SIZE_MAX: u64 = 16 << 20;
 pub(crate) const IMAGE_SUFFIX: &str = ".erofs";
 /// Suffix of layer trees.
 pub(crate) const LAYER_SUFFIX: &str = ".dump.zst";
+/// Suffix of layer splits.
+pub(crate) const SPLIT_SUFFIX: &str = ".split";
 /// Suffix of refs and roots.
 pub(crate) const RECORD_SUFFIX: &str = ".json";
 
@@ -115,6 +117,11 @@ impl Domain {
         Ok(format!("{}/layers/{encoded}{LAYER_SUFFIX}", self.base))
     }
 
+    pub(crate) fn split_file(&self, chain_id: &str) -> Result<String> {
+        let encoded = name::encode("chain id", chain_id)?;
+        Ok(format!("{}/layers/{encoded}{SPLIT_SUFFIX}", self.base))
+    }
+
     fn ref_file(&self, ref_name: &str) -> Result<String> {
         let encoded = name::encode("ref name", ref_name)?;
         Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.base))
@@ -196,6 +203,23 @@ impl Domain {
     pub fn open_layer(&self, chain_id: &str) -> Result<StoredFile> {
         let path = self.layer_file(chain_id)?;
         self.open_file(path)?.ok_or_else(|| Error::NoSuchLayer(chain_id.to_owned()))
+    }
+
+    /// Whether the split of a layer is here. A layer that an earlier program imported has none.
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::Io`].
+    pub fn has_split(&self, chain_id: &str) -> Result<bool> {
+        Ok(self.file_size(&self.split_file(chain_id)?)?.is_some())
+    }
+
+    /// Opens a layer's split (its archive without the content of its files) for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSplit`], [`Error::BadName`], [`Error::Io`].
+    pub fn open_split(&self, chain_id: &str) -> Result<StoredFile> {
+        let path = self.split_file(chain_id)?;
+        self.open_file(path)?.ok_or_else(|| Error::NoSuchSplit(chain_id.to_owned()))
     }
 
     /// Chain ids of all layers, sorted.

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::contents::{Contents, Part};
 use crate::disk::Kind;
-use crate::domain::LAYER_SUFFIX;
+use crate::domain::{LAYER_SUFFIX, SPLIT_SUFFIX};
 use crate::error::{At, Result};
 use crate::{Digest, Domain};
 
@@ -53,7 +53,7 @@ pub struct DuReport {
     pub metadata_bytes: u64,
     /// Layer trees.
     pub layers: u64,
-    /// Their bytes.
+    /// Their bytes, and those of their splits.
     pub layer_bytes: u64,
 }
 
@@ -132,6 +132,10 @@ impl Domain {
         for stem in self.files("layers", LAYER_SUFFIX)? {
             let path = format!("{}/layers/{stem}{LAYER_SUFFIX}", self.base());
             report.layers += 1;
+            report.layer_bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
+        }
+        for stem in self.files("layers", SPLIT_SUFFIX)? {
+            let path = format!("{}/layers/{stem}{SPLIT_SUFFIX}", self.base());
             report.layer_bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
         }
         Ok(report)

@@ -116,6 +116,9 @@ pub enum Error {
     /// No such layer.
     #[error("no layer `{0}`")]
     NoSuchLayer(String),
+    /// A layer without a split: imported by a program that did not make any yet.
+    #[error("layer `{0}` has no split: what its archive held beside its files was not kept")]
+    NoSuchSplit(String),
     /// Objects, an image or layers that the import relied on were collected before it was published.
     /// The import has to run again, with [`crate::ImportOptions::hold_lock`].
     #[error(
@@ -167,7 +170,8 @@ impl Error {
             | Self::NoSuchRef(_)
             | Self::NoSuchImage(_)
             | Self::NoSuchObject(_)
-            | Self::NoSuchLayer(_) => ErrorKind::Caller,
+            | Self::NoSuchLayer(_)
+            | Self::NoSuchSplit(_) => ErrorKind::Caller,
             Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
             Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {
                 ErrorKind::Corrupt

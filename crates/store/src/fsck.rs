@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::contents::{Contents, Part};
 use crate::disk::{Kind, Stat};
-use crate::domain::{self, IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX};
+use crate::domain::{self, IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
 use crate::error::{At, Result};
 use crate::parallel::for_each;
 use crate::record::RootKind;
@@ -34,7 +34,7 @@ pub enum FindingKind {
     ImageAltered,
     /// An image cannot be read as one.
     ImageUnreadable,
-    /// A layer cannot be read as one.
+    /// A layer, or the split of one, cannot be read as such.
     LayerUnreadable,
     /// A ref's record cannot be read.
     RefUnreadable,
@@ -226,16 +226,11 @@ impl Domain {
         report: &mut FsckReport,
     ) -> Result<(Vec<Part>, HashMap<Digest, Named>)> {
         let mut users = Vec::new();
-        for (directory, suffix) in [("images", IMAGE_SUFFIX), ("layers", LAYER_SUFFIX)] {
+        for directory in ["images", "layers"] {
             let path = format!("{}/{directory}", self.base());
             for (entry, kind) in self.disk().list(&path).at("list", &path)? {
                 let path = format!("{path}/{entry}");
-                let stem = entry.strip_suffix(suffix).filter(|_| kind == Kind::File);
-                let part = stem.and_then(|stem| match directory {
-                    "images" => Digest::from_lower_hex(stem.as_bytes()).map(Part::Image),
-                    _ => name::decode(stem).map(Part::Layer),
-                });
-                match part {
+                match part_of(directory, &entry).filter(|_| kind == Kind::File) {
                     Some(part) => users.push(part),
                     None => report.add(Finding::new(FindingKind::UnexpectedEntry, &path, "")),
                 }
@@ -268,6 +263,7 @@ impl Domain {
                     report.layers += 1;
                     (self.layer_file(chain_id)?, FindingKind::LayerUnreadable)
                 }
+                Part::Split(chain_id) => (self.split_file(chain_id)?, FindingKind::LayerUnreadable),
             };
             let mut disagree = Vec::new();
             let read = part.visit(self, contents, &mut |digest, size| {
@@ -457,7 +453,7 @@ impl Domain {
         if protection.immutable && !stat.immutable {
             lacks.push("no immutable flag");
         }
-        let is_layer = path.ends_with(LAYER_SUFFIX);
+        let is_layer = path.ends_with(LAYER_SUFFIX) || path.ends_with(SPLIT_SUFFIX);
         if protection.verity
             && !is_layer
             && self.disk().measure_verity(path).at("measure", path)?.is_none()
@@ -468,5 +464,17 @@ impl Domain {
             report.add(Finding::new(FindingKind::Unprotected, path, lacks.join(", ")));
         }
         Ok(stat)
+    }
+}
+
+/// What a file in `images/` or `layers/` is by its name.
+fn part_of(directory: &str, file: &str) -> Option<Part> {
+    if directory == "images" {
+        let stem = file.strip_suffix(IMAGE_SUFFIX)?;
+        return Digest::from_lower_hex(stem.as_bytes()).map(Part::Image);
+    }
+    match file.strip_suffix(SPLIT_SUFFIX) {
+        Some(stem) => name::decode(stem).map(Part::Split),
+        None => name::decode(file.strip_suffix(LAYER_SUFFIX)?).map(Part::Layer),
     }
 }

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use crate::contents::{Contents, DigestSet, Part};
 use crate::disk::{Kind, LockMode};
-use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX};
+use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
 use crate::error::{At, BoxError, Error, Result};
 use crate::parallel::for_each;
 use crate::record::{Root, RootKind};
@@ -52,7 +52,7 @@ pub struct GcReport {
     pub image_bytes: u64,
     /// Layers removed.
     pub layers: u64,
-    /// Their bytes.
+    /// Their bytes, splits included.
     pub layer_bytes: u64,
     /// Roots removed: `lease/<id>` that had run out, `mount/<id>` of an earlier boot.
     pub roots: Vec<String>,
@@ -174,7 +174,7 @@ impl Domain {
         }
         let mut objects = DigestSet::new();
         for (part, kept_by) in &parts {
-            part.visit(self, contents, &mut |digest, _| objects.insert(digest))
+            part.visit_whole(self, contents, &mut |digest, _| objects.insert(digest))
                 .map_err(|source| part.unreadable(kept_by, source))?;
         }
         objects.seal();
@@ -220,14 +220,16 @@ impl Domain {
             report.image_bytes += self.sweep(&path, report.dry_run)?;
             report.images += 1;
         }
+        // A long chain id is hashed into its file name, so compare encoded.
+        let is_kept = |stem: &str| {
+            marks.parts.keys().any(|part| match part {
+                Part::Layer(chain_id) => name::matches(stem, chain_id),
+                Part::Image(_) | Part::Split(_) => false,
+            })
+        };
         for stem in self.files("layers", LAYER_SUFFIX)? {
             let path = format!("{}/layers/{stem}{LAYER_SUFFIX}", self.base());
-            // A long chain id is hashed into its file name, so compare encoded.
-            let kept = marks.parts.keys().any(|part| match part {
-                Part::Layer(chain_id) => name::matches(&stem, chain_id),
-                Part::Image(_) => false,
-            });
-            if kept {
+            if is_kept(&stem) {
                 report.kept_layers += 1;
                 if immutable {
                     self.protect_again(&path)?;
@@ -236,6 +238,14 @@ impl Domain {
             }
             report.layer_bytes += self.sweep(&path, report.dry_run)?;
             report.layers += 1;
+        }
+        for stem in self.files("layers", SPLIT_SUFFIX)? {
+            let path = format!("{}/layers/{stem}{SPLIT_SUFFIX}", self.base());
+            if !is_kept(&stem) {
+                report.layer_bytes += self.sweep(&path, report.dry_run)?;
+            } else if immutable {
+                self.protect_again(&path)?;
+            }
         }
         Ok(())
     }

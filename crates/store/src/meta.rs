@@ -17,6 +17,9 @@ const DIGEST_FEATURE: &str = "digest-fsverity-sha256-4k";
 /// something has to clear it first.
 pub(crate) const IMMUTABLE_FEATURE: &str = "immutable-objects";
 
+/// Compatible: layers can have splits beside their trees. Who does not know them leaves them alone.
+pub(crate) const SPLIT_FEATURE: &str = "layer-splits";
+
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Features {

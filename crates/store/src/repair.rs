@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use crate::contents::{Contents, Part};
-use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX};
+use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
 use crate::error::Result;
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 use crate::staging::Staging;
@@ -17,8 +17,8 @@ pub struct Damage {
     pub objects: HashSet<Digest>,
     /// Images likewise.
     pub images: HashSet<Digest>,
-    /// Chain ids of layers that have to be unpacked again: their tree is missing or unreadable, or it
-    /// names an object that is damaged.
+    /// Chain ids of layers that have to be unpacked again: their tree is missing, it or their split is
+    /// unreadable, or names an object that is damaged.
     pub layers: HashSet<String>,
 }
 
@@ -46,7 +46,9 @@ impl Domain {
                     damage.images.extend(stem.and_then(|s| Digest::from_lower_hex(s.as_bytes())));
                 }
                 FindingKind::LayerUnreadable => {
-                    damage.layers.extend(stem(&finding.path, LAYER_SUFFIX).and_then(name::decode));
+                    let layer = stem(&finding.path, LAYER_SUFFIX)
+                        .or_else(|| stem(&finding.path, SPLIT_SUFFIX));
+                    damage.layers.extend(layer.and_then(name::decode));
                 }
                 _ => {}
             }
@@ -55,7 +57,7 @@ impl Domain {
         for chain_id in self.layers()? {
             let mut hit = false;
             let part = Part::Layer(chain_id.clone());
-            let read = part.visit(self, contents, &mut |digest, _| {
+            let read = part.visit_whole(self, contents, &mut |digest, _| {
                 hit |= damage.objects.contains(&digest);
             });
             if hit || read.is_err() {
@@ -132,7 +134,7 @@ impl Domain {
             for part in self.missing_parts(&images, layers.iter().map(String::as_str))? {
                 match part {
                     Part::Image(image) => damage.images.insert(image),
-                    Part::Layer(chain_id) => damage.layers.insert(chain_id),
+                    Part::Layer(chain_id) | Part::Split(chain_id) => damage.layers.insert(chain_id),
                 };
             }
         }

@@ -5,7 +5,7 @@
 //! staging/<id>/           locked (flock) as long as the importer lives
 //!   objects/ab/cdef…      new objects, named as they will be in the domain
 //!   images/<digest>.erofs
-//!   layers/<chain-id>.dump.zst
+//!   layers/<chain-id>.dump.zst, .split
 //!   tmp/<n>               being written, digest not known yet
 //! ```
 //!
@@ -20,7 +20,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::copy::check_file;
 use crate::disk::{Disk, DiskFile, Lock, StoredFile};
-use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, is_absent};
+use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, SPLIT_SUFFIX, is_absent};
 use crate::error::{At, Error, Result, is_full};
 use crate::repair::Damage;
 use crate::store::remove_entry;
@@ -209,8 +209,20 @@ impl Staging {
     /// # Errors
     /// [`Error::BadName`], and as [`Staging::put_object`].
     pub fn layer_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
+        self.layer_part_writer(chain_id, LAYER_SUFFIX)
+    }
+
+    /// A writer for a layer's split: its archive without the content of its files.
+    ///
+    /// # Errors
+    /// As [`Staging::layer_writer`].
+    pub fn split_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
+        self.layer_part_writer(chain_id, SPLIT_SUFFIX)
+    }
+
+    fn layer_part_writer(&self, chain_id: &str, suffix: &str) -> Result<LayerWriter<'_>> {
         let name = name::encode("chain id", chain_id)?;
-        let target = format!("{}/layers/{name}{LAYER_SUFFIX}", self.directory);
+        let target = format!("{}/layers/{name}{suffix}", self.directory);
         Ok(LayerWriter { file: Spilled::new(self)?, target })
     }
 
@@ -748,7 +760,7 @@ impl io::Write for ImageWriter<'_> {
     }
 }
 
-/// Writes a layer's tree; give it pieces of at least some KiB.
+/// Writes a layer's tree or split; give it pieces of at least some KiB.
 pub struct LayerWriter<'a> {
     file: Spilled<'a>,
     target: String,

@@ -289,12 +289,15 @@ impl Domain {
     }
 
     fn part_bytes(&self, part: &Part) -> Result<u64> {
-        let path = match part {
-            Part::Image(digest) => self.image_file(digest),
-            Part::Layer(chain_id) => self.layer_file(chain_id)?,
-        };
         // One that is missing is an error of its own, told when it is read.
-        Ok(self.disk().stat(&path).map_or(0, |stat| stat.allocated))
+        let allocated = |path: &str| self.disk().stat(path).map_or(0, |stat| stat.allocated);
+        Ok(match part {
+            Part::Image(digest) => allocated(&self.image_file(digest)),
+            Part::Split(chain_id) => allocated(&self.split_file(chain_id)?),
+            Part::Layer(chain_id) => {
+                allocated(&self.layer_file(chain_id)?) + allocated(&self.split_file(chain_id)?)
+            }
+        })
     }
 }
 
@@ -320,7 +323,7 @@ impl Uses {
     ) -> Result<()> {
         self.turn += 1;
         let (turn, objects) = (self.turn, &mut self.objects);
-        part.visit(domain, contents, &mut |digest, _| {
+        part.visit_whole(domain, contents, &mut |digest, _| {
             if let Some(object) = objects.get_mut(&digest).filter(|object| object.last != turn) {
                 object.last = turn;
                 change(object);

@@ -20,7 +20,7 @@ use cofolio_store::{
     Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref,
     Root, RootKind, Store, TrimOptions, verity,
 };
-use common::{Lines, content, import, nothing_live};
+use common::{Lines, content, import_split as import, nothing_live, replaced};
 
 /// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
 const OPTIONS: ImportOptions =
@@ -104,17 +104,25 @@ fn check_clean(disk: &SimDisk, context: &str) {
     check(disk, context);
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
     assert_eq!(report.findings, [], "{context}");
-    let mut needed = BTreeSet::new();
+    let (mut needed, mut objects) = (BTreeSet::new(), BTreeSet::new());
+    let mut layers = BTreeSet::new();
     for (_, record) in domain.refs().unwrap() {
         needed.insert(record.image);
+        layers.extend(record.layers.into_iter().map(|layer| layer.chain_id));
     }
+    assert_eq!(domain.layers().unwrap(), layers.iter().cloned().collect::<Vec<_>>(), "{context}");
+    for layer in &layers {
+        assert!(domain.has_split(layer).unwrap(), "{context}: {layer}");
+        objects.insert(verity::digest(&replaced(layer)));
+    }
+    let splits = disk.files().into_keys().filter(|path| path.ends_with(".split")).count();
+    assert_eq!(splits, layers.len(), "{context}");
     for kind in RootKind::ALL {
         for root in domain.roots(kind).unwrap() {
             needed.extend(root.images);
         }
     }
     assert_eq!(domain.images().unwrap(), needed.iter().copied().collect::<Vec<_>>(), "{context}");
-    let mut objects = BTreeSet::new();
     for name in ["a", "b", "c"] {
         if needed.contains(&expected_image(name)) {
             objects.extend(image_pieces(name).iter().map(|piece| verity::digest(piece)));

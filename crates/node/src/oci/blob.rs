@@ -273,21 +273,9 @@ impl<'scope> Stream<'scope> {
         Ok(Some(Piece { chunk, range }))
     }
 
-    /// Reads what is left, then returns how much that was, and the digest of everything.
-    ///
-    /// # Errors
-    /// As [`BufRead::fill_buf`].
-    pub(crate) fn finish(&mut self) -> io::Result<(u64, Option<BlobDigest>)> {
-        let mut rest = 0;
-        loop {
-            let have = self.fill_buf()?.len();
-            if have == 0 {
-                break;
-            }
-            self.consume(have);
-            rest += have as u64;
-        }
-        Ok((rest, self.diff_id.take().and_then(|thread| thread.join().ok())))
+    /// The digest of everything. Only after the end was read, or it waits for who does not come.
+    pub(crate) fn diff_id(&mut self) -> Option<BlobDigest> {
+        self.diff_id.take().and_then(|thread| thread.join().ok())
     }
 
     /// Why reading failed, if it did.

@@ -219,10 +219,14 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
             r.config.as_ref().is_some_and(|c| BlobDigest::sha256(c.as_bytes()) == *digest)
         }),
     };
-    match record {
-        Some(record) if domain.has_image(&record.image)? => Ok(Some(record)),
-        _ => Ok(None),
+    let Some(record) = record else { return Ok(None) };
+    // A layer that an earlier program imported has no split: it is unpacked once more to get one.
+    for layer in &record.layers {
+        if !domain.has_split(&layer.chain_id)? {
+            return Ok(None);
+        }
     }
+    Ok(domain.has_image(&record.image)?.then_some(record))
 }
 
 fn publish_known(
@@ -355,8 +359,14 @@ fn build(
                 let Some((index, layer)) = waiting.next() else { break };
                 let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
                 let chain_id = layer.chain_id.to_string();
-                let damaged = options.repair.as_ref().is_some_and(|d| d.layers.contains(&chain_id));
-                let known = trust_known && !damaged && staging.domain().has_layer(&chain_id)?;
+                let damage = options.repair.as_ref();
+                let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
+                // A repair reads no layer only to make a split that there never was.
+                let domain = staging.domain();
+                let known = trust_known
+                    && !damaged
+                    && domain.has_layer(&chain_id)?
+                    && (damage.is_some() || domain.has_split(&chain_id)?);
                 progress.layer(&LayerStart {
                     index,
                     count,
@@ -368,7 +378,7 @@ fn build(
                     let result = (|| -> Result<_, ImportError> {
                         let there = known.then(|| known_layer(staging, layer)).flatten();
                         if let Some(layer) = there {
-                            return Ok((None, Part::Over(layer)));
+                            return Ok((None, Vec::new(), Part::Over(layer)));
                         }
                         // What came over the network is worth keeping even if the rest does not come.
                         let own = jobs.filter(|_| {
@@ -379,9 +389,9 @@ fn build(
                         let own = own.map(|_| staging.domain().begin_import(Default::default()));
                         let own = own.transpose()?.map(Arc::new);
                         let target = own.as_ref().unwrap_or(staging);
-                        let Unpacked { tree, mut counts } =
+                        let Unpacked { tree, replaced, mut counts } =
                             unpack(scope, shared, target, workers, layer, on_read)?;
-                        let kept = own.map(|own| keep(own, &tree)).transpose()?;
+                        let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
                         counts.kept = kept;
                         let part = match (index, kept) {
                             (0, _) => Part::Base(tree),
@@ -391,7 +401,7 @@ fn build(
                                 Part::Over(known_layer(staging, layer).ok_or_else(vanished)?)
                             }
                         };
-                        Ok((Some(counts), part))
+                        Ok((Some(counts), replaced, part))
                     })();
                     result.map_err(|error| shared.budget.stop(error))
                 }));
@@ -405,7 +415,8 @@ fn build(
             if running.is_empty() {
                 shared.pool.clear();
             }
-            let result = joined.and_then(|(unpacked, part)| {
+            let result = joined.and_then(|(unpacked, replaced, part)| {
+                hidden.extend(replaced);
                 report.layers.push(layer_report(layer, unpacked.as_ref()));
                 if let Some(counts) = unpacked {
                     report.foreign_xattrs += counts.foreign_xattrs;

@@ -37,8 +37,8 @@ fn at(path: &[u8], what: impl ToString) -> MergeError {
     MergeError::Entry { path: path.to_vec(), what: what.to_string() }
 }
 
-/// Objects of lower layers that upper layers hide: digest and size. The image does not show them, but
-/// the layers' own trees name them, so they must be there, too.
+/// Objects of lower layers that upper layers hide, or that a layer's archive replaces itself: digest and
+/// size. The image does not show them, but the layers' trees and splits name them, so they must be there, too.
 pub(crate) type Hidden = Vec<([u8; 32], u64)>;
 
 /// Puts `layer` over `lower`. After an error `lower` is of no use.

@@ -23,7 +23,7 @@ mod blob;
 pub(crate) mod digest;
 mod error;
 mod import;
-mod layer;
+pub(crate) mod layer;
 mod manifest;
 mod merge;
 mod objects;
@@ -33,7 +33,8 @@ mod place;
 mod progress;
 mod remote;
 mod source;
-mod tar;
+pub(crate) mod split;
+pub(crate) mod tar;
 mod unpack;
 
 use cofolio_store::Damage;

@@ -26,6 +26,14 @@ const BATCH_FILES: usize = 256;
 /// Pieces of a stream that wait.
 const STREAM_QUEUE: usize = 8;
 
+/// A file of a layer, as whoever sends it knows it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FileId {
+    pub(crate) inode: InodeId,
+    /// Its number in the layer's split; `None` for a file that is nothing but a hole.
+    pub(crate) number: Option<u64>,
+}
+
 /// A part of a large file, in order.
 enum Part {
     Data(Piece),
@@ -35,15 +43,15 @@ enum Part {
 }
 
 enum Work {
-    Batch(Vec<(InodeId, Vec<Piece>)>),
-    Stream(InodeId, Receiver<Part>),
+    Batch(Vec<(FileId, Vec<Piece>)>),
+    Stream(FileId, Receiver<Part>),
 }
 
 struct Job {
     work: Work,
     /// Where it goes.
     staging: Arc<Staging>,
-    reply: channel::Sender<Result<Vec<(InodeId, Stored)>, ImportError>>,
+    reply: channel::Sender<Result<Vec<(FileId, Stored)>, ImportError>>,
 }
 
 /// Where to send files to.
@@ -76,11 +84,11 @@ impl Workers {
 pub(crate) struct Files {
     workers: Workers,
     staging: Arc<Staging>,
-    batch: Vec<(InodeId, Vec<Piece>)>,
+    batch: Vec<(FileId, Vec<Piece>)>,
     batch_bytes: u64,
     pending: usize,
-    to_us: channel::Sender<Result<Vec<(InodeId, Stored)>, ImportError>>,
-    replies: channel::Receiver<Result<Vec<(InodeId, Stored)>, ImportError>>,
+    to_us: channel::Sender<Result<Vec<(FileId, Stored)>, ImportError>>,
+    replies: channel::Receiver<Result<Vec<(FileId, Stored)>, ImportError>>,
 }
 
 impl Files {
@@ -91,7 +99,7 @@ impl Files {
     }
 
     /// Adds a small file to the batch.
-    pub(crate) fn small(&mut self, file: InodeId, pieces: Vec<Piece>, size: u64) {
+    pub(crate) fn small(&mut self, file: FileId, pieces: Vec<Piece>, size: u64) {
         self.batch.push((file, pieces));
         self.batch_bytes += size;
         if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_FILES {
@@ -109,7 +117,7 @@ impl Files {
     }
 
     /// Begins a large file.
-    pub(crate) fn stream(&mut self, file: InodeId) -> FileStream {
+    pub(crate) fn stream(&mut self, file: FileId) -> FileStream {
         self.flush();
         let (to_worker, parts) = sync_channel(STREAM_QUEUE);
         self.send(Work::Stream(file, parts));
@@ -128,7 +136,7 @@ impl Files {
     pub(crate) fn results(
         &mut self,
         all: bool,
-        mut take: impl FnMut(InodeId, Stored) -> Result<(), ImportError>,
+        mut take: impl FnMut(FileId, Stored) -> Result<(), ImportError>,
     ) -> Result<(), ImportError> {
         if all {
             self.flush();
@@ -167,7 +175,7 @@ impl FileStream {
     }
 }
 
-fn run(staging: &Staging, work: Work) -> Result<Vec<(InodeId, Stored)>, ImportError> {
+fn run(staging: &Staging, work: Work) -> Result<Vec<(FileId, Stored)>, ImportError> {
     match work {
         Work::Batch(files) => {
             let mut done = Vec::with_capacity(files.len());

@@ -286,6 +286,11 @@ impl<R: Input> Reader<R> {
         &mut self.input
     }
 
+    /// The input, after the end of the archive.
+    pub(crate) fn into_input(self) -> R {
+        self.input
+    }
+
     /// Notes that `count` bytes of the current entry's data were consumed from the input.
     pub(crate) fn taken(&mut self, count: u64) {
         debug_assert!(count <= self.data_left);
@@ -702,7 +707,7 @@ fn check_sparse(sparse: &Sparse, data: u64) -> Result<(), String> {
 }
 
 /// Padding after `size` bytes.
-fn pad(size: u64) -> usize {
+pub(crate) fn pad(size: u64) -> usize {
     // Less than a block.
     usize::try_from(size.wrapping_neg() % BLOCK as u64).unwrap_or(0)
 }

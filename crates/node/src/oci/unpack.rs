@@ -1,4 +1,4 @@
-//! One layer: from its blob to its own tree, its files' content to the store.
+//! One layer: from its blob to its own tree and its split, its files' content to the store.
 
 use std::io::{self, BufWriter, Write};
 use std::sync::Arc;
@@ -6,16 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 
 use cofolio_erofs::tree::{Content, InodeId, Tree};
-use cofolio_store::{Digest, Publish, Staging, StagingStats};
+use cofolio_store::{Digest, LayerWriter, Publish, Staging, StagingStats};
 
 use super::Limits;
 use super::blob::{Budget, OnRead, Pool, Stream};
 use super::error::{ImportError, shown};
 use super::layer::{LayerTree, Made};
-use super::objects::{Files, SMALL_MAX, Workers};
+use super::objects::{FileId, Files, SMALL_MAX, Workers};
 use super::overlay::{LayerDump, Overlay};
 use super::source::FoundLayer;
+use super::split::{self, Recorder};
 use super::tar::{Entry, MetaLimits, Reader, TarError};
+use crate::contents::StoredImage;
 
 /// zstd level of `layers/*.dump.zst`: fast; the text is repetitive enough.
 const DUMP_LEVEL: i32 = 1;
@@ -32,6 +34,8 @@ pub(crate) struct Shared<'a> {
 /// A layer's tree and what there is to say about it.
 pub(crate) struct Unpacked {
     pub(crate) tree: Tree,
+    /// Objects of files that the archive replaces later: the tree does not show them, the split names them.
+    pub(crate) replaced: Vec<([u8; 32], u64)>,
     pub(crate) counts: Counts,
 }
 
@@ -45,7 +49,7 @@ pub(crate) struct Counts {
     pub(crate) kept: Option<StagingStats>,
 }
 
-/// Unpacks a layer into the staging area: objects, and its tree as a dump.
+/// Unpacks a layer into the staging area: objects, its tree as a dump, its split.
 pub(crate) fn unpack<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
     shared: &Shared<'env>,
@@ -56,34 +60,40 @@ pub(crate) fn unpack<'scope, 'env>(
 ) -> Result<Unpacked, ImportError> {
     let stream =
         Stream::start(scope, layer.blob.clone(), shared.pool.clone(), shared.budget, on_read);
+    let split = staging.split_writer(&layer.chain_id.to_string())?;
+    // Small writes: blocks have heads.
+    let split = BufWriter::with_capacity(256 << 10, split);
+    let input = Recorder::new(stream, split).map_err(store_error)?;
     let limits =
         MetaLimits { extended_bytes: shared.limits.extended_header_bytes, ..MetaLimits::default() };
     let mut unpacking = Unpacking {
         shared,
         layer,
-        reader: Reader::new(stream, limits),
+        reader: Reader::new(input, limits),
         files: Files::new(workers, staging.clone()),
         tree: LayerTree::new(),
         entries: 0,
         uncompressed: 0,
     };
     unpacking.run()?;
-    let counts = Counts {
-        entries: unpacking.entries,
-        foreign_xattrs: unpacking.tree.foreign_xattrs,
-        uncompressed: unpacking.uncompressed,
-        kept: None,
-    };
-    let Unpacking { tree, .. } = unpacking;
+    let Unpacking { reader, tree, entries, uncompressed, .. } = unpacking;
+    let split = reader.into_input().finish(uncompressed).map_err(store_error)?;
+    split.into_inner().map_err(|e| store_error(e.into_error()))?.finish()?;
+    let counts = Counts { entries, foreign_xattrs: tree.foreign_xattrs, uncompressed, kept: None };
     let tree = tree.into_tree();
     write_dump(staging, layer, &tree)?;
-    Ok(Unpacked { tree, counts })
+    let replaced = tree.nameless().filter_map(|inode| match tree.content(inode) {
+        Content::External { size, digest: Some(digest), .. } => Some((*digest, size)),
+        _ => None,
+    });
+    let replaced = replaced.collect();
+    Ok(Unpacked { tree, replaced, counts })
 }
 
 struct Unpacking<'scope, 's, 'env> {
     shared: &'s Shared<'env>,
     layer: &'s FoundLayer,
-    reader: Reader<Stream<'scope>>,
+    reader: Reader<Recorder<Stream<'scope>, BufWriter<LayerWriter<'s>>>>,
     files: Files,
     tree: LayerTree,
     entries: u64,
@@ -113,15 +123,12 @@ impl Unpacking<'_, '_, '_> {
             }
             self.take_results(false)?;
         }
-        // Before the end of the archive is not the end of the stream: all of it is hashed.
-        let archive = self.reader.offset();
-        let diff_id = match self.reader.input().finish() {
-            Ok((rest, diff_id)) => {
-                self.uncompressed = archive + rest;
-                diff_id
-            }
+        // The end of the archive is not the end of the stream: all of it is hashed, and recorded.
+        match self.reader.input().drain() {
+            Ok(rest) => self.uncompressed = self.reader.offset() + rest,
             Err(error) => return Err(self.tar_error(error.into())),
-        };
+        }
+        let diff_id = self.reader.input().content().diff_id();
         self.take_results(true)?;
         let actual = diff_id.ok_or_else(|| self.corrupt("the hashing thread is gone"))?;
         if actual != self.layer.diff_id {
@@ -151,7 +158,13 @@ impl Unpacking<'_, '_, '_> {
             self.shared
                 .budget
                 .take(holes, || format!("layer {digest}: holes of {:?}", shown(&entry.path)))?;
-            let file = self.files.stream(inode);
+            // Parts without bytes are nothing in the archive either.
+            let parts: Vec<_> = sparse.segments.iter().copied().filter(|part| part.1 > 0).collect();
+            let number = match parts[..] {
+                [] => None,
+                _ => Some(self.reader.input().split().object(Some(&parts)).map_err(store_error)?),
+            };
+            let file = self.files.stream(FileId { inode, number });
             let mut at = 0;
             let mut wanted = true;
             for &(offset, length) in &sparse.segments {
@@ -160,8 +173,12 @@ impl Unpacking<'_, '_, '_> {
                 at = offset + length;
             }
             let _ = wanted && file.hole(size - at) && file.end();
-        } else if size > SMALL_MAX {
-            let file = self.files.stream(inode);
+            return Ok(());
+        }
+        let number = self.reader.input().split().object(None).map_err(store_error)?;
+        let id = FileId { inode, number: Some(number) };
+        if size > SMALL_MAX {
+            let file = self.files.stream(id);
             let wanted = self.pieces(size, |piece| file.data(piece))?;
             let _ = wanted && file.end();
         } else {
@@ -170,7 +187,7 @@ impl Unpacking<'_, '_, '_> {
                 pieces.push(piece);
                 true
             })?;
-            self.files.small(inode, pieces, size);
+            self.files.small(id, pieces, size);
         }
         Ok(())
     }
@@ -184,7 +201,7 @@ impl Unpacking<'_, '_, '_> {
         let mut left = size;
         while left > 0 {
             let offset = self.reader.offset();
-            match self.reader.input().take_piece(left) {
+            match self.reader.input().content().take_piece(left) {
                 Ok(Some(piece)) => {
                     let length = piece.bytes().len() as u64;
                     self.reader.taken(length);
@@ -205,8 +222,12 @@ impl Unpacking<'_, '_, '_> {
 
     fn take_results(&mut self, all: bool) -> Result<(), ImportError> {
         let tree = &mut self.tree;
-        self.files.results(all, |inode, stored| {
-            tree.set_content(inode, Content::object(stored.size, &stored.digest.0))
+        let split = self.reader.input().split();
+        self.files.results(all, |file, stored| {
+            if let Some(number) = file.number {
+                split.stored(number, stored.digest, stored.size).map_err(store_error)?;
+            }
+            tree.set_content(file.inode, Content::object(stored.size, &stored.digest.0))
                 .map_err(|e| ImportError::Image { what: e.to_string() })
         })
     }
@@ -215,9 +236,13 @@ impl Unpacking<'_, '_, '_> {
     fn tar_error(&mut self, error: TarError) -> ImportError {
         let digest = self.layer.blob.digest.to_string();
         match error {
-            TarError::Io(error) => match self.reader.input().failure() {
+            TarError::Io(error) => match self.reader.input().content().failure() {
                 Some(reason) => reason,
-                None => self.corrupt(&error.to_string()),
+                // Reading is recording: the store may have failed.
+                None => match error.downcast::<cofolio_store::Error>() {
+                    Ok(error) => ImportError::Store(error),
+                    Err(error) => self.corrupt(&error.to_string()),
+                },
             },
             TarError::Bad { offset, what } => {
                 ImportError::Layer { digest, offset, entry: None, what }
@@ -274,10 +299,15 @@ pub(crate) fn objects(tree: &Tree) -> impl Iterator<Item = (Digest, u64)> {
 
 /// Publishes a layer on its own, before its image is complete: should the import not come to its end, the
 /// next one knows the layer. Nothing keeps it until then but the rarity of garbage collections.
-pub(crate) fn keep(staging: Arc<Staging>, tree: &Tree) -> Result<StagingStats, ImportError> {
+pub(crate) fn keep(
+    staging: Arc<Staging>,
+    tree: &Tree,
+    replaced: &[([u8; 32], u64)],
+) -> Result<StagingStats, ImportError> {
     let gone = || ImportError::Image { what: "a layer's staging is still in use".into() };
     let staging = Arc::into_inner(staging).ok_or_else(gone)?;
-    staging.commit(&Publish::default(), objects(tree)).map_err(commit_error)
+    let replaced = replaced.iter().map(|&(digest, size)| (Digest(digest), size));
+    staging.commit(&Publish::default(), objects(tree).chain(replaced)).map_err(commit_error)
 }
 
 /// Says what a failed commit means.
@@ -316,9 +346,14 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
     }
 }
 
-/// A layer that the store has. `None` if it cannot be used: then the layer is unpacked again, which
+/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is unpacked again, which
 /// replaces nothing, but gives the same tree.
 pub(crate) fn known_layer(staging: &Staging, layer: &FoundLayer) -> Option<Overlay> {
-    let file = staging.domain().open_layer(&layer.chain_id.to_string()).ok()?;
+    let (domain, chain_id) = (staging.domain(), layer.chain_id.to_string());
+    if domain.has_split(&chain_id).ok()? {
+        let split = domain.open_split(&chain_id).ok()?;
+        split::objects(&StoredImage::new(&split).ok()?, &mut |_, _| {}).ok()?;
+    }
+    let file = domain.open_layer(&chain_id).ok()?;
     Overlay::read(LayerDump::File(file)).ok()
 }

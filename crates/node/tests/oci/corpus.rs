@@ -20,6 +20,14 @@ fn corpus() -> Option<PathBuf> {
 /// Larger images take minutes; they are for `COFOLIO_SOAK=1`. In bytes.
 const SIZE_MAX: u64 = 100 << 20;
 
+/// The layouts that are there and small enough.
+pub fn layouts() -> Vec<PathBuf> {
+    let all = std::env::var_os("COFOLIO_SOAK").is_some();
+    let pairs = corpus().map(|corpus| fs::read_dir(corpus).unwrap()).into_iter().flatten();
+    let both = pairs.flat_map(|pair| ["old", "new"].map(|v| pair.as_ref().unwrap().path().join(v)));
+    both.filter(|l| l.join("index.json").is_file() && (all || size(l) <= SIZE_MAX)).collect()
+}
+
 fn size(layout: &Path) -> u64 {
     let blobs = fs::read_dir(layout.join("blobs/sha256")).unwrap();
     blobs.map(|blob| blob.unwrap().metadata().unwrap().len()).sum()

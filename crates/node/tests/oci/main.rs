@@ -14,6 +14,7 @@
 mod again;
 mod corpus;
 mod entries;
+mod export;
 mod hostile;
 mod layers;
 mod scan;

@@ -4,11 +4,15 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::Write as _;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, Tree};
+use cofolio_node::export::{
+    Compression, Destination, ExportError, ExportOptions, ExportReport, Exported, export,
+};
 use cofolio_node::oci::{ImportError, ImportOptions, ImportReport, Silent, Source, import};
 use cofolio_store::{DEFAULT_DOMAIN, Digest, Domain, InitOptions, Store};
 use serde_json::{Value, json};
@@ -282,11 +286,40 @@ impl Bench {
         import(&self.domain, source, &ImportOptions::default(), &Silent)
     }
 
-    /// Imports an image of these layers and looks at it.
+    /// Imports an image of these layers and looks at it. Whatever the layers are: each of them must come out
+    /// of the store again byte for byte.
     pub fn layers(&self, name: &str, layers: &[Blob]) -> Result<View, ImportError> {
         let layout = Layout::image(self.path(name), layers);
         let report = self.import(&layout.source())?;
+        self.check_export(&report, layers);
         Ok(self.view(&report))
+    }
+
+    /// Exports what an import made; the result is a layout at `to`.
+    pub fn export(
+        &self,
+        name: &str,
+        to: &Path,
+        compression: Compression,
+    ) -> Result<ExportReport, ExportError> {
+        let record = self.domain.get_ref(name).unwrap().unwrap();
+        let exported =
+            Exported { image: &record.image, record: Some(&record), name: Some("exported:1") };
+        let destination = Destination::Layout { path: to.to_owned(), tag: None };
+        let options = ExportOptions { compression, threads: 2 };
+        export(&self.domain, exported, &destination, &options, &mut |_| ControlFlow::Continue(()))
+    }
+
+    fn check_export(&self, report: &ImportReport, layers: &[Blob]) {
+        let to = self.path("exported");
+        let exported = self.export(&report.name, &to, Compression::None).unwrap();
+        assert_eq!(exported.layers.len(), layers.len());
+        for (layer, blob) in exported.layers.iter().zip(layers) {
+            let bytes = fs::read(to.join("blobs/sha256").join(&layer.digest[7..])).unwrap();
+            // The same digest is the same archive.
+            assert_eq!(sha256(&bytes), blob.diff_id);
+        }
+        fs::remove_dir_all(to).unwrap();
     }
 
     /// One layer.

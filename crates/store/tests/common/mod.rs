@@ -103,6 +103,19 @@ impl Contents for Lines {
     ) -> Result<(), BoxError> {
         Self::read(layer, visit)
     }
+
+    fn split_objects(
+        &self,
+        split: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        Self::read(split, visit)
+    }
+}
+
+/// The object that only the split of [`import_split`]'s layers names: of a file that the same archive replaces.
+pub fn replaced(layer: &str) -> Vec<u8> {
+    format!("replaced in {layer}").into_bytes()
 }
 
 /// Imports content under a name: one object per piece, an image and (if given) a layer that name them.
@@ -112,6 +125,28 @@ pub fn import(
     name: &str,
     pieces: &[Vec<u8>],
     layer: Option<&str>,
+    options: ImportOptions,
+) -> Result<Digest, Error> {
+    import_as(domain, name, pieces, layer, false, options)
+}
+
+/// The same, with a split of the layer that names one object more.
+pub fn import_split(
+    domain: &Domain,
+    name: &str,
+    pieces: &[Vec<u8>],
+    layer: Option<&str>,
+    options: ImportOptions,
+) -> Result<Digest, Error> {
+    import_as(domain, name, pieces, layer, true, options)
+}
+
+fn import_as(
+    domain: &Domain,
+    name: &str,
+    pieces: &[Vec<u8>],
+    layer: Option<&str>,
+    with_split: bool,
     options: ImportOptions,
 ) -> Result<Digest, Error> {
     let staging = domain.begin_import(options)?;
@@ -142,6 +177,14 @@ pub fn import(
         // The store's error, not the one that `Write` wraps it in.
         writer.write_all(text.as_bytes()).map_err(unwrap_store_error)?;
         writer.finish()?;
+        if with_split {
+            let stored = staging.put_object(&replaced(chain_id))?;
+            objects.push((stored.digest, stored.size));
+            let split = format!("{} {}\n{text}", stored.digest, stored.size);
+            let mut writer = staging.split_writer(chain_id)?;
+            writer.write_all(split.as_bytes()).map_err(unwrap_store_error)?;
+            writer.finish()?;
+        }
         record.layers.push(Layer { chain_id: chain_id.to_owned(), ..Layer::default() });
     }
     let mut image = staging.image_writer()?;

@@ -71,6 +71,14 @@ impl Contents for Known {
     ) -> Result<(), BoxError> {
         Ok(())
     }
+
+    fn split_objects(
+        &self,
+        _: &StoredFile,
+        _: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        Ok(())
+    }
 }
 
 pub(super) struct Fixture {

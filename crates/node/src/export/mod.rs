@@ -1,0 +1,356 @@
+//! Giving images out again: to OCI layouts and archives, and to what `docker load` takes.
+//!
+//! ```text
+//! layer: split + objects ─▶ archive ─┬▶ diff-id, compared with the config
+//!        (each object hashed)        └▶ chunks ─▶ threads: compress ─▶ blob ─▶ target
+//! config: byte for byte as it came ─▶ blob       manifest: new ─▶ blob ─▶ name
+//! ```
+//!
+//! The config is the original and names the layers by their diff-ids, so the image keeps its id. Blobs and
+//! manifest need not be those of the registry it came from: nobody can compress again as somebody else did.
+//!
+//! Nothing that is not complete and checked is ever to be seen at the destination.
+
+mod archive;
+mod assemble;
+mod error;
+mod layout;
+mod pack;
+mod tar;
+mod target;
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use cofolio_erofs::tree::Tree;
+use cofolio_store::{Digest, Domain, Ref};
+use serde::Serialize;
+use serde_json::json;
+
+pub use error::ExportError;
+pub use pack::Compression;
+
+use crate::contents::open_image;
+use crate::oci::Platform;
+use crate::oci::digest::BlobDigest;
+use archive::{Archive, Style};
+use layout::Layout;
+use pack::{Compressors, Packed, Packer};
+use target::{Descriptor, Finished, Part, Target};
+
+const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+/// Threads that compress, at most.
+const THREADS_MAX: usize = 16;
+
+/// Where an image goes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// An OCI image layout: `oci:DIR[:TAG]`. One that is there gets the image in addition.
+    Layout {
+        /// The directory.
+        path: PathBuf,
+        /// What the image is called in it.
+        tag: Option<String>,
+    },
+    /// An OCI image layout in a tar archive: `oci-archive:FILE[:TAG]`.
+    Archive {
+        /// The archive; one that is there is replaced.
+        path: PathBuf,
+        /// What the image is called in it.
+        tag: Option<String>,
+    },
+    /// What `docker load` takes: `docker-archive:FILE[:TAG]`. Its layers are not compressed.
+    DockerArchive {
+        /// The archive; one that is there is replaced.
+        path: PathBuf,
+        /// What the image is called in it: `name:tag`.
+        tag: Option<String>,
+    },
+}
+
+impl Destination {
+    /// Understands `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`.
+    ///
+    /// Both paths and tags may hold colons: the path that exists is taken, the longest of several; if none
+    /// does, the path ends at the first colon.
+    ///
+    /// # Errors
+    /// [`ExportError::Destination`] for any other form.
+    pub fn parse(text: &str) -> Result<Self, ExportError> {
+        let (form, rest) = text.split_once(':').unwrap_or(("", text));
+        let (path, tag) = split_tag(rest);
+        match form {
+            _ if path.as_os_str().is_empty() => {}
+            "oci" => return Ok(Self::Layout { path, tag }),
+            "oci-archive" => return Ok(Self::Archive { path, tag }),
+            "docker-archive" => return Ok(Self::DockerArchive { path, tag }),
+            _ => {}
+        }
+        Err(ExportError::Destination {
+            what: format!(
+                "{text:?}: not a destination (oci:DIR[:TAG], oci-archive:FILE[:TAG], \
+                 docker-archive:FILE[:TAG])"
+            ),
+        })
+    }
+}
+
+fn split_tag(text: &str) -> (PathBuf, Option<String>) {
+    let ends = || text.match_indices(':').map(|(at, _)| at);
+    let there = |end: &usize| Path::new(&text[..*end]).symlink_metadata().is_ok();
+    let end = match Some(text.len()).into_iter().chain(ends().rev()).find(there) {
+        Some(end) => end,
+        None => ends().next().unwrap_or(text.len()),
+    };
+    let tag = text.get(end + 1..).filter(|tag| !tag.is_empty()).map(str::to_owned);
+    (text[..end].into(), tag)
+}
+
+/// How to export.
+#[derive(Debug, Clone, Default)]
+pub struct ExportOptions {
+    /// How layers are compressed; for [`Destination::DockerArchive`] without effect.
+    pub compression: Compression,
+    /// Threads that compress. 0: as many as the machine has processors. The result does not depend on it.
+    pub threads: usize,
+}
+
+/// How far an export has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExportProgress {
+    /// The layer at hand, 0 is the lowest.
+    pub layer: usize,
+    /// Layers of the image.
+    pub layers: usize,
+    /// Bytes of archives so far, of all layers together.
+    pub bytes: u64,
+}
+
+/// Hears how an export goes on; `Break` ends it.
+pub type OnProgress<'a> = &'a mut dyn FnMut(ExportProgress) -> ControlFlow<()>;
+
+/// What an export wrote.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ExportReport {
+    /// fs-verity digest of the image.
+    pub image: String,
+    /// What it is called at the destination.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Digest of the manifest that was written.
+    pub manifest: String,
+    /// Digest of the config: the image id of other engines.
+    pub config: String,
+    /// The layers, lowest first.
+    pub layers: Vec<ExportedLayer>,
+}
+
+/// One layer of what was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ExportedLayer {
+    /// Digest of the blob.
+    pub digest: String,
+    /// Size of the blob in bytes.
+    pub size: u64,
+    /// Digest of the archive.
+    pub diff_id: String,
+    /// Size of the archive in bytes.
+    pub uncompressed: u64,
+}
+
+/// An image of the store, by what it is to be exported.
+#[derive(Debug, Clone, Copy)]
+pub struct Exported<'a> {
+    /// The metadata image.
+    pub image: &'a Digest,
+    /// Its ref, which holds config and layers. Without layers the image becomes one layer.
+    pub record: Option<&'a Ref>,
+    /// What to call it if the destination does not say.
+    pub name: Option<&'a str>,
+}
+
+/// Exports an image. Nothing is collected meanwhile.
+///
+/// # Errors
+/// [`ExportError`]; what was at the destination is as before.
+pub fn export(
+    domain: &Domain,
+    exported: Exported<'_>,
+    destination: &Destination,
+    options: &ExportOptions,
+    on_progress: OnProgress<'_>,
+) -> Result<ExportReport, ExportError> {
+    let _lock = domain.lock_shared()?;
+    let image = Image::of(domain, exported)?;
+    let mut compression = options.compression;
+    let (target, tag): (Box<dyn Target>, _) = match destination {
+        Destination::Layout { path, tag } => (Box::new(Layout::create(path)?), tag),
+        Destination::Archive { path, tag } => (Box::new(Archive::create(path, Style::Oci)?), tag),
+        Destination::DockerArchive { path, tag } => {
+            compression = Compression::None;
+            (Box::new(Archive::create(path, Style::Docker)?), tag)
+        }
+    };
+    let name = tag.as_deref().or(exported.name);
+    image.write(target, name, compression, options.threads, on_progress)
+}
+
+/// What there is to write.
+struct Image<'a> {
+    domain: &'a Domain,
+    digest: &'a Digest,
+    /// The config, if it has one; then the layers are those of the record.
+    config: Option<&'a str>,
+    layers: Vec<Layer>,
+}
+
+enum Layer {
+    /// One that was imported.
+    Split { chain_id: String, diff_id: String },
+    /// The whole image as one.
+    Tree(Box<Tree>),
+}
+
+impl<'a> Image<'a> {
+    fn of(domain: &'a Domain, exported: Exported<'a>) -> Result<Self, ExportError> {
+        let digest = exported.image;
+        if let Some(record) = exported.record
+            && let Some(config) = &record.config
+        {
+            let mut layers = Vec::new();
+            let mut lacking = Vec::new();
+            for layer in &record.layers {
+                let (chain_id, diff_id) = (layer.chain_id.clone(), layer.diff_id.clone());
+                if !domain.has_split(&chain_id)? {
+                    lacking.push(chain_id.clone());
+                }
+                layers.push(Layer::Split { chain_id, diff_id });
+            }
+            if !lacking.is_empty() {
+                return Err(ExportError::NoSplit { layers: lacking });
+            }
+            return Ok(Self { domain, digest, config: Some(config), layers });
+        }
+        let bad = |what: String| ExportError::Image { image: *digest, what };
+        let file = domain.open_image(digest)?;
+        let image = open_image(&file).map_err(|error| bad(error.to_string()))?;
+        let tree = image.to_tree().map_err(|error| bad(error.to_string()))?;
+        Ok(Self { domain, digest, config: None, layers: vec![Layer::Tree(Box::new(tree))] })
+    }
+
+    /// Writes all of it.
+    fn write(
+        &self,
+        mut target: Box<dyn Target>,
+        name: Option<&str>,
+        compression: Compression,
+        threads: usize,
+        on_progress: OnProgress<'_>,
+    ) -> Result<ExportReport, ExportError> {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if threads == 0 { processors } else { threads }.clamp(1, THREADS_MAX);
+        let packed = std::thread::scope(|scope| {
+            let compressors = Compressors::start(scope, compression, threads);
+            let mut packed: Vec<Packed> = Vec::new();
+            for number in 0..self.layers.len() {
+                let before = packed.iter().map(|layer| layer.uncompressed).sum();
+                let packer = Packer::begin(&compressors, &mut *target)?;
+                packed.push(self.layer(number, packer, before, on_progress)?);
+            }
+            Ok::<_, ExportError>(packed)
+        })?;
+        let config = match self.config {
+            Some(config) => config.to_owned(),
+            None => new_config(&packed),
+        };
+        let describe = |media_type: &str, digest: &BlobDigest, size: u64| {
+            let (media_type, digest) = (media_type.to_owned(), digest.clone());
+            Descriptor { media_type, digest, size }
+        };
+        let config_digest = target.put(Part::Config, config.as_bytes())?;
+        let layers: Vec<_> = packed
+            .iter()
+            .map(|layer| describe(compression.media_type(), &layer.digest, layer.size).json())
+            .collect();
+        let manifest = json!({
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "config": describe(CONFIG, &config_digest, config.len() as u64).json(),
+            "layers": layers,
+        });
+        let manifest = manifest.to_string().into_bytes();
+        let manifest_digest = target.put(Part::Manifest, &manifest)?;
+        let finished = Finished {
+            manifest: describe(MANIFEST, &manifest_digest, manifest.len() as u64),
+            config: config_digest,
+            layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
+            name: name.map(str::to_owned),
+        };
+        target.publish(&finished)?;
+        let exported = packed.iter().map(|layer| ExportedLayer {
+            digest: layer.digest.to_string(),
+            size: layer.size,
+            diff_id: layer.diff_id.to_string(),
+            uncompressed: layer.uncompressed,
+        });
+        Ok(ExportReport {
+            image: self.digest.to_string(),
+            name: finished.name,
+            manifest: manifest_digest.to_string(),
+            config: finished.config.to_string(),
+            layers: exported.collect(),
+        })
+    }
+
+    fn layer(
+        &self,
+        number: usize,
+        mut packer: Packer<'_>,
+        before: u64,
+        on_progress: OnProgress<'_>,
+    ) -> Result<Packed, ExportError> {
+        let layers = self.layers.len();
+        let mut push = |bytes: &[u8]| {
+            packer.push(bytes)?;
+            let bytes = before + packer.uncompressed();
+            match on_progress(ExportProgress { layer: number, layers, bytes }) {
+                ControlFlow::Continue(()) => Ok(()),
+                ControlFlow::Break(()) => Err(ExportError::Stopped),
+            }
+        };
+        match &self.layers[number] {
+            Layer::Split { chain_id, diff_id } => {
+                assemble::layer(self.domain, chain_id, &mut push)?;
+                packer.finish(|actual| match actual.to_string() {
+                    actual if actual == *diff_id => Ok(()),
+                    actual => Err(ExportError::DiffId {
+                        layer: chain_id.clone(),
+                        expected: diff_id.clone(),
+                        actual,
+                    }),
+                })
+            }
+            Layer::Tree(tree) => {
+                tar::write(self.domain, tree, &format!("image {}", self.digest), &mut push)?;
+                packer.finish(|_| Ok(()))
+            }
+        }
+    }
+}
+
+/// The least that a config can say. No time: the same image gives the same bytes tomorrow.
+fn new_config(layers: &[Packed]) -> String {
+    let Platform { os, architecture, variant } = Platform::host();
+    let diff_ids: Vec<_> = layers.iter().map(|layer| layer.diff_id.to_string()).collect();
+    let mut config = json!({
+        "architecture": architecture,
+        "os": os,
+        "config": {},
+        "rootfs": {"type": "layers", "diff_ids": diff_ids},
+    });
+    if let Some(variant) = variant {
+        config["variant"] = variant.into();
+    }
+    config.to_string()
+}
