@@ -8,6 +8,7 @@ use cofolio_erofs::dump::DumpError;
 use cofolio_erofs::read::ReadError;
 use cofolio_node::bundle::BundleError;
 use cofolio_node::diff::DiffError;
+use cofolio_node::engine::EngineError;
 use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
 use cofolio_node::registry::RegistryError;
@@ -165,6 +166,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<ImportError>() {
         return of_import(error);
     }
+    if let Some(error) = cause.downcast_ref::<EngineError>() {
+        return of_engine(error);
+    }
     if let Some(error) = cause.downcast_ref::<RegistryError>() {
         return of_registry(error);
     }
@@ -241,10 +245,21 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
         }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
         ImportError::Registry(error) => of_registry(error),
+        ImportError::Engine(error) => of_engine(error),
         ImportError::Changed { .. } => (Some(Exit::Busy), None),
         ImportError::Limit { .. } => (Some(Exit::Failure), None),
         error if error.is_corrupt() => (Some(Exit::Corrupt), None),
         _ => (None, None),
+    }
+}
+
+fn of_engine(error: &EngineError) -> (Option<Exit>, Option<String>) {
+    match error {
+        EngineError::NotFound { .. } => (Some(Exit::NotFound), None),
+        EngineError::Document { .. } => (Some(Exit::Corrupt), None),
+        // The cause, an I/O error, says more.
+        EngineError::Io { .. } => (None, None),
+        _ => (Some(Exit::Failure), None),
     }
 }
 

@@ -3,6 +3,7 @@
 pub mod bundle;
 pub mod contents;
 pub mod diff;
+pub mod engine;
 pub mod export;
 pub mod ledger;
 pub mod mount;

@@ -135,6 +135,9 @@ pub enum ImportError {
     /// A registry did not give what was asked of it.
     #[error(transparent)]
     Registry(#[from] crate::registry::RegistryError),
+    /// An engine's store on this machine could not be read.
+    #[error(transparent)]
+    Engine(#[from] crate::engine::EngineError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),

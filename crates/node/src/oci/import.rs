@@ -521,6 +521,12 @@ fn default_name(source: &Source, called: Option<&str>) -> String {
     };
     let (path, tag) = match source {
         Source::Registry(reference) => return reference.name().to_owned(),
+        // An id or a digest is no name: the image has a better one, or must be given one.
+        Source::ContainersStorage(reference) => {
+            let whole = is_whole_name(&reference.name) && !reference.name.contains('@');
+            let named = called.filter(|_| !whole);
+            return named.unwrap_or(&reference.name).to_owned();
+        }
         Source::Directory { path } => (path, None),
         Source::Layout { path, tag }
         | Source::Archive { path, tag }

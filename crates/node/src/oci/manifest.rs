@@ -20,6 +20,9 @@ pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 /// Media type of a manifest by OCI.
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
+/// Media type of a layer that is not compressed.
+pub(crate) const OCI_LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+
 /// Annotation with the name or tag of an image in a layout.
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// containerd's annotation with the full name.
@@ -70,6 +73,29 @@ impl Descriptor {
         let names = || self.names().filter(|name| !name.is_empty());
         names().find(|name| is_whole_name(name)).or_else(|| names().next())
     }
+}
+
+/// As much of a manifest or index as tells which of them it is.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Kind {
+    #[serde(default)]
+    schema_version: u32,
+    #[serde(default)]
+    media_type: String,
+    #[serde(default)]
+    manifests: Option<serde::de::IgnoredAny>,
+}
+
+/// The media type of a manifest or index, by its own words.
+pub(crate) fn media_type(digest: &str, bytes: &[u8]) -> Result<String, ImportError> {
+    let kind: Kind = parse("manifest", digest, bytes)?;
+    Ok(match (kind.media_type, kind.manifests, kind.schema_version) {
+        (said, _, _) if !said.is_empty() => said,
+        (_, _, 1) => "application/vnd.docker.distribution.manifest.v1+json".to_owned(),
+        (_, Some(_), _) => OCI_INDEX.to_owned(),
+        (_, None, _) => OCI_MANIFEST.to_owned(),
+    })
 }
 
 /// Whether a tag is more than that: `name:tag` or `registry/name`.

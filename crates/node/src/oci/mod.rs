@@ -1,4 +1,4 @@
-//! Importing images: from registries, OCI layouts and archives, `docker save`, plain directories.
+//! Importing images: from registries, podman's store, OCI layouts and archives, `docker save`, plain directories.
 //!
 //! ```text
 //!            ┌ layer 0: blob ─ inflate ─ tar ─▶ layer tree ┐
@@ -35,6 +35,7 @@ mod remote;
 mod source;
 pub(crate) mod split;
 pub(crate) mod tar;
+mod tar_split;
 mod unpack;
 
 use cofolio_store::Damage;

@@ -4,8 +4,6 @@ use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use serde::Deserialize;
-
 use super::blob::{Blob, Content};
 use super::digest::BlobDigest;
 use super::error::ImportError;
@@ -25,18 +23,6 @@ pub(crate) fn blob(
 ) -> Result<Blob, ImportError> {
     let digest = descriptor.blob_digest()?;
     Ok(Blob::new(digest, descriptor.size, Arc::new(repository.clone())))
-}
-
-/// As much of a manifest or index as tells which of them it is.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Kind {
-    #[serde(default)]
-    schema_version: u32,
-    #[serde(default)]
-    media_type: String,
-    #[serde(default)]
-    manifests: Option<serde::de::IgnoredAny>,
 }
 
 /// Finds out what the image's name stands for: one HEAD, where the registry answers it as it should.
@@ -69,13 +55,7 @@ pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, I
     if manifest::leads(&by_header).is_ok() {
         return Ok(by_header);
     }
-    let kind: Kind = manifest::parse("manifest", &actual.to_string(), &document.bytes)?;
-    let media_type = match (kind.media_type, kind.manifests, kind.schema_version) {
-        (said, _, _) if !said.is_empty() => said,
-        (_, _, 1) => "application/vnd.docker.distribution.manifest.v1+json".to_owned(),
-        (_, Some(_), _) => manifest::OCI_INDEX.to_owned(),
-        (_, None, _) => manifest::OCI_MANIFEST.to_owned(),
-    };
+    let media_type = manifest::media_type(&actual.to_string(), &document.bytes)?;
     Ok(descriptor(media_type, &actual, size))
 }
 

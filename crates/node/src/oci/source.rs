@@ -17,6 +17,8 @@ use super::manifest::{
 use super::place;
 use super::remote;
 use super::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
+use super::tar_split::UnpackedLayer;
+use crate::engine::containers_storage::{self, Storage};
 use crate::registry::{Reference, RegistryOptions, Repository};
 
 /// Members of an archive that are looked at. A layout has a handful per layer.
@@ -46,6 +48,8 @@ pub enum Source {
     },
     /// An image in a registry: `docker://[HOST[:PORT]/]NAME[:TAG][@DIGEST]`.
     Registry(Reference),
+    /// An image in podman's own store: `containers-storage:[[DRIVER@]ROOT]NAME`.
+    ContainersStorage(containers_storage::Reference),
     /// What `docker save` writes: `docker-archive:PATH[:TAG]`.
     DockerSave {
         /// The archive.
@@ -63,13 +67,16 @@ impl Source {
     ///
     /// # Errors
     /// [`ImportError::Source`] if nothing is there or it is none of the forms; [`ImportError::Registry`] for
-    /// a name that cannot be; [`ImportError::Io`].
+    /// a name that cannot be, [`ImportError::Engine`] as well; [`ImportError::Io`].
     pub fn parse(text: &str) -> Result<Self, ImportError> {
         if let Some(path) = text.strip_prefix("dir:") {
             return Ok(Self::Directory { path: path.into() });
         }
         if let Some(name) = text.strip_prefix("docker://") {
             return Ok(Self::Registry(Reference::parse(name)?));
+        }
+        if let Some(name) = text.strip_prefix("containers-storage:") {
+            return Ok(Self::ContainersStorage(containers_storage::Reference::parse(name)?));
         }
         if let Some(rest) = text.strip_prefix("oci:") {
             let (path, tag) = split_tag(rest);
@@ -93,7 +100,7 @@ impl Source {
                 ImportError::Source {
                     what: format!(
                         "{text:?}: no such file or directory (forms: PATH, dir:PATH, oci:PATH[:TAG], \
-                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG])"
+                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG], containers-storage:NAME)"
                     ),
                 }
             } else {
@@ -174,6 +181,7 @@ enum Blobs {
     Directory(PathBuf),
     Archive(Members),
     Registry(Arc<Repository>),
+    Storage(Storage, containers_storage::Image),
 }
 
 /// The chosen manifest, before config and layers are looked at.
@@ -217,6 +225,16 @@ impl Opened {
                     docker: false,
                 });
             }
+            Source::ContainersStorage(reference) => {
+                let storage = Storage::open(&reference.place)?;
+                let image = storage.find(&reference.name)?.clone();
+                return Ok(Self {
+                    path: storage.root().to_owned(),
+                    tag: Some(reference.name.clone()),
+                    blobs: Blobs::Storage(storage, image),
+                    docker: false,
+                });
+            }
             Source::Archive { path, tag } => (path, tag, false),
             Source::DockerSave { path, tag } => (path, tag, true),
         };
@@ -235,6 +253,7 @@ impl Opened {
                 let found = remote::resolve(repository, document_max)?;
                 self.descend(found, None, platform, document_max)
             }
+            Blobs::Storage(_, image) => self.choose_stored(image, document_max),
             _ if self.docker => self.choose_docker(document_max),
             _ => self.choose_oci(platform, document_max),
         }
@@ -323,6 +342,30 @@ impl Opened {
         }
     }
 
+    /// Of several platforms, podman keeps the one that it has pulled: there is nothing to choose.
+    fn choose_stored(
+        &self,
+        image: &containers_storage::Image,
+        max: u64,
+    ) -> Result<Chosen, ImportError> {
+        let missing =
+            || ImportError::Missing { digest: "manifest".into(), path: self.path.clone() };
+        let bytes = self.blobs.document("manifest", max)?.ok_or_else(missing)?;
+        let digest = BlobDigest::sha256(&bytes);
+        if !image.digest.is_empty() && image.digest != digest.to_string() {
+            let (digest, actual) = (image.digest.clone(), digest.to_string());
+            return Err(ImportError::Digest { digest, actual });
+        }
+        let media_type = manifest::media_type(&digest.to_string(), &bytes)?;
+        let descriptor = Descriptor::new(media_type, digest.to_string(), bytes.len() as u64);
+        if manifest::leads(&descriptor)? != Leads::ToManifest {
+            let name = self.tag.as_deref().unwrap_or_default();
+            let what = format!("{}: {name:?} is a list of images, not one", self.path.display());
+            return Err(ImportError::Source { what });
+        }
+        Ok(Chosen::Manifest { digest, descriptor, name: image.names.first().cloned() })
+    }
+
     fn choose_docker(&self, max: u64) -> Result<Chosen, ImportError> {
         let bytes =
             self.blobs.document("manifest.json", max)?.ok_or_else(|| ImportError::Source {
@@ -397,11 +440,14 @@ impl Opened {
         image.layers.iter().try_for_each(manifest::check_layer)?;
         let config = self.blob(&image.config)?.read_all(max)?;
         let (config, diff_ids) = check_config(&image.config.digest, config, image.layers.len())?;
-        let blobs = image
-            .layers
-            .iter()
-            .map(|layer| Ok((self.blob(layer)?, layer.media_type.clone())))
-            .collect::<Result<Vec<_>, ImportError>>()?;
+        let blobs = match &self.blobs {
+            Blobs::Storage(storage, image) => stored_layers(storage, image, &diff_ids)?,
+            _ => image
+                .layers
+                .iter()
+                .map(|layer| Ok((self.blob(layer)?, layer.media_type.clone())))
+                .collect::<Result<Vec<_>, ImportError>>()?,
+        };
         Ok(FoundImage { manifest: digest, config, layers: chain(blobs, diff_ids) })
     }
 
@@ -456,16 +502,13 @@ impl Opened {
         let (file, offset, size) = match &self.blobs {
             Blobs::Registry(repository) => return remote::blob(repository, descriptor),
             Blobs::Directory(root) => {
-                let path = root.join(digest.layout_path());
-                let file = match File::open(&path) {
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(missing()),
-                    other => other.map_err(|e| io_error(&path, e))?,
-                };
-                let meta = file.metadata().map_err(|e| io_error(&path, e))?;
-                if !meta.is_file() {
-                    return Err(missing());
-                }
-                (Arc::new(file), 0, meta.len())
+                open_whole(&root.join(digest.layout_path()))?.ok_or_else(missing)?
+            }
+            // The manifest is there under its digest, too, but only since podman 1.5.
+            Blobs::Storage(storage, image) => {
+                let text = digest.to_string();
+                let key = if image.digest == text { "manifest" } else { &text };
+                open_whole(&storage.document(image, key)?)?.ok_or_else(missing)?
             }
             Blobs::Archive(members) => {
                 let (offset, size) = members.find(&digest.layout_path()).ok_or_else(missing)?;
@@ -481,6 +524,43 @@ impl Opened {
         }
         Ok(place::in_file(digest, file, offset, size))
     }
+}
+
+/// Opens a file that is a blob, from its first byte on; `None` if there is no such file.
+fn open_whole(path: &Path) -> Result<Option<(Arc<File>, u64, u64)>, ImportError> {
+    let file = match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(|e| io_error(path, e))?,
+    };
+    let meta = file.metadata().map_err(|e| io_error(path, e))?;
+    Ok(meta.is_file().then(|| (Arc::new(file), 0, meta.len())))
+}
+
+/// The layers of an image in podman's store, as the archives they were: blobs by their diff-ids.
+fn stored_layers(
+    storage: &Storage,
+    image: &containers_storage::Image,
+    diff_ids: &[BlobDigest],
+) -> Result<Vec<(Blob, String)>, ImportError> {
+    let wrong = |what: String| ImportError::Document {
+        what_blob: "image",
+        digest: image.id.clone(),
+        what: format!("{what} in {}", storage.root().display()),
+    };
+    let chain = storage.chain(&image.layer)?;
+    if chain.len() != diff_ids.len() {
+        return Err(wrong(format!("{} layers for {} diff_ids", chain.len(), diff_ids.len())));
+    }
+    let mut blobs = Vec::with_capacity(chain.len());
+    for (layer, diff_id) in chain.into_iter().zip(diff_ids) {
+        let tar_split = storage.tar_split(layer)?;
+        let size = u64::try_from(layer.diff_size).ok().filter(|&size| size > 0);
+        let size = size.ok_or_else(|| wrong(format!("layer {} has no size", layer.id)))?;
+        let content = UnpackedLayer { tar_split, files: storage.files(layer) };
+        let blob = Blob::new(diff_id.clone(), size, Arc::new(content));
+        blobs.push((blob, manifest::OCI_LAYER.to_owned()));
+    }
+    Ok(blobs)
 }
 
 /// Joins blobs and diff-ids, and computes the chain.
@@ -562,8 +642,12 @@ impl Blobs {
         match self {
             // There documents have digests, not names.
             Self::Registry(_) => Ok(None),
-            Self::Directory(root) => {
-                let path = root.join(name);
+            Self::Directory(_) | Self::Storage(..) => {
+                let path = match self {
+                    Self::Storage(storage, image) => storage.document(image, name)?,
+                    Self::Directory(root) => root.join(name),
+                    _ => return Ok(None),
+                };
                 let file = match File::open(&path) {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
                     other => other.map_err(|e| io_error(&path, e))?,

@@ -17,6 +17,7 @@ mod entries;
 mod export;
 mod hostile;
 mod layers;
+mod podman;
 mod scan;
 mod sources;
 mod streams;

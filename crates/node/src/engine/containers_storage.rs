@@ -1,0 +1,495 @@
+//! The store of podman, buildah, CRI-O and skopeo (the library containers/storage).
+//!
+//! ```text
+//! <root>/<driver>-images/images.json                 images: id, names, digest, top layer
+//! <root>/<driver>-images/<id>/manifest               their documents ("big data"), keys that are no
+//! <root>/<driver>-images/<id>/=<base64 of the key>   plain names in base64
+//! <root>/<driver>-layers/layers.json                 layers: id, parent, diff-digest, diff-size
+//! <root>/<driver>-layers/<id>.tar-split.gz           what a layer's archive was besides its files
+//! <root>/<driver>-containers/containers.json         containers: id, names, image, their own layer
+//! <root>/overlay/<id>/diff, <root>/vfs/dir/<id>      a layer's files
+//! ```
+//!
+//! The engine replaces its JSON files as a whole, so that they can be read without its locks; what a
+//! removal takes away meanwhile is missing afterwards, which is an error and no wrong result.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use serde::Deserialize;
+
+use super::{EngineError, read_json};
+
+/// Layers below one another. Engines stop at 127, overlayfs at 500.
+const DEPTH_MAX: usize = 1024;
+/// Names that an error lists.
+const NAMES_SHOWN: usize = 20;
+
+/// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it, the
+/// outer brackets being part of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reference {
+    /// Where the store is.
+    pub place: Place,
+    /// Name, name with a digest, or beginning of an id.
+    pub name: String,
+}
+
+/// Where a store is. What is not said is as the machine's `storage.conf` says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Place {
+    /// `overlay` or `vfs`.
+    pub driver: Option<String>,
+    /// The graph root.
+    pub root: Option<PathBuf>,
+}
+
+impl Reference {
+    /// Parses what follows `containers-storage:`.
+    ///
+    /// # Errors
+    /// [`EngineError::NotFound`] for what can be no name.
+    pub fn parse(text: &str) -> Result<Self, EngineError> {
+        let wrong = |what: &str| EngineError::NotFound {
+            what: format!("containers-storage:{text}: {what}"),
+        };
+        let (place, name) = match text.strip_prefix('[') {
+            None => (Place::default(), text),
+            Some(rest) => {
+                let (inner, name) = rest.split_once(']').ok_or_else(|| wrong("no closing `]`"))?;
+                let (driver, rest) = match inner.split_once('@') {
+                    Some((driver, rest)) => (Some(driver.to_owned()), rest),
+                    None => (None, inner),
+                };
+                // The run root and the driver's options are of no use to who only reads.
+                let root = rest.split(['+', ':']).next().unwrap_or_default();
+                if !root.starts_with('/') {
+                    return Err(wrong("the store's root is no absolute path"));
+                }
+                (Place { driver, root: Some(root.into()) }, name)
+            }
+        };
+        if name.is_empty() {
+            return Err(wrong("no image is named"));
+        }
+        Ok(Self { place, name: name.to_owned() })
+    }
+}
+
+/// The part of `storage.conf` that says where the store is.
+#[derive(Debug, Default, Deserialize)]
+struct Configuration {
+    #[serde(default)]
+    storage: StorageSection,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct StorageSection {
+    #[serde(default)]
+    driver: String,
+    #[serde(default)]
+    graphroot: String,
+}
+
+/// An image's record.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Image {
+    /// Its id, normally the hex digest of its config.
+    pub id: String,
+    /// Digest of its manifest.
+    #[serde(default)]
+    pub digest: String,
+    /// Whole names, with tags.
+    #[serde(default)]
+    pub names: Vec<String>,
+    /// The top layer's id; empty for a list of images.
+    #[serde(default)]
+    pub layer: String,
+}
+
+/// A layer's record.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Layer {
+    /// Its id.
+    pub id: String,
+    /// The layer below.
+    #[serde(default)]
+    pub parent: String,
+    /// Digest of the archive it was unpacked from, uncompressed; empty for a container's own layer.
+    #[serde(default, rename = "diff-digest")]
+    pub diff_digest: String,
+    /// Size of that archive, in bytes.
+    #[serde(default, rename = "diff-size")]
+    pub diff_size: i64,
+}
+
+/// A container's record.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Container {
+    /// Its id.
+    pub id: String,
+    /// Its names.
+    #[serde(default)]
+    pub names: Vec<String>,
+    /// Id of its image.
+    #[serde(default)]
+    pub image: String,
+    /// Id of its own, writable layer.
+    #[serde(default)]
+    pub layer: String,
+}
+
+/// An opened store.
+#[derive(Debug)]
+pub struct Storage {
+    root: PathBuf,
+    driver: &'static str,
+    images: Vec<Image>,
+    layers: HashMap<String, Layer>,
+}
+
+impl Storage {
+    /// Opens the store at a place; where nothing is said, the one that this user's podman has.
+    ///
+    /// # Errors
+    /// [`EngineError::NotFound`] if there is none, [`EngineError::Unsupported`] for another driver than
+    /// overlay and vfs, [`EngineError::Io`] and [`EngineError::Document`].
+    pub fn open(place: &Place) -> Result<Self, EngineError> {
+        let configured = match &place.root {
+            Some(_) => StorageSection::default(),
+            None => configuration()?,
+        };
+        let root = match &place.root {
+            Some(root) => root.clone(),
+            None if !configured.graphroot.is_empty() => configured.graphroot.into(),
+            None => default_root(),
+        };
+        let wanted = place.driver.clone().unwrap_or(configured.driver);
+        let there = |driver: &str| root.join(format!("{driver}-images/images.json"));
+        let driver = match wanted.as_str() {
+            "overlay" | "overlay2" => "overlay",
+            "vfs" => "vfs",
+            "" => {
+                let known = ["overlay", "vfs"].into_iter().find(|driver| there(driver).exists());
+                known.ok_or_else(|| no_store(&root))?
+            }
+            other => {
+                return Err(EngineError::Unsupported {
+                    what: format!(
+                        "{}: the storage driver {other:?}; overlay and vfs can be read",
+                        root.display()
+                    ),
+                });
+            }
+        };
+        let images = read_json(&there(driver))?.ok_or_else(|| no_store(&root))?;
+        let path = root.join(format!("{driver}-layers/layers.json"));
+        let layers: Vec<Layer> = read_json(&path)?.unwrap_or_default();
+        // Ids become parts of paths.
+        if let Some(bad) = layers.iter().map(|l| &l.id).find(|id| !is_id(id)) {
+            return Err(EngineError::Document {
+                path,
+                what: format!("{bad:?} is no id of a layer"),
+            });
+        }
+        let layers = layers.into_iter().map(|layer| (layer.id.clone(), layer)).collect();
+        Ok(Self { root, driver, images, layers })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// `overlay` or `vfs`.
+    #[must_use]
+    pub fn driver(&self) -> &str {
+        self.driver
+    }
+
+    /// All images.
+    #[must_use]
+    pub fn images(&self) -> &[Image] {
+        &self.images
+    }
+
+    /// All containers, whether they run or not.
+    ///
+    /// # Errors
+    /// [`EngineError::Io`] and [`EngineError::Document`].
+    pub fn containers(&self) -> Result<Vec<Container>, EngineError> {
+        let path = self.root.join(format!("{}-containers/containers.json", self.driver));
+        Ok(read_json(&path)?.unwrap_or_default())
+    }
+
+    /// Finds an image as podman does: by whole name, by the end of one (`redis` is
+    /// `docker.io/library/redis:latest`), by name and digest, by the beginning of its id.
+    ///
+    /// # Errors
+    /// [`EngineError::NotFound`] if there is none, or several.
+    pub fn find(&self, name: &str) -> Result<&Image, EngineError> {
+        let (plain, digest) = match name.split_once('@') {
+            Some((plain, digest)) => (plain, Some(digest)),
+            None => (name, None),
+        };
+        let repository = |name: &str| match name.rsplit_once(':') {
+            Some((repository, tag)) if !tag.contains('/') => repository.to_owned(),
+            _ => name.to_owned(),
+        };
+        let tagged = repository(plain) != plain;
+        let wanted =
+            if tagged || digest.is_some() { plain.to_owned() } else { format!("{plain}:latest") };
+        let is_name = |have: &String, end: bool| {
+            let have = if digest.is_some() && !tagged {
+                repository(have.split('@').next().unwrap_or(have))
+            } else {
+                have.clone()
+            };
+            have == wanted || end && have.strip_suffix(&wanted).is_some_and(|h| h.ends_with('/'))
+        };
+        let is_digest = |image: &&Image| digest.is_none_or(|digest| image.digest == digest);
+        let by = |end: bool| -> Vec<&Image> {
+            let named = |image: &&Image| image.names.iter().any(|name| is_name(name, end));
+            self.images.iter().filter(named).filter(is_digest).collect()
+        };
+        let by_id = || -> Vec<&Image> {
+            let id = name.strip_prefix("sha256:").unwrap_or(name);
+            let hex = id.len() >= 3 && id.bytes().all(|b| b.is_ascii_hexdigit());
+            self.images.iter().filter(|image| hex && image.id.starts_with(id)).collect()
+        };
+        let mut found = by(false);
+        if found.is_empty() {
+            found = by(true);
+        }
+        if found.is_empty() {
+            found = by_id();
+        }
+        let root = self.root.display();
+        match found[..] {
+            [one] => Ok(one),
+            [] => {
+                let mut names: Vec<&str> =
+                    self.images.iter().flat_map(|i| &i.names).map(String::as_str).collect();
+                names.sort_unstable();
+                let more = names.len().saturating_sub(NAMES_SHOWN);
+                names.truncate(NAMES_SHOWN);
+                let mut there = names.join(", ");
+                if more > 0 {
+                    there += &format!(" and {more} more");
+                }
+                let there = if there.is_empty() {
+                    "it has none with a name".into()
+                } else {
+                    format!("it has: {there}")
+                };
+                Err(EngineError::NotFound {
+                    what: format!("{root} has no image {name:?}; {there}"),
+                })
+            }
+            _ => {
+                let ids: Vec<_> = found.iter().map(|image| image.id.as_str()).collect();
+                let what = format!("{root}: {name:?} could be each of {}", ids.join(", "));
+                Err(EngineError::NotFound { what })
+            }
+        }
+    }
+
+    /// The layers of an image or container, lowest first.
+    ///
+    /// # Errors
+    /// [`EngineError::Document`] if one is missing, or they go round in circles.
+    pub fn chain(&self, top: &str) -> Result<Vec<&Layer>, EngineError> {
+        let wrong = |what| EngineError::Document {
+            path: self.root.join(format!("{}-layers/layers.json", self.driver)),
+            what,
+        };
+        let mut chain = Vec::new();
+        let mut id = top;
+        while !id.is_empty() {
+            let layer = self.layers.get(id).ok_or_else(|| {
+                wrong(format!("no layer {id:?} (additional image stores are not looked at)"))
+            })?;
+            if chain.len() == DEPTH_MAX {
+                return Err(wrong(format!("more than {DEPTH_MAX} layers below {top:?}")));
+            }
+            chain.push(layer);
+            id = &layer.parent;
+        }
+        chain.reverse();
+        Ok(chain)
+    }
+
+    /// Where a document of an image is, by its key: `manifest`, or the digest of the config.
+    ///
+    /// # Errors
+    /// [`EngineError::Document`] if the image's id cannot be part of a path.
+    pub fn document(&self, image: &Image, key: &str) -> Result<PathBuf, EngineError> {
+        let dir = self.root.join(format!("{}-images", self.driver));
+        if !is_id(&image.id) {
+            let what = format!("{:?} is no id of an image", image.id);
+            return Err(EngineError::Document { path: dir.join("images.json"), what });
+        }
+        let plain = key.bytes().all(|b| b == b'.' || b.is_ascii_digit() || b.is_ascii_lowercase());
+        let name = if plain { key.to_owned() } else { format!("={}", BASE64_STANDARD.encode(key)) };
+        Ok(dir.join(&image.id).join(name))
+    }
+
+    /// The directory with a layer's files. Of vfs, those of the layers below are there as well.
+    #[must_use]
+    pub fn files(&self, layer: &Layer) -> PathBuf {
+        match self.driver {
+            "vfs" => self.root.join("vfs/dir").join(&layer.id),
+            _ => self.root.join("overlay").join(&layer.id).join("diff"),
+        }
+    }
+
+    /// Where a container's root is mounted while it runs; with vfs nothing is mounted.
+    #[must_use]
+    pub fn mount_point(&self, container: &Container) -> PathBuf {
+        self.root.join(self.driver).join(&container.layer).join("merged")
+    }
+
+    /// What a layer's archive was besides its files.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if it was not kept, or the layer's files are not files by name.
+    pub fn tar_split(&self, layer: &Layer) -> Result<PathBuf, EngineError> {
+        let dir = self.root.join(format!("{}-layers", self.driver));
+        let path = dir.join(format!("{}.tar-split.gz", layer.id));
+        let composefs = self.root.join("overlay").join(&layer.id).join("composefs-data");
+        let what = if self.driver == "overlay" && composefs.exists() {
+            "its files are kept as composefs objects"
+        } else if !path.exists() {
+            "there is no tar-split of it (a partial pull of a zstd:chunked layer leaves none)"
+        } else {
+            return Ok(path);
+        };
+        Err(EngineError::Unsupported {
+            what: format!(
+                "{}: layer {} cannot be read back as an archive: {what}",
+                self.root.display(),
+                layer.id
+            ),
+        })
+    }
+}
+
+fn no_store(root: &Path) -> EngineError {
+    let what = format!("{}: no images of podman's here (containers/storage)", root.display());
+    EngineError::NotFound { what }
+}
+
+/// Whether an id can be part of a path.
+fn is_id(id: &str) -> bool {
+    !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric())
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn home() -> PathBuf {
+    std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default()
+}
+
+/// The graph root that podman has without a configuration.
+fn default_root() -> PathBuf {
+    if is_root() {
+        return "/var/lib/containers/storage".into();
+    }
+    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
+    data.unwrap_or_else(|| home().join(".local/share")).join("containers/storage")
+}
+
+/// What the first of the files says that podman would read.
+fn configuration() -> Result<StorageSection, EngineError> {
+    let mut files = Vec::new();
+    if let Some(path) = std::env::var_os("CONTAINERS_STORAGE_CONF") {
+        files.push(PathBuf::from(path));
+    } else if is_root() {
+        files.extend(
+            ["/etc/containers/storage.conf", "/usr/share/containers/storage.conf"]
+                .map(PathBuf::from),
+        );
+    } else {
+        // The machine's file is about root's store.
+        let config = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from);
+        let config = config.unwrap_or_else(|| home().join(".config"));
+        files.push(config.join("containers/storage.conf"));
+    }
+    for path in files {
+        let text = match std::fs::read_to_string(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            other => other.map_err(|source| EngineError::Io { path: path.clone(), source })?,
+        };
+        let found: Configuration = toml::from_str(&text)
+            .map_err(|e| EngineError::Document { path, what: e.message().to_owned() })?;
+        return Ok(found.storage);
+    }
+    Ok(StorageSection::default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn storage() -> Storage {
+        let image = |id: &str, digest: &str, names: &[&str]| Image {
+            id: id.into(),
+            digest: digest.into(),
+            names: names.iter().map(|&n| n.into()).collect(),
+            layer: String::new(),
+        };
+        Storage {
+            root: "/store".into(),
+            driver: "overlay",
+            images: vec![
+                image(
+                    "abc111",
+                    "sha256:1",
+                    &["localhost:5000/redis:7", "docker.io/library/redis:latest"],
+                ),
+                image("abc222", "sha256:2", &["quay.example/other/redis:7"]),
+                image("def333", "sha256:3", &["quay.example/redis/redis@sha256:3"]),
+            ],
+            layers: HashMap::new(),
+        }
+    }
+
+    #[test]
+    fn images_by_the_names_that_podman_takes() {
+        let storage = storage();
+        let id = |name: &str| storage.find(name).map(|image| image.id.as_str()).unwrap_or("none");
+        assert_eq!(id("redis"), "abc111");
+        assert_eq!(id("library/redis"), "abc111");
+        assert_eq!(id("localhost:5000/redis:7"), "abc111");
+        assert_eq!(id("other/redis:7"), "abc222");
+        assert_eq!(id("redis@sha256:3"), "def333");
+        assert_eq!(id("redis@sha256:4"), "none");
+        assert_eq!(id("def"), "def333");
+        assert_eq!(id("sha256:abc2"), "abc222");
+        let both = storage.find("redis:7").unwrap_err().to_string();
+        assert!(both.contains("abc111, abc222"), "{both}");
+        assert!(storage.find("abc").is_err());
+        let none = storage.find("dis").unwrap_err().to_string();
+        assert!(none.contains("docker.io/library/redis:latest"), "{none}");
+    }
+
+    #[test]
+    fn references_as_skopeo_writes_them() {
+        let parse = |text: &str| Reference::parse(text).unwrap();
+        assert_eq!(parse("redis:7").place, Place::default());
+        let whole =
+            parse("[overlay@/var/store+/run/store:overlay.mount_program=x]localhost/redis:7");
+        assert_eq!(whole.name, "localhost/redis:7");
+        assert_eq!(whole.place.driver.as_deref(), Some("overlay"));
+        assert_eq!(whole.place.root.as_deref(), Some(Path::new("/var/store")));
+        assert_eq!(parse("[/var/store]a").place.root.as_deref(), Some(Path::new("/var/store")));
+        for bad in ["", "[/var/store", "[/var/store]", "[store]a"] {
+            assert!(Reference::parse(bad).is_err(), "{bad}");
+        }
+    }
+}
