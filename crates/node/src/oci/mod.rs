@@ -22,6 +22,8 @@ mod acl;
 mod blob;
 pub(crate) mod digest;
 mod error;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod import;
 pub(crate) mod layer;
 mod manifest;

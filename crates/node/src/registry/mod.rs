@@ -18,6 +18,8 @@ mod credentials;
 mod download;
 mod endpoint;
 mod error;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod helper;
 mod http;
 mod pace;

@@ -1,0 +1,142 @@
+//! What the targets of `fuzz/` call: built with `--cfg fuzzing` only, and no part of the library otherwise.
+//!
+//! Each function takes any bytes and panics if something does not hold that must; `fuzz/fuzz_targets/` says
+//! what.
+
+#![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
+
+use cofolio_erofs::read::Image;
+use cofolio_erofs::tree::{Content, EXTERNAL_MAX, Tree};
+use cofolio_erofs::write::{WriteOptions, write};
+
+use super::digest::BlobDigest;
+use super::layer::{IMPLICIT, LOWER_LINK, LayerTree, Made, WHITEOUT};
+use super::manifest::{self, Config, Descriptor, DockerImage, Index, Manifest, Platform};
+use super::merge;
+use super::overlay::{LayerDump, Overlay};
+use super::tar::{MetaLimits, Reader};
+
+/// Layers of one image; what follows is not looked at.
+const LAYERS: usize = 4;
+
+/// Tar archives one after the other, each a layer over those before it.
+pub fn layers(mut data: &[u8]) {
+    let mut merged: Option<Tree> = None;
+    let mut hidden = Vec::new();
+    for _ in 0..LAYERS {
+        if data.is_empty() {
+            break;
+        }
+        let Some(layer) = unpack(&mut data) else { break };
+        let mut dump = Vec::new();
+        cofolio_erofs::dump::write(&layer, &mut dump).unwrap();
+        let text = zstd::bulk::compress(&dump, 1).unwrap();
+        let result = match &mut merged {
+            None => merge::base(layer).map(|tree| merged = Some(tree)),
+            Some(lower) => match Overlay::read(LayerDump::Memory(text)) {
+                Ok(overlay) => merge::apply(lower, &overlay, &mut hidden),
+                // An entry can need more text than a line may have.
+                Err(error) => {
+                    assert!(dump.split(|b| *b == b'\n').any(|l| l.len() > 0xffff), "{error}");
+                    return;
+                }
+            },
+        };
+        if result.is_err() {
+            return;
+        }
+    }
+    let Some(tree) = merged else { return };
+    for visit in tree.walk() {
+        assert!(!visit.name.starts_with(WHITEOUT));
+        assert!(tree.xattrs(visit.inode).all(|(name, _)| name != IMPLICIT && name != LOWER_LINK));
+    }
+    let image = image_of(&tree);
+    let again = Image::open(&image).unwrap().to_tree().unwrap();
+    assert!(image_of(&again) == image, "an image read and written again is another one");
+}
+
+fn image_of(tree: &Tree) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    write(tree, &WriteOptions { min_version: 1, max_version: 1 }, &mut bytes).unwrap();
+    bytes
+}
+
+/// The tree of the archive at the beginning of `data`, which is what follows it then.
+fn unpack(data: &mut &[u8]) -> Option<Tree> {
+    let limits = MetaLimits { extended_bytes: 1 << 16, sparse_segments: 1 << 10 };
+    let mut reader = Reader::new(*data, limits);
+    let mut tree = LayerTree::new();
+    while let Some(entry) = reader.next_entry().ok()? {
+        let size = entry.file_size();
+        if let Some(sparse) = &entry.sparse {
+            let mut end = 0;
+            for &(offset, length) in &sparse.segments {
+                assert!(offset >= end, "segments overlap");
+                end = offset.checked_add(length).unwrap();
+            }
+            assert!(end <= sparse.size);
+            let sum: u64 = sparse.segments.iter().map(|(_, length)| length).sum();
+            assert_eq!(sum, entry.data_size);
+        }
+        if let Made::File(inode) = tree.add(&entry).ok()?
+            && size > 0
+        {
+            if size > EXTERNAL_MAX {
+                return None;
+            }
+            let digest = [u8::try_from(size % 251).unwrap(); 32];
+            tree.set_content(inode, Content::object(size, &digest)).unwrap();
+        }
+    }
+    let used = usize::try_from(reader.offset()).unwrap();
+    *data = data.get(used.max(1)..).unwrap_or_default();
+    Some(tree.into_tree())
+}
+
+/// The documents of an image: index, manifest, config, and `manifest.json` of `docker save`.
+pub fn documents(data: &[u8]) {
+    if let Ok(index) = manifest::parse::<Index>("index", "", data) {
+        let all: Vec<&Descriptor> = index.manifests.iter().collect();
+        if let Ok(chosen) = manifest::for_platform(&all, &Platform::host()) {
+            assert!(all.iter().any(|one| std::ptr::eq(*one, chosen)));
+        }
+        all.into_iter().for_each(descriptor);
+    }
+    if let Ok(manifest) = manifest::parse::<Manifest>("manifest", "", data) {
+        descriptor(&manifest.config);
+        manifest.layers.iter().for_each(descriptor);
+    }
+    if let Ok(config) = manifest::parse::<Config>("config", "", data) {
+        config.rootfs.diff_ids.iter().for_each(|digest| blob_digest(digest));
+    }
+    if let Ok(images) = manifest::parse::<Vec<DockerImage>>("manifest.json", "", data) {
+        for tag in images.into_iter().filter_map(|image| image.repo_tags).flatten() {
+            manifest::is_whole_name(&tag);
+        }
+    }
+    if let Ok(text) = std::str::from_utf8(data)
+        && let Ok(platform) = Platform::parse(text)
+    {
+        let again = Platform::parse(&platform.to_string()).unwrap();
+        assert_eq!(platform.to_string(), again.to_string());
+    }
+}
+
+fn descriptor(one: &Descriptor) {
+    let _ = manifest::leads(one);
+    let _ = manifest::check_config(one);
+    let _ = manifest::check_layer(one);
+    let _ = one.name();
+    if one.blob_digest().is_ok() {
+        blob_digest(&one.digest);
+    }
+}
+
+fn blob_digest(text: &str) {
+    if let Some(digest) = BlobDigest::parse(text) {
+        assert_eq!(digest.to_string(), text);
+        // It becomes part of paths.
+        assert!(!digest.layout_path().contains(".."));
+    }
+}
