@@ -24,6 +24,12 @@ corpus:
 PREFIX ?= /usr/local
 install: build
 	install -D -m 755 target/release/cofolio $(DESTDIR)$(PREFIX)/bin/cofolio
+	target/release/cofolio man --quiet $(DESTDIR)$(PREFIX)/share/man/man1
+	install -d $(DESTDIR)$(PREFIX)/share/bash-completion/completions $(DESTDIR)$(PREFIX)/share/zsh/site-functions \
+	    $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d
+	target/release/cofolio completions bash >$(DESTDIR)$(PREFIX)/share/bash-completion/completions/cofolio
+	target/release/cofolio completions zsh >$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_cofolio
+	target/release/cofolio completions fish >$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/cofolio.fish
 
 clean:
 	cargo clean

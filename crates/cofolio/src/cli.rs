@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 
 use crate::cmd;
 use crate::exit;
@@ -124,9 +124,16 @@ pub(crate) enum Command {
     Doctor(cmd::doctor::Args),
     Config(cmd::config::Args),
     Bench(cmd::bench::Args),
+    Completions(cmd::completions::Args),
+    Man(cmd::man::Args),
     #[command(hide = true)]
     CollectStaging(cmd::collect_staging::Args),
     Mkcomposefs(cmd::mkcomposefs::Args),
+}
+
+/// All commands as man pages and completions show them: `bench` with the grammar that it has below itself.
+pub(crate) fn documented() -> clap::Command {
+    Cli::command().mut_subcommand("bench", |_| cmd::bench::grammar().name("bench"))
 }
 
 fn long_help() -> String {
@@ -144,13 +151,12 @@ fn long_help() -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn definitions_are_consistent() {
         Cli::command().debug_assert();
+        documented().debug_assert();
     }
 
     /// Somebody who asks for help gets what the command does first, and an example.

@@ -274,6 +274,7 @@ fn the_manual_is_in_step() {
         add(&format!("cofolio {command}"), &["help", &command]);
         if command == "bench" {
             add("cofolio bench share", &["bench", "share", "--help"]);
+            add("cofolio bench page", &["bench", "page", "--help"]);
         }
     }
     if std::env::var_os("COFOLIO_BLESS").is_some() {

@@ -1,5 +1,6 @@
 //! `cofolio bench`: measurements that other projects publish, on any images.
 
+mod html;
 mod measure;
 mod reader;
 mod report;
@@ -9,7 +10,7 @@ mod source;
 
 use std::ffi::OsString;
 
-use clap::Parser;
+use clap::{CommandFactory as _, Parser};
 
 use crate::{
     cmd::Outcome,
@@ -20,6 +21,7 @@ use crate::{
 /// Measure what sharing saves
 ///
 /// `cofolio bench share OLD NEW`: memory for reading every file of two images, without and with sharing.
+/// `cofolio bench page RESULT… --html FILE`: results of several pairs as one page for a browser.
 /// `cofolio bench share --help` says more.
 #[derive(Debug, clap::Args)]
 #[command(
@@ -47,10 +49,16 @@ struct Bench {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
-    Share(share::Args),
+    Share(Box<share::Args>),
+    Page(html::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Read(reader::Args),
+}
+
+/// The grammar of what comes after `bench`, for man pages and completions.
+pub(crate) fn grammar() -> clap::Command {
+    Bench::command()
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
@@ -71,16 +79,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             }
             share::run(&args, context)
         }
+        Command::Page(args) => html::run(&args),
         Command::Read(args) => reader::run(&args).map(|()| Exit::Ok),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     #[test]
     fn definitions_are_consistent() {
-        super::Bench::command().debug_assert();
+        super::grammar().debug_assert();
     }
 }

@@ -5,6 +5,7 @@ pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
 pub(crate) mod collect_staging;
+pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod diff;
 pub(crate) mod doctor;
@@ -16,6 +17,7 @@ pub(crate) mod images;
 pub(crate) mod import;
 pub(crate) mod inspect;
 pub(crate) mod ls;
+pub(crate) mod man;
 pub(crate) mod mkcomposefs;
 pub(crate) mod mount;
 pub(crate) mod mounts;
@@ -66,6 +68,8 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Bundle(args) => bundle::run(&args, &context),
         Command::Doctor(args) => doctor::run(&args, &context),
         Command::Config(args) => config::run(&args, &context),
+        Command::Completions(args) => completions::run(&args),
+        Command::Man(args) => man::run(&args, &context),
         Command::Bench(args) => bench::run(&args, &context),
         Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),

@@ -24,6 +24,7 @@ use crate::{
 };
 
 use super::{
+    html,
     measure::{self, OwnFiles, Source},
     reader::Mode,
     report::{self, Report},
@@ -39,7 +40,7 @@ use super::{
 /// drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
-  cofolio bench share corpus/out/redis/old corpus/out/redis/new --json redis.json
+  cofolio bench share corpus/out/redis/old corpus/out/redis/new --json redis.json --html redis.html
 
 Exit codes: 0 measured and the figures agree, 1 they do not agree or something failed; others as for
 every command.")]
@@ -51,6 +52,9 @@ pub(crate) struct Args {
     /// Write every figure of every run to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Write a page for a browser to this file: one file, with nothing loaded from elsewhere
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Runs of each kind; the table has medians
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
@@ -157,6 +161,9 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&report)?;
         fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    if let Some(path) = &args.html {
+        html::write(path, &[serde_json::to_value(&report)?])?;
     }
     io::stdout().write_all(report::table(&report).as_bytes())?;
     let ok = report.checks.iter().all(|check| check.ok);
