@@ -349,10 +349,9 @@ fn make_sources(sandbox: &Sandbox) -> Vec<Source> {
         sources.push(Source { argument, digest: String::new(), files });
     }
     // What each should become, from a store in which nothing is ever killed.
+    let reference = Sandbox::new();
     for source in &mut sources {
-        let store = sandbox.text("reference");
-        let args = ["--store", &store, "import", "--json", "--name", "x", &source.argument];
-        let ran = sandbox.run(&args);
+        let ran = reference.run(&["import", "--json", "--name", "x", &source.argument]);
         ran.ok();
         source.digest = ran.json()["image"].as_str().unwrap().to_owned();
     }
