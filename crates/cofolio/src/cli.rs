@@ -120,6 +120,7 @@ pub(crate) enum Command {
     Run(cmd::run::Args),
     Ps(cmd::ps::Args),
     Stop(cmd::stop::Args),
+    Survey(cmd::survey::Args),
     Bundle(cmd::bundle::Args),
     Doctor(cmd::doctor::Args),
     Config(cmd::config::Args),

@@ -12,4 +12,5 @@ pub mod probe;
 pub mod registry;
 pub mod run;
 pub mod sharing;
+pub mod survey;
 pub mod tree_scan;

@@ -26,6 +26,7 @@ pub(crate) mod pull;
 pub(crate) mod rm;
 pub(crate) mod run;
 pub(crate) mod stop;
+pub(crate) mod survey;
 pub(crate) mod tag;
 pub(crate) mod umount;
 pub(crate) mod verify;
@@ -65,6 +66,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Gc(args) => gc::run(&args, &context),
         Command::Fsck(args) => fsck::run(&args, &context),
         Command::Du(args) => du::run(&args, &context),
+        Command::Survey(args) => survey::run(&args, &context),
         Command::Bundle(args) => bundle::run(&args, &context),
         Command::Doctor(args) => doctor::run(&args, &context),
         Command::Config(args) => config::run(&args, &context),

@@ -46,11 +46,21 @@ pub enum EngineError {
 /// Largest file of an engine's own records, in bytes. A layer takes some 700 of them.
 const RECORDS_MAX: u64 = 256 << 20;
 
+/// Opens a file without changing when it was last read, as far as that is allowed.
+fn open(path: &Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let no_trace = i32::try_from(rustix::fs::OFlags::NOATIME.bits()).unwrap_or(0);
+    match File::options().read(true).custom_flags(no_trace).open(path) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(path),
+        other => other,
+    }
+}
+
 /// Reads a JSON file; `None` if it is not there.
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, EngineError> {
     let failed = |source| EngineError::Io { path: path.to_owned(), source };
     let wrong = |what| EngineError::Document { path: path.to_owned(), what };
-    let file = match File::open(path) {
+    let file = match open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(failed)?,
     };
