@@ -102,6 +102,7 @@ pub(crate) enum Command {
     Import(cmd::import::Args),
     Pull(cmd::pull::Args),
     Build(cmd::build::Args),
+    Export(cmd::export::Args),
     Mount(cmd::mount::Args),
     Umount(cmd::umount::Args),
     Mounts(cmd::mounts::Args),

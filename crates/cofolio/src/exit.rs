@@ -9,6 +9,7 @@ use cofolio_erofs::read::ReadError;
 use cofolio_node::bundle::BundleError;
 use cofolio_node::diff::DiffError;
 use cofolio_node::engine::EngineError;
+use cofolio_node::export::ExportError;
 use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
 use cofolio_node::registry::RegistryError;
@@ -169,6 +170,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<EngineError>() {
         return of_engine(error);
     }
+    if let Some(error) = cause.downcast_ref::<ExportError>() {
+        return of_export(error);
+    }
     if let Some(error) = cause.downcast_ref::<RegistryError>() {
         return of_registry(error);
     }
@@ -316,6 +320,25 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         (_, ErrorKind::Request) => Some(Exit::Failure),
     };
     (exit, hint.map(str::to_owned))
+}
+
+fn of_export(error: &ExportError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        ExportError::Destination { .. } => (Exit::Usage, None),
+        ExportError::NoSplit { .. } => (
+            Exit::NotFound,
+            Some("an earlier version imported it: import the image again from where it came"),
+        ),
+        ExportError::Stopped => (Exit::Interrupted, None),
+        ExportError::Store(error) => return of_store(error),
+        error if error.is_corrupt() => (
+            Exit::Corrupt,
+            Some("`cofolio fsck` says what else is damaged, and repairs it with --repair --from"),
+        ),
+        ExportError::Io { .. } => return (None, None),
+        _ => (Exit::Failure, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
 }
 
 fn of_bundle(error: &BundleError) -> (Option<Exit>, Option<String>) {

@@ -9,6 +9,7 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -50,4 +51,16 @@ pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// A flag that a signal to end sets, for work that looks at it often and cleans up after itself. The second
+/// signal ends the process, should the work be stuck.
+pub(crate) fn flag() -> std::io::Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        let code = i32::from(Exit::Interrupted as u8);
+        signal_hook::flag::register_conditional_shutdown(signal, code, flag.clone())?;
+        signal_hook::flag::register(signal, flag.clone())?;
+    }
+    Ok(flag)
 }

@@ -252,6 +252,57 @@ impl Damaged {
     }
 }
 
+/// From a layout to a layout, an archive and what docker takes, and from there into another store: the same
+/// image id, the same image. A directory comes back the same, too.
+#[test]
+fn what_is_exported_is_the_same_image() {
+    let sandbox = Sandbox::new();
+    let base = Tar::default().directory("etc/", 0o755).file("etc/base", 0o644, b"base").finish();
+    let top = Tar::default().file("etc/top", 0o644, b"top").finish();
+    let layout = sandbox.dir("layout");
+    write_layout(&layout, "box:1", &[base, top], json!({"Cmd": ["sh"]}));
+    let source = format!("oci:{}", layout.display());
+    let imported = sandbox.run(&["import", "--json", &source, "--name", "box:1"]).json();
+    sandbox.import_tree("tree:1");
+    let index: serde_json::Value =
+        serde_json::from_slice(&fs::read(layout.join("index.json")).unwrap()).unwrap();
+    let manifest = index["manifests"][0]["digest"].as_str().unwrap();
+    let manifest = fs::read(layout.join("blobs/sha256").join(&manifest[7..])).unwrap();
+    let manifest: serde_json::Value = serde_json::from_slice(&manifest).unwrap();
+
+    let out = |name: &str| sandbox.dir("out").join(name).display().to_string();
+    for (how, file) in [("oci", "a"), ("oci-archive", "b.tar"), ("docker-archive", "c.tar")] {
+        for compress in ["gzip", "zstd", "none"] {
+            let to = format!("{how}:{}", out(&format!("{compress}-{file}")));
+            let exported = sandbox.run(&["export", "--json", "box:1", &to, "--compress", compress]);
+            let exported = exported.json();
+            assert_eq!(exported["name"], "box:1");
+            assert_eq!(exported["config"], manifest["config"]["digest"]);
+            let other = Sandbox::new();
+            let again = other.run(&["import", "--json", &to]).json();
+            assert_eq!((&again["image"], &again["name"]), (&imported["image"], &json!("box:1")));
+        }
+    }
+    let to = format!("oci-archive:{}:other/name:2", out("tree.tar"));
+    let exported = sandbox.run(&["export", "tree:1", &to]);
+    assert!(exported.ok().starts_with("sha256:"), "{}", exported.stdout);
+    let again = Sandbox::new().run(&["import", "--json", &to]).json();
+    let tree = sandbox.run(&["inspect", "--json", "tree:1"]).json();
+    assert_eq!((&again["image"], &again["name"]), (&tree["image"], &json!("other/name:2")));
+
+    sandbox.run(&["export", "none:1", &to]).fails_with(3);
+    sandbox.run(&["export", "box:1", "elsewhere:x"]).fails_with(2);
+    sandbox.run(&["export", "box:1", &format!("oci:{}", out("tree.tar"))]).fails_with(2);
+    // Damage has its own code, names the object, and leaves nothing.
+    let object = cofolio_store::verity::digest(b"top").to_string();
+    let object = format!("store/domains/default/objects/{}/{}", &object[..2], &object[2..]);
+    common::overwrite(&sandbox.path(&object), b"tOp").unwrap();
+    let failed = sandbox.run(&["export", "box:1", &format!("oci:{}", out("damaged"))]);
+    failed.fails_with(4);
+    assert!(failed.stderr.contains("its content has digest"), "{}", failed.stderr);
+    assert!(!sandbox.dir("out").join("damaged").exists());
+}
+
 #[test]
 fn layers_are_known_the_second_time() {
     let sandbox = Sandbox::new();

@@ -11,6 +11,7 @@ pub(crate) mod diff;
 pub(crate) mod doctor;
 pub(crate) mod du;
 pub(crate) mod dump;
+pub(crate) mod export;
 pub(crate) mod fsck;
 pub(crate) mod gc;
 pub(crate) mod images;
@@ -51,6 +52,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Import(args) => import::run(&args, &context),
         Command::Pull(args) => pull::run(&args, &context),
         Command::Build(args) => build::run(&args, &context),
+        Command::Export(args) => export::run(&args, &context),
         Command::Mount(args) => mount::run(&args, &context),
         Command::Umount(args) => umount::run(&args, &context),
         Command::Mounts(args) => mounts::run(&args, &context),
