@@ -491,7 +491,8 @@ fn a_real_redis_serves() {
     }
     machine.run(&["import", "--name", "redis", layout.to_str().unwrap()]).ok();
     for runtime in runtimes {
-        let script = "redis-server --save '' --daemonize yes >/dev/null && sleep 1 && \
+        let script = "redis-server --save '' --daemonize yes >/dev/null; for i in $(seq 100); do \
+                      redis-cli ping >/dev/null 2>&1 && break; sleep 0.1; done; \
                       redis-cli set folio one && redis-cli get folio && id -un";
         let ran = machine.run(&[
             "run",

@@ -369,16 +369,7 @@ impl<'a> Containers<'a> {
             Err(MountError::NotMounted(_)) => {}
             Err(error) => return Err(error.into()),
         }
-        // The lock goes last: as long as it is there, nobody takes the name.
-        for name in ["config.json", "pid", "log", "container.json", "lock"] {
-            match fs::remove_file(dir.join(name)) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(error).at("removing", dir.join(name));
-                }
-                _ => {}
-            }
-        }
-        fs::remove_dir(dir).at("removing", dir)?;
+        remove_files(dir)?;
         // While the lock was open the run directory was busy.
         drop(container);
         self.mounter.run_dir().release();
@@ -470,10 +461,9 @@ impl<'a> Containers<'a> {
             Err(error) => return Err(error),
         };
         let Some(record) = read_record(&dir)? else {
-            // Killed before it was written, so that there is nothing else.
-            let _ = fs::remove_file(dir.join("lock"));
-            let _ = fs::remove_dir(&dir);
-            return Ok(!dir.exists());
+            // Killed before it was written, or while it was: nothing was mounted yet.
+            remove_files(&dir)?;
+            return Ok(true);
         };
         if self.first_process(&dir, &record).is_some() {
             return Ok(false);
@@ -673,6 +663,20 @@ fn is_locked(dir: &Path) -> Result<bool> {
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
         Err(errno) => Err(errno).at("locking", &path),
     }
+}
+
+/// Removes a container's directory, in which nothing is mounted. The lock goes last: as long as it is there,
+/// nobody takes the name.
+fn remove_files(dir: &Path) -> Result<()> {
+    for name in ["config.json", "pid", "log", "container.json", "lock"] {
+        match fs::remove_file(dir.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).at("removing", dir.join(name));
+            }
+            _ => {}
+        }
+    }
+    fs::remove_dir(dir).at("removing", dir)
 }
 
 fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {

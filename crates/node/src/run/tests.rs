@@ -70,3 +70,26 @@ fn crun_does_not_see_what_it_would_refuse() {
     let missing = Runtime::find(Some("/does/not/exist"), host.path()).unwrap_err().to_string();
     assert_eq!(missing, "/does/not/exist is not installed");
 }
+
+/// Found by killing `cofolio run` at random moments: a process that is killed while it writes `container.json`
+/// leaves an empty one. Its directory was then neither listed nor removed.
+#[test]
+fn a_record_that_was_cut_short_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = cofolio_store::InitOptions::default();
+    let store = cofolio_store::Store::init(&dir.path().join("store"), &options).unwrap();
+    let domain = store.domain_or_create("default").unwrap();
+    let run = crate::mount::RunDir::at(dir.path().join("run"));
+    let containers = Containers::new(Mounter::new(&domain, run, &crate::contents::ImageContents));
+    for text in [None, Some(""), Some("{\"name\": \"box")] {
+        let left = containers.dir().join("box");
+        fs::create_dir_all(&left).unwrap();
+        if let Some(text) = text {
+            fs::write(left.join("container.json"), text).unwrap();
+        }
+        let mut failed = Vec::new();
+        assert_eq!(containers.reconcile(&mut failed).unwrap(), ["box"], "{text:?}");
+        assert_eq!(failed, Vec::<String>::new());
+        assert!(!left.exists(), "{text:?}");
+    }
+}
