@@ -342,7 +342,8 @@ fn a_real_redis_starts_from_its_bundle() {
     for runtime in runtimes(TEST) {
         let bundle = sandbox.path("bundle");
         let dir = bundle.to_str().unwrap();
-        let command = "redis-server --save '' --daemonize yes >/dev/null && sleep 1 && \
+        let command = "redis-server --save '' --daemonize yes >/dev/null; for i in $(seq 100); do \
+                      redis-cli ping >/dev/null 2>&1 && break; sleep 0.1; done; \
                        redis-cli set folio one && redis-cli get folio && id -un";
         sandbox.run(&["bundle", "--read-only", "redis", dir, "--", "sh", "-c", command]).ok();
         let ran = start(&runtime, &sandbox, &bundle);
