@@ -424,14 +424,31 @@ impl<'a> Containers<'a> {
     }
 
     /// The container's first process, if it lives: the process with the number that the runtime wrote
-    /// down, in the container's cgroup. A number that went to another process is not in there.
+    /// down, in the container's cgroup. A number that went to another process is not in there. A runtime that
+    /// was killed may not have written it down, though its container runs: then the cgroup itself says.
     fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Option<u32> {
-        let pid: u32 = fs::read_to_string(dir.join("pid")).ok()?.trim().parse().ok()?;
+        let written = fs::read_to_string(dir.join("pid")).ok();
+        let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {
+            return self.process_in(&record.cgroup);
+        };
         let cgroups = fs::read_to_string(self.root.join(format!("proc/{pid}/cgroup"))).ok()?;
         let below = format!("{}/", record.cgroup);
         let inside =
             cgroups.lines().any(|line| line.ends_with(&record.cgroup) || line.contains(&below));
         inside.then_some(pid)
+    }
+
+    /// The first process of a cgroup, which is below the root of version 2 or of a hierarchy of version 1.
+    fn process_in(&self, cgroup: &str) -> Option<u32> {
+        let top = self.root.join("sys/fs/cgroup");
+        let hierarchies = fs::read_dir(&top).into_iter().flatten().flatten();
+        let tops = std::iter::once(top.clone()).chain(hierarchies.map(|entry| entry.path()));
+        tops.filter_map(|top| {
+            let procs = top.join(cgroup.trim_start_matches('/')).join("cgroup.procs");
+            let text = fs::read_to_string(procs).ok()?;
+            text.lines().filter_map(|line| line.parse().ok()).min()
+        })
+        .next()
     }
 
     /// Removes what is left of containers that have ended and that nobody waits for; returns their
@@ -488,7 +505,12 @@ impl<'a> Containers<'a> {
             // Before the signal: afterwards its number may be somebody else's.
             let handle = pidfd(pid);
             for (signal, patience) in [(signal, patience), ("KILL", KILLED_PATIENCE)] {
-                runtime.ask(&state, &["kill", name, signal])?;
+                let asked = runtime.ask(&state, &["kill", name, signal])?;
+                // A runtime that was killed at its work may not know the container.
+                if let (false, Some(handle)) = (asked.status.success(), &handle) {
+                    let kill = rustix::process::Signal::KILL;
+                    let _ = rustix::process::pidfd_send_signal(handle, kill);
+                }
                 if handle.as_ref().is_none_or(|handle| ends_within(handle, patience)) {
                     break;
                 }

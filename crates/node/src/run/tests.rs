@@ -93,3 +93,37 @@ fn a_record_that_was_cut_short_is_removed() {
         assert!(!left.exists(), "{text:?}");
     }
 }
+
+/// Found by killing `cofolio run` and crun right after the container had spoken: crun writes the process
+/// number later, so that the running container was taken for one that had ended.
+#[test]
+fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = cofolio_store::InitOptions::default();
+    let store = cofolio_store::Store::init(&dir.path().join("store"), &options).unwrap();
+    let domain = store.domain_or_create("default").unwrap();
+    let run = crate::mount::RunDir::at(dir.path().join("run"));
+    let mounter = Mounter::new(&domain, run, &crate::contents::ImageContents);
+    let containers = Containers { mounter, root: dir.path().join("host") };
+    let put = |path: PathBuf, text: &str| {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    };
+    let record = r#"{"name":"box","image":"DIGEST","image_name":"box:1","domain":"default","command":["x"],
+        "runtime":{"path":"/usr/bin/crun"},"stop_signal":"SIGTERM","keep":false,"writable":false,
+        "cgroup":"/cofolio/box-1","created":1}"#;
+    let at = containers.dir().join("box");
+    put(at.join("container.json"), &record.replace("DIGEST", &"ab".repeat(32)));
+    let state = || containers.status("box").unwrap().map(|status| (status.state, status.pid));
+    assert_eq!(state(), Some((State::Ended, None)));
+    let host = dir.path().join("host");
+    put(host.join("sys/fs/cgroup/memory/cofolio/box-1/cgroup.procs"), "71\n70\n");
+    assert_eq!(state(), Some((State::Unattended, Some(70))));
+    // With a number that is written down nothing else counts.
+    put(at.join("pid"), "70");
+    assert_eq!(state(), Some((State::Ended, None)));
+    put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-10\n");
+    assert_eq!(state(), Some((State::Ended, None)));
+    put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-1\n0::/\n");
+    assert_eq!(state(), Some((State::Unattended, Some(70))));
+}
