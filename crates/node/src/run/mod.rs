@@ -687,19 +687,31 @@ fn is_locked(dir: &Path) -> Result<bool> {
     }
 }
 
-/// Removes a container's directory, in which nothing is mounted. The lock goes last: as long as it is there,
-/// nobody takes the name.
+/// Removes a container's directory, in which nothing is mounted: everything but directories that hold
+/// something, for those are not ours. The record and the lock go last: as long as it is there, nobody takes
+/// the name.
 fn remove_files(dir: &Path) -> Result<()> {
-    for name in ["config.json", "pid", "log", "container.json", "lock"] {
-        match fs::remove_file(dir.join(name)) {
+    // What runtimes write besides what they are told to (runc a `.pid` that becomes the pid) as well.
+    let names = crate::mount::list(dir)?;
+    let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
+    for name in others.chain(LAST) {
+        let path = dir.join(name);
+        let removed = match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
+            other => other,
+        };
+        match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(error).at("removing", dir.join(name));
+                return Err(error).at("removing", path);
             }
             _ => {}
         }
     }
     fs::remove_dir(dir).at("removing", dir)
 }
+
+/// What of a container is removed last, in this order.
+const LAST: [&str; 2] = ["container.json", "lock"];
 
 fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
     let path = dir.join("container.json");

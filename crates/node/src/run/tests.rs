@@ -87,6 +87,9 @@ fn a_record_that_was_cut_short_is_removed() {
         if let Some(text) = text {
             fs::write(left.join("container.json"), text).unwrap();
         }
+        // runc's, of which it makes the pid file.
+        fs::write(left.join(".pid"), "").unwrap();
+        fs::create_dir(left.join("rootfs")).unwrap();
         let mut failed = Vec::new();
         assert_eq!(containers.reconcile(&mut failed).unwrap(), ["box"], "{text:?}");
         assert_eq!(failed, Vec::<String>::new());
