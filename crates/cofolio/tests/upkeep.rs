@@ -235,12 +235,15 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     assert_eq!(contents(&all), good);
     assert_eq!(inode(&objects[3]), untouched);
 
-    // Metadata: an image altered, then lost; a layer cut, another lost. Those need their own layers.
-    let mut altered = good[6].clone();
+    // Metadata: an image altered, then lost; of one layer the tree cut and how it is split lost, of another the
+    // other way round. Those need their own layers.
+    let mut altered = fs::read(&images[0]).unwrap();
     altered[1100] ^= 1;
     overwrite(&images[0], &altered).unwrap();
     overwrite(&layers[0], &fs::read(&layers[0]).unwrap()[..20]).unwrap();
     remove(&layers[1]).unwrap();
+    remove(&layers[2]).unwrap();
+    overwrite(&layers[3], &fs::read(&layers[3]).unwrap()[..20]).unwrap();
     let found = sandbox.run(&["fsck", "--json"]);
     let found = found.fails_with(4).json();
     for kind in ["image-altered", "layer-unreadable", "ref-dangling"] {
