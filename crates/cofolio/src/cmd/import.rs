@@ -15,8 +15,9 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 ///
 /// From an OCI layout directory, an OCI archive, what `docker save` or `podman save` writes, or a plain
 /// directory tree; which of them is found out. From a registry with `docker://`, as `cofolio pull`; out of
-/// podman's own store, without a pull, with `containers-storage:`. Every digest on the way is checked. Layers and files that the store has already are not written again, an image
-/// that it has already is not even read. The store is made if it does not exist.
+/// podman's own store, without a pull, with `containers-storage:`. Every digest on the way is checked. Layers
+/// and files that the store has already are not written again, an image that it has already is not even
+/// read. The store is made if it does not exist.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     docker save redis:7.0.15 -o redis.tar && cofolio import redis.tar --name redis:7.0.15\n  \
@@ -36,6 +37,13 @@ pub(crate) struct Args {
         value_name = "REF"
     )]
     name: Option<String>,
+    #[command(flatten)]
+    how: HowArgs,
+}
+
+/// How an image is brought in, wherever it comes from.
+#[derive(Debug, clap::Args)]
+pub(crate) struct HowArgs {
     #[arg(
         help = "Platform to take from an image for several, as OS/ARCH[/VARIANT] [default: this machine's]",
         long,
@@ -60,19 +68,32 @@ pub(crate) struct Args {
     registry: RegistryArgs,
 }
 
+impl HowArgs {
+    /// The options for a source, which becomes `name`.
+    pub(crate) fn options(
+        &self,
+        name: Option<&String>,
+        source: &Source,
+        context: &Context<'_>,
+    ) -> anyhow::Result<ImportOptions> {
+        let mut options = ImportOptions {
+            name: name.cloned(),
+            threads: self.threads,
+            labels: labels(&self.label)?,
+            registry: self.registry.options(source, &context.config.config)?,
+            ..ImportOptions::default()
+        };
+        if let Some(platform) = &self.platform {
+            options.platform = Platform::parse(platform)?;
+        }
+        options.limits.uncompressed_bytes = self.max_size << 30;
+        Ok(options)
+    }
+}
+
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let source = Source::parse(&args.source)?;
-    let mut options = ImportOptions {
-        name: args.name.clone(),
-        threads: args.threads,
-        labels: labels(&args.label)?,
-        registry: args.registry.options(&source, &context.config.config)?,
-        ..ImportOptions::default()
-    };
-    if let Some(platform) = &args.platform {
-        options.platform = Platform::parse(platform)?;
-    }
-    options.limits.uncompressed_bytes = args.max_size << 30;
+    let options = args.how.options(args.name.as_ref(), &source, context)?;
     bring_in(&source, &options, "importing", context)
 }
 

@@ -1,4 +1,4 @@
-use cofolio_node::oci::{ImportOptions, Platform, Source};
+use cofolio_node::oci::Source;
 use cofolio_node::registry::{HostOptions, Reference, RegistryOptions};
 
 use crate::cmd::{Outcome, import};
@@ -27,14 +27,8 @@ pub(crate) struct Args {
         value_name = "REF"
     )]
     name: Option<String>,
-    #[arg(
-        help = "Platform to take from an image for several, as OS/ARCH[/VARIANT] [default: this machine's]",
-        long,
-        value_name = "PLATFORM"
-    )]
-    platform: Option<String>,
     #[command(flatten)]
-    registry: RegistryArgs,
+    how: import::HowArgs,
 }
 
 /// How to talk to registries.
@@ -99,13 +93,6 @@ impl RegistryArgs {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let name = args.image.strip_prefix("docker://").unwrap_or(&args.image);
     let source = Source::Registry(Reference::parse(name)?);
-    let mut options = ImportOptions {
-        name: args.name.clone(),
-        registry: args.registry.options(&source, &context.config.config)?,
-        ..ImportOptions::default()
-    };
-    if let Some(platform) = &args.platform {
-        options.platform = Platform::parse(platform)?;
-    }
+    let options = args.how.options(args.name.as_ref(), &source, context)?;
     import::bring_in(&source, &options, "pulling", context)
 }
