@@ -23,11 +23,11 @@ refused() {
 
 # filesystem KIND DIR: an empty one on the guest's disk, with fs-verity where it has to be asked for.
 filesystem() {
+    local options=-f
+    [ "$1" != ext4 ] || options="-F -b 4096 -O verity"
     mkdir -p "$2"
-    case $1 in
-    ext4) mkfs.ext4 -q -F -b 4096 -O verity /dev/vda ;;
-    *) "mkfs.$1" -q -f /dev/vda >/dev/null 2>&1 ;;
-    esac
+    # shellcheck disable=SC2086 # words
+    "mkfs.$1" -q $options /dev/vda >/tmp/mkfs 2>&1 || fail "mkfs.$1: $(cat /tmp/mkfs)"
     mount -t "$1" /dev/vda "$2"
 }
 
