@@ -13,8 +13,10 @@
 //! Paths are relative to the store's directory, `/` between parts, never `.` or `..`, never absolute.
 //! No operation follows a symbolic link.
 
+use std::cell::Cell;
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
@@ -23,6 +25,8 @@ pub use crate::real::RealDisk;
 
 /// How much of a file is read at once, in bytes.
 const PIECE_SIZE: usize = 256 << 10;
+/// Size up to which a file is read without asking for its holes, in bytes.
+const HOLE_FROM: u64 = 64 << 10;
 
 /// What an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -211,27 +215,42 @@ impl StoredFile {
     /// Goes through the whole content in order; holes are not read.
     pub(crate) fn for_pieces(
         &self,
-        mut each: impl FnMut(Piece<'_>) -> crate::Result<()>,
+        each: impl FnMut(Piece<'_>) -> crate::Result<()>,
     ) -> crate::Result<()> {
         let size = self.size().at("look at", &self.path)?;
-        let len = usize::try_from(size).unwrap_or(PIECE_SIZE).clamp(1, PIECE_SIZE);
-        let mut buffer = vec![0; len];
-        let (mut offset, mut data_end) = (0_u64, 0);
-        loop {
+        self.for_pieces_in(0..size, each)
+    }
+
+    /// Goes through a part of the content, which ends earlier if the file does.
+    pub(crate) fn for_pieces_in(
+        &self,
+        range: Range<u64>,
+        mut each: impl FnMut(Piece<'_>) -> crate::Result<()>,
+    ) -> crate::Result<()> {
+        // Most files are small: one buffer for all that a thread reads.
+        thread_local!(static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) });
+        let mut buffer = BUFFER.take();
+        buffer.resize(PIECE_SIZE, 0);
+        let mut offset = range.start;
+        // Where little can be a hole it is not looked for.
+        let mut data_end = if range.end - offset <= HOLE_FROM { range.end } else { offset };
+        while offset < range.end {
             if offset == data_end {
-                match self.file.stretch_at(offset).at("look for holes in", &self.path)? {
-                    Stretch::Data(len) => data_end = offset.saturating_add(len),
+                let stretch = self.file.stretch_at(offset).at("look for holes in", &self.path)?;
+                let left = range.end - offset;
+                data_end = match stretch {
+                    Stretch::Data(len) => offset + len.min(left),
                     Stretch::Hole(len) => {
-                        each(Piece::Hole(len))?;
-                        offset += len;
-                        data_end = offset;
-                        continue;
+                        each(Piece::Hole(len.min(left)))?;
+                        offset += len.min(left);
+                        offset
                     }
-                }
+                };
+                continue;
             }
-            let len = usize::try_from(data_end - offset).unwrap_or(len).min(len);
+            let len = usize::try_from(data_end - offset).unwrap_or(PIECE_SIZE).min(PIECE_SIZE);
             match self.file.read_at(&mut buffer[..len], offset) {
-                Ok(0) => return Ok(()),
+                Ok(0) => break,
                 Ok(n) => {
                     each(Piece::Data(&buffer[..n]))?;
                     offset += n as u64;
@@ -240,6 +259,8 @@ impl StoredFile {
                 Err(error) => return Err(error).at("read", &self.path),
             }
         }
+        BUFFER.set(buffer);
+        Ok(())
     }
 
     /// Reads it from the start to the end.

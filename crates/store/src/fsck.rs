@@ -411,9 +411,11 @@ impl Domain {
             let entry = named.get(digest);
             let mut own = FsckReport::default();
             let size = self.fsck_file(&self.object_file(digest), &mut own)?.size;
-            if let Some(mut finding) =
-                self.check_object(digest, entry.map(|entry| entry.size), options.rehash)?
-            {
+            if let Some(mut finding) = self.check_object(
+                digest,
+                entry.map(|entry| entry.size),
+                options.rehash.then_some(1),
+            )? {
                 finding.user = entry.and_then(user_of);
                 own.add(finding);
             }

@@ -88,7 +88,7 @@ impl Domain {
         let mut report = self.fsck(contents, FsckOptions { rehash: false }, &|_, _| ())?;
         for digest in &damage.objects {
             // Missing and truncated ones are known already.
-            match self.check_object(digest, None, true)? {
+            match self.check_object(digest, None, Some(1))? {
                 Some(finding) if finding.kind == FindingKind::ObjectAltered => {
                     report.findings.push(finding);
                 }

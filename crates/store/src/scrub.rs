@@ -195,7 +195,7 @@ impl Domain {
         digest: &Digest,
         size: Option<u64>,
     ) -> Result<(Option<Finding>, u64)> {
-        if let Some(finding) = self.check_object(digest, size, false)? {
+        if let Some(finding) = self.check_object(digest, size, None)? {
             return Ok((Some(finding), 0));
         }
         let file = match self.open_object(digest) {

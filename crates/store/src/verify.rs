@@ -1,16 +1,20 @@
 //! Re-hashing what is in place.
 
-use std::collections::HashMap;
-use std::sync::Mutex;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 use crate::contents::Contents;
 use crate::disk::Piece;
 use crate::error::{At, BoxError, Error, Result};
 use crate::fsck::{Finding, FindingKind};
 use crate::parallel::for_each;
-use crate::verity::Hasher;
+use crate::verity::{Hasher, UNIT};
 use crate::{Digest, Domain, StoredFile};
+
+/// Objects from this size on, in bytes, are hashed by all threads together.
+const LARGE_MIN: u64 = 2 * UNIT;
 
 /// How far a verification has come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,7 +72,8 @@ impl Domain {
                 source,
             })?;
         let mut objects: Vec<(Digest, u64)> = named.into_iter().collect();
-        objects.sort_unstable();
+        // The largest first, so that no thread is left with one at the end.
+        objects.sort_unstable_by_key(|&(digest, size)| (Reverse(size), digest));
         let total = VerifyProgress {
             objects_total: objects.len() as u64,
             bytes_total: objects.iter().map(|(_, size)| size).sum(),
@@ -76,8 +81,8 @@ impl Domain {
         };
         let (done, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let findings = Mutex::new(Vec::new());
-        for_each(self.disk().parallelism(), &objects, |(digest, size)| {
-            if let Some(finding) = self.check_object(digest, Some(*size), true)?
+        let check = |(digest, size): &(Digest, u64), threads| {
+            if let Some(finding) = self.check_object(digest, Some(*size), Some(threads))?
                 && let Ok(mut findings) = findings.lock()
             {
                 findings.push(finding);
@@ -86,7 +91,12 @@ impl Domain {
             let bytes = bytes.fetch_add(*size, Relaxed) + size;
             progress(VerifyProgress { objects, bytes, ..total });
             Ok(())
-        })?;
+        };
+        // All threads on one file, then each on one of its own.
+        let threads = self.disk().parallelism();
+        let large = objects.partition_point(|(_, size)| *size >= LARGE_MIN);
+        objects[..large].iter().try_for_each(|object| check(object, threads))?;
+        for_each(threads, &objects[large..], |object| check(object, 1))?;
         report.objects = total.objects_total;
         report.bytes = bytes.into_inner();
         report.findings = findings.into_inner().unwrap_or_default();
@@ -94,12 +104,13 @@ impl Domain {
         Ok(report)
     }
 
-    /// What is wrong with an object: missing, of another size than `size`, or (with `rehash`) altered.
+    /// What is wrong with an object: missing, of another size than `size`, or (with `rehash`, on so many
+    /// threads) altered.
     pub(crate) fn check_object(
         &self,
         digest: &Digest,
         size: Option<u64>,
-        rehash: bool,
+        rehash: Option<usize>,
     ) -> Result<Option<Finding>> {
         let path = self.object_file(digest);
         let file = match self.open_object(digest) {
@@ -116,8 +127,11 @@ impl Domain {
                 Finding::new(FindingKind::ObjectTruncated, &path, detail).about(digest),
             ));
         }
-        if rehash {
-            let actual = hash_file(&file)?;
+        if let Some(threads) = rehash {
+            let actual = match threads {
+                0 | 1 => hash_file(&file)?,
+                _ => hash_large_file(&file, threads)?,
+            };
             if actual != *digest {
                 let detail = format!("its content has digest {actual}");
                 let finding = Finding::new(FindingKind::ObjectAltered, &path, detail);
@@ -132,12 +146,70 @@ impl Domain {
 /// zeros, so a hole of a terabyte is not read to know that.
 pub(crate) fn hash_file(file: &StoredFile) -> Result<Digest> {
     let mut hasher = Hasher::new();
-    file.for_pieces(|piece| {
+    file.for_pieces(|piece| hasher.piece(piece))?;
+    Ok(hasher.finish())
+}
+
+/// [`hash_file`] on several threads.
+fn hash_large_file(file: &StoredFile, threads: usize) -> Result<Digest> {
+    let size = file.size().at("look at", file.path())?;
+    let count = size / UNIT;
+    let mut whole = Hasher::new();
+    // A few at a time: their number is only bounded by what a file claims to hold.
+    for first in (0..count).step_by(threads) {
+        let units: Vec<u64> = (first..count.min(first + threads as u64)).collect();
+        let done = Mutex::new(BTreeMap::new());
+        for_each(threads, &units, |unit| {
+            let mut hasher = Hasher::new();
+            file.for_pieces_in(unit * UNIT..(unit + 1) * UNIT, |piece| hasher.piece(piece))?;
+            done.lock().unwrap_or_else(PoisonError::into_inner).insert(*unit, hasher);
+            Ok(())
+        })?;
+        for unit in done.into_inner().unwrap_or_else(PoisonError::into_inner).values() {
+            if unit.size() < UNIT {
+                // It is being cut while we look.
+                return hash_file(file);
+            }
+            whole.unit(unit);
+        }
+    }
+    file.for_pieces_in(count * UNIT..size, |piece| whole.piece(piece))?;
+    Ok(whole.finish())
+}
+
+impl Hasher {
+    fn piece(&mut self, piece: Piece<'_>) -> Result<()> {
         match piece {
-            Piece::Data(data) => hasher.update(data),
-            Piece::Hole(len) => hasher.zeros(len),
+            Piece::Data(data) => self.update(data),
+            Piece::Hole(len) => self.zeros(len),
         }
         Ok(())
-    })?;
-    Ok(hasher.finish())
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::disk::Disk;
+    use crate::sim::SimDisk;
+
+    /// Content at the seams of the units, holes between, and an end that is no unit.
+    #[test]
+    fn a_large_file_has_one_digest_on_any_number_of_threads() {
+        let disk = SimDisk::new(1);
+        let mut file = disk.create("large", true).unwrap();
+        let mut size = 0;
+        for (hole, data) in [(UNIT - 2, "abcd"), (UNIT, "at a seam"), (2 * UNIT + 4097, "end")] {
+            file.append_hole(hole).unwrap();
+            file.write_all(data.as_bytes()).unwrap();
+            size += hole + data.len() as u64;
+        }
+        drop(file);
+        assert!(size > 4 * UNIT);
+        let file = StoredFile::new(disk.open("large").unwrap(), "large".into());
+        let expected = hash_file(&file).unwrap();
+        for threads in [2, 3, 8] {
+            assert_eq!(hash_large_file(&file, threads).unwrap(), expected, "{threads} threads");
+        }
+    }
 }

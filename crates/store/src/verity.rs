@@ -16,17 +16,21 @@
 
 use std::sync::OnceLock;
 
+use cofolio_sys::sha256;
 use sha2::{Digest as _, Sha256};
 
 use crate::Digest;
 
 /// Block size of the tree, in bytes.
-const BLOCK: usize = 4096;
+const BLOCK: usize = sha256::BLOCK;
 /// Size of one SHA-256 digest, in bytes.
 const HASH: usize = 32;
 
 /// Digests in one block.
 const FANOUT: u64 = (BLOCK / HASH) as u64;
+/// Bytes below one digest of level [`UNIT_LEVEL`], 64 MiB: parts of a file that can be hashed at the same time.
+pub(crate) const UNIT: u64 = BLOCK as u64 * FANOUT * FANOUT;
+const UNIT_LEVEL: usize = 2;
 /// Levels above the data that 2^64 bytes can have, the root's digest included.
 const LEVELS_MAX: usize = 9;
 
@@ -74,11 +78,20 @@ impl Hasher {
             self.partial.clear();
             self.push(0, &hash.into());
         }
-        let mut blocks = data.chunks_exact(BLOCK);
-        for block in &mut blocks {
+        let (blocks, rest) = data.as_chunks::<BLOCK>();
+        let (fours, others) = blocks.as_chunks::<{ sha256::LANES }>();
+        for four in fours {
+            let digests = sha256::digests(four.each_ref());
+            for hash in
+                digests.unwrap_or_else(|| four.each_ref().map(|block| Sha256::digest(block).into()))
+            {
+                self.push(0, &hash);
+            }
+        }
+        for block in others {
             self.push(0, &Sha256::digest(block).into());
         }
-        self.partial.extend_from_slice(blocks.remainder());
+        self.partial.extend_from_slice(rest);
     }
 
     /// Takes zeros as the next `len` bytes, without looking at each of them.
@@ -112,6 +125,19 @@ impl Hasher {
         for _ in 0..count % FANOUT {
             self.push(level, hash);
         }
+    }
+
+    /// Takes the next [`UNIT`] bytes, hashed apart by `unit`, which has seen nothing else. What was seen before
+    /// must be whole units, too.
+    pub(crate) fn unit(&mut self, unit: &Self) {
+        debug_assert!(unit.size == UNIT && self.size.is_multiple_of(UNIT));
+        self.size += unit.size;
+        while self.levels.len() < UNIT_LEVEL {
+            self.levels.push(Vec::with_capacity(BLOCK));
+        }
+        // All below is handed up.
+        let hash = unit.levels.get(UNIT_LEVEL).and_then(|level| level.first_chunk());
+        self.push(UNIT_LEVEL, hash.unwrap_or(&[0; HASH]));
     }
 
     /// The digest of everything seen.
@@ -245,6 +271,19 @@ mod tests {
             }
             assert_eq!(hasher.size(), data.len() as u64);
             assert_eq!(hasher.finish(), expected, "pieces of {step}");
+        }
+    }
+
+    #[test]
+    fn units_hashed_apart_are_the_whole() {
+        for (len, expected) in GOLDEN.iter().filter(|(len, _)| *len as u64 >= UNIT) {
+            let data = content(*len);
+            let (units, rest) = data.split_at(usize::try_from(UNIT).unwrap());
+            let (mut whole, mut unit) = (Hasher::new(), Hasher::new());
+            unit.update(units);
+            whole.unit(&unit);
+            whole.update(rest);
+            assert_eq!(whole.finish().to_string(), *expected, "{len} bytes");
         }
     }
 

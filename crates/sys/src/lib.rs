@@ -5,5 +5,6 @@ pub mod memory;
 pub mod mount;
 pub mod priority;
 pub mod quota;
+pub mod sha256;
 pub mod userns;
 pub mod verity;
