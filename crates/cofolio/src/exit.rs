@@ -29,6 +29,7 @@ pub(crate) enum Exit {
     NoSpace = 6,
     Busy = 7,
     Network = 8,
+    Refused = 9,
     Interrupted = 130,
     BrokenPipe = 141,
 }
@@ -56,7 +57,7 @@ impl From<Ended> for ExitCode {
 }
 
 /// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
-pub(crate) const TABLE: [(Exit, &str); 11] = [
+pub(crate) const TABLE: [(Exit, &str); 12] = [
     (Exit::Ok, "done"),
     (Exit::Failure, "it failed, and none of the codes below says it better"),
     (Exit::Usage, "wrong arguments or configuration; nothing was done"),
@@ -69,6 +70,10 @@ pub(crate) const TABLE: [(Exit, &str); 11] = [
     (Exit::NoSpace, "no space left; the store is as it was before"),
     (Exit::Busy, "in use, or changed by somebody else meanwhile; trying again can succeed"),
     (Exit::Network, "a registry could not be reached, or gave up on us, after several tries"),
+    (
+        Exit::Refused,
+        "not trusted: another image than was asked for, or not signed as the policy demands",
+    ),
     (Exit::Interrupted, "interrupted (Ctrl-C, SIGTERM); the store is as it was before"),
     (Exit::BrokenPipe, "the reader of the output went away"),
 ];
@@ -304,12 +309,23 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::NoFilesystem { .. } | MountError::NoFeature { .. } => {
             Some("`cofolio doctor` says what this machine offers")
         }
+        MountError::NoVerity { .. } => Some(
+            "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has",
+        ),
+        MountError::PinnedWithoutVerity { .. } => {
+            Some("`cofolio mounts` says by whom; unmount the image everywhere first")
+        }
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
         _ => None,
     };
     let exit = match (error, error.kind()) {
-        (MountError::AlreadyMounted { .. } | MountError::Covered { .. }, _) => Some(Exit::Busy),
+        (
+            MountError::AlreadyMounted { .. }
+            | MountError::Covered { .. }
+            | MountError::PinnedWithoutVerity { .. },
+            _,
+        ) => Some(Exit::Busy),
         (MountError::NotMounted(_), _) => Some(Exit::NotFound),
         (MountError::IdMap { .. }, _) => Some(Exit::Usage),
         (MountError::OtherNamespace { .. }, _) | (_, ErrorKind::Machine) => Some(Exit::Missing),

@@ -14,6 +14,7 @@ mod interrupt;
 mod mkcomposefs;
 mod progress;
 mod trim;
+mod trust;
 mod ui;
 
 use std::ffi::OsString;

@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::cmd::Outcome;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
+use crate::trust::TrustArgs;
 
 /// Make an OCI runtime bundle of an image, for `runc run` and `crun run`
 ///
@@ -31,7 +32,7 @@ pub(crate) struct Args {
     #[arg(last = true)]
     args: Vec<String>,
     /// Use this root filesystem instead of mounting the image
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["read_only", "verify"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["read_only", "verify", "require_verity"])]
     rootfs: Option<PathBuf>,
     /// Mount read-only; /tmp, /var/tmp and /run become tmpfs, volumes directories below DIR/volumes
     #[arg(long)]
@@ -59,11 +60,13 @@ pub(crate) struct Args {
     /// Share the host's network instead of having none
     #[arg(long)]
     host_network: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let image = context.image(&domain, &args.image)?;
+    let image = args.trust.image(Some(&args.image), &domain, context)?;
     let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
         Some(text) => ImageConfig::parse(text)?,
         // A directory that was imported has no config: the caller says what to run.
@@ -89,6 +92,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 create_target: true,
                 access: if args.read_only { Access::ReadOnly } else { Access::Writable },
                 verify: args.verify,
+                measure: args.trust.measures(),
+                require_verity: args.trust.require_verity,
                 ..MountRequest::new(image.digest, &rootfs)
             };
             let mounted = mounter.mount(&request).inspect_err(|_| {

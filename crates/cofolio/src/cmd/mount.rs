@@ -5,18 +5,26 @@ use cofolio_node::mount::{Access, IdMap, MountRequest};
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
 use crate::exit::Exit;
+use crate::trust::TrustArgs;
 
 /// Mount an image at a directory
 ///
 /// Read-only unless --rw: read-only mounts of one image are clones of one mount and cost next to nothing.
 /// All mounts of the domain share the page cache of files with the same content.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio mount redis:7.0.15 /mnt/redis\n  \
+#[command(
+    after_help = "Example:\n  cofolio mount redis:7.0.15 /mnt/redis\n  \
     cofolio mount --rw --create redis:7.0.15 /run/box/rootfs\n  \
-    cofolio mount --idmap 0:100000:65536 redis:7.0.15 /mnt/redis")]
+    cofolio mount --idmap 0:100000:65536 redis:7.0.15 /mnt/redis\n  \
+    cofolio mount --require-verity --digest 5f70bf18… /mnt/redis",
+    allow_missing_positional = true
+)]
 pub(crate) struct Args {
-    /// Ref or first digits of a digest
-    image: String,
+    #[arg(
+        help = "Ref or first digits of a digest; may be left out with --digest",
+        required_unless_present = "digest"
+    )]
+    image: Option<String>,
     /// Directory to mount at
     target: PathBuf,
     /// Make it writable; changes go to a directory of the store's and are gone after umount
@@ -49,11 +57,13 @@ pub(crate) struct Args {
     /// Execute nothing
     #[arg(long)]
     noexec: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let image = context.image(&domain, &args.image)?;
+    let image = args.trust.image(args.image.as_deref(), &domain, context)?;
     let access = match (&args.upper, args.rw, args.keep) {
         (Some(dir), ..) => Access::WritableAt(dir.clone()),
         (None, true, true) => Access::WritableKept,
@@ -64,6 +74,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         create_target: args.create,
         access,
         verify: args.verify,
+        measure: args.trust.measures(),
+        require_verity: args.trust.require_verity,
         idmap: args.idmap.as_deref().map(str::parse::<IdMap>).transpose()?,
         label: args.context.clone(),
         nosuid: args.nosuid,

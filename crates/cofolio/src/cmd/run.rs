@@ -20,6 +20,7 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 use crate::config::Size;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Fail};
+use crate::trust::TrustArgs;
 
 /// Docker's numbers for what keeps a container from starting.
 const NOT_STARTED: u8 = 125;
@@ -114,6 +115,8 @@ pub(crate) struct Args {
     /// Hash the image and all its files before mounting
     #[arg(long)]
     verify: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
 }
 
 /// What network a container has.
@@ -150,7 +153,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         return Err(fail.hint("--interactive alone passes a pipe or a file on").into());
     }
     let domain = context.domain()?;
-    let image = context.image(&domain, &args.image)?;
+    let image = args.trust.image(Some(&args.image), &domain, context)?;
     let request = request(args, context, &image)?;
     let containers = Containers::new(context.mounter(&domain));
     // What killed ones left. It does not concern this one if something of it cannot be removed.
@@ -250,6 +253,8 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         keep: args.keep,
         size_bytes: args.size.map(|size| size.0),
         verify: args.verify,
+        measure: args.trust.measures(),
+        require_verity: args.trust.require_verity,
         runtime: Runtime::find(wanted, Path::new("/"))?,
     })
 }

@@ -1,7 +1,7 @@
 //! What can go wrong with a mount.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cofolio_store::Digest;
 
@@ -51,6 +51,21 @@ pub enum MountError {
     /// The store is not a directory of this machine.
     #[error("the store is not a directory of this machine")]
     NoDirectory,
+    /// The kernel was to check every read, which it cannot here.
+    #[error(
+        "the kernel cannot check what is read from {}: its filesystem has no fs-verity",
+        shown(store)
+    )]
+    NoVerity {
+        /// The directory of the objects.
+        store: Option<PathBuf>,
+    },
+    /// The image is mounted already, from a time when the store had no fs-verity.
+    #[error("image {image} was mounted without fs-verity, and that mount is still in use")]
+    PinnedWithoutVerity {
+        /// The image.
+        image: Digest,
+    },
     /// The metadata image has no fs-verity although the store's filesystem has it.
     #[error("image {image} has no fs-verity, which this store has: it was replaced")]
     ImageUnprotected {
@@ -208,6 +223,7 @@ impl MountError {
             Self::NoPrivilege { .. }
             | Self::NoFilesystem { .. }
             | Self::NoFeature { .. }
+            | Self::NoVerity { .. }
             | Self::NoSizeLimit { .. } => ErrorKind::Machine,
             Self::ImageUnprotected { .. }
             | Self::ImageAltered { .. }
@@ -219,6 +235,7 @@ impl MountError {
             Self::NoDirectory
             | Self::Target { .. }
             | Self::AlreadyMounted { .. }
+            | Self::PinnedWithoutVerity { .. }
             | Self::Busy { .. }
             | Self::Covered { .. }
             | Self::NotMounted(_)
@@ -270,6 +287,10 @@ impl MountError {
             _ => Self::Kernel(error),
         }
     }
+}
+
+fn shown(store: &Option<PathBuf>) -> std::path::Display<'_> {
+    store.as_deref().unwrap_or(Path::new("the store")).display()
 }
 
 /// What the request contained that a kernel may lack.

@@ -89,6 +89,11 @@ pub struct MountRequest {
     pub scratch: bool,
     /// Hash the image and all its objects before mounting.
     pub verify: bool,
+    /// Measure the metadata image now, even if it is mounted already: by the kernel where it has
+    /// fs-verity, else by hashing it.
+    pub measure: bool,
+    /// Refuse where the kernel would not check every read of the image and its objects (fs-verity).
+    pub require_verity: bool,
     /// Id map.
     pub idmap: Option<IdMap>,
     /// Security label of all files (`context=`).
@@ -112,6 +117,8 @@ impl MountRequest {
             size_bytes: None,
             scratch: false,
             verify: false,
+            measure: false,
+            require_verity: false,
             idmap: None,
             label: None,
             nosuid: false,
@@ -304,6 +311,13 @@ impl<'a> Mounter<'a> {
 
     fn mount_at(&self, target: PathBuf, request: &MountRequest) -> Result<MountRecord, MountError> {
         self.make_room(&target)?;
+        let verity = self.domain.protection().verity;
+        if request.require_verity && !verity {
+            return Err(MountError::NoVerity { store: self.domain.objects_dir() });
+        }
+        if request.measure {
+            pin::check_digest(&self.domain.open_image(&request.image)?, &request.image, verity)?;
+        }
         if request.verify {
             self.verify(&request.image)?;
         }
@@ -324,7 +338,7 @@ impl<'a> Mounter<'a> {
             nosuid: request.nosuid,
             nodev: request.nodev,
             noexec: request.noexec,
-            verity: self.domain.protection().verity,
+            verity,
             verified: request.verify,
             phase: Phase::Intent,
             mount: None,
@@ -340,7 +354,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::AlreadyMounted { target: record.target, image });
         }
         self.step(Step::Claimed);
-        match self.make(&mut record, &lock) {
+        match self.make(&mut record, request.require_verity, &lock) {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
@@ -380,7 +394,12 @@ impl<'a> Mounter<'a> {
     }
 
     /// Everything after the claim.
-    fn make(&self, record: &mut MountRecord, lock: &ImageLock) -> Result<(), MountError> {
+    fn make(
+        &self,
+        record: &mut MountRecord,
+        require_verity: bool,
+        lock: &ImageLock,
+    ) -> Result<(), MountError> {
         let image = record.image;
         let mut root = Root::new(RootKind::Mount, record.id.clone());
         root.images = vec![image];
@@ -408,6 +427,9 @@ impl<'a> Mounter<'a> {
         let target = open_dir(&record.target).at("open", &record.target)?;
 
         let pin = self.pinned(self.domain, &image, lock)?;
+        if require_verity && !self.is_pinned_with_verity(&image)? {
+            return Err(MountError::PinnedWithoutVerity { image });
+        }
         let mount = self.detached(record, &pin)?;
         let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });

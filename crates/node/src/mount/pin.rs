@@ -89,6 +89,14 @@ impl Mounter<'_> {
         })
     }
 
+    /// Whether the image's EROFS mount, which must be there, was made in a store with fs-verity: the mounts
+    /// over it are as they were made then.
+    pub(crate) fn is_pinned_with_verity(&self, image: &Digest) -> Result<bool, MountError> {
+        let path = self.run.image_dir(self.domain.name(), image).join("pin.json");
+        let record: Option<PinRecord> = read_json(&path)?;
+        Ok(record.is_some_and(|record| record.verity))
+    }
+
     /// Directory where the read-only overlay with this id map and label is mounted; it is made if
     /// it is not there.
     pub(crate) fn view(
@@ -273,7 +281,11 @@ impl Mounter<'_> {
 /// The image's bytes give its digest. With fs-verity the kernel has done the work. In a store that has
 /// it, an image without it is refused even if its bytes are right today: the mount would be said to
 /// be checked by the kernel, which would not notice if they were altered tomorrow.
-fn check_digest(file: &StoredFile, image: &Digest, verity: bool) -> Result<(), MountError> {
+pub(crate) fn check_digest(
+    file: &StoredFile,
+    image: &Digest,
+    verity: bool,
+) -> Result<(), MountError> {
     use std::io::Read as _;
     let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
     let found = match cofolio_sys::verity::measure(descriptor) {

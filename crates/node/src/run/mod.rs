@@ -137,6 +137,10 @@ pub struct Request {
     pub size_bytes: Option<u64>,
     /// Hash the image and all its files first.
     pub verify: bool,
+    /// Measure the metadata image first.
+    pub measure: bool,
+    /// Refuse where the kernel would not check every read (fs-verity).
+    pub require_verity: bool,
     /// What starts it.
     pub runtime: Runtime,
 }
@@ -322,6 +326,8 @@ impl<'a> Containers<'a> {
             size_bytes: request.size_bytes,
             scratch: !request.writable && request.config.volumes().next().is_some(),
             verify: request.verify,
+            measure: request.measure,
+            require_verity: request.require_verity,
             idmap: options.idmap.clone(),
             ..MountRequest::new(request.image, &rootfs)
         })?;

@@ -57,6 +57,48 @@ fn damaged_content_is_not_mounted() {
     assert_eq!(fixture.mounter().mount(&request).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
+/// Somebody asks for an image by its digest while it is mounted: what the store holds under that name is
+/// measured then too, and not only when the first mount was made.
+#[test]
+fn an_image_asked_for_by_digest_is_measured_although_it_is_mounted() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    if fixture.domain.protection().verity {
+        eprintln!("SKIP {}: fs-verity keeps this test from damaging", "measured_although_mounted");
+        return;
+    }
+    let mounter = fixture.mounter();
+    let (first, second) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
+    let measured = MountRequest { measure: true, ..second };
+    mounter.mount(&first).unwrap();
+    mounter.mount(&measured).unwrap();
+    umount(&mounter, &measured.target);
+    let path = fixture.domain.image_path(&fixture.image).unwrap();
+    let mut image = fs::read(&path).unwrap();
+    image[1500] ^= 1;
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, image).unwrap();
+    let error = mounter.mount(&measured).unwrap_err();
+    assert!(matches!(error, MountError::ImageAltered { .. }), "{error:?}");
+    umount(&mounter, &first.target);
+    fixture.assert_clean("an altered image that was mounted");
+}
+
+#[test]
+fn fs_verity_that_is_required_and_missing_is_the_machines_fault() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let required = MountRequest { require_verity: true, ..read_only(&fixture, "one") };
+    if fixture.domain.protection().verity {
+        assert!(fixture.mounter().mount(&required).unwrap().verity);
+        umount(&fixture.mounter(), &required.target);
+        return;
+    }
+    refused(&fixture, &required, |e| {
+        e.kind() == ErrorKind::Machine && e.to_string().contains("no fs-verity")
+    });
+}
+
 #[test]
 fn an_image_that_is_not_there_is_the_callers_mistake() {
     needs_mounts!();
