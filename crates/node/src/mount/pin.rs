@@ -1,6 +1,5 @@
 //! One EROFS superblock per image, and the read-only overlays over it.
 
-use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -174,44 +173,21 @@ impl Mounter<'_> {
         image: &Digest,
         objects: &Path,
     ) -> Result<u64, MountError> {
-        let mut sizes: HashMap<Digest, u64> = HashMap::new();
-        let mut differ = None;
-        let visit = &mut |object: Digest, size: u64| {
-            if let Some(other) = sizes.insert(object, size)
-                && other != size
-            {
-                differ.get_or_insert((object, other, size));
+        let dir = open_dir(objects).at("open", objects)?;
+        let mut checked = 0;
+        let mut wrong = None;
+        // A content with several names is looked at as often: remembering it would cost more.
+        let visit = &mut |object: Digest, expected: u64| {
+            if wrong.is_none() {
+                checked += 1;
+                wrong = check_size(dir.as_fd(), objects, image, &object, expected).err();
             }
         };
         self.contents.image_objects(file, visit).map_err(|error| MountError::ImageInvalid {
             image: *image,
             reason: error.to_string(),
         })?;
-        if let Some((object, one, other)) = differ {
-            let reason = format!("object {object} has {one} bytes and {other} bytes");
-            return Err(MountError::ImageInvalid { image: *image, reason });
-        }
-        let dir = open_dir(objects).at("open", objects)?;
-        for (object, expected) in &sizes {
-            let path = object.object_path();
-            let flags = AtFlags::SYMLINK_NOFOLLOW;
-            let found = match rustix::fs::statx(&dir, &path, flags, StatxFlags::SIZE) {
-                Ok(stat) => stat.stx_size,
-                Err(rustix::io::Errno::NOENT) => {
-                    return Err(MountError::ObjectMissing { image: *image, object: path });
-                }
-                Err(errno) => return Err(errno).at("look at", objects.join(path)),
-            };
-            if found != *expected {
-                return Err(MountError::ObjectSize {
-                    image: *image,
-                    object: path,
-                    expected: *expected,
-                    found,
-                });
-            }
-        }
-        Ok(sizes.len() as u64)
+        wrong.map_or(Ok(checked), Err)
     }
 
     /// Unmounts what is pinned of an image, unless somebody uses it. Says whether it did.
@@ -306,6 +282,28 @@ pub(crate) fn check_digest(
         }
     };
     if found == *image { Ok(()) } else { Err(MountError::ImageAltered { image: *image, found }) }
+}
+
+/// Compares the size of one object, below the objects directory `dir`, whose path is `objects`.
+fn check_size(
+    dir: BorrowedFd<'_>,
+    objects: &Path,
+    image: &Digest,
+    object: &Digest,
+    expected: u64,
+) -> Result<(), MountError> {
+    let path = object.object_path();
+    let found = match rustix::fs::statx(dir, &path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::SIZE) {
+        Ok(stat) => stat.stx_size,
+        Err(rustix::io::Errno::NOENT) => {
+            return Err(MountError::ObjectMissing { image: *image, object: path });
+        }
+        Err(errno) => return Err(errno).at("look at", objects.join(path)),
+    };
+    if found == expected {
+        return Ok(());
+    }
+    Err(MountError::ObjectSize { image: *image, object: path, expected, found })
 }
 
 /// Overlays that differ in nothing visible are one.

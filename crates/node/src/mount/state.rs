@@ -172,7 +172,7 @@ pub struct PinRecord {
     pub backing: Backing,
     /// The kernel checks every read of an object.
     pub verity: bool,
-    /// Objects whose sizes were compared with the image; 0 where fs-verity made that unnecessary.
+    /// Files whose objects' sizes were compared with the image; 0 where fs-verity made that unnecessary.
     pub objects_checked: u64,
     /// Size of the metadata image in bytes.
     pub image_bytes: u64,
