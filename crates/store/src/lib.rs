@@ -55,7 +55,7 @@ pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 pub use gc::{GcOptions, GcReport};
 pub use meta::{Features, Meta};
 pub use real::stretch_at;
-pub use record::{Layer, Ref, Root, RootKind};
+pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
 pub use staging::{

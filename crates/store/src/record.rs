@@ -14,12 +14,21 @@ pub struct Ref {
     /// Digest of the OCI manifest that the image came from, as the registry prints it (`sha256:…`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub manifest: Option<String>,
+    /// The manifest itself, byte for byte.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub document: Option<String>,
+    /// The image in a registry that it came from, as `docker://host/name:tag`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<String>,
     /// The OCI image config, byte for byte.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<String>,
     /// The OCI layers, lowest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<Layer>,
+    /// Blobs that were made of its layers and given to a registry.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub packed: Vec<PackedLayer>,
     /// Free text by key.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
@@ -34,8 +43,11 @@ impl Ref {
         Self {
             image,
             manifest: None,
+            document: None,
+            source: None,
             config: None,
             layers: Vec::new(),
+            packed: Vec::new(),
             labels: BTreeMap::new(),
             created: 0,
         }
@@ -57,6 +69,19 @@ pub struct Layer {
     pub size: u64,
     /// Media type of the blob.
     #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub media_type: String,
+}
+
+/// A blob that was made of a layer here, and is not the one that it came as.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PackedLayer {
+    /// Digest of the uncompressed tar (`sha256:…`).
+    pub diff_id: String,
+    /// Digest of the blob (`sha256:…`).
+    pub blob: String,
+    /// Size of the blob in bytes.
+    pub size: u64,
+    /// Media type of the blob.
     pub media_type: String,
 }
 

@@ -168,6 +168,7 @@ fn import_image(
         && let Some(record) = known_image(domain, &chosen)?
     {
         progress.phase(Phase::Commit);
+        let record = Ref { source: in_registry(source).or(record.source.clone()), ..record };
         match publish_known(domain, &name, record, options) {
             // Removed and collected since we looked.
             Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
@@ -186,6 +187,8 @@ fn import_image(
             .ok_or_else(|| ImportError::Image { what: "the staging is still in use".into() })?;
         let mut record = Ref::new(Digest([0; 32]));
         record.manifest.clone_from(&manifest);
+        record.document.clone_from(&image.document);
+        record.source = in_registry(source);
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
         record.labels = labels(domain, &name, options)?;
@@ -193,6 +196,14 @@ fn import_image(
         Ok(report)
     };
     twice(attempt, progress)
+}
+
+/// Where the image is to be had again.
+fn in_registry(source: &Source) -> Option<String> {
+    match source {
+        Source::Registry(reference) => Some(reference.to_string()),
+        _ => None,
+    }
 }
 
 fn begin(

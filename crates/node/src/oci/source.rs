@@ -155,6 +155,8 @@ fn split_tag(text: &str) -> (PathBuf, Option<String>) {
 pub(crate) struct FoundImage {
     /// Digest of the manifest; of the config for a `docker save` archive, which has no manifest.
     pub(crate) manifest: BlobDigest,
+    /// The manifest, byte for byte, if there is one and it is text.
+    pub(crate) document: Option<String>,
     /// The config, byte for byte.
     pub(crate) config: String,
     pub(crate) layers: Vec<FoundLayer>,
@@ -448,7 +450,8 @@ impl Opened {
                 .map(|layer| Ok((self.blob(layer)?, layer.media_type.clone())))
                 .collect::<Result<Vec<_>, ImportError>>()?,
         };
-        Ok(FoundImage { manifest: digest, config, layers: chain(blobs, diff_ids) })
+        let document = std::str::from_utf8(bytes).ok().map(str::to_owned);
+        Ok(FoundImage { manifest: digest, document, config, layers: chain(blobs, diff_ids) })
     }
 
     fn resolve_docker(
@@ -483,7 +486,8 @@ impl Opened {
             let blob = place::in_file(digest, members.file.clone(), offset, size);
             blobs.push((blob, String::new()));
         }
-        Ok(FoundImage { manifest: digest, config, layers: chain(blobs, diff_ids) })
+        let layers = chain(blobs, diff_ids);
+        Ok(FoundImage { manifest: digest, document: None, config, layers })
     }
 
     /// A manifest or index by its descriptor, checked.
