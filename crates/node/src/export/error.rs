@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::Digest;
 
+use crate::registry::RegistryError;
+
 /// Why an image could not be given out. Nothing half-written is left at the destination.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -74,6 +76,9 @@ pub enum ExportError {
         /// What is wrong.
         what: String,
     },
+    /// The registry did not take it.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),

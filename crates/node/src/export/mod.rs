@@ -1,4 +1,4 @@
-//! Giving images out again: to OCI layouts and archives, and to what `docker load` takes.
+//! Giving images out again: to OCI layouts and archives, to what `docker load` takes, to registries.
 //!
 //! ```text
 //! layer: split + objects ─▶ archive ─┬▶ diff-id, compared with the config
@@ -14,27 +14,30 @@
 mod archive;
 mod assemble;
 mod error;
+mod image;
 mod layout;
+mod lease;
 mod pack;
+mod push;
 mod tar;
 mod target;
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use cofolio_erofs::tree::Tree;
 use cofolio_store::{Digest, Domain, Ref};
 use serde::Serialize;
 use serde_json::json;
 
 pub use error::ExportError;
 pub use pack::Compression;
+pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
 
-use crate::contents::open_image;
-use crate::oci::Platform;
 use crate::oci::digest::BlobDigest;
 use archive::{Archive, Style};
+use image::Image;
 use layout::Layout;
+use lease::Lease;
 use pack::{Compressors, Packed, Packer};
 use target::{Descriptor, Finished, Part, Target};
 
@@ -170,7 +173,7 @@ pub struct Exported<'a> {
     pub name: Option<&'a str>,
 }
 
-/// Exports an image. Nothing is collected meanwhile.
+/// Exports an image. Nothing of it is collected meanwhile.
 ///
 /// # Errors
 /// [`ExportError`]; what was at the destination is as before.
@@ -181,8 +184,9 @@ pub fn export(
     options: &ExportOptions,
     on_progress: OnProgress<'_>,
 ) -> Result<ExportReport, ExportError> {
-    let _lock = domain.lock_shared()?;
-    let image = Image::of(domain, exported)?;
+    let image = Image::of(domain, exported);
+    let lease = Lease::take(domain, image.digest, image.chain_ids(), "export")?;
+    image.check_splits(&image.layers)?;
     let mut compression = options.compression;
     let (target, tag): (Box<dyn Target>, _) = match destination {
         Destination::Layout { path, tag } => (Box::new(Layout::create(path)?), tag),
@@ -193,164 +197,97 @@ pub fn export(
         }
     };
     let name = tag.as_deref().or(exported.name);
-    image.write(target, name, compression, options.threads, on_progress)
+    let mut on_progress = |progress| {
+        lease.renew();
+        on_progress(progress)
+    };
+    write(&image, target, name, compression, threads(options.threads), &mut on_progress)
 }
 
-/// What there is to write.
-struct Image<'a> {
-    domain: &'a Domain,
-    digest: &'a Digest,
-    /// The config, if it has one; then the layers are those of the record.
-    config: Option<&'a str>,
-    layers: Vec<Layer>,
+/// So many threads compress.
+fn threads(asked: usize) -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    if asked == 0 { processors } else { asked }.clamp(1, THREADS_MAX)
 }
 
-enum Layer {
-    /// One that was imported.
-    Split { chain_id: String, diff_id: String },
-    /// The whole image as one.
-    Tree(Box<Tree>),
-}
-
-impl<'a> Image<'a> {
-    fn of(domain: &'a Domain, exported: Exported<'a>) -> Result<Self, ExportError> {
-        let digest = exported.image;
-        if let Some(record) = exported.record
-            && let Some(config) = &record.config
-        {
-            let mut layers = Vec::new();
-            let mut lacking = Vec::new();
-            for layer in &record.layers {
-                let (chain_id, diff_id) = (layer.chain_id.clone(), layer.diff_id.clone());
-                if !domain.has_split(&chain_id)? {
-                    lacking.push(chain_id.clone());
+/// Writes all of it.
+fn write(
+    image: &Image<'_>,
+    mut target: Box<dyn Target>,
+    name: Option<&str>,
+    compression: Compression,
+    threads: usize,
+    on_progress: OnProgress<'_>,
+) -> Result<ExportReport, ExportError> {
+    let layers = image.layers.len();
+    let packed = std::thread::scope(|scope| {
+        let compressors = Compressors::start(scope, compression, threads, 1);
+        let mut packed: Vec<Packed> = Vec::new();
+        for (number, layer) in image.layers.iter().enumerate() {
+            let before: u64 = packed.iter().map(|layer| layer.uncompressed).sum();
+            target.begin(Part::Layer)?;
+            let mut sink = |bytes: &[u8]| target.write(bytes);
+            let mut step = |bytes| {
+                let bytes = before + bytes;
+                match on_progress(ExportProgress { layer: number, layers, bytes }) {
+                    ControlFlow::Continue(()) => Ok(()),
+                    ControlFlow::Break(()) => Err(ExportError::Stopped),
                 }
-                layers.push(Layer::Split { chain_id, diff_id });
-            }
-            if !lacking.is_empty() {
-                return Err(ExportError::NoSplit { layers: lacking });
-            }
-            return Ok(Self { domain, digest, config: Some(config), layers });
+            };
+            let done = image.pack(layer, Packer::new(&compressors, &mut sink), &mut step)?;
+            target.end(&done.digest, done.size)?;
+            packed.push(done);
         }
-        let bad = |what: String| ExportError::Image { image: *digest, what };
-        let file = domain.open_image(digest)?;
-        let image = open_image(&file).map_err(|error| bad(error.to_string()))?;
-        let tree = image.to_tree().map_err(|error| bad(error.to_string()))?;
-        Ok(Self { domain, digest, config: None, layers: vec![Layer::Tree(Box::new(tree))] })
-    }
-
-    /// Writes all of it.
-    fn write(
-        &self,
-        mut target: Box<dyn Target>,
-        name: Option<&str>,
-        compression: Compression,
-        threads: usize,
-        on_progress: OnProgress<'_>,
-    ) -> Result<ExportReport, ExportError> {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = if threads == 0 { processors } else { threads }.clamp(1, THREADS_MAX);
-        let packed = std::thread::scope(|scope| {
-            let compressors = Compressors::start(scope, compression, threads);
-            let mut packed: Vec<Packed> = Vec::new();
-            for number in 0..self.layers.len() {
-                let before = packed.iter().map(|layer| layer.uncompressed).sum();
-                let packer = Packer::begin(&compressors, &mut *target)?;
-                packed.push(self.layer(number, packer, before, on_progress)?);
-            }
-            Ok::<_, ExportError>(packed)
-        })?;
-        let config = match self.config {
-            Some(config) => config.to_owned(),
-            None => new_config(&packed),
-        };
-        let describe = |media_type: &str, digest: &BlobDigest, size: u64| {
-            let (media_type, digest) = (media_type.to_owned(), digest.clone());
-            Descriptor { media_type, digest, size }
-        };
-        let config_digest = target.put(Part::Config, config.as_bytes())?;
-        let layers: Vec<_> = packed
-            .iter()
-            .map(|layer| describe(compression.media_type(), &layer.digest, layer.size).json())
-            .collect();
-        let manifest = json!({
-            "schemaVersion": 2,
-            "mediaType": MANIFEST,
-            "config": describe(CONFIG, &config_digest, config.len() as u64).json(),
-            "layers": layers,
-        });
-        let manifest = manifest.to_string().into_bytes();
-        let manifest_digest = target.put(Part::Manifest, &manifest)?;
-        let finished = Finished {
-            manifest: describe(MANIFEST, &manifest_digest, manifest.len() as u64),
-            config: config_digest,
-            layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
-            name: name.map(str::to_owned),
-        };
-        target.publish(&finished)?;
-        let exported = packed.iter().map(|layer| ExportedLayer {
-            digest: layer.digest.to_string(),
-            size: layer.size,
-            diff_id: layer.diff_id.to_string(),
-            uncompressed: layer.uncompressed,
-        });
-        Ok(ExportReport {
-            image: self.digest.to_string(),
-            name: finished.name,
-            manifest: manifest_digest.to_string(),
-            config: finished.config.to_string(),
-            layers: exported.collect(),
-        })
-    }
-
-    fn layer(
-        &self,
-        number: usize,
-        mut packer: Packer<'_>,
-        before: u64,
-        on_progress: OnProgress<'_>,
-    ) -> Result<Packed, ExportError> {
-        let layers = self.layers.len();
-        let mut push = |bytes: &[u8]| {
-            packer.push(bytes)?;
-            let bytes = before + packer.uncompressed();
-            match on_progress(ExportProgress { layer: number, layers, bytes }) {
-                ControlFlow::Continue(()) => Ok(()),
-                ControlFlow::Break(()) => Err(ExportError::Stopped),
-            }
-        };
-        match &self.layers[number] {
-            Layer::Split { chain_id, diff_id } => {
-                assemble::layer(self.domain, chain_id, &mut push)?;
-                packer.finish(|actual| match actual.to_string() {
-                    actual if actual == *diff_id => Ok(()),
-                    actual => Err(ExportError::DiffId {
-                        layer: chain_id.clone(),
-                        expected: diff_id.clone(),
-                        actual,
-                    }),
-                })
-            }
-            Layer::Tree(tree) => {
-                tar::write(self.domain, tree, &format!("image {}", self.digest), &mut push)?;
-                packer.finish(|_| Ok(()))
-            }
-        }
-    }
+        Ok::<_, ExportError>(packed)
+    })?;
+    let diff_ids: Vec<_> = packed.iter().map(|layer| layer.diff_id.to_string()).collect();
+    let config = image.config(diff_ids.iter().map(String::as_str));
+    let config_digest = target.put(Part::Config, config.as_bytes())?;
+    let blobs = packed.iter().map(|layer| Descriptor {
+        media_type: compression.media_type().to_owned(),
+        digest: layer.digest.clone(),
+        size: layer.size,
+    });
+    let manifest = manifest(&config_digest, config.len(), &blobs.collect::<Vec<_>>());
+    let manifest_digest = target.put(Part::Manifest, &manifest)?;
+    let finished = Finished {
+        manifest: Descriptor {
+            media_type: MANIFEST.to_owned(),
+            digest: manifest_digest.clone(),
+            size: manifest.len() as u64,
+        },
+        config: config_digest,
+        layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
+        name: name.map(str::to_owned),
+    };
+    target.publish(&finished)?;
+    let exported = packed.iter().map(|layer| ExportedLayer {
+        digest: layer.digest.to_string(),
+        size: layer.size,
+        diff_id: layer.diff_id.to_string(),
+        uncompressed: layer.uncompressed,
+    });
+    Ok(ExportReport {
+        image: image.digest.to_string(),
+        name: finished.name,
+        manifest: manifest_digest.to_string(),
+        config: finished.config.to_string(),
+        layers: exported.collect(),
+    })
 }
 
-/// The least that a config can say. No time: the same image gives the same bytes tomorrow.
-fn new_config(layers: &[Packed]) -> String {
-    let Platform { os, architecture, variant } = Platform::host();
-    let diff_ids: Vec<_> = layers.iter().map(|layer| layer.diff_id.to_string()).collect();
-    let mut config = json!({
-        "architecture": architecture,
-        "os": os,
-        "config": {},
-        "rootfs": {"type": "layers", "diff_ids": diff_ids},
+/// A manifest that says what it must.
+fn manifest(config: &BlobDigest, config_size: usize, layers: &[Descriptor]) -> Vec<u8> {
+    let config = Descriptor {
+        media_type: CONFIG.to_owned(),
+        digest: config.clone(),
+        size: config_size as u64,
+    };
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": config.json(),
+        "layers": layers.iter().map(Descriptor::json).collect::<Vec<_>>(),
     });
-    if let Some(variant) = variant {
-        config["variant"] = variant.into();
-    }
-    config.to_string()
+    manifest.to_string().into_bytes()
 }

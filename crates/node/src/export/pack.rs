@@ -10,8 +10,8 @@ use std::thread::Scope;
 
 use crossbeam_channel as channel;
 
+use super::assemble::Sink;
 use super::error::ExportError;
-use super::target::{Part, Target};
 use crate::oci::digest::{BlobDigest, BlobHasher};
 
 /// What a member or frame holds, in bytes.
@@ -66,16 +66,17 @@ struct Job {
 pub(crate) struct Compressors {
     compression: Compression,
     jobs: channel::Sender<Job>,
-    /// Chunks that may be under way.
+    /// Chunks of a layer that may be under way.
     ahead: usize,
 }
 
 impl Compressors {
-    /// Starts `count` threads; they end when this is dropped.
+    /// Starts `count` threads, for `layers` layers at a time; they end when this is dropped.
     pub(crate) fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         compression: Compression,
         count: usize,
+        layers: usize,
     ) -> Self {
         let (jobs, queue) = channel::unbounded::<Job>();
         for _ in 0..if compression == Compression::None { 0 } else { count } {
@@ -87,11 +88,12 @@ impl Compressors {
                 }
             });
         }
-        Self { compression, jobs, ahead: count + 2 }
+        Self { compression, jobs, ahead: count.div_ceil(layers.max(1)) + 2 }
     }
 }
 
 /// A layer that was written.
+#[derive(Debug, Clone)]
 pub(crate) struct Packed {
     pub(crate) diff_id: BlobDigest,
     /// Bytes of the archive.
@@ -101,10 +103,10 @@ pub(crate) struct Packed {
     pub(crate) size: u64,
 }
 
-/// Takes a layer's archive and writes its blob to the target.
+/// Takes a layer's archive and gives its blob to a sink.
 pub(crate) struct Packer<'a> {
     compressors: &'a Compressors,
-    target: &'a mut dyn Target,
+    sink: &'a mut Sink<'a>,
     chunk: Vec<u8>,
     under_way: VecDeque<channel::Receiver<io::Result<Vec<u8>>>>,
     diff_id: BlobHasher,
@@ -114,21 +116,17 @@ pub(crate) struct Packer<'a> {
 }
 
 impl<'a> Packer<'a> {
-    pub(crate) fn begin(
-        compressors: &'a Compressors,
-        target: &'a mut dyn Target,
-    ) -> Result<Self, ExportError> {
-        target.begin(Part::Layer)?;
-        Ok(Self {
+    pub(crate) fn new(compressors: &'a Compressors, sink: &'a mut Sink<'a>) -> Self {
+        Self {
             compressors,
-            target,
+            sink,
             chunk: Vec::with_capacity(CHUNK),
             under_way: VecDeque::new(),
             diff_id: BlobHasher::new(),
             uncompressed: 0,
             digest: BlobHasher::new(),
             size: 0,
-        })
+        }
     }
 
     /// Takes the next bytes of the archive.
@@ -155,7 +153,7 @@ impl<'a> Packer<'a> {
     fn send(&mut self, chunk: Vec<u8>) -> Result<(), ExportError> {
         if self.compressors.compression == Compression::None {
             self.size += chunk.len() as u64;
-            return self.target.write(&chunk);
+            return (self.sink)(&chunk);
         }
         while self.under_way.len() >= self.compressors.ahead {
             self.receive()?;
@@ -174,7 +172,7 @@ impl<'a> Packer<'a> {
             .map_err(|source| ExportError::Io { path: "a compressed layer".into(), source })?;
         self.digest.update(&compressed);
         self.size += compressed.len() as u64;
-        self.target.write(&compressed)
+        (self.sink)(&compressed)
     }
 
     /// The archive is complete; `check` says whether it is the right one.
@@ -194,7 +192,6 @@ impl<'a> Packer<'a> {
         let diff_id = self.diff_id.finish();
         check(&diff_id)?;
         let digest = if plain { diff_id.clone() } else { self.digest.finish() };
-        self.target.end(&digest, self.size)?;
         Ok(Packed { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
     }
 }

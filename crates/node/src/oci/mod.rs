@@ -26,7 +26,7 @@ mod error;
 pub mod fuzz;
 mod import;
 pub(crate) mod layer;
-mod manifest;
+pub(crate) mod manifest;
 mod merge;
 mod objects;
 mod overlay;

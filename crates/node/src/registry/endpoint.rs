@@ -8,7 +8,7 @@ use ureq::http::Method;
 use super::challenge::{self, Challenge};
 use super::credentials::{self, Credentials, Secret};
 use super::error::{RegistryError, quoted};
-use super::http::{Http, Request, Response, retry_after};
+use super::http::{Http, Payload, Request, Response, retry_after};
 use super::pace::Failure;
 use super::reference::{DOCKER_HUB, check_host, check_repository};
 use super::url::{Url, escaped, is_loopback};
@@ -31,6 +31,8 @@ pub(crate) struct Endpoint {
     /// Where it is.
     authority: String,
     repository: String,
+    /// What a token must allow.
+    scopes: Vec<String>,
     /// Found out once, where it may be either.
     tls: OnceLock<bool>,
     access: Mutex<Access>,
@@ -80,9 +82,18 @@ impl Endpoint {
             host: host.to_owned(),
             authority: authority.to_owned(),
             repository: repository.to_owned(),
+            scopes: vec![format!("repository:{repository}:pull")],
             tls: OnceLock::new(),
             access: Mutex::default(),
         }
+    }
+
+    /// One to push to; blobs may be mounted from the other repositories.
+    pub(crate) fn for_push(mut self, others: &[String]) -> Self {
+        let others = others.iter().map(|other| format!("repository:{other}:pull"));
+        self.scopes = vec![format!("repository:{}:pull,push", self.repository)];
+        self.scopes.extend(others);
+        self
     }
 
     /// A mirror: `host[:port][/prefix]`.
@@ -118,22 +129,27 @@ impl Endpoint {
         headers: &[(&str, &str)],
         document: bool,
     ) -> Result<Response, Failure> {
-        let url = self.url(path)?;
-        let mut used = self.access().authorization.clone();
+        let (method, url, body) = (method.clone(), &self.url(path)?, Payload::None);
+        self.send(&Request { method, url, headers, body, document })
+    }
+
+    /// Sends a request once, as whom we are there if it goes to the registry.
+    pub(crate) fn send(&self, request: &Request<'_>) -> Result<Response, Failure> {
+        // Only the registry itself may see and ask who we are.
+        let home = request.url.same_origin(&self.url("")?);
+        let mut used = self.access().authorization.clone().filter(|_| home);
         let mut renewed = false;
         loop {
-            let response = self.http.send(&Request {
-                method: method.clone(),
-                url: &url,
-                headers,
-                authorization: used.as_deref(),
-                body: None,
-                document,
-            })?;
-            // Only the registry itself may ask who we are.
-            if response.status == 401 && !response.elsewhere && !renewed {
+            let response = self.http.send(request, used.as_deref())?;
+            if response.status == 401 && home && !response.elsewhere && !renewed {
+                let url = response.url.to_string();
                 renewed = true;
                 used = Some(self.authorize(response, used.as_deref())?);
+                if matches!(request.body, Payload::Stream { .. }) {
+                    let what = "the token ran out".to_owned();
+                    let error = RegistryError::Status { url, status: 401, what, tries: 0 };
+                    return Err(Failure::again(error));
+                }
                 continue;
             }
             return judge(response, || self.used());
@@ -144,7 +160,8 @@ impl Endpoint {
         self.access.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn url(&self, path: &str) -> Result<Url, Failure> {
+    /// Where something of the repository is, `path` being what follows its name.
+    pub(crate) fn url(&self, path: &str) -> Result<Url, Failure> {
         Ok(Url::new(self.tls()?, &self.authority, &format!("/v2/{}/{path}", self.repository)))
     }
 
@@ -217,14 +234,13 @@ impl Endpoint {
         secret: Option<&Secret>,
         used: impl FnOnce() -> String,
     ) -> Result<String, Failure> {
-        let scope = format!("repository:{}:pull", self.repository);
         let mut authorization = None;
         let mut form = None;
         let mut url = realm;
         match secret {
             // The refresh token grant of OAuth 2.
             Some(Secret::Identity(token)) => {
-                let (service, scope) = (escaped(service), escaped(&scope));
+                let (service, scope) = (escaped(service), escaped(&self.scopes.join(" ")));
                 form = Some(format!(
                     "grant_type=refresh_token&service={service}&scope={scope}&client_id={CLIENT_ID}\
                      &refresh_token={}",
@@ -235,21 +251,26 @@ impl Endpoint {
                 if !service.is_empty() {
                     url = url.query("service", service);
                 }
-                url = url.query("scope", &scope);
+                for scope in &self.scopes {
+                    url = url.query("scope", scope);
+                }
                 if let Some(Secret::Password(user, password)) = other {
                     url = url.query("account", user);
                     authorization = Some(Secret::basic(user, password));
                 }
             }
         }
-        let response = self.http.send(&Request {
+        let body = form.as_ref().map_or(Payload::None, |form| {
+            Payload::Bytes("application/x-www-form-urlencoded", form.as_bytes())
+        });
+        let request = Request {
             method: if form.is_some() { Method::POST } else { Method::GET },
             url: &url,
             headers: &[("accept", "application/json")],
-            authorization: authorization.as_deref(),
-            body: form.as_ref().map(|form| ("application/x-www-form-urlencoded", form.as_bytes())),
+            body,
             document: true,
-        })?;
+        };
+        let response = self.http.send(&request, authorization.as_deref())?;
         let mut response = judge(response, used)?;
         let bytes = response.document(TOKEN_MAX)?;
         let bad = |what: &str| RegistryError::Answer {
@@ -285,6 +306,7 @@ fn judge(mut response: Response, used: impl FnOnce() -> String) -> Result<Respon
             let error = RegistryError::Status { url, status, what, tries: 0 };
             Err(Failure { pause, ..Failure::again(error) })
         }
+        400..500 => Err(RegistryError::Refused { url, status, what }.into()),
         _ => Err(RegistryError::Status { url, status, what, tries: 0 }.into()),
     }
 }

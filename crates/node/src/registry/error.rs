@@ -1,7 +1,7 @@
 //! What can go wrong between us and a registry. Nothing in here ever holds a secret: URLs are shown
 //! without their query, which may be signed.
 
-/// Why a registry did not give what was asked of it.
+/// Why a registry did not give or take what it should.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegistryError {
@@ -80,6 +80,16 @@ pub enum RegistryError {
         what: String,
         /// How often it was tried without getting on.
         tries: u32,
+    },
+    /// The registry does not do what was asked of it, and will not next time.
+    #[error("{url}: refused (status {status}){}", because(what))]
+    Refused {
+        /// Where.
+        url: String,
+        /// The HTTP status.
+        status: u16,
+        /// What the registry said.
+        what: String,
     },
     /// An answer that makes no sense, or too much of it.
     #[error("{url}: {what}")]

@@ -1,12 +1,13 @@
 //! One HTTP exchange: TLS, timeouts, redirects. Knows nothing of registries.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::{self, Read};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ureq::http::{self, HeaderMap};
-use ureq::{Agent, Body, Proxy};
+use ureq::{Agent, Body, Proxy, SendBody};
 
 use super::RegistryOptions;
 use super::certs;
@@ -18,10 +19,12 @@ use super::url::{Url, is_loopback};
 const REDIRECTS_MAX: usize = 8;
 /// Largest header of an answer, in bytes.
 const HEADER_MAX: usize = 64 << 10;
+/// A registry that was sent something may take so many stall timeouts to answer.
+const TAKEN_STALLS: u32 = 10;
 /// A document that takes longer than so many stall timeouts is not worth waiting for.
 const DOCUMENT_STALLS: u32 = 4;
 
-/// All connections of one pull, kept open between requests.
+/// All connections of one pull or push, kept open between requests.
 #[derive(Debug)]
 pub(crate) struct Http {
     pub(crate) options: RegistryOptions,
@@ -35,13 +38,25 @@ pub(crate) struct Request<'a> {
     pub(crate) method: http::Method,
     pub(crate) url: &'a Url,
     pub(crate) headers: &'a [(&'a str, &'a str)],
-    /// Value of the `Authorization` header. Never sent to another server than the URL's.
-    pub(crate) authorization: Option<&'a str>,
-    /// Body, and its media type.
-    pub(crate) body: Option<(&'a str, &'a [u8])>,
+    pub(crate) body: Payload<'a>,
     /// The answer is a document and not a blob: it may take a bounded time.
     pub(crate) document: bool,
 }
+
+/// What is sent with a request.
+pub(crate) enum Payload<'a> {
+    None,
+    /// Bytes, and their media type.
+    Bytes(&'a str, &'a [u8]),
+    /// What a reader gives, as it comes: it can be sent once.
+    Stream {
+        reader: RefCell<&'a mut dyn Read>,
+        size: Option<u64>,
+    },
+}
+
+/// Media type of what is no document.
+pub(crate) const OCTETS: &str = "application/octet-stream";
 
 /// What came back.
 pub(crate) struct Response {
@@ -85,12 +100,17 @@ impl Http {
         Self { options, limiter, agents: Mutex::default() }
     }
 
-    /// Sends a request, and follows redirects of those that only read.
-    pub(crate) fn send(&self, request: &Request<'_>) -> Result<Response, Failure> {
+    /// Sends a request, and follows redirects of those that only read. `authorization` is the value of the
+    /// `Authorization` header; it is never sent to another server than the URL's.
+    pub(crate) fn send(
+        &self,
+        request: &Request<'_>,
+        authorization: Option<&str>,
+    ) -> Result<Response, Failure> {
         let mut url = request.url.clone();
         for _ in 0..=REDIRECTS_MAX {
             let same = url.same_origin(request.url);
-            let authorization = request.authorization.filter(|_| same);
+            let authorization = authorization.filter(|_| same);
             let answer = self.run(request, &url, authorization)?;
             let (parts, body) = answer.into_parts();
             let status = parts.status.as_u16();
@@ -128,8 +148,7 @@ impl Http {
             method: http::Method::GET,
             url,
             headers: &[],
-            authorization: None,
-            body: None,
+            body: Payload::None,
             document: true,
         };
         match self.raw(&request, url, None)? {
@@ -165,22 +184,40 @@ impl Http {
             value.set_sensitive(true);
             builder = builder.header("authorization", value);
         }
-        if let Some((media_type, _)) = request.body {
-            builder = builder.header("content-type", media_type);
-        }
-        let time = request.document.then(|| self.options.stall_timeout * DOCUMENT_STALLS);
+        builder = match &request.body {
+            Payload::None => builder,
+            Payload::Bytes(media_type, _) => builder.header("content-type", *media_type),
+            // A registry that does not want it says so before it is sent.
+            Payload::Stream { size: None, .. } => {
+                builder.header("content-type", OCTETS).header("expect", "100-continue")
+            }
+            Payload::Stream { size: Some(size), .. } => {
+                builder.header("content-type", OCTETS).header("content-length", *size)
+            }
+        };
+        let stall = self.options.stall_timeout;
+        let time = request.document.then(|| stall * DOCUMENT_STALLS);
+        // Who has taken a large blob reads it once more before it answers.
+        let takes = matches!(request.method, http::Method::PUT | http::Method::PATCH);
+        let answer = Some(if takes { stall * TAKEN_STALLS } else { stall });
         let bad = |e: http::Error| RegistryError::Answer {
             url: url.to_string(),
             what: format!("cannot be asked for: {e}"),
         };
-        Ok(match request.body {
-            None => {
-                let built = builder.body(()).map_err(bad)?;
-                agent.run(agent.configure_request(built).timeout_recv_body(time).build())
+        Ok(match &request.body {
+            Payload::None => {
+                let built = agent.configure_request(builder.body(()).map_err(bad)?);
+                agent.run(built.timeout_recv_body(time).build())
             }
-            Some((_, body)) => {
-                let built = builder.body(body).map_err(bad)?;
-                agent.run(agent.configure_request(built).timeout_recv_body(time).build())
+            Payload::Bytes(_, body) => {
+                let built = agent.configure_request(builder.body(*body).map_err(bad)?);
+                agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
+            }
+            Payload::Stream { reader, .. } => {
+                let mut reader = reader.borrow_mut();
+                let body = SendBody::from_reader(&mut **reader);
+                let built = agent.configure_request(builder.body(body).map_err(bad)?);
+                agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
             }
         })
     }
@@ -279,7 +316,63 @@ fn failure(url: &Url, error: &ureq::Error) -> Failure {
     }
 }
 
-/// `Retry-After` in seconds; a date is not understood, our own pause does then.
+/// `Retry-After`: seconds, or the date when (RFC 9110, section 10.2.3).
 pub(crate) fn retry_after(response: &Response) -> Option<Duration> {
-    response.header("retry-after")?.trim().parse().ok().map(Duration::from_secs)
+    let text = response.header("retry-after")?.trim();
+    if let Ok(seconds) = text.parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    Some(Duration::from_secs(seconds_of(text)?).saturating_sub(now))
+}
+
+/// Seconds since 1970 of a date as all servers write it: `Sun, 06 Nov 1994 08:49:37 GMT`. The two obsolete
+/// forms are not understood.
+fn seconds_of(date: &str) -> Option<u64> {
+    const MONTHS: [&str; 12] =
+        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+    let (_, rest) = date.split_once(", ")?;
+    let mut words = rest.split(' ');
+    let day: u64 = words.next()?.parse().ok().filter(|day| (1..=31).contains(day))?;
+    let month = words.next()?;
+    let month = MONTHS.iter().position(|name| *name == month)?;
+    let year: u64 = words.next()?.parse().ok().filter(|year| (1970..10_000).contains(year))?;
+    let mut clock = words.next()?.split(':').map(|part| part.parse::<u64>().ok());
+    let (hour, minute, second) = (clock.next()??, clock.next()??, clock.next()??);
+    if words.next() != Some("GMT") || hour > 23 || minute > 59 || second > 60 {
+        return None;
+    }
+    let leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
+    let before_month = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334][month];
+    let leap_day = u64::from(month > 1 && leap(year));
+    let leap_years = (1970..year).filter(|year| leap(*year)).count() as u64;
+    let days = (year - 1970) * 365 + leap_years + before_month + leap_day + day - 1;
+    Some(((days * 24 + hour) * 60 + minute) * 60 + second)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The seconds are those that `date --date=… +%s` says.
+    #[test]
+    fn dates_are_understood() {
+        for (date, seconds) in [
+            ("Sun, 06 Nov 1994 08:49:37 GMT", Some(784_111_777)),
+            ("Thu, 01 Jan 1970 00:00:00 GMT", Some(0)),
+            ("Thu, 29 Feb 2024 23:59:59 GMT", Some(1_709_251_199)),
+            ("Fri, 01 Mar 2024 00:00:00 GMT", Some(1_709_251_200)),
+            ("Sat, 21 Nov 2026 07:30:00 GMT", Some(1_795_246_200)),
+            ("Sunday, 06-Nov-94 08:49:37 GMT", None),
+            ("Sun Nov  6 08:49:37 1994", None),
+            ("Sun, 06 Nov 1994 08:49:37", None),
+            ("Sun, 00 Nov 1994 08:49:37 GMT", None),
+            ("Sun, 06 Nov 99999999999999999999 08:49:37 GMT", None),
+            ("soon", None),
+        ] {
+            assert_eq!(seconds_of(date), seconds, "{date}");
+        }
+    }
 }

@@ -1,10 +1,11 @@
-//! Container registries (OCI distribution spec 1.1, Docker registry v2): pulling, synchronously.
+//! Container registries (OCI distribution spec 1.1, Docker registry v2): pulling and pushing, synchronously.
 //!
 //! ```text
 //! Reference ─▶ Repository ─┬─ Endpoint: mirror 1 ─┐
 //!                          ├─ Endpoint: mirror 2  ├─ Http: TLS, redirects, timeouts
 //!                          └─ Endpoint: upstream ─┘   └ credentials, tokens
-//!                 └ Download: a blob as a reader that goes on where a connection broke off
+//!                 ├ Download: a blob as a reader that goes on where a connection broke off
+//!                 └ upload: the other way, to the registry itself only
 //! ```
 //!
 //! What comes back is never believed: documents are bounded and checked against their digests here,
@@ -25,24 +26,29 @@ mod http;
 mod pace;
 mod reference;
 mod repository;
+mod upload;
 mod url;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use error::RegistryError;
+pub(crate) use pace::Failure;
 pub use reference::Reference;
 pub(crate) use repository::Repository;
+pub(crate) use upload::{Begun, Body, Session};
 
 /// How to talk to registries.
 #[derive(Debug, Clone)]
 pub struct RegistryOptions {
     /// What is particular about some registries, by host as in names of images (`docker.io`).
     pub hosts: BTreeMap<String, HostOptions>,
-    /// Bytes per second of all downloads together. 0: no limit.
+    /// Bytes per second of all layers together. 0: no limit.
     pub rate_max: u64,
-    /// Layers that are downloaded at a time, up to 16. 0: 4.
+    /// Layers that are under way at a time, up to 16. 0: 4.
     pub jobs: usize,
     /// Tries in a row without getting on, before a download is given up. Default 6.
     pub tries_max: u32,
@@ -61,6 +67,34 @@ pub struct RegistryOptions {
     /// Directories with a directory for each host: `*.crt` are further authorities, `*.cert` with
     /// `*.key` is what to show of ourselves. Default: `/etc/containers/certs.d`, `/etc/docker/certs.d`.
     pub certs_dirs: Vec<PathBuf>,
+    /// Hears why something is tried again, in words for people. Default: nobody.
+    pub remark: Remark,
+}
+
+/// Somebody who hears remarks; called from several threads.
+#[derive(Clone, Default)]
+pub struct Remark(Option<Arc<Hear>>);
+
+type Hear = dyn Fn(&str) + Send + Sync;
+
+impl Remark {
+    /// Tells them to `hear`.
+    #[must_use]
+    pub fn to(hear: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(hear)))
+    }
+
+    fn tell(&self, what: impl FnOnce() -> String) {
+        if let Some(hear) = &self.0 {
+            hear(&what());
+        }
+    }
+}
+
+impl fmt::Debug for Remark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Remark(…)" } else { "Remark(nobody)" })
+    }
 }
 
 /// What is particular about one registry.
@@ -85,6 +119,7 @@ impl Default for RegistryOptions {
             stall_timeout: Duration::from_secs(30),
             auth_files: Self::auth_files_of_environment(),
             certs_dirs: vec!["/etc/containers/certs.d".into(), "/etc/docker/certs.d".into()],
+            remark: Remark::default(),
         }
     }
 }

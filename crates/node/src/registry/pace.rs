@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::RegistryOptions;
 use super::error::RegistryError;
+use super::{RegistryOptions, Remark};
 
 /// How long a sleeper goes without looking whether it is still wanted.
 const NAP: Duration = Duration::from_millis(50);
@@ -77,13 +77,15 @@ pub(crate) struct Tries {
     max: u32,
     pause: Duration,
     pause_max: Duration,
+    remark: Remark,
     stop: Arc<AtomicBool>,
 }
 
 impl Tries {
     pub(crate) fn new(options: &RegistryOptions, stop: Arc<AtomicBool>) -> Self {
         let RegistryOptions { tries_max, pause, pause_max, .. } = *options;
-        Self { count: 0, max: tries_max.max(1), pause, pause_max, stop }
+        let remark = options.remark.clone();
+        Self { count: 0, max: tries_max.max(1), pause, pause_max, remark, stop }
     }
 
     /// It got on: what failed before does not count any more.
@@ -103,6 +105,9 @@ impl Tries {
         let full = self.pause.saturating_mul(1 << (self.count - 1).min(16)).min(self.pause_max);
         let own = full.mul_f64(0.5 + random() / 2.0);
         let pause = failure.pause.map_or(own, |asked| asked.max(own).min(self.pause_max));
+        let (next, of) = (self.count + 1, self.max);
+        let seconds = pause.as_secs_f32();
+        self.remark.tell(|| format!("{}; try {next} of {of} in {seconds:.1} s", failure.error));
         sleep(pause, &self.stop)
     }
 }

@@ -103,6 +103,14 @@ impl Reference {
         &self.given
     }
 
+    /// The tag, unless a digest says which image is meant.
+    pub(crate) fn tag(&self) -> Option<&str> {
+        match self.digest {
+            None => self.tag.as_deref(),
+            Some(_) => None,
+        }
+    }
+
     pub(crate) fn digest(&self) -> Option<&BlobDigest> {
         self.digest.as_ref()
     }

@@ -14,7 +14,7 @@ use super::reference::Reference;
 use super::{HostOptions, RegistryOptions};
 
 /// All kinds of manifests and indexes that we can tell apart; what we cannot use is refused by name.
-const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
+pub(super) const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
     application/vnd.oci.image.index.v1+json, \
     application/vnd.docker.distribution.manifest.v2+json, \
     application/vnd.docker.distribution.manifest.list.v2+json";
@@ -34,6 +34,8 @@ pub(crate) struct Repository {
     endpoints: Vec<Endpoint>,
     /// The one that answered last is asked first.
     preferred: AtomicUsize,
+    /// Nobody waits for it any more.
+    stop: Arc<AtomicBool>,
 }
 
 /// A manifest or index, not checked against anything.
@@ -68,7 +70,22 @@ impl Repository {
             .collect::<Result<Vec<_>, _>>()?;
         endpoints.push(Endpoint::new(http.clone(), host, repository));
         let preferred = AtomicUsize::new(0);
-        Ok(Arc::new(Self { reference: reference.clone(), http, endpoints, preferred }))
+        let (reference, stop) = (reference.clone(), Arc::default());
+        Ok(Arc::new(Self { reference, http, endpoints, preferred, stop }))
+    }
+
+    /// One to push to: the registry itself, no mirror. `others` are repositories in it from which blobs may
+    /// be mounted; `stop` ends waiting.
+    pub(crate) fn for_push(
+        reference: &Reference,
+        options: &RegistryOptions,
+        others: &[String],
+        stop: Arc<AtomicBool>,
+    ) -> Self {
+        let http = Arc::new(Http::new(options.clone()));
+        let endpoint = Endpoint::new(http.clone(), reference.host(), reference.repository());
+        let (reference, preferred) = (reference.clone(), AtomicUsize::new(0));
+        Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, stop }
     }
 
     /// What it is the repository of.
@@ -92,11 +109,21 @@ impl Repository {
         &self.http.options
     }
 
+    /// Whether nobody waits for it any more.
+    pub(crate) fn stop(&self) -> &Arc<AtomicBool> {
+        &self.stop
+    }
+
     /// The endpoints in the order in which to ask them, with their numbers.
     pub(crate) fn order(&self) -> Vec<usize> {
         let count = self.endpoints.len();
         let first = self.preferred.load(Ordering::Relaxed);
         (0..count).map(|at| (first + at) % count).collect()
+    }
+
+    /// The registry itself.
+    pub(super) fn registry(&self) -> &Endpoint {
+        &self.endpoints[self.endpoints.len() - 1]
     }
 
     pub(crate) fn endpoint(&self, number: usize) -> &Endpoint {
@@ -117,11 +144,13 @@ impl Repository {
 
     /// Asks one endpoint after the other until one has it. The registry's own answer is what counts if
     /// none has.
-    fn each<T>(&self, ask: impl Fn(&Endpoint) -> Result<T, Failure>) -> Result<T, RegistryError> {
-        let stop = Arc::default();
+    pub(super) fn each<T>(
+        &self,
+        ask: impl Fn(&Endpoint) -> Result<T, Failure>,
+    ) -> Result<T, RegistryError> {
         let mut failed = None;
         for number in self.order() {
-            let mut tries = self.tries(number, &stop);
+            let mut tries = self.tries(number, &self.stop);
             let result = loop {
                 match ask(&self.endpoints[number]) {
                     Ok(found) => break Ok(found),
@@ -137,7 +166,10 @@ impl Repository {
                     return Ok(found);
                 }
                 Err(error) if number + 1 == self.endpoints.len() => failed = Some(error),
-                Err(error) => failed = failed.or(Some(error)),
+                Err(error) => {
+                    self.http.options.remark.tell(|| format!("{error}; asking elsewhere"));
+                    failed = failed.or(Some(error));
+                }
             }
         }
         Err(failed.unwrap_or(RegistryError::GivenUp))
@@ -158,7 +190,11 @@ impl Repository {
         });
         match found {
             // Some registries know no HEAD, and it never says why it fails.
-            Err(RegistryError::Status { .. } | RegistryError::Denied { .. }) => Ok(None),
+            Err(
+                RegistryError::Status { .. }
+                | RegistryError::Refused { .. }
+                | RegistryError::Denied { .. },
+            ) => Ok(None),
             other => other,
         }
     }

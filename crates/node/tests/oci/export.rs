@@ -11,7 +11,7 @@ use cofolio_node::export::{
     Compression, Destination, ExportError, ExportOptions, Exported, export,
 };
 use cofolio_node::oci::{ImportOptions, Silent, Source};
-use cofolio_store::{Digest, FsckOptions, GcOptions};
+use cofolio_store::{Digest, FsckOptions, GcOptions, RootKind};
 use serde_json::Value;
 
 use crate::support::*;
@@ -179,6 +179,31 @@ fn altered_content_is_not_given_out() {
     });
     assert!(matches!(result, Err(ExportError::Stopped)), "{result:?}");
     assert_eq!(names(&out), [""; 0]);
+}
+
+/// A slow export must hold up neither garbage collection nor the imports that wait behind it; and what it
+/// writes stays until it is done, even if its name goes meanwhile.
+#[test]
+fn garbage_is_collected_while_an_export_runs() {
+    let bench = Bench::new();
+    import(&bench, "image", &two_layers());
+    let record = bench.domain.get_ref("image").unwrap().unwrap();
+    let exported = Exported { image: &record.image, record: Some(&record), name: None };
+    let destination = Destination::Layout { path: bench.path("out"), tag: None };
+    let mut leases = 0;
+    export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
+        if leases == 0 {
+            leases = bench.domain.roots(RootKind::Lease).unwrap().len();
+            bench.domain.remove_ref("image").unwrap();
+            let options = GcOptions { wait: false, now: record.created + 60, ..Default::default() };
+            bench.domain.gc(&ImageContents, &|| Ok(Vec::new()), &options).unwrap();
+        }
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    assert_eq!((leases, bench.domain.roots(RootKind::Lease).unwrap().len()), (1, 0));
+    gc(&bench);
+    assert_eq!(bench.domain.images().unwrap(), []);
 }
 
 /// A store from before there were splits: the export says which layer lacks its own, and importing the image

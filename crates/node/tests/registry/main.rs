@@ -1,4 +1,4 @@
-//! Pulling from registries: honest ones, hostile ones, and real ones with networks that fail.
+//! Pulling from registries and pushing to them: honest ones, hostile ones, and real ones with networks that fail.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,6 +12,7 @@ mod access;
 mod hostile;
 mod network;
 mod pull;
+mod push;
 mod real;
 mod server;
 #[path = "../oci/support.rs"]
@@ -20,6 +21,7 @@ mod support;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use cofolio_node::export::{self, ExportError, Exported, PushOptions, PushReport};
 use cofolio_node::oci::{ImportError, ImportOptions, ImportReport, Silent, Source, import};
 use cofolio_node::registry::{Reference, RegistryOptions};
 
@@ -44,6 +46,28 @@ fn source(name: &str) -> Source {
 fn pull(bench: &Bench, name: &str, registry: RegistryOptions) -> Result<ImportReport, ImportError> {
     let options = ImportOptions { registry, ..ImportOptions::default() };
     import(&bench.domain, &source(name), &options, &Silent)
+}
+
+/// Pushes what a ref leads to.
+fn push(
+    bench: &Bench,
+    name: &str,
+    to: &str,
+    registry: RegistryOptions,
+) -> Result<PushReport, ExportError> {
+    let options = PushOptions { registry, threads: 2, ..PushOptions::default() };
+    push_with(bench, name, to, &options)
+}
+
+fn push_with(
+    bench: &Bench,
+    name: &str,
+    to: &str,
+    options: &PushOptions,
+) -> Result<PushReport, ExportError> {
+    let record = bench.domain.get_ref(name).unwrap().unwrap();
+    let exported = Exported { image: &record.image, record: Some(&record), name: Some(name) };
+    export::push(&bench.domain, exported, &Reference::parse(to).unwrap(), options, &())
 }
 
 /// `app:1` of a server.

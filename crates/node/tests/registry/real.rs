@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use cofolio_node::export::{Compression, How, PushOptions, PushReport};
 use cofolio_node::registry::RegistryOptions;
 use serde_json::{Value, json};
 
 use crate::server::Cutter;
-use crate::support::{Bench, Blob, CONFIG, MANIFEST, have, run, sha256};
-use crate::{layer, options, pull};
+use crate::support::{Bench, Blob, CONFIG, Layout, MANIFEST, have, is_root, run, sha256};
+use crate::{layer, options, pull, push, push_with};
 
 /// A registry that runs until it is dropped.
 struct Registry {
@@ -265,9 +266,15 @@ fn a_real_registry_with_tls_and_passwords() {
     );
 
     let right = auth_file("user", "secret");
-    let with_both = RegistryOptions { auth_files: vec![right], ..with_tls };
+    let with_both = RegistryOptions { auth_files: vec![right], ..with_tls.clone() };
     let report = pull(&bench, &name, with_both.clone()).unwrap();
     assert!(bench.view(&report).has("/dir/noise1"));
+    let error = push(&bench, &name, &format!("{host}/team/app:2"), with_tls).unwrap_err();
+    assert!(error.to_string().contains("denied (anonymous)"), "{error}");
+    let pushed = push(&bench, &name, &format!("{host}/team/app:2"), with_both.clone()).unwrap();
+    assert_eq!((Some(pushed.manifest), pushed.original), (report.manifest.clone(), true));
+    let elsewhere = push(&bench, &name, &format!("{host}/team/other:1"), with_both.clone());
+    assert_eq!(how(&elsewhere.unwrap()), [How::Mounted; 2]);
     drop(registry);
 
     // A registry that wants to see a certificate of ours as well.
@@ -284,4 +291,116 @@ fn a_real_registry_with_tls_and_passwords() {
     assert!(error.contains("client.key"), "{error}");
     fs::copy(dir.join("client.key"), ours.join("client.key")).unwrap();
     assert_eq!(pull(&other, &name, with_both).unwrap().image, report.image);
+}
+
+/// A store with the image `image` of these layers, as from a layout.
+fn with_image(layers: &[Blob]) -> Bench {
+    let bench = Bench::new();
+    let layout = Layout::image(bench.path("image"), layers);
+    bench.import(&layout.source()).unwrap();
+    bench
+}
+
+fn how(report: &PushReport) -> Vec<How> {
+    report.layers.iter().map(|layer| layer.how).collect()
+}
+
+/// What was pushed comes back as the same image; what is there is not sent; what another repository has is
+/// mounted; and a manifest whose blobs are all there is the one that came, to the byte.
+#[test]
+fn a_real_registry_takes_what_is_pushed() {
+    const TEST: &str = "a_real_registry_takes_what_is_pushed";
+    if !ready(TEST, &["docker-registry"]) {
+        return;
+    }
+    let layers = [layer(1, 6_000_000), layer(2, 100), layer(3, 1_000_000)];
+    let bench = with_image(&layers);
+    let image = bench.domain.get_ref("image").unwrap().unwrap().image.to_string();
+    let registry = Registry::start(bench.dir.path(), "", "");
+    let at = |name: &str| format!("{}/{name}", registry.address);
+    let report = push(&bench, "image", &at("team/app:1"), options()).unwrap();
+    assert_eq!((how(&report), report.original), (vec![How::Sent; 3], false));
+    let again = push(&bench, "image", &at("team/app:1"), options()).unwrap();
+    assert_eq!((how(&again), again.known), (vec![How::There; 3], true));
+    assert_eq!(again.manifest, report.manifest);
+
+    let other = Bench::new();
+    let pulled = pull(&other, &at("team/app:1"), options()).unwrap();
+    assert_eq!((&pulled.image, pulled.manifest.as_ref()), (&image, Some(&report.manifest)));
+    let came: Vec<_> = pulled.layers.iter().map(|layer| &layer.diff_id).collect();
+    assert_eq!(came, layers.iter().map(|layer| &layer.diff_id).collect::<Vec<_>>());
+    let mounted = push(&other, &pulled.name, &at("other/copy:2"), options()).unwrap();
+    assert_eq!((how(&mounted), mounted.original), (vec![How::Mounted; 3], true));
+    assert_eq!(mounted.manifest, report.manifest);
+    let copy = pull(&Bench::new(), &at("other/copy:2"), options()).unwrap();
+    assert_eq!(copy.image, image);
+    drop(registry);
+
+    let read_only = "  maintenance:\n    readonly:\n      enabled: true\n";
+    let registry = Registry::start(bench.dir.path(), read_only, "");
+    let to = format!("{}/third/copy:1", registry.address);
+    let error = push(&bench, "image", &to, options()).unwrap_err().to_string();
+    assert!(error.contains("refused (status 405)"), "{error}");
+}
+
+/// docker-registry 2.8 cannot go on in the middle of what was cut: the layer begins again.
+#[test]
+fn a_real_registry_takes_the_image_over_a_network_that_cuts() {
+    const TEST: &str = "a_real_registry_takes_the_image_over_a_network_that_cuts";
+    if !ready(TEST, &["docker-registry"]) {
+        return;
+    }
+    let bench = with_image(&[layer(1, 6_000_000), layer(2, 2_000_000)]);
+    let registry = Registry::start(bench.dir.path(), "", "");
+    let cutter = Cutter::of_uploads(registry.address, 1 << 20, 4);
+    let report = push(&bench, "image", &format!("{}/app:1", cutter.address), options()).unwrap();
+    assert_eq!(how(&report), [How::Sent; 2]);
+    let image = pull(&Bench::new(), &format!("{}/app:1", registry.address), options()).unwrap();
+    assert_eq!(image.image, report.image);
+}
+
+/// Outside judges: skopeo checks every digest on the way and unpacks the layers to what their diff-ids say,
+/// and podman, if it may run here, pulls the image.
+#[test]
+fn others_understand_what_was_pushed() {
+    const TEST: &str = "others_understand_what_was_pushed";
+    if !ready(TEST, &["docker-registry", "skopeo"]) {
+        return;
+    }
+    let bench = with_image(&[layer(1, 6_000_000), layer(2, 100)]);
+    let registry = Registry::start(bench.dir.path(), "", "");
+    let policy = bench.path("policy.json");
+    fs::write(&policy, r#"{"default":[{"type":"insecureAcceptAnything"}]}"#).unwrap();
+    for (compression, tag) in
+        [(Compression::Gzip, "gzip"), (Compression::Zstd, "zstd"), (Compression::None, "none")]
+    {
+        let to = format!("{}/{tag}/app:1", registry.address);
+        // Each with blobs of its own.
+        let mut record = bench.domain.get_ref("image").unwrap().unwrap();
+        record.packed.clear();
+        bench.domain.put_ref("image", &record).unwrap();
+        let options = PushOptions { compression, registry: options(), ..PushOptions::default() };
+        let report = push_with(&bench, "image", &to, &options).unwrap();
+        let from = format!("docker://{to}");
+        let mut command = Command::new("skopeo");
+        let inspected = run(command.args(["inspect", "--tls-verify=false", &from]));
+        let inspected: Value = serde_json::from_slice(&inspected).unwrap();
+        assert_eq!(inspected["Digest"], report.manifest);
+        let copy = bench.path(tag);
+        let mut command = Command::new("skopeo");
+        command.arg("--policy").arg(&policy);
+        command.args(["copy", "-q", "--src-tls-verify=false", "--dest-decompress", &from]);
+        run(command.arg(format!("dir:{}", copy.display())));
+        for layer in &report.layers {
+            assert_eq!(sha256(&fs::read(copy.join(&layer.diff_id[7..])).unwrap()), layer.diff_id);
+        }
+        if !is_root(TEST) || !ready(TEST, &["podman"]) {
+            continue;
+        }
+        let mut command = Command::new("podman");
+        command.arg("--root").arg(bench.path("podman")).arg("--runroot").arg(bench.path("run"));
+        command.args(["--storage-driver", "vfs", "pull", "-q", "--tls-verify=false"]);
+        let id = run(command.arg("--signature-policy").arg(&policy).arg(&from));
+        assert_eq!(format!("sha256:{}", String::from_utf8(id).unwrap().trim()), report.config);
+    }
 }

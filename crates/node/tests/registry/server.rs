@@ -19,6 +19,8 @@ pub struct Asked {
     pub path: String,
     pub headers: HashMap<String, String>,
     pub body: Vec<u8>,
+    /// The connection ended in the middle of the body.
+    pub cut: bool,
 }
 
 impl Asked {
@@ -72,6 +74,8 @@ pub struct Fake {
 
 struct Shared {
     blobs: Mutex<HashMap<String, (String, Vec<u8>)>>,
+    /// Uploads that are not complete.
+    uploads: Mutex<Vec<Vec<u8>>>,
     log: Mutex<Vec<Asked>>,
     hook: Box<Hook>,
     ends: AtomicBool,
@@ -81,8 +85,8 @@ impl Fake {
     pub fn new(hook: impl Fn(&Asked, Answer) -> Answer + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let (blobs, log, ends) = Default::default();
-        let shared = Arc::new(Shared { blobs, log, hook: Box::new(hook), ends });
+        let (blobs, uploads, log, ends) = Default::default();
+        let shared = Arc::new(Shared { blobs, uploads, log, hook: Box::new(hook), ends });
         let ours = shared.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -163,9 +167,12 @@ fn converse(stream: TcpStream, shared: &Shared) -> io::Result<()> {
     if input.fill_buf()?.first() == Some(&0x16) {
         return output.write_all(b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTPS request\n");
     }
-    while let Some(asked) = request(&mut input)? {
+    while let Some(asked) = request(&mut input, &mut output)? {
         shared.log.lock().unwrap().push(asked.clone());
         let answer = (shared.hook)(&asked, honest(shared, &asked));
+        if asked.cut {
+            return Ok(());
+        }
         if !send(&mut output, &asked, &answer)? {
             return Ok(());
         }
@@ -173,7 +180,7 @@ fn converse(stream: TcpStream, shared: &Shared) -> io::Result<()> {
     Ok(())
 }
 
-fn request(input: &mut impl BufRead) -> io::Result<Option<Asked>> {
+fn request(input: &mut impl BufRead, output: &mut TcpStream) -> io::Result<Option<Asked>> {
     let mut line = String::new();
     if input.read_line(&mut line)? == 0 {
         return Ok(None);
@@ -187,15 +194,86 @@ fn request(input: &mut impl BufRead) -> io::Result<Option<Asked>> {
         let Some((name, value)) = line.trim_end().split_once(':') else { break };
         headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
     }
-    let length = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
-    let mut body = vec![0; length];
-    input.read_exact(&mut body)?;
-    Ok(Some(Asked { method, path, headers, body }))
+    if headers.contains_key("expect") {
+        output.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
+    }
+    let mut body = Vec::new();
+    let whole = match headers.get("content-length") {
+        Some(length) => {
+            let length: u64 = length.parse().unwrap();
+            let read = input.by_ref().take(length).read_to_end(&mut body);
+            read.is_ok() && body.len() as u64 == length
+        }
+        None if headers.contains_key("transfer-encoding") => chunks(input, &mut body).is_ok(),
+        None => true,
+    };
+    Ok(Some(Asked { method, path, headers, body, cut: !whole }))
+}
+
+/// A body in chunks.
+fn chunks(input: &mut impl BufRead, body: &mut Vec<u8>) -> io::Result<()> {
+    loop {
+        let mut line = String::new();
+        input.read_line(&mut line)?;
+        let length = u64::from_str_radix(line.trim(), 16).map_err(io::Error::other)?;
+        let before = body.len() as u64;
+        input.by_ref().take(length).read_to_end(body)?;
+        line.clear();
+        if body.len() as u64 != before + length || input.read_line(&mut line)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if length == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Uploads of blobs, and manifests.
+fn taken(shared: &Shared, asked: &Asked) -> Option<Answer> {
+    let (path, query) = asked.path.split_once('?').unwrap_or((&asked.path, ""));
+    let place = path.strip_prefix("/v2/app/")?;
+    if let Some(tag) = place.strip_prefix("manifests/").filter(|_| asked.method == "PUT") {
+        let digest = sha256(&asked.body);
+        let content = (asked.header("content-type").to_owned(), asked.body.clone());
+        let mut blobs = shared.blobs.lock().unwrap();
+        blobs.insert(digest.clone(), content.clone());
+        blobs.insert(tag.to_owned(), content);
+        return Some(Answer::new(201, "").with("Docker-Content-Digest", digest));
+    }
+    let id = place.strip_prefix("blobs/uploads/")?;
+    let mut uploads = shared.uploads.lock().unwrap();
+    let at = |id: usize| format!("/v2/app/blobs/uploads/{id}");
+    if asked.method == "POST" {
+        uploads.push(Vec::new());
+        return Some(Answer::new(202, "").with("Location", at(uploads.len() - 1)));
+    }
+    let id: usize = id.parse().unwrap();
+    uploads[id].extend_from_slice(&asked.body);
+    let range = format!("0-{}", uploads[id].len().saturating_sub(1));
+    Some(match asked.method.as_str() {
+        "PUT" => {
+            let digest = sha256(&uploads[id]);
+            match query.strip_prefix("digest=").map(|digest| digest.replace("%3A", ":")) {
+                Some(promised) if promised == digest => {
+                    let content = (String::new(), std::mem::take(&mut uploads[id]));
+                    shared.blobs.lock().unwrap().insert(digest.clone(), content);
+                    Answer::new(201, "").with("Docker-Content-Digest", digest)
+                }
+                _ => Answer::error(400, "provided digest did not match uploaded content"),
+            }
+        }
+        "DELETE" => Answer::new(204, ""),
+        "GET" => Answer::new(204, "").with("Location", at(id)).with("Range", range),
+        _ => Answer::new(202, "").with("Location", at(id)).with("Range", range),
+    })
 }
 
 fn honest(shared: &Shared, asked: &Asked) -> Answer {
     if asked.path == "/v2/" {
         return Answer::new(200, "{}");
+    }
+    if let Some(answer) = taken(shared, asked) {
+        return answer;
     }
     let blobs = shared.blobs.lock().unwrap();
     let path = asked.path.split('?').next().unwrap();
@@ -239,15 +317,36 @@ fn send(output: &mut TcpStream, asked: &Asked, answer: &Answer) -> io::Result<bo
     Ok(answer.cut.is_none() && answer.stall.is_none() && length == answer.body.len() as u64)
 }
 
-/// A proxy before a server that ends every connection after so many bytes of the server's.
+/// A proxy before a server that ends connections after so many bytes.
 pub struct Cutter {
     pub address: SocketAddr,
     pub connections: Arc<AtomicU64>,
     ends: Arc<AtomicBool>,
 }
 
+/// When to end a connection.
+#[derive(Clone)]
+struct Cuts {
+    /// After so many bytes of the server's.
+    down: u64,
+    /// After so many of the client's, …
+    up: u64,
+    /// … if there are cuts of that kind left.
+    up_left: Arc<AtomicU64>,
+}
+
 impl Cutter {
+    /// Ends every connection after so many bytes of the server's.
     pub fn new(server: SocketAddr, bytes: u64) -> Self {
+        Self::with(server, Cuts { down: bytes, up: u64::MAX, up_left: Arc::default() })
+    }
+
+    /// Ends the first `count` connections on which the client sends more than `bytes`.
+    pub fn of_uploads(server: SocketAddr, bytes: u64, count: u64) -> Self {
+        Self::with(server, Cuts { down: u64::MAX, up: bytes, up_left: Arc::new(count.into()) })
+    }
+
+    fn with(server: SocketAddr, cuts: Cuts) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (connections, ends) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
@@ -261,19 +360,34 @@ impl Cutter {
                     continue;
                 };
                 count.fetch_add(1, Ordering::Relaxed);
-                std::thread::spawn(move || drop(forward(client, server, bytes)));
+                let cuts = cuts.clone();
+                std::thread::spawn(move || forward(&client, &server, &cuts));
             }
         });
         Self { address, connections, ends }
     }
 }
 
-fn forward(client: TcpStream, server: TcpStream, bytes: u64) -> io::Result<()> {
-    let (mut from_client, mut to_server) = (client.try_clone()?, server.try_clone()?);
-    std::thread::spawn(move || io::copy(&mut from_client, &mut to_server));
-    io::copy(&mut (&server).take(bytes), &mut &client)?;
-    client.shutdown(std::net::Shutdown::Both)?;
-    server.shutdown(std::net::Shutdown::Both)
+fn forward(client: &TcpStream, server: &TcpStream, cuts: &Cuts) {
+    let end = || {
+        let _ = client.shutdown(std::net::Shutdown::Both);
+        let _ = server.shutdown(std::net::Shutdown::Both);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let sent = io::copy(&mut client.take(cuts.up), &mut &*server).unwrap_or(0);
+            let fewer = |left: u64| left.checked_sub(1);
+            let left = &cuts.up_left;
+            if sent == cuts.up
+                && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer).is_ok()
+            {
+                return end();
+            }
+            let _ = io::copy(&mut &*client, &mut &*server);
+        });
+        let _ = io::copy(&mut server.take(cuts.down), &mut &*client);
+        end();
+    });
 }
 
 impl Drop for Cutter {
