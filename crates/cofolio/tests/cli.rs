@@ -33,9 +33,9 @@ fn every_command_explains_itself() {
     for command in &commands {
         // Two have a grammar of their own below them.
         let help = match command.as_str() {
-            "mkcomposefs" => Sandbox::new().run(&["help", command]),
-            "bench" => Sandbox::new().run(&[command, "share", "--help"]),
-            _ => Sandbox::new().run(&[command, "--help"]),
+            "mkcomposefs" => Sandbox::new().run(&["help", command.as_str()]),
+            "bench" => Sandbox::new().run(&[command.as_str(), "share", "--help"]),
+            _ => Sandbox::new().run(&[command.as_str(), "--help"]),
         };
         assert!(help.ok().contains("Example"), "{command}");
         // What it does comes first.

@@ -53,7 +53,9 @@ fn line(out: &mut Vec<u8>, tree: &Tree, inode: InodeId, path: &[u8], link: Optio
     };
     escape(out, path, b"");
     let at = if link.is_some() { "@" } else { "" };
-    let fields = format_args!(
+    // Writing into a Vec does not fail.
+    let _ = write!(
+        out,
         " {size} {at}{:o} {} {} {} {rdev} {}.{} ",
         meta.mode,
         tree.nlink(inode),
@@ -62,8 +64,6 @@ fn line(out: &mut Vec<u8>, tree: &Tree, inode: InodeId, path: &[u8], link: Optio
         meta.mtime,
         meta.mtime_nsec
     );
-    // Writing into a Vec does not fail.
-    let _ = out.write_fmt(fields);
     let object;
     let payload = match (&link, content) {
         (Some(path), _) => Some(path.as_slice()),
