@@ -11,9 +11,9 @@ debian_mirror() {
     apt-get indextargets --format '$(LABEL) $(REPO_URI)' 2>/dev/null | awk '$1 == "Debian" { print $2; exit }'
 }
 
-# install_packages PACKAGE…: installs what is missing of them, with apt, and says so.
-install_packages() {
-    local missing=()
+# install_packages PACKAGE…: installs what is missing of them, with apt, and says so. None of them starts a daemon.
+install_packages() (
+    missing=()
     for package in "$@"; do
         dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q '^install ok installed' || missing+=("$package")
     done
@@ -22,7 +22,13 @@ install_packages() {
     command -v apt-get >/dev/null || die "these packages are missing and there is no apt-get: ${missing[*]}"
     say "installing: ${missing[*]}"
     export DEBIAN_FRONTEND=noninteractive
+    # What invoke-rc.d and deb-systemd-invoke ask before they start anything (Debian policy 9.3.3).
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then
+        trap 'rm -f "$policy"' EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod 755 "$policy"
+    fi
     apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null 2>&1 && return 0
     apt-get update -qq || die "apt-get update failed"
     apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null || die "apt-get could not install: ${missing[*]}"
-}
+)

@@ -10,6 +10,7 @@ pub mod mount;
 pub mod oci;
 pub mod probe;
 pub mod registry;
+mod resident;
 pub mod run;
 pub mod sharing;
 pub mod survey;

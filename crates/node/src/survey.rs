@@ -19,10 +19,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use cofolio_sys::cache::{FileMap, page_size};
-use rustix::fs::{Advice, FileType, Mode, OFlags};
+use cofolio_sys::cache::page_size;
+use rustix::fs::{FileType, Mode, OFlags};
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
+
+use crate::resident::Resident;
 
 /// Pages that are told apart, at most; beyond, a sample of them is. Some 24 bytes each.
 const PAGES_MAX: usize = 1 << 22;
@@ -156,41 +158,6 @@ fn walk(root: &Path, tally: &Mutex<Tally>, found: &dyn Fn(PathBuf)) -> u64 {
 fn open(path: &Path, more: OFlags) -> io::Result<std::os::fd::OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::NOATIME | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     Ok(rustix::fs::open(path, flags | OFlags::CLOEXEC | more, Mode::empty())?)
-}
-
-/// Which pages of a file are resident.
-#[derive(Debug, Default, Clone)]
-struct Resident(Vec<u64>);
-
-impl Resident {
-    fn of(file: &File, size: u64) -> io::Result<Self> {
-        let mut words = Vec::new();
-        let mut at = 0usize;
-        FileMap::new(file, size)?.residency(|run| {
-            for page in run {
-                if page.is_resident() {
-                    words.resize(words.len().max(at / 64 + 1), 0);
-                    words[at / 64] |= 1 << (at % 64);
-                }
-                at += 1;
-            }
-        })?;
-        Ok(Self(words))
-    }
-
-    fn has(&self, page: u64) -> bool {
-        let word = usize::try_from(page / 64).ok().and_then(|word| self.0.get(word));
-        word.is_some_and(|word| word >> (page % 64) & 1 == 1)
-    }
-
-    fn count(&self) -> u64 {
-        self.0.iter().map(|word| u64::from(word.count_ones())).sum()
-    }
-
-    fn add(&mut self, other: &Self) {
-        self.0.resize(self.0.len().max(other.0.len()), 0);
-        self.0.iter_mut().zip(&other.0).for_each(|(word, more)| *word |= more);
-    }
 }
 
 /// Different pages, or one in `1 << shift` of them.
@@ -367,7 +334,7 @@ impl Reader {
             }
         };
         if !direct {
-            drop_again(file, size, resident);
+            resident.drop_others(file, size);
         }
         result.and_then(|()| match at {
             at if at == size => Ok(whole.finalize().into()),
@@ -376,23 +343,11 @@ impl Reader {
     }
 }
 
-/// Drops the pages of a file that were not resident. That not all of them go harms nobody.
-fn drop_again(file: &File, size: u64, resident: &Resident) {
-    let page = page_size();
-    let pages = size.div_ceil(page);
-    let mut first = 0;
-    while first < pages {
-        let end = (first..pages).find(|&index| resident.has(index)).unwrap_or(pages);
-        if let Some(length) = std::num::NonZeroU64::new((end - first) * page) {
-            let _ = rustix::fs::fadvise(file, first * page, Some(length), Advice::DontNeed);
-        }
-        first = (end..pages).find(|&index| !resident.has(index)).unwrap_or(pages);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
+
+    use rustix::fs::Advice;
 
     use super::*;
 

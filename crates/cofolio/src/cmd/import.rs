@@ -15,9 +15,9 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 ///
 /// From an OCI layout directory, an OCI archive, what `docker save` or `podman save` writes, or a plain
 /// directory tree; which of them is found out. From a registry with `docker://`, as `cofolio pull`; out of
-/// podman's own store, without a pull, with `containers-storage:`. Every digest on the way is checked. Layers
-/// and files that the store has already are not written again, an image that it has already is not even
-/// read. The store is made if it does not exist.
+/// podman's or containerd's own store, without a pull, with `containers-storage:` or `containerd:`. Every
+/// digest on the way is checked. Layers and files that the store has already are not written again, an
+/// image that it has already is not even read. The store is made if it does not exist.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     docker save redis:7.0.15 -o redis.tar && cofolio import redis.tar --name redis:7.0.15\n  \
@@ -27,7 +27,8 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 pub(crate) struct Args {
     #[arg(
         help = "PATH, oci:PATH[:TAG], oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], dir:PATH, \
-                docker://[HOST[:PORT]/]NAME[:TAG][@DIGEST] or containers-storage:[[DRIVER@]ROOT]NAME"
+                docker://[HOST[:PORT]/]NAME[:TAG][@DIGEST], containers-storage:[[DRIVER@]ROOT]NAME or \
+                containerd:[[ROOT][+NAMESPACE]]NAME"
     )]
     source: String,
     #[arg(

@@ -20,12 +20,13 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use serde::Deserialize;
 
-use super::{EngineError, read_json};
+use super::names::{self, Named};
+use super::{
+    Container as Found, EngineError, Inventory, LiveMounts, home, is_root, read_json, read_text,
+};
 
 /// Layers below one another. Engines stop at 127, overlayfs at 500.
 const DEPTH_MAX: usize = 1024;
-/// Names that an error lists.
-const NAMES_SHOWN: usize = 20;
 
 /// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it, the
 /// outer brackets being part of it.
@@ -107,6 +108,20 @@ pub struct Image {
     /// The top layer's id; empty for a list of images.
     #[serde(default)]
     pub layer: String,
+}
+
+impl Named for Image {
+    fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    fn id(&self) -> &str {
+        &self.id
+    }
 }
 
 /// A layer's record.
@@ -231,65 +246,11 @@ impl Storage {
     /// # Errors
     /// [`EngineError::NotFound`] if there is none, or several.
     pub fn find(&self, name: &str) -> Result<&Image, EngineError> {
-        let (plain, digest) = match name.split_once('@') {
-            Some((plain, digest)) => (plain, Some(digest)),
-            None => (name, None),
-        };
-        let repository = |name: &str| match name.rsplit_once(':') {
-            Some((repository, tag)) if !tag.contains('/') => repository.to_owned(),
-            _ => name.to_owned(),
-        };
-        let tagged = repository(plain) != plain;
-        let wanted =
-            if tagged || digest.is_some() { plain.to_owned() } else { format!("{plain}:latest") };
-        let is_name = |have: &String, end: bool| {
-            let have = if digest.is_some() && !tagged {
-                repository(have.split('@').next().unwrap_or(have))
-            } else {
-                have.clone()
-            };
-            have == wanted || end && have.strip_suffix(&wanted).is_some_and(|h| h.ends_with('/'))
-        };
-        let is_digest = |image: &&Image| digest.is_none_or(|digest| image.digest == digest);
-        let by = |end: bool| -> Vec<&Image> {
-            let named = |image: &&Image| image.names.iter().any(|name| is_name(name, end));
-            self.images.iter().filter(named).filter(is_digest).collect()
-        };
-        let by_id = || -> Vec<&Image> {
-            let id = name.strip_prefix("sha256:").unwrap_or(name);
-            let hex = id.len() >= 3 && id.bytes().all(|b| b.is_ascii_hexdigit());
-            self.images.iter().filter(|image| hex && image.id.starts_with(id)).collect()
-        };
-        let mut found = by(false);
-        if found.is_empty() {
-            found = by(true);
-        }
-        if found.is_empty() {
-            found = by_id();
-        }
         let root = self.root.display();
-        match found[..] {
+        match names::matching(&self.images, name)[..] {
             [one] => Ok(one),
-            [] => {
-                let mut names: Vec<&str> =
-                    self.images.iter().flat_map(|i| &i.names).map(String::as_str).collect();
-                names.sort_unstable();
-                let more = names.len().saturating_sub(NAMES_SHOWN);
-                names.truncate(NAMES_SHOWN);
-                let mut there = names.join(", ");
-                if more > 0 {
-                    there += &format!(" and {more} more");
-                }
-                let there = if there.is_empty() {
-                    "it has none with a name".into()
-                } else {
-                    format!("it has: {there}")
-                };
-                Err(EngineError::NotFound {
-                    what: format!("{root} has no image {name:?}; {there}"),
-                })
-            }
-            _ => {
+            [] => Err(names::none(&self.images, name, &root.to_string())),
+            ref found => {
                 let ids: Vec<_> = found.iter().map(|image| image.id.as_str()).collect();
                 let what = format!("{root}: {name:?} could be each of {}", ids.join(", "));
                 Err(EngineError::NotFound { what })
@@ -352,6 +313,41 @@ impl Storage {
         self.root.join(self.driver).join(&container.layer).join("merged")
     }
 
+    /// What is unpacked here, and which containers are mounted.
+    ///
+    /// # Errors
+    /// [`EngineError::Io`] and [`EngineError::Document`].
+    pub fn inventory<'a>(&'a self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
+        let mut found = Inventory::new("podman", &self.root, self.driver);
+        found.images = self.images.len() as u64;
+        let mut layers: HashMap<&str, usize> = HashMap::new();
+        let mut images = HashMap::new();
+        for image in &self.images {
+            match self.chain(&image.layer) {
+                Ok(chain) => {
+                    let index = |layer: &'a Layer| {
+                        *layers.entry(&layer.id).or_insert_with(|| {
+                            found.layers.push(self.files(layer));
+                            found.layers.len() - 1
+                        })
+                    };
+                    images.insert(&image.id, chain.into_iter().map(index).collect::<Vec<_>>());
+                }
+                Err(error) => found.unseen.push(format!("image {}: {error}", image.id)),
+            }
+        }
+        for container in self.containers()? {
+            let mounted = mounts.has_target(&self.mount_point(&container));
+            let layers = images.get(&container.image).cloned().unwrap_or_default();
+            found.containers.push(Found { id: container.id, layers, mounted });
+        }
+        if self.driver != "overlay" && !found.containers.is_empty() {
+            let what = format!("which containers run: the driver {} mounts nothing", self.driver);
+            found.unseen.push(what);
+        }
+        Ok(found)
+    }
+
     /// What a layer's archive was besides its files.
     ///
     /// # Errors
@@ -387,14 +383,6 @@ fn is_id(id: &str) -> bool {
     !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric())
 }
 
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
-}
-
-fn home() -> PathBuf {
-    std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default()
-}
-
 /// The graph root that podman has without a configuration.
 fn default_root() -> PathBuf {
     if is_root() {
@@ -421,10 +409,7 @@ fn configuration() -> Result<StorageSection, EngineError> {
         files.push(config.join("containers/storage.conf"));
     }
     for path in files {
-        let text = match std::fs::read_to_string(&path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
-            other => other.map_err(|source| EngineError::Io { path: path.clone(), source })?,
-        };
+        let Some(text) = read_text(&path)? else { continue };
         let found: Configuration = toml::from_str(&text)
             .map_err(|e| EngineError::Document { path, what: e.message().to_owned() })?;
         return Ok(found.storage);

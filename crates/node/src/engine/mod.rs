@@ -1,12 +1,22 @@
 //! The stores of other engines on this machine, read in place and never written.
 
+mod bolt;
+pub mod containerd;
 pub mod containers_storage;
+#[cfg(fuzzing)]
+pub mod fuzz;
+mod inventory;
+mod names;
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
+
+pub use inventory::{Container, Inventory, LiveMounts};
+
+use crate::resident::read_aside;
 
 /// Why an engine's store cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -56,18 +66,34 @@ fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Reads a JSON file; `None` if it is not there.
-fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, EngineError> {
+/// Reads a file of records, or of settings, and leaves the page cache as it was; `None` if it is not there.
+fn read(path: &Path) -> Result<Option<Vec<u8>>, EngineError> {
     let failed = |source| EngineError::Io { path: path.to_owned(), source };
-    let wrong = |what| EngineError::Document { path: path.to_owned(), what };
     let file = match open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(failed)?,
     };
-    let mut bytes = Vec::new();
-    file.take(RECORDS_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
-    if bytes.len() as u64 > RECORDS_MAX {
-        return Err(wrong(format!("more than {RECORDS_MAX} bytes")));
-    }
+    read_aside(&file, RECORDS_MAX).map(Some).map_err(failed)
+}
+
+/// Reads a JSON file; `None` if it is not there.
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, EngineError> {
+    let wrong = |what| EngineError::Document { path: path.to_owned(), what };
+    let Some(bytes) = read(path)? else { return Ok(None) };
     serde_json::from_slice(&bytes).map(Some).map_err(|e| wrong(e.to_string()))
+}
+
+/// Reads a text; `None` if it is not there.
+fn read_text(path: &Path) -> Result<Option<String>, EngineError> {
+    let wrong = |_| EngineError::Document { path: path.to_owned(), what: "not UTF-8".into() };
+    let Some(bytes) = read(path)? else { return Ok(None) };
+    String::from_utf8(bytes).map(Some).map_err(wrong)
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn home() -> PathBuf {
+    std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default()
 }

@@ -24,7 +24,7 @@ mod error;
 mod idmap;
 pub(crate) mod kernel;
 mod limit;
-mod mountinfo;
+pub(crate) mod mountinfo;
 mod pin;
 mod reconcile;
 mod state;

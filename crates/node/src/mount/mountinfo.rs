@@ -21,6 +21,9 @@ pub struct KernelMount {
     pub filesystem: String,
     /// What it was mounted from; ours say `cofolio:<digest>`.
     pub source: String,
+    /// Of an overlay that was given it as a path: the directory of changes.
+    #[serde(skip)]
+    pub upper: Option<PathBuf>,
 }
 
 impl KernelMount {
@@ -65,12 +68,15 @@ fn parse_line(line: &[u8]) -> Option<KernelMount> {
     fields.find(|field| *field == b"-")?;
     let filesystem = fields.next()?;
     let source = fields.next()?;
+    let options = fields.next().unwrap_or_default().split(|&byte| byte == b',');
+    let upper = options.into_iter().find_map(|option| option.strip_prefix(b"upperdir="));
     Some(KernelMount {
         id,
         parent,
         target: OsString::from_vec(unescape(target)).into(),
         filesystem: String::from_utf8_lossy(&unescape(filesystem)).into_owned(),
         source: String::from_utf8_lossy(&unescape(source)).into_owned(),
+        upper: upper.map(|path| OsString::from_vec(unescape(path)).into()),
     })
 }
 
@@ -105,10 +111,13 @@ mod tests {
             "36 35 98:0 / /mnt\\040x\\134y rw,noatime master:1 shared:2 - overlay cofolio:{DIGEST} ro,lowerdir+=/\n\
              nonsense\n\
              37 36 0:5 / /proc rw - proc proc rw\n\
-             38 36 0:5 / /a\\9b rw - ext4 /dev/x rw"
+             38 36 0:5 / /a\\9b rw - ext4 /dev/x rw\n\
+             39 36 0:6 / /b rw - overlay overlay rw,lowerdir=/l:/m,upperdir=/a\\040b\\054c,workdir=/w"
         );
         let mounts = parse(text.as_bytes());
-        assert_eq!(mounts.len(), 3);
+        assert_eq!(mounts.len(), 4);
+        assert_eq!(mounts[3].upper.as_deref(), Some(Path::new("/a b,c")));
+        assert_eq!(mounts[0].upper, None);
         assert_eq!(mounts[0].target, Path::new("/mnt x\\y"));
         assert_eq!(mounts[0].filesystem, "overlay");
         assert_eq!(mounts[0].image().unwrap().to_string(), DIGEST);

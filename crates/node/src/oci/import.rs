@@ -26,6 +26,7 @@ use super::unpack::{
     unpack,
 };
 use super::{ImportOptions, Limits};
+use crate::engine::{containerd, containers_storage};
 use crate::tree_scan;
 
 /// What an import did.
@@ -533,10 +534,10 @@ fn default_name(source: &Source, called: Option<&str>) -> String {
     let (path, tag) = match source {
         Source::Registry(reference) => return reference.name().to_owned(),
         // An id or a digest is no name: the image has a better one, or must be given one.
-        Source::ContainersStorage(reference) => {
-            let whole = is_whole_name(&reference.name) && !reference.name.contains('@');
-            let named = called.filter(|_| !whole);
-            return named.unwrap_or(&reference.name).to_owned();
+        Source::ContainersStorage(containers_storage::Reference { name, .. })
+        | Source::Containerd(containerd::Reference { name, .. }) => {
+            let whole = is_whole_name(name) && !name.contains('@') && !name.starts_with("sha256:");
+            return called.filter(|_| !whole).unwrap_or(name).to_owned();
         }
         Source::Directory { path } => (path, None),
         Source::Layout { path, tag }

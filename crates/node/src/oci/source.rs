@@ -18,6 +18,8 @@ use super::place;
 use super::remote;
 use super::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
 use super::tar_split::UnpackedLayer;
+use crate::engine::EngineError;
+use crate::engine::containerd::{self, Containerd};
 use crate::engine::containers_storage::{self, Storage};
 use crate::registry::{Reference, RegistryOptions, Repository};
 
@@ -50,6 +52,8 @@ pub enum Source {
     Registry(Reference),
     /// An image in podman's own store: `containers-storage:[[DRIVER@]ROOT]NAME`.
     ContainersStorage(containers_storage::Reference),
+    /// An image in containerd's store: `containerd:[[ROOT][+NAMESPACE]]NAME`.
+    Containerd(containerd::Reference),
     /// What `docker save` writes: `docker-archive:PATH[:TAG]`.
     DockerSave {
         /// The archive.
@@ -78,6 +82,9 @@ impl Source {
         if let Some(name) = text.strip_prefix("containers-storage:") {
             return Ok(Self::ContainersStorage(containers_storage::Reference::parse(name)?));
         }
+        if let Some(name) = text.strip_prefix("containerd:") {
+            return Ok(Self::Containerd(containerd::Reference::parse(name)?));
+        }
         if let Some(rest) = text.strip_prefix("oci:") {
             let (path, tag) = split_tag(rest);
             return Ok(Self::Layout { path, tag });
@@ -100,7 +107,8 @@ impl Source {
                 ImportError::Source {
                     what: format!(
                         "{text:?}: no such file or directory (forms: PATH, dir:PATH, oci:PATH[:TAG], \
-                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG], containers-storage:NAME)"
+                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG], containers-storage:NAME, \
+                         containerd:NAME)"
                     ),
                 }
             } else {
@@ -184,6 +192,8 @@ enum Blobs {
     Archive(Members),
     Registry(Arc<Repository>),
     Storage(Storage, containers_storage::Image),
+    /// Where its blobs are, and what the image's name stands for.
+    Containerd(PathBuf, containerd::Image),
 }
 
 /// The chosen manifest, before config and layers are looked at.
@@ -237,6 +247,16 @@ impl Opened {
                     docker: false,
                 });
             }
+            Source::Containerd(reference) => {
+                let store = Containerd::open(&reference.place)?;
+                let image = store.find(&reference.name)?.clone();
+                return Ok(Self {
+                    path: store.root().to_owned(),
+                    tag: Some(reference.name.clone()),
+                    blobs: Blobs::Containerd(store.content(), image),
+                    docker: false,
+                });
+            }
             Source::Archive { path, tag } => (path, tag, false),
             Source::DockerSave { path, tag } => (path, tag, true),
         };
@@ -256,6 +276,11 @@ impl Opened {
                 self.descend(found, None, platform, document_max)
             }
             Blobs::Storage(_, image) => self.choose_stored(image, document_max),
+            Blobs::Containerd(_, image) => {
+                let (media_type, digest) = (image.media_type.clone(), image.digest.clone());
+                let target = Descriptor::new(media_type, digest, image.size);
+                self.descend(target, image.names.first().cloned(), platform, document_max)
+            }
             _ if self.docker => self.choose_docker(document_max),
             _ => self.choose_oci(platform, document_max),
         }
@@ -514,6 +539,18 @@ impl Opened {
                 let key = if image.digest == text { "manifest" } else { &text };
                 open_whole(&storage.document(image, key)?)?.ok_or_else(missing)?
             }
+            // An image for several platforms is there as far as it was asked for.
+            Blobs::Containerd(content, image) => {
+                let found = open_whole(&content.join(digest.layout_path()))?;
+                found.ok_or_else(|| EngineError::NotFound {
+                    what: format!(
+                        "{}: containerd has not (or no longer) blob {digest} of {}: a platform that was not \
+                         fetched, or a layer that was dropped when it was unpacked (discard_unpacked_layers)",
+                        self.path.display(),
+                        image.names.first().unwrap_or(&image.digest)
+                    ),
+                })?
+            }
             Blobs::Archive(members) => {
                 let (offset, size) = members.find(&digest.layout_path()).ok_or_else(missing)?;
                 (members.file.clone(), offset, size)
@@ -645,7 +682,7 @@ impl Blobs {
         };
         match self {
             // There documents have digests, not names.
-            Self::Registry(_) => Ok(None),
+            Self::Registry(_) | Self::Containerd(..) => Ok(None),
             Self::Directory(_) | Self::Storage(..) => {
                 let path = match self {
                     Self::Storage(storage, image) => storage.document(image, name)?,

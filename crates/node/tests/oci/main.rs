@@ -12,7 +12,9 @@
 )]
 
 mod again;
+mod containerd;
 mod corpus;
+mod engines;
 mod entries;
 mod export;
 mod hostile;

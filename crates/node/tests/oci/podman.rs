@@ -72,7 +72,7 @@ fn ready(test: &str) -> bool {
 
 /// Two layers with what is hard to put together again: links, whiteouts, padding, names that are no UTF-8,
 /// a file that the layer above replaces and one that it removes.
-fn layers() -> Vec<Blob> {
+pub fn layers() -> Vec<Blob> {
     let long = "x".repeat(150);
     let mut below = Tar::new()
         .dir("etc")
@@ -99,7 +99,7 @@ fn layers() -> Vec<Blob> {
     vec![Blob::gzip(&below), Blob::gzip(&above)]
 }
 
-fn layout(bench: &Bench) -> Layout {
+pub fn layout(bench: &Bench) -> Layout {
     let layout = Layout::new(bench.path("layout"));
     let mut manifest = layout.manifest(&layers());
     manifest["annotations"] = json!({"org.opencontainers.image.ref.name": "1"});
