@@ -13,7 +13,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
-use cofolio_store::{Staging, Stretch, stretch_at, verity};
+use cofolio_store::{Buffer, Staging, Stretch, stretch_at, verity};
 use crossbeam_channel as channel;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
@@ -29,7 +29,9 @@ use rustix::io::Errno;
 use crate::oci::{ImportError, Progress};
 
 /// Files up to this size are read whole before they are stored.
-const SMALL_MAX: u64 = 1 << 20;
+const SMALL_MAX: usize = 1 << 20;
+/// Of larger ones so many bytes are read at once.
+const PIECE_SIZE: usize = 256 << 10;
 /// Files that wait, open, to be read.
 const QUEUE: usize = 64;
 /// Largest list of attribute names, and largest value, that Linux gives out (`XATTR_LIST_MAX`,
@@ -51,7 +53,7 @@ pub struct ScanOptions {
     pub user_xattrs: bool,
     /// Of other filesystems mounted below, take only the directory that they are mounted on, empty.
     pub one_filesystem: bool,
-    /// Threads that read files; 0: as many as there are processors, up to 8.
+    /// Threads that read files; 0: four for each processor, up to 8.
     pub threads: usize,
 }
 
@@ -146,11 +148,16 @@ impl ObjectSink for Staging {
 
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let mut writer = self.object_writer();
-        for_pieces(read, |piece, hole| {
-            writer.push(piece)?;
-            Ok(writer.push_hole(hole)?)
-        })?;
-        Ok(writer.finish()?.digest.0)
+        loop {
+            let spare = writer.spare()?;
+            // Not more than the processor's own cache keeps until it is hashed.
+            let length = spare.len().min(PIECE_SIZE);
+            match read(&mut spare[..length])? {
+                Piece::Data(count) => writer.advance(count),
+                Piece::Hole(len) => writer.push_hole(len)?,
+                Piece::End => return Ok(writer.finish()?.digest.0),
+            }
+        }
     }
 }
 
@@ -249,7 +256,7 @@ fn for_pieces(
     read: Next<'_>,
     mut each: impl FnMut(&[u8], u64) -> Result<(), ImportError>,
 ) -> Result<(), ImportError> {
-    let mut buffer = vec![0; 256 << 10];
+    let mut buffer = vec![0; PIECE_SIZE];
     loop {
         match read(&mut buffer)? {
             Piece::Data(count) => each(&buffer[..count], 0)?,
@@ -279,7 +286,9 @@ pub fn scan(
     })?;
     let stat = rustix::fs::fstat(&root).map_err(|e| io_error(path, e.into()))?;
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = if options.threads == 0 { processors.min(8) } else { options.threads.min(64) };
+    // Some of them wait for the disk.
+    let threads =
+        if options.threads == 0 { (processors * 4).min(8) } else { options.threads.min(64) };
     let stop = AtomicBool::new(false);
     let (jobs, queue) = channel::bounded::<Job>(QUEUE);
     let (to_us, results) = channel::unbounded();
@@ -287,13 +296,14 @@ pub fn scan(
         for _ in 0..threads {
             let (queue, to_us, stop) = (queue.clone(), to_us.clone(), &stop);
             scope.spawn(move || {
+                let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     // After a failure the queue is only emptied.
                     if stop.load(Ordering::Relaxed) {
                         continue;
                     }
                     let inode = job.inode;
-                    let result = job.read(options.inline_max, sink, progress);
+                    let result = job.read(options.inline_max, &mut buffer, sink, progress);
                     let _ = to_us.send((inode, result));
                 }
             });
@@ -339,8 +349,9 @@ enum Stored {
 
 impl Job {
     fn read(
-        mut self,
+        self,
         inline_max: u64,
+        buffer: &mut Buffer,
         sink: &dyn ObjectSink,
         progress: &dyn Progress,
     ) -> Result<Stored, ImportError> {
@@ -349,18 +360,27 @@ impl Job {
         // too: asking for the holes tells.
         let allocated = u64::try_from(self.stat.st_blocks).unwrap_or(0).saturating_mul(512);
         let may_have_holes = allocated < size && size > inline_max;
-        if size <= SMALL_MAX && !may_have_holes {
-            let mut content = Vec::with_capacity(usize::try_from(size).unwrap_or(0) + 1);
-            (&mut self.file)
-                .take(size + 1)
-                .read_to_end(&mut content)
-                .map_err(|e| io_error(&self.path, e))?;
-            progress.bytes(0, content.len() as u64);
-            self.check(content.len() as u64)?;
-            if size <= inline_max {
-                return Ok(Stored::Inline(content));
+        if size <= SMALL_MAX as u64 && !may_have_holes {
+            buffer.clear();
+            let mut total = 0;
+            while total < size {
+                let length = usize::try_from(size - total).unwrap_or(SMALL_MAX);
+                let room = &mut buffer.spare()[..length];
+                match read_retry(&self.file, room, total).map_err(|e| io_error(&self.path, e))? {
+                    0 => break,
+                    count => {
+                        buffer.advance(count);
+                        total += count as u64;
+                    }
+                }
             }
-            return Ok(Stored::Object(size, sink.put(&content)?));
+            progress.bytes(0, total);
+            self.check(total)?;
+            let content = buffer.filled();
+            if size <= inline_max {
+                return Ok(Stored::Inline(content.to_vec()));
+            }
+            return Ok(Stored::Object(size, sink.put(content)?));
         }
         let mut total: u64 = 0;
         let mut data_end = if may_have_holes { 0 } else { u64::MAX };

@@ -18,6 +18,7 @@
 //! # Ok(()) }
 //! ```
 
+mod buffer;
 mod commit;
 mod contents;
 mod copy;
@@ -44,6 +45,7 @@ mod used;
 mod verify;
 pub mod verity;
 
+pub use buffer::Buffer;
 pub use commit::Publish;
 pub use contents::Contents;
 pub use digest::{Digest, ParseDigestError};

@@ -11,6 +11,7 @@ use rustix::fs::{self, AtFlags, FileType, FlockOperation, IFlags, Mode, OFlags, 
 use rustix::fs::{ResolveFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
 
+use crate::buffer::ALIGN;
 use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, Stretch};
 
 const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
@@ -24,6 +25,8 @@ const VERITY_PAUSE: Duration = Duration::from_millis(5);
 /// `FS_VERITY_FL` of `linux/fs.h`: told with a file's flags, but not set with them. ext4 ignores it
 /// there, btrfs answers EOPNOTSUPP (Linux 7.2).
 const VERITY_FLAG: IFlags = IFlags::from_bits_retain(0x0010_0000);
+/// Writes of fewer bytes go through the page cache: it waits for the disk later, and for many at once.
+const DIRECT_MIN: usize = 256 << 10;
 /// Of each filesystem one part in so many stays free for others,
 const KEPT_FREE_PART: u64 = 100;
 /// but not more than this many bytes.
@@ -125,7 +128,7 @@ impl Disk for RealDisk {
     fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
         // O_NONBLOCK: a FIFO that somebody put here must not hang us. It does nothing to a file.
         let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
-        Ok(Box::new(RealFile { file, end: 0 }))
+        Ok(Box::new(RealFile { file, end: 0, direct: false }))
     }
 
     fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>> {
@@ -135,7 +138,9 @@ impl Disk for RealDisk {
         if self.needs_chmod {
             fs::fchmod(&file, mode)?;
         }
-        Ok(Box::new(RealFile { file, end: 0 }))
+        // The kernel reads the whole file to build its tree of digests, and would have to fetch it again.
+        let direct = !self.protection().verity;
+        Ok(Box::new(RealFile { file, end: 0, direct }))
     }
 
     fn stat(&self, path: &str) -> io::Result<Stat> {
@@ -345,6 +350,40 @@ struct RealFile {
     file: OwnedFd,
     /// Where the next write goes, if the file is being written.
     end: u64,
+    /// Large writes may go past the page cache; not once the filesystem has refused one.
+    direct: bool,
+}
+
+impl RealFile {
+    /// How many of these bytes can go past the page cache, which would have to be allocated, filled and emptied for
+    /// content that as a rule nobody reads soon.
+    fn direct_len(&self, data: &[u8]) -> usize {
+        let aligned = data.as_ptr().align_offset(ALIGN) == 0
+            && self.end.is_multiple_of(ALIGN as u64)
+            && data.len() >= DIRECT_MIN;
+        if self.direct && aligned { data.len() - data.len() % ALIGN } else { 0 }
+    }
+
+    /// Writes past the page cache; 0 bytes if the filesystem does not do so.
+    fn write_direct(&mut self, data: &[u8]) -> io::Result<usize> {
+        let flags = fs::fcntl_getfl(&self.file)?;
+        self.direct = fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT).is_ok();
+        if !self.direct {
+            return Ok(0);
+        }
+        let written = rustix::io::pwrite(&self.file, data, self.end);
+        // What follows may be shorter.
+        fs::fcntl_setfl(&self.file, flags)?;
+        match written {
+            Ok(0) | Err(Errno::INVAL | Errno::OPNOTSUPP) => {
+                self.direct = false;
+                Ok(0)
+            }
+            Err(Errno::INTR) => Ok(0),
+            Err(errno) => Err(errno.into()),
+            Ok(count) => Ok(count),
+        }
+    }
 }
 
 impl DiskFile for RealFile {
@@ -354,6 +393,13 @@ impl DiskFile for RealFile {
 
     fn write_all(&mut self, mut data: &[u8]) -> io::Result<()> {
         while !data.is_empty() {
+            let direct = self.direct_len(data);
+            if direct > 0 {
+                let written = self.write_direct(&data[..direct])?;
+                data = &data[written..];
+                self.end += written as u64;
+                continue;
+            }
             match rustix::io::pwrite(&self.file, data, self.end) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => {

@@ -18,6 +18,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::buffer::Buffer;
 use crate::copy::check_file;
 use crate::disk::{Disk, DiskFile, Lock, StoredFile};
 use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, SPLIT_SUFFIX, is_absent};
@@ -98,7 +99,7 @@ pub struct Staging {
     /// Writes that certainly fit, until the room is looked at again.
     writes_left: AtomicU64,
     health: Mutex<Health>,
-    buffers: Mutex<Vec<Vec<u8>>>,
+    buffers: Mutex<Vec<Buffer>>,
     new_objects: AtomicU64,
     new_bytes: AtomicU64,
     known_objects: AtomicU64,
@@ -192,7 +193,8 @@ impl Staging {
 
     /// A writer for content that arrives in pieces; any number of them may be open, on any threads.
     pub fn object_writer(&self) -> ObjectWriter<'_> {
-        let buffer = self.lock_buffers().pop().unwrap_or_default();
+        let buffer =
+            self.lock_buffers().pop().unwrap_or_else(|| Buffer::new(self.buffer_max.max(1)));
         ObjectWriter { staging: self, hasher: Hasher::new(), buffer, spilled: None }
     }
 
@@ -492,7 +494,7 @@ impl Staging {
         self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_buffers(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+    fn lock_buffers(&self) -> MutexGuard<'_, Vec<Buffer>> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -591,7 +593,7 @@ impl Drop for Spilled<'_> {
 pub struct ObjectWriter<'a> {
     staging: &'a Staging,
     hasher: Hasher,
-    buffer: Vec<u8>,
+    buffer: Buffer,
     spilled: Option<Spilled<'a>>,
 }
 
@@ -606,28 +608,37 @@ impl ObjectWriter<'_> {
     ///
     /// # Errors
     /// As [`Staging::put_object`].
-    pub fn push(&mut self, data: &[u8]) -> Result<()> {
-        self.hasher.update(data);
-        if self.spilled.is_none() {
-            if self.buffer.len() + data.len() <= self.staging.buffer_max {
-                self.buffer.extend_from_slice(data);
-                return Ok(());
+    pub fn push(&mut self, mut data: &[u8]) -> Result<()> {
+        while !data.is_empty() {
+            let spare = self.spare()?;
+            let count = spare.len().min(data.len());
+            spare[..count].copy_from_slice(&data[..count]);
+            self.advance(count);
+            data = &data[count..];
+        }
+        Ok(())
+    }
+
+    /// Room for the next bytes of the content, at least one, in memory of the writer's own: for who would otherwise
+    /// read them to another place first. [`ObjectWriter::advance`] takes them.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn spare(&mut self) -> Result<&mut [u8]> {
+        if self.buffer.spare().is_empty() {
+            match self.spilled {
+                None => self.spill()?,
+                Some(_) => self.flush_buffer()?,
             }
-            self.spill()?;
         }
-        // Small pieces are gathered: a system call for each would cost more than the copy.
-        if self.buffer.len() + data.len() <= self.staging.buffer_max {
-            self.buffer.extend_from_slice(data);
-            return Ok(());
-        }
-        self.flush_buffer()?;
-        match &mut self.spilled {
-            Some(spilled) if data.len() >= self.staging.buffer_max => spilled.write(data),
-            _ => {
-                self.buffer.extend_from_slice(data);
-                Ok(())
-            }
-        }
+        Ok(self.buffer.spare())
+    }
+
+    /// Takes the first `count` bytes of [`ObjectWriter::spare`] as the next of the content.
+    pub fn advance(&mut self, count: usize) {
+        let before = self.buffer.filled().len();
+        self.buffer.advance(count);
+        self.hasher.update(&self.buffer.filled()[before..]);
     }
 
     /// Takes zeros as the next `len` bytes and leaves a hole for them in the file, so that an object is no
@@ -661,7 +672,7 @@ impl ObjectWriter<'_> {
 
     fn flush_buffer(&mut self) -> Result<()> {
         if let Some(spilled) = &mut self.spilled {
-            spilled.write(&self.buffer)?;
+            spilled.write(self.buffer.filled())?;
             self.buffer.clear();
         }
         Ok(())
@@ -678,7 +689,7 @@ impl ObjectWriter<'_> {
         let size = hasher.size();
         let digest = hasher.finish();
         let Some(spilled) = self.spilled.take() else {
-            return staging.put_hashed(digest, &self.buffer);
+            return staging.put_hashed(digest, self.buffer.filled());
         };
         if staging.is_known(&digest, size)? {
             return Ok(staging.count(digest, size, false));
