@@ -165,7 +165,7 @@ fn hash_large_file(file: &StoredFile, threads: usize) -> Result<Digest> {
             done.lock().unwrap_or_else(PoisonError::into_inner).insert(*unit, hasher);
             Ok(())
         })?;
-        for unit in done.into_inner().unwrap_or_else(PoisonError::into_inner).values() {
+        for unit in done.into_inner().unwrap_or_else(PoisonError::into_inner).into_values() {
             if unit.size() < UNIT {
                 // It is being cut while we look.
                 return hash_file(file);

@@ -8,7 +8,7 @@
 //! digest   SHA-256 of the 256-byte descriptor, which holds the size and the root hash
 //! ```
 //!
-//! Memory is one partly filled block per level: 4 KiB × 8 levels cover more than 2^64 bytes.
+//! Memory is a few blocks of data and one partly filled block per level: 4 KiB × 8 levels cover more than 2^64 bytes.
 //!
 //! A run of zeros costs no more than a few blocks per level, whatever its length: all blocks of zeros have
 //! one digest, so all blocks of such digests have one, and so on upwards.
@@ -23,6 +23,8 @@ use crate::Digest;
 
 /// Block size of the tree, in bytes.
 const BLOCK: usize = sha256::BLOCK;
+/// Blocks that are hashed together, in bytes.
+const GROUP: usize = BLOCK * sha256::LANES;
 /// Size of one SHA-256 digest, in bytes.
 const HASH: usize = 32;
 
@@ -47,7 +49,7 @@ const DESCRIPTOR_ROOT_HASH_AT: usize = 16;
 pub struct Hasher {
     /// Bytes seen so far.
     size: u64,
-    /// The data block that is not full yet.
+    /// Data that is not a full group of blocks yet.
     partial: Vec<u8>,
     /// Per level the digests gathered since its last full block: fewer than `BLOCK` bytes each.
     levels: Vec<Vec<u8>>,
@@ -68,39 +70,55 @@ impl Hasher {
     pub fn update(&mut self, mut data: &[u8]) {
         self.size += data.len() as u64;
         if !self.partial.is_empty() {
-            let take = data.len().min(BLOCK - self.partial.len());
+            let take = data.len().min(GROUP - self.partial.len());
             self.partial.extend_from_slice(&data[..take]);
             data = &data[take..];
-            if self.partial.len() < BLOCK {
+            if self.partial.len() < GROUP {
                 return;
             }
-            let hash = Sha256::digest(&self.partial);
-            self.partial.clear();
-            self.push(0, &hash.into());
+            self.flush();
         }
-        let (blocks, rest) = data.as_chunks::<BLOCK>();
-        let (fours, others) = blocks.as_chunks::<{ sha256::LANES }>();
-        for four in fours {
-            let digests = sha256::digests(four.each_ref());
-            for hash in
-                digests.unwrap_or_else(|| four.each_ref().map(|block| Sha256::digest(block).into()))
-            {
-                self.push(0, &hash);
-            }
-        }
-        for block in others {
-            self.push(0, &Sha256::digest(block).into());
+        let (groups, rest) = data.as_chunks::<GROUP>();
+        for group in groups {
+            self.blocks(group.as_chunks().0);
         }
         self.partial.extend_from_slice(rest);
+    }
+
+    /// Hashes what is gathered; a last block that is not full is filled up with zeros.
+    fn flush(&mut self) {
+        let mut gathered = std::mem::take(&mut self.partial);
+        gathered.resize(gathered.len().next_multiple_of(BLOCK), 0);
+        self.blocks(gathered.as_chunks().0);
+        gathered.clear();
+        self.partial = gathered;
+    }
+
+    /// Hashes up to [`sha256::LANES`] blocks.
+    fn blocks(&mut self, blocks: &[[u8; BLOCK]]) {
+        // Three together are faster than one by one, even with a fourth that nobody needs.
+        if blocks.len() + 1 >= sha256::LANES
+            && let Some(digests) =
+                sha256::digests(std::array::from_fn(|lane| blocks.get(lane).unwrap_or(&ZEROS)))
+        {
+            return digests.iter().take(blocks.len()).for_each(|hash| self.push(0, hash));
+        }
+        for block in blocks {
+            self.push(0, &Sha256::digest(block).into());
+        }
     }
 
     /// Takes zeros as the next `len` bytes, without looking at each of them.
     pub fn zeros(&mut self, mut len: u64) {
         if !self.partial.is_empty() {
-            let room = BLOCK - self.partial.len();
+            let room = self.partial.len().next_multiple_of(BLOCK) - self.partial.len();
             let take = usize::try_from(len).unwrap_or(room).min(room);
             self.update(&ZEROS[..take]);
             len -= take as u64;
+            if len == 0 {
+                return;
+            }
+            self.flush();
         }
         self.size += len;
         let rest = usize::try_from(len % BLOCK as u64).unwrap_or(0);
@@ -129,7 +147,8 @@ impl Hasher {
 
     /// Takes the next [`UNIT`] bytes, hashed apart by `unit`, which has seen nothing else. What was seen before
     /// must be whole units, too.
-    pub(crate) fn unit(&mut self, unit: &Self) {
+    pub(crate) fn unit(&mut self, mut unit: Self) {
+        unit.flush();
         debug_assert!(unit.size == UNIT && self.size.is_multiple_of(UNIT));
         self.size += unit.size;
         while self.levels.len() < UNIT_LEVEL {
@@ -142,10 +161,7 @@ impl Hasher {
 
     /// The digest of everything seen.
     pub fn finish(mut self) -> Digest {
-        if !self.partial.is_empty() {
-            let hash = hash_padded(&self.partial);
-            self.push(0, &hash);
-        }
+        self.flush();
         let root = self.root();
         let mut descriptor = [0; DESCRIPTOR_SIZE];
         for (at, value) in
@@ -281,7 +297,7 @@ mod tests {
             let (units, rest) = data.split_at(usize::try_from(UNIT).unwrap());
             let (mut whole, mut unit) = (Hasher::new(), Hasher::new());
             unit.update(units);
-            whole.unit(&unit);
+            whole.unit(unit);
             whole.update(rest);
             assert_eq!(whole.finish().to_string(), *expected, "{len} bytes");
         }

@@ -5,6 +5,7 @@
 //!        (thread "unpack")    └─ chunks ─▶ diff-id          (thread "diff-id")
 //! ```
 //!
+//! A blob that is not compressed is hashed once: its digest is the diff-id.
 //! Chunks are shared, never copied, and come from a pool; the queues between the threads are short.
 //! The blob's digest is checked before the end of the stream is reported, so whoever has seen the end
 //! has seen the right bytes. What was read before the end is provisional: it only reaches staging.
@@ -219,6 +220,13 @@ impl Piece {
     }
 }
 
+/// What the thread that computes the diff-id gets.
+enum ToHash {
+    Chunk(Arc<Chunk>),
+    /// Somebody else has computed it.
+    Known(BlobDigest),
+}
+
 /// A layer's uncompressed content, to be read by a tar reader.
 pub(crate) struct Stream<'scope> {
     chunks: Receiver<Result<Arc<Chunk>, ImportError>>,
@@ -243,7 +251,7 @@ impl<'scope> Stream<'scope> {
         on_read: OnRead<'env>,
     ) -> Self {
         let (to_parser, chunks) = sync_channel(QUEUE);
-        let (to_hasher, to_hash) = sync_channel::<Arc<Chunk>>(QUEUE);
+        let (to_hasher, to_hash) = sync_channel(QUEUE);
         scope.spawn(move || {
             if let Err(error) = unpack(&blob, &pool, budget, on_read, &to_parser, &to_hasher) {
                 // If nobody listens any more, the other side failed first.
@@ -252,8 +260,11 @@ impl<'scope> Stream<'scope> {
         });
         let diff_id = scope.spawn(move || {
             let mut hasher = BlobHasher::new();
-            for chunk in to_hash {
-                hasher.update(chunk.bytes());
+            for part in to_hash {
+                match part {
+                    ToHash::Chunk(chunk) => hasher.update(chunk.bytes()),
+                    ToHash::Known(digest) => return digest,
+                }
             }
             hasher.finish()
         });
@@ -402,11 +413,13 @@ fn unpack(
     budget: &Budget,
     on_read: OnRead<'_>,
     to_parser: &SyncSender<Result<Arc<Chunk>, ImportError>>,
-    to_hasher: &SyncSender<Arc<Chunk>>,
+    to_hasher: &SyncSender<ToHash>,
 ) -> Result<(), ImportError> {
     let inner = blob.open(budget.stop.clone());
     let tap = Tap { inner, hasher: blob.digest.hasher(), count: 0, on_read };
     let mut unpacker = Unpacker::new(tap).map_err(|e| blob.failed(0, e))?;
+    // The blob's digest is the diff-id of a layer that is not compressed (and diff-ids are SHA-256).
+    let hash_once = !unpacker.compressed() && blob.digest.is_sha256();
     let mut total: u64 = 0;
     let mut broken = loop {
         let mut buffer = pool.get();
@@ -443,7 +456,7 @@ fn unpack(
             });
         }
         if budget.stop.load(Ordering::Relaxed)
-            || to_hasher.send(chunk.clone()).is_err()
+            || (!hash_once && to_hasher.send(ToHash::Chunk(chunk.clone())).is_err())
             || to_parser.send(Ok(chunk)).is_err()
         {
             return Ok(());
@@ -470,6 +483,9 @@ fn unpack(
             format!("cannot be unpacked: {error}")
         };
         return Err(blob.corrupt(offset, what));
+    }
+    if hash_once {
+        let _ = to_hasher.send(ToHash::Known(blob.digest.clone()));
     }
     let end = Arc::new(Chunk { buffer: Vec::new(), length: 0, pool: pool.clone() });
     let _ = to_parser.send(Ok(end));

@@ -353,7 +353,8 @@ fn build(
     let count = image.layers.len();
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if options.threads == 0 { processors } else { options.threads };
-    let writers = threads.clamp(1, 8);
+    // Some of them wait for the disk.
+    let writers = (threads * 2).clamp(1, 8);
     let at_a_time = jobs.unwrap_or(threads.clamp(1, 4));
     let on_read: Vec<_> =
         (0..count).map(|index| move |bytes: u64| progress.bytes(index, bytes)).collect();

@@ -11,14 +11,14 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
 
 use cofolio_erofs::tree::InodeId;
-use cofolio_store::{Staging, Stored};
+use cofolio_store::{Buffer, Staging, Stored};
 use crossbeam_channel as channel;
 
 use super::blob::Piece;
 use super::error::ImportError;
 
 /// Files up to this many bytes go in batches.
-pub(crate) const SMALL_MAX: u64 = 1 << 20;
+pub(crate) const SMALL_MAX: usize = 1 << 20;
 /// A batch is sent when it has this many bytes,
 const BATCH_BYTES: u64 = 256 << 10;
 /// or this many files.
@@ -67,8 +67,9 @@ impl Workers {
         for _ in 0..count {
             let queue = queue.clone();
             scope.spawn(move || {
+                let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
-                    let result = run(&job.staging, job.work);
+                    let result = run(&job.staging, job.work, &mut buffer);
                     // Whoever has all results is the only one that has the staging.
                     drop(job.staging);
                     // Nobody listens any more if the layer failed for another reason.
@@ -175,16 +176,26 @@ impl FileStream {
     }
 }
 
-fn run(staging: &Staging, work: Work) -> Result<Vec<(FileId, Stored)>, ImportError> {
+fn run(
+    staging: &Staging,
+    work: Work,
+    buffer: &mut Buffer,
+) -> Result<Vec<(FileId, Stored)>, ImportError> {
     match work {
         Work::Batch(files) => {
             let mut done = Vec::with_capacity(files.len());
             for (file, pieces) in files {
                 let stored = match &pieces[..] {
                     [one] => staging.put_object(one.bytes())?,
-                    _ => staging.put_object(
-                        &pieces.iter().flat_map(|p| p.bytes()).copied().collect::<Vec<u8>>(),
-                    )?,
+                    _ => {
+                        buffer.clear();
+                        for piece in &pieces {
+                            let bytes = piece.bytes();
+                            buffer.spare()[..bytes.len()].copy_from_slice(bytes);
+                            buffer.advance(bytes.len());
+                        }
+                        staging.put_object(buffer.filled())?
+                    }
                 };
                 done.push((file, stored));
             }

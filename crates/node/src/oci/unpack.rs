@@ -177,7 +177,7 @@ impl Unpacking<'_, '_, '_> {
         }
         let number = self.reader.input().split().object(None).map_err(store_error)?;
         let id = FileId { inode, number: Some(number) };
-        if size > SMALL_MAX {
+        if size > SMALL_MAX as u64 {
             let file = self.files.stream(id);
             let wanted = self.pieces(size, |piece| file.data(piece))?;
             let _ = wanted && file.end();
