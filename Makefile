@@ -1,6 +1,6 @@
 # The commands of README.md. Everything they do is in tools/ and corpus/.
 
-.PHONY: build demo test soak corpus install clean
+.PHONY: build demo test soak corpus install install-built uninstall deb clean
 
 build:
 	tools/setup build
@@ -21,15 +21,35 @@ soak:
 corpus:
 	corpus/build --all
 
+# PREFIX says where, DESTDIR below which directory (for packages). BINARY is what gets installed.
 PREFIX ?= /usr/local
-install: build
-	install -D -m 755 target/release/cofolio $(DESTDIR)$(PREFIX)/bin/cofolio
-	target/release/cofolio man --quiet $(DESTDIR)$(PREFIX)/share/man/man1
-	install -d $(DESTDIR)$(PREFIX)/share/bash-completion/completions $(DESTDIR)$(PREFIX)/share/zsh/site-functions \
-	    $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d
-	target/release/cofolio completions bash >$(DESTDIR)$(PREFIX)/share/bash-completion/completions/cofolio
-	target/release/cofolio completions zsh >$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_cofolio
-	target/release/cofolio completions fish >$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/cofolio.fish
+BINARY ?= target/release/cofolio
+bin = $(DESTDIR)$(PREFIX)/bin
+share = $(DESTDIR)$(PREFIX)/share
+install: build install-built
+
+install-built:
+	install -D -m 755 $(BINARY) $(bin)/cofolio
+	$(BINARY) man --quiet $(share)/man/man1
+	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
+	$(BINARY) completions bash >$(share)/bash-completion/completions/cofolio
+	$(BINARY) completions zsh >$(share)/zsh/site-functions/_cofolio
+	$(BINARY) completions fish >$(share)/fish/vendor_completions.d/cofolio.fish
+	install -D -m 644 -t $(share)/doc/cofolio docs/config.toml LICENSE-APACHE LICENSE-MIT
+	packaging/bill sbom >$(share)/doc/cofolio/cofolio.spdx.json
+	packaging/bill notices >$(share)/doc/cofolio/THIRD-PARTY
+
+# Images, settings and mounts stay.
+uninstall:
+	rm -f $(bin)/cofolio $(share)/man/man1/cofolio.1 $(share)/man/man1/cofolio-*.1
+	rm -f $(share)/bash-completion/completions/cofolio $(share)/zsh/site-functions/_cofolio
+	rm -f $(share)/fish/vendor_completions.d/cofolio.fish
+	rm -rf $(share)/doc/cofolio
+
+# A Debian package, in target/deb.
+deb: build
+	tools/setup package
+	packaging/deb
 
 clean:
 	cargo clean
