@@ -1,6 +1,6 @@
 # The commands of README.md. Everything they do is in tools/ and corpus/.
 
-.PHONY: build demo test soak corpus install install-built uninstall deb clean
+.PHONY: build demo test soak corpus install install-built uninstall static deb clean
 
 build:
 	tools/setup build
@@ -45,6 +45,12 @@ uninstall:
 	rm -f $(share)/bash-completion/completions/cofolio $(share)/zsh/site-functions/_cofolio
 	rm -f $(share)/fish/vendor_completions.d/cofolio.fish
 	rm -rf $(share)/doc/cofolio
+
+# One program without libraries, for x86-64: target/x86_64-unknown-linux-musl/release/cofolio.
+static:
+	tools/setup static
+	rustup target add x86_64-unknown-linux-musl
+	cargo build --locked --release -p cofolio --target x86_64-unknown-linux-musl
 
 # A Debian package, in target/deb.
 deb: build

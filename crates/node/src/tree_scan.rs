@@ -623,6 +623,10 @@ impl Walk<'_> {
         let mut path = format!("/proc/self/fd/{}/", fd.as_fd().as_raw_fd()).into_bytes();
         path.extend_from_slice(name);
         let fail = |this: &Self, errno: Errno| {
+            // In a bare chroot nothing has changed.
+            if errno == Errno::NOENT && !Path::new("/proc/self/fd").exists() {
+                return io_error(Path::new("/proc/self/fd"), errno.into());
+            }
             let entry = this.tree.links(inode).next().map(|e| this.tree.path(e));
             this.error(entry.as_deref().unwrap_or(b"/"), errno)
         };
