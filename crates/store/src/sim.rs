@@ -732,6 +732,8 @@ impl DiskFile for SimFile {
         Ok(())
     }
 
+    fn begin_sync(&self) {}
+
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
     }
