@@ -148,6 +148,12 @@ pub enum Error {
         /// Why it cannot be read.
         source: BoxError,
     },
+    /// More than the store keeps.
+    #[error("{what}")]
+    TooMany {
+        /// Of what.
+        what: String,
+    },
     /// Another process holds the lock, and the caller did not want to wait.
     #[error("domain `{domain}` is in use by another process")]
     Busy {
@@ -171,7 +177,8 @@ impl Error {
             | Self::NoSuchImage(_)
             | Self::NoSuchObject(_)
             | Self::NoSuchLayer(_)
-            | Self::NoSuchSplit(_) => ErrorKind::Caller,
+            | Self::NoSuchSplit(_)
+            | Self::TooMany { .. } => ErrorKind::Caller,
             Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
             Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {
                 ErrorKind::Corrupt

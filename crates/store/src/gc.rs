@@ -134,6 +134,7 @@ impl Domain {
         self.sweep_objects(&marks.objects, &mut report)?;
         if !options.dry_run {
             self.sweep_used()?;
+            self.sweep_signatures()?;
         }
         Ok(report)
     }

@@ -36,6 +36,7 @@ mod real;
 mod record;
 mod repair;
 mod scrub;
+mod signatures;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod staging;
@@ -60,6 +61,7 @@ pub use real::stretch_at;
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
+pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };

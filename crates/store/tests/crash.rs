@@ -271,6 +271,35 @@ fn a_crash_at_any_point_leaves_before_or_after() {
     assert!(runs >= 5000, "only {runs} runs");
 }
 
+/// A signature that was reported as kept is there after the power goes; one that was not is there as a whole or
+/// not at all, and nothing is left of it.
+#[test]
+fn a_crash_keeps_a_signature_or_leaves_none() {
+    let base = base();
+    let image = expected_image("a");
+    let sign = |disk: &SimDisk| open(disk).add_signature(&image, b"signature");
+    let rehearsal = base.fork(7);
+    sign(&rehearsal).unwrap();
+    let calls = rehearsal.calls();
+    let mut outcomes = BTreeSet::new();
+    for at in 0..=calls {
+        for seed in 0..20 * soak() {
+            let disk = base.fork(seed << 32 | at);
+            disk.plant(at, Fault::Crash);
+            let done = sign(&disk);
+            disk.reboot();
+            let kept = open(&disk).signatures(&image).unwrap();
+            let context = format!("crash at call {at} of {calls}, seed {seed}: {done:?}, {kept:?}");
+            assert!(kept == [b"signature"] || (kept.is_empty() && done.is_err()), "{context}");
+            outcomes.insert(kept.is_empty());
+            check_clean(&disk, &context);
+            let torn = disk.files().into_keys().any(|path| path.contains("/.tmp."));
+            assert!(!torn && open(&disk).signatures(&image).unwrap() == kept, "{context}");
+        }
+    }
+    assert_eq!(outcomes.len(), 2, "both occur");
+}
+
 /// A call that fails with EIO ends the operation; then it can be done again, or the power can go.
 #[test]
 fn an_io_error_at_any_point_leaves_before_or_after() {

@@ -468,3 +468,51 @@ fn a_cut_stand_in_is_unreadable() {
     let file = domain.open_image(&image).unwrap();
     assert!(Lines.image_objects(&file, &mut |_, _| ()).is_err());
 }
+
+/// What others say of an image is kept as long as the image, and no longer.
+#[test]
+fn signatures_go_with_their_image() {
+    let scratch = Scratch::new("signatures");
+    let domain = domain(&scratch);
+    let (a, b) = (put(&domain, "a", &[1]), put(&domain, "b", &[2]));
+    assert!(domain.signatures(&a).unwrap().is_empty());
+    for signature in [&b"one"[..], b"two", b"one"] {
+        domain.add_signature(&a, signature).unwrap();
+    }
+    domain.add_signature(&b, b"one").unwrap();
+    let of = |image| {
+        let mut signatures = domain.signatures(image).unwrap();
+        signatures.sort();
+        signatures
+    };
+    assert_eq!(of(&a), [b"one", b"two"], "twice is once");
+    assert!(domain.store().meta().features.compatible.is_empty(), "as it was when it was opened");
+    let again = Store::open(&scratch.path).unwrap();
+    assert!(again.meta().features.compatible.contains(&"signatures".to_owned()));
+
+    domain.remove_ref("b").unwrap();
+    let directory = scratch.path.join("domains/default/signatures");
+    std::fs::write(directory.join(a.to_string()).join(".tmp.0"), "torn").unwrap();
+    let dry = GcOptions { dry_run: true, ..GcOptions::default() };
+    domain.gc(&Lines, &nothing_live, &dry).unwrap();
+    assert_eq!(of(&b).len(), 1);
+    gc(&domain).unwrap();
+    assert!(of(&b).is_empty() && !directory.join(b.to_string()).exists());
+    assert_eq!(of(&a).len(), 2);
+    assert_eq!(std::fs::read_dir(directory.join(a.to_string())).unwrap().count(), 2);
+    assert_eq!(domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap().findings, []);
+
+    assert!(matches!(domain.add_signature(&b, b"one"), Err(Error::NoSuchImage(_))));
+    let large = vec![0; cofolio_store::SIGNATURE_SIZE_MAX + 1];
+    assert!(matches!(domain.add_signature(&a, &large), Err(Error::TooMany { .. })));
+    for number in 2..cofolio_store::SIGNATURES_MAX {
+        domain.add_signature(&a, &number.to_le_bytes()).unwrap();
+    }
+    let more = domain.add_signature(&a, b"one more").unwrap_err();
+    assert!(matches!(more, Error::TooMany { .. }) && more.kind() == ErrorKind::Caller);
+    domain.add_signature(&a, b"two").unwrap();
+    // One that is not what its name says is no signature that anybody has put there.
+    let path = directory.join(a.to_string()).join("0".repeat(64));
+    std::fs::write(&path, "x").unwrap();
+    assert!(matches!(domain.signatures(&a), Err(Error::Corrupt { .. })));
+}
