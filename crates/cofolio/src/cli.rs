@@ -113,6 +113,7 @@ pub(crate) enum Command {
     Cat(cmd::cat::Args),
     Dump(cmd::dump::Args),
     Verify(cmd::verify::Args),
+    Sign(cmd::sign::Args),
     Tag(cmd::tag::Args),
     Rm(cmd::rm::Args),
     Gc(cmd::gc::Args),

@@ -20,6 +20,7 @@ use std::str::FromStr;
 use anyhow::Context as _;
 use clap::ArgMatches;
 use clap::parser::ValueSource;
+use cofolio_node::trust::{Require, Rule};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -41,6 +42,7 @@ pub(crate) struct Config {
     /// By host, as in names of images.
     pub(crate) registry: BTreeMap<String, Registry>,
     pub(crate) run: Run,
+    pub(crate) trust: Trust,
 }
 
 /// `[store]`
@@ -90,6 +92,19 @@ pub(crate) struct Registry {
 pub(crate) struct Run {
     /// Name or path of the OCI runtime.
     pub(crate) runtime: Option<String>,
+}
+
+/// `[trust]`: what is asked of images.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Trust {
+    /// Of images that no section below is for.
+    pub(crate) require: Require,
+    pub(crate) signed_by: Vec<PathBuf>,
+    pub(crate) cosign_keys: Vec<PathBuf>,
+    /// `[trust.ref."PATTERN"]`
+    #[serde(rename = "ref")]
+    pub(crate) refs: BTreeMap<String, Rule>,
 }
 
 /// A size in bytes, written as `50 GiB` (units of 1024: B, KiB, MiB, GiB, TiB, also K, M, G, T).

@@ -14,6 +14,7 @@ use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
 use cofolio_node::registry::RegistryError;
 use cofolio_node::run::RunError;
+use cofolio_node::trust::TrustError;
 
 use crate::ui::Ui;
 
@@ -190,6 +191,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<DiffError>() {
         return of_diff(error);
     }
+    if let Some(error) = cause.downcast_ref::<TrustError>() {
+        return of_trust(error);
+    }
     if let Some(error) = cause.downcast_ref::<RunError>() {
         return of_run(error);
     }
@@ -238,7 +242,7 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         (ErrorKind::Corrupt, _) => Some(Exit::Corrupt),
         (ErrorKind::Conflict, _) => Some(Exit::Busy),
         (ErrorKind::Caller, Error::BadName { .. }) => Some(Exit::Usage),
-        (ErrorKind::Caller, Error::InTheWay { .. }) => Some(Exit::Failure),
+        (ErrorKind::Caller, Error::InTheWay { .. } | Error::TooMany { .. }) => Some(Exit::Failure),
         (ErrorKind::Caller, _) => Some(Exit::NotFound),
         _ => Some(Exit::Failure),
     };
@@ -255,6 +259,7 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
         ImportError::Registry(error) => of_registry(error),
         ImportError::Engine(error) => of_engine(error),
+        ImportError::Trust(error) => of_trust(error),
         ImportError::Changed { .. } => (Some(Exit::Busy), None),
         ImportError::Limit { .. } => (Some(Exit::Failure), None),
         error if error.is_corrupt() => (Some(Exit::Corrupt), None),
@@ -387,6 +392,24 @@ fn of_diff(error: &DiffError) -> (Option<Exit>, Option<String>) {
         // The cause decides.
         _ => (None, None),
     }
+}
+
+fn of_trust(error: &TrustError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        TrustError::Key { .. } => (Exit::Usage, None),
+        TrustError::Policy { .. } => {
+            (Exit::Usage, Some("as long as the policy makes no sense, no image is let through"))
+        }
+        TrustError::Unsigned { .. } => (
+            Exit::Refused,
+            Some(
+                "`cofolio sign` signs it, or keeps a signature made elsewhere (--attach); --signature brings one with an import",
+            ),
+        ),
+        TrustError::Store(error) => return of_store(error),
+        _ => (Exit::Refused, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
 }
 
 fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {

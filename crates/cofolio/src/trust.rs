@@ -1,8 +1,13 @@
 //! What has to hold of an image before anybody is shown what is in it: that it is the one that was meant,
 //! and that what is read is checked.
 
+use std::path::PathBuf;
+
+use cofolio_node::oci::Source;
+use cofolio_node::trust::{Arrival, Need, Policy, Rule, Subject};
 use cofolio_store::{Digest, Domain};
 
+use crate::cmd::sign::read_signature;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
 
@@ -16,6 +21,10 @@ pub(crate) struct TrustArgs {
     /// Only if the kernel checks every read from the image (fs-verity); what the mount itself changes is not meant
     #[arg(long)]
     pub(crate) require_verity: bool,
+    /// Only if one of the (ed25519) keys in this PEM file has signed the image; the configuration's [trust] is asked as
+    /// well. May be given several times: one of all keys
+    #[arg(long, value_name = "KEY")]
+    pub(crate) trust: Vec<PathBuf>,
 }
 
 impl TrustArgs {
@@ -44,8 +53,72 @@ impl TrustArgs {
         }
     }
 
-    /// Whether the metadata image is measured before it is mounted, even if it is mounted elsewhere.
-    pub(crate) fn measures(&self) -> bool {
-        self.digest.is_some()
+    /// Asks whether the image may be used now; an error says that it may not. The answer is whether its
+    /// metadata is to be measured before it is mounted, also where it is mounted already: where it is one
+    /// digest that was asked for or vouched for.
+    pub(crate) fn check(
+        &self,
+        image: &Named,
+        need: Need<'_>,
+        name: Option<&str>,
+        domain: &Domain,
+        context: &Context<'_>,
+    ) -> anyhow::Result<bool> {
+        let mut policy = policy(context)?;
+        if !self.trust.is_empty() {
+            policy.demand(&self.trust, &[], "--trust")?;
+        }
+        // What was asked for by digest has not been asked for by the name that it happens to have.
+        let name = name.filter(|name| image.ref_name.as_deref() == Some(*name));
+        let vouched = policy.check(domain, &Subject { name, image: image.digest, need })?;
+        Ok(vouched || self.digest.is_some())
+    }
+}
+
+/// The configuration's policy.
+fn policy(context: &Context<'_>) -> anyhow::Result<Policy> {
+    let trust = &context.config.config.trust;
+    let default = Rule {
+        require: trust.require,
+        signed_by: trust.signed_by.clone(),
+        cosign_keys: trust.cosign_keys.clone(),
+    };
+    Ok(Policy::new(&default, &trust.refs)?)
+}
+
+/// What is asked of an image that is brought in.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(next_help_heading = "Options for trust")]
+pub(crate) struct ArrivalArgs {
+    /// Only if one of the (ed25519) keys in this PEM file has signed the image; may be given several times
+    #[arg(long, value_name = "KEY")]
+    trust: Vec<PathBuf>,
+    /// The signature that was made of the image elsewhere, by one of the --trust keys; it is kept with it
+    #[arg(long, value_name = "FILE", requires = "trust")]
+    signature: Option<PathBuf>,
+    /// From registries: only if one of the keys in this PEM file has signed it with cosign; may be given several times
+    #[arg(long, value_name = "KEY")]
+    cosign_key: Vec<PathBuf>,
+}
+
+impl ArrivalArgs {
+    pub(crate) fn arrival(
+        &self,
+        source: &Source,
+        context: &Context<'_>,
+    ) -> anyhow::Result<Arrival> {
+        if !self.cosign_key.is_empty() && !matches!(source, Source::Registry(_)) {
+            let fail = Fail::usage("--cosign-key is for docker:// sources only");
+            return Err(fail.hint("--trust with --signature is for all sources").into());
+        }
+        let mut policy = policy(context)?;
+        if !self.trust.is_empty() {
+            policy.demand(&self.trust, &[], "--trust")?;
+        }
+        if !self.cosign_key.is_empty() {
+            policy.demand(&[], &self.cosign_key, "--cosign-key")?;
+        }
+        let signature = self.signature.as_deref().map(read_signature).transpose()?;
+        Ok(Arrival { policy: policy.into(), signature })
     }
 }

@@ -15,3 +15,4 @@ pub mod run;
 pub mod sharing;
 pub mod survey;
 pub mod tree_scan;
+pub mod trust;

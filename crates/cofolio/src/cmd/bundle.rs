@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cofolio_node::bundle::{self, ImageConfig};
 use cofolio_node::mount::{Access, MountRequest, UmountOptions};
+use cofolio_node::trust::Need;
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -67,7 +68,10 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let image = args.trust.image(Some(&args.image), &domain, context)?;
-    let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
+    let config = image.record.as_ref().and_then(|record| record.config.as_deref());
+    let measure =
+        args.trust.check(&image, Need::Run(config), Some(&args.image), &domain, context)?;
+    let config = match config {
         Some(text) => ImageConfig::parse(text)?,
         // A directory that was imported has no config: the caller says what to run.
         None => ImageConfig::default(),
@@ -92,7 +96,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 create_target: true,
                 access: if args.read_only { Access::ReadOnly } else { Access::Writable },
                 verify: args.verify,
-                measure: args.trust.measures(),
+                measure,
                 require_verity: args.trust.require_verity,
                 ..MountRequest::new(image.digest, &rootfs)
             };

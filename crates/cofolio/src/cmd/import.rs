@@ -9,6 +9,7 @@ use crate::exit::{Exit, Fail};
 use crate::interrupt;
 use crate::progress::Bar;
 use crate::trim;
+use crate::trust::ArrivalArgs;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Bring an image into the store
@@ -67,6 +68,8 @@ pub(crate) struct HowArgs {
     max_size: u64,
     #[command(flatten)]
     registry: RegistryArgs,
+    #[command(flatten)]
+    trust: ArrivalArgs,
 }
 
 impl HowArgs {
@@ -82,6 +85,7 @@ impl HowArgs {
             threads: self.threads,
             labels: labels(&self.label)?,
             registry: self.registry.options(source, &context.config.config)?,
+            trust: self.trust.arrival(source, context)?,
             ..ImportOptions::default()
         };
         if let Some(platform) = &self.platform {

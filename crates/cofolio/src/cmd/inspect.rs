@@ -1,6 +1,7 @@
 use anyhow::Context as _;
 use cofolio_node::bundle::ImageConfig;
 use cofolio_node::contents;
+use cofolio_node::trust;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -81,6 +82,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
         None => None,
     };
     let sb = opened.image.superblock();
+    let signatures = trust::signatures(&domain, &named.digest)?;
 
     if context.ui.json {
         let record = named.record.as_ref();
@@ -103,6 +105,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             "immutable": protection.immutable,
             "mounts": mounts,
             "roots": roots,
+            "signatures": signatures,
             "path": domain.image_path(&named.digest),
         }))?;
         return Ok(Exit::Ok);
@@ -137,6 +140,13 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             (false, false) => "none but file modes; `cofolio verify` re-hashes",
         },
     );
+    let ours = named.record.as_ref().and_then(|record| record.config.as_deref());
+    let ours = trust::config_digest(ours);
+    for signature in &signatures {
+        let other = signature.config() != ours.as_deref();
+        let config = if other { ", with another config" } else { "" };
+        table.pair("signature", format!("{}{config} (not checked)", signature.shown()));
+    }
     if let Some((_, config)) = &config {
         run_as(&mut table, config);
     }

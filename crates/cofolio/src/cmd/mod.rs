@@ -26,6 +26,7 @@ pub(crate) mod ps;
 pub(crate) mod pull;
 pub(crate) mod rm;
 pub(crate) mod run;
+pub(crate) mod sign;
 pub(crate) mod stop;
 pub(crate) mod survey;
 pub(crate) mod tag;
@@ -62,6 +63,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Ls(args) => ls::run(&args, &context),
         Command::Cat(args) => cat::run(&args, &context),
         Command::Dump(args) => dump::run(&args, &context),
+        Command::Sign(args) => sign::run(&args, &context),
         Command::Verify(args) => verify::run(&args, &context),
         Command::Tag(args) => tag::run(&args, &context),
         Command::Rm(args) => rm::run(&args, &context),

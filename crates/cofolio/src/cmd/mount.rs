@@ -1,6 +1,7 @@
 use std::path::PathBuf;
 
 use cofolio_node::mount::{Access, IdMap, MountRequest};
+use cofolio_node::trust::Need;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
@@ -64,6 +65,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let image = args.trust.image(args.image.as_deref(), &domain, context)?;
+    let measure = args.trust.check(&image, Need::Files, args.image.as_deref(), &domain, context)?;
     let access = match (&args.upper, args.rw, args.keep) {
         (Some(dir), ..) => Access::WritableAt(dir.clone()),
         (None, true, true) => Access::WritableKept,
@@ -74,7 +76,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         create_target: args.create,
         access,
         verify: args.verify,
-        measure: args.trust.measures(),
+        measure,
         require_verity: args.trust.require_verity,
         idmap: args.idmap.as_deref().map(str::parse::<IdMap>).transpose()?,
         label: args.context.clone(),

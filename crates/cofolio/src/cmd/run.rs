@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use cofolio_node::bundle::{self, Bind, ImageConfig};
 use cofolio_node::mount::IdMap;
 use cofolio_node::run::{Container, Containers, Reason, Request, RunError, Runtime};
+use cofolio_node::trust::Need;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -154,7 +155,10 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     }
     let domain = context.domain()?;
     let image = args.trust.image(Some(&args.image), &domain, context)?;
-    let request = request(args, context, &image)?;
+    let config = image.record.as_ref().and_then(|record| record.config.as_deref());
+    let measure =
+        args.trust.check(&image, Need::Run(config), Some(&args.image), &domain, context)?;
+    let request = Request { measure, ..request(args, context, &image)? };
     let containers = Containers::new(context.mounter(&domain));
     // What killed ones left. It does not concern this one if something of it cannot be removed.
     let mut failed = Vec::new();
@@ -253,7 +257,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         keep: args.keep,
         size_bytes: args.size.map(|size| size.0),
         verify: args.verify,
-        measure: args.trust.measures(),
+        measure: false,
         require_verity: args.trust.require_verity,
         runtime: Runtime::find(wanted, Path::new("/"))?,
     })

@@ -138,6 +138,9 @@ pub enum ImportError {
     /// An engine's store on this machine could not be read.
     #[error(transparent)]
     Engine(#[from] crate::engine::EngineError),
+    /// The image may not come in: its signatures are not what was asked for.
+    #[error(transparent)]
+    Trust(#[from] crate::trust::TrustError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),

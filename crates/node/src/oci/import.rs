@@ -28,6 +28,7 @@ use super::unpack::{
 use super::{ImportOptions, Limits};
 use crate::engine::{containerd, containers_storage};
 use crate::tree_scan;
+use crate::trust::{Record, TrustError};
 
 /// What an import did.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -144,7 +145,8 @@ fn import_directory(
         let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
         let mut record = Ref::new(Digest([0; 32]));
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &scanned.tree, &Hidden::new(), record, options, progress, &mut report)?;
+        let gate = Gate { options, brought: Vec::new() };
+        finish(staging, &scanned.tree, &Hidden::new(), record, &gate, progress, &mut report)?;
         Ok(report)
     };
     twice(attempt, progress)
@@ -165,12 +167,14 @@ fn import_image(
     };
     let called = called.map(String::as_str);
     let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
+    let brought = cosigned(&opened, &chosen, &name, options)?;
+    let gate = Gate { options, brought };
     if options.repair.is_none()
         && let Some(record) = known_image(domain, &chosen)?
     {
         progress.phase(Phase::Commit);
         let record = Ref { source: in_registry(source).or(record.source.clone()), ..record };
-        match publish_known(domain, &name, record, options) {
+        match publish_known(domain, &name, record, &gate) {
             // Removed and collected since we looked.
             Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
             done => return done,
@@ -193,7 +197,7 @@ fn import_image(
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &tree, &hidden, record, options, progress, &mut report)?;
+        finish(staging, &tree, &hidden, record, &gate, progress, &mut report)?;
         Ok(report)
     };
     twice(attempt, progress)
@@ -205,6 +209,44 @@ fn in_registry(source: &Source) -> Option<String> {
         Source::Registry(reference) => Some(reference.to_string()),
         _ => None,
     }
+}
+
+/// What stands between an image and its name.
+struct Gate<'a> {
+    options: &'a ImportOptions,
+    /// Signatures by cosign that came with it, verified.
+    brought: Vec<Record>,
+}
+
+impl Gate<'_> {
+    /// The signatures to keep with an image that may come in.
+    fn admit(&self, domain: &Domain, name: &str, record: &Ref) -> Result<Vec<Record>, TrustError> {
+        let (image, config) = (&record.image, record.config.as_deref());
+        self.options.trust.admit(domain, name, image, config, self.brought.clone())
+    }
+}
+
+/// Signatures by cosign of what is about to be pulled. If only such a signature will do and there is none,
+/// it ends here, before anything is fetched.
+fn cosigned(
+    opened: &Opened,
+    chosen: &Chosen,
+    name: &str,
+    options: &ImportOptions,
+) -> Result<Vec<Record>, ImportError> {
+    let policy = &options.trust.policy;
+    let keys = policy.cosign_keys(name);
+    if options.repair.is_some() || keys.is_empty() {
+        return Ok(Vec::new());
+    }
+    let found = opened.cosigned(chosen, &keys)?;
+    if let Some(keys) = policy.needs_cosign(name).filter(|_| found.is_empty())
+        && let (Chosen::Manifest { asked, .. }, Some(_)) = (chosen, opened.jobs())
+    {
+        let (name, digest) = (name.to_owned(), asked.to_string());
+        return Err(TrustError::NoClaim { name, digest, keys }.into());
+    }
+    Ok(found)
 }
 
 fn begin(
@@ -245,8 +287,9 @@ fn publish_known(
     domain: &Domain,
     name: &str,
     mut record: Ref,
-    options: &ImportOptions,
+    gate: &Gate<'_>,
 ) -> Result<ImportReport, ImportError> {
+    let signatures = gate.admit(domain, name, &record)?;
     let layers = record
         .layers
         .iter()
@@ -267,8 +310,11 @@ fn publish_known(
         layers,
         ..empty_report(name)
     };
-    record.labels = labels(domain, name, options)?;
+    record.labels = labels(domain, name, gate.options)?;
     record.created = now();
+    for signature in signatures {
+        signature.keep(domain, &record.image)?;
+    }
     domain.put_ref(name, &record)?;
     Ok(report)
 }
@@ -479,7 +525,7 @@ fn finish(
     tree: &Tree,
     hidden: &Hidden,
     mut record: Ref,
-    options: &ImportOptions,
+    gate: &Gate<'_>,
     progress: &dyn Progress,
     report: &mut ImportReport,
 ) -> Result<(), ImportError> {
@@ -496,10 +542,15 @@ fn finish(
     report.image = image.to_string();
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;
+    // A repair brings back what this source has; the rest of the damage is somebody else's to mend.
+    let whole = gate.options.repair.is_none();
+    let domain = staging.domain().clone();
+    let signatures = match whole {
+        true => gate.admit(&domain, &report.name, &record)?,
+        false => Vec::new(),
+    };
     progress.phase(Phase::Commit);
     let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
-    // A repair brings back what this source has; the rest of the damage is somebody else's to mend.
-    let whole = options.repair.is_none();
     let publish = match whole {
         true => Publish::named(report.name.clone(), record),
         false => Publish::default(),
@@ -507,6 +558,10 @@ fn finish(
     let objects = objects(tree).chain(below).filter(|_| whole);
     let stats = staging.commit(&publish, objects).map_err(commit_error)?;
     add_stats(report, &stats);
+    // A crash before this leaves an image that counts as not signed; the next pull makes up for it.
+    for signature in signatures {
+        signature.keep(&domain, &image)?;
+    }
     Ok(())
 }
 

@@ -49,6 +49,7 @@ pub use progress::{LayerStart, Phase, Progress, Silent};
 pub use source::Source;
 
 use crate::registry::RegistryOptions;
+use crate::trust::Arrival;
 
 /// Bounds for what an image may demand. Reaching one is [`ImportError::Limit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -100,6 +101,9 @@ pub struct ImportOptions {
     pub registry: RegistryOptions,
     /// Labels of the ref.
     pub labels: std::collections::BTreeMap<String, String>,
+    /// What is asked of the image before it gets a name, and the signature that comes with it. Not asked of
+    /// a repair, which gives no name.
+    pub trust: Arrival,
     /// Bring back only this of an image that is here: layers that are not damaged are not read, nothing
     /// else is written, and no ref is made or changed.
     pub repair: Option<Damage>,
@@ -114,6 +118,7 @@ impl Default for ImportOptions {
             threads: 0,
             registry: RegistryOptions::default(),
             labels: std::collections::BTreeMap::new(),
+            trust: Arrival::default(),
             repair: None,
         }
     }

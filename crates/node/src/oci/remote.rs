@@ -4,11 +4,25 @@ use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use serde::Deserialize;
+
 use super::blob::{Blob, Content};
 use super::digest::BlobDigest;
 use super::error::ImportError;
 use super::manifest::{self, Descriptor};
-use crate::registry::Repository;
+use crate::registry::{RegistryError, Repository};
+use crate::trust::{Claim, SIGNATURE_ANNOTATION, cosign_tag};
+
+/// Largest list of cosign's signatures, in bytes; more than anybody makes.
+const CLAIMS_DOCUMENT_MAX: u64 = 1 << 20;
+/// Claims that are looked at.
+const CLAIMS_MAX: usize = 64;
+/// Largest claim, in bytes.
+const CLAIM_MAX: u64 = 64 << 10;
+/// Largest signature, in base64.
+const SIGNATURE_MAX: usize = 1 << 10;
 
 impl Content for Arc<Repository> {
     fn open(&self, digest: &BlobDigest, size: u64, stop: Arc<AtomicBool>) -> Box<dyn Read + Send> {
@@ -87,4 +101,39 @@ pub(crate) fn document(
         });
     }
     Ok(bytes)
+}
+
+/// As much of the image that holds cosign's signatures as is needed.
+#[derive(Deserialize)]
+struct Claims {
+    #[serde(default)]
+    layers: Vec<Descriptor>,
+}
+
+/// What lies at cosign's tag for a manifest or index. Nothing of it has been verified; what cannot be a claim
+/// is left out.
+pub(crate) fn claims(
+    repository: &Arc<Repository>,
+    digest: &BlobDigest,
+) -> Result<Vec<Claim>, ImportError> {
+    let document = match repository.manifest(&cosign_tag(digest), CLAIMS_DOCUMENT_MAX) {
+        Err(RegistryError::NotFound { .. }) => return Ok(Vec::new()),
+        other => other?,
+    };
+    let Ok(list) = serde_json::from_slice::<Claims>(&document.bytes) else { return Ok(Vec::new()) };
+    let mut claims = Vec::new();
+    for layer in list.layers.into_iter().take(CLAIMS_MAX) {
+        let signature = layer.annotations.get(SIGNATURE_ANNOTATION);
+        let signature = signature.filter(|text| text.len() <= SIGNATURE_MAX);
+        let signature = signature.and_then(|text| BASE64_STANDARD.decode(text).ok());
+        let (Some(signature), true) = (signature, layer.size <= CLAIM_MAX) else { continue };
+        match blob(repository, &layer).and_then(|blob| blob.read_all(CLAIM_MAX)) {
+            Ok(payload) => claims.push(Claim { payload, signature }),
+            Err(ImportError::Registry(RegistryError::NotFound { .. })) => {}
+            // Whether there is a good signature cannot be said without the registry.
+            Err(error @ ImportError::Registry(_)) => return Err(error),
+            Err(_) => {}
+        }
+    }
+    Ok(claims)
 }

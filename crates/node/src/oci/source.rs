@@ -22,6 +22,7 @@ use crate::engine::EngineError;
 use crate::engine::containerd::{self, Containerd};
 use crate::engine::containers_storage::{self, Storage};
 use crate::registry::{Reference, RegistryOptions, Repository};
+use crate::trust::{PublicKey, Record};
 
 /// Members of an archive that are looked at. A layout has a handful per layer.
 const MEMBERS_MAX: usize = 100_000;
@@ -204,6 +205,8 @@ pub(crate) enum Chosen {
         descriptor: Descriptor,
         /// What `index.json` calls the image.
         name: Option<String>,
+        /// Digest of what was asked for: the manifest's own, or that of the index which led to it.
+        asked: BlobDigest,
     },
     Docker {
         image: DockerImage,
@@ -286,6 +289,30 @@ impl Opened {
         }
     }
 
+    /// What cosign has signed of the chosen image with one of these keys: the index that the name stands for,
+    /// which names the manifest by its digest, or the manifest itself. Only a registry has such signatures.
+    pub(crate) fn cosigned(
+        &self,
+        chosen: &Chosen,
+        keys: &[PublicKey],
+    ) -> Result<Vec<Record>, ImportError> {
+        let (Blobs::Registry(repository), Chosen::Manifest { digest, asked, .. }) =
+            (&self.blobs, chosen)
+        else {
+            return Ok(Vec::new());
+        };
+        let mut signed = vec![asked];
+        signed.extend((digest != asked).then_some(digest));
+        let mut found = Vec::new();
+        for digest in signed {
+            let name = digest.to_string();
+            let claims = remote::claims(repository, digest)?.into_iter();
+            let ours = claims.filter(|claim| claim.signer(&name, keys).is_some());
+            found.extend(ours.map(|claim| Record::of_claim(name.clone(), claim)));
+        }
+        Ok(found)
+    }
+
     /// Layers to unpack at a time, if the source knows better than the machine.
     pub(crate) fn jobs(&self) -> Option<usize> {
         match &self.blobs {
@@ -325,11 +352,12 @@ impl Opened {
         platform: &Platform,
         max: u64,
     ) -> Result<Chosen, ImportError> {
+        let asked = descriptor.blob_digest()?;
         for _ in 0..=INDEX_DEPTH_MAX {
             let kind = manifest::leads(&descriptor)?;
             let digest = descriptor.blob_digest()?;
             if kind == Leads::ToManifest {
-                return Ok(Chosen::Manifest { digest, descriptor, name });
+                return Ok(Chosen::Manifest { digest, descriptor, name, asked });
             }
             let bytes = self.document(&descriptor, max)?;
             let index: Index = manifest::parse("index", &descriptor.digest, &bytes)?;
@@ -390,7 +418,8 @@ impl Opened {
             let what = format!("{}: {name:?} is a list of images, not one", self.path.display());
             return Err(ImportError::Source { what });
         }
-        Ok(Chosen::Manifest { digest, descriptor, name: image.names.first().cloned() })
+        let (name, asked) = (image.names.first().cloned(), digest.clone());
+        Ok(Chosen::Manifest { digest, descriptor, name, asked })
     }
 
     fn choose_docker(&self, max: u64) -> Result<Chosen, ImportError> {

@@ -9,6 +9,7 @@
 #![allow(unreachable_pub, dead_code, reason = "the support is shared with the tests of imports")]
 
 mod access;
+mod cosign;
 mod hostile;
 mod network;
 mod pull;

@@ -19,9 +19,9 @@ use crate::support::{Bench, Blob, CONFIG, Layout, MANIFEST, have, is_root, run, 
 use crate::{layer, options, pull, push, push_with};
 
 /// A registry that runs until it is dropped.
-struct Registry {
+pub(crate) struct Registry {
     child: Child,
-    address: SocketAddr,
+    pub(crate) address: SocketAddr,
 }
 
 impl Drop for Registry {
@@ -33,7 +33,7 @@ impl Drop for Registry {
 
 impl Registry {
     /// Starts one on a free port; `more` is added to its configuration.
-    fn start(data: &Path, more: &str, http: &str) -> Self {
+    pub(crate) fn start(data: &Path, more: &str, http: &str) -> Self {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let config = data.join(format!("config-{port}.yml"));
         let text = format!(
@@ -76,7 +76,7 @@ impl Registry {
         self.call("PUT", &path, MANIFEST, manifest.to_string().as_bytes());
     }
 
-    fn put_blob(&self, repository: &str, media_type: &str, bytes: &[u8]) -> Value {
+    pub(crate) fn put_blob(&self, repository: &str, media_type: &str, bytes: &[u8]) -> Value {
         let place = self.call("POST", &format!("/v2/{repository}/blobs/uploads/"), media_type, b"");
         let place = place.split_once(&self.address.to_string()).unwrap().1.to_owned();
         let digest = sha256(bytes);
@@ -85,7 +85,7 @@ impl Registry {
     }
 
     /// One request; gives the `Location` of the answer.
-    fn call(&self, method: &str, path: &str, media_type: &str, body: &[u8]) -> String {
+    pub(crate) fn call(&self, method: &str, path: &str, media_type: &str, body: &[u8]) -> String {
         let mut stream = TcpStream::connect(self.address).unwrap();
         let head = format!(
             "{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\nContent-Type: {media_type}\r\n\
