@@ -1,7 +1,9 @@
-//! `cofolio survey` on a store that the real podman and skopeo have filled.
+//! `cofolio survey` on stores that the real podman, containerd and Docker have filled, with containers that run.
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
 mod common;
+#[path = "../../node/tests/oci/engines.rs"]
+mod engines;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
@@ -10,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{Sandbox, program, skip};
+use engines::{Containerd, done, wait_for};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -48,108 +51,417 @@ fn times(dir: &Path, into: &mut Times) {
     }
 }
 
-/// The figures are those that somebody else would count, and nothing in the store is different afterwards.
-#[test]
-fn two_versions_in_podmans_store() {
-    let test = "two_versions_in_podmans_store";
+fn times_of(dir: &Path) -> Times {
+    let mut all = Times::new();
+    times(dir, &mut all);
+    all
+}
+
+/// The images that the stores are filled with: two versions of one.
+fn corpus(test: &str, programs: &[&str]) -> Option<PathBuf> {
     if !rustix::process::geteuid().is_root() {
-        return skip(test, "needs root");
+        skip(test, "needs root");
+        return None;
     }
-    if program("skopeo").is_none() || program("podman").is_none() {
-        return skip(test, "no skopeo or no podman (tools/setup test)");
+    if let Some(missing) = programs.iter().find(|name| program(name).is_none()) {
+        skip(test, &format!("no {missing} (tools/setup test)"));
+        return None;
+    }
+    if rustix::param::page_size() != PAGE {
+        skip(test, "pages of another size than 4 KiB");
+        return None;
     }
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out");
     let corpus = std::env::var_os("COFOLIO_CORPUS").map_or(corpus, PathBuf::from).join("redis");
     if !corpus.is_dir() {
-        return skip(test, "no real images (run corpus/build)");
+        skip(test, "no real images (run corpus/build)");
+        return None;
     }
+    Some(corpus)
+}
+
+const PAGE: usize = 4096;
+
+/// What is in the directories of some layers, counted in the plainest way.
+#[derive(Default)]
+struct Counted {
+    files: Vec<PathBuf>,
+    disk: u64,
+    all: u64,
+    by_file: u64,
+    /// The fewest blocks that each content takes on disk, in bytes.
+    contents: HashMap<Vec<u8>, u64>,
+    pages: HashSet<Vec<u8>>,
+}
+
+impl Counted {
+    /// Reads everything, and drops it from the page cache.
+    fn of(layers: &[PathBuf]) -> Self {
+        rustix::fs::sync();
+        let (mut counted, mut links) = (Self::default(), HashSet::new());
+        for layer in layers {
+            regular(layer, &mut |path, meta| {
+                if meta.len() > 0 && links.insert(meta.ino()) {
+                    counted.add(path, meta);
+                }
+            });
+        }
+        counted
+    }
+
+    fn add(&mut self, path: &Path, meta: &fs::Metadata) {
+        let content = fs::read(path).unwrap();
+        let size = (content.len().div_ceil(PAGE) * PAGE) as u64;
+        self.disk += meta.blocks() * 512;
+        self.all += size;
+        for chunk in content.chunks(PAGE) {
+            let mut whole = chunk.to_vec();
+            whole.resize(PAGE, 0);
+            self.pages.insert(Sha256::digest(&whole).to_vec());
+        }
+        let least = self.contents.entry(Sha256::digest(&content).to_vec()).or_insert_with(|| {
+            self.by_file += size;
+            u64::MAX
+        });
+        *least = (*least).min(meta.blocks() * 512);
+        let file = fs::File::open(path).unwrap();
+        rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        self.files.push(path.to_owned());
+    }
+
+    /// What the page cache has of the files, by util-linux.
+    fn resident(&self) -> u64 {
+        let mut sum = 0;
+        for files in self.files.chunks(500) {
+            let mut fincore = Command::new("fincore");
+            fincore.args(["--bytes", "--noheadings", "--output", "RES"]).args(files);
+            let said = done(&mut fincore);
+            sum += said.split_whitespace().map(|bytes| bytes.parse::<u64>().unwrap()).sum::<u64>();
+        }
+        sum
+    }
+
+    /// Surveys, and checks that it says what was counted and has changed nothing below `root`.
+    #[track_caller]
+    fn check(&self, sandbox: &Sandbox, options: &[&str], root: &Path) -> Value {
+        // The first look itself changes when directories were last read; the second finds it done (relatime).
+        times_of(root);
+        let before = times_of(root);
+        let resident = self.resident();
+        let ran = sandbox.run(&[&["survey", "--json"], options].concat());
+        let resident_after = self.resident();
+        let after = times_of(root);
+        let report: Value = serde_json::from_str(ran.ok()).unwrap();
+        assert_eq!(before.len(), after.len());
+        for (path, times) in &before {
+            assert_eq!(times, &after[path], "{}", path.display());
+        }
+        assert_eq!(report["unseen_files"], 0, "{report:#}");
+        assert_eq!(report["files"], self.files.len());
+        assert_eq!(report["contents"], self.contents.len());
+        assert_eq!(report["disk"]["bytes"], self.disk);
+        assert_eq!(report["disk"]["by_file_bytes"], self.contents.values().sum::<u64>());
+        let cache = &report["page_cache"];
+        assert_eq!(cache["pages_sampled"], 1);
+        assert_eq!(cache["all"]["bytes"], self.all);
+        assert_eq!(cache["all"]["by_file_bytes"], self.by_file);
+        assert_eq!(cache["all"]["by_page_bytes"], (self.pages.len() * PAGE) as u64);
+        let of = |kind: &str| cache["now"][kind].as_u64().unwrap();
+        // A machine that is short of memory takes some away meanwhile; nothing may have come.
+        assert!(resident_after <= resident, "{resident_after} > {resident}");
+        assert!(
+            (resident_after..=resident).contains(&of("bytes")),
+            "{} of {resident}",
+            of("bytes")
+        );
+        assert!(of("bytes") >= of("by_file_bytes") && of("by_file_bytes") >= of("by_page_bytes"));
+        report
+    }
+}
+
+/// What containers do: read a file that both versions have in a version of its own, and wait.
+const READ: [&str; 3] =
+    ["sh", "-c", "cat /usr/bin/redis-server /usr/bin/perl >/dev/null; exec sleep 1000"];
+
+/// What the report says of containers that run: so many of each of two images, lowest layer first.
+#[track_caller]
+fn check_containers(report: &Value, running: &[(u64, u64)]) {
+    let containers = report["metadata"]["containers"].as_array().unwrap();
+    let mut names: Vec<u64> = containers.iter().map(|c| c["names"].as_u64().unwrap()).collect();
+    let mut expected: Vec<u64> = Vec::new();
+    for &(names, count) in running {
+        (0..count).for_each(|_| expected.push(names));
+    }
+    names.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+    let bytes = |names: u64| names * 921;
+    let sum: u64 = expected.iter().sum();
+    assert_eq!(report["metadata"]["estimated_bytes"], bytes(sum));
+    let once: u64 = running.iter().map(|(names, _)| names).sum();
+    assert_eq!(report["metadata"]["read_only_estimated_bytes"], bytes(once));
+    for container in containers {
+        assert_eq!(container["estimated_bytes"], bytes(container["names"].as_u64().unwrap()));
+    }
+}
+
+/// Names in the first layers, and in those that were added to them.
+fn names_of(first: &[PathBuf], all: &[PathBuf]) -> (u64, u64) {
+    let names = |old: bool| {
+        let some = all.iter().filter(|dir| first.contains(dir) == old);
+        some.map(|dir| times_of(dir).len() as u64 - 1).sum()
+    };
+    (names(true), names(false))
+}
+
+fn dirs(pattern: &Path, name: &str) -> Vec<PathBuf> {
+    let mut dirs: Vec<PathBuf> =
+        fs::read_dir(pattern).unwrap().map(|entry| entry.unwrap().path().join(name)).collect();
+    dirs.retain(|dir| dir.is_dir());
+    dirs.sort();
+    dirs
+}
+
+/// podman with a root of its own, and its containers.
+struct Podman {
+    root: PathBuf,
+    run: PathBuf,
+}
+
+impl Podman {
+    fn command(&self) -> Command {
+        let mut podman = Command::new("podman");
+        podman.arg("--root").arg(&self.root).arg("--runroot").arg(&self.run);
+        podman.args(["--storage-driver", "overlay", "--cgroup-manager", "cgroupfs"]);
+        podman.args(["--events-backend", "file", "--runtime", "crun"]);
+        podman.arg("--tmpdir").arg(self.run.join("tmp"));
+        podman
+    }
+}
+
+impl Drop for Podman {
+    fn drop(&mut self) {
+        let _ = self.command().args(["rm", "--all", "--force", "--time", "0"]).output();
+    }
+}
+
+/// The figures are those that somebody else would count, and nothing in the store is different afterwards.
+#[test]
+fn two_versions_in_podmans_store() {
+    let test = "two_versions_in_podmans_store";
+    let Some(corpus) = corpus(test, &["skopeo", "podman", "crun", "fincore"]) else { return };
     let sandbox = Sandbox::new();
     let temporary = tempfile::tempdir().unwrap();
     let root = temporary.path().join("storage");
     let _unmounted = Unmounted(root.join("overlay"));
+    let podman = Podman { root: root.clone(), run: temporary.path().join("run") };
+    let mut layers = Vec::new();
     for version in ["old", "new"] {
         let mut skopeo = Command::new("skopeo");
         skopeo.args(["--insecure-policy", "copy", "--quiet"]);
         skopeo.arg(format!("oci:{}", corpus.join(version).display()));
-        let run = temporary.path().join("run");
-        let to = format!("[overlay@{}+{}]localhost/redis:{version}", root.display(), run.display());
-        let output = skopeo.arg(format!("containers-storage:{to}")).output().unwrap();
+        let (graph, run) = (podman.root.display(), podman.run.display());
+        let to = format!("containers-storage:[overlay@{graph}+{run}]localhost/redis:{version}");
+        let output = skopeo.arg(to).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         if !output.status.success() && said.contains("supported") {
             return skip(test, &format!("podman's overlay driver: {said}"));
         }
         assert!(output.status.success(), "{said}");
+        layers.push(dirs(&root.join("overlay"), "diff"));
     }
-
-    // Counted here in the plainest way. It reads everything, and so makes all of it resident.
-    let (mut disk, mut all, mut files) = (0, 0, 0);
-    let mut contents: HashMap<Vec<u8>, u64> = HashMap::new();
-    let mut pages = HashSet::new();
-    let (mut by_file, mut links) = (0, HashSet::new());
-    rustix::fs::sync();
-    let page = 4096;
-    if rustix::param::page_size() != page {
-        return skip(test, "pages of another size than 4 KiB");
-    }
-    for layer in fs::read_dir(root.join("overlay")).unwrap() {
-        let diff = layer.unwrap().path().join("diff");
-        if !diff.is_dir() {
-            continue;
-        }
-        regular(&diff, &mut |path, meta| {
-            if meta.len() == 0 || !links.insert(meta.ino()) {
-                return;
-            }
-            let content = fs::read(path).unwrap();
-            let size = (content.len().div_ceil(page) * page) as u64;
-            files += 1;
-            disk += meta.blocks() * 512;
-            all += size;
-            for chunk in content.chunks(page) {
-                let mut whole = chunk.to_vec();
-                whole.resize(page, 0);
-                pages.insert(Sha256::digest(&whole).to_vec());
-            }
-            let least = contents.entry(Sha256::digest(&content).to_vec()).or_insert_with(|| {
-                by_file += size;
-                u64::MAX
-            });
-            *least = (*least).min(meta.blocks() * 512);
-        });
-    }
-    // The first look itself changes when directories were last read; the second finds it done (relatime).
-    times(&root, &mut Times::new());
-    let mut before = Times::new();
-    times(&root, &mut before);
-
-    let ran = sandbox.run(&["survey", "--podman-root", root.to_str().unwrap(), "--json"]);
-    assert_eq!(ran.code, 0, "{}", ran.stderr);
-    let report: Value = serde_json::from_str(&ran.stdout).unwrap();
-    let mut after = Times::new();
-    times(&root, &mut after);
-    assert_eq!(before.len(), after.len());
-    for (path, times) in &before {
-        assert_eq!(times, &after[path], "{}", path.display());
-    }
-    assert_eq!(report["files"], files);
-    assert_eq!(report["contents"], contents.len());
-    assert_eq!(report["disk"]["bytes"], disk);
-    assert_eq!(report["disk"]["by_file_bytes"], contents.values().sum::<u64>());
-    let cache = &report["page_cache"];
-    assert_eq!(cache["pages_sampled"], 1);
-    assert_eq!(cache["all"]["bytes"], all);
-    assert_eq!(cache["all"]["by_file_bytes"], by_file);
-    assert_eq!(cache["all"]["by_page_bytes"], (pages.len() * page) as u64);
+    let (names_old, names_new) = names_of(&layers[0], &layers[1]);
+    let counted = Counted::of(&layers[1]);
+    let options = ["--podman-root", root.to_str().unwrap()];
+    let report = counted.check(&sandbox, &options, &root);
     // Two versions of one image: most of it is there twice.
-    assert!(disk > contents.values().sum::<u64>() * 5 / 4);
-    let of = |kind: &str| cache["now"][kind].as_u64().unwrap();
-    assert!(of("bytes") >= of("by_file_bytes") && of("by_file_bytes") >= of("by_page_bytes"));
-    assert_eq!(report["stores"][0]["images"], 2);
-    assert_eq!(report["stores"][0]["containers"], 0);
-    assert_eq!(report["unseen_files"], 0);
+    assert!(counted.disk > counted.contents.values().sum::<u64>() * 5 / 4);
+    let store = |report: &Value, what: &str| report["stores"][0][what].as_u64().unwrap();
+    assert_eq!((store(&report, "images"), store(&report, "containers")), (2, 0));
+    assert_eq!(report["metadata"]["containers"], Value::Array(Vec::new()));
+
+    // Containers: what they read is resident, in the layers.
+    let cold = counted.resident();
+    for (id, version) in [("a", "old"), ("b", "old"), ("c", "new")] {
+        let mut run = podman.command();
+        // podman would raise a limit above what it may be here.
+        run.args(["run", "--detach", "--network", "none", "--ulimit", "host", "--name", id]);
+        let output = run.arg(format!("localhost/redis:{version}")).args(READ).output().unwrap();
+        if !output.status.success() {
+            return skip(test, &format!("containers: {}", String::from_utf8_lossy(&output.stderr)));
+        }
+    }
+    let mut create = podman.command();
+    done(create.args(["create", "--network", "none", "localhost/redis:new"]));
+    wait_for("the containers have read", || counted.resident() > cold + (4 << 20));
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let report = counted.check(&sandbox, &options, &root);
+    assert_eq!((store(&report, "containers"), store(&report, "containers_mounted")), (4, 3));
+    let now = &report["page_cache"]["now"];
+    assert!(now["bytes"].as_u64() > now["by_file_bytes"].as_u64(), "{now}");
+    check_containers(&report, &[(names_old, 2), (names_new, 1)]);
 
     let text = sandbox.run(&["survey", "--podman-root", root.to_str().unwrap()]);
     assert!(text.stdout.contains("page cache, all read"), "{}", text.stdout);
+    assert!(text.stdout.contains("metadata of 3 mounted containers"), "{}", text.stdout);
     let gone = sandbox.run(&["survey", "--podman-root", "/nonexistent"]);
+    assert_eq!(gone.code, 3, "{}", gone.stderr);
+}
+
+#[test]
+fn containerd_with_containers_that_run() {
+    let test = "containerd_with_containers_that_run";
+    let needed = ["containerd", "ctr", "runc", "tar", "fincore"];
+    let Some(corpus) = corpus(test, &needed) else { return };
+    let sandbox = Sandbox::new();
+    let temporary = tempfile::tempdir().unwrap();
+    let containerd = Containerd::start(&temporary.path().join("c"));
+    let root = containerd.root();
+    let snapshots = root.join("io.containerd.snapshotter.v1.overlayfs/snapshots");
+    containerd.import("default", &corpus.join("old"), "localhost/redis:old", true);
+    let old = dirs(&snapshots, "fs");
+    // The same layers once more, as Docker would have them.
+    containerd.import("moby", &corpus.join("new"), "localhost/redis:new", true);
+    let layers = dirs(&snapshots, "fs");
+    let new: Vec<PathBuf> = layers.iter().filter(|dir| !old.contains(dir)).cloned().collect();
+    let counted = Counted::of(&layers);
+    let (names_old, names_new) = names_of(&old, &layers);
+
+    let cold = counted.resident();
+    containerd.run("default", "localhost/redis:old", "a", &READ);
+    containerd.run("default", "localhost/redis:old", "b", &READ);
+    containerd.run("moby", "localhost/redis:new", "c", &READ);
+    done(&mut containerd.ctr(&["containers", "create", "localhost/redis:old", "d"]));
+    wait_for("the containers have read", || counted.resident() > cold + (4 << 20));
+    // containerd collects a moment after a change.
+    std::thread::sleep(std::time::Duration::from_secs(2));
+
+    let options = ["--containerd-root", root.to_str().unwrap()];
+    let report = counted.check(&sandbox, &options, &root);
+    let store = |what: &str| report["stores"][0][what].as_u64().unwrap();
+    assert_eq!(report["stores"][0]["engine"], "containerd");
+    assert_eq!(store("layers"), layers.len() as u64);
+    assert_eq!((store("containers"), store("containers_mounted")), (4, 3));
+    check_containers(&report, &[(names_old, 2), (names_new, 1)]);
+    let ids = report["metadata"]["containers"].as_array().unwrap().iter();
+    assert_eq!(ids.map(|c| c["id"].as_str().unwrap()).collect::<Vec<_>>(), ["a", "b", "c"]);
+    let now = &report["page_cache"]["now"];
+    assert!(now["bytes"].as_u64() > now["by_file_bytes"].as_u64(), "{now}");
+
+    // Docker with a containerd of its own: its namespace only.
+    let docker = temporary.path().join("docker");
+    fs::create_dir_all(docker.join("containerd")).unwrap();
+    std::os::unix::fs::symlink(&root, docker.join("containerd/daemon")).unwrap();
+    let dockers = Counted::of(&new);
+    let options = ["--docker-root", docker.to_str().unwrap()];
+    let report = dockers.check(&sandbox, &options, &root);
+    assert_eq!(report["stores"][0]["containers_mounted"], 1);
+    check_containers(&report, &[(names_new, 1)]);
+    let gone = sandbox.run(&["survey", "--containerd-root", "/nonexistent"]);
+    assert_eq!(gone.code, 3, "{}", gone.stderr);
+}
+
+/// dockerd with a root of its own, over a containerd of its own.
+struct Docker {
+    dir: PathBuf,
+    daemon: std::process::Child,
+    _containerd: Containerd,
+    /// What it makes outside of its own directories, and was not there before.
+    strays: Vec<&'static str>,
+}
+
+impl Docker {
+    fn start(dir: &Path) -> Self {
+        let strays = ["/etc/docker/key.json", "/run/docker"];
+        let strays = strays.into_iter().filter(|path| !Path::new(path).exists()).collect();
+        let containerd = Containerd::start(&dir.join("c"));
+        fs::write(dir.join("daemon.json"), "{}").unwrap();
+        let mut dockerd = Command::new("dockerd");
+        for (option, name) in [
+            ("--config-file", "daemon.json"),
+            ("--data-root", "root"),
+            ("--exec-root", "exec"),
+            ("--pidfile", "pid"),
+        ] {
+            dockerd.arg(option).arg(dir.join(name));
+        }
+        dockerd.arg("--containerd").arg(containerd.socket());
+        dockerd.arg("--host").arg(format!("unix://{}", dir.join("sock").display()));
+        dockerd.args(["--storage-driver=overlay2", "--bridge=none", "--iptables=false"]);
+        dockerd.args(["--ip6tables=false", "--ip-forward=false", "--ip-masq=false"]);
+        dockerd.stdout(std::process::Stdio::null()).stdin(std::process::Stdio::null());
+        let log = fs::File::create(dir.join("log")).unwrap();
+        let daemon = dockerd.stderr(log).spawn().unwrap();
+        let started = Self { dir: dir.to_owned(), daemon, _containerd: containerd, strays };
+        wait_for("Docker answers", || {
+            started.command().arg("version").output().is_ok_and(|output| output.status.success())
+        });
+        started
+    }
+
+    fn command(&self) -> Command {
+        let mut docker = Command::new("docker");
+        docker.arg("--host").arg(format!("unix://{}", self.dir.join("sock").display()));
+        docker
+    }
+}
+
+impl Drop for Docker {
+    fn drop(&mut self) {
+        for id in ["c1", "c2", "c3", "c4"] {
+            let _ = self.command().args(["rm", "--force", id]).output();
+        }
+        let pid = i32::try_from(self.daemon.id()).ok().and_then(rustix::process::Pid::from_raw);
+        let _ = rustix::process::kill_process(pid.unwrap(), rustix::process::Signal::TERM);
+        let _ = self.daemon.wait();
+        for stray in &self.strays {
+            let _ = fs::remove_file(stray).or_else(|_| fs::remove_dir_all(stray));
+        }
+    }
+}
+
+#[test]
+fn docker_with_containers_that_run() {
+    let test = "docker_with_containers_that_run";
+    let needed = ["dockerd", "docker", "containerd", "ctr", "runc", "skopeo", "fincore"];
+    let Some(corpus) = corpus(test, &needed) else { return };
+    let sandbox = Sandbox::new();
+    let temporary = tempfile::tempdir().unwrap();
+    let docker = Docker::start(temporary.path());
+    let root = temporary.path().join("root");
+    let mut layers = Vec::new();
+    for version in ["old", "new"] {
+        let archive = temporary.path().join("saved.tar");
+        let mut skopeo = Command::new("skopeo");
+        skopeo.args(["--insecure-policy", "copy", "--quiet"]);
+        skopeo.arg(format!("oci:{}", corpus.join(version).display()));
+        let to = format!("docker-archive:{}:localhost/redis:{version}", archive.display());
+        done(skopeo.arg(to));
+        done(docker.command().args(["load", "--quiet", "--input"]).arg(&archive));
+        fs::remove_file(archive).unwrap();
+        layers.push(dirs(&root.join("overlay2"), "diff"));
+    }
+    let (names_old, names_new) = names_of(&layers[0], &layers[1]);
+    let counted = Counted::of(&layers[1]);
+    let cold = counted.resident();
+    for (id, version) in [("c1", "old"), ("c2", "old"), ("c3", "new")] {
+        let mut run = docker.command();
+        run.args(["run", "--detach", "--network", "none", "--name", id]);
+        done(run.arg(format!("localhost/redis:{version}")).args(READ));
+    }
+    let mut create = docker.command();
+    done(create.args(["create", "--network", "none", "--name", "c4", "localhost/redis:new"]));
+    wait_for("the containers have read", || counted.resident() > cold + (4 << 20));
+    std::thread::sleep(std::time::Duration::from_secs(1));
+
+    let options = ["--docker-root", root.to_str().unwrap()];
+    let report = counted.check(&sandbox, &options, &root.join("overlay2"));
+    let store = |what: &str| report["stores"][0][what].as_u64().unwrap();
+    assert_eq!(report["stores"].as_array().unwrap().len(), 1);
+    assert_eq!(report["stores"][0]["engine"], "Docker");
+    assert_eq!((store("images"), store("layers")), (2, layers[1].len() as u64));
+    assert_eq!((store("containers"), store("containers_mounted")), (4, 3));
+    check_containers(&report, &[(names_old, 2), (names_new, 1)]);
+    let gone = sandbox.run(&["survey", "--docker-root", "/nonexistent"]);
     assert_eq!(gone.code, 3, "{}", gone.stderr);
 }

@@ -1,29 +1,31 @@
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use cofolio_node::engine::containers_storage::{Place, Storage};
+use cofolio_node::engine::containerd::{self, Containerd};
+use cofolio_node::engine::containers_storage::{self, Storage};
+use cofolio_node::engine::{Container, EngineError, Inventory, LiveMounts, docker};
 use cofolio_node::survey::{self, Findings, Shared};
 use serde::Serialize;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::Exit;
+use crate::exit::{Exit, Fail};
 use crate::progress::Counter;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Say what Cofolio would save on this machine
 ///
-/// Reads the images that podman has unpacked here, in place: every file of every layer is compared with all
-/// others, whole and page by page, and so is what the page cache holds of them now. Nothing is changed: no
-/// file, no access time, and the page cache holds afterwards what it held before. No store of Cofolio's is
-/// needed. Root sees all; another user sees what is theirs.
+/// Reads the images that podman, containerd (Kubernetes) and Docker have unpacked here, in place: every file
+/// of every layer is compared with all others, whole and page by page, and so is what the page cache holds of
+/// them now. Nothing is changed: no file, no access time, and the page cache holds afterwards what it held
+/// before. No store of Cofolio's is needed. Root sees all; another user sees what is theirs.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     cofolio survey\n  \
-    cofolio survey --podman-root /srv/storage --json | jq .page_cache.all")]
+    cofolio survey --containerd --json | jq .page_cache.all\n  \
+    cofolio survey --podman-root /srv/storage --docker")]
 pub(crate) struct Args {
-    /// Look at podman's images only
-    #[arg(long)]
+    #[arg(help = "Look at podman's images [default: at those of each engine that is here]", long)]
     podman: bool,
     #[arg(
         help = "Where podman's images are [default: as its storage.conf says]",
@@ -31,6 +33,24 @@ pub(crate) struct Args {
         value_name = "DIR"
     )]
     podman_root: Option<PathBuf>,
+    /// Look at containerd's images, of all namespaces
+    #[arg(long)]
+    containerd: bool,
+    #[arg(
+        help = "Where containerd's images are [default: as its config.toml says]",
+        long,
+        value_name = "DIR"
+    )]
+    containerd_root: Option<PathBuf>,
+    /// Look at Docker's images, also those that it keeps with containerd
+    #[arg(long)]
+    docker: bool,
+    #[arg(
+        help = "Where Docker's images are [default: as its daemon.json says]",
+        long,
+        value_name = "DIR"
+    )]
+    docker_root: Option<PathBuf>,
     #[arg(
         help = "Threads that read files [default: one per processor, up to 4]",
         long,
@@ -62,7 +82,7 @@ struct Report {
 struct StoreReport {
     engine: &'static str,
     root: PathBuf,
-    driver: String,
+    driver: &'static str,
     images: u64,
     layers: u64,
     containers: u64,
@@ -83,73 +103,41 @@ struct PageCache {
 }
 
 /// Kernel memory for inodes and directory entries of mounted containers if each looked at every name.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Metadata {
     estimated_bytes: u64,
     /// Once for each image, as with Cofolio's read-only mounts.
     read_only_estimated_bytes: u64,
+    containers: Vec<ContainerReport>,
+}
+
+/// A container that is mounted.
+#[derive(Debug, Serialize)]
+struct ContainerReport {
+    engine: &'static str,
+    id: String,
+    /// Names in its layers.
+    names: u64,
+    estimated_bytes: u64,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    let place = Place { driver: None, root: args.podman_root.clone() };
-    let storage = Storage::open(&place)?;
-    let mut seen: HashMap<&str, usize> = HashMap::new();
-    let mut layers = Vec::new();
     let mut unseen = Vec::new();
-    for image in storage.images() {
-        match storage.chain(&image.layer) {
-            Ok(chain) => {
-                for layer in chain {
-                    seen.entry(&layer.id).or_insert_with(|| {
-                        layers.push(layer);
-                        layers.len() - 1
-                    });
-                }
-            }
-            Err(error) => unseen.push(format!("image {}: {error}", image.id)),
-        }
-    }
-    let dirs: Vec<PathBuf> = layers.iter().map(|layer| storage.files(layer)).collect();
+    let mounts = LiveMounts::read().unwrap_or_else(|error| {
+        unseen.push(format!("which containers run: /proc/thread-self/mountinfo: {error}"));
+        LiveMounts::default()
+    });
+    let stores = stores(args, &mounts)?;
+    let dirs: Vec<PathBuf> = stores.iter().flat_map(|store| store.layers.clone()).collect();
     let bar = Counter::new(context.ui, "surveying");
     let progress =
         |bytes, files| bar.set(bytes, || format!("{}, nothing is changed", plural(files, "file")));
     let found = survey::look(&dirs, args.threads, &progress);
     drop(bar);
 
-    let containers = storage.containers()?;
-    let mounted = mount_points(&mut unseen);
-    let mounted: Vec<_> = containers
-        .iter()
-        .filter(|container| mounted.contains(&storage.mount_point(container)))
-        .collect();
-    if storage.driver() != "overlay" && !containers.is_empty() {
-        unseen
-            .push(format!("which containers run: the driver {} mounts nothing", storage.driver()));
-    }
-    let names = |image: &str| -> u64 {
-        let image = storage.images().iter().find(|known| known.id == image);
-        let chain = image.and_then(|image| storage.chain(&image.layer).ok()).unwrap_or_default();
-        chain.iter().filter_map(|layer| found.names.get(*seen.get(layer.id.as_str())?)).sum()
-    };
-    let images: HashSet<&str> = mounted.iter().map(|container| container.image.as_str()).collect();
-    let metadata = Metadata {
-        estimated_bytes: mounted.iter().map(|c| names(&c.image) * NAME_BYTES).sum(),
-        read_only_estimated_bytes: images.iter().map(|image| names(image) * NAME_BYTES).sum(),
-    };
-    if !args.podman && args.podman_root.is_none() {
-        others(&mut unseen);
-    }
+    unseen.extend(stores.iter().flat_map(|store| store.unseen.clone()));
     unseen.extend(found.reasons.iter().cloned());
-    let store = StoreReport {
-        engine: "podman",
-        root: storage.root().to_owned(),
-        driver: storage.driver().to_owned(),
-        images: storage.images().len() as u64,
-        layers: layers.len() as u64,
-        containers: containers.len() as u64,
-        containers_mounted: mounted.len() as u64,
-    };
-    let report = Report::new(store, &found, metadata, unseen);
+    let report = Report::new(&stores, &found, unseen);
     if context.ui.json {
         context.ui.json(&report)?;
     } else {
@@ -158,36 +146,112 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     Ok(Exit::Ok)
 }
 
-/// Where something is mounted.
-fn mount_points(unseen: &mut Vec<String>) -> HashSet<PathBuf> {
-    match std::fs::read_to_string("/proc/self/mountinfo") {
-        // A space in a path would be written as an octal number; podman's root has none as a rule.
-        Ok(text) => {
-            text.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect()
+/// What the engines have that were asked for; if none was, those that are here.
+fn stores(args: &Args, mounts: &LiveMounts) -> anyhow::Result<Vec<Inventory>> {
+    let podman = args.podman || args.podman_root.is_some();
+    let containerd = args.containerd || args.containerd_root.is_some();
+    let docker = args.docker || args.docker_root.is_some();
+    let all = !(podman || containerd || docker);
+
+    let mut stores = Vec::new();
+    let place = containers_storage::Place { driver: None, root: args.podman_root.clone() };
+    if podman || all && Storage::is_at(&place) {
+        stores.push(Storage::open(&place)?.inventory(mounts)?);
+    }
+    let place = containerd::Place { root: args.containerd_root.clone(), namespace: None };
+    let containerd = containerd || all && Containerd::is_at(&place);
+    if containerd {
+        stores.push(Containerd::open(&place)?.inventory(mounts)?);
+    }
+    if docker || all {
+        let root = docker::root(args.docker_root.as_deref())?;
+        // Another Docker's containerd is another one, too.
+        let machines = !containerd && args.docker_root.is_none();
+        let found = of_docker(&root, machines, mounts)?;
+        if found.is_empty() && docker {
+            return Err(
+                Fail::not_found(format!("{}: no images of Docker's here", root.display())).into()
+            );
         }
-        Err(error) => {
-            unseen.push(format!("which containers run: /proc/self/mountinfo: {error}"));
-            HashSet::new()
+        stores.extend(found);
+    }
+    if stores.is_empty() {
+        let what = "no images of podman, containerd or Docker are here, or none of this user";
+        return Err(Fail::not_found(what).into());
+    }
+    Ok(stores)
+}
+
+/// What Docker has in its own store, with a containerd of its own, and with the machine's.
+fn of_docker(root: &Path, machines: bool, mounts: &LiveMounts) -> anyhow::Result<Vec<Inventory>> {
+    let mut stores: Vec<_> = docker::inventory(root, mounts)?.into_iter().collect();
+    let mut roots = vec![Some(docker::own_containerd(root))];
+    if machines {
+        roots.push(None);
+    }
+    for root in roots {
+        let place = containerd::Place { root, namespace: Some("moby".into()) };
+        if !Containerd::is_at(&place) {
+            continue;
         }
+        let store = match Containerd::open(&place) {
+            // It has not this namespace.
+            Err(EngineError::NotFound { .. }) => continue,
+            other => other?,
+        };
+        let found = store.inventory(mounts)?;
+        // Docker uses containerd's namespace for running containers, wherever its images are.
+        if found.images > 0 || !found.layers.is_empty() {
+            stores.push(found);
+        }
+    }
+    Ok(stores)
+}
+
+impl Metadata {
+    fn new(stores: &[Inventory], names: &[u64]) -> Self {
+        let mut metadata = Self::default();
+        let mut names = names;
+        for store in stores {
+            let (own, rest) = names.split_at(store.layers.len().min(names.len()));
+            names = rest;
+            let mut images = HashSet::new();
+            for Container { id, layers, mounted } in &store.containers {
+                if !mounted {
+                    continue;
+                }
+                let names = layers.iter().filter_map(|&layer| own.get(layer)).sum();
+                let estimated_bytes = names * NAME_BYTES;
+                metadata.estimated_bytes += estimated_bytes;
+                if images.insert(layers) {
+                    metadata.read_only_estimated_bytes += estimated_bytes;
+                }
+                let (engine, id) = (store.engine, id.clone());
+                metadata.containers.push(ContainerReport { engine, id, names, estimated_bytes });
+            }
+        }
+        metadata
     }
 }
 
-/// Stores that are here and are not looked at.
-fn others(unseen: &mut Vec<String>) {
-    for (engine, path) in [
-        ("containerd", "/var/lib/containerd/io.containerd.metadata.v1.bolt/meta.db"),
-        ("Docker", "/var/lib/docker/image/overlay2"),
-    ] {
-        if Path::new(path).exists() {
-            unseen.push(format!("{engine}'s images ({path}): podman's only are looked at so far"));
+impl StoreReport {
+    fn new(store: &Inventory) -> Self {
+        Self {
+            engine: store.engine,
+            root: store.root.clone(),
+            driver: store.driver,
+            images: store.images,
+            layers: store.layers.len() as u64,
+            containers: store.containers.len() as u64,
+            containers_mounted: store.containers.iter().filter(|c| c.mounted).count() as u64,
         }
     }
 }
 
 impl Report {
-    fn new(store: StoreReport, found: &Findings, metadata: Metadata, unseen: Vec<String>) -> Self {
+    fn new(stores: &[Inventory], found: &Findings, unseen: Vec<String>) -> Self {
         Self {
-            stores: vec![store],
+            stores: stores.iter().map(StoreReport::new).collect(),
             files: found.files,
             contents: found.contents,
             disk: Disk { bytes: found.disk_bytes, by_file_bytes: found.disk_by_file_bytes },
@@ -196,7 +260,7 @@ impl Report {
                 all: found.all,
                 pages_sampled: found.pages_sampled,
             },
-            metadata,
+            metadata: Metadata::new(stores, &found.names),
             unseen,
             unseen_files: found.unseen,
         }
@@ -257,13 +321,14 @@ fn show(report: &Report, context: &Context<'_>) -> anyhow::Result<()> {
         ui.line(format!("pages: estimated from one in {}", report.page_cache.pages_sampled))?;
     }
     ui.line("")?;
-    let Metadata { estimated_bytes, read_only_estimated_bytes } = report.metadata;
-    if estimated_bytes > 0 {
+    let metadata = &report.metadata;
+    if !metadata.containers.is_empty() {
         ui.line(format!(
-            "metadata of mounted containers, an estimate ({NAME_BYTES} bytes for each name looked at): \
+            "metadata of {}, an estimate ({NAME_BYTES} bytes for each name looked at): \
              {} now and with writable mounts, {} with Cofolio's read-only mounts",
-            human_size(estimated_bytes),
-            human_size(read_only_estimated_bytes)
+            plural(metadata.containers.len() as u64, "mounted container"),
+            human_size(metadata.estimated_bytes),
+            human_size(metadata.read_only_estimated_bytes)
         ))?;
     }
     ui.line("not counted: what containers have changed, and Cofolio's own metadata images")?;

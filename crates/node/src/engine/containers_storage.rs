@@ -22,7 +22,8 @@ use serde::Deserialize;
 
 use super::names::{self, Named};
 use super::{
-    Container as Found, EngineError, Inventory, LiveMounts, home, is_root, read_json, read_text,
+    Container as Found, EngineError, Inventory, LiveMounts, home, is_id, is_root, read_json,
+    read_text,
 };
 
 /// Layers below one another. Engines stop at 127, overlayfs at 500.
@@ -166,6 +167,12 @@ pub struct Storage {
 }
 
 impl Storage {
+    /// Whether there is a store at a place that can be read.
+    #[must_use]
+    pub fn is_at(place: &Place) -> bool {
+        !matches!(Self::open(place), Err(EngineError::NotFound { .. }))
+    }
+
     /// Opens the store at a place; where nothing is said, the one that this user's podman has.
     ///
     /// # Errors
@@ -376,11 +383,6 @@ impl Storage {
 fn no_store(root: &Path) -> EngineError {
     let what = format!("{}: no images of podman's here (containers/storage)", root.display());
     EngineError::NotFound { what }
-}
-
-/// Whether an id can be part of a path.
-fn is_id(id: &str) -> bool {
-    !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric())
 }
 
 /// The graph root that podman has without a configuration.

@@ -3,6 +3,7 @@
 mod bolt;
 pub mod containerd;
 pub mod containers_storage;
+pub mod docker;
 #[cfg(fuzzing)]
 pub mod fuzz;
 mod inventory;
@@ -96,4 +97,9 @@ fn is_root() -> bool {
 
 fn home() -> PathBuf {
     std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default()
+}
+
+/// Whether an id can be part of a path.
+fn is_id(id: &str) -> bool {
+    !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-')
 }

@@ -12,7 +12,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Waits until something is so.
 #[track_caller]
-pub fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     let started = Instant::now();
     while !is_so() {
         assert!(started.elapsed() < PATIENCE, "{what}: not after {PATIENCE:?}");
@@ -22,7 +22,7 @@ pub fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
 
 /// Runs a command that must succeed; what it printed.
 #[track_caller]
-pub fn done(command: &mut Command) -> String {
+pub(crate) fn done(command: &mut Command) -> String {
     let output = command.stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{command:?}: {said}");
@@ -30,14 +30,14 @@ pub fn done(command: &mut Command) -> String {
 }
 
 /// A running containerd.
-pub struct Containerd {
+pub(crate) struct Containerd {
     dir: PathBuf,
     daemon: Child,
 }
 
 impl Containerd {
     /// Starts it with everything it has below `dir`.
-    pub fn start(dir: &Path) -> Self {
+    pub(crate) fn start(dir: &Path) -> Self {
         fs::create_dir_all(dir).unwrap();
         let path = |name: &str| dir.join(name);
         // `opt` would make a directory in /opt.
@@ -61,18 +61,22 @@ impl Containerd {
         started
     }
 
-    pub fn root(&self) -> PathBuf {
+    pub(crate) fn root(&self) -> PathBuf {
         self.dir.join("root")
     }
 
-    pub fn ctr(&self, args: &[&str]) -> Command {
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.dir.join("sock")
+    }
+
+    pub(crate) fn ctr(&self, args: &[&str]) -> Command {
         let mut ctr = Command::new("ctr");
-        ctr.arg("--address").arg(self.dir.join("sock")).args(args).stdin(Stdio::null());
+        ctr.arg("--address").arg(self.socket()).args(args).stdin(Stdio::null());
         ctr
     }
 
     /// Brings a layout's image into a namespace, under the name of an index of it.
-    pub fn import(&self, namespace: &str, layout: &Path, name: &str, unpack: bool) {
+    pub(crate) fn import(&self, namespace: &str, layout: &Path, name: &str, unpack: bool) {
         let archive = self.dir.join("import.tar");
         done(Command::new("tar").arg("-C").arg(layout).arg("-cf").arg(&archive).arg("."));
         let import = ["-n", namespace, "images", "import", "--index-name", name];
@@ -85,14 +89,14 @@ impl Containerd {
     }
 
     /// Starts a container that stays.
-    pub fn run(&self, namespace: &str, image: &str, id: &str, command: &[&str]) {
+    pub(crate) fn run(&self, namespace: &str, image: &str, id: &str, command: &[&str]) {
         let fifos = self.dir.join("fifos");
         let mut run = self.ctr(&["-n", namespace, "run", "--detach", "--null-io", "--fifo-dir"]);
         done(run.arg(fifos).args([image, id]).args(command));
     }
 
     /// Ends a container.
-    pub fn kill(&self, namespace: &str, id: &str) {
+    pub(crate) fn kill(&self, namespace: &str, id: &str) {
         let mut kill = self.ctr(&["-n", namespace, "tasks", "kill", "--signal", "SIGKILL", id]);
         let _ = kill.output();
         wait_for("the container has ended", || {
@@ -105,7 +109,7 @@ impl Containerd {
     }
 
     /// Ends the daemon, and leaves what it has on disk.
-    pub fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         let pid = i32::try_from(self.daemon.id()).ok().and_then(rustix::process::Pid::from_raw);
         let _ = rustix::process::kill_process(pid.unwrap(), rustix::process::Signal::TERM);
         let _ = self.daemon.wait();
