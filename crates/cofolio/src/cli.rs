@@ -103,6 +103,7 @@ pub(crate) enum Command {
     Pull(cmd::pull::Args),
     Build(cmd::build::Args),
     Export(cmd::export::Args),
+    Push(cmd::push::Args),
     Mount(cmd::mount::Args),
     Umount(cmd::umount::Args),
     Mounts(cmd::mounts::Args),

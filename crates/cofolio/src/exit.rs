@@ -296,6 +296,9 @@ fn of_registry(error: &RegistryError) -> (Option<Exit>, Option<String>) {
         RegistryError::Unreachable { .. } | RegistryError::Status { .. } => {
             (Exit::Network, Some("what was complete is kept: the next try goes on from there"))
         }
+        RegistryError::Refused { status: 413, .. } => {
+            (Exit::Failure, Some("the registry, or a proxy before it, takes nothing of this size"))
+        }
         RegistryError::Answer { .. } => (Exit::Corrupt, None),
         _ => (Exit::Failure, None),
     };
@@ -352,6 +355,7 @@ fn of_export(error: &ExportError) -> (Option<Exit>, Option<String>) {
         ),
         ExportError::Stopped => (Exit::Interrupted, None),
         ExportError::Store(error) => return of_store(error),
+        ExportError::Registry(error) => return of_registry(error),
         error if error.is_corrupt() => (
             Exit::Corrupt,
             Some("`cofolio fsck` says what else is damaged, and repairs it with --repair --from"),

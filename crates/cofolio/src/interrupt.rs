@@ -7,13 +7,13 @@
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::iterator::{Handle, Signals};
 
 use crate::exit::Exit;
 use crate::ui::Ui;
@@ -25,23 +25,38 @@ pub(crate) fn published() {
     PUBLISHED.store(true, Relaxed);
 }
 
-/// From now on a signal to end does so with exit code 130, a word about it and an empty staging.
-pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
+/// Until it is dropped, a signal to end does so with exit code 130, a word about it and an empty staging.
+#[must_use = "signals are for it only while it lives"]
+pub(crate) struct EndsOnSignal(Handle);
+
+impl Drop for EndsOnSignal {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Ends on a signal. `resumes` says that the next try finds what was complete of this one.
+pub(crate) fn end_on_signal(ui: &Ui, store: &Path, resumes: bool) -> std::io::Result<EndsOnSignal> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
-    let ui = ui.clone();
+    let handle = signals.handle();
+    let (ui, store) = (ui.clone(), store.to_owned());
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         if signals.forever().next().is_some() {
             // The bar may have left the cursor hidden and in the middle of a line.
             if let Some(restore) = ui.restore_terminal() {
                 let _ = write!(std::io::stderr(), "{restore}");
             }
-            ui.error(
-                match PUBLISHED.load(Relaxed) {
-                    false => "interrupted; nothing was published, the store is as it was before",
-                    true => "interrupted after the image was published; it is there",
-                },
-                None,
-            );
+            let (what, hint) = match (PUBLISHED.load(Relaxed), resumes) {
+                (true, _) => ("interrupted after the image was published; it is there", None),
+                (false, false) => {
+                    ("interrupted; nothing was published, the store is as it was before", None)
+                }
+                (false, true) => (
+                    "interrupted; no image was published",
+                    Some("layers that were complete are kept: running it again goes on from there"),
+                ),
+            };
+            ui.error(what, hint);
             let mut next = Command::new("/proc/self/exe");
             // It needs no settings, and a file that was named by a flag may be all that is in order.
             next.arg("--store").arg(store).arg("--config=/dev/null").arg("collect-staging");
@@ -50,7 +65,7 @@ pub(crate) fn end_on_signal(ui: &Ui, store: PathBuf) -> std::io::Result<()> {
             std::process::exit(i32::from(Exit::Interrupted as u8));
         }
     })?;
-    Ok(())
+    Ok(EndsOnSignal(handle))
 }
 
 /// A flag that a signal to end sets, for work that looks at it often and cleans up after itself. The second

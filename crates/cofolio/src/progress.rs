@@ -1,10 +1,13 @@
 //! Progress: bars on a terminal, plain lines in a log, nothing with `--quiet` or `--json`.
 
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use cofolio_node::export::{How, PushProgress};
 use cofolio_node::oci::{LayerStart, Phase, Progress};
+use cofolio_node::registry::Remark;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::ui::{Ui, human_size};
@@ -143,6 +146,22 @@ impl Bar {
     }
 }
 
+impl Bar {
+    /// Where remarks go, so that they do not get in the way of the bar.
+    pub(crate) fn remark(&self) -> Remark {
+        remark(self.mode, &self.bar)
+    }
+}
+
+fn remark(mode: Mode, bar: &ProgressBar) -> Remark {
+    let bar = bar.clone();
+    Remark::to(move |text| match mode {
+        Mode::Silent => {}
+        Mode::Bar => bar.println(text),
+        Mode::Lines => tell(text),
+    })
+}
+
 impl Progress for Bar {
     fn phase(&self, phase: Phase) {
         let text = match phase {
@@ -202,5 +221,54 @@ impl Progress for Bar {
 impl Drop for Bar {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+    }
+}
+
+/// The progress of a push: bytes sent of what nobody knows the size of.
+pub(crate) struct Pushing {
+    counter: Counter,
+    /// Bytes of each layer.
+    sent: Mutex<BTreeMap<usize, u64>>,
+}
+
+impl Pushing {
+    pub(crate) fn new(ui: &Ui) -> Self {
+        Self { counter: Counter::new(ui, "pushing"), sent: Mutex::default() }
+    }
+
+    /// Where remarks go, so that they do not get in the way of the bar.
+    pub(crate) fn remark(&self) -> Remark {
+        remark(self.counter.mode, &self.counter.bar)
+    }
+}
+
+impl PushProgress for Pushing {
+    fn layer(&self, number: usize, count: usize, how: How, blob: Option<(&str, u64)>) {
+        let how = match how {
+            How::There => "there already",
+            How::Mounted => "mounted from another repository",
+            How::Sent => "to be sent",
+        };
+        let which = blob.map(|(digest, size)| {
+            let digest: String = digest.chars().take(19).collect();
+            format!(" {digest} {}", human_size(size))
+        });
+        let which = which.unwrap_or_default();
+        let line = format!("layer {}/{count}{which}, {how}", number + 1);
+        match self.counter.mode {
+            Mode::Silent => {}
+            Mode::Bar => self.counter.bar.println(line),
+            Mode::Lines => tell(&line),
+        }
+    }
+
+    fn sent(&self, number: usize, bytes: u64) {
+        let Ok(mut sent) = self.sent.lock() else { return };
+        sent.insert(number, bytes);
+        let all = sent.values().sum();
+        self.counter.set(all, || match sent.len() {
+            1 => "1 layer".to_owned(),
+            count => format!("{count} layers"),
+        });
     }
 }

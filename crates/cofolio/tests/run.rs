@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use common::registry::Registry;
 use common::{Ran, Sandbox, Tar, can_mount, program, skip, write_layout};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -168,6 +169,28 @@ fn run_ends_as_its_container_does() {
     none.fails_with(125);
     assert!(none.stderr.contains("nosuch is not installed"), "{}", none.stderr);
     machine.run(&["run", "--size", "1G", "box:1"]).fails_with(2);
+}
+
+/// `run docker://…` pulls what is not here; what is here it starts, also when the registry is gone. What the
+/// container says stays alone on standard output.
+#[test]
+fn run_pulls_what_is_not_here() {
+    const TEST: &str = "run_pulls_what_is_not_here";
+    let Some(binary) = program("docker-registry") else {
+        return skip(TEST, "docker-registry is not installed");
+    };
+    let Some((machine, _)) = machine(TEST) else { return };
+    let registry = Registry::start(&binary, &machine);
+    let name = format!("docker://{}/team/box:1", registry.host);
+    machine.run(&["push", "box:1", &name]).ok();
+    let other = Machine(Sandbox::new());
+    assert_eq!(other.run(&["run", &name]).ok(), "from image\n");
+    let missing = other.run(&["run", &name.replace("box", "none")]);
+    missing.fails_with(125);
+    assert!(missing.stderr.contains("team/none"), "{}", missing.stderr);
+    drop(registry);
+    assert_eq!(other.run(&["run", &name, "--", "echo", "again"]).ok(), "again\n");
+    other.assert_clean();
 }
 
 #[test]

@@ -142,7 +142,7 @@ fn repair(
     let before = std::mem::take(report);
     let mut damage = domain.damage(&before, &ImageContents)?;
     let first = damage.clone();
-    interrupt::end_on_signal(context.ui, context.global.store.clone())?;
+    let _until_here = interrupt::end_on_signal(context.ui, &context.global.store, false)?;
     for source in sources {
         if damage.is_empty() {
             break;

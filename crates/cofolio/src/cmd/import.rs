@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 
-use cofolio_node::oci::{self, ImportOptions, Platform, Source};
+use cofolio_node::oci::{self, ImportOptions, ImportReport, Platform, Source};
+use cofolio_store::TrimPlan;
 
 use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
@@ -102,6 +103,28 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     bring_in(&source, &options, "importing", context)
 }
 
+/// Imports, shows how it goes on, and does what is due after an import.
+pub(crate) fn fetch(
+    source: &Source,
+    options: &ImportOptions,
+    doing: &'static str,
+    context: &Context<'_>,
+) -> anyhow::Result<(ImportReport, Option<TrimPlan>)> {
+    let domain = context.domain_or_create()?;
+    let resumes = matches!(source, Source::Registry(_));
+    let _until_here = interrupt::end_on_signal(context.ui, &context.global.store, resumes)?;
+    let bar = Bar::new(context.ui, doing);
+    let mut options = options.clone();
+    options.registry.remark = bar.remark();
+    let report = oci::import(&domain, source, &options, &bar)?;
+    drop(bar);
+    interrupt::published();
+    // What was known already has not made the store larger.
+    let imported = report.image.parse().ok().filter(|_| !report.known);
+    let over_limit = imported.and_then(|image| trim::after_import(context, &domain, &image));
+    Ok((report, over_limit))
+}
+
 /// Imports, and says what became of it.
 pub(crate) fn bring_in(
     source: &Source,
@@ -109,19 +132,10 @@ pub(crate) fn bring_in(
     doing: &'static str,
     context: &Context<'_>,
 ) -> Outcome {
-    let domain = context.domain_or_create()?;
-    interrupt::end_on_signal(context.ui, context.global.store.clone())?;
-    let bar = Bar::new(context.ui, doing);
-    let report = oci::import(&domain, source, options, &bar)?;
-    drop(bar);
-    interrupt::published();
-    // What was known already has not made the store larger.
-    let imported = report.image.parse().ok().filter(|_| !report.known);
-    let over_limit = imported.map(|image| trim::after_import(context, &domain, &image));
-
+    let (report, over_limit) = fetch(source, options, doing, context)?;
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
-        if let Some(Some(plan)) = over_limit {
+        if let Some(plan) = over_limit {
             value["trim"] = serde_json::to_value(plan)?;
         }
         context.ui.json(&value)?;
@@ -155,16 +169,17 @@ pub(crate) fn bring_in(
     if report.skipped > 0 {
         row("left out", format!("{} sockets or mounted filesystems", report.skipped));
     }
-    let ms = report.duration_ms;
-    row(
-        "took",
-        match ms {
-            ..1000 => format!("{ms} ms"),
-            _ => format!("{}.{} s", ms / 1000, ms % 1000 / 100),
-        },
-    );
+    row("took", human_time(report.duration_ms));
     context.ui.table(&table)?;
     Ok(Exit::Ok)
+}
+
+/// How long something took.
+pub(crate) fn human_time(ms: u64) -> String {
+    match ms {
+        ..1000 => format!("{ms} ms"),
+        _ => format!("{}.{} s", ms / 1000, ms % 1000 / 100),
+    }
 }
 
 fn labels(given: &[String]) -> anyhow::Result<BTreeMap<String, String>> {

@@ -24,6 +24,7 @@ pub(crate) mod mount;
 pub(crate) mod mounts;
 pub(crate) mod ps;
 pub(crate) mod pull;
+pub(crate) mod push;
 pub(crate) mod rm;
 pub(crate) mod run;
 pub(crate) mod sign;
@@ -54,6 +55,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Pull(args) => pull::run(&args, &context),
         Command::Build(args) => build::run(&args, &context),
         Command::Export(args) => export::run(&args, &context),
+        Command::Push(args) => push::run(&args, &context),
         Command::Mount(args) => mount::run(&args, &context),
         Command::Umount(args) => umount::run(&args, &context),
         Command::Mounts(args) => mounts::run(&args, &context),

@@ -36,13 +36,13 @@ pub(crate) struct Args {
 #[command(next_help_heading = "Options for registries")]
 pub(crate) struct RegistryArgs {
     #[arg(
-        help = "Layers that are downloaded at a time, up to 16 [default: 4]",
+        help = "Layers that are under way at a time, up to 16 [default: 4]",
         long,
         value_name = "N",
         value_parser = clap::value_parser!(u8).range(1..=16)
     )]
     jobs: Option<u8>,
-    /// What all downloads together may take per second, as 500K or 10MiB
+    /// What all layers together may take per second, as 500K or 10MiB
     #[arg(long, value_name = "SIZE")]
     limit_rate: Option<Size>,
     #[arg(
@@ -57,6 +57,22 @@ impl RegistryArgs {
     pub(crate) fn options(
         &self,
         source: &Source,
+        config: &Config,
+    ) -> anyhow::Result<RegistryOptions> {
+        if let Source::Registry(reference) = source {
+            return self.for_registry(reference, config);
+        }
+        if self.insecure || self.jobs.is_some() || self.limit_rate.is_some() {
+            let what = "--jobs, --limit-rate and --insecure are for docker:// sources only";
+            return Err(Fail::usage(what).into());
+        }
+        Ok(RegistryOptions::default())
+    }
+
+    /// The options for an image in a registry.
+    pub(crate) fn for_registry(
+        &self,
+        reference: &Reference,
         config: &Config,
     ) -> anyhow::Result<RegistryOptions> {
         let mut options = RegistryOptions::default();
@@ -74,13 +90,6 @@ impl RegistryArgs {
             mirrors.clone_from(&said.mirrors);
             *insecure = said.insecure;
         }
-        let Source::Registry(reference) = source else {
-            if self.insecure || self.jobs.is_some() || self.limit_rate.is_some() {
-                let what = "--jobs, --limit-rate and --insecure are for docker:// sources only";
-                return Err(Fail::usage(what).into());
-            }
-            return Ok(options);
-        };
         options.jobs = self.jobs.map_or(0, usize::from);
         options.rate_max = self.limit_rate.map_or(0, |rate| rate.0);
         if self.insecure {

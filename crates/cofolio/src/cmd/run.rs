@@ -9,6 +9,8 @@ use anyhow::Context as _;
 use clap::ValueEnum;
 use cofolio_node::bundle::{self, Bind, ImageConfig};
 use cofolio_node::mount::IdMap;
+use cofolio_node::oci::{ImportOptions, Source};
+use cofolio_node::registry::Reference;
 use cofolio_node::run::{Container, Containers, Reason, Request, RunError, Runtime};
 use cofolio_node::trust::Need;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -18,10 +20,12 @@ use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
+use crate::cmd::import;
+use crate::cmd::pull::RegistryArgs;
 use crate::config::Size;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Fail};
-use crate::trust::TrustArgs;
+use crate::trust::{ArrivalArgs, TrustArgs};
 
 /// Docker's numbers for what keeps a container from starting.
 const NOT_STARTED: u8 = 125;
@@ -46,9 +50,12 @@ const NO_PROGRAM: u8 = 127;
 #[command(after_help = "Example:\n  cofolio run redis:7.0.15 -- redis-server --version\n  \
     cofolio run -it --rw debian:13 -- bash\n  \
     cofolio run -d --name cache --network host --memory 256M redis:7.0.15\n  \
+    cofolio run docker://registry.example/team/app:1\n  \
     cofolio run --userns auto --rw --size 1G -v /srv/in:/in:ro builder -- make")]
 pub(crate) struct Args {
-    /// Ref or first digits of a digest
+    #[arg(
+        help = "Ref, first digits of a digest, or docker://NAME, which is pulled if it is not here"
+    )]
     image: String,
     /// Arguments in place of the image's own; its entry point stays
     #[arg(trailing_var_arg = true)]
@@ -153,11 +160,14 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         let fail = Fail::usage("--tty: standard input is not a terminal");
         return Err(fail.hint("--interactive alone passes a pipe or a file on").into());
     }
+    let name = match args.image.strip_prefix("docker://") {
+        Some(name) => here_or_pulled(&Reference::parse(name)?, args, context)?,
+        None => args.image.clone(),
+    };
     let domain = context.domain()?;
-    let image = args.trust.image(Some(&args.image), &domain, context)?;
+    let image = args.trust.image(Some(&name), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
-    let measure =
-        args.trust.check(&image, Need::Run(config), Some(&args.image), &domain, context)?;
+    let measure = args.trust.check(&image, Need::Run(config), Some(&name), &domain, context)?;
     let request = Request { measure, ..request(args, context, &image)? };
     let containers = Containers::new(context.mounter(&domain));
     // What killed ones left. It does not concern this one if something of it cannot be removed.
@@ -188,6 +198,32 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         context.ui.note(format!("changes are in {}", changes.display()));
     }
     Ok(ended)
+}
+
+/// What an image in a registry is called in the store, into which it is pulled if it is not there.
+fn here_or_pulled(
+    reference: &Reference,
+    args: &Args,
+    context: &Context<'_>,
+) -> anyhow::Result<String> {
+    let name = reference.name();
+    if context.domain_or_create()?.get_ref(name)?.is_none() {
+        // Before anything is fetched for nothing.
+        runtime(args, context)?;
+        let source = Source::Registry(reference.clone());
+        let options = ImportOptions {
+            registry: RegistryArgs::default().options(&source, &context.config.config)?,
+            trust: ArrivalArgs::default().arrival(&source, context)?,
+            ..ImportOptions::default()
+        };
+        import::fetch(&source, &options, "pulling", context)?;
+    }
+    Ok(name.to_owned())
+}
+
+fn runtime(args: &Args, context: &Context<'_>) -> anyhow::Result<Runtime> {
+    let wanted = args.runtime.as_deref().or(context.config.config.run.runtime.as_deref());
+    Ok(Runtime::find(wanted, Path::new("/"))?)
 }
 
 fn detach(
@@ -223,7 +259,6 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         // A directory that was imported has no config: the caller says what to run.
         None => ImageConfig::default(),
     };
-    let wanted = args.runtime.as_deref().or(context.config.config.run.runtime.as_deref());
     let mut annotations = BTreeMap::new();
     annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
     if let Some(name) = &image.ref_name {
@@ -259,7 +294,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         verify: args.verify,
         measure: false,
         require_verity: args.trust.require_verity,
-        runtime: Runtime::find(wanted, Path::new("/"))?,
+        runtime: runtime(args, context)?,
     })
 }
 

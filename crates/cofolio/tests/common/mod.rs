@@ -1,6 +1,8 @@
 //! Drives the binary in a sandbox of its own: store, run directory, mounts.
 #![allow(dead_code, clippy::unwrap_used, reason = "every test file uses a part; tests may panic")]
 
+pub(crate) mod registry;
+
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;

@@ -83,7 +83,7 @@ pub enum ExportError {
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
     /// The caller wanted it to end.
-    #[error("interrupted; nothing was written")]
+    #[error("interrupted; at the destination all is as it was before")]
     Stopped,
 }
 

@@ -1,0 +1,106 @@
+use cofolio_node::export::{self, Exported, How, PushOptions};
+use cofolio_node::registry::Reference;
+
+use crate::cmd::export::How as Compress;
+use crate::cmd::pull::RegistryArgs;
+use crate::cmd::{Outcome, import};
+use crate::context::Context;
+use crate::exit::Exit;
+use crate::interrupt;
+use crate::progress::Pushing;
+use crate::ui::{Cell, Table, Tone, human_size};
+
+/// Give an image to a registry
+///
+/// What the registry has is not sent: a layer that it has as it was pulled, or as it was pushed before, is
+/// named in the manifest, and one that another of its repositories has is mounted from there. If these are
+/// all the layers that the image came with, the manifest is the one that it came with, to the byte.
+/// Otherwise it is a new one; config and diff-ids, and so the image's id, stay the same in any case. Layers
+/// that are sent are compressed anew, in the same way every time. The tag is set at the end, when all is there.
+///
+/// A store has one platform of an image: what is pushed is a manifest, no index. Credentials are those of
+/// `podman login` and `docker login`. Mirrors are not asked.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  \
+    cofolio push redis:7.0.15 docker://registry.example/team/redis:7\n  \
+    cofolio push app docker://localhost:5000/app --compress zstd --limit-rate 10MiB")]
+pub(crate) struct Args {
+    /// Ref, or first digits of a digest
+    image: String,
+    #[arg(help = "[docker://][HOST[:PORT]/]NAME[:TAG]")]
+    destination: String,
+    #[arg(
+        help = "How to compress layers that have to be sent",
+        long,
+        value_name = "HOW",
+        default_value = "gzip"
+    )]
+    compress: Compress,
+    #[arg(
+        help = "Threads that compress [default: one per processor, up to 16]",
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        hide_default_value = true
+    )]
+    threads: usize,
+    #[command(flatten)]
+    registry: RegistryArgs,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let to = args.destination.strip_prefix("docker://").unwrap_or(&args.destination);
+    let to = Reference::parse(to)?;
+    let domain = context.domain()?;
+    let named = context.image(&domain, &args.image)?;
+    let exported = Exported {
+        image: &named.digest,
+        record: named.record.as_ref(),
+        name: named.ref_name.as_deref(),
+    };
+    let mut registry = args.registry.for_registry(&to, &context.config.config)?;
+    let progress = Pushing::new(context.ui);
+    registry.remark = progress.remark();
+    let options = PushOptions {
+        compression: args.compress.into(),
+        threads: args.threads,
+        registry,
+        stop: interrupt::flag()?,
+    };
+    let report = export::push(&domain, exported, &to, &options, &progress)?;
+    drop(progress);
+    if context.ui.json {
+        context.ui.json(&report)?;
+        return Ok(Exit::Ok);
+    }
+    let name = context.ui.paint(Tone::Bold, &report.name);
+    context.ui.line(format!("{name} {}", report.manifest))?;
+    if context.ui.quiet {
+        return Ok(Exit::Ok);
+    }
+    let mut table = Table::plain();
+    let mut row = |name: &str, value: String| {
+        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
+    };
+    row("image id", report.config.clone());
+    row("manifest", if report.original { "as it came" } else { "new" }.to_owned());
+    let of = |how: How| report.layers.iter().filter(move |layer| layer.how == how);
+    let sent = of(How::Sent).map(|layer| layer.size).sum();
+    row(
+        "layers",
+        format!(
+            "{}: {} sent ({}), {} mounted, {} there already",
+            report.layers.len(),
+            of(How::Sent).count(),
+            human_size(sent),
+            of(How::Mounted).count(),
+            of(How::There).count()
+        ),
+    );
+    if report.known {
+        row("tag", "led there already".to_owned());
+    }
+    row("took", import::human_time(report.duration_ms));
+    context.ui.table(&table)?;
+    Ok(Exit::Ok)
+}
