@@ -88,6 +88,10 @@ impl Destination {
             "oci" => return Ok(Self::Layout { path, tag }),
             "oci-archive" => return Ok(Self::Archive { path, tag }),
             "docker-archive" => return Ok(Self::DockerArchive { path, tag }),
+            "docker" => {
+                let what = format!("{text:?} is in a registry, and that is what a push is for");
+                return Err(ExportError::Destination { what });
+            }
             _ => {}
         }
         Err(ExportError::Destination {
