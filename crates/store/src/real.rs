@@ -138,10 +138,10 @@ impl Disk for RealDisk {
         if self.needs_chmod {
             fs::fchmod(&file, mode)?;
         }
-        // The kernel reads the whole file to build its tree of digests, and would have to fetch it again. It also
-        // writes it before that.
-        let verity = self.protection().verity;
-        Ok(Box::new(RealFile { file, end: 0, direct: !verity, begin_early: !verity }))
+        // The kernel reads the whole file to build its tree of digests, and would have to fetch it again. It also writes
+        // it before that. Records are small, and not worth finding that out.
+        let direct = read_only && !self.protection().verity;
+        Ok(Box::new(RealFile { file, end: 0, direct, begin_early: direct }))
     }
 
     fn stat(&self, path: &str) -> io::Result<Stat> {

@@ -16,11 +16,14 @@ use cofolio_store::{
     Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Publish,
     Ref, Store, verity,
 };
-use cofolio_sys::cache::{FileMap, page_size};
+use cofolio_sys::cache::{FileMap, cachestat, page_size};
 use common::{Lines, Scratch, content, import, nothing_live};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
+/// `BTRFS_SUPER_MAGIC` of `linux/magic.h`.
+const BTRFS_SUPER_MAGIC: rustix::fs::FsWord = 0x9123_683e;
 
 /// `XFS_SUPER_MAGIC` of `linux/magic.h`.
 const XFS_SUPER_MAGIC: rustix::fs::FsWord = 0x5846_5342;
@@ -144,6 +147,47 @@ fn fsck_sees_content_that_lost_its_protection() {
     assert!(!report.is_damaged());
     domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
     is_clean(&domain);
+}
+
+/// An import used to push everything else out of memory, for content that nobody was going to read soon. Sizes around
+/// those where direct I/O begins, ends and is aligned: what is stored is what was given, wherever it went.
+#[test]
+fn large_content_goes_past_the_page_cache() {
+    let test = "large_content_goes_past_the_page_cache";
+    on_each(test, |kind, parent| {
+        let scratch = Scratch::below(parent, "direct");
+        let store = scratch.store();
+        let domain = store.domain("default").unwrap();
+        let page = usize::try_from(page_size()).unwrap();
+        let sizes =
+            [page - 1, 256 << 10, (256 << 10) + 1, 1 << 20, (1 << 20) + page, (5 << 20) + 17];
+        let pieces: Vec<_> = sizes.iter().zip(1..).map(|(len, seed)| content(*len, seed)).collect();
+        import(&domain, "a", &pieces, None, ImportOptions::default()).unwrap();
+        let large = domain.object_path(&verity::digest(&pieces[5])).unwrap();
+        let file = std::fs::File::open(&large).unwrap();
+        let cached = cachestat(&file, 0, 0);
+        for piece in &pieces {
+            let path = domain.object_path(&verity::digest(piece)).unwrap();
+            assert!(std::fs::read(&path).unwrap() == *piece, "{kind}: {} bytes", piece.len());
+        }
+        is_clean(&domain);
+
+        let probe = scratch.path.join("probe");
+        let direct = rustix::fs::OFlags::DIRECT;
+        let refused = std::fs::File::create(&probe)
+            .and_then(|file| Ok(rustix::fs::fcntl_setfl(&file, direct)?))
+            .is_err();
+        std::fs::remove_file(&probe).unwrap();
+        let is = |magic| rustix::fs::statfs(&scratch.path).unwrap().f_type == magic;
+        match cached {
+            _ if refused || is(TMPFS_MAGIC) => println!("SKIP {test} on {kind}: no direct I/O"),
+            _ if domain.protection().verity => println!("SKIP {test} on {kind}: it has fs-verity"),
+            // It takes what is summed for direct I/O and writes it through the cache.
+            _ if is(BTRFS_SUPER_MAGIC) => println!("SKIP {test} on {kind}: it decides itself"),
+            Err(error) => println!("SKIP {test} on {kind}: cachestat: {error}"),
+            Ok(cached) => assert!(cached.cached <= 1, "{kind}: {} pages", cached.cached),
+        }
+    });
 }
 
 /// One process must not see from the page cache what another trust domain reads.
