@@ -38,13 +38,13 @@ pub enum TrustError {
         /// The image.
         image: Digest,
         /// What it was called.
-        name: String,
+        name: Box<str>,
         /// The keys, one of which would do.
-        keys: String,
+        keys: Box<str>,
         /// Who asks for them.
-        rule: String,
+        rule: Box<str>,
         /// What there is instead.
-        found: String,
+        found: Box<str>,
     },
     /// No signature by cosign of what a registry has.
     #[error("{name}: {digest} is not signed by {keys}")]

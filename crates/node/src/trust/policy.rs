@@ -138,7 +138,8 @@ impl Demand {
                         format!("what it has is by {}", shown.join(", "))
                     }
                 };
-                Err(TrustError::Unsigned { image, name, keys: self.keys(), rule, found })
+                let (name, keys, rule) = (name.into(), self.keys().into(), rule.into());
+                Err(TrustError::Unsigned { image, name, keys, rule, found: found.into() })
             }
         }
     }

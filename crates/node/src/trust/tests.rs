@@ -305,7 +305,7 @@ fn a_demand_beside_the_rules_never_replaces_one() {
     let image = fixture.image("one:1", b"one");
     let demanded = |rule: &Rule| {
         let mut policy = Policy::new(rule, &BTreeMap::new()).unwrap();
-        policy.demand(&[public.clone()], &[], "--trust").unwrap();
+        policy.demand(std::slice::from_ref(&public), &[], "--trust").unwrap();
         fixture.check(&policy, Some("one:1"), image)
     };
     assert!(demanded(&Rule::default()).unwrap_err().to_string().contains("--trust"));
