@@ -241,6 +241,42 @@ fn what_a_container_sees() {
     }
 }
 
+/// Found under a real-time scheduler, which no new cgroup has time for: crun made the container's cgroups, could not
+/// enter one, said so and left them all.
+#[test]
+fn a_runtime_that_fails_half_way_leaves_no_cgroup() {
+    let Some((machine, _)) = machine("a_runtime_that_fails_half_way_leaves_no_cgroup") else {
+        return;
+    };
+    let made = machine.path("made");
+    let runtime = machine.path("crun");
+    let script = format!(
+        r#"#!/bin/sh
+while [ $# -gt 1 ]; do
+    case $1 in --bundle) bundle=$2 ;; --log) log=$2 ;; esac
+    shift
+done
+cgroup=$(sed 's/.*"cgroupsPath":"\([^"]*\)".*/\1/' "$bundle/config.json")
+for top in /sys/fs/cgroup /sys/fs/cgroup/*; do
+    [ -e "$top/cgroup.procs" ] && mkdir -p "$top$cgroup" && echo "$top$cgroup" >>{}
+done
+echo '{{"msg": "cgroup.procs: Invalid argument", "level": "error", "time": "now"}}' | tee "$log" >&2
+exit 1
+"#,
+        made.display()
+    );
+    fs::write(&runtime, script).unwrap();
+    fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755)).unwrap();
+    let ran = machine.run(&["run", "--runtime", runtime.to_str().unwrap(), "box:1"]);
+    ran.fails_with(125);
+    assert!(ran.stderr.contains("Invalid argument"), "{}", ran.stderr);
+    let made = fs::read_to_string(made).unwrap();
+    assert!(!made.is_empty());
+    for cgroup in made.lines() {
+        assert!(!Path::new(cgroup).exists(), "{cgroup}");
+    }
+}
+
 #[test]
 fn changes_are_kept_when_asked() {
     let Some((machine, runtimes)) = machine("changes_are_kept_when_asked") else { return };

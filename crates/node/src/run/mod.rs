@@ -368,6 +368,10 @@ impl<'a> Containers<'a> {
         if container.state.join(&record.name).exists() {
             record.runtime.ask(&container.state, &["delete", "--force", &record.name])?;
         }
+        // One that failed half-way may have forgotten the cgroup, of which what is in use stays.
+        if container.refusal().is_some() {
+            self.cgroup_dirs(&record.cgroup).for_each(|dir| drop(fs::remove_dir(dir)));
+        }
         let mut ended = Ended::default();
         let rootfs = dir.join("rootfs");
         match self.mounter.umount(&rootfs, &UmountOptions { force: true, keep_upper: false }) {
@@ -444,17 +448,20 @@ impl<'a> Containers<'a> {
         inside.then_some(pid)
     }
 
-    /// The first process of a cgroup, which is below the root of version 2 or of a hierarchy of version 1.
-    fn process_in(&self, cgroup: &str) -> Option<u32> {
+    /// Where a cgroup may be: below the root of version 2, or of each hierarchy of version 1.
+    fn cgroup_dirs(&self, cgroup: &str) -> impl Iterator<Item = PathBuf> {
         let top = self.root.join("sys/fs/cgroup");
         let hierarchies = fs::read_dir(&top).into_iter().flatten().flatten();
-        let tops = std::iter::once(top.clone()).chain(hierarchies.map(|entry| entry.path()));
-        tops.filter_map(|top| {
-            let procs = top.join(cgroup.trim_start_matches('/')).join("cgroup.procs");
-            let text = fs::read_to_string(procs).ok()?;
+        let tops = std::iter::once(top).chain(hierarchies.map(|entry| entry.path()));
+        tops.map(move |top| top.join(cgroup.trim_start_matches('/')))
+    }
+
+    /// The first process of a cgroup.
+    fn process_in(&self, cgroup: &str) -> Option<u32> {
+        self.cgroup_dirs(cgroup).find_map(|dir| {
+            let text = fs::read_to_string(dir.join("cgroup.procs")).ok()?;
             text.lines().filter_map(|line| line.parse().ok()).min()
         })
-        .next()
     }
 
     /// Removes what is left of containers that have ended and that nobody waits for; returns their
