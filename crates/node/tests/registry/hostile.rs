@@ -1,6 +1,6 @@
 //! Registries that lie. Whatever they send, the store stays as it was, and the error says who lied.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::json;
 
@@ -174,7 +174,6 @@ fn plain_http_is_for_this_machine() {
 /// Seeded nonsense in statuses, headers and bodies: an image or an error, soon, never a panic.
 #[test]
 fn nonsense_ends_soon() {
-    let started = Instant::now();
     let (mut images, mut errors) = (0, 0);
     for seed in 0..200 {
         let random = std::sync::Mutex::new(Random(seed));
@@ -217,7 +216,8 @@ fn nonsense_ends_soon() {
             }
             Err(_) => errors += 1,
         }
+        // Each of them ends in a time of its own.
+        assert!(fake.log().len() < 100, "seed {seed}: {} requests", fake.log().len());
     }
     assert!(images > 0 && errors > 0, "{images} {errors}");
-    assert!(started.elapsed() < Duration::from_secs(120), "{:?}", started.elapsed());
 }

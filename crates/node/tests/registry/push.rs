@@ -343,7 +343,6 @@ fn the_rate_is_limited_and_overload_waited_for() {
 /// pulled from a registry that comes to its senses.
 #[test]
 fn nonsense_ends_soon() {
-    let started = Instant::now();
     let (mut pushed, mut errors) = (0, 0);
     let bench = with_image(&[layer(1, 2000), layer(2, 5_000_000)]);
     for seed in 0..40 {
@@ -395,9 +394,10 @@ fn nonsense_ends_soon() {
             }
             Err(_) => errors += 1,
         }
+        // Each of them ends in a time of its own.
+        assert!(fake.log().len() < 100, "seed {seed}: {} requests", fake.log().len());
     }
     assert!(pushed > 0 && errors > 0, "{pushed} {errors}");
-    assert!(started.elapsed() < Duration::from_secs(120), "{:?}", started.elapsed());
 }
 
 /// Tokens must allow to push, and to read where blobs are to be mounted from; one that runs out in the
