@@ -91,8 +91,10 @@ impl Ui {
         }
     }
 
-    /// An error on standard error, always shown.
+    /// An error on standard error, always shown. It may quote what came from outside: names in an index, what
+    /// a server said.
     pub(crate) fn error(&self, text: &str, hint: Option<&str>) {
+        let (text, hint) = (harmless(text), hint.map(harmless));
         let mut err = io::stderr().lock();
         let _ = writeln!(err, "{} {text}", paint(self.color_err, Tone::Bad, "cofolio:"));
         if let Some(hint) = hint {
@@ -312,17 +314,41 @@ pub(crate) fn ago(seconds: i64) -> String {
     format!("{} ago", plural(count.unsigned_abs(), unit))
 }
 
+/// Text for a terminal, with line ends, but without what else drives it or turns its direction.
+fn harmless(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' => clean.push(c),
+            _ if drives_terminals(c) => escape(c, &mut clean),
+            _ => clean.push(c),
+        }
+    }
+    clean
+}
+
+/// Control characters, and those that have what follows them shown from right to left: with them `txt.exe` is
+/// made to look like `exe.txt`.
+fn drives_terminals(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn escape(c: char, text: &mut String) {
+    let mut bytes = [0; 4];
+    for byte in c.encode_utf8(&mut bytes).bytes() {
+        let _ = write!(text, "\\x{byte:02x}");
+    }
+}
+
 /// A file name for a terminal: control characters and what is not UTF-8 as `\xNN`, so that no image
 /// can write escape sequences to the operator's terminal.
 pub(crate) fn printable(name: &[u8]) -> String {
     let mut text = String::with_capacity(name.len());
     for chunk in name.utf8_chunks() {
         for c in chunk.valid().chars() {
-            if c.is_control() || c == '\\' {
-                let mut bytes = [0; 4];
-                for byte in c.encode_utf8(&mut bytes).bytes() {
-                    let _ = write!(text, "\\x{byte:02x}");
-                }
+            if drives_terminals(c) || c == '\\' {
+                escape(c, &mut text);
             } else {
                 text.push(c);
             }
@@ -363,6 +389,8 @@ mod tests {
         assert_eq!(printable("é\u{1b}[2J\n".as_bytes()), "é\\x1b[2J\\x0a");
         assert_eq!(printable(b"\xff\\"), "\\xff\\x5c");
         assert_eq!(printable("\u{9b}".as_bytes()), "\\xc2\\x9b");
+        assert_eq!(printable("\u{202e}txt".as_bytes()), "\\xe2\\x80\\xaetxt");
+        assert_eq!(harmless("a\\b\nc\u{1b}[2J\r"), "a\\b\nc\\x1b[2J\\x0d");
     }
 
     #[test]

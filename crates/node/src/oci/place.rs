@@ -3,11 +3,32 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use rustix::fs::{Mode, OFlags};
+
 use super::blob::{Blob, Content};
 use super::digest::BlobDigest;
+
+/// Opens a file of a source for reading; anything but a regular file, or a link to one, is refused.
+///
+/// A layout out of somebody's archive may hold a FIFO, which would block whoever opens it, or a link to a
+/// device, to which opening alone may mean something: neither is opened.
+///
+/// # Errors
+/// `InvalidInput` for what is no regular file, and what the system says.
+pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
+    let refused = || io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(refused());
+    }
+    // It may have been exchanged since.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    if file.metadata()?.is_file() { Ok(file) } else { Err(refused()) }
+}
 
 /// A file that holds a blob, or an archive of which a member is one.
 #[derive(Debug)]

@@ -598,12 +598,12 @@ impl Opened {
 
 /// Opens a file that is a blob, from its first byte on; `None` if there is no such file.
 fn open_whole(path: &Path) -> Result<Option<(Arc<File>, u64, u64)>, ImportError> {
-    let file = match File::open(path) {
+    let file = match place::open_regular(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(|e| io_error(path, e))?,
     };
-    let meta = file.metadata().map_err(|e| io_error(path, e))?;
-    Ok(meta.is_file().then(|| (Arc::new(file), 0, meta.len())))
+    let size = file.metadata().map_err(|e| io_error(path, e))?.len();
+    Ok(Some((Arc::new(file), 0, size)))
 }
 
 /// The layers of an image in podman's store, as the archives they were: blobs by their diff-ids.
@@ -718,7 +718,7 @@ impl Blobs {
                     Self::Directory(root) => root.join(name),
                     _ => return Ok(None),
                 };
-                let file = match File::open(&path) {
+                let file = match place::open_regular(&path) {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
                     other => other.map_err(|e| io_error(&path, e))?,
                 };
@@ -764,13 +764,8 @@ enum Member {
 impl Members {
     /// Reads the headers of an archive, not its data.
     fn open(path: &Path) -> Result<Self, ImportError> {
-        let file = File::open(path).map_err(|e| io_error(path, e))?;
+        let file = place::open_regular(path).map_err(|e| io_error(path, e))?;
         let meta = file.metadata().map_err(|e| io_error(path, e))?;
-        if !meta.is_file() {
-            return Err(ImportError::Source {
-                what: format!("{}: an image archive must be a regular file", path.display()),
-            });
-        }
         let mut head = [0u8; 6];
         let got = file.read_at(&mut head, 0).map_err(|e| io_error(path, e))?;
         let packed = match &head[..got] {

@@ -17,7 +17,6 @@ mod corpus;
 mod engines;
 mod entries;
 mod export;
-mod hostile;
 mod layers;
 mod podman;
 mod scan;

@@ -6,9 +6,9 @@ use serde_json::json;
 
 use cofolio_node::registry::RegistryOptions;
 
+use crate::common::{app, layer, options, pull, source};
 use crate::server::{Answer, Asked, Fake};
 use crate::support::{Bench, INDEX, MANIFEST, Random};
-use crate::{app, layer, options, pull};
 
 /// Pulls from a server that lies, and gives the error. The store must be as before.
 fn fails(hook: impl Fn(&Asked, Answer) -> Answer + Send + Sync + 'static) -> String {
@@ -129,7 +129,7 @@ fn indexes_in_indexes_end() {
         registry: options(),
         ..Default::default()
     };
-    let source = crate::source(&app(fake.address));
+    let source = source(&app(fake.address));
     let progress = cofolio_node::oci::Silent;
     let error = cofolio_node::oci::import(&bench.domain, &source, &options, &progress).unwrap_err();
     assert!(error.to_string().contains("indexes in indexes"), "{error}");
