@@ -77,7 +77,7 @@ impl Context<'_> {
             return Ok(Named { digest, ref_name, record: Some(record) });
         }
         let digest = self.digest(domain, text)?;
-        let found = domain.refs()?.into_iter().find(|(_, record)| record.image == digest);
+        let found = domain.readable_refs()?.into_iter().find(|(_, record)| record.image == digest);
         let (ref_name, record) = found.unzip();
         Ok(Named { digest, ref_name, record })
     }
@@ -131,7 +131,7 @@ impl Context<'_> {
 
     fn no_image(&self, domain: &Domain, text: &str) -> Fail {
         let fail = Fail::not_found(format!("no image `{text}` in domain `{}`", domain.name()));
-        let Ok(refs) = domain.refs() else { return fail };
+        let Ok(refs) = domain.readable_refs() else { return fail };
         // Somebody who forgot the tag, or half of it, sees what there is.
         let close: Vec<_> =
             refs.iter().map(|(name, _)| name.as_str()).filter(|name| name.contains(text)).collect();

@@ -216,6 +216,10 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     (None, None)
 }
 
+/// For damage in the store. Importing an image again is no help: what is known is not written again.
+const DAMAGED: &str =
+    "`cofolio fsck` says what else is damaged; `fsck --repair --from SOURCE` restores it";
+
 fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
     use cofolio_store::Error;
     use cofolio_store::ErrorKind;
@@ -226,9 +230,10 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         Error::NoSpace { .. } => Some("`cofolio gc` frees what nothing uses any more"),
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
         Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),
-        Error::Corrupt { .. } | Error::Unreadable { .. } => Some(
-            "`cofolio fsck` says what else is damaged; `fsck --repair --from SOURCE` restores it",
+        Error::Corrupt { path, .. } if path.contains("/refs/") => Some(
+            "importing the image again under its name writes its record again; `rm --force` removes it",
         ),
+        Error::Corrupt { .. } | Error::Unreadable { .. } => Some(DAMAGED),
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             Some("a newer version of cofolio wrote this store; use that one")
         }
@@ -356,10 +361,7 @@ fn of_export(error: &ExportError) -> (Option<Exit>, Option<String>) {
         ExportError::Stopped => (Exit::Interrupted, None),
         ExportError::Store(error) => return of_store(error),
         ExportError::Registry(error) => return of_registry(error),
-        error if error.is_corrupt() => (
-            Exit::Corrupt,
-            Some("`cofolio fsck` says what else is damaged, and repairs it with --repair --from"),
-        ),
+        error if error.is_corrupt() => (Exit::Corrupt, Some(DAMAGED)),
         ExportError::Io { .. } => return (None, None),
         _ => (Exit::Failure, None),
     };
@@ -389,9 +391,7 @@ fn of_diff(error: &DiffError) -> (Option<Exit>, Option<String>) {
         DiffError::Object { source, .. }
             if [InvalidData, UnexpectedEof].contains(&source.kind()) =>
         {
-            let hint =
-                "`cofolio fsck` says what else is damaged; importing an image again restores it";
-            (Some(Exit::Corrupt), Some(hint.to_owned()))
+            (Some(Exit::Corrupt), Some(DAMAGED.to_owned()))
         }
         // The cause decides.
         _ => (None, None),

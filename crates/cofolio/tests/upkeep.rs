@@ -289,7 +289,8 @@ fn repair_takes_what_a_directory_still_has() {
     let nothing = format!("dir:{}", sandbox.dir("nothing").display());
     sandbox.run(&["fsck", "--repair", "--from", &nothing, "--from", &source]).ok();
     sandbox.run(&["verify", "box:1"]).ok();
-    sandbox.run(&["fsck", "--repair"]).fails_with(2);
+    sandbox.run(&["fsck", "--from", &source]).fails_with(2);
+    sandbox.run(&["fsck", "--repair"]).ok();
     sandbox.run(&["fsck", "--repair", "--from", "dir:/nowhere"]).ok();
 }
 
@@ -416,4 +417,62 @@ fn a_scrub_leaves_the_page_cache_as_it_was() {
     // A plain verification, to compare, brings it in.
     sandbox.run(&["verify", "box"]).ok();
     assert!(pages(&cold) > 0);
+}
+
+/// Somebody took the immutable flag off everything to copy the store, and never put it back. A repair does, and needs
+/// no source for that; what is damaged stays so, is told, and gets no protection.
+#[test]
+fn repair_protects_what_is_not() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let domain = sandbox.path("store/domains/default");
+    let cleared = std::process::Command::new("chattr").args(["-R", "-i"]).arg(&domain).output();
+    let report = sandbox.run(&["fsck", "--json"]).json();
+    let count = report["findings"].as_array().unwrap().len();
+    if !cleared.is_ok_and(|output| output.status.success()) || count == 0 {
+        return skip("repair_protects", "files cannot be immutable here");
+    }
+    assert_eq!(kinds(&report["findings"]), vec!["unprotected"; count]);
+    overwrite(&object(&sandbox, "box:1", "/etc/passwd"), b"short").unwrap();
+    let ran = sandbox.run(&["fsck", "--repair", "--json"]);
+    let report = ran.fails_with(4).json();
+    assert_eq!(report["protected"], count - 1, "{report}");
+    let left = kinds(&report["findings"]);
+    assert!(left.contains(&"object-truncated"), "{left:?}");
+    assert_eq!(left.iter().filter(|kind| **kind == "unprotected").count(), 1, "{left:?}");
+    let text = sandbox.run(&["fsck", "--repair"]);
+    assert!(text.fails_with(4).stderr.contains("--from SOURCE"), "{}", text.stderr);
+    let source = sandbox.text("tree");
+    sandbox.run(&["fsck", "--repair", "--from", &source]).ok();
+    let report = sandbox.run(&["fsck", "--json"]);
+    report.ok();
+    assert_eq!(kinds(&report.json()["findings"]), [""; 0]);
+}
+
+/// The record of one name was torn. Other images come and go as ever; importing the image again under that name
+/// writes the record again, as the hint says; and `rm --force` removes it.
+#[test]
+fn a_ref_that_cannot_be_read_is_in_nobodys_way() {
+    let sandbox = Sandbox::new();
+    let layout = two_layers(&sandbox);
+    let source = format!("oci:{}", layout.display());
+    sandbox.import_tree("other:1");
+    sandbox.run(&["import", &source, "--name", "torn:1"]).ok();
+    let record = sandbox.path("store/domains/default/refs/torn%3A1.json");
+    let tear = || fs::write(&record, "{").unwrap();
+    tear();
+    sandbox.run(&["import", &source, "--name", "new:1"]).ok();
+    sandbox.run(&["import", &source, "--name", "again:1"]).ok();
+    sandbox.run(&["rm", "other:1", "again:1"]).ok();
+    sandbox.run(&["gc"]).fails_with(4);
+    let ran = sandbox.run(&["rm", "torn:1"]);
+    assert!(ran.fails_with(4).stderr.contains("rm --force"), "{}", ran.stderr);
+    sandbox.run(&["import", &source, "--name", "torn:1"]).ok();
+    sandbox.run(&["fsck"]).ok();
+    sandbox.run(&["gc"]).ok();
+    tear();
+    sandbox.run(&["rm", "--force", "torn:1"]).ok();
+    sandbox.run(&["fsck"]).ok();
+    sandbox.run(&["gc"]).ok();
+    sandbox.run(&["verify", "new:1"]).ok();
 }

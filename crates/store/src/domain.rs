@@ -267,11 +267,27 @@ impl Domain {
     /// # Errors
     /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
     pub fn refs(&self) -> Result<Vec<(String, Ref)>> {
+        self.refs_unless(|_| false)
+    }
+
+    /// The refs that can be read, sorted by name: for whoever looks for one of them, and is not to fail because
+    /// another one is damaged. What has to know all refs, as garbage collection, takes [`Domain::refs`].
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn readable_refs(&self) -> Result<Vec<(String, Ref)>> {
+        self.refs_unless(|error| matches!(error, Error::Corrupt { .. }))
+    }
+
+    fn refs_unless(&self, passes: impl Fn(&Error) -> bool) -> Result<Vec<(String, Ref)>> {
         let mut refs = Vec::new();
         for stem in self.files("refs", RECORD_SUFFIX)? {
             let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base);
-            // One that was removed since it was listed is simply not there.
-            refs.extend(self.read_ref(&path)?);
+            match self.read_ref(&path) {
+                Err(error) if passes(&error) => {}
+                // One that was removed since it was listed is simply not there.
+                other => refs.extend(other?),
+            }
         }
         refs.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(refs)
@@ -281,9 +297,9 @@ impl Domain {
     /// imported again.
     ///
     /// # Errors
-    /// Those of [`Domain::refs`].
+    /// Those of [`Domain::readable_refs`].
     pub fn find_by_manifest(&self, manifest: &str) -> Result<Option<(String, Ref)>> {
-        let refs = self.refs()?;
+        let refs = self.readable_refs()?;
         Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
     }
 

@@ -134,6 +134,8 @@ pub struct FsckReport {
     pub findings: Vec<Finding>,
     /// Findings that are not listed because there are too many.
     pub more: u64,
+    /// Whether there is damage among those.
+    pub more_damage: bool,
     /// Objects looked at.
     pub objects: u64,
     /// Bytes hashed.
@@ -151,7 +153,7 @@ pub struct FsckReport {
 impl FsckReport {
     /// Whether something that was stored is lost or wrong.
     pub fn is_damaged(&self) -> bool {
-        self.more > 0 || self.findings.iter().any(|finding| finding.kind.is_damage())
+        self.more_damage || self.findings.iter().any(|finding| finding.kind.is_damage())
     }
 
     fn add(&mut self, finding: Finding) {
@@ -159,6 +161,7 @@ impl FsckReport {
             self.findings.push(finding);
         } else {
             self.more += 1;
+            self.more_damage |= finding.kind.is_damage();
         }
     }
 }

@@ -1,11 +1,14 @@
 //! Repair: from what fsck found to an import that brings back only that.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::contents::{Contents, Part};
+use crate::disk::Kind;
 use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
-use crate::error::Result;
+use crate::error::{At, Error, Result};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
+use crate::parallel::for_each;
 use crate::staging::Staging;
 use crate::verify::hash_file;
 use crate::{Digest, Domain, ImportOptions, RootKind, name};
@@ -78,6 +81,82 @@ impl Domain {
         let mut staging = self.begin_import(options)?;
         staging.wanted = Some(damage.clone());
         Ok(staging)
+    }
+
+    /// Gives content in place the protection that this store gives and that it lacks: fs-verity, if the filesystem
+    /// has gained it since (`tune2fs -O verity`), and the immutable flag. What is not what its name says is left
+    /// as it is, for fsck to tell. Returns how many files are protected now that were not.
+    ///
+    /// # Errors
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Corrupt`] if the kernel computes another digest than this
+    /// program, [`crate::Error::Io`].
+    pub fn protect_all(&self) -> Result<u64> {
+        self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
+        let mut files = Vec::new();
+        for digest in self.images()? {
+            files.push((self.image_file(&digest), Some(digest)));
+        }
+        for suffix in [LAYER_SUFFIX, SPLIT_SUFFIX] {
+            let stems = self.files("layers", suffix)?;
+            files.extend(
+                stems.iter().map(|stem| (format!("{}/layers/{stem}{suffix}", self.base()), None)),
+            );
+        }
+        let objects = format!("{}/objects", self.base());
+        for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {
+            let directory = format!("{objects}/{shard}");
+            let entries = match kind {
+                Kind::Directory => self.disk().list(&directory).at("list", &directory)?,
+                _ => continue,
+            };
+            let digests =
+                entries.iter().filter_map(|(name, _)| Digest::from_object_path(&shard, name));
+            files.extend(digests.map(|digest| (self.object_file(&digest), Some(digest))));
+        }
+        let count = AtomicU64::new(0);
+        for_each(self.disk().parallelism(), &files, |(path, digest)| {
+            count.fetch_add(self.protect_file(path, digest.as_ref())?.into(), Relaxed);
+            Ok(())
+        })?;
+        if count.load(Relaxed) > 0 {
+            self.disk().sync_all().at("sync", self.base())?;
+        }
+        Ok(count.into_inner())
+    }
+
+    /// Protects one file, whose content has that digest if it has one; says whether there was something to do.
+    fn protect_file(&self, path: &str, digest: Option<&Digest>) -> Result<bool> {
+        let disk = self.disk();
+        let (protection, stat) = (self.protection(), disk.stat(path).at("look at", path)?);
+        let wants_flag = protection.immutable && !stat.immutable;
+        let wants_verity = protection.verity
+            && digest.is_some()
+            && disk.measure_verity(path).at("measure", path)?.is_none();
+        if stat.kind != Kind::File || !(wants_flag || wants_verity) {
+            return Ok(false);
+        }
+        if let Some(digest) = digest {
+            let Some(file) = self.open_file(path.to_owned())? else { return Ok(false) };
+            if hash_file(&file)? != *digest {
+                return Ok(false);
+            }
+        }
+        let mut measured = Ok(digest.map(|digest| digest.0));
+        if wants_verity {
+            if stat.immutable {
+                disk.set_immutable(path, false).at("clear the immutable flag of", path)?;
+            }
+            measured = disk.enable_verity(path).at("enable fs-verity on", path);
+        }
+        // Whatever came of that.
+        if protection.immutable {
+            disk.set_immutable(path, true).at("make immutable", path)?;
+        }
+        if measured? != digest.map(|digest| digest.0) {
+            return Err(Error::corrupt(path, "the kernel computes another fs-verity digest"));
+        }
+        Ok(true)
     }
 
     /// What is still wrong after a repair. Of content, only what was damaged before is read.

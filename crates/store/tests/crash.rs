@@ -391,6 +391,76 @@ fn a_failed_write_poisons_the_import() {
     check_clean(&disk, "poisoned");
 }
 
+/// A disk that has lost an object, cut another, altered a third, an image and a layer, is repaired when the power
+/// goes, or a call fails. Whatever came before that: no ref changes, nothing that was sound is damaged, and the
+/// same repair, done again, leaves no damage, and nothing that garbage collection would take.
+#[test]
+fn a_repair_that_is_cut_short_damages_nothing_and_can_be_repeated() {
+    let sources = [(image_pieces("a"), "sha256:la"), (image_pieces("b"), "sha256:lb")];
+    let base = base();
+    let before = refs(&open(&base));
+    let object = |size, seed| {
+        format!("domains/default/objects/{}", verity::digest(&content(size, seed)).object_path())
+    };
+    let file = |suffix: &str, name: &str| {
+        let named = |path: &String| path.ends_with(suffix) && path.contains(name);
+        base.files().into_keys().find(named).unwrap()
+    };
+    base.damage(&object(600, 2), |bytes| bytes.truncate(100));
+    base.damage(&object(3000, 3), |bytes| bytes[7] ^= 1);
+    base.damage(&file(".erofs", &expected_image("b").to_string()), |bytes| bytes[0] ^= 1);
+    base.damage(&file(".dump.zst", "la"), |bytes| bytes.truncate(9));
+    let lost = object(700, 4);
+    base.set_immutable(&lost, false).unwrap();
+    base.unlink(&lost).unwrap();
+    // Of this one only the protection is lost.
+    base.set_immutable(&object(10, 1), false).unwrap();
+    base.sync_all().unwrap();
+    let findings = |disk: &SimDisk| {
+        let report = open(disk).fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let of_parts = |path: &str| !path.starts_with("staging/");
+        let found = report.findings.into_iter().filter(|f| of_parts(&f.path));
+        found.map(|finding| (finding.kind.is_damage(), finding.path)).collect::<BTreeSet<_>>()
+    };
+    let damaged = findings(&base);
+    assert!(damaged.len() >= 6, "{damaged:?}");
+    let damaged_paths: BTreeSet<_> = damaged.iter().map(|(_, path)| path.clone()).collect();
+
+    let rehearsal = base.fork(7);
+    common::repair(&open(&rehearsal), &sources).unwrap();
+    assert_eq!(findings(&rehearsal), BTreeSet::new());
+    let calls = rehearsal.calls();
+    let mut halves = 0;
+    for at in 0..=calls {
+        for seed in 0..12 * soak() {
+            let fault = if seed % 3 == 2 { Fault::Io } else { Fault::Crash };
+            let context = format!("{fault:?} at call {at} of {calls} of a repair, seed {seed}");
+            let disk = base.fork(seed << 32 | at);
+            disk.plant(at, fault);
+            let _ = common::repair(&open(&disk), &sources);
+            disk.clear_fault();
+            if fault == Fault::Crash {
+                disk.reboot();
+            }
+            assert_eq!(refs(&open(&disk)), before, "{context}");
+            // An image that is readable again shows what it misses: that is no new damage.
+            let now = findings(&disk);
+            let new: Vec<_> = now
+                .iter()
+                .filter(|(is_damage, path)| *is_damage && !damaged_paths.contains(path))
+                .collect();
+            assert!(new.is_empty(), "{context}: {new:?}");
+            halves += u64::from(!now.is_empty() && now.len() < damaged.len());
+            common::repair(&open(&disk), &sources)
+                .unwrap_or_else(|error| panic!("{context}: again: {error}"));
+            check_clean(&disk, &context);
+            assert_eq!(refs(&open(&disk)), before, "{context}");
+        }
+    }
+    // Otherwise the crashes would not be where it matters.
+    assert!(halves > 10, "{halves} repairs were cut in the middle");
+}
+
 /// A store that was being made when the power went can be made again, or is there.
 #[test]
 fn a_crash_during_init_can_be_repeated() {

@@ -72,6 +72,62 @@ fn run(command: &mut Command) -> Result<(), String> {
     Err(format!("{name}: {}", String::from_utf8_lossy(&output.stderr).trim()))
 }
 
+/// A store was made when its filesystem had no fs-verity, and images were mounted from it for a year; then somebody ran
+/// `tune2fs -O verity`. New objects have it, the old ones are told by fsck, and a repair gives it to them: to those
+/// that are what their names say. Nothing else about them changes.
+#[test]
+fn content_gets_fs_verity_when_its_filesystem_does() {
+    let test = "content_gets_fs_verity_when_its_filesystem_does";
+    let scratch = Scratch::new("later");
+    let (image, directory) = (scratch.path.join("image"), scratch.path.join("mnt"));
+    std::fs::File::create(&image).unwrap().set_len(100 << 20).unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    let mount = LoopMount { directory: directory.clone(), _scratch: Scratch::new("later-none") };
+    if let Err(reason) = mount.make("ext4", &["-b", "4096", "-O", "^verity"], &image) {
+        return println!("SKIP {test}: {reason}");
+    }
+    let open = || Store::open(&directory.join("store")).unwrap().domain("default").unwrap();
+    let unprotected = |domain: &Domain| -> Vec<String> {
+        let report = domain.fsck(&Lines, FsckOptions { rehash: false }, &|_, _| ()).unwrap();
+        assert!(!report.is_damaged());
+        let of_kind = |finding: &cofolio_store::Finding| finding.kind == FindingKind::Unprotected;
+        report.findings.into_iter().filter(of_kind).map(|finding| finding.path).collect()
+    };
+    Store::init(&directory.join("store"), &InitOptions::default()).unwrap();
+    let pieces = put(&open(), "a", &[0, 100, 70_000, 5000]);
+    assert_eq!(unprotected(&open()), Vec::<String>::new());
+    run(Command::new("umount").arg(&directory)).unwrap();
+    let tuned = run(Command::new("tune2fs").args(["-O", "verity"]).arg(&image));
+    let mounted = tuned.and_then(|()| {
+        run(Command::new("mount").args(["-t", "ext4", "-o", "loop"]).arg(&image).arg(&directory))
+    });
+    if let Err(reason) = mounted {
+        return println!("SKIP {test}: {reason}");
+    }
+    let domain = open();
+    if !domain.protection().verity {
+        return println!("SKIP {test}: this kernel has no fs-verity");
+    }
+    assert_eq!(unprotected(&domain).len(), pieces.len() + 1, "objects and the image");
+    // One of them was altered when nobody looked: it must not get a digest that makes it look right.
+    let altered = domain.object_path(&verity::digest(&pieces[3])).unwrap();
+    let _ = run(Command::new("chattr").arg("-i").arg(&altered));
+    std::fs::set_permissions(&altered, PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::write(&altered, vec![0; 5000]).unwrap();
+    std::fs::set_permissions(&altered, PermissionsExt::from_mode(0o444)).unwrap();
+    assert_eq!(domain.protect_all().unwrap(), pieces.len() as u64);
+    assert_eq!(unprotected(&domain).len(), 1);
+    for piece in &pieces[..3] {
+        let path = domain.object_path(&verity::digest(piece)).unwrap();
+        let measured = cofolio_sys::verity::measure(std::fs::File::open(&path).unwrap()).unwrap();
+        assert_eq!(measured, Some(verity::digest(piece).0));
+        assert!(std::fs::read(&path).unwrap() == *piece);
+        assert!(std::fs::remove_file(&path).is_err(), "immutable again");
+    }
+    assert_eq!(domain.protect_all().unwrap(), 0);
+    Store::open(&directory.join("store")).unwrap().destroy().unwrap();
+}
+
 /// Runs a test on every filesystem that can be had here.
 fn on_each(test: &str, body: impl Fn(&str, &Path)) {
     body("temporary directory", &std::env::temp_dir());

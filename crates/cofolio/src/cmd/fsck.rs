@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use cofolio_node::contents::ImageContents;
 use cofolio_node::mount::MountState;
 use cofolio_node::oci::{self, ImportOptions, Source};
-use cofolio_store::{Contents, Damage, Digest, Domain, Finding, FsckOptions, FsckReport};
+use cofolio_store::{
+    Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport,
+};
 
 use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
@@ -23,8 +25,9 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 /// a source that has the image: only layers that something is wrong with are read, only what is wrong is
 /// written, and all of it is checked before it takes the place. A mount that is there keeps the files that
 /// it has open or has looked up; it is listed, and sees the new ones once it is mounted again. Records of
-/// refs cannot be brought back: import the image again under its name. What is listed, and the exit code,
-/// are what is left.
+/// refs cannot be brought back: import the image again under its name. Content that lacks the protection of
+/// this store (fs-verity on a filesystem that has got it since, the immutable flag) is given it after it was
+/// checked; that needs no source. What is listed, and the exit code, are what is left.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json\n  \
     cofolio fsck --repair --from oci:layouts/redis:7.0.15")]
@@ -32,8 +35,8 @@ pub(crate) struct Args {
     /// Look at names, sizes and records only, do not read content
     #[arg(long)]
     quick: bool,
-    /// Bring back what is missing or altered
-    #[arg(long, requires = "from")]
+    /// Bring back what is missing or altered, and protect what is not protected
+    #[arg(long)]
     repair: bool,
     /// Where from: any source that `import` takes; may be given several times
     #[arg(long, value_name = "SOURCE", requires = "repair")]
@@ -50,10 +53,17 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             counter.set(bytes, || format!("{} objects", human_count(objects)));
         })?;
     drop(counter);
-    let repaired = match args.repair && report.is_damaged() {
+    let has_damage = args.repair && report.is_damaged();
+    let repaired = match has_damage {
         true => Some(repair(context, &domain, &sources, &mut report)?),
         false => None,
     };
+    let unprotected = |finding: &Finding| finding.kind == FindingKind::Unprotected;
+    let protected =
+        match args.repair && (report.more > 0 || report.findings.iter().any(unprotected)) {
+            true => protect(&domain, &mut report)?,
+            false => 0,
+        };
     let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
@@ -61,6 +71,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         if let Some(repaired) = &repaired {
             value["repaired"] = serde_json::to_value(&repaired.findings)?;
             value["mounted_before"] = serde_json::to_value(&repaired.mounts)?;
+        }
+        if args.repair {
+            value["protected"] = protected.into();
         }
         context.ui.json(&value)?;
         return Ok(exit);
@@ -81,6 +94,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 target.display()
             ));
         }
+    }
+    if protected > 0 {
+        let done = context.ui.paint(Tone::Good, "protected");
+        context.ui.line(format!("{done} {}", plural(protected, "file")))?;
+    }
+    if report.is_damaged() && has_damage && sources.is_empty() {
+        context.ui.note("nothing was brought back: --from SOURCE says where from");
     }
     if !report.findings.is_empty() {
         let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
@@ -165,10 +185,28 @@ fn repair(
     let findings: Vec<_> = before.findings.iter().filter(is_mended).cloned().collect();
     // The whole store was looked at before; now only what had been wrong.
     // What was not even listed can only be mended by doing it again.
-    let more = before.more.max(left.more);
-    *report = FsckReport { hashed_bytes: before.hashed_bytes, more, ..left };
+    let (more, more_damage) = (before.more.max(left.more), before.more_damage || left.more_damage);
+    *report = FsckReport { hashed_bytes: before.hashed_bytes, more, more_damage, ..left };
     let mounts = mounts_of(context, domain, &first)?;
     Ok(Repaired { findings, mounts })
+}
+
+/// Protects what is not; afterwards `report` says what is left.
+fn protect(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<u64> {
+    let protected = domain.protect_all()?;
+    let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &|_, _| ())?;
+    let still = |finding: &Finding| {
+        finding.kind != FindingKind::Unprotected
+            || now
+                .findings
+                .iter()
+                .any(|other| other.kind == finding.kind && other.path == finding.path)
+    };
+    report.findings.retain(still);
+    if !report.more_damage {
+        report.more = now.more;
+    }
+    Ok(protected)
 }
 
 /// Mounts of images that name something of this.

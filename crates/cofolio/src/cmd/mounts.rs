@@ -38,8 +38,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.json(&list)?;
         return Ok(Exit::Ok);
     }
-    let names: BTreeMap<_, _> =
-        domain.refs()?.into_iter().rev().map(|(name, record)| (record.image, name)).collect();
+    let names: BTreeMap<_, _> = domain
+        .readable_refs()?
+        .into_iter()
+        .rev()
+        .map(|(name, record)| (record.image, name))
+        .collect();
     let backings: BTreeMap<_, _> = list
         .pins
         .iter()

@@ -12,7 +12,7 @@ pub(crate) struct Args {
     /// Refs to remove
     #[arg(required = true)]
     names: Vec<String>,
-    /// Do not complain about names that do not exist
+    /// Do not complain about names that do not exist, and remove those whose record cannot be read
     #[arg(long, short)]
     force: bool,
 }
@@ -23,7 +23,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mut found = Vec::new();
     for name in &args.names {
         match domain.get_ref(name) {
-            Ok(Some(record)) => found.push((name, record.image)),
+            Ok(Some(record)) => found.push((name, short(&record.image))),
             Ok(None) if args.force => {}
             Ok(None) => {
                 let fail = Fail::not_found(format!("no ref `{name}`"));
@@ -39,6 +39,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 }
                 .into());
             }
+            Err(cofolio_store::Error::Corrupt { .. }) if args.force => {
+                found.push((name, "its record cannot be read".to_owned()));
+            }
             Err(error) => return Err(error.into()),
         }
     }
@@ -47,7 +50,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             Err(cofolio_store::Error::NoSuchRef(_)) if args.force => {}
             other => other?,
         }
-        context.ui.note(format!("removed {name} ({})", short(image)));
+        context.ui.note(format!("removed {name} ({})", image));
     }
     if context.ui.json {
         let names: Vec<_> = found.iter().map(|(name, _)| name).collect();

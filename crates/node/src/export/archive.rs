@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
+use super::aside;
 use super::error::{ExportError, io_error};
-use super::layout::{OCI_LAYOUT, index, temporary_name};
+use super::layout::{OCI_LAYOUT, index};
 use super::tar::header;
 use super::target::{Finished, Part, Target};
 use crate::oci::digest::BlobDigest;
@@ -45,8 +46,7 @@ impl Archive {
             let what = format!("{}: it is a directory, and an archive is a file", path.display());
             return Err(ExportError::Destination { what });
         }
-        let aside = temporary_name(path)?;
-        let file = File::create_new(&aside).map_err(io_error(&aside))?;
+        let (file, aside) = aside::create_file(path)?;
         let (path, part, members) = (path.to_owned(), Part::Layer, Vec::new());
         Ok(Self { style, path, aside, file, member: 0, part, at: 0, members, published: false })
     }

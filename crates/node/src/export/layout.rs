@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::aside;
 use super::error::{ExportError, io_error};
 use super::target::{Finished, Part, Target};
 use crate::oci::digest::BlobDigest;
@@ -24,6 +25,8 @@ pub(crate) struct Layout {
     root: PathBuf,
     /// Where it goes when it is complete, if it is new.
     goes_to: Option<PathBuf>,
+    /// Of a new one: that it is being made.
+    _lock: Option<File>,
     blob: Option<(File, PathBuf)>,
     /// Blobs that were not there before.
     added: Vec<PathBuf>,
@@ -44,14 +47,17 @@ impl Layout {
             }
             Err(error) => return Err(io_error(path)(error)),
         };
-        let (root, goes_to) = match entries {
-            None | Some(0) => (temporary_name(path)?, Some(path.to_owned())),
-            Some(_) if path.join("index.json").is_file() => (path.to_owned(), None),
+        let (lock, root, goes_to) = match entries {
+            None | Some(0) => {
+                let (lock, aside) = aside::create_dir(path)?;
+                (Some(lock), aside, Some(path.to_owned()))
+            }
+            Some(_) if path.join("index.json").is_file() => (None, path.to_owned(), None),
             Some(_) => return refuse("a directory that is neither empty nor an image layout"),
         };
-        let layout = Self { root, goes_to, blob: None, added: Vec::new(), published: false };
+        let (blob, added) = (None, Vec::new());
+        let layout = Self { root, goes_to, _lock: lock, blob, added, published: false };
         if layout.goes_to.is_some() {
-            fs::create_dir(&layout.root).map_err(io_error(&layout.root))?;
             write_file(&layout.root.join("oci-layout"), OCI_LAYOUT)?;
         }
         let blobs = layout.root.join("blobs/sha256");
@@ -62,9 +68,7 @@ impl Layout {
 
 impl Target for Layout {
     fn begin(&mut self, _: Part) -> Result<(), ExportError> {
-        let path = temporary_name(&self.root.join("blobs/sha256/blob"))?;
-        let file = File::create_new(&path).map_err(io_error(&path))?;
-        self.blob = Some((file, path));
+        self.blob = Some(aside::create_file(&self.root.join("blobs/sha256/blob"))?);
         Ok(())
     }
 
@@ -94,8 +98,11 @@ impl Target for Layout {
             Some(_) => None,
             None => Some(read_index(&path)?),
         };
-        let aside = temporary_name(&path)?;
-        let written = write_file(&aside, &index(before, image))
+        let (mut file, aside) = aside::create_file(&path)?;
+        let written = file
+            .write_all(&index(before, image))
+            .and_then(|()| file.sync_all())
+            .map_err(io_error(&aside))
             .and_then(|()| fs::rename(&aside, &path).map_err(io_error(&path)));
         if written.is_err() {
             let _ = fs::remove_file(&aside);
@@ -167,15 +174,4 @@ pub(crate) fn index(before: Option<Value>, image: &Finished) -> Vec<u8> {
 pub(crate) fn write_file(path: &Path, content: &[u8]) -> Result<(), ExportError> {
     let mut file = File::create_new(path).map_err(io_error(path))?;
     file.write_all(content).and_then(|()| file.sync_all()).map_err(io_error(path))
-}
-
-/// A name beside `path`, on the same filesystem, for what is not complete.
-pub(crate) fn temporary_name(path: &Path) -> Result<PathBuf, ExportError> {
-    let Some(name) = path.file_name() else {
-        return Err(ExportError::Destination { what: format!("{}: no name", path.display()) });
-    };
-    let mut hidden = std::ffi::OsString::from(".");
-    hidden.push(name);
-    hidden.push(format!(".cofolio-{}", std::process::id()));
-    Ok(path.with_file_name(hidden))
 }

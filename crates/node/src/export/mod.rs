@@ -12,6 +12,7 @@
 //! Nothing that is not complete and checked is ever to be seen at the destination.
 
 mod archive;
+mod aside;
 mod assemble;
 mod error;
 mod image;

@@ -136,7 +136,7 @@ pub fn push(
     let image = Image::of(domain, exported);
     let lease = Lease::take(domain, image.digest, image.chain_ids(), &format!("push to {to}"))?;
     // They help to save work, no more.
-    let refs = domain.refs().unwrap_or_default();
+    let refs = domain.readable_refs().unwrap_or_default();
     let known = Known::of(&image, exported.record, &refs, to);
     let others: Vec<_> = known.places().into_iter().collect();
     let stop = options.stop.clone();

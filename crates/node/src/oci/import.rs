@@ -269,9 +269,12 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
         Chosen::Manifest { digest, .. } => {
             domain.find_by_manifest(&digest.to_string())?.map(|(_, record)| record)
         }
-        Chosen::Docker { digest, .. } => domain.refs()?.into_iter().map(|(_, r)| r).find(|r| {
-            r.config.as_ref().is_some_and(|c| BlobDigest::sha256(c.as_bytes()) == *digest)
-        }),
+        Chosen::Docker { digest, .. } => {
+            domain.readable_refs()?.into_iter().map(|(_, record)| record).find(|record| {
+                let config = record.config.as_ref();
+                config.is_some_and(|c| BlobDigest::sha256(c.as_bytes()) == *digest)
+            })
+        }
     };
     let Some(record) = record else { return Ok(None) };
     // A layer that an earlier program imported has no split: it is unpacked once more to get one.

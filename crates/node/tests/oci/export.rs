@@ -361,6 +361,58 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
     }
 }
 
+/// Exports were killed and left what they had, hidden beside where it was to go. The next export to that place removes
+/// it; not what another process is still making, be it one whose number means nothing here.
+#[test]
+fn what_a_killed_export_left_goes_with_the_next() {
+    let bench = Bench::new();
+    import(&bench, "image", &two_layers());
+    let out = bench.path("out");
+    fs::create_dir(&out).unwrap();
+    // Numbers of processes end before that; this one's parent lives.
+    let (dead, alive) = (u32::MAX, std::os::unix::process::parent_id());
+    let held = out.join(format!(".layout.cofolio-{}", dead - 1));
+    fs::create_dir(&held).unwrap();
+    let lock = fs::File::open(&held).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    fs::create_dir_all(out.join(format!(".layout.cofolio-{dead}/blobs/sha256"))).unwrap();
+    fs::write(out.join(format!(".layout.cofolio-{dead}/index.json")), "{").unwrap();
+    fs::create_dir(out.join(format!(".layout.cofolio-{alive}"))).unwrap();
+    for name in [format!(".a.tar.cofolio-{dead}"), ".a.tar.cofolio-x".into(), ".a.tar".into()] {
+        fs::write(out.join(name), "half an archive").unwrap();
+    }
+    std::os::unix::fs::symlink("/", out.join(format!(".a.tar.cofolio-{}", dead - 2))).unwrap();
+    bench.export("image", &out.join("layout"), Compression::None).unwrap();
+    let record = bench.domain.get_ref("image").unwrap().unwrap();
+    let exported = Exported { image: &record.image, record: Some(&record), name: None };
+    let to = |path| Destination::Archive { path, tag: None };
+    let options = ExportOptions::default();
+    export(&bench.domain, exported, &to(out.join("a.tar")), &options, &mut |_| {
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    let expected = [
+        ".a.tar".to_owned(),
+        format!(".a.tar.cofolio-{}", dead - 2),
+        ".a.tar.cofolio-x".into(),
+        format!(".layout.cofolio-{alive}"),
+        format!(".layout.cofolio-{}", dead - 1),
+        "a.tar".into(),
+        "layout".into(),
+    ];
+    let mut expected = expected.to_vec();
+    expected.sort();
+    assert_eq!(names(&out), expected);
+
+    // Into a layout that is there: blobs and the index, too.
+    let blobs = out.join("layout/blobs/sha256");
+    fs::write(blobs.join(format!(".blob.cofolio-{dead}")), "half a blob").unwrap();
+    fs::write(out.join(format!("layout/.index.json.cofolio-{dead}")), "{").unwrap();
+    bench.export("image", &out.join("layout"), Compression::None).unwrap();
+    assert!(names(&blobs).iter().all(|name| name.len() == 64), "{:?}", names(&blobs));
+    assert_eq!(names(&out.join("layout")), ["blobs", "index.json", "oci-layout"]);
+}
+
 /// Archives of both kinds are read by our own import, and the docker one has the same config as the layout.
 #[test]
 fn archives_are_read_again() {

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_store::{
-    BoxError, Contents, Digest, Domain, Error, ImportOptions, InitOptions, Layer, Publish, Ref,
-    Staging, Store, StoredFile,
+    BoxError, Contents, Digest, Domain, Error, FsckOptions, ImportOptions, InitOptions, Layer,
+    Publish, Ref, Staging, Store, StoredFile,
 };
 
 /// A directory that is removed with everything in it, immutable files included.
@@ -150,6 +150,36 @@ fn import_as(
     options: ImportOptions,
 ) -> Result<Digest, Error> {
     let staging = domain.begin_import(options)?;
+    let (record, objects) = fill(&staging, pieces, layer, with_split)?;
+    staging.commit(&Publish::named(name, record.clone()), objects)?;
+    Ok(record.image)
+}
+
+/// Brings back what is damaged, from images as [`import_split`] makes them: of each the pieces and the layer.
+pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), Error> {
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ())?;
+    let mut damage = domain.damage(&report, &Lines)?;
+    for (pieces, layer) in sources {
+        if damage.is_empty() {
+            break;
+        }
+        let staging = domain.begin_repair(&damage)?;
+        fill(&staging, pieces, Some(layer), true)?;
+        staging.commit(&Publish::default(), [])?;
+        damage = domain.damage(&domain.recheck(&damage, &Lines)?, &Lines)?;
+    }
+    domain.protect_all().map(drop)
+}
+
+/// A record of an image, and the objects that it needs.
+type Filled = (Ref, Vec<(Digest, u64)>);
+
+fn fill(
+    staging: &Staging,
+    pieces: &[Vec<u8>],
+    layer: Option<&str>,
+    with_split: bool,
+) -> Result<Filled, Error> {
     let mut objects = Vec::new();
     for piece in pieces {
         let mut writer = staging.object_writer();
@@ -190,8 +220,7 @@ fn import_as(
     let mut image = staging.image_writer()?;
     image.write_all(text.as_bytes()).map_err(unwrap_store_error)?;
     record.image = image.finish()?;
-    staging.commit(&Publish::named(name, record.clone()), objects)?;
-    Ok(record.image)
+    Ok((record, objects))
 }
 
 fn unwrap_store_error(error: std::io::Error) -> Error {
