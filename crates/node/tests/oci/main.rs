@@ -10,6 +10,7 @@
     clippy::unwrap_used,
     reason = "a test program: it panics where it fails, and prints what it skips"
 )]
+#![allow(dead_code, reason = "the support is shared with other test programs")]
 
 mod again;
 mod containerd;
@@ -18,6 +19,7 @@ mod engines;
 mod entries;
 mod export;
 mod layers;
+mod model;
 mod podman;
 mod scan;
 mod sources;
