@@ -5,16 +5,22 @@
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, EXTERNAL_MAX, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
+use cofolio_store::Digest;
 
 use super::digest::BlobDigest;
 use super::layer::{IMPLICIT, LOWER_LINK, LayerTree, Made, WHITEOUT};
 use super::manifest::{self, Config, Descriptor, DockerImage, Index, Manifest, Platform};
 use super::merge;
 use super::overlay::{LayerDump, Overlay};
+use super::split::{self, Split, SplitError, SplitWriter, Step};
 use super::tar::{MetaLimits, Reader};
+use super::tar_split;
 
 /// Layers of one image; what follows is not looked at.
 const LAYERS: usize = 4;
@@ -138,5 +144,114 @@ fn blob_digest(text: &str) {
         assert_eq!(digest.to_string(), text);
         // It becomes part of paths.
         assert!(!digest.layout_path().contains(".."));
+    }
+}
+
+/// What a split says: bytes, or an object of that size, all of it or parts with holes before them.
+#[derive(PartialEq)]
+enum Said {
+    Literal(Vec<u8>),
+    Object(Digest, u64, Option<Vec<(u64, u64)>>),
+}
+
+/// A split, as it lies in a store.
+pub fn split(data: &[u8]) {
+    let source = data.to_vec();
+    let mut named = Vec::new();
+    let listed = split::objects(&source, &mut |digest, size| named.push((digest, size)));
+    let Ok(said) = read_split(&source) else { return };
+    // Garbage collection reads the table alone: it must know every object of the script.
+    listed.unwrap();
+    let objects = said.iter().filter_map(|one| match one {
+        Said::Object(digest, size, _) => Some((*digest, *size)),
+        Said::Literal(_) => None,
+    });
+    assert!(objects.eq(named.iter().copied()));
+    let Some(again) = write_split(&said) else { return };
+    assert!(read_split(&again).unwrap() == said, "a split written again says something else");
+}
+
+fn read_split(source: &Vec<u8>) -> Result<Vec<Said>, SplitError> {
+    let mut split = Split::open(source)?;
+    let mut said: Vec<Said> = Vec::new();
+    loop {
+        match split.step()? {
+            Step::End => return Ok(said),
+            Step::Literal => {
+                let mut buffer = [0; 1000];
+                loop {
+                    let count = split.read(&mut buffer)?;
+                    match said.last_mut() {
+                        _ if count == 0 => break,
+                        // Two literals in a row are written as one.
+                        Some(Said::Literal(all)) => all.extend_from_slice(&buffer[..count]),
+                        _ => said.push(Said::Literal(buffer[..count].to_vec())),
+                    }
+                }
+            }
+            Step::Object { digest, size, parts } => {
+                let mut list = Vec::new();
+                while let Some(part) = split.part()? {
+                    list.push(part);
+                }
+                assert!(parts.is_none_or(|count| count == list.len() as u64));
+                said.push(Said::Object(digest, size, parts.map(|_| list)));
+            }
+        }
+    }
+}
+
+/// `None` where the parts of an object would be outside of any file: that is found out when it is read.
+fn write_split(said: &[Said]) -> Option<Vec<u8>> {
+    let mut writer = SplitWriter::new(Vec::new()).unwrap();
+    let mut total = 0u64;
+    for one in said {
+        match one {
+            Said::Literal(bytes) => {
+                writer.literal(bytes).unwrap();
+                total = total.checked_add(bytes.len() as u64)?;
+            }
+            Said::Object(digest, size, parts) => {
+                let mut at = 0u64;
+                let mut absolute = Vec::new();
+                for &(hole, length) in parts.iter().flatten() {
+                    let offset = at.checked_add(hole)?;
+                    absolute.push((offset, length));
+                    at = offset.checked_add(length)?;
+                    total = total.checked_add(length)?;
+                }
+                if parts.is_none() {
+                    total = total.checked_add(*size)?;
+                }
+                let number = writer.object(parts.is_some().then_some(&absolute[..])).unwrap();
+                writer.stored(number, *digest, *size).unwrap();
+            }
+        }
+    }
+    Some(writer.finish(total).unwrap())
+}
+
+/// What lies beside a layer's files and is none of them.
+const SECRET: &[u8] = b"what lies beside the layer and is none of it";
+
+/// The lines of a tar-split, over the files of a layer.
+pub fn tar_split(data: &[u8]) {
+    static LAYER: OnceLock<PathBuf> = OnceLock::new();
+    let layer = LAYER.get_or_init(|| {
+        let dir = std::env::temp_dir().join(format!("cofolio-fuzz-{}", std::process::id()));
+        let layer = dir.join("layer");
+        std::fs::create_dir_all(layer.join("d")).unwrap();
+        std::fs::write(dir.join("secret"), SECRET).unwrap();
+        std::fs::write(layer.join("a"), b"content").unwrap();
+        std::fs::write(layer.join("d/b"), b"abc").unwrap();
+        std::os::unix::fs::symlink("../../secret", layer.join("d/out")).unwrap();
+        std::os::unix::fs::symlink(&dir, layer.join("dir")).unwrap();
+        layer
+    });
+    let files = std::fs::File::open(layer).unwrap();
+    if let Ok(archive) = tar_split::fuzz(data, files.into()) {
+        // A line that brings a file is longer than any of these files.
+        assert!(archive.len() <= data.len());
+        assert!(archive.windows(SECRET.len()).all(|bytes| bytes != SECRET));
     }
 }

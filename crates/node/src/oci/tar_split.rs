@@ -228,6 +228,13 @@ impl<R: BufRead> Read for Archive<R> {
     }
 }
 
+/// Reads an archive of these lines and the files below `files`, for the fuzz targets.
+#[cfg(fuzzing)]
+pub(super) fn fuzz(lines: &[u8], files: OwnedFd) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    Archive::new(lines, files).read_to_end(&mut bytes).map(|_| bytes)
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::ffi::OsStrExt;

@@ -277,13 +277,15 @@ impl Endpoint {
             url: response.url.to_string(),
             what: format!("the token server's answer {what}"),
         };
-        // The parser's words could quote the token.
-        let answer: Token = serde_json::from_slice(&bytes).map_err(|_| bad("is not JSON"))?;
-        match [answer.token, answer.access_token].into_iter().find(|token| !token.is_empty()) {
-            Some(token) => Ok(token),
-            None => Err(bad("holds no token").into()),
-        }
+        token_of(&bytes).map_err(|what| bad(what).into())
     }
+}
+
+/// The token in a token server's answer; or what is wrong with it, which quotes nothing of it.
+pub(super) fn token_of(answer: &[u8]) -> Result<String, &'static str> {
+    let answer: Token = serde_json::from_slice(answer).map_err(|_| "is not JSON")?;
+    let mut tokens = [answer.token, answer.access_token].into_iter();
+    tokens.find(|token| !token.is_empty()).ok_or("holds no token")
 }
 
 /// What a status means; `used` says as whom we asked.

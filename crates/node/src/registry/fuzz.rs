@@ -6,11 +6,15 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
 use super::challenge::{self, Challenge};
+use super::endpoint;
 use super::reference::Reference;
 use super::url::Url;
 
-/// What a registry or a user says: a name, a `WWW-Authenticate`, a `Location`.
+/// What a registry or a user says: a name, a `WWW-Authenticate`, a `Location`, a token.
 pub fn answers(data: &[u8]) {
+    if let Ok(token) = endpoint::token_of(data) {
+        assert!(!token.is_empty());
+    }
     let Ok(text) = std::str::from_utf8(data) else { return };
     if let Ok(name) = Reference::parse(text) {
         let again = Reference::parse(name.name()).unwrap();
