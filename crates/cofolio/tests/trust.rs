@@ -26,7 +26,9 @@ fn a_digest_says_which_image_and_none_other_is_mounted() {
     let two = two["image"].as_str().unwrap();
     let at = sandbox.dir("mnt").to_str().unwrap().to_owned();
 
-    for args in [&["--digest", &one, &at][..], &["--digest", &one, "one:1", &at]] {
+    // Options may stand between the image and the directory: once they took the directory's place.
+    let between = ["one:1", "--digest", &one, "--create", &at];
+    for args in [&["--digest", &one, &at][..], &["--digest", &one, "one:1", &at], &between] {
         sandbox.run(&[&["mount"], args].concat()).ok();
         assert_eq!(fs::read_to_string(sandbox.path("mnt/etc/hostname")).unwrap(), "node\n");
         sandbox.run(&["umount", &at]).ok();
@@ -45,7 +47,7 @@ fn a_digest_says_which_image_and_none_other_is_mounted() {
     sandbox.run(&["mount", "--digest", &"0".repeat(64), &at]).fails_with(3);
     let ran = sandbox.run(&["mount", &at]);
     ran.fails_with(2);
-    assert!(ran.stderr.contains("<IMAGE>"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("<TARGET>"), "{}", ran.stderr);
     assert_eq!(sandbox.mounted(), Vec::<std::path::PathBuf>::new());
 
     // What lies under the name is measured, also while the image is mounted.

@@ -1,5 +1,7 @@
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 
+use anyhow::Context as _;
 use cofolio_node::mount::{Access, IdMap, MountRequest};
 use cofolio_node::trust::Need;
 
@@ -13,21 +15,22 @@ use crate::trust::TrustArgs;
 /// Read-only unless --rw: read-only mounts of one image are clones of one mount and cost next to nothing.
 /// All mounts of the domain share the page cache of files with the same content.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Example:\n  cofolio mount redis:7.0.15 /mnt/redis\n  \
+#[command(after_help = "Example:\n  cofolio mount redis:7.0.15 /mnt/redis\n  \
     cofolio mount --rw --create redis:7.0.15 /run/box/rootfs\n  \
     cofolio mount --idmap 0:100000:65536 redis:7.0.15 /mnt/redis\n  \
-    cofolio mount --require-verity --digest 5f70bf18… /mnt/redis",
-    allow_missing_positional = true
-)]
+    cofolio mount --require-verity --digest 5f70bf18… /mnt/redis")]
 pub(crate) struct Args {
     #[arg(
         help = "Ref or first digits of a digest; may be left out with --digest",
+        value_name = "IMAGE"
+    )]
+    first: OsString,
+    #[arg(
+        help = "Directory to mount at",
+        value_name = "TARGET",
         required_unless_present = "digest"
     )]
-    image: Option<String>,
-    /// Directory to mount at
-    target: PathBuf,
+    second: Option<OsString>,
     /// Make it writable; changes go to a directory of the store's and are gone after umount
     #[arg(long)]
     rw: bool,
@@ -64,8 +67,13 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let image = args.trust.image(args.image.as_deref(), &domain, context)?;
-    let measure = args.trust.check(&image, Need::Files, args.image.as_deref(), &domain, context)?;
+    // Between the two there may be options, so it is not for the parser to say which one is missing.
+    let (name, target) = match &args.second {
+        Some(target) => (Some(args.first.to_str().context("IMAGE is not UTF-8")?), target),
+        None => (None, &args.first),
+    };
+    let image = args.trust.image(name, &domain, context)?;
+    let measure = args.trust.check(&image, Need::Files, name, &domain, context)?;
     let access = match (&args.upper, args.rw, args.keep) {
         (Some(dir), ..) => Access::WritableAt(dir.clone()),
         (None, true, true) => Access::WritableKept,
@@ -83,7 +91,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         nosuid: args.nosuid,
         nodev: args.nodev,
         noexec: args.noexec,
-        ..MountRequest::new(image.digest, &args.target)
+        ..MountRequest::new(image.digest, Path::new(target))
     };
     let record = context.mounter(&domain).mount(&request)?;
     if context.ui.json {
