@@ -21,7 +21,7 @@ pub(crate) struct TrustArgs {
     /// Only if the kernel checks every read from the image (fs-verity); what the mount itself changes is not meant
     #[arg(long)]
     pub(crate) require_verity: bool,
-    /// Only if one of the (ed25519) keys in this PEM file has signed the image; the configuration's [trust] is asked as
+    /// Only if one of the (ed25519) keys in this PEM file has signed the image; the configuration's `[trust]` is asked as
     /// well. May be given several times: one of all keys
     #[arg(long, value_name = "KEY")]
     pub(crate) trust: Vec<PathBuf>,

@@ -31,7 +31,7 @@ pub use record::{Record, config_digest, message, signatures};
 /// What is asked of an image before an import gives it a name, and what comes along with it.
 #[derive(Clone, Debug, Default)]
 pub struct Arrival {
-    /// What is asked. See [`Policy::admits`].
+    /// What is asked. See `Policy::admits`.
     pub policy: Arc<Policy>,
     /// A signature made elsewhere, by one of the keys that the policy demands beside its rules.
     pub signature: Option<Vec<u8>>,
