@@ -2,7 +2,9 @@
 //!
 //! Invariants:
 //! - nothing panics, loops or takes more memory than the bounds that `cargo fuzz` is given;
-//! - what was read is no more than the file has: no byte is taken twice.
+//! - what was read is no more than the file has: no byte is taken twice;
+//! - an image of it is found by each of its names, or the name is refused since several have it;
+//! - the layers of a container are layers of the store, and below its root.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::engine::fuzz::database(data));

@@ -27,6 +27,8 @@ use crate::mount::IdMap;
 use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 
 mod accounts;
+#[cfg(fuzzing)]
+pub mod fuzz;
 
 pub use accounts::{User, resolve_user_in};
 

@@ -36,6 +36,11 @@ pub fn resolve_user_in(rootfs: &Path, user: &str) -> Result<User> {
 }
 
 pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
+    find_user(&root.account_file("/etc/passwd")?, &root.account_file("/etc/group")?, spec)
+}
+
+/// The same in the texts of the account files.
+pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> {
     let (user, group) = match spec.split_once(':') {
         Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
         None => (spec, None),
@@ -43,7 +48,6 @@ pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
     let user = if user.is_empty() { "0" } else { user };
     let number: Option<u32> = user.parse().ok();
 
-    let passwd = root.account_file("/etc/passwd")?;
     // name:password:uid:gid:comment:home:shell
     let account = passwd.lines().find_map(|line| {
         let fields: Vec<&str> = line.split(':').collect();
@@ -64,7 +68,6 @@ pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
     };
 
     // name:password:gid:members
-    let groups = root.account_file("/etc/group")?;
     let mut parsed = groups.lines().filter_map(|line| {
         let fields: Vec<&str> = line.split(':').collect();
         let (name, gid) = (*fields.first()?, fields.get(2)?.parse::<u32>().ok()?);

@@ -431,28 +431,70 @@ mod sample {
             ],
         )
     }
+
+    /// Records as containerd has them: two images, and a container's snapshot on two layers.
+    #[cfg(fuzzing)]
+    pub(super) fn containerd() -> Vec<u8> {
+        let all = |entries: &[(&str, bool, &[u8])]| bucket(0, &leaf(0, entries));
+        let target = |digest: &[u8]| {
+            let fields: [(&str, bool, &[u8]); 3] = [
+                ("digest", false, digest),
+                ("mediatype", false, b"m"),
+                ("size", false, &[0xac, 2]),
+            ];
+            all(&[("target", true, &all(&fields))])
+        };
+        let snapshot = |id: u8, kind: u8, parent: &str| {
+            all(&[
+                ("id", false, &[id]),
+                ("kind", false, &[kind]),
+                ("parent", false, parent.as_bytes()),
+            ])
+        };
+        let images = all(&[
+            ("docker.io/library/a:1", true, &target(b"sha256:aaa1")),
+            ("docker.io/library/b@sha256:aaa1", true, &target(b"sha256:aaa1")),
+            ("registry/c:2", true, &target(b"sha256:bbb2")),
+        ]);
+        let used = all(&[("k", true, &all(&[("name", false, b"n")]))]);
+        let namespace = all(&[
+            ("images", true, &images),
+            ("snapshots", true, &all(&[("other", true, &used), ("overlayfs", true, &used)])),
+        ]);
+        let snapshots = all(&[
+            ("default/1/x", true, &snapshot(1, 3, "")),
+            ("default/2/y", true, &snapshot(2, 3, "default/1/x")),
+            ("default/3/c", true, &snapshot(3, 2, "default/2/y")),
+            ("default/4/extract-d", true, &snapshot(4, 2, "default/1/x")),
+            ("default/5/e", true, &snapshot(5, 1, "default/2/y")),
+        ]);
+        let version = leaf(3, &[("default", true, &namespace), ("snapshots", true, &snapshots)]);
+        file(2, &[leaf(2, &[("v1", true, &bucket(3, &[]))]), version])
+    }
 }
 
-/// What `fuzz/fuzz_targets/bolt.rs` calls: the sample with some bytes changed, or any bytes behind good metas.
+/// What `fuzz/fuzz_targets/bolt.rs` calls: any bytes behind good metas, any bytes, or a sample with some bytes
+/// changed. What is in the database goes to `read`.
 #[cfg(fuzzing)]
-pub(super) fn fuzz(data: &[u8]) {
-    let mut bytes = sample::database();
-    match data.split_first() {
-        Some((0, pages)) => bytes = sample::file(2, &[pages.to_vec()]),
-        Some((1, raw)) => bytes = raw.to_vec(),
-        Some((_, changes)) => {
-            let end = bytes.len() - 2 * sample::PAGE;
-            for change in changes.chunks_exact(3) {
-                let at = usize::from(u16::from_le_bytes([change[0], change[1]])) % end;
-                bytes[2 * sample::PAGE + at] = change[2];
-            }
+pub(super) fn fuzz(data: &[u8], read: impl Fn(&Bucket<'_>)) {
+    let mut bytes = match data.split_first() {
+        Some((0, pages)) => sample::file(2, &[pages.to_vec()]),
+        Some((1, raw)) => raw.to_vec(),
+        Some((2, _)) => sample::database(),
+        _ => sample::containerd(),
+    };
+    if let Some((2.., changes)) = data.split_first() {
+        let end = bytes.len() - 2 * sample::PAGE;
+        for change in changes.chunks_exact(3) {
+            let at = usize::from(u16::from_le_bytes([change[0], change[1]])) % end;
+            bytes[2 * sample::PAGE + at] = change[2];
         }
-        None => {}
     }
     let length = bytes.len();
     let Ok(database) = Database::new(bytes) else { return };
     if let Ok(root) = database.root() {
         assert!(held(&root) <= length, "it holds more than the file");
+        read(&root);
     }
 }
 

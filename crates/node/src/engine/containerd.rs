@@ -140,7 +140,15 @@ impl Containerd {
         }
         let database = Database::copy(&path)?;
         let wrong = |what| EngineError::Document { path: path.clone(), what };
-        let records = database.root().map_err(wrong)?;
+        Self::of(root, place, &database.root().map_err(wrong)?)
+    }
+
+    /// A store with these records.
+    pub(super) fn of(
+        root: PathBuf,
+        place: &Place,
+        records: &Bucket<'_>,
+    ) -> Result<Self, EngineError> {
         let nothing = Bucket::default();
         let version = records.bucket("v1").unwrap_or(&nothing);
         let mut found = Self {
@@ -221,19 +229,28 @@ impl Containerd {
     /// # Errors
     /// [`EngineError::Io`] and [`EngineError::Document`].
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
+        let path = self.root.join(SNAPSHOTTER).join("metadata.db");
+        if !path.exists() {
+            return self.inventory_with(&Bucket::default(), mounts);
+        }
+        let database = Database::copy(&path)?;
+        let wrong = |what| EngineError::Document { path: path.clone(), what };
+        self.inventory_with(&database.root().map_err(wrong)?, mounts)
+    }
+
+    /// The same with these records of the snapshotter.
+    pub(super) fn inventory_with(
+        &self,
+        records: &Bucket<'_>,
+        mounts: &LiveMounts,
+    ) -> Result<Inventory, EngineError> {
         let mut found = Inventory::new("containerd", &self.root, OVERLAYFS);
         found.images = self.images.len() as u64;
         found.unseen.extend(self.others.iter().map(|name| {
             format!("layers of containerd's snapshotter {name:?}: only those of {OVERLAYFS} are looked at")
         }));
         let dir = self.root.join(SNAPSHOTTER);
-        let path = dir.join("metadata.db");
-        if !path.exists() {
-            return Ok(found);
-        }
-        let database = Database::copy(&path)?;
-        let wrong = |what| EngineError::Document { path: path.clone(), what };
-        let records = database.root().map_err(wrong)?;
+        let wrong = |what| EngineError::Document { path: dir.join("metadata.db"), what };
         let snapshots = records.bucket("v1").and_then(|version| version.bucket("snapshots"));
         let prefix = self.namespace.as_ref().map(|namespace| format!("{namespace}/"));
         let mut all = HashMap::new();
@@ -352,7 +369,7 @@ fn uvarint(bytes: &[u8]) -> Option<u64> {
 
 /// The part of containerd's configuration that says where it is.
 #[derive(Debug, Default, Deserialize)]
-struct Configuration {
+pub(super) struct Configuration {
     #[serde(default)]
     root: String,
 }

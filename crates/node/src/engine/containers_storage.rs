@@ -82,13 +82,13 @@ impl Reference {
 
 /// The part of `storage.conf` that says where the store is.
 #[derive(Debug, Default, Deserialize)]
-struct Configuration {
+pub(super) struct Configuration {
     #[serde(default)]
     storage: StorageSection,
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct StorageSection {
+pub(super) struct StorageSection {
     #[serde(default)]
     driver: String,
     #[serde(default)]
@@ -208,11 +208,21 @@ impl Storage {
         };
         let images = read_json(&there(driver))?.ok_or_else(|| no_store(&root))?;
         let path = root.join(format!("{driver}-layers/layers.json"));
-        let layers: Vec<Layer> = read_json(&path)?.unwrap_or_default();
+        let layers = read_json(&path)?.unwrap_or_default();
+        Self::of(root, driver, images, layers)
+    }
+
+    /// A store with these records.
+    pub(super) fn of(
+        root: PathBuf,
+        driver: &'static str,
+        images: Vec<Image>,
+        layers: Vec<Layer>,
+    ) -> Result<Self, EngineError> {
         // Ids become parts of paths.
         if let Some(bad) = layers.iter().map(|l| &l.id).find(|id| !is_id(id)) {
             return Err(EngineError::Document {
-                path,
+                path: root.join(format!("{driver}-layers/layers.json")),
                 what: format!("{bad:?} is no id of a layer"),
             });
         }
@@ -324,7 +334,16 @@ impl Storage {
     ///
     /// # Errors
     /// [`EngineError::Io`] and [`EngineError::Document`].
-    pub fn inventory<'a>(&'a self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
+    pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
+        Ok(self.inventory_with(self.containers()?, mounts))
+    }
+
+    /// The same with these containers.
+    pub(super) fn inventory_with<'a>(
+        &'a self,
+        containers: Vec<Container>,
+        mounts: &LiveMounts,
+    ) -> Inventory {
         let mut found = Inventory::new("podman", &self.root, self.driver);
         found.images = self.images.len() as u64;
         let mut layers: HashMap<&str, usize> = HashMap::new();
@@ -343,7 +362,7 @@ impl Storage {
                 Err(error) => found.unseen.push(format!("image {}: {error}", image.id)),
             }
         }
-        for container in self.containers()? {
+        for container in containers {
             let mounted = mounts.has_target(&self.mount_point(&container));
             let layers = images.get(&container.image).cloned().unwrap_or_default();
             found.containers.push(Found { id: container.id, layers, mounted });
@@ -352,7 +371,7 @@ impl Storage {
             let what = format!("which containers run: the driver {} mounts nothing", self.driver);
             found.unseen.push(what);
         }
-        Ok(found)
+        found
     }
 
     /// What a layer's archive was besides its files.

@@ -25,7 +25,7 @@ const DEPTH_MAX: usize = 1024;
 
 /// The part of `daemon.json` that says where Docker is.
 #[derive(Debug, Default, Deserialize)]
-struct Configuration {
+pub(super) struct Configuration {
     #[serde(default, rename = "data-root")]
     data_root: PathBuf,
 }

@@ -491,3 +491,25 @@ fn unpack(
     let _ = to_parser.send(Ok(end));
     Ok(())
 }
+
+/// What the unpacking thread makes of a blob, for the fuzz targets: the chunks that reached the parser, and
+/// whether an end came after them. `Err` is the reason why not.
+#[cfg(fuzzing)]
+pub(super) fn fuzz(blob: &Blob, budget: &Budget) -> (Vec<u8>, Result<bool, ImportError>) {
+    // Room for all that the budget allows, since nobody takes anything out meanwhile.
+    let room = usize::try_from(budget.total_max).map_or(0, |max| max / CHUNK) + 4;
+    let (to_parser, chunks) = sync_channel(room);
+    let (to_hasher, _hasher) = sync_channel(room);
+    static POOL: std::sync::OnceLock<Arc<Pool>> = std::sync::OnceLock::new();
+    let pool = POOL.get_or_init(Arc::default);
+    let result = unpack(blob, pool, budget, &|_| {}, &to_parser, &to_hasher);
+    drop(to_parser);
+    let (mut bytes, mut ended) = (Vec::new(), false);
+    for chunk in chunks {
+        let chunk = chunk.unwrap_or_else(|error| panic!("an error in the queue: {error}"));
+        assert!(!ended, "something after the end");
+        ended = chunk.length == 0;
+        bytes.extend_from_slice(chunk.bytes());
+    }
+    (bytes, result.map(|()| ended))
+}

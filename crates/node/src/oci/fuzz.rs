@@ -5,14 +5,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
+use std::io::Read;
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, EXTERNAL_MAX, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_store::Digest;
 
+use super::blob::{self, Blob, Budget, Content as Bytes};
 use super::digest::BlobDigest;
 use super::layer::{IMPLICIT, LOWER_LINK, LayerTree, Made, WHITEOUT};
 use super::manifest::{self, Config, Descriptor, DockerImage, Index, Manifest, Platform};
@@ -154,9 +157,18 @@ enum Said {
     Object(Digest, u64, Option<Vec<(u64, u64)>>),
 }
 
-/// A split, as it lies in a store.
+/// A split, as it lies in a store, or if it does not begin like one: size of the archive, length of the script
+/// (two bytes each), script, table.
 pub fn split(data: &[u8]) {
-    let source = data.to_vec();
+    let source = match data {
+        [b'c', ..] => data.to_vec(),
+        _ => {
+            let Some((&[a, b, c, d], rest)) = data.split_first_chunk() else { return };
+            let length = usize::from(u16::from_le_bytes([c, d])).min(rest.len());
+            let (script, table) = rest.split_at(length);
+            split::fuzz(script, table, u64::from(u16::from_le_bytes([a, b]))).unwrap()
+        }
+    };
     let mut named = Vec::new();
     let listed = split::objects(&source, &mut |digest, size| named.push((digest, size)));
     let Ok(said) = read_split(&source) else { return };
@@ -253,5 +265,41 @@ pub fn tar_split(data: &[u8]) {
         // A line that brings a file is longer than any of these files.
         assert!(archive.len() <= data.len());
         assert!(archive.windows(SECRET.len()).all(|bytes| bytes != SECRET));
+    }
+}
+
+/// A blob's bytes.
+#[derive(Debug)]
+struct InMemory(Arc<[u8]>);
+
+impl Bytes for InMemory {
+    fn open(&self, _: &BlobDigest, _: u64, _: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+        Box::new(std::io::Cursor::new(self.0.clone()))
+    }
+}
+
+/// Uncompressed bytes that a blob may have here.
+const UNPACKED_MAX: u64 = 4 << 20;
+
+/// A layer's blob, compressed or not.
+pub fn blob(data: &[u8]) {
+    let size = data.len() as u64;
+    let content = Arc::new(InMemory(data.into()));
+    let right = BlobDigest::sha256(data);
+    // From one MiB on, a thousand bytes of one.
+    let budget = || Budget::new(UNPACKED_MAX, 1 << 20, 1000);
+    let (bytes, result) = blob::fuzz(&Blob::new(right.clone(), size, content.clone()), &budget());
+    assert!(bytes.len() as u64 <= UNPACKED_MAX);
+    let plain = !data.starts_with(&[0x1f, 0x8b, 8])
+        && data.get(1..4) != Some(&[0x2a, 0x4d, 0x18])
+        && !data.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
+    match result {
+        Ok(ended) => assert!(ended && (!plain || bytes == data)),
+        Err(_) => assert!(!plain || size > UNPACKED_MAX),
+    }
+    // With another digest or another size there is no end, whatever it holds.
+    for (digest, size) in [(BlobDigest::sha256(b"other"), size), (right, size + 1)] {
+        let (_, result) = blob::fuzz(&Blob::new(digest, size, content.clone()), &budget());
+        assert!(result.is_err());
     }
 }

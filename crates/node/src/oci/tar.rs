@@ -341,7 +341,8 @@ impl<R: Input> Reader<R> {
             }
             zero_blocks = 0;
             let header = Header(&block);
-            if !header.checksum_fits() {
+            // A fuzzer would spend its time on sums.
+            if !header.checksum_fits() && !cfg!(fuzzing) {
                 return Err(bad(offset, "the checksum is wrong: not a tar header"));
             }
             match block[TYPE] {

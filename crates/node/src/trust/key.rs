@@ -104,7 +104,7 @@ impl PublicKey {
     }
 
     /// SubjectPublicKeyInfo in DER.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(super) fn der(&self) -> &[u8] {
         &self.der
     }

@@ -12,6 +12,8 @@
 
 mod cosign;
 mod error;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod key;
 mod policy;
 mod record;

@@ -57,12 +57,12 @@ pub struct Subject<'a> {
 
 /// A rule with its keys, ready to be used.
 #[derive(Clone, Debug, Default)]
-struct Demand {
+pub(super) struct Demand {
     require: Require,
     signed_by: Vec<PublicKey>,
     cosign: Vec<PublicKey>,
     /// Who demands it, for people.
-    origin: String,
+    pub(super) origin: String,
 }
 
 /// All rules. The default lets everything through.
@@ -105,7 +105,7 @@ impl Demand {
         keys.join(", ")
     }
 
-    fn check(
+    pub(super) fn check(
         &self,
         image: &Digest,
         name: &str,
@@ -191,7 +191,7 @@ impl Policy {
     }
 
     /// The rule for a name: the longest pattern that fits, a whole name before all others.
-    fn rule_for(&self, name: &str) -> &Demand {
+    pub(super) fn rule_for(&self, name: &str) -> &Demand {
         if let Some(demand) = self.refs.get(name) {
             return demand;
         }
