@@ -15,9 +15,9 @@ use crate::ui::{Cell, Table, Tone, human_size};
 ///
 /// The layers' archives and the config are those that were imported, to the byte, so other engines know the
 /// image by the same id; blobs are compressed anew, so its manifest has another digest than the one that
-/// it came from. An image that was imported from a directory becomes one layer. All content is checked on
-/// the way, and nothing is to be seen at the destination before it is complete. The same image gives the
-/// same bytes every time.
+/// it came from; those of a docker-archive are never compressed. An image that was imported from a directory
+/// becomes one layer. All content is checked on the way, and nothing is to be seen at the destination before
+/// it is complete. The same image gives the same bytes every time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     cofolio export redis:7.0.15 oci:layouts/redis:7.0.15\n  \
@@ -29,12 +29,15 @@ pub(crate) struct Args {
     #[arg(help = "oci:DIR[:TAG], oci-archive:FILE[:TAG] or docker-archive:FILE[:TAG] \
                   [default tag: the image's name]")]
     destination: String,
-    #[arg(
-        help = "How to compress layers; those of a docker-archive are not compressed",
-        long,
-        value_name = "HOW",
-        default_value = "gzip"
-    )]
+    #[command(flatten)]
+    compress: CompressArgs,
+}
+
+/// How layers are written, wherever they go.
+#[derive(Debug, clap::Args)]
+pub(crate) struct CompressArgs {
+    /// How to compress layers that are written
+    #[arg(long, value_name = "HOW", default_value = "gzip")]
     compress: How,
     #[arg(
         help = "Threads that compress [default: one per processor, up to 16]",
@@ -43,28 +46,28 @@ pub(crate) struct Args {
         default_value_t = 0,
         hide_default_value = true
     )]
-    threads: usize,
+    pub(crate) threads: usize,
+}
+
+impl CompressArgs {
+    pub(crate) fn compression(&self) -> Compression {
+        match self.compress {
+            How::Gzip => Compression::Gzip,
+            How::Zstd => Compression::Zstd,
+            How::None => Compression::None,
+        }
+    }
 }
 
 /// How to compress layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum How {
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum How {
     /// What everybody reads
     Gzip,
     /// Smaller and faster
     Zstd,
     /// Not at all
     None,
-}
-
-impl From<How> for Compression {
-    fn from(how: How) -> Self {
-        match how {
-            How::Gzip => Self::Gzip,
-            How::Zstd => Self::Zstd,
-            How::None => Self::None,
-        }
-    }
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
@@ -76,7 +79,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         record: named.record.as_ref(),
         name: named.ref_name.as_deref(),
     };
-    let options = ExportOptions { compression: args.compress.into(), threads: args.threads };
+    let options =
+        ExportOptions { compression: args.compress.compression(), threads: args.compress.threads };
     let stop = interrupt::flag()?;
     let counter = Counter::new(context.ui, "exporting");
     let report = export(&domain, exported, &destination, &options, &mut |done| {

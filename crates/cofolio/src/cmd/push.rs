@@ -1,7 +1,7 @@
 use cofolio_node::export::{self, Exported, How, PushOptions};
 use cofolio_node::registry::Reference;
 
-use crate::cmd::export::How as Compress;
+use crate::cmd::export::CompressArgs;
 use crate::cmd::pull::RegistryArgs;
 use crate::cmd::{Outcome, import};
 use crate::context::Context;
@@ -29,21 +29,8 @@ pub(crate) struct Args {
     image: String,
     #[arg(help = "[docker://][HOST[:PORT]/]NAME[:TAG]")]
     destination: String,
-    #[arg(
-        help = "How to compress layers that have to be sent",
-        long,
-        value_name = "HOW",
-        default_value = "gzip"
-    )]
-    compress: Compress,
-    #[arg(
-        help = "Threads that compress [default: one per processor, up to 16]",
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        hide_default_value = true
-    )]
-    threads: usize,
+    #[command(flatten)]
+    compress: CompressArgs,
     #[command(flatten)]
     registry: RegistryArgs,
 }
@@ -62,8 +49,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let progress = Pushing::new(context.ui);
     registry.remark = progress.remark();
     let options = PushOptions {
-        compression: args.compress.into(),
-        threads: args.threads,
+        compression: args.compress.compression(),
+        threads: args.compress.threads,
         registry,
         stop: interrupt::flag()?,
     };
