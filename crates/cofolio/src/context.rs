@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use cofolio_node::contents::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
-use cofolio_store::{Digest, Domain, InitOptions, Ref, RootKind, Store};
+use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
 
 use crate::cli::Global;
 use crate::config::Loaded;
-use crate::exit::Fail;
+use crate::exit::{self, Exit, Fail};
 use crate::ui::Ui;
 
 /// Fewest digits of a digest that name an image.
@@ -72,9 +72,13 @@ impl Context<'_> {
     /// The image that a ref or the first digits of a digest name.
     pub(crate) fn image(&self, domain: &Domain, text: &str) -> anyhow::Result<Named> {
         // A name that cannot be a ref may still be a digest; a ref goes first.
-        if let Ok(Some(record)) = domain.get_ref(text) {
-            let (digest, ref_name) = (record.image, Some(text.to_owned()));
-            return Ok(Named { digest, ref_name, record: Some(record) });
+        match domain.get_ref(text) {
+            Ok(Some(record)) => {
+                let (digest, ref_name) = (record.image, Some(text.to_owned()));
+                return Ok(Named { digest, ref_name, record: Some(record) });
+            }
+            Ok(None) | Err(cofolio_store::Error::BadName { .. }) => {}
+            Err(error) => return Err(error.into()),
         }
         let digest = self.digest(domain, text)?;
         let found = domain.readable_refs()?.into_iter().find(|(_, record)| record.image == digest);
@@ -107,6 +111,19 @@ impl Context<'_> {
                 Err(Fail::usage(what).hint(hint).into())
             }
         }
+    }
+
+    /// The refs that can be read. The others are named on standard error, whatever the output; the exit code says
+    /// that what is shown may not be all.
+    pub(crate) fn refs(&self, domain: &Domain) -> anyhow::Result<(Vec<(String, Ref)>, Exit)> {
+        let Refs { readable, unreadable } = domain.all_refs()?;
+        let mut exit = Exit::Ok;
+        for UnreadableRef { name, error } in unreadable {
+            let name = name.unwrap_or("with a long name".to_owned());
+            let error = anyhow::Error::new(error).context(format!("ref {name} cannot be read"));
+            exit = exit::report(&error, self.ui);
+        }
+        Ok((readable, exit))
     }
 
     /// Mounts images of a domain; its state is below the run directory.

@@ -216,6 +216,7 @@ fn doctor_names_every_feature_with_its_presence() {
     fs::write(sandbox.path("store/meta.json"), "{").unwrap();
     let text = sandbox.run(&["doctor"]);
     assert!(text.stdout.contains("meta.json"), "{}", text.stdout);
+    assert_eq!(text.code, if can_mount { 4 } else { 5 });
 }
 
 /// Without privileges everything works that needs none, and the rest says so with exit code 5.

@@ -449,6 +449,52 @@ fn repair_protects_what_is_not() {
     assert_eq!(kinds(&report.json()["findings"]), [""; 0]);
 }
 
+/// The record of one name was torn. Whoever lists images, or looks at one, once saw nothing but that. Now all that can
+/// be read is shown, the damaged name is named on standard error, and the exit code says that it is not all.
+#[test]
+fn a_ref_that_cannot_be_read_hides_no_other() {
+    let sandbox = Sandbox::new();
+    let digest = sandbox.import_tree("good:1");
+    sandbox.run(&["tag", "good:1", "torn:1"]).ok();
+    let record = sandbox.path("store/domains/default/refs/torn%3A1.json");
+    fs::write(&record, "{").unwrap();
+    let names = |ran: &Ran| {
+        assert!(ran.fails_with(4).stderr.contains("ref torn:1 cannot be read"), "{}", ran.stderr);
+        assert!(ran.stderr.contains("torn%3A1.json` is damaged"), "{}", ran.stderr);
+    };
+    for args in
+        [&["images"][..], &["images", "--size"], &["images", "--sharing"], &["images", "-q"]]
+    {
+        let ran = sandbox.run(args);
+        names(&ran);
+        assert!(
+            ran.stdout.contains("good:1") && ran.stdout.contains(&digest[..12]),
+            "{}",
+            ran.stdout
+        );
+    }
+    let ran = sandbox.run(&["images", "--json"]);
+    names(&ran);
+    assert_eq!(ran.json()[0]["name"], "good:1");
+    let ran = sandbox.run(&["inspect", "--json", "good:1"]);
+    names(&ran);
+    assert_eq!(ran.json()["refs"], serde_json::json!(["good:1"]));
+    let ran = sandbox.run(&["inspect", &digest]);
+    names(&ran);
+    assert!(ran.stdout.contains(&digest), "{}", ran.stdout);
+    sandbox.run(&["du"]).ok();
+    let ran = sandbox.run(&["doctor"]);
+    let can_mount = ran.stdout.contains("Images can be mounted");
+    ran.fails_with(if can_mount { 4 } else { 5 });
+    assert!(ran.stdout.contains("1, under 2 names"), "{}", ran.stdout);
+    assert!(ran.stdout.contains("torn%3A1.json` is damaged"), "{}", ran.stdout);
+    let report = sandbox.run(&["doctor", "--json"]).json();
+    assert!(report["store"]["error"].as_str().unwrap().contains("torn%3A1.json"), "{report}");
+    sandbox.run(&["rm", "--force", "torn:1"]).ok();
+    sandbox.run(&["images"]).ok();
+    sandbox.run(&["inspect", "good:1"]).ok();
+}
+
 /// The record of one name was torn. Other images come and go as ever; importing the image again under that name
 /// writes the record again, as the hint says; and `rm --force` removes it.
 #[test]
@@ -465,6 +511,8 @@ fn a_ref_that_cannot_be_read_is_in_nobodys_way() {
     sandbox.run(&["import", &source, "--name", "again:1"]).ok();
     sandbox.run(&["rm", "other:1", "again:1"]).ok();
     sandbox.run(&["gc"]).fails_with(4);
+    let inspected = sandbox.run(&["inspect", "torn:1"]);
+    assert!(inspected.fails_with(4).stderr.contains("torn%3A1.json"), "{}", inspected.stderr);
     let ran = sandbox.run(&["rm", "torn:1"]);
     assert!(ran.fails_with(4).stderr.contains("rm --force"), "{}", ran.stderr);
     sandbox.run(&["import", &source, "--name", "torn:1"]).ok();

@@ -37,6 +37,24 @@ pub struct Domain {
     base: String,
 }
 
+/// The refs of a domain. See [`Domain::all_refs`].
+#[derive(Debug, Default)]
+pub struct Refs {
+    /// Those whose records can be read, sorted by name.
+    pub readable: Vec<(String, Ref)>,
+    /// Those that are there, and nobody knows what they stand for.
+    pub unreadable: Vec<UnreadableRef>,
+}
+
+/// A ref whose record cannot be read.
+#[derive(Debug)]
+pub struct UnreadableRef {
+    /// Its name; `None` for a long one, which only the record tells.
+    pub name: Option<String>,
+    /// Why: it names the file.
+    pub error: Error,
+}
+
 /// The domain's lock, held until dropped. Shared: nothing is collected meanwhile.
 #[derive(Debug)]
 pub struct DomainLock {
@@ -267,7 +285,8 @@ impl Domain {
     /// # Errors
     /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
     pub fn refs(&self) -> Result<Vec<(String, Ref)>> {
-        self.refs_unless(|_| false)
+        let Refs { readable, unreadable } = self.all_refs()?;
+        unreadable.into_iter().next().map_or(Ok(readable), |first| Err(first.error))
     }
 
     /// The refs that can be read, sorted by name: for whoever looks for one of them, and is not to fail because
@@ -276,20 +295,27 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn readable_refs(&self) -> Result<Vec<(String, Ref)>> {
-        self.refs_unless(|error| matches!(error, Error::Corrupt { .. }))
+        Ok(self.all_refs()?.readable)
     }
 
-    fn refs_unless(&self, passes: impl Fn(&Error) -> bool) -> Result<Vec<(String, Ref)>> {
-        let mut refs = Vec::new();
+    /// All refs, those that cannot be read apart: for whoever shows them, or must not take one that is damaged
+    /// for one that is not there.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn all_refs(&self) -> Result<Refs> {
+        let mut refs = Refs::default();
         for stem in self.files("refs", RECORD_SUFFIX)? {
             let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base);
             match self.read_ref(&path) {
-                Err(error) if passes(&error) => {}
                 // One that was removed since it was listed is simply not there.
-                other => refs.extend(other?),
+                Ok(found) => refs.readable.extend(found),
+                Err(error) => {
+                    refs.unreadable.push(UnreadableRef { name: name::decode(&stem), error });
+                }
             }
         }
-        refs.sort_by(|a, b| a.0.cmp(&b.0));
+        refs.readable.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(refs)
     }
 

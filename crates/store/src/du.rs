@@ -87,7 +87,7 @@ impl Domain {
         let mut report = DuReport::default();
         let mut usage = self.allocated(&mut report)?;
         let images = self.images()?;
-        let refs = self.refs()?;
+        let refs = self.readable_refs()?;
         for (number, image) in images.iter().enumerate() {
             self.visit_image(image, contents, &mut |digest, _| {
                 if let Some(usage) = usage.get_mut(&digest).filter(|usage| usage.last != number) {

@@ -51,7 +51,7 @@ pub use commit::Publish;
 pub use contents::Contents;
 pub use digest::{Digest, ParseDigestError};
 pub use disk::{Protection, StoredFile, Stretch};
-pub use domain::{Domain, DomainLock};
+pub use domain::{Domain, DomainLock, Refs, UnreadableRef};
 pub use du::{DuReport, ImageUsage};
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};

@@ -1,4 +1,5 @@
 use cofolio_node::probe::{self, Feature, Need, Presence};
+use cofolio_store::Refs;
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -9,7 +10,8 @@ use crate::ui::{Cell, Table, Tone, plural};
 /// Tell what this kernel, filesystem and machine offer, and what is missing
 ///
 /// Everything is found out by trying. What is missing is listed with what it would be used for and what
-/// is worse without it. Exit code 5 if something is missing without which nothing can be mounted.
+/// is worse without it. Exit code 5 if something is missing without which nothing can be mounted, 4 if the
+/// store, or a record of it, cannot be read.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio doctor\n  \
     cofolio doctor --json | jq -r '.features[] | select(.presence != \"present\") | .name'")]
@@ -26,7 +28,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let place = store_path.ancestors().find(|path| path.is_dir()).map(std::path::Path::to_owned);
     let report = probe::probe(&probe::Options { store: place, ..probe::Options::default() });
     let store = Store::look(context);
-    let exit = if report.can_mount() { Exit::Ok } else { Exit::Missing };
+    let exit = match (report.can_mount(), &store.errors[..]) {
+        (false, _) => Exit::Missing,
+        (true, []) => Exit::Ok,
+        (true, _) => Exit::Corrupt,
+    };
 
     if ui.json {
         ui.json(&json!({
@@ -42,6 +48,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     table.pair("kernel", &report.kernel);
     for (name, value) in &store.lines {
         table.pair(name, value);
+    }
+    for error in &store.errors {
+        table.pair("problem", format!("{error} (see `cofolio fsck`)"));
     }
     ui.table(&table)?;
     ui.line("")?;
@@ -78,9 +87,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     }
     ui.line("")?;
-    ui.line(match exit {
-        Exit::Ok => ui.paint(Tone::Good, "Images can be mounted on this machine."),
-        _ => ui.paint(Tone::Bad, "Images cannot be mounted here: see what is required above."),
+    ui.line(match report.can_mount() {
+        true => ui.paint(Tone::Good, "Images can be mounted on this machine."),
+        false => ui.paint(Tone::Bad, "Images cannot be mounted here: see what is required above."),
     })?;
     Ok(exit)
 }
@@ -98,24 +107,25 @@ fn mark(feature: &Feature) -> (&'static str, Tone) {
 /// The store in a few lines; none of it may fail, since doctor is called when something does.
 struct Store {
     lines: Vec<(&'static str, String)>,
-    error: Option<String>,
+    errors: Vec<String>,
 }
 
 impl Store {
     fn look(context: &Context<'_>) -> Self {
         let path = context.global.store.display().to_string();
+        let text = |error| format!("{:#}", anyhow::Error::new(error));
         let store = match cofolio_store::Store::open(&context.global.store) {
             Ok(store) => store,
             Err(cofolio_store::Error::NotAStore { .. }) => {
                 let lines =
                     vec![("store", format!("{path}: none yet (the first import makes it)"))];
-                return Self { lines, error: None };
+                return Self { lines, errors: Vec::new() };
             }
             Err(error) => {
-                let error = format!("{:#}", anyhow::Error::new(error));
+                let error = text(error);
                 return Self {
                     lines: vec![("store", format!("{path}: {error}"))],
-                    error: Some(error),
+                    errors: vec![error],
                 };
             }
         };
@@ -143,19 +153,22 @@ impl Store {
                 format!("it uses `{feature}`, which this version does not know"),
             ));
         }
-        let mut error = None;
+        let mut errors = Vec::new();
         match store.domains() {
             Ok(domains) => lines.push(("trust domains", domains.join(", "))),
-            Err(e) => error = Some(e.to_string()),
+            Err(error) => errors.push(text(error)),
         }
         match store
             .domain(&context.global.domain)
-            .and_then(|d| Ok((d.refs()?.len(), d.images()?.len())))
+            .and_then(|domain| Ok((domain.all_refs()?, domain.images()?.len())))
         {
             Ok((refs, images)) => {
-                lines.push(("images", format!("{images}, under {}", plural(refs as u64, "name"))))
+                let Refs { readable, unreadable } = refs;
+                let names = plural((readable.len() + unreadable.len()) as u64, "name");
+                lines.push(("images", format!("{images}, under {names}")));
+                errors.extend(unreadable.into_iter().map(|unreadable| text(unreadable.error)));
             }
-            Err(e) => error = Some(e.to_string()),
+            Err(error) => errors.push(text(error)),
         }
         match store.orphaned_staging() {
             Ok(orphans) if !orphans.is_empty() => lines.push((
@@ -163,19 +176,17 @@ impl Store {
                 format!("{} interrupted imports (`cofolio gc` removes them)", orphans.len()),
             )),
             Ok(_) => {}
-            Err(e) => error = Some(e.to_string()),
+            Err(error) => errors.push(text(error)),
         }
-        if let Some(error) = &error {
-            lines.push(("problem", format!("{error} (see `cofolio fsck`)")));
-        }
-        Self { lines, error }
+        Self { lines, errors }
     }
 
     fn json(&self) -> serde_json::Value {
         let lines =
             self.lines.iter().map(|(name, value)| ((*name).to_owned(), value.clone().into()));
         let mut object: serde_json::Map<_, _> = lines.collect();
-        object.insert("error".to_owned(), self.error.clone().into());
+        let error = (!self.errors.is_empty()).then(|| self.errors.join("; "));
+        object.insert("error".to_owned(), error.into());
         object.into()
     }
 }

@@ -8,7 +8,6 @@ use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
-use crate::exit::Exit;
 use crate::ui::{Cell, Table, Tone, ago, human_count};
 
 /// List the images of the store
@@ -41,7 +40,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.sharing {
         return sharing::run(&domain, args.digests, context);
     }
-    let refs = domain.refs()?;
+    let (refs, exit) = context.refs(&domain)?;
     let images = domain.images()?;
     let report = if args.size { domain.du(&ImageContents)? } else { DuReport::default() };
     let usage: BTreeMap<Digest, &ImageUsage> =
@@ -75,11 +74,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             })
             .collect();
         context.ui.json(&list)?;
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
     if rows.is_empty() {
         context.ui.note("no images (`cofolio import SOURCE` brings one in)");
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
     let mut table = Table::new(match args.size {
         true => &["NAME", "IMAGE", "CREATED", "OBJECTS", "SIZE", "UNIQUE", "SHARED"],
@@ -105,5 +104,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         table.row(row);
     }
     context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    Ok(exit)
 }

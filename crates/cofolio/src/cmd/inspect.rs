@@ -66,7 +66,7 @@ fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
 
 fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let refs = domain.refs()?;
+    let (refs, exit) = context.refs(&domain)?;
     let refs: Vec<&str> = refs
         .iter()
         .filter(|(_, record)| record.image == named.digest)
@@ -108,7 +108,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             "signatures": signatures,
             "path": domain.image_path(&named.digest),
         }))?;
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
 
     let ui = context.ui;
@@ -175,7 +175,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             ui.line(format!("  {root}"))?;
         }
     }
-    Ok(Exit::Ok)
+    Ok(exit)
 }
 
 /// What an image holds.

@@ -46,6 +46,18 @@ pub enum TrustError {
         /// What there is instead.
         found: Box<str>,
     },
+    /// The record of a ref is damaged. It may be a name of the image, and its rule would not let the image through.
+    #[error("image {image} is refused: it may be {name} as well, which cannot be read ({rule})")]
+    UnknownName {
+        /// The image.
+        image: Digest,
+        /// The ref, as far as its name is known.
+        name: Box<str>,
+        /// The rule that it would have.
+        rule: Box<str>,
+        /// Why it cannot be read.
+        source: Box<cofolio_store::Error>,
+    },
     /// No signature by cosign of what a registry has.
     #[error("{name}: {digest} is not signed by {keys}")]
     NoClaim {

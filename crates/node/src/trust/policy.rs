@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, UnreadableRef};
 use serde::{Deserialize, Serialize};
 
 use super::error::TrustError;
@@ -205,23 +205,27 @@ impl Policy {
     /// had to vouch for it.
     ///
     /// By name it is the name's rule that counts. By digest alone the rules of all names that the image has
-    /// count, and the default where it has none: leaving the name out opens nothing.
+    /// count, and the default where it has none: leaving the name out opens nothing. A ref that cannot be read
+    /// may be one of its names.
     ///
     /// # Errors
     /// [`TrustError`]; it may not.
     pub fn check(&self, domain: &Domain, subject: &Subject<'_>) -> Result<bool, TrustError> {
         let Subject { name, image, need } = subject;
         let mut demands = Vec::new();
+        let mut unreadable = Vec::new();
         match name {
             Some(name) => demands.push(((*name).to_owned(), self.rule_for(name))),
             // Without patterns all names have one rule.
             None if self.refs.is_empty() => demands.push(("no name".to_owned(), &self.default)),
             None => {
-                let refs = domain.refs()?.into_iter().filter(|(_, record)| record.image == *image);
-                demands.extend(refs.map(|(name, _)| {
+                let refs = domain.all_refs()?;
+                let names = refs.readable.into_iter().filter(|(_, record)| record.image == *image);
+                demands.extend(names.map(|(name, _)| {
                     let demand = self.rule_for(&name);
                     (name, demand)
                 }));
+                unreadable = refs.unreadable;
                 if demands.is_empty() {
                     demands.push(("no name".to_owned(), &self.default));
                 }
@@ -229,12 +233,32 @@ impl Policy {
         }
         let shown = name.unwrap_or("no name");
         demands.extend(self.beside.iter().map(|beside| (shown.to_owned(), beside)));
-        let signed = demands.iter().any(|(_, demand)| demand.require == Require::Signed);
+        let maybe = unreadable.iter().flat_map(|UnreadableRef { name, .. }| self.rules_of(name));
+        let mut all = demands.iter().map(|(_, demand)| *demand).chain(maybe);
+        let signed = all.any(|demand| demand.require == Require::Signed);
         let records = if signed { signatures(domain, image)? } else { Vec::new() };
         for (name, demand) in demands {
             demand.check(image, &name, *need, &records)?;
         }
+        for UnreadableRef { name, error } in unreadable {
+            let rules = self.rules_of(&name);
+            let refuses = |demand: &&Demand| demand.check(image, "", *need, &records).is_err();
+            if let Some(demand) = rules.into_iter().find(refuses) {
+                let name = name.map_or("a ref with a long name".to_owned(), |n| format!("`{n}`"));
+                let (name, rule) = (name.into(), demand.origin.clone().into());
+                let source = Box::new(error);
+                return Err(TrustError::UnknownName { image: *image, name, rule, source });
+            }
+        }
         Ok(signed)
+    }
+
+    /// The rules that a name can have: one, or any if nobody knows the name.
+    fn rules_of(&self, name: &Option<String>) -> Vec<&Demand> {
+        match name {
+            Some(name) => vec![self.rule_for(name)],
+            None => self.refs.values().chain([&self.default]).collect(),
+        }
     }
 
     /// What is asked of an image that arrives under a name: what [`Policy::demand`] asks, and of the name's

@@ -273,6 +273,65 @@ fn the_longest_pattern_counts_and_a_whole_name_before_it() {
     assert_eq!(said("host/team/app:1"), Ok(true), "somebody had to vouch for it");
 }
 
+/// A torn record made the policy refuse every image that was asked for by digest. It may be a name of the image, so
+/// its rule is asked as well; what that rule lets through, and what is asked for by another name, it does not touch.
+#[test]
+fn a_torn_ref_counts_as_a_name_of_any_image() {
+    let fixture = Fixture::new();
+    let (key, public) = fixture.key("a");
+    let image = fixture.image("good:1", b"one");
+    let record = fixture.domain.get_ref("good:1").unwrap().unwrap();
+    let tear = |name: &str| {
+        let before = refs_of(&fixture);
+        fixture.domain.put_ref(name, &record).unwrap();
+        let file = refs_of(&fixture).into_iter().find(|file| !before.contains(file)).unwrap();
+        fs::write(&file, "{").unwrap();
+        file
+    };
+    let strict = rules(&[("good:1", only(Require::Accept)), ("host/*", signed(&[&public]))]);
+    let policy = Policy::new(&only(Require::Reject), &strict).unwrap();
+    let open = Policy::new(&Rule::default(), &strict).unwrap();
+
+    // Its rule would refuse: named, with the file that is damaged.
+    let torn = tear("host/app:1");
+    let error = fixture.check(&policy, None, image).unwrap_err();
+    let source = std::error::Error::source(&error).unwrap().to_string();
+    let said = error.to_string();
+    assert!(said.contains("`host/app:1`") && said.contains("rule for \"host/*\""), "{said}");
+    assert!(source.contains("host%2Fapp%3A1.json"), "{source}");
+    assert_eq!(fixture.check(&policy, Some("good:1"), image).ok(), Some(false));
+    // The same rule, satisfied: somebody had to vouch for it.
+    fixture.sign(&image, &key);
+    assert_eq!(fixture.check(&policy, None, image).ok(), Some(true));
+    fs::remove_file(torn).unwrap();
+
+    // A free name is in nobody's way, but it is no name of an image that has none.
+    let torn = tear("free:1");
+    assert_eq!(fixture.check(&open, None, image).ok(), Some(false));
+    fixture.domain.remove_ref("good:1").unwrap();
+    let lenient = rules(&[("free:1", only(Require::Accept))]);
+    let lenient = Policy::new(&only(Require::Reject), &lenient).unwrap();
+    let refused = fixture.check(&lenient, None, image).unwrap_err();
+    assert!(matches!(refused, TrustError::Rejected { .. }), "{refused}");
+    fixture.domain.put_ref("good:1", &record).unwrap();
+    fs::remove_file(torn).unwrap();
+
+    // Nobody knows the name: it may be one that any rule is for.
+    let torn = tear(&format!("host/{}", "long".repeat(80)));
+    assert_eq!(fixture.check(&open, None, image).ok(), Some(true), "it is signed");
+    let other = fixture.image("good:2", b"two");
+    let refused = fixture.check(&open, None, other).unwrap_err();
+    assert!(matches!(refused, TrustError::UnknownName { .. }), "{refused}");
+    assert!(refused.to_string().contains("a ref with a long name"), "{refused}");
+    fs::remove_file(torn).unwrap();
+    fixture.check(&open, None, other).unwrap();
+}
+
+fn refs_of(fixture: &Fixture) -> Vec<PathBuf> {
+    let directory = fixture.dir.path().join("store/domains/default/refs");
+    fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
 /// An image is asked for by digest, so that the rule for its name would not be asked: it is.
 #[test]
 fn leaving_the_name_out_opens_nothing() {

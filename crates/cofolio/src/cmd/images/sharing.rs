@@ -6,7 +6,6 @@ use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
-use crate::exit::Exit;
 use crate::ui::{Cell, Table, Tone, human_count, percent};
 
 /// Most images that a matrix has columns for; with more of them each row names the closest ones instead.
@@ -16,7 +15,7 @@ const COLUMNS_MAX: usize = 16;
 const CLOSEST: usize = 3;
 
 pub(super) fn run(domain: &Domain, full_digests: bool, context: &Context<'_>) -> Outcome {
-    let refs = domain.refs()?;
+    let (refs, exit) = context.refs(domain)?;
     let names = |image: &Digest| -> Vec<&str> {
         let of_image = refs.iter().filter(|(_, record)| record.image == *image);
         of_image.map(|(name, _)| name.as_str()).collect()
@@ -36,11 +35,11 @@ pub(super) fn run(domain: &Domain, full_digests: bool, context: &Context<'_>) ->
             row["names"] = json!(names);
         }
         context.ui.json(&value)?;
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
     if images.is_empty() {
         context.ui.note("no images (`cofolio import SOURCE` brings one in)");
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
     let wide = images.len() <= COLUMNS_MAX;
     let numbers: Vec<String> = (1..=images.len()).map(|number| number.to_string()).collect();
@@ -89,5 +88,5 @@ pub(super) fn run(domain: &Domain, full_digests: bool, context: &Context<'_>) ->
         true => "a row's percents: how much of that image's content each image has, by its number",
         false => "percents: how much of that image's content the image of that number has",
     });
-    Ok(Exit::Ok)
+    Ok(exit)
 }
