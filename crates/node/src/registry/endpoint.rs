@@ -260,9 +260,7 @@ impl Endpoint {
                 }
             }
         }
-        let body = form.as_ref().map_or(Payload::None, |form| {
-            Payload::Bytes("application/x-www-form-urlencoded", form.as_bytes())
-        });
+        let body = form.as_deref().map_or(Payload::None, Payload::Form);
         let request = Request {
             method: if form.is_some() { Method::POST } else { Method::GET },
             url: &url,
@@ -307,6 +305,10 @@ fn judge(mut response: Response, used: impl FnOnce() -> String) -> Result<Respon
         408 | 429 | 500 | 502 | 503 | 504 => {
             let error = RegistryError::Status { url, status, what, tries: 0 };
             Err(Failure { pause, ..Failure::again(error) })
+        }
+        300..400 => {
+            let what = "a redirect that cannot be followed".to_owned();
+            Err(RegistryError::Refused { url, status, what }.into())
         }
         400..500 => Err(RegistryError::Refused { url, status, what }.into()),
         _ => Err(RegistryError::Status { url, status, what, tries: 0 }.into()),

@@ -48,6 +48,8 @@ pub(crate) enum Payload<'a> {
     None,
     /// Bytes, and their media type.
     Bytes(&'a str, &'a [u8]),
+    /// A form with a secret in it, for this server and no other.
+    Form(&'a str),
     /// What a reader gives, as it comes: it can be sent once.
     Stream {
         reader: RefCell<&'a mut dyn Read>,
@@ -100,7 +102,8 @@ impl Http {
         Self { options, limiter, agents: Mutex::default() }
     }
 
-    /// Sends a request, and follows redirects of those that only read. `authorization` is the value of the
+    /// Sends a request, and follows redirects of those that only read; of others where they say that the same is to
+    /// be sent elsewhere, and it can be sent again: as docker and podman do. `authorization` is the value of the
     /// `Authorization` header; it is never sent to another server than the URL's.
     pub(crate) fn send(
         &self,
@@ -117,7 +120,8 @@ impl Http {
             let elsewhere = !same;
             let response = Response { url, status, headers: parts.headers, body, elsewhere };
             let reads = matches!(request.method, http::Method::GET | http::Method::HEAD);
-            if !reads || !matches!(status, 301 | 302 | 303 | 307 | 308) {
+            let again = matches!(request.body, Payload::None | Payload::Bytes(..));
+            if !(reads && matches!(status, 301..=303) || again && matches!(status, 307 | 308)) {
                 return Ok(response);
             }
             let location = response.header("location").ok_or_else(|| RegistryError::Answer {
@@ -187,6 +191,7 @@ impl Http {
         builder = match &request.body {
             Payload::None => builder,
             Payload::Bytes(media_type, _) => builder.header("content-type", *media_type),
+            Payload::Form(_) => builder.header("content-type", "application/x-www-form-urlencoded"),
             // A registry that does not want it says so before it is sent.
             Payload::Stream { size: None, .. } => {
                 builder.header("content-type", OCTETS).header("expect", "100-continue")
@@ -204,13 +209,18 @@ impl Http {
             url: url.to_string(),
             what: format!("cannot be asked for: {e}"),
         };
+        let bytes = match &request.body {
+            Payload::Form(text) => text.as_bytes(),
+            Payload::Bytes(_, bytes) => bytes,
+            Payload::None | Payload::Stream { .. } => &[],
+        };
         Ok(match &request.body {
             Payload::None => {
                 let built = agent.configure_request(builder.body(()).map_err(bad)?);
                 agent.run(built.timeout_recv_body(time).build())
             }
-            Payload::Bytes(_, body) => {
-                let built = agent.configure_request(builder.body(*body).map_err(bad)?);
+            Payload::Bytes(..) | Payload::Form(_) => {
+                let built = agent.configure_request(builder.body(bytes).map_err(bad)?);
                 agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
             }
             Payload::Stream { reader, .. } => {

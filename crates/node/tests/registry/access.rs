@@ -115,6 +115,25 @@ fn tokens_are_asked_for_with_password_or_identity() {
     let expected =
         "grant_type=refresh_token&service=reg&scope=repository%3Aapp%3Apull&client_id=cofolio";
     assert!(body.starts_with(expected), "{body}");
+
+    // A token server that sends the form elsewhere: the secret in it stays here.
+    let other = Fake::honest();
+    let there = format!("http://{}/token", other.address);
+    let tokens = Fake::new(move |_, _| Answer::new(307, "").with("Location", there.as_str()));
+    let realm = format!("http://{}/token", tokens.address);
+    let registry = Fake::new(move |asked, answer| match asked.path == "/v2/" {
+        true => answer,
+        false => Answer::error(401, "no token")
+            .with("WWW-Authenticate", format!("Bearer realm=\"{realm}\",service=\"reg\"")),
+    });
+    let path = bench.path("other.json");
+    let auths = json!({"auths": {registry.address.to_string(): {"identitytoken": "re/fresh"}}});
+    std::fs::write(&path, auths.to_string()).unwrap();
+    let with = RegistryOptions { auth_files: vec![path], ..options() };
+    let error = pull(&Bench::new(), &app(registry.address), with).unwrap_err().to_string();
+    assert!(error.contains("refused (status 307)"), "{error}");
+    assert!(tokens.log().iter().any(|asked| asked.body.ends_with(b"re%2Ffresh")));
+    assert_eq!(other.log().len(), 0);
 }
 
 /// A registry's blobs often lie elsewhere, behind a signed URL: nothing of ours goes there, and when the

@@ -255,6 +255,70 @@ fn a_registry_that_refuses_is_quoted() {
     assert!(error.contains("status 503: later (tried 6 times)"), "{error}");
 }
 
+/// A registry that has moved, or takes uploads elsewhere, says so with 307 or 308, and pushes to it failed. docker and
+/// podman follow with what they can send again: requests without a body, and manifests. Not with a blob that is on its
+/// way, and nobody else hears who we are.
+#[test]
+fn redirects_are_followed_with_what_can_be_sent_again() {
+    let elsewhere = Fake::honest();
+    let there = elsewhere.address;
+    let fake = Fake::new(move |asked, answer| {
+        let secret = asked.header("authorization") == "Basic dXNlcjpzZWNyZXQ=";
+        let to = format!("http://{there}{}", asked.path);
+        match asked.method.as_str() {
+            _ if asked.path == "/v2/" => answer,
+            _ if !secret => {
+                Answer::error(401, "log in").with("WWW-Authenticate", "Basic realm=\"r\"")
+            }
+            "POST" => Answer::new(307, "").with("Location", to),
+            "PUT" => Answer::new(308, "").with("Location", to),
+            _ => answer,
+        }
+    });
+    let bench = with_image(&[layer(1, 6_000_000), layer(2, 1000)]);
+    let file = bench.path("auth.json");
+    let auths = serde_json::json!({fake.address.to_string(): {"auth": "dXNlcjpzZWNyZXQ="}});
+    std::fs::write(&file, serde_json::json!({"auths": auths}).to_string()).unwrap();
+    let with = RegistryOptions { auth_files: vec![file], ..options() };
+    let report = push(&bench, "image", &app(fake.address), with).unwrap();
+    assert_eq!(how(&report), [How::Sent; 2]);
+    assert_eq!(sent(&elsewhere).last().unwrap(), "PUT manifests/1");
+    let log = elsewhere.log();
+    assert!(log.iter().all(|asked| asked.header("authorization").is_empty()));
+    let manifest = log.iter().find(|asked| asked.path.ends_with("manifests/1")).unwrap();
+    assert_eq!(sha256(&manifest.body), report.manifest);
+    let image = pull(&Bench::new(), &app(there), options()).unwrap().image;
+    assert_eq!(image, report.image);
+
+    // Within one server.
+    let moved = AtomicBool::new(false);
+    let fake = Fake::new(move |asked, answer| match asked.method == "POST" {
+        true if !moved.swap(true, Ordering::Relaxed) => {
+            Answer::new(307, "").with("Location", "/v2/app/blobs/uploads/")
+        }
+        _ => answer,
+    });
+    push(&with_image(&[layer(1, 10)]), "image", &app(fake.address), options()).unwrap();
+
+    let (error, fake) = refused(|asked, answer| match asked.method.as_str() {
+        "PATCH" => Answer::new(307, "").with("Location", "/v2/app/blobs/uploads/0"),
+        _ => answer,
+    });
+    assert!(error.contains("refused (status 307): a redirect that cannot be"), "{error}");
+    assert_eq!(sent(&fake).iter().filter(|sent| sent.starts_with("PATCH")).count(), 1);
+    // What would turn a request into another one.
+    let (error, _) = refused(|asked, answer| match asked.method.as_str() {
+        "POST" => Answer::new(302, "").with("Location", "/v2/app/blobs/uploads/"),
+        _ => answer,
+    });
+    assert!(error.contains("refused (status 302)"), "{error}");
+    let (error, _) = refused(|asked, answer| match asked.method.as_str() {
+        "POST" => Answer::new(308, "").with("Location", asked.path.as_str()),
+        _ => answer,
+    });
+    assert!(error.contains("more than 8 redirects"), "{error}");
+}
+
 #[test]
 fn a_registry_must_have_got_what_was_sent() {
     let other = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
