@@ -52,7 +52,9 @@ impl Layout {
                 let (lock, aside) = aside::create_dir(path)?;
                 (Some(lock), aside, Some(path.to_owned()))
             }
-            Some(_) if path.join("index.json").is_file() => (None, path.to_owned(), None),
+            Some(_) if is_own(&path.join("index.json"), fs::Metadata::is_file) => {
+                (None, path.to_owned(), None)
+            }
             Some(_) => return refuse("a directory that is neither empty nor an image layout"),
         };
         let (blob, added) = (None, Vec::new());
@@ -60,10 +62,23 @@ impl Layout {
         if layout.goes_to.is_some() {
             write_file(&layout.root.join("oci-layout"), OCI_LAYOUT)?;
         }
-        let blobs = layout.root.join("blobs/sha256");
-        fs::create_dir_all(&blobs).map_err(io_error(&blobs))?;
+        for part in ["blobs", "blobs/sha256"] {
+            let directory = layout.root.join(part);
+            match fs::create_dir(&directory) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(io_error(&directory)(error));
+                }
+                _ if is_own(&directory, fs::Metadata::is_dir) => {}
+                _ => return refuse(&format!("{part} leads elsewhere: it is no directory")),
+            }
+        }
         Ok(layout)
     }
+}
+
+/// Whether something lies there itself. A layout may come from anybody, and its links could lead anywhere.
+fn is_own(path: &Path, is: impl FnOnce(&fs::Metadata) -> bool) -> bool {
+    path.symlink_metadata().is_ok_and(|found| is(&found))
 }
 
 impl Target for Layout {

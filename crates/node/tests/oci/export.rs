@@ -361,6 +361,54 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
     }
 }
 
+/// A layout came from somewhere, with a link where its blobs lie: the export wrote to where that leads. Now it says so,
+/// and neither the layout nor what the link leads to is different. A blob that is a link is replaced, not written through.
+#[test]
+fn links_in_a_layout_lead_an_export_nowhere() {
+    let bench = Bench::new();
+    import(&bench, "one", &two_layers());
+    let elsewhere = bench.path("elsewhere");
+    fs::create_dir_all(elsewhere.join("sha256")).unwrap();
+    // What a killed export would have left, and an export removes.
+    fs::write(elsewhere.join("sha256/.blob.cofolio-999999999"), "").unwrap();
+    let link = |to: &Path, own: &Path| std::os::unix::fs::symlink(to, own).unwrap();
+    for part in ["blobs", "blobs/sha256", "index.json"] {
+        let to = bench.path(&part.replace('/', "-"));
+        bench.export("one", &to, Compression::None).unwrap();
+        let own = to.join(part);
+        let aside = bench.path("aside");
+        fs::rename(&own, &aside).unwrap();
+        let leads = match part {
+            "blobs" => elsewhere.clone(),
+            "blobs/sha256" => elsewhere.join("sha256"),
+            _ => aside.clone(),
+        };
+        link(&leads, &own);
+        let before = names(&to);
+        let refused = bench.export("one", &to, Compression::Gzip).unwrap_err();
+        let said = refused.to_string();
+        assert!(matches!(refused, ExportError::Destination { .. }), "{said}");
+        assert!(said.contains(to.to_str().unwrap()), "{said}");
+        assert_eq!((names(&to), names(&elsewhere)), (before, vec!["sha256".to_owned()]));
+        assert_eq!(names(&elsewhere.join("sha256")), [".blob.cofolio-999999999"]);
+        assert!(own.is_symlink());
+        fs::remove_file(&own).unwrap();
+        fs::rename(&aside, &own).unwrap();
+        bench.export("one", &to, Compression::Gzip).unwrap();
+    }
+
+    let to = bench.path("blobs");
+    let report = bench.export("one", &to, Compression::None).unwrap();
+    let blob = to.join("blobs/sha256").join(&report.layers[0].digest[7..]);
+    let (content, victim) = (fs::read(&blob).unwrap(), bench.path("victim"));
+    fs::write(&victim, "mine").unwrap();
+    fs::remove_file(&blob).unwrap();
+    link(&victim, &blob);
+    bench.export("one", &to, Compression::None).unwrap();
+    assert_eq!(fs::read(&victim).unwrap(), b"mine");
+    assert!(!blob.is_symlink() && fs::read(&blob).unwrap() == content);
+}
+
 /// Exports were killed and left what they had, hidden beside where it was to go. The next export to that place removes
 /// it; not what another process is still making, be it one whose number means nothing here.
 #[test]
