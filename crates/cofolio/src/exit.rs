@@ -233,6 +233,9 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         Error::Corrupt { path, .. } if path.contains("/refs/") => Some(
             "importing the image again under its name writes its record again; `rm --force` removes it",
         ),
+        Error::Corrupt { path, .. } if path.contains("/signatures/") => {
+            Some("`cofolio sign` writes it again; without the file there is no such signature")
+        }
         Error::Corrupt { .. } | Error::Unreadable { .. } => Some(DAMAGED),
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             Some("a newer version of cofolio wrote this store; use that one")

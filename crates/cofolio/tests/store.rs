@@ -152,7 +152,7 @@ fn fsck_names_every_kind_of_damage() {
     write_layout(&layout, "box:1", &[layer], json!({}));
     // (what is done, finding, exit codes of fsck and of fsck --quick)
     type Harm = fn(&Damaged);
-    let cases: [(Harm, &str, i32, i32); 16] = [
+    let cases: [(Harm, &str, i32, i32); 18] = [
         (|d| d.remove(&d.object), "object-missing", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes.truncate(3)), "object-truncated", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes[0] ^= 1), "object-altered", 4, 0),
@@ -166,6 +166,8 @@ fn fsck_names_every_kind_of_damage() {
         (|d| fs::write(d.domain.join("roots/lease/a.json"), "").unwrap(), "root-unreadable", 4, 4),
         (|d| d.fake_root(), "root-dangling", 4, 4),
         (|d| fs::remove_dir(d.domain.join("roots/vm")).unwrap(), "directory-missing", 4, 4),
+        (|d| d.signature(d.image_digest(), "x"), "signature-altered", 4, 4),
+        (|d| d.signature(&"0".repeat(64), "x"), "signature-orphaned", 0, 0),
         (|d| d.open_up(&d.object), "permissions", 0, 0),
         (|d| fs::write(d.domain.join("objects/notes"), "").unwrap(), "unexpected-entry", 0, 0),
         (|d| fs::create_dir(d.store.join("staging/dead")).unwrap(), "staging-orphaned", 0, 0),
@@ -246,6 +248,17 @@ impl Damaged {
         let path = self.domain.join(format!("images/{digest}.erofs"));
         fs::write(&path, content).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o444)).unwrap();
+    }
+
+    fn image_digest(&self) -> &str {
+        self.image.file_stem().unwrap().to_str().unwrap()
+    }
+
+    /// A file that says of an image what it does not.
+    fn signature(&self, image: &str, content: &str) {
+        let directory = self.domain.join("signatures").join(image);
+        fs::create_dir_all(&directory).unwrap();
+        fs::write(directory.join("0".repeat(64)), content).unwrap();
     }
 
     fn fake_root(&self) {

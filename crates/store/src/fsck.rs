@@ -44,6 +44,8 @@ pub enum FindingKind {
     RootUnreadable,
     /// A root names an image or layer that is not there.
     RootDangling,
+    /// A signature's content has another digest than its name.
+    SignatureAltered,
     /// A directory of the domain is missing.
     DirectoryMissing,
     /// A file can be written, belongs to somebody else, or has more than one name.
@@ -54,6 +56,8 @@ pub enum FindingKind {
     UnexpectedEntry,
     /// An import was interrupted; gc removes its leftovers.
     StagingOrphaned,
+    /// Signatures of an image that is gone; gc removes them.
+    SignatureOrphaned,
 }
 
 impl FindingKind {
@@ -70,11 +74,13 @@ impl FindingKind {
             Self::RefDangling => "ref-dangling",
             Self::RootUnreadable => "root-unreadable",
             Self::RootDangling => "root-dangling",
+            Self::SignatureAltered => "signature-altered",
             Self::DirectoryMissing => "directory-missing",
             Self::Permissions => "permissions",
             Self::Unprotected => "unprotected",
             Self::UnexpectedEntry => "unexpected-entry",
             Self::StagingOrphaned => "staging-orphaned",
+            Self::SignatureOrphaned => "signature-orphaned",
         }
     }
 
@@ -83,7 +89,11 @@ impl FindingKind {
     pub fn is_damage(self) -> bool {
         !matches!(
             self,
-            Self::Permissions | Self::Unprotected | Self::UnexpectedEntry | Self::StagingOrphaned
+            Self::Permissions
+                | Self::Unprotected
+                | Self::UnexpectedEntry
+                | Self::StagingOrphaned
+                | Self::SignatureOrphaned
         )
     }
 }
@@ -148,6 +158,8 @@ pub struct FsckReport {
     pub refs: u64,
     /// Roots looked at.
     pub roots: u64,
+    /// Signatures looked at.
+    pub signatures: u64,
 }
 
 impl FsckReport {
@@ -156,7 +168,7 @@ impl FsckReport {
         self.more_damage || self.findings.iter().any(|finding| finding.kind.is_damage())
     }
 
-    fn add(&mut self, finding: Finding) {
+    pub(crate) fn add(&mut self, finding: Finding) {
         if self.findings.len() < FINDINGS_MAX {
             self.findings.push(finding);
         } else {
@@ -205,6 +217,7 @@ impl Domain {
         let (users, mut named) = self.fsck_parts(contents, options, &mut report)?;
         self.fsck_refs(&mut report)?;
         self.fsck_roots(&mut report)?;
+        self.fsck_signatures(&mut report)?;
         self.fsck_objects(&users, &mut named, options, progress, &mut report)?;
         for id in self.store().orphaned_staging()? {
             let path = format!("{}/{id}", crate::store::STAGING);

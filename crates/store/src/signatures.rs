@@ -4,11 +4,14 @@
 //! it again judges it again. The name is the SHA-256 of the content, so that what is there already is not
 //! there twice.
 
+use std::io;
+
 use sha2::{Digest as _, Sha256};
 
 use crate::disk::Kind;
 use crate::domain::is_absent;
 use crate::error::{At, Error, Result};
+use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
@@ -41,10 +44,14 @@ impl Domain {
         let parent = format!("{}/{DIRECTORY}", self.base());
         let directory = format!("{parent}/{image}");
         let path = format!("{directory}/{}", Digest(Sha256::digest(signature).into()));
-        if self.file_size(&path)?.is_some() {
-            return Ok(());
-        }
-        if self.signature_files(image)?.len() >= SIGNATURES_MAX {
+        let is_new = match self.read_signature(&path) {
+            Ok(Some(_)) => return Ok(()),
+            Ok(None) => true,
+            // One that is damaged is written again.
+            Err(Error::Corrupt { .. }) => false,
+            Err(error) => return Err(error),
+        };
+        if is_new && self.signature_files(image)?.len() >= SIGNATURES_MAX {
             let what = format!("image {image} has {SIGNATURES_MAX} signatures already");
             return Err(Error::TooMany { what });
         }
@@ -65,14 +72,70 @@ impl Domain {
         for name in self.signature_files(image)? {
             let path = format!("{}/{DIRECTORY}/{image}/{name}", self.base());
             // One that was removed since it was listed is simply not there.
-            let Some(file) = self.open_file(path.clone())? else { continue };
-            let content = file.read_all(SIGNATURE_SIZE_MAX as u64).at("read", &path)?;
-            if Digest(Sha256::digest(&content).into()).to_string() != name {
-                return Err(Error::corrupt(path, "its content has another digest than its name"));
-            }
-            signatures.push(content);
+            signatures.extend(self.read_signature(&path)?);
         }
         Ok(signatures)
+    }
+
+    /// A signature that is what its name says; `None` if there is none.
+    fn read_signature(&self, path: &str) -> Result<Option<Vec<u8>>> {
+        let Some(file) = self.open_file(path.to_owned())? else { return Ok(None) };
+        let content = match file.read_all(SIGNATURE_SIZE_MAX as u64) {
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
+                return Err(Error::corrupt(path, "it is larger than 128 KiB"));
+            }
+            other => other.at("read", path)?,
+        };
+        let digest = Digest(Sha256::digest(&content).into()).to_string();
+        match path.ends_with(&digest) {
+            true => Ok(Some(content)),
+            false => Err(Error::corrupt(path, "its content has another digest than its name")),
+        }
+    }
+
+    /// Signatures that are not what their names say, of images that are not here, and what is no signature.
+    pub(crate) fn fsck_signatures(&self, report: &mut FsckReport) -> Result<()> {
+        let parent = format!("{}/{DIRECTORY}", self.base());
+        let entries = match self.disk().list(&parent) {
+            Err(error) if is_absent(&error) => return Ok(()),
+            other => other.at("list", &parent)?,
+        };
+        for (entry, kind) in entries {
+            let directory = format!("{parent}/{entry}");
+            let image = Digest::from_lower_hex(entry.as_bytes());
+            let Some(image) = image.filter(|_| kind == Kind::Directory) else {
+                report.add(Finding::new(FindingKind::UnexpectedEntry, directory, ""));
+                continue;
+            };
+            if !self.has_image(&image)? {
+                let what = "its image is not there";
+                report.add(Finding::new(FindingKind::SignatureOrphaned, directory, what));
+                continue;
+            }
+            for (name, kind) in self.disk().list(&directory).at("list", &directory)? {
+                let path = format!("{directory}/{name}");
+                let is_ours =
+                    kind == Kind::File && Digest::from_lower_hex(name.as_bytes()).is_some();
+                // One that is being written, or that gc takes.
+                if name.starts_with(TEMPORARY) {
+                    continue;
+                }
+                if !is_ours {
+                    report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                    continue;
+                }
+                report.signatures += 1;
+                match self.read_signature(&path) {
+                    Ok(_) => {}
+                    Err(Error::Corrupt { reason, .. }) => {
+                        let finding = Finding::new(FindingKind::SignatureAltered, path, reason);
+                        report.add(finding.about(&image));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
     }
 
     fn signature_files(&self, image: &Digest) -> Result<Vec<String>> {

@@ -515,4 +515,35 @@ fn signatures_go_with_their_image() {
     let path = directory.join(a.to_string()).join("0".repeat(64));
     std::fs::write(&path, "x").unwrap();
     assert!(matches!(domain.signatures(&a), Err(Error::Corrupt { .. })));
+    std::fs::remove_file(&path).unwrap();
+
+    // fsck finds what is damaged; signing again mends it.
+    let found = || domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+    let two = std::fs::read_dir(directory.join(a.to_string())).unwrap();
+    let mut two = two.map(|entry| entry.unwrap().path());
+    let two = two.find(|path| std::fs::read(path).unwrap() == b"two").unwrap();
+    for content in [vec![], b"twO".to_vec(), large] {
+        std::fs::write(&two, content).unwrap();
+        assert!(matches!(domain.signatures(&a), Err(Error::Corrupt { .. })));
+        let report = found();
+        assert!(report.is_damaged() && report.signatures == 256, "{report:?}");
+        let [finding] = &report.findings[..] else { panic!("{report:?}") };
+        assert_eq!((finding.kind, finding.digest), (FindingKind::SignatureAltered, Some(a)));
+        assert!(two.ends_with(finding.path.rsplit('/').next().unwrap()), "{finding:?}");
+    }
+    domain.add_signature(&a, b"two").unwrap();
+    assert_eq!(found().findings, []);
+
+    // What nobody has put there, and what belongs to nothing, which gc removes.
+    std::fs::create_dir(directory.join(b.to_string())).unwrap();
+    std::fs::write(directory.join(b.to_string()).join("0".repeat(64)), "x").unwrap();
+    std::fs::write(directory.join("notes"), "").unwrap();
+    std::fs::write(directory.join(a.to_string()).join("notes"), "").unwrap();
+    let report = found();
+    let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
+    let (unexpected, orphaned) = (FindingKind::UnexpectedEntry, FindingKind::SignatureOrphaned);
+    assert_eq!(kinds, [unexpected, unexpected, orphaned]);
+    assert!(!report.is_damaged() && report.findings[2].path.ends_with(&b.to_string()));
+    gc(&domain).unwrap();
+    assert_eq!(found().findings.len(), 2);
 }
