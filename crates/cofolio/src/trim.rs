@@ -8,6 +8,7 @@ use cofolio_store::{Digest, Domain, GcOptions, GcReport, Spared, TrimOptions, Tr
 
 use crate::config::Size;
 use crate::context::{Context, short};
+use crate::exit;
 use crate::ui::{ago, human_size, plural};
 
 const DAY_SECONDS: i64 = 86_400;
@@ -50,7 +51,7 @@ pub(crate) fn trim(
 }
 
 /// Trims the domain after an import, if the configuration limits it and it is larger. The import is done
-/// and stays done: whatever goes wrong here is a remark.
+/// and stays done: what goes wrong here is told on standard error, whatever the output, and changes no exit code.
 pub(crate) fn after_import(
     context: &Context<'_>,
     domain: &Domain,
@@ -67,7 +68,8 @@ pub(crate) fn after_import(
     match trimmed {
         Ok(trimmed) => trimmed.map(|(plan, _)| plan),
         Err(error) => {
-            context.ui.note(format!("the store is over its limit and was not trimmed: {error:#}"));
+            let error = error.context("the store may be over its limit and was not trimmed");
+            exit::report(&error, context.ui);
             None
         }
     }

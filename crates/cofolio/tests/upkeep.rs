@@ -104,6 +104,17 @@ fn an_import_over_the_configured_limit_makes_room_and_says_so() {
     fs::write(sandbox.path("days.toml"), "[store.limit]\nsize = '1 KiB'\nkeep_days = 1\n").unwrap();
     import(&sandbox, "next", &["--config", &sandbox.text("days.toml")]);
     assert_eq!(names(&sandbox), ["last", "next"]);
+    // A trim that fails was told to nobody who asked for less or for JSON, and the store grew.
+    let torn = sandbox.path("store/domains/default/refs/torn.json");
+    fs::write(&torn, "{").unwrap();
+    for args in [&["--json"][..], &["--quiet"], &[]] {
+        let options = [&["--config", tiny.to_str().unwrap()], args].concat();
+        let ran = import(&sandbox, "last", &options);
+        ran.ok();
+        assert!(ran.stderr.contains("was not trimmed"), "{args:?}: {}", ran.stderr);
+        assert!(ran.stderr.contains("torn.json") && ran.stderr.contains("hint:"), "{}", ran.stderr);
+    }
+    fs::remove_file(&torn).unwrap();
     // A pin stays when the name gets another image.
     sandbox.run(&["tag", "--keep", "last", "last"]).ok();
     import(&sandbox, "last", &[]);

@@ -86,7 +86,8 @@ pub(crate) struct Args {
     /// Leave its root read-only, which is the default
     #[arg(long, conflicts_with = "rw")]
     read_only: bool,
-    /// With --rw: what its changes may take, as 512M or 2G; by project quota or a filesystem of that size
+    /// With --rw: what its changes may take, as 512M or 2G; by project quota or a filesystem of that size, which goes
+    /// with the container: not with --keep
     #[arg(long, requires = "rw", conflicts_with = "keep")]
     size: Option<Size>,
     /// Memory that it may use, as 512M or 2G, page cache that it is first to fill included
