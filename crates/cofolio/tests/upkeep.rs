@@ -378,7 +378,8 @@ fn a_killed_scrub_goes_on_and_forgets_nothing() {
     let report = ran.json();
     let (bytes, before) =
         (report["bytes"].as_u64().unwrap(), report["bytes_before"].as_u64().unwrap());
-    assert!(before >= 200_000 && before < bytes, "{report}");
+    // How far it came until then is a matter of what else the machine does.
+    assert!(before > 0 && before < bytes, "{report}");
     assert_eq!((bytes, report["objects"].as_u64()), (60 * 20_000, Some(60)));
     assert_eq!(kinds(&report["findings"]), ["object-altered"]);
     // It has ended, so the next one begins at the beginning.
