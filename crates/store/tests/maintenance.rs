@@ -11,7 +11,8 @@ use std::sync::Mutex;
 
 use cofolio_store::{
     Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, GcReport,
-    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
+    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, ScrubOptions, Store, TrimOptions,
+    verity,
 };
 use common::{Lines, Scratch, content, import, nothing_live};
 
@@ -120,6 +121,54 @@ fn gc_collects_nothing_when_it_cannot_know_what_is_used() {
         other => panic!("{other:?}"),
     }
     assert!(domain.object_size(&object(3)).unwrap().is_some(), "nothing was collected");
+
+    // A torn lease keeps nobody knows what. A torn mount went with the crash that tore it: mounts are not synced.
+    std::fs::remove_file(scratch.path.join("domains/default/refs/b.json")).unwrap();
+    let torn = |kind: &str| {
+        let path = scratch.path.join(format!("domains/default/roots/{kind}/torn.json"));
+        std::fs::write(&path, "{").unwrap();
+        path
+    };
+    let lease = torn("lease");
+    assert!(matches!(gc(&domain), Err(Error::Corrupt { .. })));
+    assert!(domain.object_size(&object(3)).unwrap().is_some(), "nothing was collected");
+    std::fs::remove_file(lease).unwrap();
+    torn("mount");
+    let done = gc(&domain).unwrap();
+    assert_eq!((&done.roots[..], done.objects), (&["mount/torn".to_owned()][..], 1));
+}
+
+/// A scrub holds no lock. An object that an image names and that is not there is lost; one that was collected meanwhile
+/// with its image is not.
+#[test]
+fn a_scrub_tells_what_is_lost_from_what_was_collected() {
+    let scratch = Scratch::new("scrub-gone");
+    let domain = domain(&scratch);
+    put(&domain, "a", &[1, 2]);
+    std::fs::remove_file(domain.object_path(&object(2)).unwrap()).unwrap();
+    let lost = |report: &cofolio_store::ScrubReport| -> Vec<_> {
+        report.findings.iter().map(|finding| (finding.kind, finding.digest)).collect()
+    };
+    let all = ScrubOptions::default();
+    let report = domain.scrub(&Lines, &all, &|_| ()).unwrap();
+    assert_eq!(lost(&report), [(FindingKind::ObjectMissing, Some(object(2)))]);
+    assert_eq!(report.gone, 0);
+
+    domain.remove_ref("a").unwrap();
+    gc(&domain).unwrap();
+    let many: Vec<u64> = (10..30).collect();
+    put(&domain, "b", &many);
+    let collected = Mutex::new(false);
+    let report = domain.scrub(&Lines, &all, &|_| {
+        let mut collected = collected.lock().unwrap();
+        if !std::mem::replace(&mut *collected, true) {
+            domain.remove_ref("b").unwrap();
+            assert_eq!(gc(&domain).unwrap().objects, 20);
+        }
+    });
+    let report = report.unwrap();
+    assert_eq!(lost(&report), []);
+    assert_eq!((report.objects, report.gone), (20, 19));
 }
 
 #[test]
