@@ -144,8 +144,6 @@ pub trait DiskFile: Send + Sync + fmt::Debug {
     fn size(&self) -> io::Result<u64>;
     /// Makes the content durable (not the name).
     fn sync(&self) -> io::Result<()>;
-    /// Says that the content is complete and will be synced: the disk may begin. It promises nothing.
-    fn begin_sync(&self);
     /// The descriptor, if it is a file of this machine.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 }

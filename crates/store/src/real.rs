@@ -128,7 +128,7 @@ impl Disk for RealDisk {
     fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
         // O_NONBLOCK: a FIFO that somebody put here must not hang us. It does nothing to a file.
         let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
-        Ok(Box::new(RealFile { file, end: 0, direct: false, begin_early: false }))
+        Ok(Box::new(RealFile { file, end: 0, direct: false }))
     }
 
     fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>> {
@@ -141,7 +141,7 @@ impl Disk for RealDisk {
         // The kernel reads the whole file to build its tree of digests, and would have to fetch it again. It also writes
         // it before that. Records are small, and not worth finding that out.
         let direct = read_only && !self.protection().verity;
-        Ok(Box::new(RealFile { file, end: 0, direct, begin_early: direct }))
+        Ok(Box::new(RealFile { file, end: 0, direct }))
     }
 
     fn stat(&self, path: &str) -> io::Result<Stat> {
@@ -353,8 +353,6 @@ struct RealFile {
     end: u64,
     /// Large writes may go past the page cache; not once the filesystem has refused one.
     direct: bool,
-    /// Writing back may begin when the file is complete.
-    begin_early: bool,
 }
 
 impl RealFile {
@@ -434,13 +432,6 @@ impl DiskFile for RealFile {
 
     fn sync(&self) -> io::Result<()> {
         Ok(fs::fsync(&self.file)?)
-    }
-
-    fn begin_sync(&self) {
-        // The kernel begins to write what is not written yet, does not wait, and keeps what it is writing.
-        if self.begin_early {
-            let _ = fs::fadvise(&self.file, 0, None, fs::Advice::DontNeed);
-        }
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

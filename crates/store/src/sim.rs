@@ -732,8 +732,6 @@ impl DiskFile for SimFile {
         Ok(())
     }
 
-    fn begin_sync(&self) {}
-
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
     }

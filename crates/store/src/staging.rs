@@ -265,7 +265,7 @@ impl Staging {
                 return Ok(self.count(digest, size, false));
             }
             Err(error) => Err(error),
-            Ok(mut file) => file.write_all(data).map(|()| file.begin_sync()),
+            Ok(mut file) => file.write_all(data),
         };
         match written {
             Ok(()) => {}
@@ -566,7 +566,6 @@ impl<'a> Spilled<'a> {
     /// Gives the file its name in the staging directory; what already has the name stays.
     fn finish(mut self, call: impl FnOnce(&Staging, &str) -> io::Result<()>) -> Result<Placed> {
         let Some(file) = self.file.take() else { return Ok(Placed::Full) };
-        file.begin_sync();
         drop(file);
         match call(self.staging, &self.path) {
             // `drop` removes ours.
