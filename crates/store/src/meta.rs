@@ -52,7 +52,7 @@ impl Meta {
             format: FORMAT,
             id: hex(id),
             features: Features {
-                compatible: Vec::new(),
+                compatible: vec![SPLIT_FEATURE.to_owned()],
                 read_only_compatible: immutable.into_iter().collect(),
                 incompatible: vec![DIGEST_FEATURE.to_owned()],
             },

@@ -103,17 +103,24 @@ impl Store {
                 return Err(Error::InTheWay { path: shown, entry });
             }
         }
-        for directory in [DOMAINS, STAGING] {
+        let domain = format!("{DOMAINS}/{DEFAULT_DOMAIN}");
+        for directory in [DOMAINS, STAGING, &domain] {
             mkdir_if_missing(&*disk, directory)?;
+        }
+        for directory in domain::directories() {
+            mkdir_if_missing(&*disk, &format!("{domain}/{directory}"))?;
         }
         let meta =
             Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
         let store = Self { inner: Arc::new(Inner { disk, meta }) };
-        store.make_domain(DEFAULT_DOMAIN)?;
-        // meta.json comes last: with it the directory is a store, and everything else is durable.
+        // meta.json gets its name last: with it the directory is a store, and everything else is durable.
         let json = serde_json::to_vec_pretty(&store.inner.meta)
             .map_err(|error| Error::corrupt(META_PATH, error))?;
-        store.replace_file("", META_PATH, &json, true)?;
+        let temporary = store.write_temporary("", &json, false)?;
+        let disk = store.disk();
+        disk.sync_all().at("sync", &shown)?;
+        disk.rename(&temporary, META_PATH, false).at("replace", META_PATH)?;
+        disk.sync_dir("").at("sync", &shown)?;
         Ok(store)
     }
 

@@ -535,7 +535,8 @@ fn signatures_go_with_their_image() {
         signatures
     };
     assert_eq!(of(&a), [b"one", b"two"], "twice is once");
-    assert!(domain.store().meta().features.compatible.is_empty(), "as it was when it was opened");
+    let features = &domain.store().meta().features.compatible;
+    assert_eq!(features, &["layer-splits"], "as it was when it was opened");
     let again = Store::open(&scratch.path).unwrap();
     assert!(again.meta().features.compatible.contains(&"signatures".to_owned()));
 

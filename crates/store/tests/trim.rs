@@ -147,7 +147,7 @@ fn a_store_is_upgraded_in_place_when_it_needs_it() {
     let read =
         || -> serde_json::Value { serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap() };
     let mut before = read();
-    assert_eq!(before["features"]["compatible"], serde_json::json!([]));
+    assert_eq!(before["features"]["compatible"], serde_json::json!(["layer-splits"]));
     before["from-the-future"] = 7.into();
     std::fs::write(&path, before.to_string()).unwrap();
 
@@ -160,7 +160,7 @@ fn a_store_is_upgraded_in_place_when_it_needs_it() {
         let noted = if now == 120 { 100 } else { now };
         assert_eq!(domain.noted_use(&image).unwrap(), Some(noted));
     }
-    before["features"]["compatible"] = serde_json::json!(["last-used"]);
+    before["features"]["compatible"] = serde_json::json!(["layer-splits", "last-used"]);
     assert_eq!(read(), before);
     assert_eq!(Store::open(&scratch.path).unwrap().id(), store.id());
     // A torn record means that nobody knows, and the next one repairs it.
