@@ -4,6 +4,8 @@
 //! Value: `u32 version = 2`, then `{u16 tag, u16 perm, u32 id}`, little-endian, sorted by tag and id
 //! (linux/posix_acl_xattr.h).
 
+use std::collections::BTreeMap;
+
 /// Why the text of an ACL was refused.
 #[derive(Debug, thiserror::Error)]
 #[error("ACL entry {entry:?}: {what}")]
@@ -29,7 +31,7 @@ const ENTRIES_MAX: usize = (65_536 - 4) / 8;
 /// An entry that is not understood; a named user or group without its number, which nobody can resolve
 /// in a foreign image.
 pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, AclError> {
-    let mut entries: Vec<(u16, u32, u16)> = Vec::new();
+    let mut entries = BTreeMap::new();
     for line in text.split(|&b| b == b',' || b == b'\n') {
         let line = line.split(|&b| b == b'#').next().unwrap_or_default().trim_ascii();
         if line.is_empty() {
@@ -64,7 +66,7 @@ pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, AclError> {
         } else {
             NO_ID
         };
-        let mut bits = 0;
+        let mut bits = 0u16;
         for &byte in perms {
             bits |= match byte {
                 b'r' => 4,
@@ -74,15 +76,14 @@ pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, AclError> {
                 _ => return Err(fail("unknown permission")),
             };
         }
-        if entries.iter().any(|&(t, i, _)| (t, i) == (tag, id)) {
+        if entries.insert((tag, id), bits).is_some() {
             return Err(fail("given twice"));
         }
-        if entries.len() == ENTRIES_MAX {
+        if entries.len() > ENTRIES_MAX {
             return Err(fail("too many entries"));
         }
-        entries.push((tag, id, bits));
     }
-    let has = |tag| entries.iter().any(|e| e.0 == tag);
+    let has = |tag| entries.keys().any(|&(t, _)| t == tag);
     if entries.is_empty() {
         return Ok(None);
     }
@@ -96,10 +97,9 @@ pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, AclError> {
     if entries.len() == 3 {
         return Ok(None);
     }
-    entries.sort_unstable();
     let mut value = Vec::with_capacity(4 + 8 * entries.len());
     value.extend_from_slice(&2u32.to_le_bytes());
-    for (tag, id, bits) in entries {
+    for ((tag, id), bits) in entries {
         value.extend_from_slice(&tag.to_le_bytes());
         value.extend_from_slice(&bits.to_le_bytes());
         value.extend_from_slice(&id.to_le_bytes());
@@ -131,6 +131,21 @@ mod tests {
         ] {
             assert_eq!(from_text(text).expect("valid"), Some(want.clone()));
         }
+    }
+
+    /// Each entry was compared with all before it: 30 files with 8,180 entries each took 9 seconds of a processor in
+    /// a debug build. The sorted value is what it was.
+    #[test]
+    fn as_many_entries_as_a_value_has_room_for() {
+        let text = |count: usize| {
+            let users: String = (0..count).rev().map(|id| format!(",u:{id}:r")).collect();
+            format!("u::rw-,g::r--,o::r--,m::rwx{users}")
+        };
+        let value = from_text(text(ENTRIES_MAX - 4).as_bytes()).expect("valid").expect("a value");
+        assert_eq!(value.len(), 4 + 8 * ENTRIES_MAX);
+        assert_eq!(value[12..20], [2, 0, 4, 0, 0, 0, 0, 0]);
+        assert_eq!(value[20..28], [2, 0, 4, 0, 1, 0, 0, 0]);
+        assert!(from_text(text(ENTRIES_MAX - 3).as_bytes()).is_err());
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! `SCHILY.dev*` from star(1); `LIBARCHIVE.xattr.*` from libarchive's tar(5); `RHT.security.selinux` from
 //! GNU tar. Others (`atime`, `uname`, `comment`, …) make no difference to the tree and are passed over.
 
+use std::collections::BTreeMap;
+
 /// What the records of one entry say. A record with an empty value takes back what was said before.
 #[derive(Debug, Default)]
 pub(crate) struct Pax {
@@ -16,7 +18,7 @@ pub(crate) struct Pax {
     pub(crate) major: Option<u64>,
     pub(crate) minor: Option<u64>,
     /// Names and values; a later record of the same name has replaced an earlier one.
-    pub(crate) xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    pub(crate) xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
     pub(crate) acl_access: Option<Vec<u8>>,
     pub(crate) acl_default: Option<Vec<u8>>,
     pub(crate) sparse: PaxSparse,
@@ -154,10 +156,7 @@ impl Pax {
     }
 
     fn xattr(&mut self, name: &[u8], value: &[u8]) {
-        match self.xattrs.iter_mut().find(|(n, _)| n == name) {
-            Some((_, old)) => *old = value.to_vec(),
-            None => self.xattrs.push((name.to_vec(), value.to_vec())),
-        }
+        self.xattrs.insert(name.to_vec(), value.to_vec());
     }
 }
 
@@ -282,5 +281,23 @@ mod tests {
         let mut pax = Pax::default();
         pax.parse(b"9 path=a\n11 path=bc\n8 path=\n").expect("fine");
         assert_eq!(pax.path, None);
+    }
+
+    /// The names were in a list that every record was looked up in. A header of 1 MiB holds 47,000 names: an archive
+    /// of three such entries, 27 KB with zstd, took 45 seconds of a processor in a debug build, and nothing
+    /// bounds the number of entries.
+    #[test]
+    fn many_attributes_are_no_work() {
+        let mut records = Vec::new();
+        for number in 0..47_000 {
+            let body = format!("SCHILY.xattr.{number:x}=\n");
+            records.extend(format!("{} {body}", body.len() + 3).into_bytes());
+        }
+        let began = std::time::Instant::now();
+        let mut pax = Pax::default();
+        pax.parse(&records).expect("fine");
+        assert_eq!(pax.xattrs.len(), 47_000);
+        // A third of 45 seconds before.
+        assert!(began.elapsed().as_secs() < 10, "{:?}", began.elapsed());
     }
 }

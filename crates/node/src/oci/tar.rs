@@ -21,6 +21,7 @@
 //! sparse map by [`MetaLimits::sparse_segments`]. File content is never buffered here: after
 //! [`Reader::next_entry`] the caller takes it from the input and says so with [`Reader::taken`].
 
+use std::collections::BTreeMap;
 use std::io::{self, BufRead};
 
 use super::{acl, pax::Pax};
@@ -132,7 +133,7 @@ pub(crate) struct Entry {
     pub(crate) data_size: u64,
     pub(crate) sparse: Option<Sparse>,
     /// Extended attributes; ACLs already in the kernel's form.
-    pub(crate) xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    pub(crate) xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
     /// Offset of the entry's own header in the archive.
     pub(crate) offset: u64,
 }
@@ -514,8 +515,7 @@ impl<R: Input> Reader<R> {
             if let Some(text) = text
                 && let Some(value) = acl::from_text(text).map_err(|e| bad_here(e.to_string()))?
             {
-                xattrs.retain(|(n, _)| n != name.as_bytes());
-                xattrs.push((name.as_bytes().to_vec(), value));
+                xattrs.insert(name.as_bytes().to_vec(), value);
             }
         }
 
