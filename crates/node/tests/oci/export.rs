@@ -347,6 +347,24 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
     let two = bench.domain.get_ref("two").unwrap().unwrap().image.to_string();
     assert_eq!((image("a"), image("b")), (two.clone(), two));
 
+    // Images without a name stay beside each other, but none is there twice.
+    let unnamed = |name: &str| {
+        let record = bench.domain.get_ref(name).unwrap().unwrap();
+        let exported = Exported { image: &record.image, record: Some(&record), name: None };
+        let destination = Destination::Layout { path: bench.path("unnamed"), tag: None };
+        let mut go_on = |_| ControlFlow::Continue(());
+        let options = ExportOptions::default();
+        export(&bench.domain, exported, &destination, &options, &mut go_on).unwrap().manifest
+    };
+    let digests = [unnamed("one"), unnamed("two"), unnamed("two")];
+    let index = fs::read(bench.path("unnamed").join("index.json")).unwrap();
+    let index: Value = serde_json::from_slice(&index).unwrap();
+    let entries = index["manifests"].as_array().unwrap().iter();
+    assert_eq!(
+        entries.map(|entry| &entry["digest"]).collect::<Vec<_>>(),
+        digests[..2].iter().collect::<Vec<_>>()
+    );
+
     let before = (names(&to), names(&to.join("blobs/sha256")));
     let text = cofolio_store::verity::digest(b"other");
     let path = bench.domain.object_path(&text).unwrap();
