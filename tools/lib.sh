@@ -32,3 +32,10 @@ install_packages() (
     apt-get update -qq || die "apt-get update failed"
     apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null || die "apt-get could not install: ${missing[*]}"
 )
+
+# standard_library TARGET: Rust's is installed for this target, perhaps only now; else says why not.
+standard_library() {
+    [ ! -d "$(rustc --print sysroot)/lib/rustlib/$1/lib" ] || return 0
+    command -v rustup >/dev/null || { say "Rust's standard library for $1 is not installed, and there is no rustup to fetch it"; return 1; }
+    rustup -q target add "$1" >&2 || { say "Rust's standard library for $1 could not be fetched"; return 1; }
+}

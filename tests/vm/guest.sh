@@ -36,3 +36,6 @@ forget_caches() {
     sync
     echo 3 >/proc/sys/vm/drop_caches
 }
+
+# The files behind loop devices.
+loop_files() { cat /sys/block/loop*/loop/backing_file 2>/dev/null || true; }
