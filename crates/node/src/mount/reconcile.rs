@@ -62,8 +62,9 @@ pub struct Mounts {
     pub mounts: Vec<MountStatus>,
     /// Pinned images.
     pub pins: Vec<Pin>,
-    /// Mounts of ours by their source of which there is no record: binds that somebody made of a
-    /// mount, or mounts whose record was lost. They are nobody's to clean up.
+    /// Mounts of this store's images by their source of which there is no record, here or in the run
+    /// directories beside this one: binds that somebody made of a mount, or mounts whose record was lost.
+    /// They are nobody's to clean up.
     pub orphans: Vec<KernelMount>,
     /// Records that cannot be read, in words.
     pub damaged: Vec<String>,
@@ -224,13 +225,7 @@ impl Mounter<'_> {
     pub fn list(&self) -> Result<Mounts, MountError> {
         let kernel = Kernel::new(&self.root)?;
         let (records, damaged) = self.run.records()?;
-        let recorded: HashSet<(u64, Digest)> =
-            records.iter().filter_map(|r| Some((r.mount?.id, r.image))).collect();
-        let is_orphan = |mount: &&KernelMount| {
-            mount.image().is_some_and(|image| !recorded.contains(&(mount.id, image)))
-                && !mount.target.starts_with(self.run.path())
-        };
-        let orphans = kernel.mounts()?.iter().filter(is_orphan).cloned().collect();
+        let orphans = self.orphans(kernel.mounts()?, &records)?;
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
             let state = match self.place_of(&record, &kernel)? {
@@ -244,6 +239,54 @@ impl Mounter<'_> {
         }
         let damaged = damaged.iter().map(ToString::to_string).collect();
         Ok(Mounts { mounts, pins: self.pins()?, orphans, damaged })
+    }
+
+    /// Mounts of images of this store that nobody has a record of. The kernel does not say which store a
+    /// mount is of, and another may have the same image; but what is mounted from it has a record there.
+    fn orphans(
+        &self,
+        mounts: &[KernelMount],
+        records: &[MountRecord],
+    ) -> Result<Vec<KernelMount>, MountError> {
+        let numbers = |record: &MountRecord| Some((record.mount?.id, record.image));
+        let mut recorded: HashSet<(u64, Digest)> = records.iter().filter_map(numbers).collect();
+        let mut orphans = Vec::new();
+        for mount in mounts {
+            if mount.target.starts_with(self.run.path()) {
+                continue;
+            }
+            if let Some(image) = mount.image()
+                && !recorded.contains(&(mount.id, image))
+                && self.has_image(&image)?
+            {
+                orphans.push(mount.clone());
+            }
+        }
+        if orphans.is_empty() {
+            return Ok(orphans);
+        }
+        for other in self.run.others()? {
+            // An image may hold what looks like a run directory.
+            if mounts.iter().any(|mount| mount.image().is_some() && mount.target == other.path()) {
+                continue;
+            }
+            recorded.extend(other.records()?.0.iter().filter_map(numbers));
+            orphans.retain(|mount| !mount.target.starts_with(other.path()));
+        }
+        orphans.retain(|mount| {
+            mount.image().is_none_or(|image| !recorded.contains(&(mount.id, image)))
+        });
+        Ok(orphans)
+    }
+
+    /// Whether any trust domain of the store has the image.
+    fn has_image(&self, image: &Digest) -> Result<bool, MountError> {
+        for name in self.domain.store().domains()? {
+            if self.domain_of(&name)?.has_image(image)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Images of this trust domain that are mounted: by a record of this boot, by a pin, or by the

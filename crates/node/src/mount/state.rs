@@ -10,6 +10,7 @@
 //!     users/<id>                  an empty file per record that uses it
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
+//!   locks/run                     whoever makes the run directory a mount; not empty until it is whole
 //! ```
 //!
 //! *Who may write what.* Everything of an image, and the records that name it, is changed only with
@@ -224,27 +225,42 @@ impl RunDir {
             make.mode(if dir == "containers" { 0o711 } else { 0o700 });
             make.create(&path).at("create", &path)?;
         }
-        let is_mount = || -> Result<bool, MountError> {
-            let id = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
-            Ok(id.at("look at", &self.path)?.is_root)
-        };
-        if is_mount()? {
-            return Ok(());
-        }
         let path = self.path.join("locks/run");
-        let _lock = lock_file(&path)?;
-        if is_mount()? {
+        let is_whole = |file: &Path| fs::metadata(file).is_ok_and(|file| file.len() == 0);
+        if self.is_mount()? && is_whole(&path) {
             return Ok(());
         }
+        let lock = lock_file(&path)?;
+        if !self.is_mount()? {
+            self.cover(&lock)?;
+        } else if is_whole(&path) {
+            return Ok(());
+        }
+        self.part(&lock)
+    }
+
+    fn is_mount(&self) -> Result<bool, MountError> {
+        let id = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
+        Ok(id.at("look at", &self.path)?.is_root)
+    }
+
+    /// Makes it a mount, of the peer group of its parent. The lock file is not empty until that is
+    /// over: for whoever comes after a process that was killed in between.
+    pub(crate) fn cover(&self, lock: &OwnedFd) -> Result<(), MountError> {
+        rustix::io::pwrite(lock, b"to be parted\n", 0).at("write", &self.path)?;
         let failed = |error| MountError::from_kernel(error, super::error::Asked::default());
         let copy = kernel::clone_mount(rustix::fs::CWD, &self.path, MountAttrFlags::empty(), None)
             .map_err(failed)?;
         let dir = open_dir(&self.path).at("open", &self.path)?;
-        kernel::attach(&copy, &dir).map_err(failed)?;
+        kernel::attach(&copy, &dir).map_err(failed)
+    }
+
+    /// Starts a peer group of its own.
+    fn part(&self, lock: &OwnedFd) -> Result<(), MountError> {
         for kind in [MountPropagationFlags::PRIVATE, MountPropagationFlags::SHARED] {
             mount_change(&self.path, kind).at("change the propagation of", &self.path)?;
         }
-        Ok(())
+        rustix::fs::ftruncate(lock, 0).at("write", &self.path)
     }
 
     /// Takes the mount that [`RunDir::prepare`] made away again. While an image is pinned below it or
@@ -257,6 +273,14 @@ impl RunDir {
         if is_ours && is_mount.is_ok_and(|id| id.is_root) {
             let _ = kernel::unmount(&self.path, false);
         }
+    }
+
+    /// Those of other stores, as far as they are beside this one.
+    pub(crate) fn others(&self) -> Result<Vec<Self>, MountError> {
+        let Some(parent) = self.path.parent() else { return Ok(Vec::new()) };
+        let dirs = list(parent)?.into_iter().map(|name| Self::at(parent.join(name)));
+        let is_other = |dir: &Self| dir.path != self.path && dir.path.join("locks/run").is_file();
+        Ok(dirs.filter(is_other).collect())
     }
 
     /// What tells our ids from those of another run directory on the same store.
@@ -447,7 +471,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 /// Opens a file that stays for ever and locks it. A lock file that is removed could be locked by
 /// two at once: one holds the old inode, the other a new one.
-fn lock_file(path: &Path) -> Result<OwnedFd, MountError> {
+pub(crate) fn lock_file(path: &Path) -> Result<OwnedFd, MountError> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)?;
     loop {

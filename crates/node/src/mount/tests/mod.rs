@@ -6,6 +6,8 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::Path;
 
+use cofolio_store::{InitOptions, Store};
+
 use super::kernel::LayerStyle;
 use super::mountinfo::source_of;
 use super::*;
@@ -290,6 +292,80 @@ fn what_is_mounted_inside_one_container_is_not_seen_in_another() {
     mounter.umount(&one.target, &force).unwrap();
     umount(&mounter, &two.target);
     fixture.assert_clean("at the end");
+}
+
+/// Two stores with one image, as two services on a machine have them. Each listed the other's mounts as
+/// mounts without a record, "not ours to unmount".
+#[test]
+fn mounts_of_another_store_are_not_ours_without_a_record() {
+    needs_mounts!();
+    let (fixture, other) = (Fixture::new(), Fixture::new());
+    assert_eq!(fixture.image, other.image);
+    let run = |name: &str| RunDir::at(fixture.target("stores").join(name));
+    let mounter = Mounter::new(&fixture.domain, run("one"), &fixture.known);
+    let others = Mounter::new(&other.domain, run("other"), &other.known);
+    let request = read_only(&other, "theirs");
+    others.mount(&request).unwrap();
+    let orphans = |mounter: &Mounter<'_>| {
+        let mut orphans = mounter.list().unwrap().orphans;
+        orphans.retain(|m| {
+            m.target.starts_with(other.path("")) || m.target.starts_with(fixture.path(""))
+        });
+        orphans.into_iter().map(|m| m.target).collect::<Vec<_>>()
+    };
+    assert_eq!(orphans(&mounter), Vec::<PathBuf>::new());
+    // A bind of a mount may be of either store.
+    let bound = other.target("bound");
+    rustix::mount::mount_bind(&request.target, &bound).unwrap();
+    assert_eq!(orphans(&mounter), [bound.clone()]);
+    assert_eq!(orphans(&others), [bound.clone()]);
+    // A store that does not have the image has not mounted it, wherever the others' run directories are.
+    let empty = Store::init(&fixture.path("empty"), &InitOptions { immutable: false }).unwrap();
+    let domain = empty.domain("default").unwrap();
+    let third = Mounter::new(&domain, RunDir::at(fixture.path("elsewhere/run")), &fixture.known);
+    assert_eq!(orphans(&third), Vec::<PathBuf>::new());
+    kernel::unmount(&bound, false).unwrap();
+    umount(&others, &request.target);
+}
+
+/// Where `/` is shared, a process that was killed after it had made the run directory a mount, and before
+/// that left its parent's peer group, left it there for good: every image that was pinned afterwards was
+/// mounted in every service's mount namespace as well. Here a bind stands for such a namespace.
+#[test]
+fn a_run_directory_that_was_made_half_way_leaves_its_peers() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let (shared, peer) = (fixture.target("shared"), fixture.target("peer"));
+    rustix::mount::mount_bind(&shared, &shared).unwrap();
+    let flags = rustix::mount::MountPropagationFlags::SHARED;
+    rustix::mount::mount_change(&shared, flags).unwrap();
+    rustix::mount::mount_bind(&shared, &peer).unwrap();
+    let seen =
+        || fixture.mounts().iter().filter(|m| m.target.starts_with(peer.join("run"))).count();
+
+    let run = RunDir::at(shared.join("run"));
+    let lock = shared.join("run/locks/run");
+    for killed in [false, true] {
+        let mounter = Mounter::new(&fixture.domain, run.clone(), &fixture.known);
+        if killed {
+            fs::create_dir_all(lock.parent().unwrap()).unwrap();
+            run.cover(&state::lock_file(&lock).unwrap()).unwrap();
+            assert_ne!(fs::metadata(&lock).unwrap().len(), 0);
+        }
+        let request = read_only(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        fixture.check_content(&request.target);
+        assert_eq!(fs::metadata(&lock).unwrap().len(), 0, "killed: {killed}");
+        assert_eq!(seen(), 1, "killed: {killed}: the run directory, and nothing in it");
+        umount(&mounter, &request.target);
+        // Another test's fork may have held our lock file open just then; reconcile tries again.
+        let gone = (0..100).any(|_| {
+            mounter.reconcile().unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            seen() == 0
+        });
+        assert!(gone, "killed: {killed}: the run directory is still a mount among its peers");
+    }
 }
 
 /// composefs-rs removes objects of images that are mounted (its issue 346).
