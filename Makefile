@@ -49,7 +49,6 @@ uninstall:
 # One program without libraries, for x86-64: target/x86_64-unknown-linux-musl/release/cofolio.
 static:
 	tools/setup static
-	rustup target add x86_64-unknown-linux-musl
 	cargo build --locked --release -p cofolio --target x86_64-unknown-linux-musl
 
 # A Debian package, in target/deb.

@@ -58,6 +58,23 @@ const PRJQUOTA: u32 = 2;
 const Q_GETQUOTA: u32 = 0x80_0007;
 const Q_SETQUOTA: u32 = 0x80_0008;
 
+/// `Q_XGETQSTATV`.
+const Q_XGETQSTATV: u32 = 0x5808;
+/// `FS_QUOTA_PDQ_ENFD`.
+const PROJECTS_ENFORCED: u16 = 1 << 5;
+
+/// `struct fs_quota_statv`, `include/uapi/linux/dqblk_xfs.h`.
+#[repr(C)]
+struct State {
+    version: i8,
+    pad: u8,
+    flags: u16,
+    rest: u32,
+    files: [u64; 19],
+}
+
+const _: () = assert!(size_of::<State>() == 160);
+
 /// What a project uses and may use.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Quota {
@@ -98,13 +115,28 @@ fn attributes(file: impl AsFd) -> Result<FsXattr, Errno> {
     Ok(value)
 }
 
+/// Whether the filesystem that `file` is on enforces limits of projects. ext4 made with quotas counts
+/// whatever it is mounted with, and takes limits; it keeps them where it was mounted with `prjquota` only.
+/// XFS has `pqnoenforce`.
+///
+/// # Errors
+/// `ENOSYS` where there are no quotas at all, and before Linux 5.14.
+pub fn is_enforced(file: impl AsFd) -> Result<bool, Errno> {
+    // FS_QSTATV_VERSION1.
+    let mut state = State { version: 1, pad: 0, flags: 0, rest: 0, files: [0; 19] };
+    // SAFETY: it writes a `struct fs_quota_statv`, of integers only.
+    unsafe { call(file, Q_XGETQSTATV, 0, &mut state) }?;
+    Ok(state.flags & PROJECTS_ENFORCED != 0)
+}
+
 /// What a project of the filesystem that `file` is on uses and may use.
 ///
 /// # Errors
-/// `ESRCH` where the filesystem does not enforce project quotas, `ENOSYS` before Linux 5.14.
+/// `ESRCH` where the filesystem has no project quotas, `ENOSYS` before Linux 5.14.
 pub fn quota(file: impl AsFd, project: u32) -> Result<Quota, Errno> {
     let mut limits = Limits::default();
-    call(file, Q_GETQUOTA, project, &mut limits)?;
+    // SAFETY: it writes a `struct if_dqblk`, of integers only.
+    unsafe { call(file, Q_GETQUOTA, project, &mut limits) }?;
     Ok(Quota {
         bytes: limits.space,
         inodes: limits.inodes,
@@ -124,21 +156,28 @@ pub fn limit(file: impl AsFd, project: u32, bytes: u64, inodes: u64) -> Result<(
         valid: LIMITS_VALID,
         ..Limits::default()
     };
-    call(file, Q_SETQUOTA, project, &mut limits)
+    // SAFETY: it reads a `struct if_dqblk`.
+    unsafe { call(file, Q_SETQUOTA, project, &mut limits) }
 }
 
-fn call(file: impl AsFd, command: u32, project: u32, limits: &mut Limits) -> Result<(), Errno> {
+/// # Safety
+/// `T` is the structure that the command reads or writes, and any bytes are valid in it.
+unsafe fn call<T>(
+    file: impl AsFd,
+    command: u32,
+    project: u32,
+    argument: &mut T,
+) -> Result<(), Errno> {
     // QCMD(command, type) of the kernel's header.
     let command = (command << 8) | PRJQUOTA;
-    // SAFETY: both commands take a pointer to a `struct if_dqblk`, which `limits` is, one to read and one
-    // to write; it lives through the call, and any bytes are valid in it.
+    // SAFETY: the command takes a pointer to a `T`, as the caller promises; it lives through the call.
     let rc = unsafe {
         libc::syscall(
             libc::SYS_quotactl_fd,
             file.as_fd().as_raw_fd(),
             command,
             project,
-            std::ptr::from_mut(limits),
+            std::ptr::from_mut(argument),
         )
     };
     if rc == 0 {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use cofolio_sys::quota;
+use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
@@ -58,6 +59,13 @@ fn set_project(dir: &Path, bytes: u64) -> Result<bool, Errno> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECTORY;
     let flags = flags | rustix::fs::OFlags::CLOEXEC;
     let file = rustix::fs::open(dir, flags, rustix::fs::Mode::empty())?;
+    // An error: no quotas at all, or no such call.
+    if !quota::is_enforced(&file).unwrap_or(false) {
+        return Ok(false);
+    }
+    // Another mount may be looking for a number at this moment.
+    let parent = rustix::fs::open(dir.parent().unwrap_or(dir), flags, rustix::fs::Mode::empty())?;
+    rustix::fs::flock(&parent, FlockOperation::LockExclusive)?;
     // A directory that was made a moment ago has an inode number of its own on this filesystem.
     let start = u32::try_from(rustix::fs::fstat(&file)?.st_ino % u64::from(PROJECTS)).unwrap_or(0);
     for step in 0..PROJECTS {
@@ -74,7 +82,6 @@ fn set_project(dir: &Path, bytes: u64) -> Result<bool, Errno> {
                     Err(errno) => Err(errno),
                 };
             }
-            // ESRCH: not enforced here. The others: no quotas at all, or no such call.
             Err(_) => return Ok(false),
         }
     }
