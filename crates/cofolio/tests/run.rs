@@ -457,6 +457,58 @@ fn detached_containers_are_listed_and_stopped() {
     }
 }
 
+/// crun is started before the image has been checked, and waits for its config. When the check fails it must
+/// not get one: the container would run on what was refused. Nor must it put its own complaint beside ours.
+#[test]
+fn nothing_runs_on_an_image_that_is_refused() {
+    let Some((machine, runtimes)) = machine("nothing_runs_on_an_image_that_is_refused") else {
+        return;
+    };
+    let no_program = b"no program\n".len() as u64;
+    let cut =
+        objects(&machine).into_iter().find(|path| path.metadata().unwrap().len() == no_program);
+    let cut = cut.unwrap();
+    let _ = Command::new("chattr").arg("-i").arg(&cut).output();
+    fs::File::options().write(true).open(&cut).unwrap().set_len(3).unwrap();
+    for runtime in runtimes {
+        for options in [&[][..], &["--rw"], &["--detach", "--output", "/dev/null"]] {
+            let ran = machine.sh(runtime, options, "echo it runs");
+            assert_eq!((ran.code, ran.stdout.as_str()), (125, ""), "{runtime}: {}", ran.stderr);
+            assert!(ran.stderr.contains("3 bytes instead of 11"), "{runtime}: {}", ran.stderr);
+            for own in ["config.json", "EOF"] {
+                assert!(!ran.stderr.contains(own), "{runtime}: {}", ran.stderr);
+            }
+            machine.assert_clean();
+        }
+    }
+}
+
+fn objects(machine: &Machine) -> Vec<PathBuf> {
+    let entries = |dir: PathBuf| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries(machine.path("store/domains/default/objects")).flat_map(&entries).collect()
+}
+
+/// crun reads its config twice. While the second time found what was left in the pipe of the first, which is
+/// nothing, `crun exec` and `crun kill` refused the container for its empty config.
+#[test]
+fn crun_keeps_the_whole_config() {
+    let Some((machine, runtimes)) = machine("crun_keeps_the_whole_config") else { return };
+    if !runtimes.contains(&"crun") {
+        return skip("crun_keeps_the_whole_config", "no crun");
+    }
+    // Longer than a pipe holds unless it is told to.
+    let long = format!("LONG={}", "x".repeat(100_000));
+    let options = ["--detach", "--name", "kept", "--env", &long];
+    machine.sh("crun", &options, "sleep 100").ok();
+    let kept = &machine.containers()[0];
+    let path = |name: &str| PathBuf::from(kept[name].as_str().unwrap());
+    let given = fs::read(path("rootfs").with_file_name("config.json")).unwrap();
+    assert!(contains(&given, long.as_bytes()));
+    assert_eq!(fs::read(path("runtime_root").join("kept/config.json")).unwrap(), given);
+    machine.run(&["stop", "--time", "0", "kept"]).ok();
+    machine.assert_clean();
+}
+
 /// Killed, `cofolio run` cannot clean up; the container goes on and is not lost.
 #[test]
 fn a_killed_run_leaves_nothing_that_is_not_put_right() {

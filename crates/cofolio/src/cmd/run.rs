@@ -184,15 +184,12 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     // From here on a signal is the container's, also one that comes before there is a container.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
-    let container = containers.prepare(&request)?;
     let input = match args.interactive || args.tty {
         true => Stdio::inherit(),
         false => Stdio::null(),
     };
-    let ended = container.start(input).map_err(anyhow::Error::from).and_then(|mut child| {
-        pass_on(signals, &child)?;
-        wait(&container, &mut child)
-    });
+    let (container, mut child) = containers.start(&request, input)?;
+    let ended = pass_on(signals, &child).and_then(|()| wait(&container, &mut child));
     let left = containers.remove(container);
     let ended = ended?;
     if let Some(changes) = left?.changes {
@@ -239,12 +236,7 @@ fn detach(
         Ok(file.with_context(|| format!("opening {}", path.display()))?.into())
     };
     let (output, errors) = (output()?, output()?);
-    let container = containers.prepare(request)?;
-    if let Err(error) = container.start_detached(output, errors) {
-        // The first error tells more.
-        let _ = containers.remove(container);
-        return Err(error.into());
-    }
+    let container = containers.start_detached(request, output, errors)?;
     let name = container.name();
     if context.ui.json {
         context.ui.json(&json!({"name": name, "rootfs": container.rootfs()}))?;

@@ -301,28 +301,31 @@ impl RunDir {
         self.path.join("mounts").join(format!("{id}.json"))
     }
 
-    /// Locks everything of an image. Waits.
-    /// As [`RunDir::prepare`] and [`RunDir::lock_image`]. The lock file, being open, keeps
-    /// [`RunDir::release`] from taking the run directory's mount away.
+    /// As [`RunDir::prepare`] and [`RunDir::lock_image`].
     pub(crate) fn prepare_and_lock(&self, image: &Digest) -> Result<ImageLock, MountError> {
-        let mount_of = |file: &OwnedFd| {
-            let id = cofolio_sys::mount::mount_id(file, "").at("look at", &self.path)?;
-            Ok::<_, MountError>((id.id, id.is_root))
-        };
         loop {
             self.prepare()?;
             let lock = self.lock_image(image)?;
-            // Released between the two, and perhaps made anew by somebody else: our file is on the
-            // mount below then, and what we would pin there could be covered. Whoever released it
-            // has finished an unmount, so there is progress.
-            let top = open_dir(&self.path).at("open", &self.path)?;
-            let (id, is_mount) = mount_of(&top)?;
-            if is_mount && id == mount_of(&lock.file)?.0 {
+            // What we would pin on the mount below could be covered. Whoever released the one above it has
+            // finished an unmount, so there is progress.
+            if self.is_kept_by(&lock.file)? {
                 return Ok(lock);
             }
         }
     }
 
+    /// Whether a file, open below it, keeps [`RunDir::release`] from taking its mount away: not if it was
+    /// released just before the file was opened, and perhaps made anew by somebody else since.
+    pub(crate) fn is_kept_by(&self, file: &OwnedFd) -> Result<bool, MountError> {
+        let mount_of = |file: &OwnedFd| {
+            let id = cofolio_sys::mount::mount_id(file, "").at("look at", &self.path)?;
+            Ok::<_, MountError>((id.id, id.is_root))
+        };
+        let (id, is_mount) = mount_of(&open_dir(&self.path).at("open", &self.path)?)?;
+        Ok(is_mount && id == mount_of(file)?.0)
+    }
+
+    /// Locks everything of an image. Waits.
     pub(crate) fn lock_image(&self, image: &Digest) -> Result<ImageLock, MountError> {
         self.lock_stripe(image.0[0])
     }

@@ -4,7 +4,7 @@
 //! <run>/containers/<name>/     mode 0700; with a user namespace 0710 and the group of its root
 //!   lock                       held by `cofolio run` and by the runtime that it started
 //!   container.json             what it is (ContainerRecord), written before anything is mounted
-//!   config.json                for the runtime
+//!   config.json                for the runtime; until the image is mounted, crun finds a pipe there
 //!   rootfs                     the image, mounted
 //!   pid                        of the container's first process, written by the runtime
 //!   log                        what the runtime says when it fails
@@ -235,14 +235,50 @@ impl<'a> Containers<'a> {
         self.mounter.run_dir().path().join("containers")
     }
 
-    /// Mounts the image and writes the bundle. On an error nothing of it is left.
+    /// Mounts the image and starts the runtime, which ends when the container does, with its exit status. On
+    /// an error nothing of it is left.
     ///
     /// # Errors
     /// [`RunError`].
-    pub fn prepare(&self, request: &Request) -> Result<Container> {
+    pub fn start(&self, request: &Request, input: Stdio) -> Result<(Container, Child)> {
+        self.launch(request, true, |command| {
+            command.stdin(input);
+        })
+    }
+
+    /// Starts a container and returns when it runs. Nobody waits for its end then.
+    ///
+    /// # Errors
+    /// [`RunError`].
+    pub fn start_detached(
+        &self,
+        request: &Request,
+        output: Stdio,
+        errors: Stdio,
+    ) -> Result<Container> {
+        let (container, mut child) = self.launch(request, false, |command| {
+            command.arg("--detach").stdin(Stdio::null()).stdout(output).stderr(errors);
+        })?;
+        let error = match child.wait() {
+            Ok(status) if status.success() => return Ok(container),
+            Ok(status) => container
+                .refusal()
+                .unwrap_or_else(|| container.failed(io::Error::other(status.to_string()))),
+            Err(source) => container.failed(source),
+        };
+        // The first error tells more.
+        let _ = self.remove(container);
+        Err(error)
+    }
+
+    fn launch(
+        &self,
+        request: &Request,
+        attended: bool,
+        set: impl FnOnce(&mut Command),
+    ) -> Result<(Container, Child)> {
         // The usual mistake, before anything is made.
         let command = bundle::command(&request.config, &request.options)?;
-        self.mounter.run_dir().prepare()?;
         let (name, dir, lock) = self.claim(request)?;
         let run = self.mounter.run_dir();
         let record = ContainerRecord {
@@ -260,11 +296,52 @@ impl<'a> Containers<'a> {
         };
         let state = run.path().join(request.runtime.name());
         let mut container = Container { dir, state, record, lock, busy: None };
-        match self.fill(&mut container, request) {
-            Ok(()) => Ok(container),
+        match self.fill(&mut container, request, attended, set) {
+            Ok(child) => Ok((container, child)),
             Err(error) => {
                 // The first error tells more.
                 let _ = self.remove(container);
+                Err(error)
+            }
+        }
+    }
+
+    /// Everything after the claim.
+    ///
+    /// crun is started first. It takes milliseconds until it reads its config, which we use to check and mount
+    /// the image; what it reads from is a pipe, into which the config is written when all of that has gone
+    /// well. If it does not we kill crun; if we die the pipe ends empty, and crun with it. Of other runtimes
+    /// we do not know when they read it, or how often.
+    fn fill(
+        &self,
+        container: &mut Container,
+        request: &Request,
+        attended: bool,
+        set: impl FnOnce(&mut Command),
+    ) -> Result<Child> {
+        let dir = container.dir.clone();
+        let path = dir.join("container.json");
+        let text = serde_json::to_vec(&container.record).map_err(io::Error::other);
+        fs::write(&path, text.at("writing", &path)?).at("writing", &path)?;
+        if let Some(idmap) = &request.options.idmap {
+            self.open_to(&dir, idmap)?;
+        }
+        let mut command = container.command();
+        set(&mut command);
+        command.arg(&container.record.name);
+        if !container.record.runtime.is_crun() {
+            let config = self.mount(container, request)?;
+            let path = dir.join("config.json");
+            fs::write(&path, config).at("writing", &path)?;
+            return container.spawn(&mut command, attended, None);
+        }
+        let (early, reader) = EarlyConfig::new(&dir)?;
+        let mut child = container.spawn(&mut command, attended, Some(&reader))?;
+        drop(reader);
+        match self.mount(container, request).and_then(|config| early.give(&dir, &config)) {
+            Ok(()) => Ok(child),
+            Err(error) => {
+                early.end(&mut child);
                 Err(error)
             }
         }
@@ -281,6 +358,7 @@ impl<'a> Containers<'a> {
             if !is_name(&name) {
                 return Err(RunError::Name(name));
             }
+            self.mounter.run_dir().prepare()?;
             let dir = self.dir().join(&name);
             match fs::DirBuilder::new().mode(0o700).create(&dir) {
                 Ok(()) => {}
@@ -295,7 +373,13 @@ impl<'a> Containers<'a> {
             }
             // Between the two somebody may have taken it for a leftover.
             match lock(&dir, FlockOperation::LockExclusive) {
-                Ok(Some(lock)) if is_in(&lock, &dir) => return Ok((name, dir, lock)),
+                Ok(Some(lock)) if is_in(&lock, &dir) => {
+                    if self.mounter.run_dir().is_kept_by(&lock)? {
+                        return Ok((name, dir, lock));
+                    }
+                    // Its mount went in between. The runtime would not see what is mounted in another.
+                    remove_files(&dir)?;
+                }
                 Err(error) if !error.is_missing() => return Err(error),
                 _ => {}
             }
@@ -303,18 +387,12 @@ impl<'a> Containers<'a> {
         Err(RunError::Exists(request.name.clone().unwrap_or_default()))
     }
 
-    fn fill(&self, container: &mut Container, request: &Request) -> Result<()> {
-        let dir = container.dir.clone();
-        let path = dir.join("container.json");
-        let text = serde_json::to_vec(&container.record).map_err(io::Error::other);
-        fs::write(&path, text.at("writing", &path)?).at("writing", &path)?;
-
+    /// Mounts the image and gives the text of `config.json`.
+    fn mount(&self, container: &mut Container, request: &Request) -> Result<Vec<u8>> {
+        let dir = &container.dir;
         let mut options = request.options.clone();
         options.readonly = !request.writable;
         options.cgroup = Some(container.record.cgroup.clone());
-        if let Some(idmap) = &options.idmap {
-            self.open_to(&dir, idmap)?;
-        }
         let rootfs = dir.join("rootfs");
         let mounted = self.mounter.mount(&MountRequest {
             create_target: true,
@@ -333,11 +411,9 @@ impl<'a> Containers<'a> {
         })?;
         container.busy = Some(crate::mount::open_root(&rootfs)?);
         options.volumes = mounted.scratch.or(options.volumes);
-        let host = &self.root;
-        let config = bundle::generate(&dir, &mounted.target, &request.config, &options, host)?;
+        let config = bundle::generate(dir, &mounted.target, &request.config, &options, &self.root)?;
         let path = dir.join("config.json");
-        let text = serde_json::to_vec(&config).map_err(io::Error::other);
-        fs::write(&path, text.at("writing", &path)?).at("writing", &path)
+        serde_json::to_vec(&config).map_err(io::Error::other).at("writing", path)
     }
 
     /// Lets root of a user namespace reach its root filesystem, and nobody else.
@@ -565,36 +641,15 @@ impl Container {
         command
     }
 
-    /// Starts the runtime, which ends when the container does, with its exit status.
-    ///
-    /// # Errors
-    /// [`RunError::Runtime`].
-    pub fn start(&self, input: Stdio) -> Result<Child> {
-        let mut command = self.command();
-        command.arg(&self.record.name).stdin(input);
-        self.spawn(&mut command, true)
-    }
-
-    /// Starts the container and returns when it runs. Nobody waits for its end then.
-    ///
-    /// # Errors
-    /// [`RunError::Runtime`], [`RunError::Refused`].
-    pub fn start_detached(&self, output: Stdio, errors: Stdio) -> Result<()> {
-        let mut command = self.command();
-        command.args(["--detach", &self.record.name]).stdin(Stdio::null());
-        command.stdout(output).stderr(errors);
-        let mut child = self.spawn(&mut command, false)?;
-        let status = child.wait().map_err(|source| self.failed(source))?;
-        match self.refusal() {
-            Some(error) if !status.success() => Err(error),
-            _ if !status.success() => Err(self.failed(io::Error::other(status.to_string()))),
-            _ => Ok(()),
-        }
-    }
-
-    fn spawn(&self, command: &mut Command, attended: bool) -> Result<Child> {
-        let kept = attended.then_some(&self.lock);
-        self.record.runtime.spawn(command, kept).map_err(|source| self.failed(source))
+    fn spawn(
+        &self,
+        command: &mut Command,
+        attended: bool,
+        config: Option<&OwnedFd>,
+    ) -> Result<Child> {
+        let kept = attended.then_some(&self.lock).into_iter().chain(config);
+        let spawned = self.record.runtime.spawn(command, &kept.collect::<Vec<_>>());
+        spawned.map_err(|source| self.failed(source))
     }
 
     fn failed(&self, source: io::Error) -> RunError {
@@ -611,6 +666,68 @@ impl Container {
         let said = text.lines().rev().find_map(complaint)?;
         let reason = reason(&said);
         Some(RunError::Refused { runtime: self.record.runtime.name(), said, reason })
+    }
+}
+
+/// A `config.json` that crun waits for.
+///
+/// It opens the file twice, once to read it and once to keep a copy. The first time it may find the pipe, or
+/// already the real file; the second time it has read all of the first, so it finds the real file.
+struct EarlyConfig(OwnedFd);
+
+impl EarlyConfig {
+    /// Also gives what the runtime has to inherit.
+    fn new(dir: &Path) -> Result<(Self, OwnedFd)> {
+        let path = dir.join("config.json");
+        let made = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC);
+        let (reader, writer) = made.at("making a pipe for", &path)?;
+        let number = std::os::fd::AsRawFd::as_raw_fd(&reader);
+        std::os::unix::fs::symlink(format!("/proc/self/fd/{number}"), &path).at("making", &path)?;
+        // Means nothing in JSON. When it is gone, crun has begun to read.
+        rustix::io::write(&writer, b" ").at("writing", &path)?;
+        Ok((Self(writer), reader))
+    }
+
+    fn give(&self, dir: &Path, config: &[u8]) -> Result<()> {
+        let path = dir.join("config.json");
+        let new = dir.join("config.json.new");
+        fs::write(&new, config).at("writing", &new)?;
+        fs::rename(&new, &path).at("writing", &path)?;
+        // All of it must fit: one that has found the real file takes nothing out of the pipe.
+        let size =
+            rustix::pipe::fcntl_getpipe_size(&self.0).at("looking at the pipe for", &path)?;
+        if config.len() >= size {
+            rustix::pipe::fcntl_setpipe_size(&self.0, config.len() + 1)
+                .at("making room in the pipe for", &path)?;
+        }
+        let mut rest = config;
+        while !rest.is_empty() {
+            match rustix::io::write(&self.0, rest) {
+                Ok(length) => rest = &rest[length..],
+                Err(rustix::io::Errno::INTR) => {}
+                // It has ended already. Why, whoever waits for it will see.
+                Err(rustix::io::Errno::PIPE) => break,
+                Err(errno) => return Err(errno).at("writing", &path),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a crun that is to get no config. It is killed, because it would complain to the terminal, but not
+    /// before it reads: until then it may have a copy of itself mounted in `/tmp`.
+    fn end(self, child: &mut Child) {
+        const LOOKS_MAX: u32 = 1000;
+        const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
+        for _ in 0..LOOKS_MAX {
+            let reads = rustix::io::ioctl_fionread(&self.0).is_ok_and(|left| left == 0);
+            if reads || child.try_wait().is_ok_and(|ended| ended.is_some()) {
+                break;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        // Fails if it has ended.
+        let _ = child.kill();
+        let _ = child.wait();
     }
 }
 

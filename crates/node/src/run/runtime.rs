@@ -46,8 +46,7 @@ impl Runtime {
         };
         let hybrid = root.join("sys/fs/cgroup/unified");
         let controllers = fs::read_to_string(hybrid.join("cgroup.controllers")).unwrap_or_default();
-        let is_crun = path.file_name().is_some_and(|name| name.to_string_lossy().contains("crun"));
-        let hidden = (is_crun && !controllers.trim().is_empty()).then_some(hybrid);
+        let hidden = (is_crun(&path) && !controllers.trim().is_empty()).then_some(hybrid);
         Ok(Self { path, hidden })
     }
 
@@ -61,14 +60,19 @@ impl Runtime {
         self.hidden.as_deref()
     }
 
-    /// Starts it. `kept` stays open in it, until it ends.
-    pub(super) fn spawn(&self, command: &mut Command, kept: Option<&OwnedFd>) -> io::Result<Child> {
-        if let Some(kept) = kept {
+    /// Whether it is crun, going by its name.
+    pub(super) fn is_crun(&self) -> bool {
+        is_crun(&self.path)
+    }
+
+    /// Starts it. What is `kept` stays open in it, under the same numbers.
+    pub(super) fn spawn(&self, command: &mut Command, kept: &[&OwnedFd]) -> io::Result<Child> {
+        for kept in kept {
             // It closes what it does not know before it starts the container.
             rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::empty())?;
         }
         let child = self.in_its_world(|| command.spawn());
-        if let Some(kept) = kept {
+        for kept in kept {
             rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::CLOEXEC)?;
         }
         child
@@ -96,6 +100,10 @@ impl Runtime {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
+}
+
+fn is_crun(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().contains("crun"))
 }
 
 fn program(name: &str) -> Option<PathBuf> {
