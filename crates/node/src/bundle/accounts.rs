@@ -1,5 +1,6 @@
 //! Users and groups as the image's own `/etc/passwd` and `/etc/group` have them.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
@@ -85,11 +86,10 @@ pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> 
         return Ok(User { uid, gid, additional_gids: vec![gid] });
     }
     let mut additional_gids = vec![gid];
+    let mut known = BTreeSet::from([gid]);
     if let Some(name) = name {
         for (_, gid, members) in parsed {
-            if members.split(',').any(|member| member.trim() == name)
-                && !additional_gids.contains(&gid)
-            {
+            if members.split(',').any(|member| member.trim() == name) && known.insert(gid) {
                 additional_gids.push(gid);
             }
         }
