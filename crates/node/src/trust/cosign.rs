@@ -57,7 +57,8 @@ impl Claim {
     ) -> Option<&'k PublicKey> {
         let key = keys.into_iter().find(|key| key.verifies(&self.payload, &self.signature))?;
         // What is not signed is not even parsed.
-        let payload: Payload = serde_json::from_slice(&self.payload).ok()?;
+        let text = std::str::from_utf8(&self.payload).ok()?;
+        let payload: Payload = serde_json::from_str(text).ok()?;
         let Critical { image, kind } = payload.critical;
         (kind == KIND && image.digest == digest).then_some(key)
     }

@@ -410,6 +410,13 @@ fn claims_of_cosign_are_of_one_digest_and_of_the_right_kind() {
     let mut altered = good.clone();
     altered.payload.push(b' ');
     assert!(altered.signer(&digest, &keys).is_none());
+    // What nobody asks for was passed over without a look whether it is text: a claim with a byte in it that is no
+    // UTF-8, and so no JSON, counted. Found by the fuzz target `trust`.
+    let mut payload = payload(&digest, KIND).into_bytes();
+    let at = payload.windows(4).position(|part| part == b"host").unwrap();
+    payload[at] = 0x9d;
+    let signature = key.sign(&payload);
+    assert!(Claim { payload, signature }.signer(&digest, &keys).is_none());
     let parsed = crate::oci::digest::BlobDigest::parse(&digest).unwrap();
     assert_eq!(cosign_tag(&parsed), format!("sha256-{}.sig", "ab".repeat(32)));
 }
