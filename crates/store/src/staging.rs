@@ -31,6 +31,8 @@ use crate::{Digest, name};
 
 /// [`ImportOptions::buffer_bytes_max`] unless said otherwise.
 const BUFFER_BYTES_MAX: usize = 1 << 20;
+/// [`ImportOptions::early_sync_bytes`] unless said otherwise.
+const EARLY_SYNC_BYTES: u64 = 32 << 20;
 /// Shorter runs of zeros are written: they hold no whole block that could be left out, and an archive can
 /// have a hole between any two bytes.
 const HOLE_MIN: usize = 4096;
@@ -48,6 +50,10 @@ pub struct ImportOptions {
     /// Content up to this many bytes is hashed before anything is written, and not written if it is
     /// known. It bounds the memory of one [`ObjectWriter`].
     pub buffer_bytes_max: usize,
+    /// Each time that new objects of so many bytes have come from memory, what is written is synced, while other
+    /// threads go on: the less is left to wait for at the commit. Not file by file, since few large requests cost
+    /// less than many.
+    pub early_sync_bytes: u64,
     /// Believe no object that is in place: hash it before it is taken for known, and replace it if it is
     /// not what its name says. Heals what fsck found. (Missing and truncated objects are always healed.)
     pub repair: bool,
@@ -55,7 +61,12 @@ pub struct ImportOptions {
 
 impl Default for ImportOptions {
     fn default() -> Self {
-        Self { hold_lock: false, buffer_bytes_max: BUFFER_BYTES_MAX, repair: false }
+        Self {
+            hold_lock: false,
+            buffer_bytes_max: BUFFER_BYTES_MAX,
+            early_sync_bytes: EARLY_SYNC_BYTES,
+            repair: false,
+        }
     }
 }
 
@@ -90,6 +101,7 @@ pub struct Staging {
     pub(crate) directory: String,
     pub(crate) held: Option<DomainLock>,
     buffer_max: usize,
+    early_sync_bytes: u64,
     pub(crate) repair: bool,
     /// Only this is stored, in place of what has its name; everything else counts as known.
     pub(crate) wanted: Option<Damage>,
@@ -100,6 +112,8 @@ pub struct Staging {
     writes_left: AtomicU64,
     health: Mutex<Health>,
     buffers: Mutex<Vec<Buffer>>,
+    /// Bytes of new objects that came from memory.
+    from_memory: AtomicU64,
     new_objects: AtomicU64,
     new_bytes: AtomicU64,
     known_objects: AtomicU64,
@@ -139,6 +153,7 @@ impl Domain {
             directory,
             held,
             buffer_max: options.buffer_bytes_max,
+            early_sync_bytes: options.early_sync_bytes.max(1),
             repair: options.repair,
             wanted: None,
             next_temporary: AtomicU64::new(0),
@@ -146,6 +161,7 @@ impl Domain {
             writes_left: AtomicU64::new(0),
             health: Mutex::new(Health::Working),
             buffers: Mutex::default(),
+            from_memory: AtomicU64::new(0),
             new_objects: AtomicU64::new(0),
             new_bytes: AtomicU64::new(0),
             known_objects: AtomicU64::new(0),
@@ -277,7 +293,18 @@ impl Staging {
         if !self.enable_verity(&path, &digest)? {
             return Ok(self.count_missing(digest, size, size));
         }
+        self.sync_early(size)?;
         Ok(self.count(digest, size, true))
+    }
+
+    /// Syncs if `size` bytes more are enough for it.
+    fn sync_early(&self, size: u64) -> Result<()> {
+        let before = self.from_memory.fetch_add(size, Relaxed);
+        if before / self.early_sync_bytes == (before + size) / self.early_sync_bytes {
+            return Ok(());
+        }
+        // What a sync fails to write no later one reports.
+        self.disk().sync_all().or_else(|error| self.fail(error, "sync", &self.directory))
     }
 
     /// Stores a file of this store as a new file that shares its blocks. The copy is hashed, not the

@@ -24,7 +24,7 @@ use common::{Lines, content, import_split as import, nothing_live, replaced};
 
 /// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
 const OPTIONS: ImportOptions =
-    ImportOptions { hold_lock: false, buffer_bytes_max: 1024, repair: false };
+    ImportOptions { hold_lock: false, buffer_bytes_max: 1024, early_sync_bytes: 10, repair: false };
 
 fn soak() -> u64 {
     std::env::var("COFOLIO_SOAK").ok().and_then(|n| n.parse().ok()).unwrap_or(1)

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! blob ─ read, hash, inflate ─┬─ chunks ─▶ the layer's parser (the caller's thread)
-//!        (thread "unpack")    └─ chunks ─▶ diff-id          (thread "diff-id")
+//!        (a thread)           └─ chunks ─▶ diff-id          (a thread)
 //! ```
 //!
-//! A blob that is not compressed is hashed once: its digest is the diff-id.
+//! A blob that is not compressed is hashed once: its digest is the diff-id. Since a SHA-256 cannot be divided, the
+//! thread that makes it does nothing else.
 //! Chunks are shared, never copied, and come from a pool; the queues between the threads are short.
 //! The blob's digest is checked before the end of the stream is reported, so whoever has seen the end
 //! has seen the right bytes. What was read before the end is provisional: it only reaches staging.
@@ -16,7 +17,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{Scope, ScopedJoinHandle};
+use std::thread::Scope;
 
 use super::digest::{BlobDigest, BlobHasher};
 use super::error::ImportError;
@@ -76,15 +77,12 @@ impl Blob {
         if content.len() as u64 != self.size {
             return Err(self.corrupt(content.len() as u64, "ends early".into()));
         }
-        let mut hasher = self.digest.hasher();
-        hasher.update(&content);
-        self.check(hasher)?;
+        self.check(&self.digest.of(&content))?;
         Ok(content)
     }
 
-    fn check(&self, hasher: BlobHasher) -> Result<(), ImportError> {
-        let actual = hasher.finish();
-        if actual == self.digest {
+    fn check(&self, actual: &BlobDigest) -> Result<(), ImportError> {
+        if *actual == self.digest {
             Ok(())
         } else {
             Err(ImportError::Digest { digest: self.digest.to_string(), actual: actual.to_string() })
@@ -200,8 +198,7 @@ impl Drop for Chunk {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.buffer);
         let mut pool = self.pool.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // The end of a stream has no buffer.
-        if buffer.len() == CHUNK && pool.len() < POOLED_MAX {
+        if pool.len() < POOLED_MAX {
             pool.push(buffer);
         }
     }
@@ -220,55 +217,46 @@ impl Piece {
     }
 }
 
-/// What the thread that computes the diff-id gets.
-enum ToHash {
+/// What the parser gets.
+enum Part {
+    /// Never empty.
     Chunk(Arc<Chunk>),
-    /// Somebody else has computed it.
-    Known(BlobDigest),
+    /// The end, after all checks, with the diff-id.
+    End(BlobDigest),
 }
 
 /// A layer's uncompressed content, to be read by a tar reader.
-pub(crate) struct Stream<'scope> {
-    chunks: Receiver<Result<Arc<Chunk>, ImportError>>,
+pub(crate) struct Stream {
+    parts: Receiver<Result<Part, ImportError>>,
     current: Option<Arc<Chunk>>,
     at: usize,
     ended: bool,
     /// The reason why reading failed; the `io::Error` only says that it did.
     failure: Option<ImportError>,
-    diff_id: Option<ScopedJoinHandle<'scope, BlobDigest>>,
+    diff_id: Option<BlobDigest>,
 }
 
 /// Called with the number of compressed bytes that were read since the last call.
 pub(crate) type OnRead<'a> = &'a (dyn Fn(u64) + Sync);
 
-impl<'scope> Stream<'scope> {
+impl Stream {
     /// Starts the threads.
-    pub(crate) fn start<'env>(
+    pub(crate) fn start<'scope, 'env>(
         scope: &'scope Scope<'scope, 'env>,
         blob: Blob,
         pool: Arc<Pool>,
         budget: &'env Budget,
         on_read: OnRead<'env>,
     ) -> Self {
-        let (to_parser, chunks) = sync_channel(QUEUE);
-        let (to_hasher, to_hash) = sync_channel(QUEUE);
+        let (to_parser, parts) = sync_channel(QUEUE);
         scope.spawn(move || {
-            if let Err(error) = unpack(&blob, &pool, budget, on_read, &to_parser, &to_hasher) {
+            let result = unpack(&blob, &pool, budget, on_read, &to_parser);
+            if let Some(last) = result.map(|diff_id| diff_id.map(Part::End)).transpose() {
                 // If nobody listens any more, the other side failed first.
-                let _ = to_parser.send(Err(error));
+                let _ = to_parser.send(last);
             }
         });
-        let diff_id = scope.spawn(move || {
-            let mut hasher = BlobHasher::new();
-            for part in to_hash {
-                match part {
-                    ToHash::Chunk(chunk) => hasher.update(chunk.bytes()),
-                    ToHash::Known(digest) => return digest,
-                }
-            }
-            hasher.finish()
-        });
-        Self { chunks, current: None, at: 0, ended: false, failure: None, diff_id: Some(diff_id) }
+        Self { parts, current: None, at: 0, ended: false, failure: None, diff_id: None }
     }
 
     /// Takes up to `max` bytes without copying them. Empty at the end of the stream only.
@@ -284,9 +272,9 @@ impl<'scope> Stream<'scope> {
         Ok(Some(Piece { chunk, range }))
     }
 
-    /// The digest of everything. Only after the end was read, or it waits for who does not come.
+    /// The digest of everything, once the end was read.
     pub(crate) fn diff_id(&mut self) -> Option<BlobDigest> {
-        self.diff_id.take().and_then(|thread| thread.join().ok())
+        self.diff_id.take()
     }
 
     /// Why reading failed, if it did.
@@ -295,7 +283,7 @@ impl<'scope> Stream<'scope> {
     }
 }
 
-impl Read for Stream<'_> {
+impl Read for Stream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let have = self.fill_buf()?;
         let count = have.len().min(buf.len());
@@ -305,16 +293,18 @@ impl Read for Stream<'_> {
     }
 }
 
-impl BufRead for Stream<'_> {
+impl BufRead for Stream {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         while self.current.is_none() && !self.ended {
-            match self.chunks.recv() {
-                Ok(Ok(chunk)) if chunk.length > 0 => {
+            match self.parts.recv() {
+                Ok(Ok(Part::Chunk(chunk))) => {
                     self.at = 0;
                     self.current = Some(chunk);
                 }
-                // An empty chunk is the end, sent after all checks.
-                Ok(Ok(_)) => self.ended = true,
+                Ok(Ok(Part::End(diff_id))) => {
+                    self.diff_id = Some(diff_id);
+                    self.ended = true;
+                }
                 Ok(Err(error)) => {
                     self.failure = Some(error);
                     self.ended = true;
@@ -337,12 +327,12 @@ impl BufRead for Stream<'_> {
     }
 }
 
-impl Input for Stream<'_> {}
+impl Input for Stream {}
 
-/// Hashes and counts what passes through.
+/// Counts what passes through, and hashes it if nobody else does.
 struct Tap<'a> {
     inner: Box<dyn Read + Send>,
-    hasher: BlobHasher,
+    hasher: Option<BlobHasher>,
     count: u64,
     on_read: OnRead<'a>,
 }
@@ -350,7 +340,9 @@ struct Tap<'a> {
 impl Read for Tap<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(buf)?;
-        self.hasher.update(&buf[..count]);
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(&buf[..count]);
+        }
         self.count += count as u64;
         (self.on_read)(count as u64);
         Ok(count)
@@ -406,41 +398,67 @@ impl Read for Unpacker<'_> {
     }
 }
 
-/// The unpacking thread. Ends early without an error if nobody listens any more.
+/// The unpacking thread. Gives the diff-id when everything was sent and checked; `None` if it ended early, because
+/// nobody listens any more.
 fn unpack(
     blob: &Blob,
     pool: &Arc<Pool>,
     budget: &Budget,
     on_read: OnRead<'_>,
-    to_parser: &SyncSender<Result<Arc<Chunk>, ImportError>>,
-    to_hasher: &SyncSender<ToHash>,
-) -> Result<(), ImportError> {
+    to_parser: &SyncSender<Result<Part, ImportError>>,
+) -> Result<Option<BlobDigest>, ImportError> {
     let inner = blob.open(budget.stop.clone());
-    let tap = Tap { inner, hasher: blob.digest.hasher(), count: 0, on_read };
+    let tap = Tap { inner, hasher: Some(blob.digest.hasher()), count: 0, on_read };
     let mut unpacker = Unpacker::new(tap).map_err(|e| blob.failed(0, e))?;
     // The blob's digest is the diff-id of a layer that is not compressed (and diff-ids are SHA-256).
     let hash_once = !unpacker.compressed() && blob.digest.is_sha256();
+    if hash_once {
+        unpacker.tap().get_mut().hasher = None;
+    }
+    std::thread::scope(|scope| {
+        // Hashing ends when the sender is dropped, on every way out of here.
+        let (to_hasher, to_hash) = sync_channel::<Arc<Chunk>>(QUEUE);
+        let hashing = scope.spawn(move || {
+            let mut hasher = BlobHasher::new();
+            to_hash.iter().for_each(|chunk| hasher.update(chunk.bytes()));
+            hasher.finish()
+        });
+        let send = |chunk: Arc<Chunk>| {
+            to_hasher.send(chunk.clone()).is_ok() && to_parser.send(Ok(Part::Chunk(chunk))).is_ok()
+        };
+        let Some(broken) = chunks(blob, &mut unpacker, pool, budget, send)? else {
+            return Ok(None);
+        };
+        drop(to_hasher);
+        let diff_id = hashing.join().map_err(|_| blob.corrupt(0, "a thread panicked".into()))?;
+        check(blob, &mut unpacker, broken, &diff_id)?;
+        Ok(Some(diff_id))
+    })
+}
+
+/// Sends all chunks of a blob. Gives the error that unpacking ended with, if it did; `None` if nobody wants the rest.
+fn chunks(
+    blob: &Blob,
+    unpacker: &mut Unpacker<'_>,
+    pool: &Arc<Pool>,
+    budget: &Budget,
+    send: impl Fn(Arc<Chunk>) -> bool,
+) -> Result<Option<Option<io::Error>>, ImportError> {
     let mut total: u64 = 0;
-    let mut broken = loop {
+    loop {
         let mut buffer = pool.get();
         let mut length = 0;
-        let error = loop {
-            if length == buffer.len() {
-                break None;
-            }
+        while length < buffer.len() {
             match unpacker.read(&mut buffer[length..]) {
-                Ok(0) => break None,
+                Ok(0) => break,
                 Ok(count) => length += count,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => break Some(e),
+                Err(e) => return Ok(Some(Some(e))),
             }
-        };
-        if error.is_some() {
-            break error;
         }
         let chunk = Arc::new(Chunk { buffer, length, pool: pool.clone() });
         if length == 0 {
-            break None;
+            return Ok(Some(None));
         }
         total += length as u64;
         budget.take(length as u64, || format!("layer {}: unpacked content", blob.digest))?;
@@ -455,13 +473,19 @@ fn unpack(
                 option: "ratio",
             });
         }
-        if budget.stop.load(Ordering::Relaxed)
-            || (!hash_once && to_hasher.send(ToHash::Chunk(chunk.clone())).is_err())
-            || to_parser.send(Ok(chunk)).is_err()
-        {
-            return Ok(());
+        if budget.stop.load(Ordering::Relaxed) || !send(chunk) {
+            return Ok(None);
         }
-    };
+    }
+}
+
+/// Checks a blob of which all was unpacked, or all up to where it is `broken`.
+fn check(
+    blob: &Blob,
+    unpacker: &mut Unpacker<'_>,
+    mut broken: Option<io::Error>,
+    diff_id: &BlobDigest,
+) -> Result<(), ImportError> {
     let tap = unpacker.tap();
     let offset = tap.get_ref().count - tap.buffer().len() as u64;
     if let Some(error) = broken.take_if(|e| e.get_ref().is_some_and(|e| e.is::<RegistryError>())) {
@@ -475,21 +499,17 @@ fn unpack(
             blob.corrupt(rest.count, format!("ends early, {} bytes were promised", blob.size))
         );
     }
-    blob.check(std::mem::replace(&mut rest.hasher, BlobHasher::new()))?;
-    if let Some(error) = broken {
-        let what = if error.kind() == io::ErrorKind::UnexpectedEof {
-            "the compressed stream is cut off".to_owned()
-        } else {
-            format!("cannot be unpacked: {error}")
-        };
-        return Err(blob.corrupt(offset, what));
+    match rest.hasher.take() {
+        Some(hasher) => blob.check(&hasher.finish())?,
+        None => blob.check(diff_id)?,
     }
-    if hash_once {
-        let _ = to_hasher.send(ToHash::Known(blob.digest.clone()));
+    match broken {
+        None => Ok(()),
+        Some(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Err(blob.corrupt(offset, "the compressed stream is cut off".into()))
+        }
+        Some(error) => Err(blob.corrupt(offset, format!("cannot be unpacked: {error}"))),
     }
-    let end = Arc::new(Chunk { buffer: Vec::new(), length: 0, pool: pool.clone() });
-    let _ = to_parser.send(Ok(end));
-    Ok(())
 }
 
 /// What the unpacking thread makes of a blob, for the fuzz targets: the chunks that reached the parser, and
@@ -498,18 +518,18 @@ fn unpack(
 pub(super) fn fuzz(blob: &Blob, budget: &Budget) -> (Vec<u8>, Result<bool, ImportError>) {
     // Room for all that the budget allows, since nobody takes anything out meanwhile.
     let room = usize::try_from(budget.total_max).map_or(0, |max| max / CHUNK) + 4;
-    let (to_parser, chunks) = sync_channel(room);
-    let (to_hasher, _hasher) = sync_channel(room);
+    let (to_parser, parts) = sync_channel(room);
     static POOL: std::sync::OnceLock<Arc<Pool>> = std::sync::OnceLock::new();
     let pool = POOL.get_or_init(Arc::default);
-    let result = unpack(blob, pool, budget, &|_| {}, &to_parser, &to_hasher);
+    let result = unpack(blob, pool, budget, &|_| {}, &to_parser);
     drop(to_parser);
-    let (mut bytes, mut ended) = (Vec::new(), false);
-    for chunk in chunks {
-        let chunk = chunk.unwrap_or_else(|error| panic!("an error in the queue: {error}"));
-        assert!(!ended, "something after the end");
-        ended = chunk.length == 0;
-        bytes.extend_from_slice(chunk.bytes());
+    let mut bytes = Vec::new();
+    for part in parts {
+        match part {
+            Ok(Part::Chunk(chunk)) => bytes.extend_from_slice(chunk.bytes()),
+            Ok(Part::End(_)) => panic!("an end before all checks"),
+            Err(error) => panic!("an error in the queue: {error}"),
+        }
     }
-    (bytes, result.map(|()| ended))
+    (bytes, result.map(|diff_id| diff_id.is_some()))
 }

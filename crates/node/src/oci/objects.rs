@@ -23,8 +23,8 @@ pub(crate) const SMALL_MAX: usize = 1 << 20;
 const BATCH_BYTES: u64 = 256 << 10;
 /// or this many files.
 const BATCH_FILES: usize = 256;
-/// Pieces of a stream that wait.
-const STREAM_QUEUE: usize = 8;
+/// Pieces of a stream that wait: most files are in there as a whole, so the parser goes on to the next one.
+const STREAM_QUEUE: usize = 16;
 
 /// A file of a layer, as whoever sends it knows it.
 #[derive(Debug, Clone, Copy)]

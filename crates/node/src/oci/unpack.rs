@@ -90,17 +90,17 @@ pub(crate) fn unpack<'scope, 'env>(
     Ok(Unpacked { tree, replaced, counts })
 }
 
-struct Unpacking<'scope, 's, 'env> {
+struct Unpacking<'s, 'env> {
     shared: &'s Shared<'env>,
     layer: &'s FoundLayer,
-    reader: Reader<Recorder<Stream<'scope>, BufWriter<LayerWriter<'s>>>>,
+    reader: Reader<Recorder<Stream, BufWriter<LayerWriter<'s>>>>,
     files: Files,
     tree: LayerTree,
     entries: u64,
     uncompressed: u64,
 }
 
-impl Unpacking<'_, '_, '_> {
+impl Unpacking<'_, '_> {
     fn run(&mut self) -> Result<(), ImportError> {
         loop {
             let entry = match self.reader.next_entry() {
