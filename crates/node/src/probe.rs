@@ -183,7 +183,7 @@ pub fn probe(options: &Options) -> Report {
         "id-mapped-mounts",
         Recommended,
         "`mount --idmap`: one image for many user namespaces",
-        "containers in user namespaces need images with shifted owners (Linux 5.19, user namespaces)",
+        "containers in user namespaces need images with shifted owners (Linux 6.15, user namespaces)",
         tried.idmap,
     );
     add(

@@ -279,6 +279,9 @@ impl MountError {
             Errno::INVAL if error.what.starts_with("overlay: lowerdir") => {
                 feature("data-only layers of overlayfs", "Linux 6.5", error)
             }
+            Errno::INVAL if asked.idmap && error.what == "overlay: create" => {
+                feature("overlays over id-mapped mounts", "Linux 6.15", error)
+            }
             Errno::INVAL if asked.idmap && error.what.contains("id map") => feature(
                 "id maps on erofs",
                 "Linux 5.19; ids must lie in this process's own user namespace",

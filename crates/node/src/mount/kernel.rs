@@ -271,8 +271,9 @@ impl Overlay<'_> {
             context.string("source", self.source)?;
             match self.layers(&context, style) {
                 Ok(()) => {}
-                // This kernel does not know the style.
-                Err(error) if error.errno == Errno::INVAL => {
+                // This kernel does not know the style: EBADF is about O_PATH, which descriptors of layers could not have
+                // before they could be given at all.
+                Err(error) if matches!(error.errno, Errno::INVAL | Errno::BADF) => {
                     refused = error;
                     continue;
                 }

@@ -451,7 +451,8 @@ impl<'a> Mounter<'a> {
         flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
         flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, record.nodev);
         flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, record.noexec);
-        let failed = |error| MountError::from_kernel(error, Asked { idmap: idmap.is_some() });
+        let asked = Asked { idmap: idmap.is_some() };
+        let failed = |error| MountError::from_kernel(error, asked);
         let Some(upper) = &record.upper else {
             let view = self.view(self.domain, image, pin.as_fd(), idmap, label)?;
             flags |= MountAttrFlags::MOUNT_ATTR_RDONLY;
@@ -461,16 +462,16 @@ impl<'a> Mounter<'a> {
         let metadata = mapped.as_ref().unwrap_or(pin);
         let open = upper::prepare(upper, metadata)?;
         self.step(Step::UpperMade);
-        let made = self.overlay(self.domain, image, metadata.as_fd(), label, Some(&open)).map_err(
-            |error| match error {
+        let made = self
+            .overlay(self.domain, image, metadata.as_fd(), label, Some(&open), asked)
+            .map_err(|error| match error {
                 // The kernel names neither of the two; the layers below are our own.
                 MountError::Kernel(error) => MountError::Upper {
                     dir: upper.dir.clone(),
                     problem: format!("overlayfs refused: {error}"),
                 },
                 other => other,
-            },
-        );
+            });
         // The overlay has a mount of its own of it; this one was for us.
         if open.limit == limit::Limit::Filesystem {
             limit::put_away(&upper.dir)?;

@@ -114,7 +114,8 @@ impl Mounter<'_> {
         }
         let mapped = idmap.map(|idmap| self.mapped(metadata, idmap)).transpose()?;
         let metadata = mapped.as_ref().map_or(metadata, AsFd::as_fd);
-        let mount = self.overlay(domain, image, metadata, label, None)?;
+        let asked = Asked { idmap: idmap.is_some() };
+        let mount = self.overlay(domain, image, metadata, label, None, asked)?;
         self.step(Step::ViewMade);
         place(&mount, &at)?;
         self.step(Step::Viewed);
@@ -132,6 +133,7 @@ impl Mounter<'_> {
         metadata: BorrowedFd<'_>,
         label: Option<&str>,
         upper: Option<&super::upper::OpenUpper>,
+        asked: Asked,
     ) -> Result<OwnedFd, MountError> {
         let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
         let objects = open_dir(&objects).at("open", &objects)?;
@@ -145,7 +147,7 @@ impl Mounter<'_> {
             verity: domain.protection().verity,
         };
         let mount = overlay.mount(&self.styles);
-        mount.map_err(|error| MountError::from_kernel(error, Asked::default()))
+        mount.map_err(|error| MountError::from_kernel(error, asked))
     }
 
     /// An id-mapped copy of the image's EROFS mount. An id map goes below the overlay: overlayfs

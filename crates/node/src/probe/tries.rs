@@ -5,14 +5,14 @@ use std::io::Write as _;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_sys::mount::{MountAttr, mount_setattr};
+use cofolio_sys::mount::{MountAttr, mount_setattr, unshare_mount_namespace};
 use cofolio_sys::userns::{IdRange, with_maps};
 use rustix::fs::{IFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{Found, absent, present, unknown};
 use crate::mount::kernel::{
-    Backing, Context, KernelError, LayerStyle, Overlay, mount_erofs, open_dir,
+    Backing, Context, KernelError, LayerStyle, Overlay, attach, mount_erofs, open_dir,
 };
 
 /// What trying gave.
@@ -94,7 +94,16 @@ pub(super) fn all(store: Option<&Path>) -> Tried {
     tried.inode_share = inode_share();
     tried.overlay_verity = overlay_option("verity", "require");
     try_files(&scratch, &mut tried);
-    if let Err(error) = try_mounts(&scratch, &mut tried) {
+    // What is mounted goes with the thread.
+    let mounts = std::thread::scope(|scope| {
+        let mounts = scope.spawn(|| {
+            unshare_mount_namespace()
+                .map_err(|error| KernelError::from_io("mount namespace", &error))?;
+            try_mounts(&scratch, &mut tried)
+        });
+        mounts.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
+    if let Err(error) = mounts {
         tried.erofs_file_backed = absent(error.to_string());
     }
     tried
@@ -143,6 +152,12 @@ fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
     let image = image.as_fd();
 
     let (mount, backing) = mount_erofs(image, "cofolio:probe", dir.as_fd(), false)?;
+    // Layers of an overlay are attached somewhere: Linux before 6.15 takes no others.
+    let at = scratch.0.join("mount");
+    fs::create_dir(&at).map_err(|e| io(&e))?;
+    let open_at = || open_dir(&at).map_err(|errno| KernelError::new("scratch", errno));
+    attach(mount, open_at()?)?;
+    let mount = open_at()?;
     tried.erofs_file_backed = match backing {
         Backing::File => present("a 4 KiB image mounts"),
         Backing::Loop => absent("the kernel wants a block device"),
