@@ -72,6 +72,19 @@ pub fn cachestat_file(file: &File) -> std::io::Result<Residency> {
     Ok(Residency { pages, resident: stat.cached })
 }
 
+/// How many pages past the end of the file are in the page cache, by cachestat(2): ext4, btrfs and f2fs keep the
+/// Merkle trees of fs-verity there (`Documentation/filesystems/fsverity.rst`).
+///
+/// # Errors
+/// As for [`cachestat`].
+pub fn past_end(path: &Path) -> Result<u64> {
+    let file = File::open(path).map_err(LedgerError::io(path))?;
+    let size = file.metadata().map_err(LedgerError::io(path))?.len();
+    let end = pages_of(size).saturating_mul(cache::page_size());
+    let stat = cache::cachestat(&file, end, 0).map_err(LedgerError::io(path))?;
+    Ok(stat.cached)
+}
+
 /// How many pages of the file were resident once and have been reclaimed, by cachestat(2). Pages
 /// dropped on request (fadvise, drop_caches, truncation) are not among them: memory pressure, a
 /// cgroup's limit or DAMON took these.
@@ -121,6 +134,7 @@ mod tests {
         let three = Residency { pages: 64, resident: 3 };
         assert_eq!(mincore(file.path()).unwrap(), three);
         assert_eq!(cachestat(file.path()).unwrap(), three);
+        assert_eq!(past_end(file.path()).unwrap(), 0, "nothing is there but of fs-verity");
     }
 
     #[test]

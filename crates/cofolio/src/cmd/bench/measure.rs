@@ -47,6 +47,9 @@ pub(super) struct Run {
     /// Pages of directories that the mounts keep in page cache of their own, which nothing can be asked
     /// about: counted from the directories' sizes.
     pub(super) directory_pages: u64,
+    /// Pages of the Merkle trees of the files above, by cachestat: fs-verity keeps what it has read of them past
+    /// the files' ends.
+    pub(super) merkle_pages: u64,
     /// Growth of the machine.
     pub(super) growth: Growth,
     /// Page cache of the measuring program's own files that came in meanwhile, and is not part of
@@ -233,10 +236,14 @@ fn attempt(
     let directory_pages = setup.directory_pages(&dirs)?;
     let content = resident(setup.content())?;
     let metadata = resident(setup.metadata())?;
+    let merkle_pages = sum(setup.content().iter().chain(setup.metadata()), residency::past_end)?;
     let cache_drops = Memory::read(Path::new("/"))?.cache_drops - before.cache_drops;
     // Kernels do not count all that reclaims (DAMON, for one), but each file knows.
-    let reclaimed_pages =
-        if content.resident < setup.expected_pages() { evicted(setup.content())? } else { 0 };
+    let reclaimed_pages = if content.resident < setup.expected_pages() {
+        sum(setup.content(), residency::evicted)?
+    } else {
+        0
+    };
     let (files_compared, bytes_compared) = compare(&seen, source, &dirs)?;
     // Or the removed cgroup would stay, dying, for as long as its pages do.
     setup.unmount()?;
@@ -254,6 +261,7 @@ fn attempt(
         content,
         metadata,
         directory_pages,
+        merkle_pages,
         growth: Growth {
             page_cache: delta(before.cached, after.cached) - shmem - own_files,
             buffers: delta(before.buffers, after.buffers),
@@ -287,11 +295,14 @@ fn own_device(file: &Path) -> Option<File> {
     File::open(Path::new("/dev").join(name.file_name()?)).ok()
 }
 
-/// Sums what has been reclaimed of `files`.
-fn evicted(files: &[PathBuf]) -> Result<u64> {
+/// Sums a number of pages over `files`.
+fn sum<'a>(
+    files: impl IntoIterator<Item = &'a PathBuf>,
+    pages: fn(&Path) -> Result<u64, LedgerError>,
+) -> Result<u64> {
     let mut sum = 0;
     for file in files {
-        sum += residency::evicted(file)?;
+        sum += pages(file)?;
     }
     Ok(sum)
 }

@@ -76,6 +76,7 @@ pub(super) struct Medians {
     pub(super) content: i64,
     pub(super) metadata: i64,
     pub(super) directories: i64,
+    pub(super) merkle_trees: i64,
     pub(super) charge_cache: Option<i64>,
     pub(super) charge_kernel: Option<i64>,
     pub(super) read_seconds: f64,
@@ -118,6 +119,7 @@ fn medians(runs: &[&Run]) -> Medians {
         content: of(&|run| signed(run.content.resident * page_size())),
         metadata: of(&|run| signed(run.metadata.resident * page_size())),
         directories: of(&|run| signed(run.directory_pages * page_size())),
+        merkle_trees: of(&|run| signed(run.merkle_pages * page_size())),
         charge_cache: some(&|run| Some(signed(run.charge?.cache))),
         charge_kernel: some(&|run| Some(signed(run.charge?.kernel?))),
         read_seconds: seconds.get(seconds.len() / 2).copied().unwrap_or(0.0),
@@ -186,7 +188,7 @@ pub(super) fn check(runs: &[Run]) -> Vec<Check> {
             Some((have + gone == want, format!("{have} resident{reclaimed}, {want} expected")))
         }),
         all("growth of the machine is what the files and directories hold", &|run| {
-            let metadata = run.metadata.resident + run.directory_pages;
+            let metadata = run.metadata.resident + run.directory_pages + run.merkle_pages;
             let found = signed((run.content.resident + metadata) * page);
             let grown = run.growth.page_cache;
             let limit = tolerance(run.expected_pages * page);
@@ -277,14 +279,21 @@ pub(super) fn table(report: &Report) -> String {
     }
     text.push('\n');
     for summary in &report.summary {
+        let shared = &summary.shared;
+        let mut metadata = format!(
+            "{} MiB images, {} MiB directories",
+            mib(shared.metadata),
+            mib(shared.directories)
+        );
+        if shared.merkle_trees > 0 {
+            let _ = write!(metadata, ", {} MiB Merkle trees", mib(shared.merkle_trees));
+        }
         let _ = writeln!(
             text,
-            "by {}: {} MiB for {} MiB of unique contents, metadata ({} MiB images, {} MiB directories) included: {:+.2} %",
+            "by {}: {} MiB for {} MiB of unique contents, metadata ({metadata}) included: {:+.2} %",
             summary.mode.name(),
-            mib(summary.shared.memory),
+            mib(shared.memory),
             mib(bytes(expected.unique_pages)),
-            mib(summary.shared.metadata),
-            mib(summary.shared.directories),
             summary.over_unique_percent,
         );
     }

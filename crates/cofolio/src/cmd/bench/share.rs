@@ -96,6 +96,8 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     let named = context.config.is_given("store.path").then_some(&global.store);
     let scratch = work.join("store");
     let store = args.store.as_ref().or(named).unwrap_or(&scratch);
+    on_disk(store, "--store")?;
+    on_disk(&work, "--work")?;
     let domain = args.domain.as_deref().unwrap_or(&global.domain);
     // What is in the working directory can be made again, and is to be removable with rm -r.
     let domain = open_domain(store, domain, &InitOptions { immutable: *store != scratch })?;
@@ -182,6 +184,21 @@ fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
         Ok(file)
     };
     open().with_context(|| format!("cannot lock {PATH}"))
+}
+
+/// Refuses a directory in memory: its pages cannot be dropped, so nothing would be seen to come in.
+fn on_disk(dir: &Path, option: &str) -> Result<()> {
+    // `TMPFS_MAGIC` and `RAMFS_MAGIC` of `linux/magic.h`.
+    const IN_MEMORY: [rustix::fs::FsWord; 2] = [0x0102_1994, 0x8584_58f6];
+    let there = dir.ancestors().find_map(|dir| rustix::fs::statfs(dir).ok());
+    if there.is_some_and(|stat| IN_MEMORY.contains(&stat.f_type)) {
+        let what =
+            format!("{} is in memory: what is read there takes no page cache", dir.display());
+        return Err(Fail::new(Exit::Failure, what)
+            .hint(format!("name a directory on a disk ({option})"))
+            .into());
+    }
+    Ok(())
 }
 
 /// The domain, made with its store if they are missing.
