@@ -13,6 +13,7 @@
 //! the next garbage collection takes away.
 
 use std::io;
+use std::sync::{Mutex, PoisonError};
 
 use crate::disk::{Disk, Kind, StoredFile};
 use crate::domain::SPLIT_SUFFIX;
@@ -26,6 +27,10 @@ use crate::{Digest, name};
 
 /// What a directory or a record needs at least, in bytes.
 const BLOCK: u64 = 4096;
+
+/// Objects that are listed in memory to be looked at by all processors, and how many one takes at a time.
+const CHECKED_AT_ONCE: usize = 1 << 14;
+const CHECKED_AT_A_TIME: usize = 1 << 7;
 
 /// What becomes visible with a commit, all of it complete.
 #[derive(Clone, Debug, Default)]
@@ -66,10 +71,7 @@ impl Staging {
             Some(lock) => lock,
             None => self.domain.lock_shared()?,
         };
-        let mut missing = Missing::default();
-        for (digest, size) in objects {
-            self.check_object(digest, size, &mut missing)?;
-        }
+        let mut missing = self.check_objects(objects.into_iter())?;
         self.check_parts(publish, &mut missing)?;
         missing.result()?;
 
@@ -100,7 +102,24 @@ impl Staging {
         }
     }
 
-    fn check_object(&self, digest: Digest, size: u64, missing: &mut Missing) -> Result<()> {
+    /// Looks at each object; what is not there is no error here.
+    fn check_objects(&self, mut objects: impl Iterator<Item = (Digest, u64)>) -> Result<Missing> {
+        let missing = Mutex::default();
+        loop {
+            let some: Vec<_> = objects.by_ref().take(CHECKED_AT_ONCE).collect();
+            if some.is_empty() {
+                return Ok(missing.into_inner().unwrap_or_else(PoisonError::into_inner));
+            }
+            let chunks: Vec<_> = some.chunks(CHECKED_AT_A_TIME).collect();
+            for_each(self.disk().parallelism(), &chunks, |chunk| {
+                chunk
+                    .iter()
+                    .try_for_each(|(digest, size)| self.check_object(*digest, *size, &missing))
+            })?;
+        }
+    }
+
+    fn check_object(&self, digest: Digest, size: u64, missing: &Mutex<Missing>) -> Result<()> {
         // First where most objects of a first import are; for a repeated one the other order would
         // save a call, which costs less than a microsecond.
         if self.domain.file_size(&self.object_file(&digest))? == Some(size) {
@@ -109,7 +128,10 @@ impl Staging {
         match self.domain.object_size(&digest)? {
             Some(found) if found == size => {}
             Some(found) => return Err(Error::SizeMismatch { digest, expected: size, found }),
-            None => missing.add(|| format!("object {digest}")),
+            None => missing
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .add(|| format!("object {digest}")),
         }
         Ok(())
     }
