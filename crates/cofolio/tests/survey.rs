@@ -374,8 +374,7 @@ fn containerd_with_containers_that_run() {
     containerd.run("moby", "localhost/redis:new", "c", &READ);
     done(&mut containerd.ctr(&["containers", "create", "localhost/redis:old", "d"]));
     wait_for("the containers have read", || counted.resident() > cold + (4 << 20));
-    // containerd collects a moment after a change.
-    std::thread::sleep(std::time::Duration::from_secs(2));
+    containerd.collect();
 
     let options = ["--containerd-root", root.to_str().unwrap()];
     let report = counted.check(&sandbox, &options, &root);
