@@ -307,7 +307,7 @@ fn sum<'a>(
     Ok(sum)
 }
 
-/// Drops what is resident of `files`. Unlike reclaim it leaves no trace that [`evicted`] would count.
+/// Drops what is resident of `files`. Unlike reclaim it leaves no trace that [`residency::evicted`] would count.
 fn forget(files: &[PathBuf]) -> Result<()> {
     for path in files {
         let drop = || {
