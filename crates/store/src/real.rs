@@ -227,7 +227,7 @@ impl Disk for RealDisk {
             (LockMode::Exclusive, false) => FlockOperation::NonBlockingLockExclusive,
         };
         match rustix::io::retry_on_intr(|| fs::flock(&directory, operation)) {
-            Ok(()) => Ok(Some(Box::new(RealLock { _directory: directory }))),
+            Ok(()) => Ok(Some(Box::new(RealLock { directory }))),
             Err(Errno::WOULDBLOCK) => Ok(None),
             Err(errno) => Err(errno.into()),
         }
@@ -340,11 +340,18 @@ pub fn stretch_at(file: impl AsFd, offset: u64) -> io::Result<Stretch> {
 
 #[derive(Debug)]
 struct RealLock {
-    /// Closing it gives the lock back.
-    _directory: OwnedFd,
+    directory: OwnedFd,
 }
 
 impl Lock for RealLock {}
+
+impl Drop for RealLock {
+    /// Closing is not enough: a child that another thread has just forked holds a copy of the descriptor, and
+    /// with it the lock, until it execs.
+    fn drop(&mut self) {
+        let _ = fs::flock(&self.directory, FlockOperation::Unlock);
+    }
+}
 
 #[derive(Debug)]
 struct RealFile {

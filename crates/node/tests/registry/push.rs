@@ -1,5 +1,6 @@
 //! What is sent to a registry, and what is not.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -388,9 +389,13 @@ fn a_push_ends_when_it_is_told_to() {
 #[test]
 fn the_rate_is_limited_and_overload_waited_for() {
     let bench = with_image(&[layer(1, 500_000), layer(2, 500_000)]);
-    let count = AtomicU64::new(0);
+    // Each request twice: were it two of any three, one that others overtake could be refused for ever.
+    let counts = Mutex::new(HashMap::new());
     let fake = Fake::new(move |asked, answer| {
-        match asked.path != "/v2/" && count.fetch_add(1, Ordering::Relaxed) % 3 != 2 {
+        let mut counts = counts.lock().unwrap();
+        let count = counts.entry((asked.method.clone(), asked.path.clone())).or_insert(0);
+        *count += 1;
+        match asked.path != "/v2/" && *count % 3 != 0 {
             true => {
                 Answer::error(429, "later").with("Retry-After", "Fri, 31 Dec 1999 23:59:59 GMT")
             }
