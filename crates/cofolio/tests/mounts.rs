@@ -7,6 +7,7 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use common::{Ran, Sandbox, Tar, can_mount, program, skip, write_layout};
 use serde_json::json;
@@ -242,8 +243,10 @@ fn start(runtime: &Path, sandbox: &Sandbox, bundle: &Path) -> Ran {
 
 /// In a mount namespace of its own, after `script`.
 fn start_with(script: &str, runtime: &Path, sandbox: &Sandbox, bundle: &Path) -> Ran {
-    let name = runtime.file_name().unwrap().display();
-    let id = format!("cofolio-test-{}-{name}", std::process::id());
+    // No other test's: the cgroup is named by it, and the runtime kills what is in that when it ends.
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let id =
+        format!("cofolio-test-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     let state = sandbox.dir("runtime");
     let script = format!("{script}exec \"$@\"");
     let mut command = Command::new("unshare");
