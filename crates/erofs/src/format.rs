@@ -154,6 +154,12 @@ pub const USER_WHITEOUTS: &[u8] = b"user.overlay.whiteouts";
 /// As [`ESCAPED_OPAQUE`], for overlayfs mounted by users.
 pub const USER_OPAQUE: &[u8] = b"user.overlay.opaque";
 
+/// The name of a file's content, for the kernel's page cache sharing (what `mkfs.erofs --xattr-inode-digest` is told
+/// by convention).
+pub const FINGERPRINT: &[u8] = b"trusted.erofs.fingerprint";
+/// What [`FINGERPRINT`] holds in front of a SHA-256 digest (`erofs_set_inode_fingerprint` of erofs-utils).
+pub const FINGERPRINT_SCHEME: &[u8] = b"sha256:";
+
 /// What [`OVERLAY_METACOPY`] holds in front of a SHA-256 digest: version 0, length 36, no flags,
 /// algorithm 1 (`struct ovl_metacopy` of Linux).
 pub const METACOPY_HEADER: [u8; 4] = [0, 36, 0, 1];

@@ -8,13 +8,14 @@
 //!
 //! - [`tree`]: a filesystem tree in a compact arena; what importers build and images are made of.
 //! - [`dump`]: the text form of composefs, both ways, streaming.
-//! - [`write`](mod@write): a tree to its image, byte-identical with mkcomposefs 1.0.8, streaming.
+//! - [`write`](mod@write): a tree to its image, byte-identical with mkcomposefs 1.0.8, streaming; or to one with its data
+//!   on devices, for mounts without an overlay.
 //! - [`read`]: images, checked at every step; also plain ones of `mkfs.erofs`, uncompressed.
 //! - [`format`](mod@format): the structures on disk.
 //!
 //! Tests compare with other programs where they are: `COFOLIO_MKCOMPOSEFS`, `COFOLIO_FSCK_EROFS`
 //! and `COFOLIO_MKFS_EROFS` may name them (a command prefix each), `COFOLIO_ORACLES` the folder
-//! with composefs's own test dumps. `COFOLIO_TREES`, `COFOLIO_MUTATIONS`, `COFOLIO_MOUNTS` raise
+//! with composefs's own test dumps. `COFOLIO_TREES`, `COFOLIO_DATA_TREES`, `COFOLIO_MUTATIONS`, `COFOLIO_MOUNTS` raise
 //! the number of rounds for a soak run, `COFOLIO_SEED` says with which random tree to begin.
 
 pub mod dump;

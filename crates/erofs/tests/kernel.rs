@@ -15,7 +15,7 @@ use std::process::Command;
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, S_IFMT, S_IFREG, Tree};
 use cofolio_erofs::write::WriteOptions;
-use common::{TempDir, golden, image, parse, random, rounds, skip};
+use common::{TempDir, can_mount, golden, image, parse, random, rounds, skip};
 use rustix::fs::{lgetxattr, llistxattr};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
@@ -146,14 +146,8 @@ fn check_inode(
 #[test]
 fn the_kernel_shows_the_tree() {
     let test = "the_kernel_shows_the_tree";
-    if !rustix::process::geteuid().is_root() {
-        return skip(test, "mounting needs root");
-    }
-    let filesystems = fs::read_to_string("/proc/filesystems").unwrap_or_default();
-    if !filesystems.contains("erofs")
-        && !Command::new("modprobe").arg("erofs").status().is_ok_and(|s| s.success())
-    {
-        return skip(test, "this kernel has no erofs");
+    if !can_mount(test) {
+        return;
     }
     let dir = TempDir::new("kernel");
     let (file, top) = (dir.path().join("image.erofs"), dir.path().join("mounted"));

@@ -2,7 +2,8 @@
 //!
 //! An image's attributes are the tree's, with `trusted.overlay.*` escaped so that the overlayfs
 //! that mounts it leaves them alone, and with those that tell overlayfs where the content is.
-//! An attribute (name and value) that at least two inodes have goes into the shared table.
+//! An attribute (name and value) that at least two inodes have goes into the shared table. In an image with devices
+//! the fingerprint of the content takes the place of what overlayfs needs.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -10,14 +11,18 @@ use std::hash::RandomState;
 
 use hashbrown::HashTable;
 
+use super::data::Data;
 use super::plan::{Node, Plan};
 use super::xxh32::xxh32;
 use crate::format::{
-    ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX,
-    OVERLAY_METACOPY, OVERLAY_OPAQUE, OVERLAY_PREFIX, OVERLAY_REDIRECT, USER_OPAQUE, USER_WHITEOUT,
-    USER_WHITEOUTS, XATTR_FILTER_SEED, XATTR_SHARED_MAX, split_xattr_name,
+    ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, FINGERPRINT, FINGERPRINT_SCHEME,
+    METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX, OVERLAY_METACOPY, OVERLAY_OPAQUE, OVERLAY_PREFIX,
+    OVERLAY_REDIRECT, USER_OPAQUE, USER_WHITEOUT, USER_WHITEOUTS, XATTR_FILTER_SEED,
+    XATTR_LONG_PREFIX, XATTR_SHARED_MAX, split_xattr_name,
 };
-use crate::tree::{Content, DigestId, InodeId, Payload, SetId, Tree, hash_pair, object_path};
+use crate::tree::{
+    Content, DigestId, External, InodeId, Payload, SetId, Tree, hash_pair, object_path,
+};
 
 /// Not shared.
 const UNSHARED: u32 = u32::MAX;
@@ -37,6 +42,8 @@ pub(super) enum Attr {
     Metacopy(Option<DigestId>),
     /// The path of an object.
     Redirect(DigestId),
+    /// The name of a content for the kernel's page cache sharing.
+    Fingerprint(DigestId),
 }
 
 /// All attributes of an inode.
@@ -72,6 +79,7 @@ struct Base {
 
 pub(super) struct Attrs<'t> {
     tree: &'t Tree,
+    data: Option<&'t Data<'t>>,
     version: u32,
     pairs: Vec<Pair<'t>>,
     pair_index: HashTable<u32>,
@@ -86,11 +94,13 @@ pub(super) struct Attrs<'t> {
     no_digest_shared: u32,
     metacopies: PerDigest,
     redirects: PerDigest,
+    fingerprints: PerDigest,
     /// Everything in the shared table, in its order.
     shared: Vec<Attr>,
     shared_size: u64,
     metacopy_bit: u8,
     redirect_bit: u8,
+    fingerprint_bit: u8,
     pub(super) has_acl: bool,
 }
 
@@ -130,8 +140,10 @@ impl PerDigest {
 impl<'t> Attrs<'t> {
     pub(super) fn new(plan: &Plan<'t>, version: u32) -> Attrs<'t> {
         let tree = plan.tree;
+        let digests = tree.digest_count();
         let mut attrs = Attrs {
             tree,
+            data: plan.data,
             version,
             pairs: Vec::new(),
             pair_index: HashTable::new(),
@@ -143,15 +155,17 @@ impl<'t> Attrs<'t> {
             ghost: None,
             no_digest_uses: 0,
             no_digest_shared: UNSHARED,
-            metacopies: PerDigest::new(tree.digest_count()),
-            redirects: PerDigest::new(tree.digest_count()),
+            metacopies: PerDigest::new(if plan.data.is_none() { digests } else { 0 }),
+            redirects: PerDigest::new(if plan.data.is_none() { digests } else { 0 }),
+            fingerprints: PerDigest::new(if plan.data.is_some() { digests } else { 0 }),
             shared: Vec::new(),
             shared_size: 0,
             metacopy_bit: filter_bit(OVERLAY_METACOPY),
             redirect_bit: filter_bit(OVERLAY_REDIRECT),
+            fingerprint_bit: filter_bit(FINGERPRINT),
             has_acl: false,
         };
-        let label = tree.xattr(tree.root(), b"security.selinux");
+        let label = tree.xattr(tree.root(), b"security.selinux").filter(|_| plan.data.is_none());
         attrs.ghost = label.map(|l| attrs.add_base(vec![(Cow::Borrowed(b"security.selinux"), l)]));
         for at in plan.nodes() {
             attrs.count(plan, at.node);
@@ -177,6 +191,11 @@ impl<'t> Attrs<'t> {
         let Some(external) = self.tree.external(inode) else {
             return NodeAttrs { base, metacopy: None, redirect: None };
         };
+        if self.data.is_some() {
+            // In the place of the other: what the kernel asks of every file.
+            let content = external.object.or(external.digest);
+            return NodeAttrs { base, metacopy: content.map(Attr::Fingerprint), redirect: None };
+        }
         let redirect = match external.object {
             Some(id) => Some(Attr::Redirect(id)),
             None => self
@@ -237,6 +256,21 @@ impl<'t> Attrs<'t> {
                 value[1..].copy_from_slice(&object_path(self.tree.digest(id)));
                 f(OVERLAY_REDIRECT, &value)
             }
+            Attr::Fingerprint(id) => {
+                let found = self.data.and_then(|data| data.contents.find(self.tree.digest(id)));
+                // `Data::check` has found all of them.
+                let fingerprint = found.map(|found| found.fingerprint).unwrap_or_default();
+                f(FINGERPRINT, &[FINGERPRINT_SCHEME, &fingerprint].concat())
+            }
+        }
+    }
+
+    /// What is stored for the name of an attribute: a number, and what follows.
+    pub(super) fn split_name<'n>(&self, attr: Attr, name: &'n [u8]) -> (u8, &'n [u8]) {
+        match attr {
+            // All of it is the image's one long prefix, number 0.
+            Attr::Fingerprint(_) => (XATTR_LONG_PREFIX, b""),
+            _ => split_xattr_name(name),
         }
     }
 
@@ -247,6 +281,7 @@ impl<'t> Attrs<'t> {
             Attr::Metacopy(None) => 20,
             Attr::Metacopy(Some(_)) => 56,
             Attr::Redirect(_) => 88,
+            Attr::Fingerprint(_) => 44,
         }
     }
 
@@ -256,6 +291,7 @@ impl<'t> Attrs<'t> {
             Attr::Pair(id) => self.pairs[id as usize].filter_bit,
             Attr::Metacopy(_) => self.metacopy_bit,
             Attr::Redirect(_) => self.redirect_bit,
+            Attr::Fingerprint(_) => self.fingerprint_bit,
         }
     }
 
@@ -274,22 +310,32 @@ impl<'t> Attrs<'t> {
                 let set = self.tree.xattr_set(inode);
                 let marks = marks(plan, inode);
                 if let Some(external) = self.tree.external(inode) {
-                    match external.digest {
-                        Some(id) => self.metacopies.count(id),
-                        None => self.no_digest_uses = self.no_digest_uses.saturating_add(1),
-                    }
-                    if let Some(id) = external.object {
-                        self.redirects.count(id);
-                    } else if let Some(value) = self.path_of(inode) {
-                        let pair = self.pair(Cow::Borrowed(OVERLAY_REDIRECT), Cow::Owned(value));
-                        self.pairs[pair as usize].uses += 1;
-                    }
+                    self.count_external(inode, external);
                 }
                 self.base(set, marks)
             }
         };
         if let Some(base) = base {
             self.bases[base as usize].uses += 1;
+        }
+    }
+
+    fn count_external(&mut self, inode: InodeId, external: External) {
+        if self.data.is_some() {
+            if let Some(id) = external.object.or(external.digest) {
+                self.fingerprints.count(id);
+            }
+            return;
+        }
+        match external.digest {
+            Some(id) => self.metacopies.count(id),
+            None => self.no_digest_uses = self.no_digest_uses.saturating_add(1),
+        }
+        if let Some(id) = external.object {
+            self.redirects.count(id);
+        } else if let Some(value) = self.path_of(inode) {
+            let pair = self.pair(Cow::Borrowed(OVERLAY_REDIRECT), Cow::Owned(value));
+            self.pairs[pair as usize].uses += 1;
         }
     }
 
@@ -307,7 +353,10 @@ impl<'t> Attrs<'t> {
         }
         let mut list: Vec<(Cow<'t, [u8]>, &'t [u8])> = Vec::new();
         for (name, value) in self.tree.xattr_table().set(set) {
-            list.push((escape(name), value));
+            // What an image itself calls so names nothing, and the kernel would believe it.
+            if self.data.is_none() || name != FINGERPRINT {
+                list.push((escape(name), value));
+            }
         }
         let mut mark = |name: &'static [u8], value: &'static [u8]| {
             list.retain(|(n, _)| **n != *name);
@@ -384,6 +433,7 @@ impl<'t> Attrs<'t> {
             Attr::Metacopy(None) => self.no_digest_shared,
             Attr::Metacopy(Some(id)) => self.metacopies.shared(id),
             Attr::Redirect(id) => self.redirects.shared(id),
+            Attr::Fingerprint(id) => self.fingerprints.shared(id),
         };
         (offset != UNSHARED).then_some(offset)
     }
@@ -402,6 +452,7 @@ impl<'t> Attrs<'t> {
         shared.extend((self.no_digest_uses > 1).then_some(Attr::Metacopy(None)));
         shared.extend(self.metacopies.often().map(|id| Attr::Metacopy(Some(id))));
         shared.extend(self.redirects.often().map(Attr::Redirect));
+        shared.extend(self.fingerprints.often().map(Attr::Fingerprint));
         shared.sort_by(|&a, &b| {
             self.with(a, |name_a, value_a| {
                 self.with(b, |name_b, value_b| {
@@ -419,6 +470,7 @@ impl<'t> Attrs<'t> {
                 Attr::Metacopy(None) => self.no_digest_shared = offset,
                 Attr::Metacopy(Some(id)) => self.metacopies.set_shared(id, offset),
                 Attr::Redirect(id) => self.redirects.set_shared(id, offset),
+                Attr::Fingerprint(id) => self.fingerprints.set_shared(id, offset),
             }
             end += u64::from(self.entry_size(attr));
         }
@@ -438,7 +490,7 @@ fn marks(plan: &Plan<'_>, inode: InodeId) -> u8 {
         if plan.holds_whiteouts(inode) {
             marks |= WHITEOUT_DIR;
         }
-        if inode == tree.root() {
+        if inode == tree.root() && plan.data.is_none() {
             marks |= ROOT;
         }
     } else if plan.has_whiteouts && tree.content(inode).is_whiteout() {

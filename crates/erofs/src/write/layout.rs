@@ -1,14 +1,15 @@
 //! How large an inode is and where it goes.
 
 use super::attrs::{Attrs, NodeAttrs};
+use super::data::{Run, chunk_bits, table_bits};
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
 use crate::format::{
-    BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, LAYOUT_CHUNK_BASED, LAYOUT_FLAT_INLINE,
-    LAYOUT_FLAT_PLAIN, SLOT_SIZE,
+    BLOCK_SIZE, ChunkIndex, LAYOUT_CHUNK_BASED, LAYOUT_FLAT_INLINE, LAYOUT_FLAT_PLAIN, SLOT_SIZE,
 };
-use crate::tree::{Content, Meta, S_IFMT, S_IFREG, Tree};
+use crate::tree::{Content, InodeId, Meta, S_IFMT, S_IFREG};
 
 const BLOCK: u64 = BLOCK_SIZE;
+const CHUNK_INDEX_SIZE: u64 = size_of::<ChunkIndex>() as u64;
 
 /// What is stored of one inode, as far as it can be told without its place.
 pub(super) struct Stored<'a> {
@@ -40,6 +41,12 @@ pub(super) enum Body<'a> {
         chunk_bits: u8,
         count: u32,
     },
+    /// Content on devices, in pieces.
+    Runs {
+        size: u64,
+        chunk_bits: u8,
+        runs: &'a [Run],
+    },
     Device(u32),
     Nothing,
 }
@@ -51,12 +58,12 @@ impl<'a> Stored<'a> {
             Node::Ghost(_) => (tree.meta(tree.root()), GHOST_MODE, 1, Body::Device(0), false),
             Node::Inode(inode) => {
                 let meta = tree.meta(inode);
-                let body = body(tree, tree.content(inode), at.names);
+                let body = body(plan, inode, at.names);
                 let nlink = match &body {
                     Body::Dir(names) => u32::try_from(names.subdirs() + 2).unwrap_or(u32::MAX),
                     _ => tree.file_nlink(inode),
                 };
-                let whiteout = tree.content(inode).is_whiteout();
+                let whiteout = plan.data.is_none() && tree.content(inode).is_whiteout();
                 let mode = if whiteout { S_IFREG | (meta.mode & !S_IFMT) } else { meta.mode };
                 (meta, mode, nlink, body, tree.has_odd_size(inode) && !whiteout)
             }
@@ -86,6 +93,11 @@ impl<'a> Stored<'a> {
         stored.compact = (meta.mtime, meta.mtime_nsec) == plan.min_time
             && [nlink, meta.uid, meta.gid].iter().all(|&n| n <= u32::from(u16::MAX))
             && size <= u64::from(u32::MAX);
+        if let Body::Runs { .. } = stored.body {
+            // The table begins at a multiple of an entry's size.
+            let before = stored.inode_size() + stored.xattr_size;
+            stored.tail += small_u64(before.next_multiple_of(CHUNK_INDEX_SIZE) - before);
+        }
         stored
     }
 
@@ -94,7 +106,7 @@ impl<'a> Stored<'a> {
         match &self.body {
             Body::Dir(_) => self.dir_size,
             Body::Symlink(bytes) | Body::Inline(bytes) => bytes.len() as u64,
-            Body::Chunks { size, .. } => *size,
+            Body::Chunks { size, .. } | Body::Runs { size, .. } => *size,
             Body::Device(_) | Body::Nothing => 0,
         }
     }
@@ -107,7 +119,7 @@ impl<'a> Stored<'a> {
     /// Data layout of the inode, once it has its place.
     pub(super) fn layout(&self) -> u16 {
         match self.body {
-            Body::Chunks { .. } => LAYOUT_CHUNK_BASED,
+            Body::Chunks { .. } | Body::Runs { .. } => LAYOUT_CHUNK_BASED,
             _ if self.tail > 0 => LAYOUT_FLAT_INLINE,
             _ => LAYOUT_FLAT_PLAIN,
         }
@@ -121,10 +133,11 @@ impl<'a> Stored<'a> {
     /// to follow the inode moves to a block of its own where it would cross a block's end.
     pub(super) fn place(&mut self, end: u64) -> u64 {
         let pos = end.next_multiple_of(SLOT_SIZE);
-        if matches!(self.body, Body::Symlink(_)) {
-            self.place_symlink(pos)
-        } else {
-            self.place_other(pos)
+        match self.body {
+            Body::Symlink(_) => self.place_symlink(pos),
+            // A table may be in many blocks, and in any number of pieces.
+            Body::Runs { .. } => pos,
+            _ => self.place_other(pos),
         }
     }
 
@@ -174,33 +187,36 @@ impl Body<'_> {
                 fill_block(small_u64(blocks), tail)
             }
             Body::Chunks { count, .. } => (0, count * 4),
+            Body::Runs { size, chunk_bits, .. } => {
+                (0, small_u64(size.div_ceil(1 << chunk_bits) * CHUNK_INDEX_SIZE))
+            }
             Body::Device(_) | Body::Nothing => (0, 0),
         }
     }
 }
 
-fn body<'a>(tree: &'a Tree, content: Content<'a>, names: &'a [u32]) -> Body<'a> {
-    match content {
+fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
+    let tree = plan.tree;
+    match tree.content(inode) {
         Content::Directory => Body::Dir(DirNames::new(tree, names)),
         Content::Symlink(target) => Body::Symlink(target),
         Content::Inline(bytes) => Body::Inline(bytes),
-        Content::External { size, .. } => {
-            let chunk_bits = chunk_bits(size);
-            let count = size.div_ceil(1 << chunk_bits);
-            // At most 1,024, as the tree bounds sizes by `EXTERNAL_MAX`.
-            Body::Chunks { size, chunk_bits, count: small_u64(count) }
-        }
+        Content::External { size, .. } => match plan.data {
+            None => {
+                let chunk_bits = chunk_bits(size);
+                let count = size.div_ceil(1 << chunk_bits);
+                // At most 1,024, as the tree bounds sizes by `EXTERNAL_MAX`.
+                Body::Chunks { size, chunk_bits, count: small_u64(count) }
+            }
+            Some(data) => {
+                // `Data::check` has found all of them.
+                let runs = data.of(tree, inode).map(|found| found.runs).unwrap_or_default();
+                Body::Runs { size, chunk_bits: table_bits(size, runs), runs }
+            }
+        },
         Content::CharDevice(0) | Content::Fifo | Content::Socket => Body::Nothing,
         Content::CharDevice(rdev) | Content::BlockDevice(rdev) => Body::Device(rdev),
     }
-}
-
-/// Logarithm of the chunk size: as few chunks as can be, none larger than need be, at least a
-/// block, at most what the format can say.
-fn chunk_bits(size: u64) -> u8 {
-    let bits = 64 - (size - 1).leading_zeros();
-    let most = u32::from(CHUNK_BLKBITS_MASK) + u32::from(BLOCK_BITS);
-    u8::try_from(bits.clamp(u32::from(BLOCK_BITS), most)).unwrap_or(BLOCK_BITS)
 }
 
 /// Blocks and tail of a directory. Names fill block after block in their order; a last part of

@@ -1,5 +1,5 @@
 //! A tree to the bytes of a composefs metadata image, byte for byte what mkcomposefs 1.0.8 makes
-//! of the same tree.
+//! of the same tree; or to those of an image that is mounted by itself, with its data on devices.
 //!
 //! The image is streamed. A first pass over the tree orders it (`plan`), a second counts
 //! attributes (`attrs`), a third finds every inode its place (`layout`); then inodes, shared
@@ -7,25 +7,29 @@
 //! again. So memory stays at some 12 bytes per name, whatever the size of the image.
 
 mod attrs;
+mod data;
+mod head;
 mod layout;
 mod plan;
 mod xxh32;
 
 use std::io::{self, Write};
 
+use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
-use zerocopy::{FromZeros, IntoBytes};
 
 use crate::format::{
-    BLOCK_BITS, BLOCK_SIZE, COMPAT_MTIME, COMPAT_XATTR_FILTER, COMPOSEFS_HAS_ACL,
-    COMPOSEFS_HEADER_VERSION, COMPOSEFS_MAGIC, ComposefsHeader, Dirent, FORMAT_EXTENDED,
-    FORMAT_LAYOUT_SHIFT, FileType, InodeCompact, InodeExtended, NULL_ADDR, SLOT_SIZE, SUPER_MAGIC,
-    SUPER_OFFSET, SuperBlock, XattrEntry, XattrHeader, split_xattr_name,
+    BLOCK_BITS, BLOCK_SIZE, CHUNK_INDEXES, ChunkIndex, Dirent, FORMAT_EXTENDED,
+    FORMAT_LAYOUT_SHIFT, FileType, InodeCompact, InodeExtended, NULL_ADDR, SLOT_SIZE, XattrEntry,
+    XattrHeader,
 };
 use crate::tree::{InodeId, Tree};
 use attrs::{Attr, Attrs};
+use head::inodes_start;
 use layout::{Body, Stored};
 use plan::{DirNames, Node, Plan, Target};
+
+pub use data::{Contents, Data, Device, Found, Place, Run};
 
 pub(crate) use plan::dir_size;
 
@@ -75,6 +79,12 @@ pub enum WriteError {
     /// The tree needs more than the format can address.
     #[error("the image would be larger than its format can address")]
     TooLarge,
+    /// A file whose content is on no device, or not as it should be.
+    #[error("{}: the devices do not have its content", path.escape_ascii())]
+    NoContent {
+        /// The file in the tree.
+        path: Box<[u8]>,
+    },
     /// The sink failed.
     #[error("cannot write the image")]
     Sink(#[source] io::Error),
@@ -97,15 +107,40 @@ pub fn write(
             return Err(WriteError::Version { version });
         }
     }
-    let plan = Plan::new(tree);
+    let plan = Plan::new(tree, None);
     let version = if plan.has_whiteouts {
         options.max_version.max(options.min_version)
     } else {
         options.min_version
     };
-    let attrs = Attrs::new(&plan, version);
-    let map = Map::new(&plan, &attrs)?;
-    let mut image = Image { plan: &plan, attrs: &attrs, map: &map, out: Out::new(sink) };
+    write_planned(&plan, version, sink)
+}
+
+/// Writes an image of a tree that is mounted by itself, with the devices that hold the content of its files. The kernel
+/// can share the page cache of files with the same content between such images.
+///
+/// Attributes `trusted.overlay.*` of the tree get names that overlayfs leaves alone, as in a metadata image, since a
+/// writable mount has the image below an overlay.
+///
+/// # Errors
+/// [`WriteError`]. When the sink failed, part of the image may have been written.
+pub fn write_data(
+    tree: &Tree,
+    data: &Data<'_>,
+    sink: impl Write,
+) -> Result<WriteReport, WriteError> {
+    data.check(tree)?;
+    write_planned(&Plan::new(tree, Some(data)), 0, sink)
+}
+
+fn write_planned(
+    plan: &Plan<'_>,
+    version: u32,
+    sink: impl Write,
+) -> Result<WriteReport, WriteError> {
+    let attrs = Attrs::new(plan, version);
+    let map = Map::new(plan, &attrs)?;
+    let mut image = Image { plan, attrs: &attrs, map: &map, out: Out::new(sink) };
     image.write_head(version)?;
     image.write_inodes()?;
     image.write_shared_xattrs()?;
@@ -113,9 +148,6 @@ pub fn write(
     let bytes = image.out.finish().map_err(WriteError::Sink)?;
     Ok(WriteReport { version, bytes, inodes: plan.inode_count })
 }
-
-/// Where the first inode may begin.
-const INODES_START: u64 = SUPER_OFFSET + size_of::<SuperBlock>() as u64;
 
 /// A block, as a length in memory.
 const BLOCK: usize = 1 << BLOCK_BITS;
@@ -136,7 +168,7 @@ impl Map {
     fn new(plan: &Plan<'_>, attrs: &Attrs<'_>) -> Result<Map, WriteError> {
         let mut nids = vec![0; plan.tree.inode_capacity()];
         let mut ghost_nids = [0; 256];
-        let mut end = INODES_START;
+        let mut end = inodes_start(plan);
         let mut data_blocks = 0;
         for at in plan.nodes() {
             let mut stored = Stored::new(plan, attrs, &at);
@@ -176,35 +208,6 @@ struct Image<'a, W: Write> {
 }
 
 impl<W: Write> Image<'_, W> {
-    fn write_head(&mut self, version: u32) -> Result<(), WriteError> {
-        let flags = if self.attrs.has_acl { COMPOSEFS_HAS_ACL } else { 0 };
-        let header = ComposefsHeader {
-            magic: U32::new(COMPOSEFS_MAGIC),
-            version: U32::new(COMPOSEFS_HEADER_VERSION),
-            flags: U32::new(flags),
-            composefs_version: U32::new(version),
-            unused: [U32::new(0); 4],
-        };
-        self.put(header.as_bytes())?;
-        self.pad_to(SUPER_OFFSET)?;
-        let (seconds, nanos) = self.plan.min_time;
-        let root = self.map.nid(Node::Inode(self.plan.tree.root()));
-        let xattr_block = self.map.inodes_end / BLOCK_SIZE;
-        let superblock = SuperBlock {
-            magic: U32::new(SUPER_MAGIC),
-            feature_compat: U32::new(COMPAT_MTIME | COMPAT_XATTR_FILTER),
-            blkszbits: BLOCK_BITS,
-            root_nid: U16::new(u16::try_from(root).map_err(|_| WriteError::TooLarge)?),
-            inos: U64::new(self.plan.inode_count),
-            epoch: U64::new(seconds.cast_unsigned()),
-            fixed_nsec: U32::new(nanos),
-            blocks: U32::new(self.map.blocks),
-            xattr_blkaddr: U32::new(u32::try_from(xattr_block).map_err(|_| WriteError::TooLarge)?),
-            ..SuperBlock::new_zeroed()
-        };
-        self.put(superblock.as_bytes())
-    }
-
     fn write_inodes(&mut self) -> Result<(), WriteError> {
         let mut data_block = self.map.data_start / BLOCK_SIZE;
         for (number, at) in (0_u32..).zip(self.plan.nodes()) {
@@ -302,7 +305,7 @@ impl<W: Write> Image<'_, W> {
         let attrs = self.attrs;
         attrs
             .with(attr, |name, value| {
-                let (name_index, rest) = split_xattr_name(name);
+                let (name_index, rest) = attrs.split_name(attr, name);
                 // Both lengths are bounded by the tree: see `XattrTable`.
                 let entry = XattrEntry {
                     name_len: u8::try_from(rest.len()).unwrap_or(u8::MAX),
@@ -330,6 +333,11 @@ impl<W: Write> Image<'_, W> {
             (Body::Chunks { count, .. }, _) => {
                 self.put(&NULL_ADDR.to_le_bytes().repeat(*count as usize))
             }
+            (Body::Runs { size, runs, .. }, _) => {
+                self.pad_to(self.out.pos.next_multiple_of(size_of::<ChunkIndex>() as u64))?;
+                let mut chunks = data::chunks(*size, runs);
+                chunks.try_for_each(|chunk| self.put(chunk.as_bytes()))
+            }
             _ => Ok(()),
         }
     }
@@ -343,7 +351,7 @@ impl<W: Write> Image<'_, W> {
     }
 
     fn write_data(&mut self) -> Result<(), WriteError> {
-        let mut end = INODES_START;
+        let mut end = inodes_start(self.plan);
         for at in self.plan.nodes() {
             let mut stored = Stored::new(self.plan, self.attrs, &at);
             let pos = stored.place(end);
@@ -418,7 +426,7 @@ impl<W: Write> Image<'_, W> {
                 nid: U64::new(self.map.nid(node)),
                 // Within a block of 4 KiB.
                 name_offset: U16::new(u16::try_from(name_offset).unwrap_or(u16::MAX)),
-                file_type: file_type(tree, node) as u8,
+                file_type: file_type(self.plan, node) as u8,
                 reserved: 0,
             };
             self.put(dirent.as_bytes())?;
@@ -453,6 +461,9 @@ fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     };
     Ok(match stored.body {
         Body::Device(rdev) => rdev,
+        Body::Runs { chunk_bits, .. } => {
+            u32::from(CHUNK_INDEXES) | u32::from(chunk_bits - BLOCK_BITS)
+        }
         Body::Chunks { chunk_bits, .. } => {
             // A table of chunks too large for the rest of the inode's block goes to a data block,
             // which the format cannot say: libcomposefs writes the chunk format over the lower
@@ -464,11 +475,14 @@ fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     })
 }
 
-fn file_type(tree: &Tree, node: Node) -> FileType {
+fn file_type(plan: &Plan<'_>, node: Node) -> FileType {
+    let tree = plan.tree;
     match node {
         Node::Ghost(_) => FileType::CharDevice,
         // A whiteout is stored as a regular file.
-        Node::Inode(inode) if tree.content(inode).is_whiteout() => FileType::Regular,
+        Node::Inode(inode) if plan.data.is_none() && tree.content(inode).is_whiteout() => {
+            FileType::Regular
+        }
         Node::Inode(inode) => FileType::of_mode(tree.meta(inode).mode).unwrap_or(FileType::Regular),
     }
 }

@@ -1,5 +1,6 @@
 //! The order in which an image stores things, and what depends on all of the tree.
 
+use super::data::Data;
 use crate::tree::{Content, EntryId, InodeId, Meta, S_IFCHR, Tree};
 
 /// Marks a name of the root as a ghost: one of the 256 whiteouts `00` to `ff` that composefs puts
@@ -37,6 +38,10 @@ pub(super) struct NodeAt<'p> {
 
 pub(crate) struct Plan<'t> {
     pub(super) tree: &'t Tree,
+    /// Where the content of files is, in an image that is mounted by itself. Without, it is for an overlay with an
+    /// object store below it: names of the root hide what is in there, and whiteouts of the tree are kept from being
+    /// whiteouts.
+    pub(super) data: Option<&'t Data<'t>>,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,
     /// All inodes but the root, in the order in which they are stored: as in `names`, but with
@@ -51,10 +56,11 @@ pub(crate) struct Plan<'t> {
 }
 
 impl<'t> Plan<'t> {
-    pub(super) fn new(tree: &'t Tree) -> Plan<'t> {
-        let ghosts = 256;
+    pub(super) fn new(tree: &'t Tree, data: Option<&'t Data<'t>>) -> Plan<'t> {
+        let ghosts = if data.is_none() { 256 } else { 0 };
         let mut plan = Plan {
             tree,
+            data,
             names: Vec::with_capacity(tree.entry_count() + ghosts),
             order: Vec::with_capacity(tree.inode_count() + ghosts),
             whiteout_dirs: BitSet::new(tree.inode_capacity()),
@@ -63,7 +69,7 @@ impl<'t> Plan<'t> {
             min_time: time_of(tree.meta(tree.root())),
         };
         let mut stored = BitSet::new(tree.inode_capacity());
-        append_names(tree, tree.root(), &mut plan.names);
+        append_names(tree, tree.root(), data.is_none(), &mut plan.names);
         let mut at = 0;
         while let Some(&raw) = plan.names.get(at) {
             match node_of(tree, raw) {
@@ -91,8 +97,10 @@ impl<'t> Plan<'t> {
         self.inode_count += 1;
         self.min_time = self.min_time.min(time_of(self.tree.meta(inode)));
         match self.tree.content(inode) {
-            Content::Directory => append_names(self.tree, inode, &mut self.names),
-            content if content.is_whiteout() => {
+            Content::Directory => {
+                append_names(self.tree, inode, false, &mut self.names);
+            }
+            content if self.data.is_none() && content.is_whiteout() => {
                 self.has_whiteouts = true;
                 self.whiteout_dirs.replace(self.tree.entry_parent(entry).index());
             }
@@ -137,7 +145,9 @@ impl<'p> Iterator for Nodes<'p> {
             }
         };
         let count = match node {
-            Node::Inode(inode) if inode == tree.root() => root_name_count(tree),
+            Node::Inode(inode) if inode == tree.root() && self.plan.data.is_none() => {
+                root_name_count(tree)
+            }
             Node::Inode(inode) => tree.child_count(inode),
             Node::Ghost(_) => 0,
         };
@@ -182,10 +192,10 @@ fn root_name_count(tree: &Tree) -> usize {
 }
 
 /// Appends the names that an image has in a directory, sorted, `.` and `..` left out.
-fn append_names(tree: &Tree, dir: InodeId, names: &mut Vec<u32>) {
+fn append_names(tree: &Tree, dir: InodeId, with_ghosts: bool, names: &mut Vec<u32>) {
     let start = names.len();
     names.extend(tree.sorted_entries(dir));
-    if dir == tree.root() {
+    if with_ghosts {
         names.extend(ghosts(tree));
         names[start..].sort_by(|&a, &b| name_of(tree, a).cmp(name_of(tree, b)));
     }
@@ -246,7 +256,7 @@ impl<'a> DirNames<'a> {
 /// Size in bytes that a directory of the tree has in an image: what dump text shows as its size.
 pub(crate) fn dir_size(tree: &Tree, dir: InodeId) -> u64 {
     let mut names = Vec::new();
-    append_names(tree, dir, &mut names);
+    append_names(tree, dir, dir == tree.root(), &mut names);
     let (blocks, tail) = super::layout::dir_extent(&DirNames::new(tree, &names));
     u64::from(blocks) * crate::format::BLOCK_SIZE + u64::from(tail)
 }

@@ -17,6 +17,21 @@ pub fn skip(test: &str, reason: &str) {
     eprintln!("SKIP {test}: {reason}");
 }
 
+/// Whether EROFS images can be mounted here; says so if not.
+pub fn can_mount(test: &str) -> bool {
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "mounting needs root");
+        return false;
+    }
+    let filesystems = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    let erofs = filesystems.contains("erofs")
+        || Command::new("modprobe").arg("erofs").status().is_ok_and(|s| s.success());
+    if !erofs {
+        skip(test, "this kernel has no erofs");
+    }
+    erofs
+}
+
 /// A number of rounds, which a soak run raises through the environment.
 pub fn rounds(variable: &str, default: u64) -> u64 {
     std::env::var(variable).ok().and_then(|n| n.parse().ok()).unwrap_or(default)

@@ -1,0 +1,383 @@
+//! Images with their data on devices: read back here, by fsck.erofs and by the kernel.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
+
+mod common;
+
+use std::collections::HashMap;
+use std::ffi::{CString, OsStr};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use cofolio_erofs::read::Image;
+use cofolio_erofs::tree::{Content, Meta, Tree};
+use cofolio_erofs::write::{
+    Contents, Data, Device, Found, Place, Run, WriteError, WriteReport, write_data,
+};
+use common::random::Rng;
+use common::{TempDir, Tool, can_mount, rounds, skip};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use sha2::Digest as _;
+
+const BLOCK: usize = 4096;
+
+/// Contents on devices in memory.
+#[derive(Default)]
+struct Devices {
+    bytes: Vec<Vec<u8>>,
+    contents: HashMap<[u8; 32], ([u8; 32], Vec<Run>)>,
+}
+
+impl Contents for Devices {
+    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+        let (fingerprint, runs) = self.contents.get(digest)?;
+        Some(Found { fingerprint: *fingerprint, runs })
+    }
+}
+
+impl Devices {
+    fn new(count: usize) -> Devices {
+        Devices { bytes: vec![vec![0xee; BLOCK]; count], ..Devices::default() }
+    }
+
+    fn list(&self) -> Vec<Device> {
+        let device = |(i, bytes): (usize, &Vec<u8>)| {
+            let mut tag = [0; 64];
+            tag[..8].copy_from_slice(format!("device {i}").as_bytes());
+            Device { tag, blocks: u32::try_from(bytes.len() / BLOCK).unwrap() }
+        };
+        self.bytes.iter().enumerate().map(device).collect()
+    }
+
+    /// Stores a content: its zero blocks nowhere, and the others in up to `pieces` pieces on devices at random.
+    /// Returns the digest that the tree is to name it by: any will do here.
+    fn add(&mut self, content: &[u8], pieces: u64, rng: &mut Rng) -> [u8; 32] {
+        let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
+        let digest: [u8; 32] = sha2::Sha256::digest(fingerprint).into();
+        let blocks: Vec<&[u8]> = content.chunks(BLOCK).collect();
+        let mut runs: Vec<Run> = Vec::new();
+        let mut device = rng.index(self.bytes.len());
+        for block in &blocks {
+            if block.iter().all(|&b| b == 0) {
+                match runs.last_mut() {
+                    Some(run) if run.place.is_none() => run.blocks += 1,
+                    _ => runs.push(Run { place: None, blocks: 1 }),
+                }
+                continue;
+            }
+            if rng.below(blocks.len() as u64) < pieces - 1 {
+                device = rng.index(self.bytes.len());
+                // Or it would go on where it was.
+                self.bytes[device].extend([0xee; BLOCK]);
+            }
+            let bytes = &mut self.bytes[device];
+            let at = u32::try_from(bytes.len() / BLOCK).unwrap();
+            bytes.extend_from_slice(block);
+            bytes.resize(bytes.len().next_multiple_of(BLOCK), 0);
+            let place = Place { device: u16::try_from(device).unwrap(), block: at };
+            match runs.last_mut() {
+                Some(Run { place: Some(p), blocks })
+                    if p.device == place.device && p.block + *blocks == at =>
+                {
+                    *blocks += 1;
+                }
+                _ => runs.push(Run { place: Some(place), blocks: 1 }),
+            }
+        }
+        self.contents.insert(digest, (fingerprint, runs));
+        digest
+    }
+
+    fn write(&self, tree: &Tree) -> Result<(Vec<u8>, WriteReport), WriteError> {
+        let mut bytes = Vec::new();
+        let devices = self.list();
+        let report = write_data(tree, &Data { devices: &devices, contents: self }, &mut bytes)?;
+        assert_eq!(report.bytes, bytes.len() as u64);
+        Ok((bytes, report))
+    }
+}
+
+fn meta(mode: u32, rng: &mut Rng) -> Meta {
+    let seconds = i64::try_from(1_700_000_000 + rng.below(3)).unwrap();
+    let owner = |rng: &mut Rng| rng.pick(&[0, 1, 1000, 65_535, 65_536, 3_000_000_000]);
+    Meta { mode, uid: owner(rng), gid: owner(rng), mtime: seconds, mtime_nsec: 0 }
+}
+
+/// A tree with files of many sizes, some in pieces, some with holes, some twice, and what else a tree has. Also every
+/// file's content by path.
+fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
+    let mut rng = Rng::new(seed);
+    let mut tree = Tree::new(Meta { mode: 0o755, ..meta(0, &mut rng) });
+    let count = 1 + rng.index(4);
+    let mut devices = Devices::new(count);
+    let mut files = HashMap::new();
+    let mut dirs = vec![(tree.root(), Vec::new())];
+    for i in 0..3 + rng.index(5) {
+        let (parent, mut path) = dirs[rng.index(dirs.len())].clone();
+        let name = format!("dir{i}");
+        let made = tree
+            .insert(parent, name.as_bytes(), meta(0o755, &mut rng), Content::Directory)
+            .unwrap();
+        path.extend_from_slice(format!("/{name}").as_bytes());
+        dirs.push((made, path));
+    }
+    let sizes =
+        [1, 5, 100, 4095, 4096, 4097, 8192, 20_000, 65_536, 100_001, 1 << 20, (3 << 20) + 17];
+    let mut known: Vec<([u8; 32], Vec<u8>)> = Vec::new();
+    for i in 0..20 + rng.index(40) {
+        let (parent, path) = dirs[rng.index(dirs.len())].clone();
+        let name = format!("{}{i}", "f".repeat(1 + rng.index(100)));
+        let (digest, content) = if !known.is_empty() && rng.below(4) == 0 {
+            known[rng.index(known.len())].clone()
+        } else {
+            let size = rng.pick(&sizes);
+            let mut content = rng.bytes(size);
+            if rng.below(3) == 0 {
+                for _ in 0..1 + rng.index(4) {
+                    let at = rng.index(content.len() / BLOCK + 1) * BLOCK;
+                    let end = content.len().min(at + BLOCK * (1 + rng.index(8)));
+                    content[at.min(end)..end].fill(0);
+                }
+            }
+            let pieces = rng.pick(&[1, 1, 1, 2, 3, 20]);
+            let new = (devices.add(&content, pieces, &mut rng), content);
+            known.push(new.clone());
+            new
+        };
+        let mode = rng.pick(&[0o644, 0o4755, 0o600]);
+        let file = tree
+            .insert(
+                parent,
+                name.as_bytes(),
+                meta(mode, &mut rng),
+                Content::object(content.len() as u64, &digest),
+            )
+            .unwrap();
+        if rng.below(3) == 0 {
+            let size = rng.pick(&[0, 1, 5, 300]);
+            let value = rng.bytes(size);
+            let attrs: [(&[u8], &[u8]); 3] = [
+                (b"user.some", &value),
+                // Believed by the kernel, were it kept.
+                (b"trusted.erofs.fingerprint", b"sha256:00000000000000000000000000000000"),
+                (b"trusted.overlay.opaque", b"y"),
+            ];
+            tree.set_xattrs(file, attrs).unwrap();
+        }
+        let path = [&path[..], b"/", name.as_bytes()].concat();
+        if rng.below(5) == 0 {
+            let (parent, other) = dirs[rng.index(dirs.len())].clone();
+            let name = format!("link{i}");
+            tree.link(parent, name.as_bytes(), file).unwrap();
+            files.insert([&other[..], b"/", name.as_bytes()].concat(), content.clone());
+        }
+        files.insert(path, content);
+    }
+    let root = tree.root();
+    let specials: [(&str, Content<'_>); 6] = [
+        ("empty", Content::Inline(b"")),
+        ("inline", Content::Inline(b"in the image itself")),
+        ("symlink", Content::Symlink(b"dir0/x")),
+        ("pipe", Content::Fifo),
+        ("null", Content::CharDevice(0x103)),
+        ("whiteout", Content::CharDevice(0)),
+    ];
+    for (name, content) in specials {
+        tree.insert(root, name.as_bytes(), meta(0o644, &mut rng), content).unwrap();
+    }
+    files.insert(b"/empty".to_vec(), Vec::new());
+    files.insert(b"/inline".to_vec(), b"in the image itself".to_vec());
+    (tree, devices, files)
+}
+
+#[test]
+fn what_is_written_reads_back() {
+    let (mut flat, mut tables) = (0, 0);
+    for seed in 0..rounds("COFOLIO_DATA_TREES", 60) {
+        let (tree, devices, files) = tree_of(seed);
+        let (bytes, _) = devices.write(&tree).unwrap();
+        assert!(bytes == devices.write(&tree).unwrap().0, "seed {seed}: not the same again");
+        let mut image = Image::open(&bytes[..]).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        assert_eq!(image.superblock().devices.len(), devices.bytes.len());
+        devices.bytes.iter().for_each(|bytes| image.add_device(&bytes[..]));
+        let mut names = 0;
+        let mut walk = image.walk().unwrap();
+        while let Some(found) = walk.advance().unwrap_or_else(|e| panic!("seed {seed}: {e}")) {
+            names += 1;
+            let shown = format!("seed {seed}: {}", found.path.escape_ascii());
+            let inode = tree.resolve(found.path).unwrap_or_else(|| panic!("{shown} is new"));
+            assert_eq!(found.inode.mode, tree.meta(inode).mode, "{shown}");
+            assert_eq!(found.inode.uid, tree.meta(inode).uid, "{shown}");
+            assert_eq!(found.inode.mtime, tree.meta(inode).mtime, "{shown}");
+            let Some(content) = files.get(found.path) else { continue };
+            let mut got = vec![0; content.len() + 1];
+            let len =
+                image.read(&found.inode, 0, &mut got).unwrap_or_else(|e| panic!("{shown}: {e}"));
+            assert!(got[..len] == *content, "{shown}");
+            let attrs = image.xattrs(&found.inode).unwrap();
+            let prints: Vec<_> =
+                attrs.iter().filter(|attr| attr.name == b"trusted.erofs.fingerprint").collect();
+            if matches!(tree.content(inode), Content::External { .. }) {
+                let sha: [u8; 32] = sha2::Sha256::digest(content).into();
+                assert_eq!(prints.len(), 1, "{shown}");
+                assert_eq!(prints[0].value, [b"sha256:", &sha[..]].concat(), "{shown}");
+                let whole = image.extent(&found.inode, 0).unwrap().unwrap().len == found.inode.size;
+                *(if whole { &mut flat } else { &mut tables }) += 1;
+            } else {
+                assert!(prints.is_empty(), "{shown}");
+            }
+            assert!(!attrs.iter().any(|attr| attr.name == b"trusted.overlay.opaque"), "{shown}");
+        }
+        assert_eq!(names, tree.walk().count(), "seed {seed}");
+    }
+    assert!(flat > 0 && tables > 0);
+    println!("{flat} files in one piece, {tables} in several");
+}
+
+/// A content that is nowhere, shorter than the file, or beyond the device's end: no image, and the file is named.
+#[test]
+fn files_without_content_are_named() {
+    let mut rng = Rng::new(1);
+    let mut devices = Devices::new(1);
+    let digest = devices.add(&[7; 10_000], 1, &mut rng);
+    let good = devices.contents[&digest].clone();
+    let mut tree = Tree::new(meta(0o755, &mut rng));
+    tree.insert(tree.root(), b"file", meta(0o644, &mut rng), Content::object(10_000, &digest))
+        .unwrap();
+    devices.write(&tree).unwrap();
+    let mut refused = |runs: Option<Vec<Run>>| {
+        match runs {
+            Some(runs) => devices.contents.insert(digest, (good.0, runs)),
+            None => devices.contents.remove(&digest),
+        };
+        let error = devices.write(&tree).unwrap_err();
+        assert_eq!(error.to_string(), "/file: the devices do not have its content");
+    };
+    let at = |device, block| Some(Place { device, block });
+    refused(None);
+    refused(Some(Vec::new()));
+    refused(Some(vec![Run { place: at(0, 1), blocks: 2 }]));
+    refused(Some(vec![Run { place: at(0, 1), blocks: 4 }]));
+    refused(Some(vec![Run { place: at(0, 2), blocks: 3 }]));
+    refused(Some(vec![Run { place: at(1, 0), blocks: 3 }]));
+    refused(Some(vec![Run { place: at(0, u32::MAX), blocks: 3 }]));
+    refused(Some(vec![Run { place: None, blocks: 3 }, Run { place: None, blocks: 0 }]));
+}
+
+/// An image and its devices as files.
+fn files_of(dir: &Path, image: &[u8], devices: &Devices) -> (PathBuf, Vec<PathBuf>) {
+    let file = dir.join("image.erofs");
+    fs::write(&file, image).unwrap();
+    let paths = devices.bytes.iter().enumerate().map(|(i, bytes)| {
+        let path = dir.join(format!("device{i}"));
+        fs::write(&path, bytes).unwrap();
+        path
+    });
+    (file, paths.collect())
+}
+
+/// Every file below a directory has its content, or all of it but zeros at its end that are `short`.
+fn compare(top: &Path, files: &HashMap<Vec<u8>, Vec<u8>>, short: bool, shown: &str) {
+    for (path, content) in files {
+        let file = top.join(OsStr::from_bytes(&path[1..]));
+        let shown = format!("{shown}: {}", path.escape_ascii());
+        let mut found = fs::read(&file).unwrap_or_else(|e| panic!("{shown}: {e}"));
+        if short && found.len() < content.len() {
+            found.resize(content.len(), 0);
+        }
+        let same = found.iter().zip(content).take_while(|(a, b)| a == b).count();
+        let (found_len, len) = (found.len(), content.len());
+        assert!(found == *content, "{shown}: {found_len} bytes for {len}, the first {same} right");
+    }
+}
+
+#[test]
+fn fsck_erofs_checks_and_extracts_them() {
+    let test = "fsck_erofs_checks_and_extracts_them";
+    let tool = match Tool::find("COFOLIO_FSCK_EROFS", "fsck.erofs") {
+        Ok(tool) => tool,
+        Err(reason) => return skip(test, &reason),
+    };
+    if !String::from_utf8_lossy(&tool.run(&["--help"], b"").stdout).contains("--xattr-inode-digest")
+    {
+        return skip(test, "this fsck.erofs knows no digests");
+    }
+    let dir = TempDir::new("data-fsck");
+    for seed in 0..rounds("COFOLIO_FSCK_TREES", 20) {
+        let (tree, devices, files) = tree_of(seed);
+        let (image, paths) = files_of(dir.path(), &devices.write(&tree).unwrap().0, &devices);
+        let args: Vec<String> =
+            paths.iter().map(|path| format!("--device={}", path.display())).collect();
+        let check = |also: &[String]| {
+            let all = [&args[..], also, &[image.display().to_string()]].concat();
+            let all: Vec<&str> = all.iter().map(String::as_str).collect();
+            let said = tool.run(&all, b"");
+            (
+                said.status.success(),
+                String::from_utf8_lossy(&[said.stdout, said.stderr].concat()).into_owned(),
+            )
+        };
+        let digests = ["--xattr-inode-digest".to_owned()];
+        let (good, said) = check(&digests);
+        assert!(good, "seed {seed}: {said}");
+        let out = dir.path().join("out");
+        let _ = fs::remove_dir_all(&out);
+        let (good, said) = check(&[format!("--extract={}", out.display())]);
+        assert!(good, "seed {seed}: {said}");
+        // It leaves out a hole at the end of a file.
+        compare(&out, &files, true, &format!("seed {seed}"));
+        // A digest that is not right is told, so the first check means something.
+        let longest = files
+            .values()
+            .filter(|content| content.iter().any(|&b| b != 0))
+            .max_by_key(|c| c.len());
+        let block =
+            longest.unwrap().chunks(BLOCK).find(|block| block.iter().any(|&b| b != 0)).unwrap();
+        for (path, bytes) in paths.iter().zip(&devices.bytes) {
+            let mut bytes = bytes.clone();
+            for found in bytes.chunks_mut(BLOCK).filter(|found| found.starts_with(block)) {
+                found[0] ^= 1;
+            }
+            fs::write(path, bytes).unwrap();
+        }
+        let (good, said) = check(&digests);
+        assert!(!good, "seed {seed}: altered content was not noticed: {said}");
+    }
+}
+
+#[test]
+fn the_kernel_reads_them() {
+    let test = "the_kernel_reads_them";
+    if !can_mount(test) {
+        return;
+    }
+    let dir = TempDir::new("data-kernel");
+    let top = dir.path().join("mounted");
+    fs::create_dir(&top).unwrap();
+    for seed in 0..rounds("COFOLIO_MOUNTS", 20) {
+        let (tree, devices, files) = tree_of(seed);
+        let (image, paths) = files_of(dir.path(), &devices.write(&tree).unwrap().0, &devices);
+        let options: Vec<String> =
+            paths.iter().map(|path| format!("device={}", path.display())).collect();
+        let options = CString::new(options.join(",")).unwrap();
+        if let Err(error) = mount(&image, &top, "erofs", MountFlags::RDONLY, &*options) {
+            return skip(
+                test,
+                &format!("this kernel mounts no image in a file with devices: {error}"),
+            );
+        }
+        let compared = std::panic::catch_unwind(|| {
+            compare(&top, &files, false, &format!("seed {seed}"));
+            for visit in tree.walk() {
+                let path = tree.path(visit.entry);
+                let found = top.join(OsStr::from_bytes(&path[1..])).symlink_metadata().unwrap();
+                assert_eq!(found.mode(), tree.meta(visit.inode).mode, "{}", path.escape_ascii());
+                assert_eq!(found.uid(), tree.meta(visit.inode).uid, "{}", path.escape_ascii());
+            }
+        });
+        unmount(&top, UnmountFlags::DETACH).unwrap();
+        compared.unwrap();
+    }
+}
