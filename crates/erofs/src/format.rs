@@ -352,6 +352,60 @@ pub struct ChunkIndex {
     pub startblk: U32,
 }
 
+/// In front of the entries of a compressed file, at a multiple of 8 bytes.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ClusterHeader {
+    /// Zero without tails or fragments.
+    pub fragment: U32,
+    /// Zero without larger blocks.
+    pub advise: U16,
+    /// Algorithms: 0 is LZ4.
+    pub algorithms: u8,
+    /// Logarithm of what an entry stands for, in blocks.
+    pub cluster_bits: u8,
+    /// Zero.
+    pub reserved: [u8; 8],
+}
+
+/// A part of a compressed file begins here, and is compressed.
+pub const CLUSTER_HEAD: u16 = 1;
+/// A part of a compressed file begins here, and is as it is; or the last one ends here.
+pub const CLUSTER_PLAIN: u16 = 0;
+/// No part of a compressed file begins here.
+const CLUSTER_INNER: u16 = 2;
+/// Farther distances are given as one less than this, from where the next step is taken.
+const CLUSTER_DISTANCE_MAX: u32 = 1 << 11;
+
+/// One block's length of the content of a compressed file.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ClusterIndex {
+    /// What begins here.
+    pub kind: U16,
+    /// Where in it that begins, in bytes.
+    pub offset: U16,
+    /// The block that it is in; or how far the beginning of this part is, and that of the next.
+    pub place: U32,
+}
+
+impl ClusterIndex {
+    /// A part begins here at `offset`, in this block.
+    #[must_use]
+    pub fn head(kind: u16, offset: u32, block: u32) -> ClusterIndex {
+        let offset = U16::new(u16::try_from(offset).unwrap_or(u16::MAX));
+        ClusterIndex { kind: U16::new(kind), offset, place: U32::new(block) }
+    }
+
+    /// A part began so many entries before, and the next begins so many later.
+    #[must_use]
+    pub fn inner(before: u32, after: u32) -> ClusterIndex {
+        let before = before.min(CLUSTER_DISTANCE_MAX - 1);
+        let place = U32::new(before | after.min(u32::from(u16::MAX)) << 16);
+        ClusterIndex { kind: U16::new(CLUSTER_INNER), offset: U16::new(0), place }
+    }
+}
+
 /// One extra device.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -379,6 +433,8 @@ const _: () = {
     assert!(size_of::<XattrEntry>() == 4);
     assert!(size_of::<Dirent>() == 12);
     assert!(size_of::<ChunkIndex>() == 8);
+    assert!(size_of::<ClusterHeader>() == 16);
+    assert!(size_of::<ClusterIndex>() == 8);
     assert!(size_of::<DeviceSlot>() == 128);
 };
 

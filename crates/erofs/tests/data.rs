@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, Meta, Tree};
+use cofolio_erofs::write::lz4::{self, Part};
 use cofolio_erofs::write::{
-    Contents, Data, Device, Found, Place, Run, WriteError, WriteReport, write_data,
+    Contents, Data, Device, Form, Found, Place, Run, WriteError, WriteReport, write_data,
 };
 use common::random::Rng;
 use common::{TempDir, Tool, can_mount, rounds, skip};
@@ -23,23 +24,35 @@ use sha2::Digest as _;
 
 const BLOCK: usize = 4096;
 
-/// Contents on devices in memory.
+/// How a content is kept, as [`Form`].
+#[derive(Clone)]
+enum Kept {
+    Runs(Vec<Run>),
+    Lz4(u32, Vec<Part>),
+}
+
+/// Contents on devices in memory, of which the first is what is behind the image.
 #[derive(Default)]
 struct Devices {
     bytes: Vec<Vec<u8>>,
-    contents: HashMap<[u8; 32], ([u8; 32], Vec<Run>)>,
+    contents: HashMap<[u8; 32], ([u8; 32], Kept)>,
 }
 
 impl Contents for Devices {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
-        let (fingerprint, runs) = self.contents.get(digest)?;
-        Some(Found { fingerprint: *fingerprint, runs })
+        let (fingerprint, kept) = self.contents.get(digest)?;
+        let form = match kept {
+            Kept::Runs(runs) => Form::Runs(runs),
+            Kept::Lz4(block, parts) => Form::Lz4 { block: *block, parts },
+        };
+        Some(Found { fingerprint: *fingerprint, form })
     }
 }
 
 impl Devices {
+    /// With so many besides the image.
     fn new(count: usize) -> Devices {
-        Devices { bytes: vec![vec![0xee; BLOCK]; count], ..Devices::default() }
+        Devices { bytes: vec![vec![0xee; BLOCK]; 1 + count], ..Devices::default() }
     }
 
     fn list(&self) -> Vec<Device> {
@@ -48,7 +61,18 @@ impl Devices {
             tag[..8].copy_from_slice(format!("device {i}").as_bytes());
             Device { tag, blocks: u32::try_from(bytes.len() / BLOCK).unwrap() }
         };
-        self.bytes.iter().enumerate().map(device).collect()
+        self.bytes.iter().enumerate().skip(1).map(device).collect()
+    }
+
+    /// Stores a content compressed, behind the image.
+    fn add_lz4(&mut self, content: &[u8]) -> [u8; 32] {
+        let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
+        let digest: [u8; 32] = sha2::Sha256::digest(fingerprint).into();
+        let own = &mut self.bytes[0];
+        let block = u32::try_from(own.len() / BLOCK).unwrap();
+        let parts = lz4::compress(content, own).unwrap();
+        self.contents.insert(digest, (fingerprint, Kept::Lz4(block, parts)));
+        digest
     }
 
     /// Stores a content: its zero blocks nowhere, and the others in up to `pieces` pieces on devices at random.
@@ -86,15 +110,18 @@ impl Devices {
                 _ => runs.push(Run { place: Some(place), blocks: 1 }),
             }
         }
-        self.contents.insert(digest, (fingerprint, runs));
+        self.contents.insert(digest, (fingerprint, Kept::Runs(runs)));
         digest
     }
 
     fn write(&self, tree: &Tree) -> Result<(Vec<u8>, WriteReport), WriteError> {
         let mut bytes = Vec::new();
         let devices = self.list();
-        let report = write_data(tree, &Data { devices: &devices, contents: self }, &mut bytes)?;
+        let own_blocks = u32::try_from(self.bytes[0].len() / BLOCK).unwrap();
+        let data = Data { devices: &devices, own_blocks, contents: self };
+        let report = write_data(tree, &data, &mut bytes)?;
         assert_eq!(report.bytes, bytes.len() as u64);
+        bytes.extend_from_slice(&self.bytes[0]);
         Ok((bytes, report))
     }
 }
@@ -141,8 +168,27 @@ fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
                     content[at.min(end)..end].fill(0);
                 }
             }
+            let compressed = rng.below(3) == 0;
+            if compressed {
+                // Noise in turn with what can be compressed.
+                let (mut at, mut repeat) = (0, 1 + rng.index(50));
+                while at < content.len() {
+                    let end = content.len().min(at + 1 + rng.index(30_000));
+                    let pattern = rng.bytes(repeat);
+                    content[at..end]
+                        .iter_mut()
+                        .zip(pattern.iter().cycle())
+                        .for_each(|(b, p)| *b = *p);
+                    at = end + rng.index(20_000);
+                    repeat = 1 + rng.index(50);
+                }
+            }
             let pieces = rng.pick(&[1, 1, 1, 2, 3, 20]);
-            let new = (devices.add(&content, pieces, &mut rng), content);
+            let digest = match compressed {
+                true => devices.add_lz4(&content),
+                false => devices.add(&content, pieces, &mut rng),
+            };
+            let new = (digest, content);
             known.push(new.clone());
             new
         };
@@ -194,14 +240,15 @@ fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
 
 #[test]
 fn what_is_written_reads_back() {
-    let (mut flat, mut tables) = (0, 0);
+    let (mut flat, mut tables, mut compressed) = (0, 0, 0);
     for seed in 0..rounds("COFOLIO_DATA_TREES", 60) {
         let (tree, devices, files) = tree_of(seed);
         let (bytes, _) = devices.write(&tree).unwrap();
         assert!(bytes == devices.write(&tree).unwrap().0, "seed {seed}: not the same again");
         let mut image = Image::open(&bytes[..]).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
-        assert_eq!(image.superblock().devices.len(), devices.bytes.len());
-        devices.bytes.iter().for_each(|bytes| image.add_device(&bytes[..]));
+        assert_eq!(image.superblock().devices.len(), devices.bytes.len() - 1);
+        assert_eq!(image.superblock().blocks, (bytes.len() / BLOCK) as u64);
+        devices.bytes.iter().skip(1).for_each(|bytes| image.add_device(&bytes[..]));
         let mut names = 0;
         let mut walk = image.walk().unwrap();
         while let Some(found) = walk.advance().unwrap_or_else(|e| panic!("seed {seed}: {e}")) {
@@ -212,10 +259,14 @@ fn what_is_written_reads_back() {
             assert_eq!(found.inode.uid, tree.meta(inode).uid, "{shown}");
             assert_eq!(found.inode.mtime, tree.meta(inode).mtime, "{shown}");
             let Some(content) = files.get(found.path) else { continue };
+            let is_lz4 = matches!(tree.content(inode), Content::External { digest: Some(digest), .. }
+                if matches!(devices.contents[digest].1, Kept::Lz4(..)));
             let mut got = vec![0; content.len() + 1];
-            let len =
-                image.read(&found.inode, 0, &mut got).unwrap_or_else(|e| panic!("{shown}: {e}"));
-            assert!(got[..len] == *content, "{shown}");
+            match image.read(&found.inode, 0, &mut got) {
+                Ok(len) => assert!(!is_lz4 && got[..len] == *content, "{shown}"),
+                // Only the kernel and fsck.erofs read these.
+                Err(error) => assert!(is_lz4, "{shown}: {error}"),
+            }
             let attrs = image.xattrs(&found.inode).unwrap();
             let prints: Vec<_> =
                 attrs.iter().filter(|attr| attr.name == b"trusted.erofs.fingerprint").collect();
@@ -223,8 +274,11 @@ fn what_is_written_reads_back() {
                 let sha: [u8; 32] = sha2::Sha256::digest(content).into();
                 assert_eq!(prints.len(), 1, "{shown}");
                 assert_eq!(prints[0].value, [b"sha256:", &sha[..]].concat(), "{shown}");
-                let whole = image.extent(&found.inode, 0).unwrap().unwrap().len == found.inode.size;
-                *(if whole { &mut flat } else { &mut tables }) += 1;
+                *match image.extent(&found.inode, 0) {
+                    Ok(extent) if extent.unwrap().len == found.inode.size => &mut flat,
+                    Ok(_) => &mut tables,
+                    Err(_) => &mut compressed,
+                } += 1;
             } else {
                 assert!(prints.is_empty(), "{shown}");
             }
@@ -232,8 +286,8 @@ fn what_is_written_reads_back() {
         }
         assert_eq!(names, tree.walk().count(), "seed {seed}");
     }
-    assert!(flat > 0 && tables > 0);
-    println!("{flat} files in one piece, {tables} in several");
+    assert!(flat > 0 && tables > 0 && compressed > 0);
+    println!("{flat} files in one piece, {tables} in several, {compressed} compressed");
 }
 
 /// A content that is nowhere, shorter than the file, or beyond the device's end: no image, and the file is named.
@@ -242,35 +296,56 @@ fn files_without_content_are_named() {
     let mut rng = Rng::new(1);
     let mut devices = Devices::new(1);
     let digest = devices.add(&[7; 10_000], 1, &mut rng);
-    let good = devices.contents[&digest].clone();
+    let print = devices.contents[&digest].0;
     let mut tree = Tree::new(meta(0o755, &mut rng));
     tree.insert(tree.root(), b"file", meta(0o644, &mut rng), Content::object(10_000, &digest))
         .unwrap();
     devices.write(&tree).unwrap();
-    let mut refused = |runs: Option<Vec<Run>>| {
-        match runs {
-            Some(runs) => devices.contents.insert(digest, (good.0, runs)),
+    devices.bytes[0] = vec![0; 3 * BLOCK];
+    let mut refused = |kept: Option<Kept>| {
+        match kept {
+            Some(kept) => devices.contents.insert(digest, (print, kept)),
             None => devices.contents.remove(&digest),
         };
         let error = devices.write(&tree).unwrap_err();
         assert_eq!(error.to_string(), "/file: the devices do not have its content");
     };
-    let at = |device, block| Some(Place { device, block });
+    let run = |device, block, blocks| Run { place: Some(Place { device, block }), blocks };
+    let hole = |blocks| Run { place: None, blocks };
     refused(None);
-    refused(Some(Vec::new()));
-    refused(Some(vec![Run { place: at(0, 1), blocks: 2 }]));
-    refused(Some(vec![Run { place: at(0, 1), blocks: 4 }]));
-    refused(Some(vec![Run { place: at(0, 2), blocks: 3 }]));
-    refused(Some(vec![Run { place: at(1, 0), blocks: 3 }]));
-    refused(Some(vec![Run { place: at(0, u32::MAX), blocks: 3 }]));
-    refused(Some(vec![Run { place: None, blocks: 3 }, Run { place: None, blocks: 0 }]));
+    for runs in [
+        vec![],
+        vec![run(1, 1, 2)],
+        vec![run(1, 1, 4)],
+        vec![run(1, 2, 3)],
+        vec![run(0, 1, 3)],
+        vec![run(2, 0, 3)],
+        vec![run(1, u32::MAX, 3)],
+        vec![hole(3), hole(0)],
+    ] {
+        refused(Some(Kept::Runs(runs)));
+    }
+    let part = |len, compressed| Part { len, compressed };
+    for (block, parts) in [
+        (0, vec![]),
+        (0, vec![part(9_999, true)]),
+        (3, vec![part(10_000, true)]),
+        (u32::MAX, vec![part(10_000, true)]),
+        (0, vec![part(10_000, false)]),
+        (0, vec![part(4096, true), part(5904, true)]),
+        (0, vec![part(4000, false), part(6000, true)]),
+        (0, vec![part(6000, true), part(4000, true)]),
+        (0, vec![part(10_000, true), part(0, false)]),
+    ] {
+        refused(Some(Kept::Lz4(block, parts)));
+    }
 }
 
 /// An image and its devices as files.
 fn files_of(dir: &Path, image: &[u8], devices: &Devices) -> (PathBuf, Vec<PathBuf>) {
     let file = dir.join("image.erofs");
     fs::write(&file, image).unwrap();
-    let paths = devices.bytes.iter().enumerate().map(|(i, bytes)| {
+    let paths = devices.bytes.iter().enumerate().skip(1).map(|(i, bytes)| {
         let path = dir.join(format!("device{i}"));
         fs::write(&path, bytes).unwrap();
         path
@@ -328,19 +403,14 @@ fn fsck_erofs_checks_and_extracts_them() {
         assert!(good, "seed {seed}: {said}");
         // It leaves out a hole at the end of a file.
         compare(&out, &files, true, &format!("seed {seed}"));
-        // A digest that is not right is told, so the first check means something.
-        let longest = files
-            .values()
-            .filter(|content| content.iter().any(|&b| b != 0))
-            .max_by_key(|c| c.len());
-        let block =
-            longest.unwrap().chunks(BLOCK).find(|block| block.iter().any(|&b| b != 0)).unwrap();
-        for (path, bytes) in paths.iter().zip(&devices.bytes) {
-            let mut bytes = bytes.clone();
-            for found in bytes.chunks_mut(BLOCK).filter(|found| found.starts_with(block)) {
-                found[0] ^= 1;
-            }
-            fs::write(path, bytes).unwrap();
+        // A digest that is not right is told, so the first check means something: one byte in each block of the devices.
+        for (path, bytes) in paths.iter().zip(&devices.bytes[1..]) {
+            let altered = bytes.chunks(BLOCK).flat_map(|block| {
+                let mut block = block.to_vec();
+                block[0] ^= 1;
+                block
+            });
+            fs::write(path, altered.collect::<Vec<u8>>()).unwrap();
         }
         let (good, said) = check(&digests);
         assert!(!good, "seed {seed}: altered content was not noticed: {said}");

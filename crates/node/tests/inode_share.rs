@@ -10,7 +10,8 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::PathBuf;
 
 use cofolio_erofs::tree::{Content, Meta, Tree};
-use cofolio_erofs::write::{Contents, Data, Device, Found, Place, Run, write_data};
+use cofolio_erofs::write::lz4::{self, Part};
+use cofolio_erofs::write::{Contents, Data, Device, Form, Found, Place, Run, write_data};
 use cofolio_sys::cache::FileMap;
 use rustix::fs::Advice;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -28,10 +29,24 @@ struct Segment {
     contents: HashMap<[u8; 32], ([u8; 32], [Run; 1])>,
 }
 
+/// One content, compressed, behind an image.
+struct Compressed {
+    blocks: Vec<u8>,
+    parts: Vec<Part>,
+    fingerprint: [u8; 32],
+}
+
+impl Contents for Compressed {
+    fn find(&self, _: &[u8; 32]) -> Option<Found<'_>> {
+        let form = Form::Lz4 { block: 0, parts: &self.parts };
+        Some(Found { fingerprint: self.fingerprint, form })
+    }
+}
+
 impl Contents for Segment {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
         let (fingerprint, runs) = self.contents.get(digest)?;
-        Some(Found { fingerprint: *fingerprint, runs })
+        Some(Found { fingerprint: *fingerprint, form: Form::Runs(runs) })
     }
 }
 
@@ -42,7 +57,7 @@ impl Segment {
         self.bytes.resize(self.bytes.len().next_multiple_of(PAGE), 0);
         let blocks = u32::try_from(content.len().div_ceil(PAGE)).unwrap();
         let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
-        let run = Run { place: Some(Place { device: 0, block }), blocks };
+        let run = Run { place: Some(Place { device: 1, block }), blocks };
         // Any name will do for a content whose object nobody asks for.
         self.contents.insert(fingerprint, (fingerprint, [run]));
         fingerprint
@@ -54,6 +69,7 @@ fn pages(count: usize, salt: usize) -> Vec<u8> {
 }
 
 /// Two images on one segment: `/one` of `left` has the content of `/dir/other` of `right`, with another owner and mode.
+/// And two that have `/one` compressed in themselves: `small` and `smaller`.
 struct Images {
     dir: TempDir,
 }
@@ -81,10 +97,27 @@ impl Images {
         }];
         for (name, tree) in [("left", &left), ("right", &right)] {
             let mut image = Vec::new();
-            write_data(tree, &Data { devices: &devices, contents: &segment }, &mut image).unwrap();
+            let data = Data { devices: &devices, own_blocks: 0, contents: &segment };
+            write_data(tree, &data, &mut image).unwrap();
             fs::write(dir.path().join(name), image).unwrap();
         }
         fs::write(dir.path().join("segment"), segment.bytes).unwrap();
+        let content = pages(COMMON, 1);
+        let mut compressed =
+            Compressed { blocks: Vec::new(), parts: Vec::new(), fingerprint: common };
+        compressed.parts = lz4::compress(&content[..], &mut compressed.blocks).unwrap();
+        assert!(compressed.parts.len() < COMMON / 2);
+        let own_blocks = u32::try_from(compressed.parts.len()).unwrap();
+        for (name, mode) in [("small", 0o600), ("smaller", 0o644)] {
+            let mut tree = Tree::new(meta(0o755, 0));
+            let file = Content::object(size(COMMON), &common);
+            tree.insert(tree.root(), b"one", meta(mode, 0), file).unwrap();
+            let mut image = Vec::new();
+            let data = Data { devices: &[], own_blocks, contents: &compressed };
+            write_data(&tree, &data, &mut image).unwrap();
+            image.extend_from_slice(&compressed.blocks);
+            fs::write(dir.path().join(name), image).unwrap();
+        }
         // The first read of an image comes from the disk, and past the cache.
         rustix::fs::sync();
         Images { dir }
@@ -95,8 +128,11 @@ impl Images {
         let top = self.dir.path().join(format!("{image}-{domain}"));
         fs::create_dir_all(&top).unwrap();
         let path = |name: &str| self.dir.path().join(name);
-        let options =
-            format!("directio,device={},inode_share,domain_id={domain}", path("segment").display());
+        let device = match image.starts_with("small") {
+            true => String::new(),
+            false => format!("device={},", path("segment").display()),
+        };
+        let options = format!("directio,{device}inode_share,domain_id={domain}");
         let options = std::ffi::CString::new(options).unwrap();
         if let Err(error) = mount(path(image), &top, "erofs", MountFlags::RDONLY, &*options) {
             eprintln!("SKIP {test}: this kernel does not mount with inode_share: {error}");
@@ -138,6 +174,12 @@ fn read(mut file: &File) -> Vec<u8> {
     bytes
 }
 
+/// What this thread has had read from disks.
+fn read_bytes() -> String {
+    let counts = fs::read_to_string("/proc/thread-self/io").unwrap();
+    counts.lines().find(|line| line.starts_with("read_bytes")).unwrap().to_owned()
+}
+
 const ALL: u64 = COMMON as u64;
 
 #[test]
@@ -171,11 +213,9 @@ fn what_one_image_read_is_there_for_the_other() {
     drop((map, one));
     drop(left);
     assert_eq!(resident(&other), ALL, "after the unmount");
-    let before = fs::read_to_string("/proc/self/io").unwrap();
+    let before = read_bytes();
     assert!(read(&other) == pages(COMMON, 1));
-    let read_bytes =
-        |text: &str| text.lines().find(|l| l.starts_with("read_bytes")).map(str::to_owned);
-    assert_eq!(read_bytes(&before), read_bytes(&fs::read_to_string("/proc/self/io").unwrap()));
+    assert_eq!(read_bytes(), before);
 }
 
 #[test]
@@ -190,6 +230,20 @@ fn domains_share_nothing() {
     assert!(read(&other) == pages(COMMON, 1));
     rustix::fs::fadvise(left.open("one"), 0, None, Advice::DontNeed).unwrap();
     assert_eq!(resident(&other), ALL);
+}
+
+#[test]
+fn what_is_compressed_is_shared_with_its_like() {
+    let test = "what_is_compressed_is_shared_with_its_like";
+    let images = Images::new();
+    let Some(small) = images.mount(test, "small", "lz4") else { return };
+    let smaller = images.mount(test, "smaller", "lz4").unwrap();
+    let one = smaller.open("one");
+    assert_eq!(resident(&one), 0);
+    assert!(read(&small.open("one")) == pages(COMMON, 1));
+    assert_eq!(resident(&one), ALL);
+    drop(small);
+    assert!(read(&one) == pages(COMMON, 1));
 }
 
 /// The kernel's limits. Where one has gone, docs and `doctor` are to be changed.
@@ -208,6 +262,13 @@ fn what_is_not_shared() {
     assert_eq!(sent, COMMON * PAGE);
     assert!(fs::read(images.dir.path().join("sink")).unwrap() == pages(COMMON, 1));
     assert_eq!(resident(&one), 0, "sendfile shares on this kernel");
+
+    // The same content compressed and not: each for itself, and right.
+    let small = images.mount(test, "small", "limits").unwrap();
+    assert!(read(&small.open("one")) == pages(COMMON, 1));
+    assert_eq!(resident(&one), 0, "compressed and plain content share on this kernel");
+    assert!(read(&one) == pages(COMMON, 1));
+    assert_eq!(resident(&one), ALL);
 
     let direct = fs::OpenOptions::new()
         .read(true)

@@ -11,7 +11,7 @@ use std::hash::RandomState;
 
 use hashbrown::HashTable;
 
-use super::data::Data;
+use super::data::Checked;
 use super::plan::{Node, Plan};
 use super::xxh32::xxh32;
 use crate::format::{
@@ -79,7 +79,7 @@ struct Base {
 
 pub(super) struct Attrs<'t> {
     tree: &'t Tree,
-    data: Option<&'t Data<'t>>,
+    data: Option<&'t Checked<'t>>,
     version: u32,
     pairs: Vec<Pair<'t>>,
     pair_index: HashTable<u32>,
@@ -257,8 +257,9 @@ impl<'t> Attrs<'t> {
                 f(OVERLAY_REDIRECT, &value)
             }
             Attr::Fingerprint(id) => {
-                let found = self.data.and_then(|data| data.contents.find(self.tree.digest(id)));
-                // `Data::check` has found all of them.
+                let found =
+                    self.data.and_then(|data| data.data.contents.find(self.tree.digest(id)));
+                // `Checked` has found all of them.
                 let fingerprint = found.map(|found| found.fingerprint).unwrap_or_default();
                 f(FINGERPRINT, &[FINGERPRINT_SCHEME, &fingerprint].concat())
             }

@@ -1,17 +1,26 @@
 //! Where the content of files is, in an image that is mounted by itself.
 //!
-//! Content lies on devices besides the image: files of whole blocks, such as segments, each content once. In the image
-//! a file is a table of places on devices, one for each chunk of the largest size that fits its pieces: one that lies in
-//! one piece has one entry.
+//! Content lies in blocks behind the image, or on devices besides it: files of whole blocks, such as segments, each
+//! content once. In the image a file is a table of places, one for each chunk of the largest size that fits its pieces:
+//! one that lies in one piece has one entry. A compressed file has an entry for each 4 KiB of its content.
+//!
+//! ```text
+//! | metadata | blocks behind it |    | device 1 |    | device 2 |    number 0 is the image itself
+//! ```
 //!
 //! Each device also has a number of blocks in one address space with the image and the others, by which a file in one
 //! piece could do without a table. The kernel follows such addresses; fsck.erofs 1.9 reads the image itself there
-//! (`erofs_map_dev` of erofs-utils finds the device and forgets it), so none are used.
+//! (`erofs_map_dev` of erofs-utils finds the device and forgets it), so none are used, and what is compressed, for which
+//! EROFS has no other addresses, lies behind the image.
 
 use zerocopy::little_endian::{U16, U32};
 
 use super::WriteError;
-use crate::format::{BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, ChunkIndex, NULL_ADDR};
+use super::lz4::Part;
+use crate::format::{
+    BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, CLUSTER_HEAD, CLUSTER_PLAIN, ChunkIndex,
+    ClusterIndex, NULL_ADDR,
+};
 use crate::tree::{Content, InodeId, Payload, Tree};
 
 /// A file or block device with content.
@@ -35,10 +44,25 @@ pub struct Run {
 /// A block of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The device, from 0.
+    /// The device, from 1; 0 for the blocks behind the image.
     pub device: u16,
     /// The block, from 0.
     pub block: u32,
+}
+
+/// How a content is kept.
+#[derive(Clone, Copy, Debug)]
+pub enum Form<'a> {
+    /// All of its blocks from the first to the last, which is filled up with zeros. Neighbours that go on where the
+    /// other ends should be one, or the table gets larger than it need be.
+    Runs(&'a [Run]),
+    /// As [`lz4::compress`](super::lz4::compress) has written it behind the image.
+    Lz4 {
+        /// The first block, from 0.
+        block: u32,
+        /// What is in that and the following ones.
+        parts: &'a [Part],
+    },
 }
 
 /// What is known of one content.
@@ -46,9 +70,8 @@ pub struct Place {
 pub struct Found<'a> {
     /// Names it for the kernel, which lets files with the same name share their page cache: its SHA-256.
     pub fingerprint: [u8; 32],
-    /// All of its blocks from the first to the last, which is filled up with zeros. Neighbours that go on where the
-    /// other ends should be one, or the table gets larger than it need be.
-    pub runs: &'a [Run],
+    /// Where and how it is kept.
+    pub form: Form<'a>,
 }
 
 /// Knows where contents are.
@@ -62,13 +85,23 @@ pub trait Contents {
 pub struct Data<'a> {
     /// In the order in which they are given to a mount.
     pub devices: &'a [Device],
-    /// What is on them.
+    /// How many blocks whoever writes the image puts behind it.
+    pub own_blocks: u32,
+    /// What is on all of them.
     pub contents: &'a dyn Contents,
 }
 
-impl<'a> Data<'a> {
+/// Data that have all that the files of a tree need.
+pub(super) struct Checked<'a> {
+    pub(super) data: Data<'a>,
+    /// Some file is compressed.
+    pub(super) lz4: bool,
+}
+
+impl<'a> Checked<'a> {
     /// Everything that the tree's files need must be there, and as large as the files are.
-    pub(super) fn check(&self, tree: &Tree) -> Result<(), WriteError> {
+    pub(super) fn new(data: &Data<'a>, tree: &Tree) -> Result<Checked<'a>, WriteError> {
+        let mut lz4 = false;
         for visit in tree.walk() {
             let Content::External { size, digest, payload } = tree.content(visit.inode) else {
                 continue;
@@ -77,36 +110,64 @@ impl<'a> Data<'a> {
                 Payload::Object(digest) => Some(digest),
                 _ => digest,
             };
-            let missing = || WriteError::NoContent { path: tree.path(visit.entry).into() };
-            let found = digest.and_then(|digest| self.contents.find(digest)).ok_or_else(missing)?;
-            let mut blocks = 0;
-            for run in found.runs {
-                let fits = run.place.is_none_or(|place| {
-                    let device = self.devices.get(usize::from(place.device));
-                    let end = u64::from(place.block) + u64::from(run.blocks);
-                    device.is_some_and(|device| end <= u64::from(device.blocks))
-                });
-                if !fits || run.blocks == 0 {
-                    return Err(missing());
+            let found = digest.and_then(|digest| data.contents.find(digest));
+            let entries = match found.map(|found| found.form) {
+                Some(Form::Runs(runs)) if data.has_runs(runs, size) => {
+                    Some(size.div_ceil(1 << table_bits(size, runs)))
                 }
-                blocks += u64::from(run.blocks);
-            }
-            if blocks != size.div_ceil(BLOCK_SIZE) {
-                return Err(missing());
-            }
-            let count = size.div_ceil(1 << table_bits(size, found.runs));
-            if count > u64::from(u32::MAX / 16) {
-                return Err(WriteError::TooLarge);
+                Some(Form::Lz4 { block, parts }) if data.has_parts(block, parts, size) => {
+                    lz4 = true;
+                    Some(size.div_ceil(BLOCK_SIZE))
+                }
+                _ => None,
+            };
+            match entries {
+                None => return Err(WriteError::NoContent { path: tree.path(visit.entry).into() }),
+                Some(entries) if entries > u64::from(u32::MAX / 16) => {
+                    return Err(WriteError::TooLarge);
+                }
+                Some(_) => {}
             }
         }
-        Ok(())
+        Ok(Checked { data: *data, lz4 })
     }
 
     /// Where the content of a file is; `None` for one that has none outside of the image.
     pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Found<'a>> {
         let external = tree.external(inode)?;
         let digest = external.object.or(external.digest)?;
-        self.contents.find(tree.digest(digest))
+        self.data.contents.find(tree.digest(digest))
+    }
+}
+
+impl Data<'_> {
+    fn blocks_of(&self, device: u16) -> u64 {
+        match usize::from(device).checked_sub(1) {
+            None => u64::from(self.own_blocks),
+            Some(index) => self.devices.get(index).map_or(0, |device| u64::from(device.blocks)),
+        }
+    }
+
+    fn has_runs(&self, runs: &[Run], size: u64) -> bool {
+        let there = |run: &Run| {
+            let end = |place: Place| u64::from(place.block) + u64::from(run.blocks);
+            run.blocks > 0
+                && run.place.is_none_or(|place| end(place) <= self.blocks_of(place.device))
+        };
+        let blocks: u64 = runs.iter().map(|run| u64::from(run.blocks)).sum();
+        runs.iter().all(there) && blocks == size.div_ceil(BLOCK_SIZE)
+    }
+
+    fn has_parts(&self, block: u32, parts: &[Part], size: u64) -> bool {
+        let whole = |part: &Part| u64::from(part.len) >= BLOCK_SIZE + u64::from(part.compressed);
+        // Only the last one may be less, and what is compressed must go beyond a page: or a page would have two ends.
+        let Some((last, others)) = parts.split_last() else { return false };
+        let long = others.iter().all(whole) && last.len > 0 && (whole(last) || !last.compressed);
+        let plain_fits =
+            parts.iter().all(|part| part.compressed || u64::from(part.len) <= BLOCK_SIZE);
+        let len: u64 = parts.iter().map(|part| u64::from(part.len)).sum();
+        let end = u64::from(block) + parts.len() as u64;
+        long && plain_fits && len == size && end <= u64::from(self.own_blocks)
     }
 }
 
@@ -133,24 +194,53 @@ pub(super) fn chunk_bits(size: u64) -> u8 {
     u8::try_from(bits.clamp(u32::from(BLOCK_BITS), most)).unwrap_or(BLOCK_BITS)
 }
 
-/// The entries of a file's table.
-pub(super) fn chunks(size: u64, runs: &[Run]) -> impl Iterator<Item = ChunkIndex> {
+/// The entries of a file's table. The blocks behind the image begin with number `own_start`.
+pub(super) fn chunks(size: u64, runs: &[Run], own_start: u32) -> impl Iterator<Item = ChunkIndex> {
     let chunk = 1_u64 << (table_bits(size, runs) - BLOCK_BITS);
     runs.iter().flat_map(move |run| {
-        (0..u64::from(run.blocks).div_ceil(chunk)).map(move |i| match run.place {
-            Some(place) => ChunkIndex {
+        (0..u64::from(run.blocks).div_ceil(chunk)).map(move |i| {
+            let (device, block) = match run.place {
+                // `Checked` has looked at every place: no number is larger than it may be.
+                Some(Place { device, block }) => {
+                    let start = if device == 0 { own_start } else { 0 };
+                    (device, start + block + u32::try_from(i * chunk).unwrap_or(u32::MAX))
+                }
+                None => (0, NULL_ADDR),
+            };
+            ChunkIndex {
                 startblk_hi: U16::new(0),
-                // 0 is the image itself. `Data::check` has looked at every place: it is on the device.
-                device_id: U16::new(place.device + 1),
-                startblk: U32::new(place.block + u32::try_from(i * chunk).unwrap_or(u32::MAX)),
-            },
-            None => ChunkIndex {
-                startblk_hi: U16::new(0),
-                device_id: U16::new(0),
-                startblk: U32::new(NULL_ADDR),
-            },
+                device_id: U16::new(device),
+                startblk: U32::new(block),
+            }
         })
     })
+}
+
+/// The entries of a compressed file: for each 4 KiB of its content whether a part begins there, and where; or how far
+/// it is to the one before and to the next. `first` is the block of the first part.
+pub(super) fn clusters(
+    parts: &[Part],
+    first: u32,
+    mut each: impl FnMut(ClusterIndex) -> Result<(), WriteError>,
+) -> Result<(), WriteError> {
+    // Where in the current 4 KiB the next part begins.
+    let mut offset = 0;
+    for (part, block) in parts.iter().zip(first..) {
+        let kind = if part.compressed { CLUSTER_HEAD } else { CLUSTER_PLAIN };
+        let end = offset + part.len;
+        let whole = end >> BLOCK_BITS;
+        each(ClusterIndex::head(kind, offset, block))?;
+        for i in 1..whole {
+            each(ClusterIndex::inner(i, whole - i))?;
+        }
+        // A last part that ends in the 4 KiB in which it begins leaves nothing to be told.
+        offset = if whole == 0 { 0 } else { end & ((1 << BLOCK_BITS) - 1) };
+    }
+    if offset > 0 {
+        // Where the last part ends.
+        each(ClusterIndex::head(CLUSTER_PLAIN, offset, 0))?;
+    }
+    Ok(())
 }
 
 /// The first block of each device in the address space that spans all: they follow the image in their order.

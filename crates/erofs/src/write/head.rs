@@ -5,14 +5,14 @@ use std::io::Write;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::data::{Data, first_blocks};
+use super::data::{Checked, first_blocks};
 use super::plan::{Node, Plan};
 use super::{Image, WriteError, low16, low32};
 use crate::format::{
     BLOCK_BITS, BLOCK_SIZE, COMPAT_ISHARE_XATTRS, COMPAT_MTIME, COMPAT_XATTR_FILTER,
     COMPOSEFS_HAS_ACL, COMPOSEFS_HEADER_VERSION, COMPOSEFS_MAGIC, ComposefsHeader, DeviceSlot,
     FINGERPRINT, INCOMPAT_CHUNKED_FILE, INCOMPAT_DEVICE_TABLE, INCOMPAT_XATTR_PREFIXES,
-    SUPER_MAGIC, SUPER_OFFSET, SuperBlock, split_xattr_name,
+    INCOMPAT_ZERO_PADDING, SUPER_MAGIC, SUPER_OFFSET, SuperBlock, split_xattr_name,
 };
 
 /// Where the superblock ends: the first inode may begin there, or the table of devices.
@@ -31,8 +31,8 @@ fn fingerprint_prefix() -> Vec<u8> {
 }
 
 /// Where the long prefixes of an image with devices begin.
-fn prefixes_start(data: &Data<'_>) -> u64 {
-    SUPER_END + (data.devices.len() * size_of::<DeviceSlot>()) as u64
+fn prefixes_start(data: &Checked<'_>) -> u64 {
+    SUPER_END + (data.data.devices.len() * size_of::<DeviceSlot>()) as u64
 }
 
 /// Where the first inode may begin.
@@ -67,25 +67,28 @@ impl<W: Write> Image<'_, W> {
         self.put(superblock.as_bytes())
     }
 
-    fn write_data_head(&mut self, data: &Data<'_>) -> Result<(), WriteError> {
+    fn write_data_head(&mut self, data: &Checked<'_>) -> Result<(), WriteError> {
         self.pad_to(SUPER_OFFSET)?;
         let mut incompat = INCOMPAT_XATTR_PREFIXES | INCOMPAT_CHUNKED_FILE;
-        if !data.devices.is_empty() {
+        if !data.data.devices.is_empty() {
             incompat |= INCOMPAT_DEVICE_TABLE;
+        }
+        if data.lz4 {
+            incompat |= INCOMPAT_ZERO_PADDING;
         }
         let too_many = |_| WriteError::TooLarge;
         let superblock = SuperBlock {
             feature_compat: U32::new(COMPAT_MTIME | COMPAT_XATTR_FILTER | COMPAT_ISHARE_XATTRS),
             feature_incompat: U32::new(incompat),
-            extra_devices: U16::new(u16::try_from(data.devices.len()).map_err(too_many)?),
+            extra_devices: U16::new(u16::try_from(data.data.devices.len()).map_err(too_many)?),
             devt_slotoff: U16::new(low16(low32(SUPER_END / size_of::<DeviceSlot>() as u64))),
             xattr_prefix_count: 1,
             xattr_prefix_start: U32::new(low32(prefixes_start(data) / 4)),
             ..self.superblock()?
         };
         self.put(superblock.as_bytes())?;
-        let first_blocks = first_blocks(self.map.blocks, data.devices)?;
-        for (device, first_block) in data.devices.iter().zip(first_blocks) {
+        let first_blocks = first_blocks(self.map.all_blocks, data.data.devices)?;
+        for (device, first_block) in data.data.devices.iter().zip(first_blocks) {
             let slot = DeviceSlot {
                 tag: device.tag,
                 blocks: U32::new(device.blocks),
@@ -110,7 +113,7 @@ impl<W: Write> Image<'_, W> {
             inos: U64::new(self.plan.inode_count),
             epoch: U64::new(seconds.cast_unsigned()),
             fixed_nsec: U32::new(nanos),
-            blocks: U32::new(self.map.blocks),
+            blocks: U32::new(self.map.all_blocks),
             xattr_blkaddr: U32::new(u32::try_from(xattr_block).map_err(|_| WriteError::TooLarge)?),
             ..SuperBlock::new_zeroed()
         })

@@ -1,15 +1,19 @@
 //! How large an inode is and where it goes.
 
 use super::attrs::{Attrs, NodeAttrs};
-use super::data::{Run, chunk_bits, table_bits};
+use super::data::{Form, Run, chunk_bits, table_bits};
+use super::lz4::Part;
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
 use crate::format::{
-    BLOCK_SIZE, ChunkIndex, LAYOUT_CHUNK_BASED, LAYOUT_FLAT_INLINE, LAYOUT_FLAT_PLAIN, SLOT_SIZE,
+    BLOCK_SIZE, ChunkIndex, ClusterHeader, ClusterIndex, LAYOUT_CHUNK_BASED,
+    LAYOUT_COMPRESSED_FULL, LAYOUT_FLAT_INLINE, LAYOUT_FLAT_PLAIN, SLOT_SIZE,
 };
 use crate::tree::{Content, InodeId, Meta, S_IFMT, S_IFREG};
 
 const BLOCK: u64 = BLOCK_SIZE;
 const CHUNK_INDEX_SIZE: u64 = size_of::<ChunkIndex>() as u64;
+/// The table of a file's places begins at a multiple of an entry's size.
+pub(super) const TABLE_ALIGN: u64 = 8;
 
 /// What is stored of one inode, as far as it can be told without its place.
 pub(super) struct Stored<'a> {
@@ -46,6 +50,12 @@ pub(super) enum Body<'a> {
         size: u64,
         chunk_bits: u8,
         runs: &'a [Run],
+    },
+    /// Compressed content behind the image, from this block on.
+    Lz4 {
+        size: u64,
+        block: u32,
+        parts: &'a [Part],
     },
     Device(u32),
     Nothing,
@@ -93,10 +103,9 @@ impl<'a> Stored<'a> {
         stored.compact = (meta.mtime, meta.mtime_nsec) == plan.min_time
             && [nlink, meta.uid, meta.gid].iter().all(|&n| n <= u32::from(u16::MAX))
             && size <= u64::from(u32::MAX);
-        if let Body::Runs { .. } = stored.body {
-            // The table begins at a multiple of an entry's size.
+        if let Body::Runs { .. } | Body::Lz4 { .. } = stored.body {
             let before = stored.inode_size() + stored.xattr_size;
-            stored.tail += small_u64(before.next_multiple_of(CHUNK_INDEX_SIZE) - before);
+            stored.tail += small_u64(before.next_multiple_of(TABLE_ALIGN) - before);
         }
         stored
     }
@@ -106,7 +115,7 @@ impl<'a> Stored<'a> {
         match &self.body {
             Body::Dir(_) => self.dir_size,
             Body::Symlink(bytes) | Body::Inline(bytes) => bytes.len() as u64,
-            Body::Chunks { size, .. } | Body::Runs { size, .. } => *size,
+            Body::Chunks { size, .. } | Body::Runs { size, .. } | Body::Lz4 { size, .. } => *size,
             Body::Device(_) | Body::Nothing => 0,
         }
     }
@@ -120,6 +129,7 @@ impl<'a> Stored<'a> {
     pub(super) fn layout(&self) -> u16 {
         match self.body {
             Body::Chunks { .. } | Body::Runs { .. } => LAYOUT_CHUNK_BASED,
+            Body::Lz4 { .. } => LAYOUT_COMPRESSED_FULL,
             _ if self.tail > 0 => LAYOUT_FLAT_INLINE,
             _ => LAYOUT_FLAT_PLAIN,
         }
@@ -136,7 +146,7 @@ impl<'a> Stored<'a> {
         match self.body {
             Body::Symlink(_) => self.place_symlink(pos),
             // A table may be in many blocks, and in any number of pieces.
-            Body::Runs { .. } => pos,
+            Body::Runs { .. } | Body::Lz4 { .. } => pos,
             _ => self.place_other(pos),
         }
     }
@@ -190,6 +200,10 @@ impl Body<'_> {
             Body::Runs { size, chunk_bits, .. } => {
                 (0, small_u64(size.div_ceil(1 << chunk_bits) * CHUNK_INDEX_SIZE))
             }
+            Body::Lz4 { size, .. } => {
+                let table = size.div_ceil(BLOCK) * size_of::<ClusterIndex>() as u64;
+                (0, small_u64(size_of::<ClusterHeader>() as u64 + table))
+            }
             Body::Device(_) | Body::Nothing => (0, 0),
         }
     }
@@ -208,11 +222,14 @@ fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
                 // At most 1,024, as the tree bounds sizes by `EXTERNAL_MAX`.
                 Body::Chunks { size, chunk_bits, count: small_u64(count) }
             }
-            Some(data) => {
-                // `Data::check` has found all of them.
-                let runs = data.of(tree, inode).map(|found| found.runs).unwrap_or_default();
-                Body::Runs { size, chunk_bits: table_bits(size, runs), runs }
-            }
+            // `Checked` has found all of them.
+            Some(data) => match data.of(tree, inode).map(|found| found.form) {
+                Some(Form::Runs(runs)) => {
+                    Body::Runs { size, chunk_bits: table_bits(size, runs), runs }
+                }
+                Some(Form::Lz4 { block, parts }) => Body::Lz4 { size, block, parts },
+                None => Body::Nothing,
+            },
         },
         Content::CharDevice(0) | Content::Fifo | Content::Socket => Body::Nothing,
         Content::CharDevice(rdev) | Content::BlockDevice(rdev) => Body::Device(rdev),

@@ -10,26 +10,28 @@ mod attrs;
 mod data;
 mod head;
 mod layout;
+pub mod lz4;
 mod plan;
 mod xxh32;
 
 use std::io::{self, Write};
 
-use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::format::{
-    BLOCK_BITS, BLOCK_SIZE, CHUNK_INDEXES, ChunkIndex, Dirent, FORMAT_EXTENDED,
+    BLOCK_BITS, BLOCK_SIZE, CHUNK_INDEXES, ClusterHeader, Dirent, FORMAT_EXTENDED,
     FORMAT_LAYOUT_SHIFT, FileType, InodeCompact, InodeExtended, NULL_ADDR, SLOT_SIZE, XattrEntry,
     XattrHeader,
 };
 use crate::tree::{InodeId, Tree};
 use attrs::{Attr, Attrs};
+use data::Checked;
 use head::inodes_start;
-use layout::{Body, Stored};
+use layout::{Body, Stored, TABLE_ALIGN};
 use plan::{DirNames, Node, Plan, Target};
 
-pub use data::{Contents, Data, Device, Found, Place, Run};
+pub use data::{Contents, Data, Device, Form, Found, Place, Run};
 
 pub(crate) use plan::dir_size;
 
@@ -119,6 +121,8 @@ pub fn write(
 /// Writes an image of a tree that is mounted by itself, with the devices that hold the content of its files. The kernel
 /// can share the page cache of files with the same content between such images.
 ///
+/// What is to be behind the image ([`Data::own_blocks`]) the caller writes there, right after the last byte.
+///
 /// Attributes `trusted.overlay.*` of the tree get names that overlayfs leaves alone, as in a metadata image, since a
 /// writable mount has the image below an overlay.
 ///
@@ -129,8 +133,8 @@ pub fn write_data(
     data: &Data<'_>,
     sink: impl Write,
 ) -> Result<WriteReport, WriteError> {
-    data.check(tree)?;
-    write_planned(&Plan::new(tree, Some(data)), 0, sink)
+    let checked = Checked::new(data, tree)?;
+    write_planned(&Plan::new(tree, Some(&checked)), 0, sink)
 }
 
 fn write_planned(
@@ -160,8 +164,10 @@ struct Map {
     inodes_end: u64,
     /// First data block.
     data_start: u64,
-    /// Blocks of the image.
+    /// Blocks that are written.
     blocks: u32,
+    /// Those and the ones that others put behind them.
+    all_blocks: u32,
 }
 
 impl Map {
@@ -189,7 +195,9 @@ impl Map {
         let data_start = shared_end.next_multiple_of(BLOCK_SIZE);
         let blocks = data_start / BLOCK_SIZE + data_blocks;
         let blocks = u32::try_from(blocks).map_err(|_| WriteError::TooLarge)?;
-        Ok(Map { nids, ghost_nids, inodes_end, data_start, blocks })
+        let own_blocks = plan.data.map_or(0, |data| data.data.own_blocks);
+        let all_blocks = blocks.checked_add(own_blocks).ok_or(WriteError::TooLarge)?;
+        Ok(Map { nids, ghost_nids, inodes_end, data_start, blocks, all_blocks })
     }
 
     fn nid(&self, node: Node) -> u64 {
@@ -334,9 +342,15 @@ impl<W: Write> Image<'_, W> {
                 self.put(&NULL_ADDR.to_le_bytes().repeat(*count as usize))
             }
             (Body::Runs { size, runs, .. }, _) => {
-                self.pad_to(self.out.pos.next_multiple_of(size_of::<ChunkIndex>() as u64))?;
-                let mut chunks = data::chunks(*size, runs);
+                self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
+                let mut chunks = data::chunks(*size, runs, self.map.blocks);
                 chunks.try_for_each(|chunk| self.put(chunk.as_bytes()))
+            }
+            (Body::Lz4 { block, parts, .. }, _) => {
+                self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
+                self.put(ClusterHeader::new_zeroed().as_bytes())?;
+                let first = self.map.blocks + block;
+                data::clusters(parts, first, |cluster| self.put(cluster.as_bytes()))
             }
             _ => Ok(()),
         }
@@ -461,6 +475,8 @@ fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     };
     Ok(match stored.body {
         Body::Device(rdev) => rdev,
+        // How many blocks there are.
+        Body::Lz4 { parts, .. } => u32::try_from(parts.len()).map_err(|_| WriteError::TooLarge)?,
         Body::Runs { chunk_bits, .. } => {
             u32::from(CHUNK_INDEXES) | u32::from(chunk_bits - BLOCK_BITS)
         }

@@ -1,6 +1,6 @@
 //! The order in which an image stores things, and what depends on all of the tree.
 
-use super::data::Data;
+use super::data::Checked;
 use crate::tree::{Content, EntryId, InodeId, Meta, S_IFCHR, Tree};
 
 /// Marks a name of the root as a ghost: one of the 256 whiteouts `00` to `ff` that composefs puts
@@ -41,7 +41,7 @@ pub(crate) struct Plan<'t> {
     /// Where the content of files is, in an image that is mounted by itself. Without, it is for an overlay with an
     /// object store below it: names of the root hide what is in there, and whiteouts of the tree are kept from being
     /// whiteouts.
-    pub(super) data: Option<&'t Data<'t>>,
+    pub(super) data: Option<&'t Checked<'t>>,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,
     /// All inodes but the root, in the order in which they are stored: as in `names`, but with
@@ -56,7 +56,7 @@ pub(crate) struct Plan<'t> {
 }
 
 impl<'t> Plan<'t> {
-    pub(super) fn new(tree: &'t Tree, data: Option<&'t Data<'t>>) -> Plan<'t> {
+    pub(super) fn new(tree: &'t Tree, data: Option<&'t Checked<'t>>) -> Plan<'t> {
         let ghosts = if data.is_none() { 256 } else { 0 };
         let mut plan = Plan {
             tree,
