@@ -1,34 +1,46 @@
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 use clap::ValueEnum;
-use cofolio_node::export::{Compression, Destination, ExportOptions, Exported, export};
+use cofolio_node::export::{
+    Compression, Destination, ExportOptions, Exported, export, export_filesystem,
+};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::Exit;
+use crate::exit::{Exit, Fail};
 use crate::interrupt;
 use crate::progress::Counter;
 use crate::ui::{Cell, Table, Tone, human_size};
 
-/// Write an image to an OCI layout or archive
+/// Write an image to an OCI layout or archive, or as a filesystem in a file
 ///
 /// The layers' archives and the config are those that were imported, to the byte, so other engines know the
 /// image by the same id; blobs are compressed anew, so its manifest has another digest than the one that
 /// it came from; those of a docker-archive are never compressed. An image that was imported from a directory
 /// becomes one layer. All content is checked on the way, and nothing is to be seen at the destination before
 /// it is complete. The same image gives the same bytes every time.
+///
+/// `erofs:FILE` is an EROFS filesystem with all of the image's files in it, to be mounted without a store (`mount -o loop,ro
+/// FILE DIR`), by a virtual machine for instance. Each content is in it once, and has a fingerprint, by which Linux 7.0 shares
+/// the page cache of such filesystems (`inode_share`). Attributes `trusted.overlay.*` of the image get names that overlayfs
+/// leaves alone.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     cofolio export redis:7.0.15 oci:layouts/redis:7.0.15\n  \
     cofolio export redis:7.0.15 oci-archive:redis.tar --compress zstd\n  \
-    cofolio export redis:7.0.15 docker-archive:redis.tar && docker load -i redis.tar")]
+    cofolio export redis:7.0.15 docker-archive:redis.tar && docker load -i redis.tar\n  \
+    cofolio export redis:7.0.15 erofs:redis.erofs --lz4")]
 pub(crate) struct Args {
     /// Ref, or first digits of a digest
     image: String,
-    #[arg(help = "oci:DIR[:TAG], oci-archive:FILE[:TAG] or docker-archive:FILE[:TAG] \
-                  [default tag: the image's name]")]
+    #[arg(help = "oci:DIR[:TAG], oci-archive:FILE[:TAG], docker-archive:FILE[:TAG] \
+                  [default tag: the image's name] or erofs:FILE")]
     destination: String,
+    /// Compress the files of an erofs:FILE
+    #[arg(long)]
+    lz4: bool,
     #[command(flatten)]
     compress: CompressArgs,
 }
@@ -36,9 +48,12 @@ pub(crate) struct Args {
 /// How layers are written, wherever they go.
 #[derive(Debug, clap::Args)]
 pub(crate) struct CompressArgs {
-    /// How to compress layers that are written
-    #[arg(long, value_name = "HOW", default_value = "gzip")]
-    compress: How,
+    #[arg(
+        help = "How to compress layers that are written [default: gzip]",
+        long,
+        value_name = "HOW"
+    )]
+    compress: Option<How>,
     #[arg(
         help = "Threads that compress [default: one per processor, up to 16]",
         long,
@@ -52,9 +67,9 @@ pub(crate) struct CompressArgs {
 impl CompressArgs {
     pub(crate) fn compression(&self) -> Compression {
         match self.compress {
-            How::Gzip => Compression::Gzip,
-            How::Zstd => Compression::Zstd,
-            How::None => Compression::None,
+            None | Some(How::Gzip) => Compression::Gzip,
+            Some(How::Zstd) => Compression::Zstd,
+            Some(How::None) => Compression::None,
         }
     }
 }
@@ -71,6 +86,18 @@ enum How {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let filesystem = args.destination.strip_prefix("erofs:").map(Path::new);
+    if filesystem.is_some() && args.compress.compress.is_some() {
+        let what = "--compress is for layers; --lz4 compresses the files of an erofs:FILE";
+        return Err(Fail::usage(what).into());
+    }
+    if filesystem.is_none() && args.lz4 {
+        let what = "--lz4 is for the files of an erofs:FILE; --compress compresses layers";
+        return Err(Fail::usage(what).into());
+    }
+    if let Some(path) = filesystem {
+        return write_filesystem(args, path, context);
+    }
     let destination = Destination::parse(&args.destination)?;
     let domain = context.domain()?;
     let named = context.image(&domain, &args.image)?;
@@ -112,5 +139,30 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let layers = report.layers.len();
     row("layers", format!("{layers}, {} of {}", human_size(size), human_size(uncompressed)));
     context.ui.table(&table)?;
+    Ok(Exit::Ok)
+}
+
+fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    let image = context.image(&domain, &args.image)?.digest;
+    let stop = interrupt::flag()?;
+    let counter = Counter::new(context.ui, "exporting");
+    let report = export_filesystem(&domain, &image, path, args.lz4, &mut |done| {
+        counter.set(done.bytes, || "files".to_owned());
+        match stop.load(Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })?;
+    drop(counter);
+    if context.ui.json {
+        context.ui.json(&report)?;
+        return Ok(Exit::Ok);
+    }
+    context.ui.line(&report.digest)?;
+    if !context.ui.quiet {
+        let (size, content) = (human_size(report.size), human_size(report.content));
+        context.ui.line(format!("  {}: {size} for {content} of files", path.display()))?;
+    }
     Ok(Exit::Ok)
 }

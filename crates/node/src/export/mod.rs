@@ -1,4 +1,5 @@
-//! Giving images out again: to OCI layouts and archives, to what `docker load` takes, to registries.
+//! Giving images out again: to OCI layouts and archives, to what `docker load` takes, to registries; and as a filesystem
+//! in a file.
 //!
 //! ```text
 //! layer: split + objects ─▶ archive ─┬▶ diff-id, compared with the config
@@ -15,6 +16,7 @@ mod archive;
 mod aside;
 mod assemble;
 mod error;
+mod filesystem;
 mod image;
 mod layout;
 mod lease;
@@ -31,6 +33,7 @@ use serde::Serialize;
 use serde_json::json;
 
 pub use error::ExportError;
+pub use filesystem::{FilesystemReport, export_filesystem};
 pub use pack::Compression;
 pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
 
@@ -98,7 +101,7 @@ impl Destination {
         Err(ExportError::Destination {
             what: format!(
                 "{text:?}: not a destination (oci:DIR[:TAG], oci-archive:FILE[:TAG], \
-                 docker-archive:FILE[:TAG])"
+                 docker-archive:FILE[:TAG], erofs:FILE)"
             ),
         })
     }

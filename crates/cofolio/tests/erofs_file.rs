@@ -1,0 +1,160 @@
+//! `cofolio export IMAGE erofs:FILE`: a file that the kernel and fsck.erofs find the whole image in.
+
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{Sandbox, can_mount, program, skip};
+
+/// Types, modes, owners, times, links and contents of a tree, a line each.
+fn listing(top: &Path) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut open = vec![PathBuf::new()];
+    while let Some(dir) = open.pop() {
+        for entry in fs::read_dir(top.join(&dir)).unwrap() {
+            let name = dir.join(entry.unwrap().file_name());
+            let path = top.join(&name);
+            let meta = path.symlink_metadata().unwrap();
+            let what = if meta.is_dir() {
+                open.push(name.clone());
+                String::new()
+            } else if meta.is_symlink() {
+                fs::read_link(&path).unwrap().display().to_string()
+            } else if meta.is_file() {
+                cofolio_store::verity::digest(&fs::read(&path).unwrap()).to_string()
+            } else {
+                meta.rdev().to_string()
+            };
+            let (mode, links) = (meta.mode(), meta.nlink());
+            let owner =
+                format!("{}:{} {}.{:09}", meta.uid(), meta.gid(), meta.mtime(), meta.mtime_nsec());
+            lines.push(format!("{} {mode:o} {links} {owner} {what}", name.display()));
+        }
+    }
+    lines.sort_unstable();
+    lines
+}
+
+/// Exports an image and compares what the kernel and fsck.erofs see with what a mount of the store shows.
+fn check(test: &str, sandbox: &Sandbox, image: &str) {
+    let mounted = sandbox.text("mounted");
+    sandbox.run(&["mount", "--create", image, &mounted]).ok();
+    let expected = listing(Path::new(&mounted));
+    sandbox.run(&["umount", &mounted]).ok();
+    let fsck = program("fsck.erofs").filter(|fsck| {
+        let help = Command::new(fsck).arg("--help").output().unwrap();
+        String::from_utf8_lossy(&help.stdout).contains("--xattr-inode-digest")
+    });
+    let mut sizes = Vec::new();
+    for how in [&[] as &[&str], &["--lz4"]] {
+        let file = sandbox.path("image.erofs");
+        let to = format!("erofs:{}", file.display());
+        let exported = sandbox.run(&[&["export", "--json", image, &to], how].concat()).json();
+        let bytes = fs::read(&file).unwrap();
+        assert_eq!(exported["digest"], cofolio_store::verity::digest(&bytes).to_string());
+        assert_eq!(exported["size"], bytes.len());
+        // The same every time, also over one that is there.
+        let again = sandbox.run(&[&["export", "--quiet", image, &to], how].concat());
+        assert_eq!(again.ok().trim(), exported["digest"]);
+        assert!(fs::read(&file).unwrap() == bytes);
+        sizes.push(bytes.len());
+
+        match &fsck {
+            None => skip(test, "no fsck.erofs that knows digests"),
+            Some(fsck) => {
+                let said =
+                    Command::new(fsck).arg("--xattr-inode-digest").arg(&file).output().unwrap();
+                assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+            }
+        }
+        let top = sandbox.dir("top");
+        let options = ["-t", "erofs", "-o", "ro,loop"];
+        let mount = Command::new("mount").args(options).args([&file, &top]).output().unwrap();
+        assert!(mount.status.success(), "{}", String::from_utf8_lossy(&mount.stderr));
+        let found = std::panic::catch_unwind(|| listing(&top));
+        assert!(Command::new("umount").arg(&top).status().unwrap().success());
+        let found = found.unwrap();
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_eq!(found, expected, "{how:?}");
+        }
+        assert_eq!(found.len(), expected.len());
+    }
+    assert!(sizes[1] < sizes[0], "{sizes:?}");
+    // Nothing is left beside it.
+    let names: Vec<_> =
+        fs::read_dir(sandbox.path(".")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(!names.iter().any(|name| name.to_string_lossy().starts_with('.')), "{names:?}");
+}
+
+#[test]
+fn a_tree_goes_to_a_file_and_is_all_there() {
+    let test = "a_tree_goes_to_a_file_and_is_all_there";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let tree = sandbox.tree("tree");
+    fs::write(tree.join("empty"), b"").unwrap();
+    fs::write(tree.join("again"), vec![b'x'; 100_000]).unwrap();
+    fs::hard_link(tree.join("big"), tree.join("etc/hard")).unwrap();
+    let sparse = fs::File::create(tree.join("sparse")).unwrap();
+    sparse.set_len(3 << 20).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&sparse, b"data", 1_000_000).unwrap();
+    Command::new("mkfifo").arg(tree.join("pipe")).status().unwrap();
+    sandbox.run(&["import", "--quiet", "--name", "box:1", tree.to_str().unwrap()]).ok();
+    check(test, &sandbox, "box:1");
+    // Zeros take no room.
+    let meta = sandbox.path("image.erofs").metadata().unwrap();
+    assert!(meta.blocks() * 512 < 1 << 20, "{} blocks", meta.blocks());
+}
+
+/// A real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out).
+#[test]
+fn a_real_redis_goes_to_a_file() {
+    let test = "a_real_redis_goes_to_a_file";
+    if !can_mount(test) {
+        return;
+    }
+    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
+        Some(dir) => PathBuf::from(dir),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
+    };
+    let layout = corpus.join("redis/old");
+    if !layout.join("index.json").is_file() {
+        return skip(test, "no redis in the corpus (`corpus/build redis`)");
+    }
+    let sandbox = Sandbox::new();
+    sandbox.run(&["import", "--quiet", "--name", "redis", layout.to_str().unwrap()]).ok();
+    check(test, &sandbox, "redis");
+}
+
+/// Damage is found, and what was at the destination stays; so it does where the request makes no sense.
+#[test]
+fn a_file_is_complete_or_as_it_was() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let file = sandbox.path("file");
+    fs::write(&file, b"before").unwrap();
+    let to = format!("erofs:{}", file.display());
+    sandbox.run(&["export", "box:1", &to, "--compress", "zstd"]).fails_with(2);
+    sandbox.run(&["export", "box:1", &format!("oci:{}", file.display()), "--lz4"]).fails_with(2);
+    sandbox.run(&["export", "none:1", &to]).fails_with(3);
+    sandbox.run(&["export", "box:1", "erofs:"]).fails_with(2);
+    let dir = sandbox.dir("dir");
+    sandbox.run(&["export", "box:1", &format!("erofs:{}", dir.display())]).fails_with(2);
+    let object = cofolio_store::verity::digest(b"node\n").to_string();
+    let object = format!("store/domains/default/objects/{}/{}", &object[..2], &object[2..]);
+    common::overwrite(&sandbox.path(&object), b"nodE\n").unwrap();
+    for how in [&[] as &[&str], &["--lz4"]] {
+        let failed = sandbox.run(&[&["export", "box:1", &to], how].concat());
+        failed.fails_with(4);
+        assert!(failed.stderr.contains("its content has digest"), "{}", failed.stderr);
+    }
+    assert_eq!(fs::read(&file).unwrap(), b"before");
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+}
