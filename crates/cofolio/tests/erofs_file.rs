@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Sandbox, can_mount, program, skip};
+use common::{Sandbox, can_mount, program, real_redis, skip};
 
 /// Types, modes, owners, times, links and contents of a tree, a line each.
 fn listing(top: &Path) -> Vec<String> {
@@ -113,21 +113,14 @@ fn a_tree_goes_to_a_file_and_is_all_there() {
     assert!(meta.blocks() * 512 < 1 << 20, "{} blocks", meta.blocks());
 }
 
-/// A real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out).
+/// A real image, where the corpus has been built.
 #[test]
 fn a_real_redis_goes_to_a_file() {
     let test = "a_real_redis_goes_to_a_file";
     if !can_mount(test) {
         return;
     }
-    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
-        Some(dir) => PathBuf::from(dir),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
-    };
-    let layout = corpus.join("redis/old");
-    if !layout.join("index.json").is_file() {
-        return skip(test, "no redis in the corpus (`corpus/build redis`)");
-    }
+    let Some(layout) = real_redis(test) else { return };
     let sandbox = Sandbox::new();
     sandbox.run(&["import", "--quiet", "--name", "redis", layout.to_str().unwrap()]).ok();
     check(test, &sandbox, "redis");

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use common::{Ran, Sandbox, Tar, can_mount, program, skip, write_layout};
+use common::{Ran, Sandbox, Tar, can_mount, program, real_redis, skip, write_layout};
 use serde_json::json;
 
 #[test]
@@ -325,21 +325,14 @@ fn sorted_groups(text: &str) -> String {
     format!("{head}groups={}\n{rest}", groups.join(","))
 }
 
-/// A real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out).
+/// A real image, where the corpus has been built.
 #[test]
 fn a_real_redis_starts_from_its_bundle() {
     const TEST: &str = "a_real_redis_starts_from_its_bundle";
     if !can_mount(TEST) {
         return;
     }
-    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
-        Some(dir) => PathBuf::from(dir),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
-    };
-    let layout = corpus.join("redis/old");
-    if !layout.join("index.json").is_file() {
-        return skip(TEST, "no redis in the corpus (`corpus/build redis`)");
-    }
+    let Some(layout) = real_redis(TEST) else { return };
     let sandbox = Sandbox::new();
     sandbox.run(&["import", "--name", "redis", layout.to_str().unwrap()]).ok();
     for runtime in runtimes(TEST) {

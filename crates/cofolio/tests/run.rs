@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::registry::Registry;
-use common::{Ran, Sandbox, Tar, can_mount, program, skip, write_layout};
+use common::{Ran, Sandbox, Tar, can_mount, program, real_redis, skip, write_layout};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -587,19 +587,12 @@ fn children(pid: u32) -> Vec<i32> {
     found
 }
 
-/// A real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out).
+/// A real image, where the corpus has been built.
 #[test]
 fn a_real_redis_serves() {
     const TEST: &str = "a_real_redis_serves";
     let Some((machine, runtimes)) = machine(TEST) else { return };
-    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
-        Some(dir) => PathBuf::from(dir),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
-    };
-    let layout = corpus.join("redis/old");
-    if !layout.join("index.json").is_file() {
-        return skip(TEST, "no redis in the corpus (`corpus/build redis`)");
-    }
+    let Some(layout) = real_redis(TEST) else { return };
     machine.run(&["import", "--name", "redis", layout.to_str().unwrap()]).ok();
     for runtime in runtimes {
         let script = "redis-server --save '' --daemonize yes >/dev/null; for i in $(seq 100); do \

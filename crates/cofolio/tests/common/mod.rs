@@ -33,6 +33,20 @@ pub(crate) fn can_mount(test: &str) -> bool {
     true
 }
 
+/// The layout of a real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out); says why not.
+pub(crate) fn real_redis(test: &str) -> Option<PathBuf> {
+    let corpus = match std::env::var_os("COFOLIO_CORPUS") {
+        Some(dir) => PathBuf::from(dir),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../corpus/out"),
+    };
+    let layout = corpus.join("redis/old");
+    if !layout.join("index.json").is_file() {
+        skip(test, "no redis in the corpus (`corpus/build redis`)");
+        return None;
+    }
+    Some(layout)
+}
+
 /// A program on the path, or in the directories for administrators.
 pub(crate) fn program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -107,6 +107,16 @@ impl<'a> Content<'a> {
         }
     }
 
+    /// The digest that an external file's content goes by: that of its object, or else the one to check.
+    #[must_use]
+    pub fn digest(&self) -> Option<&'a [u8; 32]> {
+        match *self {
+            Content::External { payload: Payload::Object(digest), .. } => Some(digest),
+            Content::External { digest, .. } => digest,
+            _ => None,
+        }
+    }
+
     /// Whether this is an overlayfs whiteout: a character device with number 0.
     #[must_use]
     pub fn is_whiteout(&self) -> bool {

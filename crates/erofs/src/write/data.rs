@@ -21,7 +21,7 @@ use crate::format::{
     BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, CLUSTER_HEAD, CLUSTER_PLAIN, ChunkIndex,
     ClusterIndex, NULL_ADDR,
 };
-use crate::tree::{Content, InodeId, Payload, Tree};
+use crate::tree::{Content, InodeId, Tree};
 
 /// A file or block device with content.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,14 +103,9 @@ impl<'a> Checked<'a> {
     pub(super) fn new(data: &Data<'a>, tree: &Tree) -> Result<Checked<'a>, WriteError> {
         let mut lz4 = false;
         for visit in tree.walk() {
-            let Content::External { size, digest, payload } = tree.content(visit.inode) else {
-                continue;
-            };
-            let digest = match payload {
-                Payload::Object(digest) => Some(digest),
-                _ => digest,
-            };
-            let found = digest.and_then(|digest| data.contents.find(digest));
+            let content = tree.content(visit.inode);
+            let Content::External { size, .. } = content else { continue };
+            let found = content.digest().and_then(|digest| data.contents.find(digest));
             let entries = match found.map(|found| found.form) {
                 Some(Form::Runs(runs)) if data.has_runs(runs, size) => {
                     Some(size.div_ceil(1 << table_bits(size, runs)))

@@ -14,7 +14,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use cofolio_erofs::tree::{Content, Payload, Tree};
+use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::lz4::{self, Part};
 use cofolio_erofs::write::{Contents, Data, Form, Found, Place, Run, WriteError, write_data};
 use cofolio_store::verity::Hasher;
@@ -226,17 +226,11 @@ impl Blocks {
         let user = format!("image {image}");
         let mut buffer = vec![0; READ_SIZE];
         for visit in tree.walk() {
-            let Content::External { size, digest, payload } = tree.content(visit.inode) else {
-                continue;
-            };
-            let digest = match payload {
-                Payload::Object(digest) => Some(digest),
-                _ => digest,
-            };
+            let content = tree.content(visit.inode);
+            let Content::External { size, .. } = content else { continue };
             // One that names no object the writer refuses, with its path.
-            let Some(digest) = digest.filter(|digest| !self.kept.contains_key(*digest)) else {
-                continue;
-            };
+            let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
+            let Some(digest) = new else { continue };
             let object = Object::open(domain, Digest(*digest), size, &user, &mut buffer)?;
             self.put(*digest, size, object)?;
             self.content += size;
