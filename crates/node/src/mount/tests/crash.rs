@@ -261,7 +261,7 @@ fn mounts_that_others_took_away_or_moved_are_found() {
     let (one, two) = (read_only(&fixture, "one"), writable(&fixture, "two"));
     mounter.mount(&one).unwrap();
     mounter.mount(&two).unwrap();
-    kernel::unmount(&one.target, false).unwrap();
+    kernel::unmount_patiently(&one.target, false).unwrap();
     let moved = fixture.target("moved");
     rustix::mount::mount_move(&two.target, &moved).unwrap();
     let states: Vec<_> = mounter.list().unwrap().mounts.iter().map(|m| m.state).collect();
@@ -272,10 +272,10 @@ fn mounts_that_others_took_away_or_moved_are_found() {
     fixture.assert_clean("at the end");
     // And mounted again where somebody unmounted it.
     mounter.mount(&one).unwrap();
-    kernel::unmount(&one.target, false).unwrap();
+    kernel::unmount_patiently(&one.target, false).unwrap();
     mounter.mount(&one).unwrap();
     fixture.check_content(&one.target);
-    kernel::unmount(&one.target, false).unwrap();
+    kernel::unmount_patiently(&one.target, false).unwrap();
     assert!(umount(&mounter, &one.target).was_gone);
     fixture.assert_clean("at the end");
 }

@@ -324,7 +324,7 @@ fn mounts_of_another_store_are_not_ours_without_a_record() {
     let domain = empty.domain("default").unwrap();
     let third = Mounter::new(&domain, RunDir::at(fixture.path("elsewhere/run")), &fixture.known);
     assert_eq!(orphans(&third), Vec::<PathBuf>::new());
-    kernel::unmount(&bound, false).unwrap();
+    kernel::unmount_patiently(&bound, false).unwrap();
     umount(&others, &request.target);
 }
 
@@ -393,7 +393,7 @@ fn garbage_collection_keeps_what_is_mounted() {
     fs::create_dir(fixture.path("run/mounts")).unwrap();
     assert_eq!(mounter.live_images().unwrap(), [fixture.image]);
     assert_eq!(orphans(&fixture), std::slice::from_ref(&request.target));
-    kernel::unmount(&request.target, false).unwrap();
+    kernel::unmount_patiently(&request.target, false).unwrap();
     mounter.reconcile().unwrap();
     assert_eq!(gc().images, 1);
 }

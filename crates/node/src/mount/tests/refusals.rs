@@ -160,7 +160,7 @@ fn a_mount_that_is_covered_or_busy_stays() {
     assert!(matches!(error, MountError::Covered { .. }), "{error}");
     assert_eq!(mounter.list().unwrap().mounts[0].state, MountState::Covered);
     assert!(mounter.reconcile().unwrap().is_empty());
-    kernel::unmount(&request.target, false).unwrap();
+    kernel::unmount_patiently(&request.target, false).unwrap();
 
     let open = fs::File::create(request.target.join("new")).unwrap();
     let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
