@@ -104,6 +104,7 @@ pub(crate) enum Command {
     Build(cmd::build::Args),
     Export(cmd::export::Args),
     Push(cmd::push::Args),
+    Pack(cmd::pack::Args),
     Mount(cmd::mount::Args),
     Umount(cmd::umount::Args),
     Mounts(cmd::mounts::Args),

@@ -12,6 +12,7 @@ use cofolio_node::engine::EngineError;
 use cofolio_node::export::ExportError;
 use cofolio_node::mount::MountError;
 use cofolio_node::oci::ImportError;
+use cofolio_node::pack::PackError;
 use cofolio_node::registry::RegistryError;
 use cofolio_node::run::RunError;
 use cofolio_node::trust::TrustError;
@@ -181,6 +182,14 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     }
     if let Some(error) = cause.downcast_ref::<RegistryError>() {
         return of_registry(error);
+    }
+    if let Some(error) = cause.downcast_ref::<PackError>() {
+        return match error {
+            PackError::Image { .. } => (Some(Exit::Corrupt), None),
+            PackError::Stopped => (Some(Exit::Interrupted), None),
+            PackError::Store(error) => of_store(error),
+            _ => (None, None),
+        };
     }
     if let Some(error) = cause.downcast_ref::<MountError>() {
         return of_mount(error);

@@ -6,39 +6,10 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
-use common::{Sandbox, can_mount, program, real_redis, skip};
-
-/// Types, modes, owners, times, links and contents of a tree, a line each.
-fn listing(top: &Path) -> Vec<String> {
-    let mut lines = Vec::new();
-    let mut open = vec![PathBuf::new()];
-    while let Some(dir) = open.pop() {
-        for entry in fs::read_dir(top.join(&dir)).unwrap() {
-            let name = dir.join(entry.unwrap().file_name());
-            let path = top.join(&name);
-            let meta = path.symlink_metadata().unwrap();
-            let what = if meta.is_dir() {
-                open.push(name.clone());
-                String::new()
-            } else if meta.is_symlink() {
-                fs::read_link(&path).unwrap().display().to_string()
-            } else if meta.is_file() {
-                cofolio_store::verity::digest(&fs::read(&path).unwrap()).to_string()
-            } else {
-                meta.rdev().to_string()
-            };
-            let (mode, links) = (meta.mode(), meta.nlink());
-            let owner =
-                format!("{}:{} {}.{:09}", meta.uid(), meta.gid(), meta.mtime(), meta.mtime_nsec());
-            lines.push(format!("{} {mode:o} {links} {owner} {what}", name.display()));
-        }
-    }
-    lines.sort_unstable();
-    lines
-}
+use common::{Sandbox, can_mount, fsck_erofs, listing, real_redis, skip};
 
 /// Exports an image and compares what the kernel and fsck.erofs see with what a mount of the store shows.
 fn check(test: &str, sandbox: &Sandbox, image: &str) {
@@ -46,10 +17,7 @@ fn check(test: &str, sandbox: &Sandbox, image: &str) {
     sandbox.run(&["mount", "--create", image, &mounted]).ok();
     let expected = listing(Path::new(&mounted));
     sandbox.run(&["umount", &mounted]).ok();
-    let fsck = program("fsck.erofs").filter(|fsck| {
-        let help = Command::new(fsck).arg("--help").output().unwrap();
-        String::from_utf8_lossy(&help.stdout).contains("--xattr-inode-digest")
-    });
+    let fsck = fsck_erofs();
     let mut sizes = Vec::new();
     for how in [&[] as &[&str], &["--lz4"]] {
         let file = sandbox.path("image.erofs");
@@ -77,7 +45,13 @@ fn check(test: &str, sandbox: &Sandbox, image: &str) {
         let mount = Command::new("mount").args(options).args([&file, &top]).output().unwrap();
         assert!(mount.status.success(), "{}", String::from_utf8_lossy(&mount.stderr));
         let found = std::panic::catch_unwind(|| listing(&top));
-        assert!(Command::new("umount").args(["--lazy".as_ref(), top.as_os_str()]).status().unwrap().success());
+        assert!(
+            Command::new("umount")
+                .args(["--lazy".as_ref(), top.as_os_str()])
+                .status()
+                .unwrap()
+                .success()
+        );
         let found = found.unwrap();
         for (found, expected) in found.iter().zip(&expected) {
             assert_eq!(found, expected, "{how:?}");

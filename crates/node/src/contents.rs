@@ -60,6 +60,17 @@ impl Contents for ImageContents {
     ) -> Result<(), BoxError> {
         Ok(split::objects(&StoredImage::new(split)?, visit)?)
     }
+
+    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
+        let image = open_image(pack)?;
+        image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
+    }
+}
+
+/// The segment that a device of a pack is: its tag is the digest.
+fn segment_of(tag: &[u8]) -> Result<Digest, BoxError> {
+    let named = Digest::from_lower_hex(tag);
+    named.ok_or_else(|| format!("device `{}` is no segment", tag.escape_ascii()).into())
 }
 
 /// A file whose content is neither in the image nor an object: nothing of ours makes such images, and

@@ -8,6 +8,7 @@ pub mod export;
 pub mod ledger;
 pub mod mount;
 pub mod oci;
+pub mod pack;
 pub mod probe;
 pub mod registry;
 mod resident;

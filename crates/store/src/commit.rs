@@ -6,7 +6,7 @@
 //! 4. the records are written to temporary files, the objects move into place;
 //! 5. that is made durable: from here on the objects cannot be lost;
 //! 6. layers and images move into place, and their directories are synced: whoever sees an image, also
-//!    after a crash, sees all its objects;
+//!    after a crash, sees all its objects; then segments, and then packs, likewise;
 //! 7. the records are renamed into place, roots first, then refs, and their directories synced.
 //!
 //! Before step 7 nobody can see anything of the import; a crash leaves content that nothing keeps, which
@@ -18,10 +18,12 @@ use std::sync::{Mutex, PoisonError};
 use crate::disk::{Disk, Kind, StoredFile};
 use crate::domain::SPLIT_SUFFIX;
 use crate::error::{At, Error, Result};
-use crate::meta::SPLIT_FEATURE;
+use crate::meta::{SEGMENT_FEATURE, SPLIT_FEATURE};
 use crate::parallel::for_each;
 use crate::record::{Ref, Root};
+use crate::segment::{Pack, SEGMENT_SUFFIX};
 use crate::staging::{Staging, StagingStats};
+use crate::store::remove_entry;
 use crate::verify::hash_file;
 use crate::{Digest, name};
 
@@ -39,12 +41,14 @@ pub struct Publish {
     pub refs: Vec<(String, Ref)>,
     /// Roots to make or to replace.
     pub roots: Vec<Root>,
+    /// Segments that staged packs need. A pack takes the place of those that its image had before.
+    pub segments: Vec<Digest>,
 }
 
 impl Publish {
     /// One ref.
     pub fn named(name: impl Into<String>, record: Ref) -> Self {
-        Self { refs: vec![(name.into(), record)], roots: Vec::new() }
+        Self { refs: vec![(name.into(), record)], ..Self::default() }
     }
 }
 
@@ -64,7 +68,7 @@ impl Staging {
         objects: impl IntoIterator<Item = (Digest, u64)>,
     ) -> Result<StagingStats> {
         self.check_for_commit()?;
-        self.enable_splits().map_err(no_space)?;
+        self.enable_features().map_err(no_space)?;
         let disk = self.disk();
         disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
         let _lock = match self.held.take() {
@@ -85,21 +89,31 @@ impl Staging {
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
         self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
-        let published = self.publish_parts().map_err(no_space)?;
+        let mut published = self.publish_parts().map_err(no_space)?;
         self.domain.sync_parts()?;
+        published.extend(self.publish_packs().map_err(no_space)?);
         self.protect(publish, &published)?;
         records.publish()?;
         Ok(self.stats())
     }
 
-    /// Has the store say that it holds splits, before it gets the first.
-    fn enable_splits(&self) -> Result<()> {
-        let layers = format!("{}/layers", self.directory);
-        let staged = self.disk().list(&layers).at("list", &layers)?;
-        match staged.iter().any(|(file, _)| file.ends_with(SPLIT_SUFFIX)) {
-            true => self.domain.store().enable_compatible(SPLIT_FEATURE),
-            false => Ok(()),
+    /// Has the store say what it holds, before it gets the first of it.
+    fn enable_features(&self) -> Result<()> {
+        for (part, suffix, feature) in
+            [("layers", SPLIT_SUFFIX, SPLIT_FEATURE), ("segments", "", SEGMENT_FEATURE)]
+        {
+            if self.staged(part)?.iter().any(|file| file.ends_with(suffix)) {
+                self.domain.store().enable_compatible(feature)?;
+            }
         }
+        Ok(())
+    }
+
+    /// Names of the staged files of one kind.
+    fn staged(&self, part: &str) -> Result<Vec<String>> {
+        let path = format!("{}/{part}", self.directory);
+        let staged = self.disk().list(&path).at("list", &path)?;
+        Ok(staged.into_iter().map(|(file, _)| file).collect())
     }
 
     /// Looks at each object; what is not there is no error here.
@@ -156,6 +170,19 @@ impl Staging {
                 missing.add(|| format!("layer {chain_id}"));
             }
         }
+        for segment in &publish.segments {
+            let file = format!("{}/segments/{segment}{SEGMENT_SUFFIX}", self.directory);
+            if self.domain.file_size(&file)?.is_none()
+                && self.domain.file_size(&self.domain.segment_file(segment))?.is_none()
+            {
+                missing.add(|| format!("segment {segment}"));
+            }
+        }
+        for pack in self.staged("segments")?.iter().filter_map(|file| Pack::of_file(file)) {
+            if !self.domain.has_image(&pack.image)? {
+                missing.add(|| format!("image {}", pack.image));
+            }
+        }
         Ok(())
     }
 
@@ -193,8 +220,7 @@ impl Staging {
         for part in ["layers", "images"] {
             let from = format!("{}/{part}", self.directory);
             let to = format!("{}/{part}", self.domain.base());
-            let staged = self.disk().list(&from).at("list", &from)?;
-            published.extend(staged.into_iter().map(|(name, _)| format!("{to}/{name}")));
+            published.extend(self.staged(part)?.iter().map(|name| format!("{to}/{name}")));
             // A layer that is there is only written again by an importer that could not use it.
             move_files(self.disk(), &from, &to, |placed, _| match part {
                 "layers" => Ok(false),
@@ -204,12 +230,43 @@ impl Staging {
         Ok(published)
     }
 
+    /// Moves segments into place, then the packs over them, in place of what was there; gives their paths.
+    fn publish_packs(&self) -> Result<Vec<String>> {
+        let staged = self.staged("segments")?;
+        if staged.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (disk, to) = (self.disk(), format!("{}/segments", self.domain.base()));
+        let (packs, segments): (Vec<_>, Vec<_>) =
+            staged.into_iter().partition(|file| Pack::of_file(file).is_some());
+        let mut published = Vec::new();
+        for files in [segments, packs] {
+            for file in files {
+                let (from, to) =
+                    (format!("{}/segments/{file}", self.directory), format!("{to}/{file}"));
+                move_file(disk, &from, &to, |placed, _| self.is_as_named(placed, ""))?;
+                if let Some(new) = Pack::of_file(&file) {
+                    for old in self.domain.packs_of(&new.image)?.iter().filter(|old| **old != new) {
+                        remove_entry(disk, &self.domain.pack_file(old), Kind::File)?;
+                    }
+                }
+                published.push(to);
+            }
+            disk.sync_dir(&to).at("sync", &to)?;
+        }
+        Ok(published)
+    }
+
     /// Whether a file has the digest that its name says; `shard` goes before the name.
     fn is_as_named(&self, path: &str, shard: &str) -> Result<bool> {
         let file = StoredFile::new(self.disk().open(path).at("open", path)?, path.to_owned());
         let name = path.rsplit_once('/').map_or(path, |(_, name)| name);
-        let stem = name.strip_suffix(crate::domain::IMAGE_SUFFIX).unwrap_or(name);
-        Ok(format!("{shard}{stem}") == hash_file(&file)?.to_string())
+        let found = hash_file(&file)?;
+        if let Some(pack) = Pack::of_file(name) {
+            return Ok(pack.digest == found);
+        }
+        let stem = name.split_once('.').map_or(name, |(stem, _)| stem);
+        Ok(format!("{shard}{stem}") == found.to_string())
     }
 
     /// Objects are protected as they are published; this is the rest.
@@ -251,19 +308,27 @@ fn move_files(
         if kind != Kind::File {
             return Err(Error::corrupt(from, "it is not a regular file"));
         }
-        match disk.rename(&from, &to, true) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            other => {
-                other.at("publish", &to)?;
-                continue;
-            }
+        move_file(disk, &from, &to, &is_good)?;
+    }
+    Ok(())
+}
+
+/// Moves one file likewise.
+fn move_file(
+    disk: &dyn Disk,
+    from: &str,
+    to: &str,
+    is_good: impl Fn(&str, &str) -> Result<bool>,
+) -> Result<()> {
+    match disk.rename(from, to, true) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        other => return other.at("publish", to),
+    }
+    if !is_good(to, from)? {
+        if disk.stat(to).at("look at", to)?.immutable {
+            disk.set_immutable(to, false).at("clear the immutable flag of", to)?;
         }
-        if !is_good(&to, &from)? {
-            if disk.stat(&to).at("look at", &to)?.immutable {
-                disk.set_immutable(&to, false).at("clear the immutable flag of", &to)?;
-            }
-            disk.rename(&from, &to, false).at("replace", &to)?;
-        }
+        disk.rename(from, to, false).at("replace", to)?;
     }
     Ok(())
 }

@@ -37,6 +37,12 @@ pub trait Contents: Sync {
         split: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError>;
+
+    /// The segments that a pack needs, in its own order.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the pack. It is as good as not there then.
+    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError>;
 }
 
 /// An image, a layer, or the split of one.

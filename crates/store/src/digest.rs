@@ -34,7 +34,7 @@ impl Digest {
     }
 
     /// 64 lower-case hex digits exactly, as file names have them.
-    pub(crate) fn from_lower_hex(hex: &[u8]) -> Option<Self> {
+    pub fn from_lower_hex(hex: &[u8]) -> Option<Self> {
         if hex.len() != 64 {
             return None;
         }

@@ -55,12 +55,18 @@ pub struct DuReport {
     pub layers: u64,
     /// Their bytes, and those of their splits.
     pub layer_bytes: u64,
+    /// Images that have packs.
+    pub packs: u64,
+    /// Segments.
+    pub segments: u64,
+    /// Bytes of both. Blocks that segments share with objects are counted with both.
+    pub segment_bytes: u64,
 }
 
 impl DuReport {
     /// Everything together.
     pub fn bytes(&self) -> u64 {
-        self.object_bytes + self.metadata_bytes + self.layer_bytes
+        self.object_bytes + self.metadata_bytes + self.layer_bytes + self.segment_bytes
     }
 
     /// What the images would take if each had its own copy of its objects.
@@ -137,6 +143,13 @@ impl Domain {
         for stem in self.files("layers", SPLIT_SUFFIX)? {
             let path = format!("{}/layers/{stem}{SPLIT_SUFFIX}", self.base());
             report.layer_bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
+        }
+        let packs = self.packs()?;
+        let segments = self.segments()?;
+        (report.packs, report.segments) = (packs.len() as u64, segments.len() as u64);
+        let packs = packs.iter().map(|pack| self.pack_file(pack));
+        for path in packs.chain(segments.iter().map(|segment| self.segment_file(segment))) {
+            report.segment_bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
         }
         Ok(report)
     }

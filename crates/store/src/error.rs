@@ -119,6 +119,20 @@ pub enum Error {
     /// A layer without a split: imported by a program that did not make any yet.
     #[error("layer `{0}` has no split: what its archive held beside its files was not kept")]
     NoSuchSplit(String),
+    /// No such segment.
+    #[error("no segment {0}")]
+    NoSuchSegment(Digest),
+    /// An image without a pack.
+    #[error("image {0} has no pack")]
+    NoSuchPack(Digest),
+    /// More content than a segment can address.
+    #[error("object {digest} with {size} bytes is more than a segment can address")]
+    SegmentFull {
+        /// The object.
+        digest: Digest,
+        /// Its bytes.
+        size: u64,
+    },
     /// Objects, an image or layers that the import relied on were collected before it was published.
     /// The import has to run again, with [`crate::ImportOptions::hold_lock`].
     #[error(
@@ -178,6 +192,9 @@ impl Error {
             | Self::NoSuchObject(_)
             | Self::NoSuchLayer(_)
             | Self::NoSuchSplit(_)
+            | Self::NoSuchSegment(_)
+            | Self::NoSuchPack(_)
+            | Self::SegmentFull { .. }
             | Self::TooMany { .. } => ErrorKind::Caller,
             Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
             Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {

@@ -1,6 +1,6 @@
 //! fsck: what is wrong with a domain. It changes nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -12,6 +12,7 @@ use crate::domain::{self, IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFI
 use crate::error::{At, Result};
 use crate::parallel::for_each;
 use crate::record::RootKind;
+use crate::segment::{Pack, SEGMENT_SUFFIX};
 use crate::store::TEMPORARY;
 use crate::verify::hash_file;
 use crate::{Digest, Domain, name};
@@ -36,6 +37,16 @@ pub enum FindingKind {
     ImageUnreadable,
     /// A layer, or the split of one, cannot be read as such.
     LayerUnreadable,
+    /// A segment's content has another digest than its name.
+    SegmentAltered,
+    /// A segment cannot be read as one, or is cut short.
+    SegmentUnreadable,
+    /// A pack's content has another digest than its name.
+    PackAltered,
+    /// A pack cannot be read as one.
+    PackUnreadable,
+    /// A pack needs a segment that is not there or is damaged.
+    PackIncomplete,
     /// A ref's record cannot be read.
     RefUnreadable,
     /// A ref names an image or layer that is not there.
@@ -70,6 +81,11 @@ impl FindingKind {
             Self::ImageAltered => "image-altered",
             Self::ImageUnreadable => "image-unreadable",
             Self::LayerUnreadable => "layer-unreadable",
+            Self::SegmentAltered => "segment-altered",
+            Self::SegmentUnreadable => "segment-unreadable",
+            Self::PackAltered => "pack-altered",
+            Self::PackUnreadable => "pack-unreadable",
+            Self::PackIncomplete => "pack-incomplete",
             Self::RefUnreadable => "ref-unreadable",
             Self::RefDangling => "ref-dangling",
             Self::RootUnreadable => "root-unreadable",
@@ -82,6 +98,18 @@ impl FindingKind {
             Self::StagingOrphaned => "staging-orphaned",
             Self::SignatureOrphaned => "signature-orphaned",
         }
+    }
+
+    /// Whether it is about a segment or a pack, which can be made again from objects.
+    pub fn is_derived(self) -> bool {
+        matches!(
+            self,
+            Self::SegmentAltered
+                | Self::SegmentUnreadable
+                | Self::PackAltered
+                | Self::PackUnreadable
+                | Self::PackIncomplete
+        )
     }
 
     /// Whether something that was stored is lost or wrong; otherwise it is untidy or less safe than it
@@ -154,6 +182,10 @@ pub struct FsckReport {
     pub images: u64,
     /// Layers looked at.
     pub layers: u64,
+    /// Segments looked at.
+    pub segments: u64,
+    /// Packs looked at.
+    pub packs: u64,
     /// Refs looked at.
     pub refs: u64,
     /// Roots looked at.
@@ -215,6 +247,7 @@ impl Domain {
             return Ok(report);
         }
         let (users, mut named) = self.fsck_parts(contents, options, &mut report)?;
+        self.fsck_packs(contents, options, &mut report)?;
         self.fsck_refs(&mut report)?;
         self.fsck_roots(&mut report)?;
         self.fsck_signatures(&mut report)?;
@@ -296,6 +329,49 @@ impl Domain {
             }
         }
         Ok((users, named))
+    }
+
+    /// Segments, and the packs over them.
+    fn fsck_packs(
+        &self,
+        contents: &dyn Contents,
+        options: FsckOptions,
+        report: &mut FsckReport,
+    ) -> Result<()> {
+        let directory = format!("{}/segments", self.base());
+        let (mut segments, mut packs) = (Vec::new(), Vec::new());
+        for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
+            let path = format!("{directory}/{entry}");
+            let stem = entry.strip_suffix(SEGMENT_SUFFIX).map(str::as_bytes);
+            let (pack, segment) = (Pack::of_file(&entry), stem.and_then(Digest::from_lower_hex));
+            if kind != Kind::File || (pack.is_none() && segment.is_none()) {
+                report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                continue;
+            }
+            self.fsck_file(&path, report)?;
+            packs.extend(pack);
+            segments.extend(segment);
+        }
+        report.segments += segments.len() as u64;
+        report.packs += packs.len() as u64;
+        let rehash = options.rehash.then(|| self.disk().parallelism());
+        let mut sound = HashSet::new();
+        for segment in segments {
+            match self.check_segment(&segment, rehash)? {
+                Some(finding) => report.add(finding),
+                None => drop(sound.insert(segment)),
+            }
+            if options.rehash {
+                let path = self.segment_file(&segment);
+                report.hashed_bytes += self.file_size(&path)?.unwrap_or(0);
+            }
+        }
+        for pack in packs {
+            if let Some(finding) = self.check_pack(&pack, contents, &sound, options.rehash)? {
+                report.add(finding);
+            }
+        }
+        Ok(())
     }
 
     fn fsck_refs(&self, report: &mut FsckReport) -> Result<()> {

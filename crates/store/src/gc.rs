@@ -5,9 +5,9 @@
 //! 1. mark: refs, roots and what the caller says is mounted give the images and layers to keep; those
 //!    give the objects to keep. Whatever cannot be read ends the run before anything is changed;
 //! 2. leases that have run out and mounts of an earlier boot go;
-//! 3. images and layers that are not marked go, and that is made durable: no image that is in place ever
-//!    lacks an object, after a crash either;
-//! 4. objects that are not marked go, and what is kept gets its protection if it lacks it.
+//! 3. images, layers and packs that are not marked go, and that is made durable: no image that is in place ever
+//!    lacks an object, after a crash either, and no pack a segment;
+//! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
@@ -20,6 +20,7 @@ use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
 use crate::error::{At, BoxError, Error, Result};
 use crate::parallel::for_each;
 use crate::record::{Root, RootKind};
+use crate::segment::Pack;
 use crate::store::{TEMPORARY, remove_entry};
 use crate::{Digest, Domain, name};
 
@@ -54,6 +55,12 @@ pub struct GcReport {
     pub layers: u64,
     /// Their bytes, splits included.
     pub layer_bytes: u64,
+    /// Packs removed: of images that are, and those that cannot be used.
+    pub packs: u64,
+    /// Segments removed.
+    pub segments: u64,
+    /// Bytes of both.
+    pub segment_bytes: u64,
     /// Roots removed: `lease/<id>` that had run out, `mount/<id>` of an earlier boot.
     pub roots: Vec<String>,
     /// Leftovers of interrupted imports and writes that were removed.
@@ -66,12 +73,18 @@ pub struct GcReport {
     pub kept_images: u64,
     /// Layers kept.
     pub kept_layers: u64,
+    /// Segments and packs kept.
+    pub kept_segments: u64,
 }
 
 impl GcReport {
     /// All bytes that were freed, or would be.
     pub fn bytes(&self) -> u64 {
-        self.object_bytes + self.image_bytes + self.layer_bytes + self.leftover_bytes
+        self.object_bytes
+            + self.image_bytes
+            + self.layer_bytes
+            + self.segment_bytes
+            + self.leftover_bytes
     }
 }
 
@@ -79,6 +92,10 @@ impl GcReport {
 struct Marks {
     /// Images and layers with one of those that keep them, for messages.
     parts: BTreeMap<Part, String>,
+    /// What a pack is made from is all there: one that cannot be used is not worth keeping, and must not stand in the
+    /// way of anything.
+    packs: Vec<Pack>,
+    /// Objects and segments.
     objects: DigestSet,
     stale_roots: StaleRoots,
 }
@@ -128,9 +145,11 @@ impl Domain {
             report.roots.push(root.clone());
         }
         self.sweep_parts(&marks, &mut report)?;
+        self.sweep_packs(&marks.packs, &mut report)?;
         if !options.dry_run {
             self.disk().sync_all().at("sync", self.base())?;
         }
+        self.sweep_segments(&marks.objects, &mut report)?;
         self.sweep_objects(&marks.objects, &mut report)?;
         if !options.dry_run {
             self.sweep_used()?;
@@ -178,8 +197,17 @@ impl Domain {
             part.visit_whole(self, contents, &mut |digest, _| objects.insert(digest))
                 .map_err(|source| part.unreadable(kept_by, source))?;
         }
+        let mut packs = Vec::new();
+        for (pack, segments) in self.packs_with_segments(contents)? {
+            let segments = segments.filter(|_| parts.contains_key(&Part::Image(pack.image)));
+            let Some(segments) = segments.filter(|segments| self.are_there(segments)) else {
+                continue;
+            };
+            segments.into_iter().for_each(|segment| objects.insert(segment));
+            packs.push(pack);
+        }
         objects.seal();
-        Ok(Marks { parts, objects, stale_roots })
+        Ok(Marks { parts, packs, objects, stale_roots })
     }
 
     /// Roots that keep something, and those that do not any more; by what they are called in messages,
@@ -249,6 +277,46 @@ impl Domain {
             }
         }
         Ok(())
+    }
+
+    fn sweep_packs(&self, keep: &[Pack], report: &mut GcReport) -> Result<()> {
+        for pack in self.packs()? {
+            let path = self.pack_file(&pack);
+            if keep.contains(&pack) {
+                report.kept_segments += 1;
+                self.keep_protected(&path, report)?;
+            } else {
+                report.segment_bytes += self.sweep(&path, report.dry_run)?;
+                report.packs += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn sweep_segments(&self, keep: &DigestSet, report: &mut GcReport) -> Result<()> {
+        for segment in self.segments()? {
+            let path = self.segment_file(&segment);
+            if keep.contains(&segment) {
+                report.kept_segments += 1;
+                self.keep_protected(&path, report)?;
+            } else {
+                report.segment_bytes += self.sweep(&path, report.dry_run)?;
+                report.segments += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn are_there(&self, segments: &[Digest]) -> bool {
+        let size = |segment| self.file_size(&self.segment_file(segment));
+        segments.iter().all(|segment| size(segment).is_ok_and(|size| size.is_some()))
+    }
+
+    fn keep_protected(&self, path: &str, report: &GcReport) -> Result<()> {
+        match self.protection().immutable && !report.dry_run {
+            true => self.protect_again(path),
+            false => Ok(()),
+        }
     }
 
     fn sweep_objects(&self, keep: &DigestSet, report: &mut GcReport) -> Result<()> {

@@ -36,6 +36,7 @@ mod real;
 mod record;
 mod repair;
 mod scrub;
+mod segment;
 mod signatures;
 #[cfg(feature = "sim")]
 pub mod sim;
@@ -61,6 +62,7 @@ pub use real::stretch_at;
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
+pub use segment::{Extent, Pack, Segment, SegmentWriter};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,

@@ -19,6 +19,8 @@ pub(crate) const IMMUTABLE_FEATURE: &str = "immutable-objects";
 
 /// Compatible: layers can have splits beside their trees. Who does not know them leaves them alone.
 pub(crate) const SPLIT_FEATURE: &str = "layer-splits";
+/// Compatible: images can have packs, and the domain segments. Who does not know them leaves them alone.
+pub(crate) const SEGMENT_FEATURE: &str = "segments";
 
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

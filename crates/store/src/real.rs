@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use cofolio_sys::verity;
+use cofolio_sys::{reflink, verity};
 use rustix::fs::{self, AtFlags, FileType, FlockOperation, IFlags, Mode, OFlags, RenameFlags};
 use rustix::fs::{ResolveFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
 
 use crate::buffer::ALIGN;
-use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, Stretch};
+use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, StoredFile, Stretch};
 
 const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
 const OBJECT_MODE: Mode = Mode::from_raw_mode(0o444);
@@ -426,6 +426,16 @@ impl DiskFile for RealFile {
         fs::ftruncate(&self.file, end)?;
         self.end = end;
         Ok(())
+    }
+
+    fn append_shared(&mut self, from: &StoredFile) -> io::Result<bool> {
+        let Some(source) = from.descriptor() else { return Ok(false) };
+        // Whatever the reason is, copying the bytes may still go.
+        if reflink::append(&self.file, self.end, source).is_err() {
+            return Ok(false);
+        }
+        self.end += from.size()?;
+        Ok(true)
     }
 
     fn stretch_at(&self, offset: u64) -> io::Result<Stretch> {

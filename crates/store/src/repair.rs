@@ -1,6 +1,6 @@
 //! Repair: from what fsck found to an import that brings back only that.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::contents::{Contents, Part};
@@ -9,7 +9,9 @@ use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
 use crate::error::{At, Error, Result};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 use crate::parallel::for_each;
+use crate::segment::Pack;
 use crate::staging::Staging;
+use crate::store::remove_entry;
 use crate::verify::hash_file;
 use crate::{Digest, Domain, ImportOptions, RootKind, name};
 
@@ -83,6 +85,26 @@ impl Domain {
         Ok(staging)
     }
 
+    /// Removes the segments and packs among the findings: they can be made again from objects, and are worth nothing as
+    /// they are. Gives the images that had a pack and have none now.
+    ///
+    /// # Errors
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
+    pub fn remove_derived(&self, report: &FsckReport) -> Result<BTreeSet<Digest>> {
+        self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
+        let mut images = BTreeSet::new();
+        let derived = report.findings.iter().filter(|finding| finding.kind.is_derived());
+        for path in derived.map(|finding| &finding.path) {
+            remove_entry(self.disk(), path, Kind::File)?;
+            let pack = path.rsplit('/').next().and_then(Pack::of_file);
+            images.extend(pack.map(|pack| pack.image));
+        }
+        let directory = format!("{}/segments", self.base());
+        self.disk().sync_dir(&directory).at("sync", &directory)?;
+        Ok(images)
+    }
+
     /// Gives content in place the protection that this store gives and that it lacks: fs-verity, if the filesystem
     /// has gained it since (`tune2fs -O verity`), and the immutable flag. What is not what its name says is left
     /// as it is, for fsck to tell. Returns how many files are protected now that were not.
@@ -102,6 +124,12 @@ impl Domain {
             files.extend(
                 stems.iter().map(|stem| (format!("{}/layers/{stem}{suffix}", self.base()), None)),
             );
+        }
+        for segment in self.segments()? {
+            files.push((self.segment_file(&segment), Some(segment)));
+        }
+        for pack in self.packs()? {
+            files.push((self.pack_file(&pack), Some(pack.digest)));
         }
         let objects = format!("{}/objects", self.base());
         for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {

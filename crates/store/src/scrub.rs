@@ -5,7 +5,7 @@
 //! and leaves the page cache as it was: it reads past the cache where the filesystem can (which is what
 //! tells what the disk has, and not what memory has), and takes out again what came in where it cannot.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
@@ -45,11 +45,11 @@ pub struct ScrubOptions {
 /// How far a scrub has come, or what it found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubReport {
-    /// Objects read, by runs before this one too.
+    /// Objects and segments read, by runs before this one too.
     pub objects: u64,
-    /// Objects in all.
+    /// Objects and segments in all.
     pub objects_total: u64,
-    /// Bytes of objects read, by runs before this one too.
+    /// Bytes of them read, by runs before this one too.
     pub bytes: u64,
     /// Of these, read by earlier runs that did not get to the end.
     pub bytes_before: u64,
@@ -68,7 +68,7 @@ struct Saved {
 }
 
 impl Domain {
-    /// Reads and hashes objects, images and layers. One that was interrupted goes on where it was; its
+    /// Reads and hashes objects, segments, images, packs and layers. One that was interrupted goes on where it was; its
     /// findings are among those of the report. `progress` is called with how far it has come.
     ///
     /// # Errors
@@ -95,20 +95,26 @@ impl Domain {
         // Metadata is little, and read every time: it says which objects there have to be.
         let mut findings =
             self.scrub_parts(contents, options, &images, &mut reader, &mut objects)?;
+        let mut segments = self.scrub_packs(contents, &images, &mut findings)?;
         findings.append(&mut report.findings);
         report.findings = findings;
         if options.images.is_none() {
             self.each_object(&mut |digest, _| {
                 objects.entry(digest).or_insert(None);
             })?;
+            segments.extend(self.segments()?);
         }
+        objects.extend(segments.iter().map(|segment| (*segment, None)));
         report.objects_total = objects.len() as u64;
         let mut last_saved = Instant::now();
         for (digest, size) in objects {
             if after.is_some_and(|after| digest <= after) {
                 continue;
             }
-            let (finding, bytes) = self.scrub_object(&mut reader, &digest, size)?;
+            let (finding, bytes) = match segments.contains(&digest) {
+                true => self.scrub_segment(&mut reader, &digest)?,
+                false => self.scrub_object(&mut reader, &digest, size)?,
+            };
             match finding {
                 Some(finding) if finding.kind == FindingKind::ObjectMissing => {
                     // Without the lock: it may have been collected, with an image that we know of.
@@ -209,6 +215,46 @@ impl Domain {
         let bytes = file.size().at("look at", file.path())?;
         let altered = reader.check(&file, digest)?.map(|detail| {
             Finding::new(FindingKind::ObjectAltered, file.path(), detail).about(digest)
+        });
+        Ok((altered, bytes))
+    }
+
+    /// Packs of the images; gives the segments that they need, and adds what is wrong with the packs.
+    fn scrub_packs(
+        &self,
+        contents: &dyn Contents,
+        images: &[Digest],
+        findings: &mut Vec<Finding>,
+    ) -> Result<BTreeSet<Digest>> {
+        let there = self.segments()?.into_iter().collect();
+        let images: HashSet<_> = images.iter().collect();
+        let mut needed = BTreeSet::new();
+        for pack in self.packs()?.iter().filter(|pack| images.contains(&pack.image)) {
+            match self.check_pack(pack, contents, &there, true) {
+                // Collected since it was listed.
+                Err(Error::NoSuchPack(_)) => continue,
+                other => findings.extend(other?),
+            }
+            let segments = self.open_pack(pack).map(|file| contents.pack_segments(&file));
+            needed.extend(segments.into_iter().flatten().flatten());
+        }
+        Ok(needed)
+    }
+
+    /// What is wrong with a segment, and how many bytes were read to know. One that is not there is no finding: its
+    /// pack is one.
+    fn scrub_segment(
+        &self,
+        reader: &mut Reader,
+        digest: &Digest,
+    ) -> Result<(Option<Finding>, u64)> {
+        let file = match self.open_segment(digest) {
+            Err(Error::NoSuchSegment(_)) => return Ok((None, 0)),
+            other => other?,
+        };
+        let bytes = file.size().at("look at", file.path())?;
+        let altered = reader.check(&file, digest)?.map(|detail| {
+            Finding::new(FindingKind::SegmentAltered, file.path(), detail).about(digest)
         });
         Ok((altered, bytes))
     }

@@ -24,7 +24,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, Stretch};
+use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, StoredFile, Stretch};
 
 /// Granularity of torn writes, in bytes.
 const SECTOR: usize = 512;
@@ -699,6 +699,10 @@ impl DiskFile for SimFile {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::FileTooLarge)?;
         state.change(Change::Hole { inode, offset, len });
         Ok(())
+    }
+
+    fn append_shared(&mut self, _from: &StoredFile) -> io::Result<bool> {
+        Ok(false)
     }
 
     fn stretch_at(&self, offset: u64) -> io::Result<Stretch> {

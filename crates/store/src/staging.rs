@@ -6,6 +6,7 @@
 //!   objects/ab/cdef…      new objects, named as they will be in the domain
 //!   images/<digest>.erofs
 //!   layers/<chain-id>.dump.zst, .split
+//!   segments/<digest>.segment, <image>.<digest>.pack
 //!   tmp/<n>               being written, digest not known yet
 //! ```
 //!
@@ -24,6 +25,7 @@ use crate::disk::{Disk, DiskFile, Lock, StoredFile};
 use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, SPLIT_SUFFIX, is_absent};
 use crate::error::{At, Error, Result, is_full};
 use crate::repair::Damage;
+use crate::segment::Pack;
 use crate::store::remove_entry;
 use crate::verify::hash_file;
 use crate::verity::{self, Hasher};
@@ -168,7 +170,7 @@ impl Domain {
             known_bytes: AtomicU64::new(0),
             _lock: lock,
         };
-        for part in ["objects", "images", "layers", "tmp"] {
+        for part in ["objects", "images", "layers", "segments", "tmp"] {
             let path = format!("{}/{part}", staging.directory);
             staging.disk().mkdir(&path).at("create", &path)?;
         }
@@ -219,7 +221,16 @@ impl Staging {
     /// # Errors
     /// As [`Staging::put_object`].
     pub fn image_writer(&self) -> Result<ImageWriter<'_>> {
-        Ok(ImageWriter { file: Spilled::new(self)?, hasher: Hasher::new() })
+        Ok(ImageWriter { file: Spilled::new(self)?, hasher: Hasher::new(), packed: None })
+    }
+
+    /// A writer for the pack of an image, over segments that are staged or in place: the commit wants to know which
+    /// ([`crate::Publish::segments`]).
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn pack_writer(&self, image: &Digest) -> Result<ImageWriter<'_>> {
+        Ok(ImageWriter { packed: Some(*image), ..self.image_writer()? })
     }
 
     /// A writer for a layer's own tree (composefs dump text, zstd).
@@ -393,7 +404,7 @@ impl Staging {
     }
 
     /// Adds bytes that have no digest (image, layer) to what is missing.
-    fn count_missing_bytes(&self, bytes: u64) {
+    pub(crate) fn count_missing_bytes(&self, bytes: u64) {
         if let Health::Counting { missing, .. } = &mut *self.health() {
             *missing += bytes;
         }
@@ -417,7 +428,7 @@ impl Staging {
 
     /// Has the kernel check every read of a complete file from now on, where it can. False if the disk
     /// is full.
-    fn enable_verity(&self, path: &str, digest: &Digest) -> Result<bool> {
+    pub(crate) fn enable_verity(&self, path: &str, digest: &Digest) -> Result<bool> {
         if !self.domain.protection().verity {
             return Ok(true);
         }
@@ -534,18 +545,18 @@ impl Drop for Staging {
 }
 
 /// A file under `tmp/` whose final name is not known yet. Without `finish` it is removed.
-struct Spilled<'a> {
-    staging: &'a Staging,
-    path: String,
+pub(crate) struct Spilled<'a> {
+    pub(crate) staging: &'a Staging,
+    pub(crate) path: String,
     /// None once the disk is full.
     file: Option<Box<dyn DiskFile>>,
     /// Bytes, holes not counted.
-    written: u64,
+    pub(crate) written: u64,
 }
 
 /// What became of a file that was to get its name.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Placed {
+pub(crate) enum Placed {
     New,
     /// Another thread has just staged the same content.
     Known,
@@ -554,7 +565,7 @@ enum Placed {
 }
 
 impl<'a> Spilled<'a> {
-    fn new(staging: &'a Staging) -> Result<Self> {
+    pub(crate) fn new(staging: &'a Staging) -> Result<Self> {
         let number = staging.next_temporary.fetch_add(1, Relaxed);
         let path = format!("{}/tmp/{number}", staging.directory);
         let mut spilled = Self { staging, path, file: None, written: 0 };
@@ -567,16 +578,19 @@ impl<'a> Spilled<'a> {
         Ok(spilled)
     }
 
-    fn write(&mut self, data: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, data: &[u8]) -> Result<()> {
         self.written += data.len() as u64;
         self.call(|file| file.write_all(data))
     }
 
-    fn hole(&mut self, len: u64) -> Result<()> {
+    pub(crate) fn hole(&mut self, len: u64) -> Result<()> {
         self.call(|file| file.append_hole(len))
     }
 
-    fn call(&mut self, call: impl FnOnce(&mut dyn DiskFile) -> io::Result<()>) -> Result<()> {
+    pub(crate) fn call(
+        &mut self,
+        call: impl FnOnce(&mut dyn DiskFile) -> io::Result<()>,
+    ) -> Result<()> {
         // Another thread's failure ends this file too: nothing of it can be published.
         if !self.staging.check()? {
             self.file = None;
@@ -591,7 +605,10 @@ impl<'a> Spilled<'a> {
     }
 
     /// Gives the file its name in the staging directory; what already has the name stays.
-    fn finish(mut self, call: impl FnOnce(&Staging, &str) -> io::Result<()>) -> Result<Placed> {
+    pub(crate) fn finish(
+        mut self,
+        call: impl FnOnce(&Staging, &str) -> io::Result<()>,
+    ) -> Result<Placed> {
         let Some(file) = self.file.take() else { return Ok(Placed::Full) };
         drop(file);
         match call(self.staging, &self.path) {
@@ -753,10 +770,12 @@ impl io::Write for ObjectWriter<'_> {
     }
 }
 
-/// Writes the metadata image; give it pieces of at least some KiB.
+/// Writes a metadata image or a pack; give it pieces of at least some KiB.
 pub struct ImageWriter<'a> {
     file: Spilled<'a>,
     hasher: Hasher,
+    /// The image, if it is a pack.
+    packed: Option<Digest>,
 }
 
 impl fmt::Debug for ImageWriter<'_> {
@@ -771,13 +790,18 @@ impl ImageWriter<'_> {
     /// # Errors
     /// As [`Staging::put_object`].
     pub fn finish(self) -> Result<Digest> {
-        let Self { file, hasher } = self;
+        let Self { file, hasher, packed } = self;
         let (staging, written) = (file.staging, file.written);
         let digest = hasher.finish();
         if staging.wanted.as_ref().is_some_and(|wanted| !wanted.images.contains(&digest)) {
             return Ok(digest);
         }
-        let target = staging.image_file(&digest);
+        let target = match packed {
+            None => staging.image_file(&digest),
+            Some(image) => {
+                format!("{}/segments/{}", staging.directory, Pack { image, digest }.file_name())
+            }
+        };
         let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
         if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
             staging.count_missing_bytes(written);

@@ -89,7 +89,7 @@ struct Candidate<'a> {
     names: Vec<&'a (String, Ref)>,
 }
 
-/// How an object is used.
+/// How an object, a pack or a segment is used.
 struct Object {
     /// Images and layers that name it and are kept.
     users: u32,
@@ -103,6 +103,8 @@ struct Uses {
     /// Images and layers by how many keep them.
     parts: BTreeMap<Part, u32>,
     objects: HashMap<Digest, Object>,
+    /// Packs and their segments, by image.
+    packed: HashMap<Digest, Vec<Digest>>,
     turn: u32,
 }
 
@@ -155,6 +157,14 @@ impl Domain {
         let (roots, _) = self.live_roots(&options.gc)?;
         let mut in_use: BTreeSet<Digest> = live.iter().copied().collect();
         let mut uses = self.uses_of_nothing()?;
+        for (pack, segments) in self.packs_with_segments(contents)? {
+            // What cannot be used is not kept.
+            let Some(segments) = segments else { continue };
+            uses.packed
+                .entry(pack.image)
+                .or_default()
+                .extend(segments.into_iter().chain([pack.digest]));
+        }
         for (_, root) in &roots {
             in_use.extend(&root.images);
             uses.keep(root.images.iter(), root.layers.iter());
@@ -238,10 +248,18 @@ impl Domain {
 
     fn uses_of_nothing(&self) -> Result<Uses> {
         let mut objects = HashMap::new();
-        self.each_object(&mut |digest, allocated| {
+        let mut add = |digest, allocated| {
             objects.insert(digest, Object { users: 0, last: 0, allocated });
-        })?;
-        Ok(Uses { parts: BTreeMap::new(), objects, turn: 0 })
+        };
+        self.each_object(&mut add)?;
+        let segments = self.segments()?;
+        let segments = segments.iter().map(|segment| (*segment, self.segment_file(segment)));
+        let packs = self.packs()?;
+        let packs = packs.iter().map(|pack| (pack.digest, self.pack_file(pack)));
+        for (digest, path) in segments.chain(packs) {
+            add(digest, self.disk().stat(&path).at("look at", &path)?.allocated);
+        }
+        Ok(Uses { parts: BTreeMap::new(), objects, packed: HashMap::new(), turn: 0 })
     }
 
     /// What all images and layers take themselves.
@@ -313,7 +331,7 @@ impl Uses {
         }
     }
 
-    /// Calls `change` with every object that a part names, once.
+    /// Calls `change` with every object that a part names, once; of an image also with its pack and segments.
     fn visit(
         &mut self,
         domain: &Domain,
@@ -323,12 +341,16 @@ impl Uses {
     ) -> Result<()> {
         self.turn += 1;
         let (turn, objects) = (self.turn, &mut self.objects);
-        part.visit_whole(domain, contents, &mut |digest, _| {
+        let mut visit = |digest, _| {
             if let Some(object) = objects.get_mut(&digest).filter(|object| object.last != turn) {
                 object.last = turn;
                 change(object);
             }
-        })
-        .map_err(|source| part.unreadable("the domain", source))
+        };
+        if let Part::Image(image) = part {
+            self.packed.get(image).into_iter().flatten().for_each(|digest| visit(*digest, 0));
+        }
+        part.visit_whole(domain, contents, &mut visit)
+            .map_err(|source| part.unreadable("the domain", source))
     }
 }

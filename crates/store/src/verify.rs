@@ -1,15 +1,16 @@
 //! Re-hashing what is in place.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use crate::contents::Contents;
+use crate::contents::{Contents, Part};
 use crate::disk::Piece;
 use crate::error::{At, BoxError, Error, Result};
 use crate::fsck::{Finding, FindingKind};
 use crate::parallel::for_each;
+use crate::segment::Pack;
 use crate::verity::{Hasher, UNIT};
 use crate::{Digest, Domain, StoredFile};
 
@@ -41,8 +42,8 @@ pub struct VerifyReport {
 }
 
 impl Domain {
-    /// Re-hashes an image and every object that it names, on all processors. Nothing is collected
-    /// meanwhile.
+    /// Re-hashes an image and every object that it names, on all processors; of an image that has a pack, that and its
+    /// segments, too. Nothing is collected meanwhile.
     ///
     /// # Errors
     /// [`Error::NoSuchImage`], [`Error::Unreadable`] if the image itself cannot be read as one,
@@ -100,8 +101,87 @@ impl Domain {
         report.objects = total.objects_total;
         report.bytes = bytes.into_inner();
         report.findings = findings.into_inner().unwrap_or_default();
+        report.findings.extend(self.verify_packs(image, contents)?);
         report.findings.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(report)
+    }
+
+    /// What is wrong with a segment: cut short or unreadable, or (with `rehash`, on so many threads) altered.
+    pub(crate) fn check_segment(
+        &self,
+        digest: &Digest,
+        rehash: Option<usize>,
+    ) -> Result<Option<Finding>> {
+        let path = self.segment_file(digest);
+        let finding =
+            |kind, detail: String| Ok(Some(Finding::new(kind, &path, detail).about(digest)));
+        match self.read_segment(digest) {
+            Err(Error::Corrupt { reason, .. }) => {
+                return finding(FindingKind::SegmentUnreadable, reason);
+            }
+            other => other?,
+        };
+        let Some(threads) = rehash else { return Ok(None) };
+        let actual = hash_large_file(&self.open_segment(digest)?, threads)?;
+        if actual == *digest {
+            return Ok(None);
+        }
+        finding(FindingKind::SegmentAltered, format!("its content has digest {actual}"))
+    }
+
+    /// What is wrong with a pack: a segment that is not among the `sound` ones, unreadable, or (with `rehash`)
+    /// altered.
+    pub(crate) fn check_pack(
+        &self,
+        pack: &Pack,
+        contents: &dyn Contents,
+        sound: &HashSet<Digest>,
+        rehash: bool,
+    ) -> Result<Option<Finding>> {
+        let file = self.open_pack(pack)?;
+        let finding = |kind, detail: String| {
+            let mut finding = Finding::new(kind, file.path(), detail).about(&pack.digest);
+            finding.user = Some(Part::Image(pack.image).to_string());
+            Ok(Some(finding))
+        };
+        if rehash {
+            let actual = hash_file(&file)?;
+            if actual != pack.digest {
+                let detail = format!("its content has digest {actual}");
+                return finding(FindingKind::PackAltered, detail);
+            }
+        }
+        match contents.pack_segments(&file) {
+            Err(error) => finding(FindingKind::PackUnreadable, error.to_string()),
+            Ok(segments) => match segments.iter().find(|segment| !sound.contains(segment)) {
+                Some(segment) => {
+                    let detail = format!("its segment {segment} is not there or is damaged");
+                    finding(FindingKind::PackIncomplete, detail)
+                }
+                None => Ok(None),
+            },
+        }
+    }
+
+    /// Re-hashes the packs of an image and the segments that they need.
+    fn verify_packs(&self, image: &Digest, contents: &dyn Contents) -> Result<Vec<Finding>> {
+        let mut findings = Vec::new();
+        for pack in self.packs_of(image)? {
+            // What cannot be read is told below.
+            let segments = contents.pack_segments(&self.open_pack(&pack)?).unwrap_or_default();
+            let mut sound = HashSet::new();
+            for segment in segments {
+                match self.check_segment(&segment, Some(self.disk().parallelism())) {
+                    Err(Error::NoSuchSegment(_)) => {}
+                    other => match other? {
+                        Some(finding) => findings.push(finding),
+                        None => drop(sound.insert(segment)),
+                    },
+                }
+            }
+            findings.extend(self.check_pack(&pack, contents, &sound, true)?);
+        }
+        Ok(findings)
     }
 
     /// What is wrong with an object: missing, of another size than `size`, or (with `rehash`, on so many

@@ -17,8 +17,8 @@ use std::sync::Arc;
 use cofolio_store::disk::Disk;
 use cofolio_store::sim::{Fault, SimDisk};
 use cofolio_store::{
-    Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref,
-    Root, RootKind, Store, TrimOptions, verity,
+    Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, InitOptions,
+    Ref, Root, RootKind, Store, TrimOptions, verity,
 };
 use common::{Lines, content, import_split as import, nothing_live, replaced};
 
@@ -129,6 +129,13 @@ fn check_clean(disk: &SimDisk, context: &str) {
         }
     }
     assert_eq!(report.objects, objects.len() as u64, "{context}");
+    let packs = domain.packs().unwrap();
+    assert!(packs.iter().all(|pack| needed.contains(&pack.image)), "{context}");
+    let segments: BTreeSet<_> = packs
+        .iter()
+        .flat_map(|pack| Lines.pack_segments(&domain.open_pack(pack).unwrap()).unwrap())
+        .collect();
+    assert_eq!(domain.segments().unwrap(), segments.into_iter().collect::<Vec<_>>(), "{context}");
     let stray = disk.files().into_keys().find(|p| p.starts_with("staging/") || p.contains(".tmp."));
     assert_eq!(stray, None, "{context}");
 }
@@ -147,6 +154,28 @@ const OPERATIONS: &[Operation] = &[
         run: |domain| import(domain, "c", &image_pieces("c"), Some("sha256:lc"), OPTIONS).map(drop),
         after: |refs| {
             refs.insert("c".into(), expected_image("c"));
+        },
+    },
+    Operation {
+        name: "two packs on one base, and one made again",
+        run: |domain| {
+            common::pack(domain, &expected_image("a"), 2, OPTIONS)?;
+            common::pack(domain, &expected_image("b"), 1, OPTIONS)?;
+            domain.remove_pack(&expected_image("a"))?;
+            common::pack(domain, &expected_image("a"), 2, OPTIONS).map(drop)
+        },
+        after: |_| (),
+    },
+    Operation {
+        name: "a pack goes with its image",
+        run: |domain| {
+            common::pack(domain, &expected_image("a"), 1, OPTIONS)?;
+            common::pack(domain, &expected_image("b"), 9, OPTIONS)?;
+            domain.remove_ref("a")?;
+            gc(domain).map(drop)
+        },
+        after: |refs| {
+            refs.remove("a");
         },
     },
     Operation {

@@ -17,7 +17,7 @@ use cofolio_store::{
     Ref, Store, verity,
 };
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
-use common::{Lines, Scratch, content, import, nothing_live};
+use common::{Lines, Scratch, content, import, nothing_live, pack};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
@@ -437,6 +437,43 @@ fn a_reflinked_copy_takes_no_room() {
     store.domain_or_create("b").unwrap().copy_ref_from(&first, "a", &Lines).unwrap();
     let used = before.saturating_sub(free());
     assert!(used < size as u64 / 4, "{used} bytes for a copy that shares blocks");
+}
+
+/// A segment is content, and protected as such; where the filesystem can, it takes no room beside the objects.
+#[test]
+fn segments_are_protected_and_share_blocks_with_objects() {
+    on_each("segments_are_protected", |kind, parent| {
+        let scratch = Scratch::below(parent, "segments");
+        let domain = scratch.store().domain("default").unwrap();
+        put(&domain, "a", &[20 << 20, 5000, 1 << 20, 4096, 4097]);
+        let image = domain.get_ref("a").unwrap().unwrap().image;
+        rustix::fs::sync();
+        let free = || {
+            rustix::fs::syncfs(std::fs::File::open(parent).unwrap()).unwrap();
+            let stat = rustix::fs::statvfs(parent).unwrap();
+            stat.f_bavail * stat.f_frsize
+        };
+        let before = free();
+        let segments = pack(&domain, &image, 9, ImportOptions::default()).unwrap();
+        if kind != "temporary directory" {
+            let used = before.saturating_sub(free());
+            let shares = domain.protection().reflink;
+            assert_eq!(used < 10 << 20, shares, "{kind}: {used} bytes");
+        }
+        is_clean(&domain);
+        for segment in segments {
+            let file = domain.open_segment(&segment).unwrap();
+            let measured = cofolio_sys::verity::measure(file.descriptor().unwrap());
+            if domain.protection().verity {
+                assert_eq!(measured.unwrap(), Some(segment.0), "{kind}");
+            }
+            for extent in domain.read_segment(&segment).unwrap().extents {
+                let mut bytes = vec![0; usize::try_from(extent.size).unwrap()];
+                file.read_exact_at(&mut bytes, u64::from(extent.block) * 4096).unwrap();
+                assert_eq!(verity::digest(&bytes), extent.object, "{kind}");
+            }
+        }
+    });
 }
 
 /// A real filesystem that is really full.

@@ -5,6 +5,7 @@ pub mod memory;
 pub mod mount;
 pub mod priority;
 pub mod quota;
+pub mod reflink;
 pub mod sha256;
 pub mod userns;
 pub mod verity;

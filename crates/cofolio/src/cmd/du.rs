@@ -56,6 +56,11 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     }
     table.pair("metadata images", human_size(report.metadata_bytes));
     table.pair("layer trees", counted(report.layer_bytes, report.layers, "layer"));
+    if report.segments > 0 {
+        let packs = plural(report.packs, "pack");
+        let counted = counted(report.segment_bytes, report.segments, "segment");
+        table.pair("packs", format!("{counted} for {packs}"));
+    }
     table.pair("together", human_size(report.bytes()));
     let (unshared, taken) = (
         report.unshared_bytes(),

@@ -27,7 +27,7 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 /// it has open or has looked up; it is listed, and sees the new ones once it is mounted again. Records of
 /// refs cannot be brought back: import the image again under its name. Content that lacks the protection of
 /// this store (fs-verity on a filesystem that has got it since, the immutable flag) is given it after it was
-/// checked; that needs no source. What is listed, and the exit code, are what is left.
+/// checked; that needs no source. Packs and segments that are damaged are removed: `pack` makes them again. What is listed, and the exit code, are what is left.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json\n  \
     cofolio fsck --repair --from oci:layouts/redis:7.0.15")]
@@ -53,6 +53,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             counter.set(bytes, || format!("{} objects", human_count(objects)));
         })?;
     drop(counter);
+    let unpacked = match args.repair && report.findings.iter().any(|it| it.kind.is_derived()) {
+        true => remove_derived(&domain, &mut report)?,
+        false => Vec::new(),
+    };
     let has_damage = args.repair && report.is_damaged();
     let repaired = match has_damage {
         true => Some(repair(context, &domain, &sources, &mut report)?),
@@ -74,6 +78,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
         if args.repair {
             value["protected"] = protected.into();
+            value["unpacked"] = serde_json::to_value(&unpacked)?;
         }
         context.ui.json(&value)?;
         return Ok(exit);
@@ -94,6 +99,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 target.display()
             ));
         }
+    }
+    for image in &unpacked {
+        context.ui.note(format!(
+            "the pack of {image} was damaged and is removed: `cofolio pack {image}` makes it again"
+        ));
     }
     if protected > 0 {
         let done = context.ui.paint(Tone::Good, "protected");
@@ -134,12 +144,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         false => format!("{} hashed", human_size(report.hashed_bytes)),
     };
     context.ui.line(format!(
-        "{verdict}: {}, {}, {}, {}, {}; {hashed}",
+        "{verdict}: {}, {}, {}, {}, {}, {}; {hashed}",
         plural(report.objects, "object"),
         plural(report.images, "image"),
         plural(report.layers, "layer"),
         plural(report.refs, "ref"),
         plural(report.roots, "root"),
+        plural(report.segments, "segment"),
     ))?;
     Ok(exit)
 }
@@ -189,6 +200,14 @@ fn repair(
     *report = FsckReport { hashed_bytes: before.hashed_bytes, more, more_damage, ..left };
     let mounts = mounts_of(context, domain, &first)?;
     Ok(Repaired { findings, mounts })
+}
+
+/// Removes packs and segments that are damaged; gives the images that have no pack any more. Afterwards `report` says
+/// what is left.
+fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Vec<Digest>> {
+    let images = domain.remove_derived(report)?;
+    report.findings.retain(|finding| !finding.kind.is_derived());
+    Ok(images.into_iter().collect())
 }
 
 /// Protects what is not; afterwards `report` says what is left.

@@ -91,6 +91,10 @@ fn show(context: &Context<'_>, report: &GcReport) -> Outcome {
     row("images", report.images, report.image_bytes, Some(report.kept_images));
     row("layers", report.layers, report.layer_bytes, Some(report.kept_layers));
     row("objects", report.objects, report.object_bytes, Some(report.kept_objects));
+    if report.packs + report.segments + report.kept_segments > 0 {
+        let kept = Some(report.kept_segments);
+        row("segments and packs", report.packs + report.segments, report.segment_bytes, kept);
+    }
     row("leftovers", report.leftovers, report.leftover_bytes, None);
     context.ui.table(&table)?;
     for root in &report.roots {

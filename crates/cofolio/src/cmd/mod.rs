@@ -22,6 +22,7 @@ pub(crate) mod man;
 pub(crate) mod mkcomposefs;
 pub(crate) mod mount;
 pub(crate) mod mounts;
+pub(crate) mod pack;
 pub(crate) mod ps;
 pub(crate) mod pull;
 pub(crate) mod push;
@@ -56,6 +57,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Build(args) => build::run(&args, &context),
         Command::Export(args) => export::run(&args, &context),
         Command::Push(args) => push::run(&args, &context),
+        Command::Pack(args) => pack::run(&args, &context),
         Command::Mount(args) => mount::run(&args, &context),
         Command::Umount(args) => umount::run(&args, &context),
         Command::Mounts(args) => mounts::run(&args, &context),

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -329,4 +330,41 @@ pub(crate) fn write_layout(dir: &Path, tag: &str, layers: &[Vec<u8>], config: Va
     fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
     let index = json!({"schemaVersion": 2, "manifests": [manifest]});
     fs::write(dir.join("index.json"), index.to_string()).unwrap();
+}
+
+/// Types, modes, owners, times, links and contents of a tree, a line each.
+pub(crate) fn listing(top: &Path) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut open = vec![PathBuf::new()];
+    while let Some(dir) = open.pop() {
+        for entry in fs::read_dir(top.join(&dir)).unwrap() {
+            let name = dir.join(entry.unwrap().file_name());
+            let path = top.join(&name);
+            let meta = path.symlink_metadata().unwrap();
+            let what = if meta.is_dir() {
+                open.push(name.clone());
+                String::new()
+            } else if meta.is_symlink() {
+                fs::read_link(&path).unwrap().display().to_string()
+            } else if meta.is_file() {
+                cofolio_store::verity::digest(&fs::read(&path).unwrap()).to_string()
+            } else {
+                meta.rdev().to_string()
+            };
+            let (mode, links) = (meta.mode(), meta.nlink());
+            let owner =
+                format!("{}:{} {}.{:09}", meta.uid(), meta.gid(), meta.mtime(), meta.mtime_nsec());
+            lines.push(format!("{} {mode:o} {links} {owner} {what}", name.display()));
+        }
+    }
+    lines.sort_unstable();
+    lines
+}
+
+/// fsck.erofs, if it is one that compares the fingerprints of files with their content.
+pub(crate) fn fsck_erofs() -> Option<PathBuf> {
+    program("fsck.erofs").filter(|fsck| {
+        let help = Command::new(fsck).arg("--help").output().unwrap();
+        String::from_utf8_lossy(&help.stdout).contains("--xattr-inode-digest")
+    })
 }

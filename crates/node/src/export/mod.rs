@@ -19,7 +19,7 @@ mod error;
 mod filesystem;
 mod image;
 mod layout;
-mod lease;
+pub(crate) mod lease;
 mod pack;
 mod push;
 mod tar;

@@ -111,6 +111,60 @@ impl Contents for Lines {
     ) -> Result<(), BoxError> {
         Self::read(split, visit)
     }
+
+    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
+        let mut segments = Vec::new();
+        Self::read(pack, &mut |digest, _| segments.push(digest))?;
+        Ok(segments)
+    }
+}
+
+/// Packs an image: its objects go into segments of `count` objects each, unless they are in one already.
+pub fn pack(
+    domain: &Domain,
+    image: &Digest,
+    count: usize,
+    options: ImportOptions,
+) -> Result<Vec<Digest>, Error> {
+    let mut objects = Vec::new();
+    Lines
+        .image_objects(&domain.open_image(image)?, &mut |digest, size| {
+            if size > 0 {
+                objects.push((digest, size));
+            }
+        })
+        .unwrap();
+    objects.sort();
+    objects.dedup();
+    let mut segments = Vec::new();
+    for segment in domain.segments()? {
+        let known = domain.read_segment(&segment)?.extents;
+        let before = objects.len();
+        objects.retain(|(object, _)| !known.iter().any(|extent| extent.object == *object));
+        if objects.len() < before {
+            segments.push(segment);
+        }
+    }
+    let staging = domain.begin_import(options)?;
+    for objects in objects.chunks(count) {
+        let mut writer = staging.segment_writer()?;
+        for (object, size) in objects {
+            writer.add(object, *size)?;
+        }
+        segments.push(writer.finish()?.0);
+    }
+    let mut writer = staging.pack_writer(image)?;
+    let write = |writer: &mut dyn Write, text: String| match writer.write_all(text.as_bytes()) {
+        Err(error) => Err(error.downcast::<Error>().unwrap()),
+        Ok(()) => Ok(()),
+    };
+    for segment in &segments {
+        write(&mut writer, format!("{segment} 0\n"))?;
+    }
+    write(&mut writer, "end\n".into())?;
+    writer.finish()?;
+    staging.commit(&Publish { segments: segments.clone(), ..Publish::default() }, [])?;
+    Ok(segments)
 }
 
 /// The object that only the split of [`import_split`]'s layers names: of a file that the same archive replaces.

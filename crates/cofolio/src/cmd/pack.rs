@@ -1,0 +1,102 @@
+use std::ops::ControlFlow;
+use std::sync::atomic::Ordering::Relaxed;
+
+use cofolio_node::pack::{PackOptions, PackReport, pack};
+use cofolio_store::Domain;
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::{Exit, Fail};
+use crate::interrupt;
+use crate::progress::Counter;
+use crate::ui::{Cell, Table, Tone, human_size, plural};
+
+/// Pack an image: make of it one that carries its data, over segments
+///
+/// A pack is an EROFS image whose files lie in segments, files that packs of one trust domain share: what images have in
+/// common is in them once. It is what `inode-share` mounts. Where the filesystem can (`doctor` says so), segments share
+/// their blocks with the objects; elsewhere they take room of their own. Both are made from objects, are removed with
+/// their image by `gc`, and can be made again at any time. All content is checked on the way.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Example:\n  cofolio pack redis:7.0.15\n  cofolio pack --again redis:7.0.15 && cofolio gc\n  \
+    cofolio pack --remove redis:7.0.15"
+)]
+pub(crate) struct Args {
+    /// Refs or first digits of digests
+    #[arg(required = true)]
+    images: Vec<String>,
+    /// Pack images that have a pack anew, without segments of which they need less than half
+    #[arg(long)]
+    again: bool,
+    /// Remove packs; what only they needed goes with the next `gc`
+    #[arg(long, conflicts_with = "again")]
+    remove: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    // A name that is not there stops it before anything is done.
+    let images = args.images.iter().map(|image| context.image(&domain, image));
+    let images = images.collect::<anyhow::Result<Vec<_>>>()?;
+    if args.remove {
+        for image in &images {
+            if !domain.remove_pack(&image.digest)? {
+                return Err(Fail::not_found(format!("{} has no pack", image.shown())).into());
+            }
+        }
+        return Ok(Exit::Ok);
+    }
+    let options = PackOptions { again: args.again, ..PackOptions::default() };
+    let mut reports = Vec::new();
+    for image in &images {
+        let report = pack_one(context, &domain, &image.digest, &options)?;
+        if !context.ui.json {
+            show(context, &report)?;
+        }
+        reports.push(report);
+    }
+    if context.ui.json {
+        context.ui.json(&reports)?;
+    }
+    Ok(Exit::Ok)
+}
+
+fn pack_one(
+    context: &Context<'_>,
+    domain: &Domain,
+    image: &cofolio_store::Digest,
+    options: &PackOptions,
+) -> anyhow::Result<PackReport> {
+    let stop = interrupt::flag()?;
+    let counter = Counter::new(context.ui, "packing");
+    let report = pack(domain, image, options, &mut |done, total| {
+        counter.set_of(done, total, || "files".to_owned());
+        match stop.load(Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })?;
+    Ok(report)
+}
+
+fn show(context: &Context<'_>, report: &PackReport) -> anyhow::Result<()> {
+    context.ui.line(report.pack.to_string())?;
+    if context.ui.quiet {
+        return Ok(());
+    }
+    let mut table = Table::plain();
+    let mut row = |name: &str, value: String| {
+        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
+    };
+    let segments = plural(report.segments.len() as u64, "segment");
+    row(
+        "over",
+        match report.new_segments {
+            0 => segments,
+            new => format!("{segments}, {new} new with {}", human_size(report.new_bytes)),
+        },
+    );
+    context.ui.table(&table)?;
+    Ok(())
+}

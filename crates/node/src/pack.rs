@@ -1,0 +1,288 @@
+//! Packing: from an image of the store to one that carries its data, over segments of the domain.
+//!
+//! ```text
+//! metadata image ─▶ tree ──────────────────────────────┐
+//! objects ─▶ in a segment already? ─▶ where ───────────┼─▶ pack, with the segments as its devices
+//!                    └ no ─▶ new segments, by path ────┘
+//! ```
+//!
+//! What images have in common is in the segments of the one that was packed first, so that their packs share blocks on
+//! the disk and, mounted with `inode_share`, pages in memory.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::ControlFlow;
+
+use cofolio_erofs::tree::{Content, Tree};
+use cofolio_erofs::write::{
+    Contents, Data, Device, Form, Found, Place, Run, WriteError, write_data,
+};
+use cofolio_store::{
+    Contents as _, Digest, Domain, Error, Extent, ImportOptions, Publish, Segment, SegmentWriter,
+    Staging,
+};
+use serde::Serialize;
+
+use crate::contents::{ImageContents, open_image};
+use crate::export::lease::Lease;
+
+/// A segment is not begun with more than so many bytes, unless it is of one object. Larger ones would keep more alive
+/// than is needed, and of smaller ones an image would need many.
+const SEGMENT_BYTES_MAX: u64 = 1 << 30;
+
+/// How an image is packed.
+#[derive(Debug, Clone, Copy)]
+pub struct PackOptions {
+    /// Make a pack also of an image that has one, and use only those segments of which the image needs at least
+    /// half, so that what is left of images that are gone can be collected.
+    pub again: bool,
+    /// How large a segment may get, in bytes, if it is of more than one object.
+    pub segment_bytes_max: u64,
+}
+
+impl Default for PackOptions {
+    fn default() -> Self {
+        Self { again: false, segment_bytes_max: SEGMENT_BYTES_MAX }
+    }
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PackReport {
+    /// fs-verity digest of the image.
+    pub image: Digest,
+    /// That of its pack.
+    pub pack: Digest,
+    /// Whether the image had this pack already, and nothing was done.
+    pub was_there: bool,
+    /// Segments that it needs.
+    pub segments: Vec<Digest>,
+    /// How many of them are new.
+    pub new_segments: usize,
+    /// Bytes of contents that were written to these.
+    pub new_bytes: u64,
+}
+
+/// Why an image could not be packed. The store is as it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PackError {
+    /// The image cannot be read, or has files that cannot be packed.
+    #[error("image {image}: {what}")]
+    Image {
+        /// The image.
+        image: Digest,
+        /// What is wrong.
+        what: String,
+    },
+    /// The caller said to stop.
+    #[error("stopped")]
+    Stopped,
+    /// The store refused.
+    #[error(transparent)]
+    Store(#[from] Error),
+}
+
+/// Told how many bytes are packed of how many in all; says whether to go on.
+pub type OnProgress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
+
+/// Packs an image.
+///
+/// # Errors
+/// [`PackError`].
+pub fn pack(
+    domain: &Domain,
+    image: &Digest,
+    options: &PackOptions,
+    on_progress: OnProgress<'_>,
+) -> Result<PackReport, PackError> {
+    if !options.again
+        && let Some(report) = existing(domain, image)?
+    {
+        return Ok(report);
+    }
+    let lease = Lease::take(domain, image, Vec::new(), "pack")?;
+    let bad = |what: String| PackError::Image { image: *image, what };
+    let file = domain.open_image(image)?;
+    let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
+    let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
+    let mut on_progress = |done, total| {
+        lease.renew();
+        on_progress(done, total)
+    };
+    let mut attempt = |hold_lock| {
+        let mut plan = Plan::new(&tree);
+        plan.find_known(domain, options.again)?;
+        let staging =
+            domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
+        plan.write_segments(&staging, options, &mut on_progress)?;
+        plan.write_pack(staging, image, &tree)
+    };
+    match attempt(false) {
+        // Segments that were to be used were collected meanwhile.
+        Err(PackError::Store(Error::Vanished { .. })) => attempt(true),
+        other => other,
+    }
+}
+
+/// What there is already, if it can be used.
+fn existing(domain: &Domain, image: &Digest) -> Result<Option<PackReport>, PackError> {
+    for pack in domain.packs_of(image)? {
+        let Ok(segments) = ImageContents.pack_segments(&domain.open_pack(&pack)?) else { continue };
+        if segments.iter().all(|segment| domain.read_segment(segment).is_ok()) {
+            return Ok(Some(PackReport {
+                image: *image,
+                pack: pack.digest,
+                was_there: true,
+                segments,
+                new_segments: 0,
+                new_bytes: 0,
+            }));
+        }
+    }
+    Ok(None)
+}
+
+/// Where the contents of an image are to be.
+struct Plan {
+    /// Objects that are in no segment yet, in the order of their paths.
+    wanted: Vec<(Digest, u64)>,
+    total: u64,
+    segments: Vec<(Digest, Device)>,
+    known: usize,
+    new_bytes: u64,
+    /// By digest of the object: SHA-256, and where it is.
+    places: HashMap<[u8; 32], ([u8; 32], [Run; 1])>,
+}
+
+impl Contents for Plan {
+    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+        let (fingerprint, runs) = self.places.get(digest)?;
+        Some(Found { fingerprint: *fingerprint, form: Form::Runs(runs) })
+    }
+}
+
+impl Plan {
+    fn new(tree: &Tree) -> Self {
+        let (mut wanted, mut seen) = (Vec::new(), HashSet::new());
+        for visit in tree.walk() {
+            let content = tree.content(visit.inode);
+            let Content::External { size, .. } = content else { continue };
+            // One that names no object the writer refuses, with its path.
+            if let Some(digest) =
+                content.digest().filter(|digest| size > 0 && seen.insert(**digest))
+            {
+                wanted.push((Digest(*digest), size));
+            }
+        }
+        let total = wanted.iter().map(|(_, size)| size).sum();
+        let places = HashMap::with_capacity(wanted.len());
+        Self { wanted, total, segments: Vec::new(), known: 0, new_bytes: 0, places }
+    }
+
+    /// Looks for what is wanted in the segments of the domain. One that cannot be read is for fsck to tell.
+    fn find_known(&mut self, domain: &Domain, half: bool) -> Result<(), PackError> {
+        let mut wanted: HashMap<Digest, u64> = self.wanted.iter().copied().collect();
+        for digest in domain.segments()? {
+            if wanted.is_empty() {
+                break;
+            }
+            let segment = match domain.read_segment(&digest) {
+                Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => continue,
+                other => other?,
+            };
+            let is_wanted = |extent: &&Extent| wanted.get(&extent.object) == Some(&extent.size);
+            let found: Vec<Extent> = segment.extents.iter().filter(is_wanted).copied().collect();
+            let blocks: u64 = found.iter().map(Extent::blocks).sum();
+            if found.is_empty() || half && blocks * 2 < u64::from(segment.blocks) {
+                continue;
+            }
+            for extent in &found {
+                wanted.remove(&extent.object);
+            }
+            self.add(digest, segment.blocks, &found);
+        }
+        self.known = self.segments.len();
+        self.wanted.retain(|(digest, _)| wanted.contains_key(digest));
+        Ok(())
+    }
+
+    /// Adds a segment, and where in it contents are.
+    fn add(&mut self, digest: Digest, blocks: u32, extents: &[Extent]) {
+        let mut tag = [0; 64];
+        tag.copy_from_slice(digest.to_string().as_bytes());
+        self.segments.push((digest, Device { tag, blocks }));
+        // More than the format has are refused when the pack is written.
+        let device = u16::try_from(self.segments.len()).unwrap_or(u16::MAX);
+        for extent in extents {
+            // No extent is longer than its segment.
+            let blocks = u32::try_from(extent.blocks()).unwrap_or(u32::MAX);
+            let run = Run { place: Some(Place { device, block: extent.block }), blocks };
+            self.places.insert(extent.object.0, (extent.sha256, [run]));
+        }
+    }
+
+    /// Writes what is in no segment yet to new ones.
+    fn write_segments(
+        &mut self,
+        staging: &Staging,
+        options: &PackOptions,
+        on_progress: OnProgress<'_>,
+    ) -> Result<(), PackError> {
+        let wanted = std::mem::take(&mut self.wanted);
+        self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
+        let mut done = self.total - self.new_bytes;
+        let mut writer: Option<SegmentWriter<'_>> = None;
+        for (object, size) in wanted {
+            if let Some(full) = writer.take_if(|it| it.size() + size > options.segment_bytes_max) {
+                self.add_new(full.finish()?);
+            }
+            if writer.is_none() {
+                writer = Some(staging.segment_writer()?);
+            }
+            if let Some(writer) = &mut writer {
+                writer.add(&object, size)?;
+            }
+            done += size;
+            if on_progress(done, self.total).is_break() {
+                return Err(PackError::Stopped);
+            }
+        }
+        if let Some(last) = writer {
+            self.add_new(last.finish()?);
+        }
+        Ok(())
+    }
+
+    fn add_new(&mut self, (digest, segment): (Digest, Segment)) {
+        self.add(digest, segment.blocks, &segment.extents);
+    }
+
+    /// Writes the pack, and publishes it with its new segments.
+    fn write_pack(
+        &self,
+        staging: Staging,
+        image: &Digest,
+        tree: &Tree,
+    ) -> Result<PackReport, PackError> {
+        let (segments, devices): (Vec<_>, Vec<_>) = self.segments.iter().cloned().unzip();
+        let data = Data { devices: &devices, own_blocks: 0, contents: self };
+        let mut writer = staging.pack_writer(image)?;
+        write_data(tree, &data, &mut writer).map_err(|error| match error {
+            WriteError::Sink(source) => match source.downcast::<Error>() {
+                Ok(error) => PackError::Store(error),
+                Err(source) => PackError::Image { image: *image, what: source.to_string() },
+            },
+            other => PackError::Image { image: *image, what: other.to_string() },
+        })?;
+        let pack = writer.finish()?;
+        staging.commit(&Publish { segments: segments.clone(), ..Publish::default() }, [])?;
+        Ok(PackReport {
+            image: *image,
+            pack,
+            was_there: false,
+            new_segments: segments.len() - self.known,
+            segments,
+            new_bytes: self.new_bytes,
+        })
+    }
+}

@@ -1,0 +1,458 @@
+//! Segments and packs: what an image is mounted from where it carries its data itself.
+//!
+//! A *segment* holds contents of objects, one after the other, each from the beginning of a block on: a device that
+//! EROFS images address. It is named by its fs-verity digest, never changes, and says itself what it holds, so that
+//! what is packed later finds it there. All numbers are little endian:
+//!
+//! ```text
+//! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
+//! index    for each content, in the order of the blocks, 80 bytes:
+//!            0  digest of the object
+//!           32  SHA-256 of the content
+//!           64  u64 size in bytes
+//!           72  u32 first block
+//!           76  u32 0
+//! footer   64 bytes: "cofolseg", u32 version 1, u32 contents, u32 blocks, u32 0, SHA-256 of the index, 8 zeros
+//! ```
+//!
+//! A *pack* is the EROFS image over the segments that one image of the store needs. Both are made from objects and can
+//! be made again; a pack goes with its image, a segment with the last pack that needs it.
+
+use std::fmt;
+use std::io;
+
+use sha2::{Digest as _, Sha256};
+
+use crate::buffer::Buffer;
+use crate::contents::Contents;
+use crate::disk::{Kind, Piece, StoredFile};
+use crate::error::{At, Error, Result};
+use crate::staging::{Placed, Spilled, Staging};
+use crate::store::remove_entry;
+use crate::verity::Hasher;
+use crate::{Digest, Domain};
+
+/// Suffix of segments.
+pub(crate) const SEGMENT_SUFFIX: &str = ".segment";
+/// Suffix of packs.
+pub(crate) const PACK_SUFFIX: &str = ".pack";
+
+/// Bytes of a block.
+const BLOCK: u64 = 4096;
+const EXTENT_SIZE: usize = 80;
+const FOOTER_SIZE: usize = 64;
+const MAGIC: &[u8; 8] = b"cofolseg";
+const VERSION: u32 = 1;
+/// How much is gathered before it is written, in bytes.
+const WRITE_SIZE: usize = 1 << 20;
+const ZEROS: [u8; 4096] = [0; 4096];
+
+/// One content of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// The object whose content it is.
+    pub object: Digest,
+    /// SHA-256 of the content.
+    pub sha256: [u8; 32],
+    /// Its size in bytes.
+    pub size: u64,
+    /// The block at which it begins.
+    pub block: u32,
+}
+
+impl Extent {
+    /// How many blocks it takes.
+    pub fn blocks(&self) -> u64 {
+        self.size.div_ceil(BLOCK)
+    }
+}
+
+/// What a segment holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Segment {
+    /// Blocks of 4 KiB.
+    pub blocks: u32,
+    /// Its contents, in the order of their blocks.
+    pub extents: Vec<Extent>,
+}
+
+impl Segment {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.extents.len() * EXTENT_SIZE + FOOTER_SIZE);
+        for extent in &self.extents {
+            bytes.extend_from_slice(&extent.object.0);
+            bytes.extend_from_slice(&extent.sha256);
+            bytes.extend_from_slice(&extent.size.to_le_bytes());
+            bytes.extend_from_slice(&extent.block.to_le_bytes());
+            bytes.extend_from_slice(&[0; 4]);
+        }
+        let sha256: [u8; 32] = Sha256::digest(&bytes).into();
+        bytes.extend_from_slice(MAGIC);
+        // There are no more contents than blocks.
+        let contents = u32::try_from(self.extents.len()).unwrap_or(u32::MAX);
+        for number in [VERSION, contents, self.blocks, 0] {
+            bytes.extend_from_slice(&number.to_le_bytes());
+        }
+        bytes.extend_from_slice(&sha256);
+        bytes.extend_from_slice(&[0; 8]);
+        bytes
+    }
+
+    /// Reads what a file says of itself, and checks that this can be.
+    fn read(file: &StoredFile) -> Result<Self> {
+        let damaged = |reason: &str| Error::corrupt(file.path(), reason.to_owned());
+        let read = |buffer: &mut [u8], offset| match file.read_exact_at(buffer, offset) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(damaged("it is shorter than it says"))
+            }
+            other => other.at("read", file.path()),
+        };
+        let size = file.size().at("look at", file.path())?;
+        let footer_at = size
+            .checked_sub(FOOTER_SIZE as u64)
+            .ok_or_else(|| damaged("it is no segment: too short"))?;
+        let mut footer = [0; FOOTER_SIZE];
+        read(&mut footer, footer_at)?;
+        let number = |at: usize| le_u32(&footer[at..]);
+        if footer[..8] != MAGIC[..] {
+            return Err(damaged("it does not end as a segment does"));
+        }
+        if number(8) != VERSION {
+            return Err(damaged("it is of a version that this program does not know"));
+        }
+        let (count, blocks) = (number(12), number(16));
+        let index_at = u64::from(blocks) * BLOCK;
+        let index_size = u64::from(count) * EXTENT_SIZE as u64;
+        if index_at.checked_add(index_size) != Some(footer_at) {
+            return Err(damaged("it has another size than it says"));
+        }
+        // No larger than the file is.
+        let mut index = vec![0; usize::try_from(index_size).unwrap_or(usize::MAX)];
+        read(&mut index, index_at)?;
+        if Sha256::digest(&index)[..] != footer[24..56] {
+            return Err(damaged("what it says of its contents is altered"));
+        }
+        let mut extents = Vec::with_capacity(index.len() / EXTENT_SIZE);
+        let mut end = 0;
+        for entry in index.as_chunks::<EXTENT_SIZE>().0 {
+            let mut extent = Extent {
+                object: Digest([0; 32]),
+                sha256: [0; 32],
+                size: u64::from(le_u32(&entry[64..])) | u64::from(le_u32(&entry[68..])) << 32,
+                block: le_u32(&entry[72..]),
+            };
+            extent.object.0.copy_from_slice(&entry[..32]);
+            extent.sha256.copy_from_slice(&entry[32..64]);
+            if u64::from(extent.block) < end || extent.size == 0 {
+                return Err(damaged("its contents lie over each other"));
+            }
+            end = u64::from(extent.block) + extent.blocks();
+            extents.push(extent);
+        }
+        if end > u64::from(blocks) {
+            return Err(damaged("its contents go on behind its end"));
+        }
+        Ok(Self { blocks, extents })
+    }
+}
+
+fn le_u32(bytes: &[u8]) -> u32 {
+    bytes.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes))
+}
+
+/// Writes one segment.
+pub struct SegmentWriter<'a> {
+    file: Spilled<'a>,
+    hasher: Hasher,
+    buffer: Buffer,
+    /// What it has so far; the blocks are those of whole contents.
+    segment: Segment,
+    /// The file, for reading: what shares its blocks with an object is hashed from here.
+    copy: Option<StoredFile>,
+}
+
+impl fmt::Debug for SegmentWriter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SegmentWriter").field("segment", &self.segment).finish_non_exhaustive()
+    }
+}
+
+impl Staging {
+    /// A writer for a segment.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn segment_writer(&self) -> Result<SegmentWriter<'_>> {
+        Ok(SegmentWriter {
+            file: Spilled::new(self)?,
+            hasher: Hasher::new(),
+            buffer: Buffer::new(WRITE_SIZE),
+            segment: Segment::default(),
+            copy: None,
+        })
+    }
+}
+
+impl SegmentWriter<'_> {
+    /// Bytes of the contents so far, filled up to whole blocks.
+    pub fn size(&self) -> u64 {
+        u64::from(self.segment.blocks) * BLOCK
+    }
+
+    /// Adds the content of an object of the domain, which must not be empty. It shares its blocks with the object
+    /// where the filesystem can.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchObject`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content is not what its name says,
+    /// [`Error::SegmentFull`] if it is more than a segment can address, and those of [`Staging::put_object`].
+    pub fn add(&mut self, object: &Digest, size: u64) -> Result<()> {
+        let source = self.file.staging.domain.open_object(object)?;
+        let found = source.size().at("look at", source.path())?;
+        if found != size {
+            return Err(Error::SizeMismatch { digest: *object, expected: size, found });
+        }
+        let block = self.segment.blocks;
+        let end = u64::from(block) + size.div_ceil(BLOCK);
+        let end = u32::try_from(end).map_err(|_| Error::SegmentFull { digest: *object, size })?;
+        let mut hashers = (Hasher::new(), Sha256::new());
+        if self.share(&source)? {
+            let copy = self.copy()?;
+            let start = u64::from(block) * BLOCK;
+            let hasher = &mut self.hasher;
+            copy.for_pieces_in(start..start + size, |piece| {
+                hash(&mut hashers, hasher, &piece);
+                Ok(())
+            })?;
+            self.copy = Some(copy);
+        } else {
+            source.for_pieces(|piece| {
+                hash(&mut hashers, &mut self.hasher, &piece);
+                match piece {
+                    Piece::Data(data) => self.write(data),
+                    Piece::Hole(len) => self.hole(len),
+                }
+            })?;
+        }
+        let digest = hashers.0.finish();
+        if digest != *object {
+            return Err(Error::corrupt(source.path(), format!("its content has digest {digest}")));
+        }
+        let padding = u64::from(end) * BLOCK - u64::from(block) * BLOCK - size;
+        self.hasher.zeros(padding);
+        self.zeros(padding)?;
+        let sha256 = hashers.1.finalize().into();
+        self.segment.extents.push(Extent { object: *object, sha256, size, block });
+        self.segment.blocks = end;
+        Ok(())
+    }
+
+    /// Ends the segment; gives its name and what it holds.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn finish(mut self) -> Result<(Digest, Segment)> {
+        let index = self.segment.encode();
+        self.hasher.update(&index);
+        self.write(&index)?;
+        self.flush()?;
+        let Self { file, hasher, segment, .. } = self;
+        let (staging, written, digest) = (file.staging, file.written, hasher.finish());
+        let target = format!("{}/segments/{digest}{SEGMENT_SUFFIX}", staging.directory);
+        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
+        if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
+            staging.count_missing_bytes(written);
+        }
+        Ok((digest, segment))
+    }
+
+    /// Appends a file by sharing its blocks; says whether that went.
+    fn share(&mut self, source: &StoredFile) -> Result<bool> {
+        if !self.file.staging.domain.protection().reflink {
+            return Ok(false);
+        }
+        self.flush()?;
+        let mut shared = false;
+        self.file.call(|file| {
+            shared = file.append_shared(source)?;
+            Ok(())
+        })?;
+        Ok(shared)
+    }
+
+    fn copy(&mut self) -> Result<StoredFile> {
+        if let Some(copy) = self.copy.take() {
+            return Ok(copy);
+        }
+        let path = self.file.path.clone();
+        let file = self.file.staging.disk().open(&path).at("open", &path)?;
+        Ok(StoredFile::new(file, path))
+    }
+
+    fn write(&mut self, mut data: &[u8]) -> Result<()> {
+        while !data.is_empty() {
+            let spare = self.buffer.spare();
+            let count = spare.len().min(data.len());
+            spare[..count].copy_from_slice(&data[..count]);
+            self.buffer.advance(count);
+            data = &data[count..];
+            if self.buffer.spare().is_empty() {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn zeros(&mut self, len: u64) -> Result<()> {
+        match usize::try_from(len).ok().and_then(|len| ZEROS.get(..len)) {
+            Some(zeros) => self.write(zeros),
+            None => self.hole(len),
+        }
+    }
+
+    fn hole(&mut self, len: u64) -> Result<()> {
+        self.flush()?;
+        self.file.hole(len)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if !self.buffer.filled().is_empty() {
+            self.file.write(self.buffer.filled())?;
+            self.buffer.clear();
+        }
+        Ok(())
+    }
+}
+
+/// Hashes a piece of content for the object's name, for the kernel, and as a part of the segment.
+fn hash(hashers: &mut (Hasher, Sha256), segment: &mut Hasher, piece: &Piece<'_>) {
+    match piece {
+        Piece::Data(data) => {
+            hashers.0.update(data);
+            hashers.1.update(data);
+            segment.update(data);
+        }
+        Piece::Hole(len) => {
+            hashers.0.zeros(*len);
+            segment.zeros(*len);
+            let mut left = *len;
+            while left > 0 {
+                let count = left.min(BLOCK);
+                hashers.1.update(&ZEROS[..usize::try_from(count).unwrap_or(0)]);
+                left -= count;
+            }
+        }
+    }
+}
+
+/// A pack of the domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Pack {
+    /// The image that it is of.
+    pub image: Digest,
+    /// Its own fs-verity digest.
+    pub digest: Digest,
+}
+
+impl Pack {
+    pub(crate) fn file_name(&self) -> String {
+        format!("{}.{}{PACK_SUFFIX}", self.image, self.digest)
+    }
+
+    pub(crate) fn of_file(name: &str) -> Option<Self> {
+        let (image, digest) = name.strip_suffix(PACK_SUFFIX)?.split_once('.')?;
+        let digest_of = |text: &str| Digest::from_lower_hex(text.as_bytes());
+        Some(Self { image: digest_of(image)?, digest: digest_of(digest)? })
+    }
+}
+
+impl Domain {
+    /// Digests of all segments, sorted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn segments(&self) -> Result<Vec<Digest>> {
+        let files = self.files("segments", SEGMENT_SUFFIX)?;
+        let mut segments: Vec<_> =
+            files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();
+        segments.sort_unstable();
+        Ok(segments)
+    }
+
+    /// Opens a segment for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSegment`], [`Error::Io`].
+    pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
+        self.open_file(self.segment_file(digest))?.ok_or(Error::NoSuchSegment(*digest))
+    }
+
+    /// What a segment holds, as it says itself. Its blocks are not looked at.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSegment`], [`Error::Corrupt`], [`Error::Io`].
+    pub fn read_segment(&self, digest: &Digest) -> Result<Segment> {
+        Segment::read(&self.open_segment(digest)?)
+    }
+
+    /// All packs, sorted by image.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn packs(&self) -> Result<Vec<Pack>> {
+        let files = self.files("segments", "")?;
+        let mut packs: Vec<_> = files.iter().filter_map(|file| Pack::of_file(file)).collect();
+        packs.sort_unstable();
+        Ok(packs)
+    }
+
+    /// The packs of an image. There is one, or none; two if an attempt to replace one was interrupted: either will do.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn packs_of(&self, image: &Digest) -> Result<Vec<Pack>> {
+        Ok(self.packs()?.into_iter().filter(|pack| pack.image == *image).collect())
+    }
+
+    /// Opens a pack for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchPack`], [`Error::Io`].
+    pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
+        self.open_file(self.pack_file(pack))?.ok_or(Error::NoSuchPack(pack.image))
+    }
+
+    /// All packs with the segments that they need; none where that cannot be read: such a pack can be made again, and
+    /// keeps nothing.
+    pub(crate) fn packs_with_segments(
+        &self,
+        contents: &dyn Contents,
+    ) -> Result<Vec<(Pack, Option<Vec<Digest>>)>> {
+        let segments = |pack: &Pack| contents.pack_segments(&self.open_pack(pack).ok()?).ok();
+        Ok(self.packs()?.into_iter().map(|pack| (pack, segments(&pack))).collect())
+    }
+
+    /// Removes the packs of an image; says whether there was one. What only it needed goes with the next
+    /// [`Domain::gc`]. What is mounted from it stays as it is: the kernel has the files open.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], [`Error::Io`].
+    pub fn remove_pack(&self, image: &Digest) -> Result<bool> {
+        self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
+        let packs = self.packs_of(image)?;
+        for pack in &packs {
+            remove_entry(self.disk(), &self.pack_file(pack), Kind::File)?;
+        }
+        let directory = format!("{}/segments", self.base());
+        self.disk().sync_dir(&directory).at("sync", &directory)?;
+        Ok(!packs.is_empty())
+    }
+
+    pub(crate) fn segment_file(&self, digest: &Digest) -> String {
+        format!("{}/segments/{digest}{SEGMENT_SUFFIX}", self.base())
+    }
+
+    pub(crate) fn pack_file(&self, pack: &Pack) -> String {
+        format!("{}/segments/{}", self.base(), pack.file_name())
+    }
+}

@@ -1,0 +1,243 @@
+//! Segments and packs: what they hold, how long they stay, and how damage to them is told.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+use cofolio_store::{
+    Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions, Publish,
+    ScrubOptions, Segment, TrimOptions, verity,
+};
+use common::{Lines, Scratch, content, import, nothing_live, pack};
+use sha2::Digest as _;
+
+const OPTIONS: ImportOptions = ImportOptions {
+    hold_lock: false,
+    buffer_bytes_max: 4096,
+    early_sync_bytes: 1 << 20,
+    repair: false,
+};
+
+fn domain(scratch: &Scratch) -> Domain {
+    scratch.store().domain("default").unwrap()
+}
+
+fn put(domain: &Domain, name: &str, pieces: &[Vec<u8>]) -> Digest {
+    import(domain, name, pieces, None, OPTIONS).unwrap()
+}
+
+fn gc(domain: &Domain) -> GcReport {
+    domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap()
+}
+
+fn findings(domain: &Domain) -> Vec<(FindingKind, String)> {
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    report.findings.into_iter().map(|finding| (finding.kind, finding.path)).collect()
+}
+
+/// Every content of a segment is where it says, filled up with zeros, and hashed.
+fn check(domain: &Domain, digest: &Digest) -> Segment {
+    let file = domain.open_segment(digest).unwrap();
+    let bytes = file.read_all(1 << 30).unwrap();
+    assert_eq!(verity::digest(&bytes), *digest);
+    let segment = domain.read_segment(digest).unwrap();
+    for extent in &segment.extents {
+        let object = domain.open_object(&extent.object).unwrap().read_all(1 << 30).unwrap();
+        assert_eq!(extent.size, object.len() as u64);
+        assert_eq!(extent.sha256, *sha2::Sha256::digest(&object));
+        let start = extent.block as usize * 4096;
+        let end = start + object.len();
+        assert!(bytes[start..end] == object);
+        assert!(bytes[end..end.next_multiple_of(4096)].iter().all(|&byte| byte == 0));
+    }
+    segment
+}
+
+/// Sizes around a block and around what is written at once, and holes at every place.
+fn pieces() -> Vec<Vec<u8>> {
+    let mut pieces: Vec<_> = [1, 4095, 4096, 4097, 70_000, (1 << 20) + 5, 3 << 20]
+        .iter()
+        .enumerate()
+        .map(|(seed, size)| content(*size, seed as u64))
+        .collect();
+    pieces.push([vec![0; 20_000], content(5000, 20), vec![0; 300_000]].concat());
+    pieces.push([content(100, 21), vec![0; 2 << 20], content(3, 22)].concat());
+    pieces.push(vec![0; 100_000]);
+    pieces
+}
+
+#[test]
+fn a_segment_holds_what_was_put_in() {
+    let scratch = Scratch::new("segment");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &pieces());
+    let segments = pack(&domain, &image, 4, OPTIONS).unwrap();
+    assert_eq!(segments.len(), 3);
+    let extents: usize = segments.iter().map(|segment| check(&domain, segment).extents.len()).sum();
+    assert_eq!(extents, pieces().len());
+    let pack = domain.packs_of(&image).unwrap()[0];
+    assert_eq!(pack.image, image);
+    let bytes = domain.open_pack(&pack).unwrap().read_all(1 << 20).unwrap();
+    assert_eq!(verity::digest(&bytes), pack.digest);
+    assert_eq!(findings(&domain), []);
+
+    // The same again is the same; and what another image has of it is not stored twice.
+    assert_eq!(common::pack(&domain, &image, 4, OPTIONS).unwrap().len(), 3);
+    let mut more = pieces();
+    more.push(content(9999, 30));
+    let other = put(&domain, "b", &more);
+    assert_eq!(common::pack(&domain, &other, 4, OPTIONS).unwrap().len(), 4);
+    assert_eq!(domain.segments().unwrap().len(), 4);
+    let du = domain.du(&Lines).unwrap();
+    assert_eq!((du.packs, du.segments), (2, 4));
+    assert!(du.segment_bytes > 4 << 20, "{du:?}");
+    assert_eq!(du.bytes(), domain.bytes().unwrap());
+}
+
+#[test]
+fn a_pack_goes_with_its_image_and_a_segment_with_its_last_pack() {
+    let scratch = Scratch::new("segment-gc");
+    let domain = domain(&scratch);
+    let shared = content(50_000, 1);
+    let a = put(&domain, "a", &[shared.clone(), content(20_000, 2)]);
+    let b = put(&domain, "b", &[shared, content(30_000, 3)]);
+    pack(&domain, &a, 9, OPTIONS).unwrap();
+    pack(&domain, &b, 9, OPTIONS).unwrap();
+    assert_eq!(domain.segments().unwrap().len(), 2);
+    assert_eq!(gc(&domain).segments, 0);
+    domain.remove_ref("a").unwrap();
+    let report = gc(&domain);
+    assert_eq!((report.packs, report.segments), (1, 0), "b needs both segments");
+    assert_eq!(findings(&domain), []);
+    let trim = TrimOptions { unused_since: Some(i64::MAX), ..TrimOptions::default() };
+    let (plan, report) = domain.trim(&Lines, &nothing_live, &trim, &|_| ()).unwrap();
+    assert_eq!((report.packs, report.segments), (1, 2));
+    assert_eq!(plan.bytes_after, 0, "{plan:?}");
+    assert_eq!(domain.bytes().unwrap(), 0);
+}
+
+#[test]
+fn a_pack_is_not_published_without_what_it_needs() {
+    let scratch = Scratch::new("segment-vanished");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &[content(9000, 1)]);
+    let (nowhere, object) = (verity::digest(b"nowhere"), verity::digest(&content(9000, 1)));
+    let staging = domain.begin_import(OPTIONS).unwrap();
+    staging.pack_writer(&image).unwrap().finish().unwrap();
+    let error = staging.commit(&Publish { segments: vec![nowhere], ..Publish::default() }, []);
+    assert!(matches!(error, Err(Error::Vanished { first, .. }) if first.contains("segment")));
+    let staging = domain.begin_import(OPTIONS).unwrap();
+    staging.pack_writer(&nowhere).unwrap().finish().unwrap();
+    let error = staging.commit(&Publish::default(), []);
+    assert!(matches!(error, Err(Error::Vanished { first, .. }) if first.contains("image")));
+    assert_eq!(domain.packs().unwrap(), []);
+
+    let staging = domain.begin_import(OPTIONS).unwrap();
+    let mut writer = staging.segment_writer().unwrap();
+    assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuchObject(_))));
+    assert!(matches!(writer.add(&object, 5), Err(Error::SizeMismatch { .. })));
+    let path = domain.object_path(&object).unwrap();
+    change(&path, 100);
+    assert!(matches!(writer.add(&object, 9000), Err(Error::Corrupt { .. })));
+}
+
+/// Changes a byte of a file that is protected from that.
+fn change(path: &PathBuf, offset: u64) {
+    unprotect(path);
+    let file = fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], offset).unwrap();
+    drop(file);
+    protect(path);
+}
+
+fn unprotect(path: &PathBuf) {
+    let _ = Command::new("chattr").arg("-i").arg(path).output();
+}
+
+fn protect(path: &PathBuf) {
+    let _ = Command::new("chattr").arg("+i").arg(path).output();
+}
+
+#[test]
+fn damage_is_told_and_taken_away() {
+    let scratch = Scratch::new("segment-damage");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &[content(50_000, 1), content(20_000, 2)]);
+    let path = |name: String| scratch.path.join("domains/default/segments").join(name);
+    let segment = pack(&domain, &image, 1, OPTIONS).unwrap()[0];
+    let pack_path = |domain: &Domain| {
+        let pack = domain.packs_of(&image).unwrap()[0];
+        path(format!("{}.{}.pack", pack.image, pack.digest))
+    };
+    let segment_path = path(format!("{segment}.segment"));
+    let size = fs::metadata(&segment_path).unwrap().len();
+    use FindingKind::{PackAltered, PackIncomplete, PackUnreadable};
+    use FindingKind::{SegmentAltered, SegmentUnreadable, UnexpectedEntry};
+    type Hurt<'a> = (&'a str, Box<dyn Fn() + 'a>, Vec<FindingKind>);
+    let cut = |len: u64| {
+        unprotect(&segment_path);
+        fs::File::options().write(true).open(&segment_path).unwrap().set_len(len).unwrap();
+        protect(&segment_path);
+    };
+    let cases: Vec<Hurt<'_>> = vec![
+        ("a block", Box::new(|| change(&segment_path, 5000)), vec![SegmentAltered, PackIncomplete]),
+        (
+            "the index",
+            Box::new(|| change(&segment_path, size - 100)),
+            vec![SegmentUnreadable, PackIncomplete],
+        ),
+        (
+            "the footer",
+            Box::new(|| change(&segment_path, size - 60)),
+            vec![SegmentUnreadable, PackIncomplete],
+        ),
+        ("the end", Box::new(|| cut(size - 1)), vec![SegmentUnreadable, PackIncomplete]),
+        ("nearly all", Box::new(|| cut(10)), vec![SegmentUnreadable, PackIncomplete]),
+        (
+            "a segment that is gone",
+            Box::new(|| {
+                unprotect(&segment_path);
+                fs::remove_file(&segment_path).unwrap();
+            }),
+            vec![PackIncomplete],
+        ),
+        ("a pack", Box::new(|| change(&pack_path(&domain), 3)), vec![PackAltered]),
+    ];
+    for (what, hurt, expected) in cases {
+        pack(&domain, &image, 1, OPTIONS).unwrap();
+        assert_eq!(findings(&domain), [], "before {what}");
+        hurt();
+        let kinds: Vec<_> = findings(&domain).into_iter().map(|(kind, _)| kind).collect();
+        assert_eq!(kinds, expected, "{what}");
+        let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+        let verified: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
+        assert!(expected.iter().all(|kind| verified.contains(kind)), "{what}: {verified:?}");
+        let report = domain.scrub(&Lines, &ScrubOptions::default(), &|_| ()).unwrap();
+        assert!(!report.findings.is_empty(), "{what}");
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        assert!(report.is_damaged());
+        assert_eq!(
+            domain.remove_derived(&report).unwrap().into_iter().collect::<Vec<_>>(),
+            [image]
+        );
+        assert_eq!(findings(&domain), [], "after {what}");
+    }
+    // What cannot be used is collected, and does not keep the rest from being.
+    pack(&domain, &image, 1, OPTIONS).unwrap();
+    let broken = pack_path(&domain);
+    unprotect(&broken);
+    fs::File::options().write(true).open(&broken).unwrap().set_len(3).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+    assert!(report.findings.iter().any(|finding| finding.kind == PackUnreadable));
+    let report = gc(&domain);
+    assert_eq!((report.packs, report.segments), (1, 2));
+    fs::write(path("stray".into()), "").unwrap();
+    assert_eq!(findings(&domain).into_iter().map(|f| f.0).collect::<Vec<_>>(), [UnexpectedEntry]);
+}
