@@ -39,3 +39,21 @@ forget_caches() {
 
 # The files behind loop devices.
 loop_files() { cat /sys/block/loop*/loop/backing_file 2>/dev/null || true; }
+
+# rust TEST: a test binary of crates/cofolio, with its files in /v; says how it ended. What it needs of the kernel is
+# there; other programs need not be.
+rust() {
+    COFOLIO_PROGRAM=/bin/cofolio TMPDIR=/v "$1" --nocapture --test-threads=1 >/tmp/said 2>&1 ||
+        fail "$(tail -n 60 /tmp/said)"
+    ! grep "SKIP.*this kernel has no" /tmp/said || fail "it was skipped"
+    grep -E "^test result|^   " /tmp/said
+}
+
+# The kernel has said nothing of EROFS and overlays but what it mounted and that a feature is experimental, and has not
+# been in trouble.
+quiet_kernel() {
+    local said
+    said=$(dmesg | grep -E "erofs|overlay|WARNING|BUG:|Oops" |
+        grep -vE "mounted with root inode|EXPERIMENTAL EROFS page cache share support in use" || true)
+    same "what the kernel said" "$said" ""
+}

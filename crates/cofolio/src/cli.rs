@@ -105,6 +105,7 @@ pub(crate) enum Command {
     Export(cmd::export::Args),
     Push(cmd::push::Args),
     Pack(cmd::pack::Args),
+    Backend(cmd::backend::Args),
     Mount(cmd::mount::Args),
     Umount(cmd::umount::Args),
     Mounts(cmd::mounts::Args),

@@ -238,6 +238,10 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         ),
         Error::NoSpace { .. } => Some("`cofolio gc` frees what nothing uses any more"),
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
+        Error::NoSuchPack(_) => Some("`cofolio pack IMAGE` makes one"),
+        Error::NoSuchSegment(_) => Some(
+            "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again",
+        ),
         Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),
         Error::Corrupt { path, .. } if path.contains("/refs/") => Some(
             "importing the image again under its name writes its record again; `rm --force` removes it",
@@ -340,6 +344,10 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::PinnedWithoutVerity { .. } => {
             Some("`cofolio mounts` says by whom; unmount the image everywhere first")
         }
+        MountError::PackInvalid { .. } => {
+            Some("`cofolio fsck --repair` removes it, `cofolio pack` makes it again")
+        }
+        MountError::NotShared { .. } => Some("`cofolio pack --again IMAGE` makes its pack anew"),
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
         _ => None,

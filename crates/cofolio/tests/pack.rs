@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Sandbox, can_mount, fsck_erofs, listing, real_redis, skip};
+use common::{Sandbox, can_mount, fsck_erofs, listing, real_redis, skip, unlock};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use serde_json::Value;
 
@@ -136,7 +136,7 @@ fn what_is_altered_is_not_packed_and_a_damaged_pack_is_made_again() {
     let sandbox = Sandbox::new();
     sandbox.import_tree("box:1");
     let alter = |path: &Path| {
-        let _ = Command::new("chattr").arg("-i").arg(path).output();
+        unlock(path).unwrap();
         let mut bytes = fs::read(path).unwrap();
         bytes[0] ^= 1;
         let temporary = path.with_extension("new");

@@ -225,7 +225,7 @@ pub fn probe(options: &Options) -> Report {
     add(
         "inode-share",
         Optional,
-        "backend `inode-share` (Cofolio 3)",
+        "backend `inode-share`: less memory for directories and files (`cofolio backend`)",
         "backend `overlay` shares as much, and more kinds of read (Linux 7.0)",
         tried.inode_share,
     );

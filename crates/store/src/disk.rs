@@ -39,6 +39,28 @@ pub enum Kind {
     Other,
 }
 
+/// What a file is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Content, which never changes: mode 0444.
+    Content,
+    /// A record: mode 0644.
+    Record,
+    /// A record that only its owner may read: mode 0600.
+    Secret,
+}
+
+impl Purpose {
+    /// Permission bits of such files.
+    pub fn mode(self) -> u32 {
+        match self {
+            Self::Content => 0o444,
+            Self::Record => 0o644,
+            Self::Secret => 0o600,
+        }
+    }
+}
+
 /// What `stat` tells.
 #[derive(Clone, Copy, Debug)]
 pub struct Stat {
@@ -88,8 +110,8 @@ pub struct Protection {
 pub trait Disk: Send + Sync + fmt::Debug {
     /// Opens a file for reading.
     fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>>;
-    /// Creates a file that must not exist yet, for writing, with mode 0444 or 0644 (`read_only`).
-    fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>>;
+    /// Creates a file that must not exist yet, for writing.
+    fn create(&self, path: &str, purpose: Purpose) -> io::Result<Box<dyn DiskFile>>;
     /// Looks at an entry.
     fn stat(&self, path: &str) -> io::Result<Stat>;
     /// Names in a directory (without `.` and `..`), in no particular order. Names that are not UTF-8

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
+use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, StoredFile};
 use crate::error::{At, Error, Result};
 use crate::record::{Ref, Root, RootKind};
 use crate::store::{DOMAINS, Store, TEMPORARY};
@@ -442,7 +442,7 @@ impl Domain {
 
     // Records in general.
 
-    fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
+    pub(crate) fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
         let Some(file) = self.open_file(path.to_owned())? else { return Ok(None) };
         let json = match file.read_all(RECORD_SIZE_MAX) {
             Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
@@ -504,7 +504,8 @@ impl Domain {
     pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
         let path = self.ref_file(ref_name)?;
         let json = ref_json(ref_name, record)?;
-        Ok((self.store.write_temporary(&format!("{}/refs", self.base), &json, false)?, path))
+        let directory = format!("{}/refs", self.base);
+        Ok((self.store.write_temporary(&directory, &json, Purpose::Record, false)?, path))
     }
 
     /// Writes a root's record to a temporary file; gives it and its later place.
@@ -512,7 +513,7 @@ impl Domain {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
-        Ok((self.store.write_temporary(&directory, &json, false)?, path))
+        Ok((self.store.write_temporary(&directory, &json, Purpose::Record, false)?, path))
     }
 
     pub(crate) fn disk(&self) -> &dyn Disk {
@@ -532,7 +533,7 @@ fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
     to_json(ref_name, &Named { name: ref_name.to_owned(), record })
 }
 
-fn to_json<T: Serialize>(path: &str, record: &T) -> Result<Vec<u8>> {
+pub(crate) fn to_json<T: Serialize>(path: &str, record: &T) -> Result<Vec<u8>> {
     let json = serde_json::to_vec_pretty(record).map_err(|error| Error::corrupt(path, error))?;
     if json.len() as u64 > RECORD_SIZE_MAX {
         return Err(Error::corrupt(path, "the record would be larger than 16 MiB"));

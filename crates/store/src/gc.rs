@@ -366,8 +366,9 @@ impl Domain {
     /// Temporary files (with the exclusive lock held nobody is writing one) and dead staging.
     fn sweep_leftovers(&self, report: &mut GcReport) -> Result<()> {
         let kinds = RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str()));
-        for directory in kinds.iter().map(String::as_str).chain(["refs"]) {
-            let directory = format!("{}/{directory}", self.base());
+        let below = kinds.iter().map(String::as_str).chain(["refs"]);
+        let below = below.map(|directory| format!("{}/{directory}", self.base()));
+        for directory in below.chain([self.base().to_owned()]) {
             for (entry, _) in self.disk().list(&directory).at("list", &directory)? {
                 if entry.starts_with(TEMPORARY) {
                     report.leftover_bytes +=

@@ -37,6 +37,7 @@ mod record;
 mod repair;
 mod scrub;
 mod segment;
+mod settings;
 mod signatures;
 #[cfg(feature = "sim")]
 pub mod sim;
@@ -63,6 +64,7 @@ pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
 pub use segment::{Extent, Pack, Segment, SegmentWriter};
+pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,

@@ -21,6 +21,8 @@ pub(crate) const IMMUTABLE_FEATURE: &str = "immutable-objects";
 pub(crate) const SPLIT_FEATURE: &str = "layer-splits";
 /// Compatible: images can have packs, and the domain segments. Who does not know them leaves them alone.
 pub(crate) const SEGMENT_FEATURE: &str = "segments";
+/// Compatible: a trust domain can have a `domain.json`. Who does not know it mounts as if there were none.
+pub(crate) const SETTINGS_FEATURE: &str = "domain-settings";
 
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -12,10 +12,10 @@ use rustix::fs::{ResolveFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
 
 use crate::buffer::ALIGN;
-use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, StoredFile, Stretch};
+use crate::disk::{
+    Disk, DiskFile, Kind, Lock, LockMode, Protection, Purpose, Stat, StoredFile, Stretch,
+};
 
-const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
-const OBJECT_MODE: Mode = Mode::from_raw_mode(0o444);
 const DIRECTORY_MODE: Mode = Mode::from_raw_mode(0o755);
 /// Only root looks into a store: images may hold secrets that are not world-readable inside.
 const ROOT_MODE: Mode = Mode::from_raw_mode(0o700);
@@ -121,7 +121,7 @@ fn umask_hides_bits() -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return true };
     let umask = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     let umask = umask.and_then(|text| u32::from_str_radix(text.trim(), 8).ok()).unwrap_or(0o777);
-    umask & (FILE_MODE | OBJECT_MODE | DIRECTORY_MODE).as_raw_mode() != 0
+    umask & (Purpose::Content.mode() | Purpose::Record.mode() | DIRECTORY_MODE.as_raw_mode()) != 0
 }
 
 impl Disk for RealDisk {
@@ -131,8 +131,8 @@ impl Disk for RealDisk {
         Ok(Box::new(RealFile { file, end: 0, direct: false }))
     }
 
-    fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>> {
-        let mode = if read_only { OBJECT_MODE } else { FILE_MODE };
+    fn create(&self, path: &str, purpose: Purpose) -> io::Result<Box<dyn DiskFile>> {
+        let mode = Mode::from_raw_mode(purpose.mode());
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
         let file = self.open_at(path, flags, mode)?;
         if self.needs_chmod {
@@ -140,7 +140,7 @@ impl Disk for RealDisk {
         }
         // The kernel reads the whole file to build its tree of digests, and would have to fetch it again. It also writes
         // it before that. Records are small, and not worth finding that out.
-        let direct = read_only && !self.protection().verity;
+        let direct = purpose == Purpose::Content && !self.protection().verity;
         Ok(Box::new(RealFile { file, end: 0, direct }))
     }
 
@@ -270,10 +270,10 @@ impl Disk for RealDisk {
 
     fn reflink(&self, from: &str, to: &str) -> io::Result<()> {
         let source = self.open_at(from, OFlags::RDONLY, Mode::empty())?;
-        let target =
-            self.open_at(to, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, OBJECT_MODE)?;
+        let mode = Mode::from_raw_mode(Purpose::Content.mode());
+        let target = self.open_at(to, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, mode)?;
         if self.needs_chmod {
-            fs::fchmod(&target, OBJECT_MODE)?;
+            fs::fchmod(&target, mode)?;
         }
         Ok(fs::ioctl_ficlone(&target, &source)?)
     }

@@ -24,7 +24,9 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::disk::{Disk, DiskFile, Kind, Lock, LockMode, Protection, Stat, StoredFile, Stretch};
+use crate::disk::{
+    Disk, DiskFile, Kind, Lock, LockMode, Protection, Purpose, Stat, StoredFile, Stretch,
+};
 
 /// Granularity of torn writes, in bytes.
 const SECTOR: usize = 512;
@@ -429,10 +431,10 @@ impl Disk for SimDisk {
         Ok(Box::new(SimFile { disk: self.clone(), inode, life: state.life }))
     }
 
-    fn create(&self, path: &str, read_only: bool) -> io::Result<Box<dyn DiskFile>> {
+    fn create(&self, path: &str, purpose: Purpose) -> io::Result<Box<dyn DiskFile>> {
         let mut state = self.state();
         state.call(true, false)?;
-        let mode = if read_only { 0o444 } else { 0o644 };
+        let mode = purpose.mode();
         let inode = state.make(path, Node::File { data: Vec::new(), mode, immutable: false })?;
         Ok(Box::new(SimFile { disk: self.clone(), inode, life: state.life }))
     }

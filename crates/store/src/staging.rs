@@ -21,7 +21,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::buffer::Buffer;
 use crate::copy::check_file;
-use crate::disk::{Disk, DiskFile, Lock, StoredFile};
+use crate::disk::{Disk, DiskFile, Lock, Purpose, StoredFile};
 use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, SPLIT_SUFFIX, is_absent};
 use crate::error::{At, Error, Result, is_full};
 use crate::repair::Damage;
@@ -285,7 +285,7 @@ impl Staging {
         // Whether it is staged already is answered by the call that makes it.
         let path = self.object_file(&digest);
         let disk = self.disk();
-        let created = self.in_shard(&digest, || disk.create(&path, true));
+        let created = self.in_shard(&digest, || disk.create(&path, Purpose::Content));
         let written = match created {
             // Another thread has just stored the same content.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -570,7 +570,7 @@ impl<'a> Spilled<'a> {
         let path = format!("{}/tmp/{number}", staging.directory);
         let mut spilled = Self { staging, path, file: None, written: 0 };
         if staging.check()? {
-            match staging.disk().create(&spilled.path, true) {
+            match staging.disk().create(&spilled.path, Purpose::Content) {
                 Ok(file) => spilled.file = Some(file),
                 Err(error) => staging.fail(error, "create", &spilled.path)?,
             }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::disk::{Disk, Kind, Lock, LockMode, Protection, RealDisk, StoredFile};
+use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
 use crate::meta::{self, META_PATH, META_SIZE_MAX, Meta, hex};
@@ -116,7 +116,7 @@ impl Store {
         // meta.json gets its name last: with it the directory is a store, and everything else is durable.
         let json = serde_json::to_vec_pretty(&store.inner.meta)
             .map_err(|error| Error::corrupt(META_PATH, error))?;
-        let temporary = store.write_temporary("", &json, false)?;
+        let temporary = store.write_temporary("", &json, Purpose::Record, false)?;
         let disk = store.disk();
         disk.sync_all().at("sync", &shown)?;
         disk.rename(&temporary, META_PATH, false).at("replace", META_PATH)?;
@@ -355,7 +355,23 @@ impl Store {
         content: &[u8],
         durable: bool,
     ) -> Result<()> {
-        let temporary = self.write_temporary(directory, content, durable)?;
+        self.replace(directory, path, content, Purpose::Record, durable)
+    }
+
+    /// The same for a file that only its owner may read. Durable on return.
+    pub(crate) fn replace_secret(&self, directory: &str, path: &str, content: &[u8]) -> Result<()> {
+        self.replace(directory, path, content, Purpose::Secret, true)
+    }
+
+    fn replace(
+        &self,
+        directory: &str,
+        path: &str,
+        content: &[u8],
+        purpose: Purpose,
+        durable: bool,
+    ) -> Result<()> {
+        let temporary = self.write_temporary(directory, content, purpose, durable)?;
         let disk = self.disk();
         if let Err(error) = disk.rename(&temporary, path, false) {
             let _ = disk.unlink(&temporary);
@@ -372,13 +388,14 @@ impl Store {
         &self,
         directory: &str,
         content: &[u8],
+        purpose: Purpose,
         durable: bool,
     ) -> Result<String> {
         let disk = self.disk();
         let name = format!("{TEMPORARY}{}", hex(disk.random().at("name a file in", directory)?));
         let path = if directory.is_empty() { name } else { format!("{directory}/{name}") };
         let written = (|| {
-            let mut file = disk.create(&path, false)?;
+            let mut file = disk.create(&path, purpose)?;
             file.write_all(content)?;
             if durable { file.sync() } else { Ok(()) }
         })();

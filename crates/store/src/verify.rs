@@ -270,14 +270,14 @@ impl Hasher {
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use super::*;
-    use crate::disk::Disk;
+    use crate::disk::{Disk, Purpose};
     use crate::sim::SimDisk;
 
     /// Content at the seams of the units, holes between, and an end that is no unit.
     #[test]
     fn a_large_file_has_one_digest_on_any_number_of_threads() {
         let disk = SimDisk::new(1);
-        let mut file = disk.create("large", true).unwrap();
+        let mut file = disk.create("large", Purpose::Content).unwrap();
         let mut size = 0;
         for (hole, data) in [(UNIT - 2, "abcd"), (UNIT, "at a seam"), (2 * UNIT + 4097, "end")] {
             file.append_hole(hole).unwrap();

@@ -17,8 +17,8 @@ use std::sync::Arc;
 use cofolio_store::disk::Disk;
 use cofolio_store::sim::{Fault, SimDisk};
 use cofolio_store::{
-    Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, InitOptions,
-    Ref, Root, RootKind, Store, TrimOptions, verity,
+    Backend, Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions,
+    InitOptions, Ref, Root, RootKind, Store, TrimOptions, verity,
 };
 use common::{Lines, content, import_split as import, nothing_live, replaced};
 
@@ -129,6 +129,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
         }
     }
     assert_eq!(report.objects, objects.len() as u64, "{context}");
+    domain.backend().unwrap();
     let packs = domain.packs().unwrap();
     assert!(packs.iter().all(|pack| needed.contains(&pack.image)), "{context}");
     let segments: BTreeSet<_> = packs
@@ -155,6 +156,14 @@ const OPERATIONS: &[Operation] = &[
         after: |refs| {
             refs.insert("c".into(), expected_image("c"));
         },
+    },
+    Operation {
+        name: "settings of a domain",
+        run: |domain| {
+            domain.set_backend(Backend::InodeShare)?;
+            domain.set_backend(Backend::Overlay)
+        },
+        after: |_| (),
     },
     Operation {
         name: "two packs on one base, and one made again",

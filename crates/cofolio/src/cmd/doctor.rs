@@ -1,5 +1,5 @@
 use cofolio_node::probe::{self, Feature, Need, Presence};
-use cofolio_store::Refs;
+use cofolio_store::{Backend, Refs};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -104,6 +104,10 @@ fn mark(feature: &Feature) -> (&'static str, Tone) {
     }
 }
 
+/// What whoever chose the backend has to know (each has a test that says when a kernel does more).
+const INODE_SHARE: &str = "inode-share: sendfile and splice do not share; O_DIRECT is refused; compressed and plain \
+                           content do not share";
+
 /// The store in a few lines; none of it may fail, since doctor is called when something does.
 struct Store {
     lines: Vec<(&'static str, String)>,
@@ -156,6 +160,11 @@ impl Store {
         let mut errors = Vec::new();
         match store.domains() {
             Ok(domains) => lines.push(("trust domains", domains.join(", "))),
+            Err(error) => errors.push(text(error)),
+        }
+        match store.domain(&context.global.domain).and_then(|domain| domain.backend()) {
+            Ok(Backend::InodeShare) => lines.push(("backend", INODE_SHARE.to_owned())),
+            Ok(Backend::Overlay) => {}
             Err(error) => errors.push(text(error)),
         }
         match store

@@ -1,9 +1,12 @@
 use std::collections::BTreeMap;
 
+use anyhow::Context as _;
 use cofolio_node::oci::{self, ImportOptions, ImportReport, Platform, Source};
-use cofolio_store::TrimPlan;
+use cofolio_node::pack::PackOptions;
+use cofolio_store::{Backend, TrimPlan};
 
 use crate::cmd::Outcome;
+use crate::cmd::pack::pack_one;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
@@ -119,6 +122,12 @@ pub(crate) fn fetch(
     let report = oci::import(&domain, source, &options, &bar)?;
     drop(bar);
     interrupt::published();
+    if domain.backend()? == Backend::InodeShare {
+        // It may be here from a time before that was the domain's backend.
+        let image = report.image.parse()?;
+        pack_one(context, &domain, &image, &PackOptions::default())
+            .context("the image is here, but it could not be packed")?;
+    }
     // What was known already has not made the store larger.
     let imported = report.image.parse().ok().filter(|_| !report.known);
     let over_limit = imported.and_then(|image| trim::after_import(context, &domain, &image));

@@ -1,5 +1,6 @@
 //! The subcommands, a file each.
 
+pub(crate) mod backend;
 pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod bundle;
@@ -58,6 +59,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Export(args) => export::run(&args, &context),
         Command::Push(args) => push::run(&args, &context),
         Command::Pack(args) => pack::run(&args, &context),
+        Command::Backend(args) => backend::run(&args, &context),
         Command::Mount(args) => mount::run(&args, &context),
         Command::Umount(args) => umount::run(&args, &context),
         Command::Mounts(args) => mounts::run(&args, &context),

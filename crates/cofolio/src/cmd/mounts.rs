@@ -12,7 +12,7 @@ use crate::ui::{Cell, Table, Tone, ago};
 ///
 /// VERIFIED says what stands between a mount and an altered file: `kernel` checks every read (fs-verity),
 /// `hashed` means that all content was hashed when it was mounted (--verify), `sizes` that the sizes of all
-/// files were compared.
+/// files were compared (`inode-share`: of the pack all, and of its segments the sizes).
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio mounts\n  \
     cofolio mounts --json | jq -r '.mounts[].record.target'")]
@@ -65,8 +65,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 Some(_) => "rw",
             };
             let backend = match backings.get(&record.image).copied().flatten() {
-                Some(Backing::Loop) => "overlay (loop)",
-                _ => "overlay",
+                Some(Backing::Loop) => format!("{} (loop)", record.backend),
+                _ => record.backend.to_string(),
             };
             let verified = match (record.verity, record.verified) {
                 (true, _) => Cell::left("kernel").tone(Tone::Good),

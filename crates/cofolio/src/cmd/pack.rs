@@ -2,7 +2,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::Ordering::Relaxed;
 
 use cofolio_node::pack::{PackOptions, PackReport, pack};
-use cofolio_store::Domain;
+use cofolio_store::{Digest, Domain};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -62,10 +62,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     Ok(Exit::Ok)
 }
 
-fn pack_one(
+/// Packs an image, and shows how it goes on.
+pub(crate) fn pack_one(
     context: &Context<'_>,
     domain: &Domain,
-    image: &cofolio_store::Digest,
+    image: &Digest,
     options: &PackOptions,
 ) -> anyhow::Result<PackReport> {
     let stop = interrupt::flag()?;

@@ -127,7 +127,10 @@ impl Sandbox {
     }
 
     pub(crate) fn command<S: AsRef<OsStr>>(&self, args: &[S]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_cofolio"));
+        // In a guest it is elsewhere.
+        let program = std::env::var_os("COFOLIO_PROGRAM");
+        let mut command =
+            Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_cofolio").into()));
         command
             .args(args)
             .env("COFOLIO_STORE", self.path("store"))
@@ -188,17 +191,12 @@ impl Drop for Sandbox {
 
 /// Clear the immutable flags below a directory, so that it can be removed, whatever a test did to it.
 pub(crate) fn release(dir: &Path) {
-    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let Ok(kind) = entry.file_type() else { continue };
         if kind.is_dir() {
             release(&entry.path());
-        } else if kind.is_file()
-            && let Ok(file) = fs::File::open(entry.path())
-            && let Ok(flags) = ioctl_getflags(&file)
-            && flags.contains(IFlags::IMMUTABLE)
-        {
-            let _ = ioctl_setflags(&file, flags - IFlags::IMMUTABLE);
+        } else if kind.is_file() {
+            let _ = unlock(&entry.path());
         }
     }
 }
@@ -206,10 +204,12 @@ pub(crate) fn release(dir: &Path) {
 /// Clear the immutable flag of a file, where there is one.
 pub(crate) fn unlock(path: &Path) -> Result<(), String> {
     use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
-    let file = fs::File::open(path).unwrap();
+    // `FS_VERITY_FL` of `linux/fs.h`: btrfs refuses to be told what it has told.
+    let told = IFlags::IMMUTABLE | IFlags::from_bits_retain(0x0010_0000);
+    let file = fs::File::open(path).map_err(|error| error.to_string())?;
     match ioctl_getflags(&file) {
         Ok(flags) if flags.contains(IFlags::IMMUTABLE) => {
-            ioctl_setflags(&file, flags - IFlags::IMMUTABLE).map_err(|e| e.to_string())
+            ioctl_setflags(&file, flags - told).map_err(|error| error.to_string())
         }
         _ => Ok(()),
     }

@@ -88,6 +88,20 @@ pub enum MountError {
         /// The parser's words, with the offset.
         reason: String,
     },
+    /// The pack of an image, or a segment that it needs, is not what it should be.
+    #[error("the pack of image {image} is damaged: {reason}")]
+    PackInvalid {
+        /// The image.
+        image: Digest,
+        /// What is wrong, and where.
+        reason: String,
+    },
+    /// The kernel has mounted a pack so that its files share nothing.
+    #[error("{}: the kernel has mounted it without sharing inodes", at.display())]
+    NotShared {
+        /// Where it was.
+        at: PathBuf,
+    },
     /// An object that the image needs is not in the store.
     #[error("object {object} of image {image} is missing; import the image again")]
     ObjectMissing {
@@ -224,10 +238,12 @@ impl MountError {
             | Self::NoFilesystem { .. }
             | Self::NoFeature { .. }
             | Self::NoVerity { .. }
+            | Self::NotShared { .. }
             | Self::NoSizeLimit { .. } => ErrorKind::Machine,
             Self::ImageUnprotected { .. }
             | Self::ImageAltered { .. }
             | Self::ImageInvalid { .. }
+            | Self::PackInvalid { .. }
             | Self::ObjectMissing { .. }
             | Self::ObjectSize { .. }
             | Self::Altered { .. }
@@ -267,6 +283,15 @@ impl MountError {
             Errno::NODEV if error.what.starts_with("overlay: fsopen") => {
                 Self::NoFilesystem { filesystem: "overlay", config: "CONFIG_OVERLAY_FS" }
             }
+            Errno::INVAL if error.what.starts_with("erofs: inode_share") => {
+                let needs = "Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE";
+                feature("inode_share", needs, error)
+            }
+            Errno::NOTBLK => feature(
+                "EROFS mounts from files of the store's filesystem",
+                "CONFIG_EROFS_FS_BACKED_BY_FILE, and a store that is not on an overlay",
+                error,
+            ),
             Errno::INVAL if error.says("Unknown parameter 'context'") => {
                 feature("security labels", "a kernel with SELinux on", error)
             }

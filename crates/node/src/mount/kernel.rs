@@ -88,6 +88,12 @@ impl Context {
             .map_err(|errno| self.explain(&format!("{key}={value}"), errno))
     }
 
+    /// As [`Context::string`], but an error does not show the value.
+    fn secret(&self, key: &str, value: &str) -> Result<(), KernelError> {
+        fsconfig_set_string(self.fd.as_fd(), key, value)
+            .map_err(|errno| self.explain(&format!("{key}=…"), errno))
+    }
+
     pub(crate) fn flag(&self, key: &str) -> Result<(), KernelError> {
         fsconfig_set_flag(self.fd.as_fd(), key).map_err(|errno| self.explain(key, errno))
     }
@@ -208,7 +214,47 @@ pub(crate) fn mount_erofs(
     Ok((erofs_from(&path, name, scratch)?, Backing::Loop))
 }
 
+/// What a pack is mounted with.
+pub(crate) struct PackOptions<'a> {
+    /// Its devices, in their order.
+    pub(crate) segments: &'a [BorrowedFd<'a>],
+    /// Read past the page cache.
+    pub(crate) direct: bool,
+    /// Which packs it shares with.
+    pub(crate) secret: &'a str,
+}
+
+/// Mounts a pack, detached, from files.
+pub(crate) fn mount_pack(
+    pack: BorrowedFd<'_>,
+    name: &str,
+    scratch: BorrowedFd<'_>,
+    options: &PackOptions<'_>,
+) -> Result<OwnedFd, KernelError> {
+    let source = format!("/proc/self/fd/{}", pack.as_raw_fd());
+    erofs_from_with(&source, name, scratch, |context| {
+        context.flag("inode_share")?;
+        context.secret("domain_id", options.secret)?;
+        for segment in options.segments {
+            context.string("device", &format!("/proc/self/fd/{}", segment.as_raw_fd()))?;
+        }
+        if options.direct {
+            context.flag("directio")?;
+        }
+        Ok(())
+    })
+}
+
 fn erofs_from(source: &str, name: &str, scratch: BorrowedFd<'_>) -> Result<OwnedFd, KernelError> {
+    erofs_from_with(source, name, scratch, |_| Ok(()))
+}
+
+fn erofs_from_with(
+    source: &str,
+    name: &str,
+    scratch: BorrowedFd<'_>,
+    configure: impl FnOnce(&Context) -> Result<(), KernelError> + Send,
+) -> Result<OwnedFd, KernelError> {
     let link = |errno| KernelError::new(format!("erofs: link to {source}"), errno);
     match rustix::fs::unlinkat(scratch, name, rustix::fs::AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
@@ -219,6 +265,7 @@ fn erofs_from(source: &str, name: &str, scratch: BorrowedFd<'_>) -> Result<Owned
         let context = Context::open("erofs")?;
         context.string("source", name)?;
         context.flag("ro")?;
+        configure(&context)?;
         context.create()?;
         context.mount(MountAttrFlags::MOUNT_ATTR_RDONLY)
     });

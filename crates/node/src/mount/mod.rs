@@ -1,4 +1,4 @@
-//! Mounting images: backend `overlay`.
+//! Mounting images: backends `overlay` and [`inode-share`](share).
 //!
 //! ```text
 //!   <image>.erofs ── one EROFS superblock, pinned in the run directory
@@ -9,6 +9,9 @@
 //!            │                       │
 //!   a clone per mount           its target
 //! ```
+//!
+//! With `inode-share` the EROFS superblock is that of the image's pack, over segments: a read-only mount is a clone of that,
+//! and a writable one an overlay of upper and EROFS.
 //!
 //! What costs memory is superblocks: each has its own inodes and dentries. So an image has one of
 //! EROFS, all its read-only mounts have one of overlayfs together, and only a writable mount has one
@@ -27,6 +30,7 @@ mod limit;
 pub(crate) mod mountinfo;
 mod pin;
 mod reconcile;
+mod share;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -36,7 +40,7 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
+use cofolio_store::{Backend, Contents, Digest, Domain, Root, RootKind};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
@@ -46,6 +50,7 @@ pub use idmap::IdMap;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
 pub use pin::Pin;
+use pin::Pinned;
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 
@@ -338,6 +343,7 @@ impl<'a> Mounter<'a> {
             nosuid: request.nosuid,
             nodev: request.nodev,
             noexec: request.noexec,
+            backend: Backend::default(),
             verity,
             verified: request.verify,
             phase: Phase::Intent,
@@ -427,9 +433,10 @@ impl<'a> Mounter<'a> {
         let target = open_dir(&record.target).at("open", &record.target)?;
 
         let pin = self.pinned(self.domain, &image, lock)?;
-        if require_verity && !self.is_pinned_with_verity(&image)? {
+        if require_verity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity { image });
         }
+        record.backend = pin.backend;
         let mount = self.detached(record, &pin)?;
         let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
@@ -445,7 +452,7 @@ impl<'a> Mounter<'a> {
     }
 
     /// The mount itself, attached nowhere.
-    fn detached(&self, record: &MountRecord, pin: &OwnedFd) -> Result<OwnedFd, MountError> {
+    fn detached(&self, record: &MountRecord, pin: &Pinned) -> Result<OwnedFd, MountError> {
         let (image, idmap, label) = (&record.image, record.idmap.as_ref(), record.label.as_deref());
         let mut flags = MountAttrFlags::empty();
         flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
@@ -454,16 +461,22 @@ impl<'a> Mounter<'a> {
         let asked = Asked { idmap: idmap.is_some() };
         let failed = |error| MountError::from_kernel(error, asked);
         let Some(upper) = &record.upper else {
-            let view = self.view(self.domain, image, pin.as_fd(), idmap, label)?;
             flags |= MountAttrFlags::MOUNT_ATTR_RDONLY;
+            // All that it shows is in it. Only a label takes a superblock of another kind.
+            if pin.backend == Backend::InodeShare && label.is_none() {
+                let namespace = idmap.map(IdMap::namespace).transpose().map_err(failed)?;
+                let namespace = namespace.as_ref().map(OwnedFd::as_fd);
+                return clone_mount(&pin.root, Path::new(""), flags, namespace).map_err(failed);
+            }
+            let view = self.view(self.domain, image, pin, idmap, label)?;
             return clone_mount(&view, Path::new(""), flags, None).map_err(failed);
         };
-        let mapped = idmap.map(|idmap| self.mapped(pin.as_fd(), idmap)).transpose()?;
-        let metadata = mapped.as_ref().unwrap_or(pin);
+        let mapped = idmap.map(|idmap| self.mapped(pin.root.as_fd(), idmap)).transpose()?;
+        let metadata = mapped.as_ref().unwrap_or(&pin.root);
         let open = upper::prepare(upper, metadata)?;
         self.step(Step::UpperMade);
         let made = self
-            .overlay(self.domain, image, metadata.as_fd(), label, Some(&open), asked)
+            .overlay(self.domain, image, (metadata.as_fd(), pin.backend), label, Some(&open), asked)
             .map_err(|error| match error {
                 // The kernel names neither of the two; the layers below are our own.
                 MountError::Kernel(error) => MountError::Upper {

@@ -24,6 +24,9 @@ pub struct KernelMount {
     /// Of an overlay that was given it as a path: the directory of changes.
     #[serde(skip)]
     pub upper: Option<PathBuf>,
+    /// Of an EROFS: its files share inodes with those of others.
+    #[serde(skip)]
+    pub shares_inodes: bool,
 }
 
 impl KernelMount {
@@ -68,8 +71,9 @@ fn parse_line(line: &[u8]) -> Option<KernelMount> {
     fields.find(|field| *field == b"-")?;
     let filesystem = fields.next()?;
     let source = fields.next()?;
-    let options = fields.next().unwrap_or_default().split(|&byte| byte == b',');
-    let upper = options.into_iter().find_map(|option| option.strip_prefix(b"upperdir="));
+    let options = || fields.clone().next().unwrap_or_default().split(|&byte| byte == b',');
+    let upper = options().find_map(|option| option.strip_prefix(b"upperdir="));
+    let shares_inodes = options().any(|option| option == b"inode_share");
     Some(KernelMount {
         id,
         parent,
@@ -77,6 +81,7 @@ fn parse_line(line: &[u8]) -> Option<KernelMount> {
         filesystem: String::from_utf8_lossy(&unescape(filesystem)).into_owned(),
         source: String::from_utf8_lossy(&unescape(source)).into_owned(),
         upper: upper.map(|path| OsString::from_vec(unescape(path)).into()),
+        shares_inodes,
     })
 }
 
@@ -112,10 +117,12 @@ mod tests {
              nonsense\n\
              37 36 0:5 / /proc rw - proc proc rw\n\
              38 36 0:5 / /a\\9b rw - ext4 /dev/x rw\n\
-             39 36 0:6 / /b rw - overlay overlay rw,lowerdir=/l:/m,upperdir=/a\\040b\\054c,workdir=/w"
+             39 36 0:6 / /b rw - overlay overlay rw,lowerdir=/l:/m,upperdir=/a\\040b\\054c,workdir=/w\n\
+             40 36 0:7 / /c ro - erofs cofolio:x ro,user_xattr,acl,inode_share"
         );
         let mounts = parse(text.as_bytes());
-        assert_eq!(mounts.len(), 4);
+        assert_eq!(mounts.len(), 5);
+        assert!(mounts[4].shares_inodes && !mounts[3].shares_inodes);
         assert_eq!(mounts[3].upper.as_deref(), Some(Path::new("/a b,c")));
         assert_eq!(mounts[0].upper, None);
         assert_eq!(mounts[0].target, Path::new("/mnt x\\y"));

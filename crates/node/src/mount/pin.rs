@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Digest, Domain, StoredFile, verity};
+use cofolio_store::{Backend, Digest, Domain, StoredFile, verity};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
@@ -16,7 +16,7 @@ use super::mountinfo::source_of;
 use super::state::{
     ImageLock, PinRecord, hex, list, read_json, remove_dir, remove_file, write_json,
 };
-use super::{Mounter, Step};
+use super::{Backing, Mounter, Step};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -35,6 +35,16 @@ pub struct Pin {
     pub record: Option<PinRecord>,
 }
 
+/// An image that is mounted for others to build on.
+pub(crate) struct Pinned {
+    /// The root of its EROFS mount.
+    pub(crate) root: OwnedFd,
+    /// How it was mounted.
+    pub(crate) backend: Backend,
+    /// Whether it was made in a store with fs-verity: the mounts over it are as they were made then.
+    pub(crate) verity: bool,
+}
+
 /// Name of the user that [`Mounter::pin`] is.
 pub(crate) const KEEPER: &str = "keep";
 
@@ -49,13 +59,58 @@ impl Mounter<'_> {
         domain: &Domain,
         image: &Digest,
         _lock: &ImageLock,
-    ) -> Result<OwnedFd, MountError> {
+    ) -> Result<Pinned, MountError> {
         let dir = self.run.image_dir(domain.name(), image);
         let at = dir.join("erofs");
+        let path = dir.join("pin.json");
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
-            return Ok(root);
+            // It is as it was made, whatever the domain's backend is by now.
+            let record: Option<PinRecord> = read_json(&path)?;
+            let (backend, verity) =
+                record.map_or_else(Default::default, |record| (record.backend, record.verity));
+            return Ok(Pinned { root, backend, verity });
         }
+        let scratch = open_dir(&dir).at("open", &dir)?;
+        let backend = domain.backend()?;
+        let (mount, record) = match backend {
+            Backend::Overlay => self.mount_image(domain, image, scratch.as_fd())?,
+            Backend::InodeShare => {
+                let packed = self.open_pack(domain, image)?;
+                let mount = self.mount_pack(&packed, &source_of(image), scratch.as_fd())?;
+                let record = PinRecord {
+                    backend,
+                    backing: Backing::File,
+                    verity: packed.verity,
+                    objects_checked: 0,
+                    image_bytes: packed.bytes().at("look at", &dir)?,
+                    created: super::now(),
+                };
+                (mount, record)
+            }
+        };
+        let verity = record.verity;
+        write_json(&path, &record)?;
+        self.step(Step::PinMade);
+        place(&mount, &at)?;
+        self.step(Step::Pinned);
+        if backend == Backend::InodeShare {
+            self.check_shares(&at).inspect_err(|_| drop(take_down(&at)))?;
+        }
+        let root = mounted_root(&at, EROFS_MAGIC)?.ok_or_else(|| MountError::State {
+            path: at,
+            reason: "the image does not stay mounted".to_owned(),
+        })?;
+        Ok(Pinned { root, backend, verity })
+    }
+
+    /// Mounts a metadata image, detached, after it and the sizes of its objects were checked.
+    fn mount_image(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        scratch: BorrowedFd<'_>,
+    ) -> Result<(OwnedFd, PinRecord), MountError> {
         let file = domain.open_image(image)?;
         let verity = domain.protection().verity;
         check_digest(&file, image, verity)?;
@@ -66,34 +121,18 @@ impl Mounter<'_> {
         } else {
             self.check_sizes(&file, image, &objects)?
         };
-        let scratch = open_dir(&dir).at("open", &dir)?;
         let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
-        let (mount, backing) =
-            mount_erofs(descriptor, &source_of(image), scratch.as_fd(), self.force_loop)
-                .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+        let (mount, backing) = mount_erofs(descriptor, &source_of(image), scratch, self.force_loop)
+            .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
         let record = PinRecord {
+            backend: Backend::Overlay,
             backing,
             verity,
             objects_checked,
             image_bytes: file.size().at("look at", file.path())?,
             created: super::now(),
         };
-        write_json(&dir.join("pin.json"), &record)?;
-        self.step(Step::PinMade);
-        place(&mount, &at)?;
-        self.step(Step::Pinned);
-        mounted_root(&at, EROFS_MAGIC)?.ok_or_else(|| MountError::State {
-            path: at,
-            reason: "the metadata image does not stay mounted".to_owned(),
-        })
-    }
-
-    /// Whether the image's EROFS mount, which must be there, was made in a store with fs-verity: the mounts
-    /// over it are as they were made then.
-    pub(crate) fn is_pinned_with_verity(&self, image: &Digest) -> Result<bool, MountError> {
-        let path = self.run.image_dir(self.domain.name(), image).join("pin.json");
-        let record: Option<PinRecord> = read_json(&path)?;
-        Ok(record.is_some_and(|record| record.verity))
+        Ok((mount, record))
     }
 
     /// Directory where the read-only overlay with this id map and label is mounted; it is made if
@@ -102,10 +141,11 @@ impl Mounter<'_> {
         &self,
         domain: &Domain,
         image: &Digest,
-        metadata: BorrowedFd<'_>,
+        pin: &Pinned,
         idmap: Option<&IdMap>,
         label: Option<&str>,
     ) -> Result<OwnedFd, MountError> {
+        let metadata = pin.root.as_fd();
         let at =
             self.run.image_dir(domain.name(), image).join("views").join(view_key(idmap, label));
         make_dir(&at)?;
@@ -115,7 +155,7 @@ impl Mounter<'_> {
         let mapped = idmap.map(|idmap| self.mapped(metadata, idmap)).transpose()?;
         let metadata = mapped.as_ref().map_or(metadata, AsFd::as_fd);
         let asked = Asked { idmap: idmap.is_some() };
-        let mount = self.overlay(domain, image, metadata, label, None, asked)?;
+        let mount = self.overlay(domain, image, (metadata, pin.backend), label, None, asked)?;
         self.step(Step::ViewMade);
         place(&mount, &at)?;
         self.step(Step::Viewed);
@@ -130,7 +170,7 @@ impl Mounter<'_> {
         &self,
         domain: &Domain,
         image: &Digest,
-        metadata: BorrowedFd<'_>,
+        (metadata, backend): (BorrowedFd<'_>, Backend),
         label: Option<&str>,
         upper: Option<&super::upper::OpenUpper>,
         asked: Asked,
@@ -144,7 +184,8 @@ impl Mounter<'_> {
             upper: upper.map(|upper| (upper.upper.as_fd(), upper.work.as_fd())),
             volatile: upper.is_some_and(|upper| upper.volatile),
             label,
-            verity: domain.protection().verity,
+            // A pack has its data itself: the layer below checks it.
+            verity: domain.protection().verity && backend == Backend::Overlay,
         };
         let mount = overlay.mount(&self.styles);
         mount.map_err(|error| MountError::from_kernel(error, asked))
@@ -278,10 +319,9 @@ pub(crate) fn check_digest(
     verity: bool,
 ) -> Result<(), MountError> {
     use std::io::Read as _;
-    let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
-    let found = match cofolio_sys::verity::measure(descriptor) {
-        Ok(Some(digest)) => Digest(digest),
-        _ if verity => return Err(MountError::ImageUnprotected { image: *image }),
+    let found = match measured(file)? {
+        Some(digest) => digest,
+        None if verity => return Err(MountError::ImageUnprotected { image: *image }),
         _ => {
             let mut hasher = verity::Hasher::new();
             let mut reader = file.reader();
@@ -297,6 +337,12 @@ pub(crate) fn check_digest(
         }
     };
     if found == *image { Ok(()) } else { Err(MountError::ImageAltered { image: *image, found }) }
+}
+
+/// The fs-verity digest that the kernel has of a file, if it has one.
+pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> {
+    let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
+    Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
 }
 
 /// Compares the size of one object, below the objects directory `dir`, whose path is `objects`.

@@ -29,7 +29,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Digest, Store};
+use cofolio_store::{Backend, Digest, Store};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags, mount_change};
 use serde::de::DeserializeOwned;
@@ -144,6 +144,9 @@ pub struct MountRecord {
     /// Nothing can be executed.
     #[serde(default)]
     pub noexec: bool,
+    /// How it is mounted.
+    #[serde(default)]
+    pub backend: Backend,
     /// The kernel checks every read (fs-verity).
     #[serde(default)]
     pub verity: bool,
@@ -169,6 +172,9 @@ pub struct MountRecord {
 /// What `pin.json` holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PinRecord {
+    /// How it is mounted.
+    #[serde(default)]
+    pub backend: Backend,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.

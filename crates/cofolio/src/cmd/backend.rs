@@ -1,0 +1,101 @@
+use clap::ValueEnum;
+use cofolio_node::mount::MountState;
+use cofolio_node::pack::PackOptions;
+use cofolio_node::probe::{self, Presence};
+use cofolio_store::{Backend, Domain};
+use serde_json::json;
+
+use crate::cmd::{Outcome, pack};
+use crate::context::Context;
+use crate::exit::{Exit, Fail};
+use crate::ui::plural;
+
+/// Show or set how images of this trust domain are mounted
+///
+/// `overlay`: overlayfs over the files of the store. Every kind of read of the same content shares one copy in memory.
+///
+/// `inode-share` (Linux 7.0): a pack of each image, mounted without overlayfs unless it is writable; the kernel shares the
+/// page cache of files with the same content. Directories and files take less memory than with `overlay`. What is read with
+/// sendfile or splice is not shared, and O_DIRECT is refused. Segments take room beside the objects where the filesystem
+/// has no reflinks; where it has fs-verity the kernel checks what it reads, and caches it twice. All images of the domain
+/// are packed now, and later ones when they are imported.
+///
+/// What is read through one is cached apart from what is read through the other, so nothing of the domain may be
+/// mounted while it changes.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio backend\n  cofolio backend inode-share\n  \
+    cofolio --domain tenant backend overlay")]
+pub(crate) struct Args {
+    /// How from now on
+    backend: Option<How>,
+}
+
+/// [`Backend`] on the command line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum How {
+    /// Overlayfs over the files of the store
+    Overlay,
+    /// Packs, whose files share the kernel's inodes
+    InodeShare,
+}
+
+impl From<How> for Backend {
+    fn from(how: How) -> Self {
+        match how {
+            How::Overlay => Self::Overlay,
+            How::InodeShare => Self::InodeShare,
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let domain = context.domain()?;
+    if let Some(how) = args.backend {
+        set(context, &domain, how.into())?;
+    }
+    let backend = domain.backend()?;
+    if context.ui.json {
+        context.ui.json(&json!({ "domain": domain.name(), "backend": backend }))?;
+    } else {
+        context.ui.line(backend.as_str())?;
+    }
+    Ok(Exit::Ok)
+}
+
+fn set(context: &Context<'_>, domain: &Domain, backend: Backend) -> anyhow::Result<()> {
+    // A record that cannot be read is replaced.
+    if domain.backend().is_ok_and(|now| now == backend) {
+        return Ok(());
+    }
+    let list = context.mounter(domain).list()?;
+    let own = |name: &str| name == domain.name();
+    let mounts = list.mounts.iter().filter(|it| own(&it.record.domain));
+    let mounts = mounts.filter(|it| it.state != MountState::Gone).count();
+    if mounts > 0 || list.pins.iter().any(|pin| own(&pin.domain)) {
+        let what =
+            format!("images of {} are mounted ({})", domain.name(), plural(mounts as u64, "mount"));
+        return Err(Fail::new(Exit::Busy, what)
+            .hint("`cofolio umount --all` unmounts them")
+            .into());
+    }
+    if backend == Backend::InodeShare {
+        check_kernel()?;
+        for image in domain.images()? {
+            pack::pack_one(context, domain, &image, &PackOptions::default())?;
+        }
+    }
+    domain.set_backend(backend)?;
+    Ok(())
+}
+
+fn check_kernel() -> anyhow::Result<()> {
+    let report = probe::probe(&probe::Options::default());
+    match report.get("inode-share") {
+        Some(feature) if feature.presence == Presence::Absent => {
+            let what = format!("this kernel cannot do inode-share: {}", feature.detail);
+            let hint = "it takes Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE; `overlay` shares as much";
+            Err(Fail::new(Exit::Missing, what).hint(hint).into())
+        }
+        _ => Ok(()),
+    }
+}

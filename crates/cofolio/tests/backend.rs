@@ -1,0 +1,348 @@
+//! `cofolio backend inode-share`: what is mounted with it, what it shares, and what becomes of damage. Needs Linux 7.0,
+//! so most of it runs in a guest (`tests/vm/run backend-inode-share backend-verity`).
+
+#![allow(clippy::unwrap_used, reason = "tests may panic")]
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cofolio_sys::cache::{FileMap, page_size};
+use common::{Sandbox, can_mount, listing, skip, unlock};
+
+/// Bytes of the file that both images have.
+const SIZE: usize = 300 << 12;
+
+fn content(salt: usize) -> Vec<u8> {
+    (0..SIZE).map(|i| u8::try_from((i / 4096 * 7 + i + salt) % 251).unwrap()).collect()
+}
+
+/// Whether this kernel has it; says why not.
+fn has_inode_share(test: &str) -> bool {
+    if !can_mount(test) {
+        return false;
+    }
+    let doctor = Sandbox::new().run(&["doctor", "--json"]).json();
+    let features = doctor["features"].as_array().unwrap();
+    let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
+    if feature["presence"] != "present" {
+        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
+        return false;
+    }
+    true
+}
+
+/// Two images with the same file under other names, owners and modes, and each with one of its own.
+fn two_images() -> Sandbox {
+    let sandbox = Sandbox::new();
+    let one = sandbox.tree("one");
+    fs::write(one.join("shared"), content(0)).unwrap();
+    fs::write(one.join("own"), content(1)).unwrap();
+    fs::hard_link(one.join("shared"), one.join("etc/linked")).unwrap();
+    Command::new("mkfifo").arg(one.join("pipe")).status().unwrap();
+    let two = sandbox.dir("two");
+    fs::create_dir(two.join("deep")).unwrap();
+    fs::write(two.join("deep/other"), content(0)).unwrap();
+    fs::write(two.join("own"), content(2)).unwrap();
+    std::os::unix::fs::chown(two.join("deep/other"), Some(7), Some(8)).unwrap();
+    let mode = fs::Permissions::from_mode(0o4755);
+    fs::set_permissions(two.join("deep/other"), mode).unwrap();
+    for name in ["one", "two"] {
+        let tree = sandbox.text(name);
+        sandbox.run(&["import", "--quiet", "--name", &format!("{name}:1"), &tree]).ok();
+    }
+    sandbox
+}
+
+/// The same, in a domain that is mounted with inode-share.
+fn two_shared() -> Sandbox {
+    let sandbox = two_images();
+    sandbox.run(&["backend", "inode-share"]).ok();
+    sandbox
+}
+
+fn mount(sandbox: &Sandbox, image: &str, options: &[&str]) -> PathBuf {
+    let name = format!("on-{}", image.replace(':', "-") + &options.join(""));
+    let target = sandbox.text(&name);
+    sandbox.run(&[&["mount", "--quiet", "--create"], options, &[image, &target]].concat()).ok();
+    target.into()
+}
+
+/// Pages of a file in the cache that a mapping sees.
+fn resident(path: &Path) -> u64 {
+    let file = File::open(path).unwrap();
+    FileMap::new(&file, file.metadata().unwrap().len()).unwrap().resident_pages().unwrap()
+}
+
+fn all_pages() -> u64 {
+    SIZE as u64 / page_size()
+}
+
+fn forget(path: &Path) {
+    let file = File::open(path).unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+}
+
+#[test]
+fn a_kernel_without_it_says_so() {
+    let test = "a_kernel_without_it_says_so";
+    if has_inode_share(test) {
+        return skip(test, "this kernel has inode_share");
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let refused = sandbox.run(&["backend", "inode-share"]);
+    assert!(refused.fails_with(5).stderr.contains("Linux 7.0"), "{}", refused.stderr);
+    assert_eq!(sandbox.run(&["backend"]).ok(), "overlay\n");
+    assert_eq!(fs::read_dir(sandbox.path("store/domains/default/segments")).unwrap().count(), 0);
+}
+
+#[test]
+fn mounts_show_the_image_and_share_what_is_the_same() {
+    let test = "mounts_show_the_image_and_share_what_is_the_same";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_images();
+    let expected = ["one:1", "two:1"].map(|image| {
+        let target = mount(&sandbox, image, &[]);
+        let listing = listing(&target);
+        // Not while something is mounted the other way.
+        assert_eq!(sandbox.run(&["backend", "inode-share"]).code, 7);
+        sandbox.run(&["umount", target.to_str().unwrap()]).ok();
+        listing
+    });
+    assert_eq!(sandbox.run(&["backend", "inode-share"]).ok(), "inode-share\n");
+    let (one, two) = (mount(&sandbox, "one:1", &[]), mount(&sandbox, "two:1", &[]));
+    assert_eq!([listing(&one), listing(&two)], expected);
+    assert_eq!(sandbox.run(&["backend", "overlay"]).code, 7);
+    let (shared, other) = (one.join("shared"), two.join("deep/other"));
+    forget(&shared);
+    assert_eq!(resident(&other), 0);
+    assert!(fs::read(&shared).unwrap() == content(0));
+    assert_eq!(resident(&other), all_pages());
+    let meta = other.metadata().unwrap();
+    assert_eq!((meta.mode() & 0o7777, meta.uid(), meta.gid()), (0o4755, 7, 8));
+
+    // Writable: the same pages below, until something is changed; and id-mapped.
+    let written = mount(&sandbox, "one:1", &["--rw"]);
+    assert_eq!(listing(&written), expected[0]);
+    forget(&shared);
+    assert!(fs::read(written.join("shared")).unwrap() == content(0));
+    assert_eq!(resident(&other), all_pages());
+    let file = File::options().write(true).open(written.join("shared")).unwrap();
+    file.write_all_at(b"changed", 0).unwrap();
+    drop(file);
+    assert!(fs::read(&other).unwrap() == content(0));
+    assert!(fs::read(written.join("shared")).unwrap().starts_with(b"changed"));
+    let mapped = mount(&sandbox, "two:1", &["--idmap=0:100000:65536"]);
+    assert_eq!(mapped.join("deep/other").metadata().unwrap().uid(), 100_007);
+    assert!(fs::read(mapped.join("deep/other")).unwrap() == content(0));
+    let mapped = mount(&sandbox, "two:1", &["--rw", "--idmap=0:100000:65536"]);
+    assert_eq!(mapped.join("deep/other").metadata().unwrap().uid(), 100_007);
+    fs::write(mapped.join("new"), "x").unwrap();
+
+    // One of them goes: the other keeps what is cached.
+    let open = File::open(&other).unwrap();
+    sandbox.run(&["umount", one.to_str().unwrap()]).ok();
+    sandbox.run(&["umount", written.to_str().unwrap()]).ok();
+    assert_eq!(resident(&other), all_pages());
+    let mut bytes = vec![0; SIZE];
+    open.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes == content(0));
+    drop(open);
+
+    // Packed anew, renamed and collected below a mount: it stays whole.
+    sandbox.run(&["pack", "--again", "two:1"]).ok();
+    sandbox.run(&["rm", "one:1"]).ok();
+    sandbox.run(&["gc"]).ok();
+    forget(&other);
+    assert_eq!(listing(&two), expected[1]);
+    sandbox.run(&["umount", "--all"]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    sandbox.run(&["fsck"]).ok();
+    let again = mount(&sandbox, "two:1", &[]);
+    assert_eq!(listing(&again), expected[1]);
+}
+
+/// Segments are read past the page cache, but for those with fs-verity, which nobody may read so: their pages are
+/// cached twice. The second copy can be given back at any time, and the one that containers use stays.
+#[test]
+fn what_the_kernel_checks_is_cached_twice() {
+    let test = "what_the_kernel_checks_is_cached_twice";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    let packed = sandbox.run(&["pack", "--json", "one:1"]).json()[0].take();
+    let segment = format!("{}.segment", packed["segments"][0].as_str().unwrap());
+    let segment = sandbox.path("store/domains/default/segments").join(segment);
+    let shared = mount(&sandbox, "one:1", &[]).join("shared");
+    forget(&segment);
+    forget(&shared);
+    let before = resident(&segment);
+    assert!(fs::read(&shared).unwrap() == content(0));
+    let (above, below) = (resident(&shared), resident(&segment) - before);
+    eprintln!("   {above} pages for containers, {below} below them in the segment");
+    assert_eq!(above, all_pages());
+    let verity = sandbox.run(&["doctor"]).ok().contains("by the kernel, every read");
+    assert_eq!(below >= all_pages(), verity);
+    if !verity {
+        assert_eq!(below, 0);
+    }
+    forget(&segment);
+    assert_eq!((resident(&segment), resident(&shared)), (before, all_pages()));
+}
+
+/// The kernel's name of a domain is like a password: no message, listing or table of the kernel's shows it.
+#[test]
+fn the_secret_is_shown_nowhere() {
+    let test = "the_secret_is_shown_nowhere";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    let settings = fs::read_to_string(sandbox.path("store/domains/default/domain.json")).unwrap();
+    let settings: serde_json::Value = serde_json::from_str(&settings).unwrap();
+    let secret = settings["secret"].as_str().unwrap();
+    assert_eq!(secret.len(), 64);
+    mount(&sandbox, "one:1", &[]);
+    mount(&sandbox, "two:1", &["--rw"]);
+    let mut said = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(said.contains("inode_share"));
+    said += &fs::read_to_string("/proc/mounts").unwrap();
+    for args in [&["mounts"] as &[&str], &["backend"], &["doctor", "--long"], &["du"]] {
+        said += sandbox.run(args).ok();
+        said += sandbox.run(&[args, &["--json"]].concat()).ok();
+    }
+    assert!(!said.contains(secret), "{}", said.replace(secret, "<the secret>"));
+    let mut open = vec![sandbox.path("run")];
+    while let Some(dir) = open.pop() {
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true if !sandbox.mounted().contains(&path) => open.push(path),
+                true => {}
+                false => assert!(!fs::read_to_string(path).unwrap().contains(secret)),
+            }
+        }
+    }
+}
+
+#[test]
+fn domains_share_nothing() {
+    let test = "domains_share_nothing";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    let tree = sandbox.text("two");
+    sandbox.run(&["--domain", "tenant", "import", "--quiet", "--name", "two:1", &tree]).ok();
+    sandbox.run(&["--domain", "tenant", "backend", "inode-share"]).ok();
+    let one = mount(&sandbox, "one:1", &[]);
+    let two = sandbox.text("theirs");
+    sandbox.run(&["--domain", "tenant", "mount", "--quiet", "--create", "two:1", &two]).ok();
+    let other = Path::new(&two).join("deep/other");
+    forget(&one.join("shared"));
+    forget(&other);
+    assert!(fs::read(one.join("shared")).unwrap() == content(0));
+    assert_eq!(resident(&other), 0);
+    assert!(fs::read(&other).unwrap() == content(0));
+    forget(&one.join("shared"));
+    assert_eq!(resident(&other), all_pages());
+}
+
+#[test]
+fn an_image_is_packed_when_it_comes_and_refused_without_a_pack() {
+    let test = "an_image_is_packed_when_it_comes_and_refused_without_a_pack";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    sandbox.import_tree("later:1");
+    mount(&sandbox, "later:1", &[]);
+    sandbox.run(&["umount", "--all"]).ok();
+    sandbox.run(&["pack", "--remove", "later:1"]).ok();
+    let target = sandbox.text("target");
+    let refused = sandbox.run(&["mount", "--create", "later:1", &target]);
+    assert!(refused.fails_with(3).stderr.contains("cofolio pack"), "{}", refused.stderr);
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    assert!(!Path::new(&target).exists());
+    // It comes again, though it is known.
+    sandbox.run(&["import", "--quiet", "--name", "later:1", &sandbox.text("tree")]).ok();
+    mount(&sandbox, "later:1", &[]);
+}
+
+/// A segment that is cut, altered or replaced: with fs-verity the kernel gives an error and no wrong byte, without it
+/// the mount sees what is cut, and `verify` and `fsck` what is altered.
+#[test]
+fn damaged_segments_and_packs_are_noticed() {
+    let test = "damaged_segments_and_packs_are_noticed";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    let domain = sandbox.path("store/domains/default/segments");
+    let packed = sandbox.run(&["pack", "--json", "one:1"]).json()[0].take();
+    let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+    let pack = format!("{}.{}.pack", text(&packed["image"]), text(&packed["pack"]));
+    let segment = format!("{}.segment", text(&packed["segments"][0]));
+    let doctor = sandbox.run(&["doctor"]);
+    let verity = doctor.ok().contains("by the kernel, every read");
+    // Replaces a file by another, with or without fs-verity of its own; it can be put back.
+    let replace = |path: &Path, bytes: &[u8], protect: bool| {
+        unlock(path).unwrap();
+        fs::rename(path, sandbox.path("aside")).unwrap();
+        fs::write(path, bytes).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o444)).unwrap();
+        if protect {
+            let enabled = Command::new("fsverity").arg("enable").arg(path).status().unwrap();
+            assert!(enabled.success());
+        }
+    };
+    let restore = |path: &Path| {
+        fs::rename(sandbox.path("aside"), path).unwrap();
+    };
+    let target = sandbox.text("target");
+    let refused = |why: &str| {
+        let ran = sandbox.run(&["mount", "--create", "one:1", &target]);
+        assert_ne!(ran.code, 0, "{why}");
+        assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new(), "{why}");
+        eprintln!("   {why}: {}", ran.stderr.lines().next().unwrap_or_default());
+    };
+    for (what, file) in [("segment", segment), ("pack", pack)] {
+        let file = domain.join(file);
+        let bytes = fs::read(&file).unwrap();
+        let mut altered = bytes.clone();
+        altered[bytes.len() / 2] ^= 1;
+        replace(&file, &bytes[..bytes.len() / 2], false);
+        refused(&format!("{what} cut"));
+        restore(&file);
+        replace(&file, &altered, false);
+        sandbox.run(&["verify", "one:1"]).fails_with(4);
+        sandbox.run(&["fsck"]).fails_with(4);
+        if verity || what == "pack" {
+            refused(&format!("{what} altered"));
+        }
+        restore(&file);
+        if verity {
+            replace(&file, &altered, true);
+            refused(&format!("{what} altered, with fs-verity"));
+            restore(&file);
+            replace(&file, &bytes, false);
+            refused(&format!("{what} without fs-verity"));
+            restore(&file);
+            // What is read while it is there is what was put in.
+            let required = ["mount", "--create", "--require-verity", "one:1", &target];
+            sandbox.run(&required).ok();
+            assert!(fs::read(Path::new(&target).join("shared")).unwrap() == content(0));
+            sandbox.run(&["umount", &target]).ok();
+        }
+    }
+    sandbox.run(&["fsck"]);
+    sandbox.run(&["mount", "--create", "one:1", &target]).ok();
+    assert!(fs::read(Path::new(&target).join("shared")).unwrap() == content(0));
+}

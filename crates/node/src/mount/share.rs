@@ -1,0 +1,106 @@
+//! Backend `inode-share`: a pack, whose files share the kernel's inodes with those of all packs of the trust domain that
+//! have the same fingerprint (Linux 7.0, `Documentation/filesystems/erofs.rst`).
+//!
+//! The kernel reads segments past the page cache, since what it shares is a cache of its own above them. From files with
+//! fs-verity ext4 and btrfs let nobody read so: there the pages that were checked are cached below, too.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use cofolio_store::{Digest, Domain, Error, Pack, Secret, StoredFile};
+
+use super::error::{Asked, At as _, MountError};
+use super::kernel::PackOptions;
+use super::mountinfo;
+use super::pin::{check_digest, measured};
+use super::{Mounter, kernel};
+
+/// A pack with all that it needs, checked.
+pub(super) struct Packed {
+    file: StoredFile,
+    segments: Vec<StoredFile>,
+    secret: Secret,
+    /// The kernel checks every read.
+    pub(super) verity: bool,
+}
+
+impl Packed {
+    pub(super) fn bytes(&self) -> std::io::Result<u64> {
+        self.file.size()
+    }
+}
+
+impl Mounter<'_> {
+    /// Opens the pack of an image and its segments. With fs-verity the kernel has said what they are; otherwise the
+    /// pack is hashed, and of segments the size and the index are looked at, so that none is cut short.
+    pub(super) fn open_pack(&self, domain: &Domain, image: &Digest) -> Result<Packed, MountError> {
+        let secret = domain.secret()?.ok_or(Error::NoSuchPack(*image))?;
+        let verity = domain.protection().verity;
+        let packs = domain.packs_of(image)?;
+        let pack = packs.first().ok_or(Error::NoSuchPack(*image))?;
+        let file = domain.open_pack(pack)?;
+        check_pack(&file, pack, verity)?;
+        let invalid = |error: cofolio_store::BoxError| {
+            let reason = error.to_string();
+            MountError::PackInvalid { image: *image, reason }
+        };
+        let mut segments = Vec::new();
+        for digest in self.contents.pack_segments(&file).map_err(invalid)? {
+            let segment = domain.open_segment(&digest)?;
+            match verity {
+                true if measured(&segment)? != Some(digest) => {
+                    let reason =
+                        format!("{}: the kernel has another fs-verity digest", segment.path());
+                    return Err(MountError::PackInvalid { image: *image, reason });
+                }
+                true => {}
+                false => drop(domain.read_segment(&digest)?),
+            }
+            segments.push(segment);
+        }
+        Ok(Packed { file, segments, secret, verity })
+    }
+
+    /// Mounts it, detached.
+    pub(super) fn mount_pack(
+        &self,
+        packed: &Packed,
+        name: &str,
+        scratch: BorrowedFd<'_>,
+    ) -> Result<OwnedFd, MountError> {
+        let segments: Option<Vec<_>> = packed.segments.iter().map(StoredFile::descriptor).collect();
+        let files = packed.file.descriptor().zip(segments);
+        let (pack, segments) = files.ok_or(MountError::NoDirectory)?;
+        let options = PackOptions {
+            segments: &segments,
+            direct: !packed.verity,
+            secret: packed.secret.reveal(),
+        };
+        kernel::mount_pack(pack, name, scratch, &options)
+            .map_err(|error| MountError::from_kernel(error, Asked::default()))
+    }
+
+    /// The kernel leaves the option out, without a word to us, where it does not find what it needs in an image.
+    pub(super) fn check_shares(&self, at: &Path) -> Result<(), MountError> {
+        let path = mountinfo::path(&self.root);
+        let mounts = mountinfo::read(&self.root).at("read", path)?;
+        match mounts.iter().rfind(|mount| mount.target == at) {
+            Some(mount) if mount.shares_inodes => Ok(()),
+            _ => Err(MountError::NotShared { at: at.to_owned() }),
+        }
+    }
+}
+
+fn check_pack(file: &StoredFile, pack: &Pack, verity: bool) -> Result<(), MountError> {
+    match check_digest(file, &pack.digest, verity) {
+        Err(MountError::ImageAltered { found, .. }) => {
+            let reason = format!("it has digest {found}");
+            Err(MountError::PackInvalid { image: pack.image, reason })
+        }
+        Err(MountError::ImageUnprotected { .. }) => {
+            let reason = "it has no fs-verity, which this store has".to_owned();
+            Err(MountError::PackInvalid { image: pack.image, reason })
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,116 @@
+//! What the operator has decided for a trust domain: `domain.json`.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Domain;
+use crate::disk::LockMode;
+use crate::domain::to_json;
+use crate::error::{At, ErrorKind, Result};
+use crate::meta::{SETTINGS_FEATURE, hex};
+
+/// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
+/// so a domain has one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Backend {
+    /// A metadata image, and overlayfs over the objects.
+    #[default]
+    Overlay,
+    /// A pack, whose files share the kernel's inodes with those of other packs.
+    InodeShare,
+}
+
+impl Backend {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Overlay, Self::InodeShare];
+
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Overlay => "overlay",
+            Self::InodeShare => "inode-share",
+        }
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// What the kernel knows a trust domain by: whoever says it shares pages with the domain. It is shown nowhere.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl Secret {
+    /// The secret itself, for the kernel.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+/// The content of `domain.json`. Readable by the owner of the store alone.
+#[derive(Serialize, Deserialize)]
+struct Settings {
+    #[serde(default)]
+    backend: Backend,
+    secret: Secret,
+}
+
+impl Domain {
+    /// How images of this domain are mounted.
+    ///
+    /// # Errors
+    /// [`crate::Error::Corrupt`], [`crate::Error::Io`].
+    pub fn backend(&self) -> Result<Backend> {
+        Ok(self.settings()?.map_or_else(Backend::default, |settings| settings.backend))
+    }
+
+    /// What the kernel is to know this domain by; `None` before [`Domain::set_backend`] has been called.
+    ///
+    /// # Errors
+    /// As [`Domain::backend`].
+    pub fn secret(&self) -> Result<Option<Secret>> {
+        Ok(self.settings()?.map(|settings| settings.secret))
+    }
+
+    /// Sets how images are mounted from now on; what is mounted stays as it is. A record that is damaged is replaced, with
+    /// another secret. Durable on return.
+    ///
+    /// # Errors
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
+    pub fn set_backend(&self, backend: Backend) -> Result<()> {
+        self.store().enable_compatible(SETTINGS_FEATURE)?;
+        let path = self.settings_file();
+        // Alone, or two would give it two secrets.
+        let _lock = self.lock(LockMode::Exclusive, true)?;
+        let secret = match self.settings() {
+            Ok(Some(settings)) => settings.secret,
+            Err(error) if error.kind() != ErrorKind::Corrupt => return Err(error),
+            Ok(None) | Err(_) => {
+                let random = || self.disk().random().at("get random bytes for", &path);
+                Secret(hex(random()?) + &hex(random()?))
+            }
+        };
+        let json = to_json(&path, &Settings { backend, secret })?;
+        self.store().replace_secret(self.base(), &path, &json)
+    }
+
+    fn settings(&self) -> Result<Option<Settings>> {
+        self.read_record(&self.settings_file())
+    }
+
+    fn settings_file(&self) -> String {
+        format!("{}/domain.json", self.base())
+    }
+}
