@@ -2,6 +2,7 @@
 
 mod html;
 mod measure;
+mod namespace;
 mod reader;
 mod report;
 mod setup;
@@ -21,6 +22,7 @@ use crate::{
 /// Measure what sharing saves
 ///
 /// `cofolio bench share OLD NEW`: memory for reading every file of two images, without and with sharing.
+/// `cofolio bench namespace IMAGE`: time and memory for listing an image, and for one more container of it.
 /// `cofolio bench page RESULT… --html FILE`: results of several pairs as one page for a browser.
 /// `cofolio bench share --help` says more.
 #[derive(Debug, clap::Args)]
@@ -50,6 +52,7 @@ struct Bench {
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     Share(Box<share::Args>),
+    Namespace(namespace::Args),
     Page(html::Args),
     /// The reading process of `share`
     #[command(hide = true)]
@@ -72,15 +75,22 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     match bench.command {
         Command::Share(args) => {
-            if !rustix::process::geteuid().is_root() {
-                let what =
-                    "bench share needs root: it mounts, drops the page cache and counts pages";
-                return Err(Fail::new(Exit::Missing, what).into());
-            }
+            needs_root("bench share", "it mounts, drops the page cache and counts pages")?;
             share::run(&args, context)
+        }
+        Command::Namespace(args) => {
+            needs_root("bench namespace", "it mounts and drops caches")?;
+            namespace::run(&args, context)
         }
         Command::Page(args) => html::run(&args),
         Command::Read(args) => reader::run(&args).map(|()| Exit::Ok),
+    }
+}
+
+fn needs_root(what: &str, why: &str) -> Result<(), Fail> {
+    match rustix::process::geteuid().is_root() {
+        true => Ok(()),
+        false => Err(Fail::new(Exit::Missing, format!("{what} needs root: {why}"))),
     }
 }
 

@@ -173,7 +173,7 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
 }
 
 /// Two measurements at once would measure each other: the second waits. Unlocked when dropped.
-fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
+pub(super) fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
     const PATH: &str = "/run/cofolio-bench.lock";
     let open = || -> io::Result<fs::File> {
         let file = fs::File::create(PATH)?;
@@ -187,7 +187,7 @@ fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
 }
 
 /// Refuses a directory in memory: its pages cannot be dropped, so nothing would be seen to come in.
-fn on_disk(dir: &Path, option: &str) -> Result<()> {
+pub(super) fn on_disk(dir: &Path, option: &str) -> Result<()> {
     // `TMPFS_MAGIC` and `RAMFS_MAGIC` of `linux/magic.h`.
     const IN_MEMORY: [rustix::fs::FsWord; 2] = [0x0102_1994, 0x8584_58f6];
     let there = dir.ancestors().find_map(|dir| rustix::fs::statfs(dir).ok());
@@ -202,7 +202,7 @@ fn on_disk(dir: &Path, option: &str) -> Result<()> {
 }
 
 /// The domain, made with its store if they are missing.
-fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Domain> {
+pub(super) fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Domain> {
     if let Some(parent) = store.parent() {
         fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
     }
