@@ -232,6 +232,40 @@ fn the_secret_is_shown_nowhere() {
     }
 }
 
+/// Linux 7.2 crashes if a superblock goes while a file that it shares is read through another. So all stay until the last
+/// goes, and for good if somebody may still be reading what was detached.
+#[test]
+fn superblocks_go_together() {
+    let test = "superblocks_go_together";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    let pins = || sandbox.run(&["mounts", "--json"]).json()["pins"].as_array().unwrap().len();
+    let unmount = |target: &Path, options: &[&str]| {
+        sandbox.run(&[&["umount", target.to_str().unwrap()], options].concat()).ok();
+    };
+    let (one, two) = (mount(&sandbox, "one:1", &[]), mount(&sandbox, "two:1", &["--rw"]));
+    unmount(&one, &["--force"]);
+    assert_eq!(pins(), 2, "one is used by nobody, and stays");
+    // It counts as mounted.
+    sandbox.run(&["rm", "one:1"]).ok();
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 0);
+    unmount(&two, &[]);
+    assert_eq!(pins(), 0);
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
+
+    let two = mount(&sandbox, "two:1", &[]);
+    let file = File::open(two.join("deep/other")).unwrap();
+    unmount(&two, &["--force"]);
+    sandbox.run(&["mounts", "--reconcile"]).ok();
+    assert_eq!(pins(), 1, "somebody reads it");
+    let mut bytes = vec![0; SIZE];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes == content(0));
+}
+
 #[test]
 fn domains_share_nothing() {
     let test = "domains_share_nothing";

@@ -20,6 +20,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 
 use sha2::{Digest as _, Sha256};
 
@@ -101,35 +102,16 @@ impl Segment {
     /// Reads what a file says of itself, and checks that this can be.
     fn read(file: &StoredFile) -> Result<Self> {
         let damaged = |reason: &str| Error::corrupt(file.path(), reason.to_owned());
-        let read = |buffer: &mut [u8], offset| match file.read_exact_at(buffer, offset) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                Err(damaged("it is shorter than it says"))
-            }
-            other => other.at("read", file.path()),
-        };
-        let size = file.size().at("look at", file.path())?;
-        let footer_at = size
-            .checked_sub(FOOTER_SIZE as u64)
-            .ok_or_else(|| damaged("it is no segment: too short"))?;
-        let mut footer = [0; FOOTER_SIZE];
-        read(&mut footer, footer_at)?;
-        let number = |at: usize| le_u32(&footer[at..]);
-        if footer[..8] != MAGIC[..] {
-            return Err(damaged("it does not end as a segment does"));
-        }
-        if number(8) != VERSION {
-            return Err(damaged("it is of a version that this program does not know"));
-        }
-        let (count, blocks) = (number(12), number(16));
-        let index_at = u64::from(blocks) * BLOCK;
-        let index_size = u64::from(count) * EXTENT_SIZE as u64;
-        if index_at.checked_add(index_size) != Some(footer_at) {
-            return Err(damaged("it has another size than it says"));
-        }
+        let Footer { blocks, index_size, sha256 } = Footer::read(file)?;
         // No larger than the file is.
         let mut index = vec![0; usize::try_from(index_size).unwrap_or(usize::MAX)];
-        read(&mut index, index_at)?;
-        if Sha256::digest(&index)[..] != footer[24..56] {
+        match file.read_exact_at(&mut index, u64::from(blocks) * BLOCK) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return Err(damaged("it is shorter than it says"));
+            }
+            other => other.at("read", file.path())?,
+        }
+        if Sha256::digest(&index)[..] != sha256 {
             return Err(damaged("what it says of its contents is altered"));
         }
         let mut extents = Vec::with_capacity(index.len() / EXTENT_SIZE);
@@ -153,6 +135,40 @@ impl Segment {
             return Err(damaged("its contents go on behind its end"));
         }
         Ok(Self { blocks, extents })
+    }
+}
+
+/// The last bytes of a segment, which say how large it must be.
+struct Footer {
+    blocks: u32,
+    index_size: u64,
+    sha256: [u8; 32],
+}
+
+impl Footer {
+    fn read(file: &StoredFile) -> Result<Self> {
+        let damaged = |reason: &str| Error::corrupt(file.path(), reason.to_owned());
+        let size = file.size().at("look at", file.path())?;
+        let footer_at = size
+            .checked_sub(FOOTER_SIZE as u64)
+            .ok_or_else(|| damaged("it is no segment: too short"))?;
+        let mut footer = [0; FOOTER_SIZE];
+        file.read_exact_at(&mut footer, footer_at).at("read", file.path())?;
+        let number = |at: usize| le_u32(&footer[at..]);
+        if footer[..8] != MAGIC[..] {
+            return Err(damaged("it does not end as a segment does"));
+        }
+        if number(8) != VERSION {
+            return Err(damaged("it is of a version that this program does not know"));
+        }
+        let (count, blocks) = (number(12), number(16));
+        let index_size = u64::from(count) * EXTENT_SIZE as u64;
+        if (u64::from(blocks) * BLOCK).checked_add(index_size) != Some(footer_at) {
+            return Err(damaged("it has another size than it says"));
+        }
+        let mut sha256 = [0; 32];
+        sha256.copy_from_slice(&footer[24..56]);
+        Ok(Self { blocks, index_size, sha256 })
     }
 }
 
@@ -394,6 +410,14 @@ impl Domain {
         Segment::read(&self.open_segment(digest)?)
     }
 
+    /// Looks whether a segment is as long as it says: nothing else of it is read.
+    ///
+    /// # Errors
+    /// As [`Domain::read_segment`].
+    pub fn check_segment_size(&self, digest: &Digest) -> Result<()> {
+        Footer::read(&self.open_segment(digest)?).map(drop)
+    }
+
     /// All packs, sorted by image.
     ///
     /// # Errors
@@ -446,6 +470,11 @@ impl Domain {
         let directory = format!("{}/segments", self.base());
         self.disk().sync_dir(&directory).at("sync", &directory)?;
         Ok(!packs.is_empty())
+    }
+
+    /// The file of a pack. `None` on a simulated disk.
+    pub fn pack_path(&self, pack: &Pack) -> Option<PathBuf> {
+        Some(self.store().path()?.join(self.pack_file(pack)))
     }
 
     pub(crate) fn segment_file(&self, digest: &Digest) -> String {

@@ -16,7 +16,9 @@ use crate::ui::plural;
 ///
 /// `inode-share` (Linux 7.0): a pack of each image, mounted without overlayfs unless it is writable; the kernel shares the
 /// page cache of files with the same content. Directories and files take less memory than with `overlay`. What is read with
-/// sendfile or splice is not shared, and O_DIRECT is refused. Segments take room beside the objects where the filesystem
+/// sendfile or splice is not shared, and O_DIRECT is refused. An image stays
+/// mounted in the background, and is not collected, until the last one of the domain is unmounted: to take it down while
+/// others are read makes Linux 7.2 crash. For the same reason nothing of it should be unmounted but by `umount`. Segments take room beside the objects where the filesystem
 /// has no reflinks; where it has fs-verity the kernel checks what it reads, and caches it twice. All images of the domain
 /// are packed now, and later ones when they are imported.
 ///
@@ -32,7 +34,7 @@ pub(crate) struct Args {
 
 /// [`Backend`] on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum How {
+pub(crate) enum How {
     /// Overlayfs over the files of the store
     Overlay,
     /// Packs, whose files share the kernel's inodes
@@ -44,6 +46,15 @@ impl From<How> for Backend {
         match how {
             How::Overlay => Self::Overlay,
             How::InodeShare => Self::InodeShare,
+        }
+    }
+}
+
+impl From<Backend> for How {
+    fn from(backend: Backend) -> Self {
+        match backend {
+            Backend::Overlay => Self::Overlay,
+            Backend::InodeShare => Self::InodeShare,
         }
     }
 }

@@ -105,8 +105,8 @@ fn mark(feature: &Feature) -> (&'static str, Tone) {
 }
 
 /// What whoever chose the backend has to know (each has a test that says when a kernel does more).
-const INODE_SHARE: &str = "inode-share: sendfile and splice do not share; O_DIRECT is refused; compressed and plain \
-                           content do not share";
+const INODE_SHARE: &str = "inode-share: what sendfile and splice read is not shared; O_DIRECT is refused; compressed and plain content do not share; images stay mounted below until the \
+                           last of the domain is unmounted";
 
 /// The store in a few lines; none of it may fail, since doctor is called when something does.
 struct Store {

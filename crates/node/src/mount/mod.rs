@@ -16,7 +16,7 @@
 //! What costs memory is superblocks: each has its own inodes and dentries. So an image has one of
 //! EROFS, all its read-only mounts have one of overlayfs together, and only a writable mount has one
 //! of its own. The last mount of an image takes the pinned ones away again, unless
-//! [`Mounter::pin`] keeps them.
+//! [`Mounter::pin`] keeps them; with `inode-share` the last one of the trust domain.
 //!
 //! State is in the run directory (see [`RunDir`]) and, so that garbage collection
 //! knows, in the store's `roots/mount/`. A process may be killed at any point: what it leaves is put
@@ -415,7 +415,10 @@ impl<'a> Mounter<'a> {
         // Fails if the image is not there; once it is written, the image stays.
         self.domain.put_root(&root)?;
         self.step(Step::Rooted);
-        self.mark_user(&image, &record.id)?;
+        {
+            let _stays = self.run.share_domain(self.domain.name())?;
+            mark_user(&self.run, self.domain.name(), &image, &record.id)?;
+        }
         self.step(Step::Marked);
         if record.created_target {
             match fs::create_dir(&record.target) {
@@ -494,13 +497,6 @@ impl<'a> Mounter<'a> {
         cofolio_sys::mount::mount_setattr(&mount, &attr)
             .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;
         Ok(mount)
-    }
-
-    fn mark_user(&self, image: &Digest, user: &str) -> Result<(), MountError> {
-        let users = self.run.image_dir(self.domain.name(), image).join("users");
-        fs::create_dir_all(&users).at("create", &users)?;
-        let path = users.join(user);
-        fs::File::create(&path).map(drop).at("create", path)
     }
 
     /// The target must not be a mount of ours; what a dead process left of one is cleaned up.
@@ -609,7 +605,14 @@ impl<'a> Mounter<'a> {
         record.phase = Phase::Leaving;
         self.run.write(record, lock)?;
         self.step(Step::Leaving);
-        match kernel::unmount_patiently(path, options.force) {
+        let shares = record.backend == Backend::InodeShare;
+        let mut unmounted = kernel::unmount_patiently(path, options.force && !shares);
+        let is_busy = |error: &KernelError| error.errno == rustix::io::Errno::BUSY;
+        if options.force && shares && unmounted.as_ref().is_err_and(is_busy) {
+            mark_user(&self.run, &record.domain, &record.image, pin::DETACHED)?;
+            unmounted = kernel::unmount(path, true);
+        }
+        match unmounted {
             Ok(()) => {
                 self.step(Step::Detached);
                 Ok(())
@@ -617,7 +620,7 @@ impl<'a> Mounter<'a> {
             Err(error) => {
                 record.phase = before;
                 self.run.write(record, lock)?;
-                if error.errno == rustix::io::Errno::BUSY {
+                if is_busy(&error) {
                     return Err(MountError::Busy { target: path.to_owned() });
                 }
                 Err(MountError::from_kernel(error, Asked::default()))
@@ -638,7 +641,10 @@ impl<'a> Mounter<'a> {
         root.created = now();
         root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
         self.domain.put_root(&root)?;
-        self.mark_user(image, pin::KEEPER)?;
+        {
+            let _stays = self.run.share_domain(self.domain.name())?;
+            mark_user(&self.run, self.domain.name(), image, pin::KEEPER)?;
+        }
         let pinned = self.pinned(self.domain, image, &lock);
         if pinned.is_err() {
             self.let_go(self.domain.name(), image, &lock)?;
@@ -679,6 +685,13 @@ impl<'a> Mounter<'a> {
     fn domain_of(&self, name: &str) -> Result<Domain, MountError> {
         Ok(self.domain.store().domain(name)?)
     }
+}
+
+fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(), MountError> {
+    let users = run.image_dir(domain, image).join("users");
+    fs::create_dir_all(&users).at("create", &users)?;
+    let path = users.join(user);
+    fs::File::create(&path).map(drop).at("create", path)
 }
 
 /// Absolute path of the directory to mount at, without symbolic links.

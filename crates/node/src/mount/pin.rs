@@ -47,6 +47,9 @@ pub(crate) struct Pinned {
 
 /// Name of the user that [`Mounter::pin`] is.
 pub(crate) const KEEPER: &str = "keep";
+/// Name of the user that is left of mounts with `inode-share` that were detached while they were in use: until the machine
+/// starts anew, nobody knows whether somebody still reads there.
+pub(crate) const DETACHED: &str = "detached";
 
 /// `EROFS_SUPER_MAGIC_V1` and `OVERLAYFS_SUPER_MAGIC` of `include/uapi/linux/magic.h`.
 const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
@@ -251,13 +254,65 @@ impl Mounter<'_> {
         &self,
         domain: &str,
         image: &Digest,
-        _lock: &ImageLock,
+        lock: &ImageLock,
     ) -> Result<bool, MountError> {
-        let dir = self.run.image_dir(domain, image);
-        let users = dir.join("users");
-        if !dir.exists() || !list(&users)?.is_empty() {
+        if !self.is_idle(domain, image)? {
             return Ok(false);
         }
+        if self.shares_inodes(domain, image)? {
+            return self.unpin_domain_if_idle(domain, image, lock);
+        }
+        self.take_down_pin(domain, image)?;
+        Ok(true)
+    }
+
+    /// With `inode-share` a read of one image may go on by way of another that has the same file, and Linux 7.2 keeps that
+    /// one's inode without keeping its superblock: to unmount it then is a bug of the kernel's ("Busy inodes after
+    /// unmount"). So superblocks are kept as long as somebody uses any of the domain, and go together.
+    fn unpin_domain_if_idle(
+        &self,
+        domain: &str,
+        image: &Digest,
+        lock: &ImageLock,
+    ) -> Result<bool, MountError> {
+        // While it is held nobody becomes a user.
+        let Some(_alone) = self.run.try_lock_domain(domain)? else { return Ok(false) };
+        let pinned = self.pinned_images()?;
+        let mut others = Vec::new();
+        for (_, other) in pinned.iter().filter(|(name, other)| name == domain && other != image) {
+            if self.shares_inodes(domain, other)? {
+                if !self.is_idle(domain, other)? {
+                    return Ok(false);
+                }
+                others.push(other);
+            }
+        }
+        self.take_down_pin(domain, image)?;
+        for other in others {
+            // Whoever has its lock mounts it now, or will look here next.
+            let own = if lock.covers(other) { None } else { self.run.try_lock_image(other)? };
+            if own.is_some() || lock.covers(other) {
+                self.take_down_pin(domain, other)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether an image is pinned, and nobody uses it.
+    fn is_idle(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        let dir = self.run.image_dir(domain, image);
+        Ok(dir.exists() && list(&dir.join("users"))?.is_empty())
+    }
+
+    fn shares_inodes(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        let path = self.run.image_dir(domain, image).join("pin.json");
+        let record: Option<PinRecord> = read_json(&path)?;
+        Ok(record.is_some_and(|record| record.backend == Backend::InodeShare))
+    }
+
+    /// Unmounts what is pinned of an image, with its lock held.
+    fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
+        let dir = self.run.image_dir(domain, image);
         for key in list(&dir.join("views"))? {
             take_down(&dir.join("views").join(key))?;
         }
@@ -270,7 +325,7 @@ impl Mounter<'_> {
         // A link that a killed process left (see `mount_erofs`).
         remove_file(&dir.join(source_of(image)))?;
         remove_dir(&dir);
-        Ok(true)
+        Ok(())
     }
 
     /// Images with a directory of their own, by domain.

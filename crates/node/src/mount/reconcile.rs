@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::error::{Asked, At as _, MountError};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
-use super::pin::KEEPER;
+use super::pin::{DETACHED, KEEPER};
 use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
 use super::upper;
 use super::{Mounter, Pin, Step, numbers_at};
@@ -400,7 +400,10 @@ impl Mounter<'_> {
         let lock = self.run.lock_image(image)?;
         let users = self.run.image_dir(domain, image).join("users");
         for user in list(&users)? {
-            if user != KEEPER && self.run.record(&user)?.is_none_or(|r| r.image != *image) {
+            if user != KEEPER
+                && user != DETACHED
+                && self.run.record(&user)?.is_none_or(|r| r.image != *image)
+            {
                 remove_file(&users.join(user))?;
                 *leftovers += 1;
             }

@@ -32,7 +32,7 @@ impl Packed {
 
 impl Mounter<'_> {
     /// Opens the pack of an image and its segments. With fs-verity the kernel has said what they are; otherwise the
-    /// pack is hashed, and of segments the size and the index are looked at, so that none is cut short.
+    /// pack is hashed, and of segments the size is looked at, so that none is cut short.
     pub(super) fn open_pack(&self, domain: &Domain, image: &Digest) -> Result<Packed, MountError> {
         let secret = domain.secret()?.ok_or(Error::NoSuchPack(*image))?;
         let verity = domain.protection().verity;
@@ -54,7 +54,7 @@ impl Mounter<'_> {
                     return Err(MountError::PackInvalid { image: *image, reason });
                 }
                 true => {}
-                false => drop(domain.read_segment(&digest)?),
+                false => domain.check_segment_size(&digest)?,
             }
             segments.push(segment);
         }

@@ -10,6 +10,8 @@
 //!     users/<id>                  an empty file per record that uses it
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
+//!   locks/domain-<domain>         shared by whoever adds a user to an image of `inode-share`, alone for whoever takes
+//!                                 such images' superblocks down
 //!   locks/run                     whoever makes the run directory a mount; not empty until it is whole
 //! ```
 //!
@@ -194,6 +196,26 @@ pub(crate) struct ImageLock {
     file: OwnedFd,
 }
 
+impl ImageLock {
+    /// Whether it is the lock of this image, too.
+    pub(crate) fn covers(&self, image: &Digest) -> bool {
+        self.stripe == image.0[0]
+    }
+}
+
+/// A lock of a trust domain, held until dropped.
+#[derive(Debug)]
+pub(crate) struct DomainLock {
+    file: OwnedFd,
+}
+
+impl Drop for DomainLock {
+    /// Closing is not enough: a process that is just being started has a copy of it.
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
 /// A record is a few hundred bytes; an id map makes it grow.
 const RECORD_SIZE_MAX: u64 = 1 << 20;
 
@@ -341,6 +363,41 @@ impl RunDir {
         Ok(ImageLock { stripe, file: lock_file(&path)? })
     }
 
+    /// The lock of an image, if nobody has it.
+    pub(crate) fn try_lock_image(&self, image: &Digest) -> Result<Option<ImageLock>, MountError> {
+        let stripe = image.0[0];
+        let path = self.path.join(format!("locks/{stripe:02x}"));
+        let file = open_lock_file(&path)?;
+        Ok(try_lock(&file, &path)?.then_some(ImageLock { stripe, file }))
+    }
+
+    /// Keeps superblocks of a trust domain from being taken down.
+    pub(crate) fn share_domain(&self, domain: &str) -> Result<DomainLock, MountError> {
+        let path = self.domain_lock_path(domain);
+        let file = open_lock_file(&path)?;
+        rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockShared))
+            .at("lock", path)?;
+        Ok(DomainLock { file })
+    }
+
+    /// The lock of a trust domain, alone, unless somebody else has it for more than a moment.
+    pub(crate) fn try_lock_domain(&self, domain: &str) -> Result<Option<DomainLock>, MountError> {
+        const TRIES: u32 = 20;
+        let path = self.domain_lock_path(domain);
+        let file = open_lock_file(&path)?;
+        for _ in 0..TRIES {
+            if try_lock(&file, &path)? {
+                return Ok(Some(DomainLock { file }));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        Ok(None)
+    }
+
+    fn domain_lock_path(&self, domain: &str) -> PathBuf {
+        self.path.join(format!("locks/domain-{domain}"))
+    }
+
     /// The record of a mount.
     ///
     /// # Errors
@@ -481,14 +538,27 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 /// Opens a file that stays for ever and locks it. A lock file that is removed could be locked by
 /// two at once: one holds the old inode, the other a new one.
 pub(crate) fn lock_file(path: &Path) -> Result<OwnedFd, MountError> {
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)?;
+    let file = open_lock_file(path)?;
     loop {
         match rustix::fs::flock(&file, FlockOperation::LockExclusive) {
             Ok(()) => return Ok(file),
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno).at("lock", path),
         }
+    }
+}
+
+fn open_lock_file(path: &Path) -> Result<OwnedFd, MountError> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)
+}
+
+/// Locks a file unless somebody else has it.
+fn try_lock(file: &OwnedFd, path: &Path) -> Result<bool, MountError> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(false),
+        Err(errno) => Err(errno).at("lock", path),
     }
 }
 

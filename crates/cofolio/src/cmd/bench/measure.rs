@@ -247,8 +247,7 @@ fn attempt(
     let (files_compared, bytes_compared) = compare(&seen, source, &dirs)?;
     // Or the removed cgroup would stay, dying, for as long as its pages do.
     setup.unmount()?;
-    forget(setup.content())?;
-    forget(setup.metadata())?;
+    setup.forget()?;
     let shmem = delta(before.shmem, after.shmem);
     let own_files = (delta(own_before, own_after)) * i64::try_from(page_size())?;
     Ok(Run {
@@ -308,7 +307,7 @@ fn sum<'a>(
 }
 
 /// Drops what is resident of `files`. Unlike reclaim it leaves no trace that [`residency::evicted`] would count.
-fn forget(files: &[PathBuf]) -> Result<()> {
+pub(super) fn forget(files: &[PathBuf]) -> Result<()> {
     for path in files {
         let drop = || {
             let advice = rustix::fs::Advice::DontNeed;

@@ -24,7 +24,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
 use super::report;
-use super::share::{lock_machine, on_disk, open_domain};
+use super::share::{lock_machine, on_disk, open_domain, with_backend};
 use crate::{
     cmd::Outcome,
     exit::{Exit, Fail},
@@ -259,16 +259,13 @@ fn shapes<'a>(
             }
         }
         // A domain of its own, since a domain has one backend.
-        let own = domain.store().domain_or_create(&format!("bench-{backend}"))?;
+        let own = with_backend(domain.clone(), Some(backend.into()))?;
         if !own.has_image(&image)? {
             own.copy_ref_from(domain, name, &ImageContents)?;
         }
         if backend == Backend::InodeShare {
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
             pack(&own, &image, &PackOptions::default(), go_on)?;
-        }
-        if own.backend()? != backend {
-            own.set_backend(backend)?;
         }
         let name = match backend {
             Backend::Overlay => "cofolio overlay",

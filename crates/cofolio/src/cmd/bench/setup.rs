@@ -1,9 +1,10 @@
 //! The two ways in which both images are made visible: each unpacked on its own, and by Cofolio.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
     fs,
-    os::unix::fs::MetadataExt,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -14,10 +15,13 @@ use cofolio_node::{
     ledger::residency,
     mount::{MountRequest, Mounter, RunDir, UmountOptions},
 };
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Backend, Digest, Domain};
 use rustix::mount::UnmountFlags;
 
-use super::source::{self, About, Expected, Unpacked};
+use super::{
+    measure,
+    source::{self, About, Expected, Unpacked},
+};
 
 /// A way to make both images visible.
 pub(super) trait Setup {
@@ -33,6 +37,11 @@ pub(super) trait Setup {
     fn metadata(&self) -> &[PathBuf];
     /// Pages that reading everything must make resident.
     fn expected_pages(&self) -> u64;
+    /// Drops what is left in memory of both when nothing is mounted any more.
+    fn forget(&self) -> Result<()> {
+        measure::forget(self.content())?;
+        measure::forget(self.metadata())
+    }
     /// Pages of the mounted directories that are cached inode by inode, as files are. ext4 has its own in
     /// the page cache of the block device instead.
     fn directory_pages(&self, _mounted: &[PathBuf; 2]) -> Result<u64> {
@@ -117,8 +126,10 @@ pub(super) struct Shared<'a> {
     domain: &'a Domain,
     images: [Digest; 2],
     targets: [PathBuf; 2],
+    /// Files of the store, or with inode-share of the mounts: of each content one.
     content: Vec<PathBuf>,
     metadata: Vec<PathBuf>,
+    backend: Backend,
     expected_pages: u64,
 }
 
@@ -135,19 +146,38 @@ impl<'a> Shared<'a> {
         let targets = ["cofolio-old", "cofolio-new"].map(|name| work.join("mnt").join(name));
         let no_path = "the store is not on a disk";
         // Which objects must hold the content follows from the source alone, not from the importer.
-        let entries = unpacked.iter().flat_map(|image| image.listing.values());
-        let objects: BTreeSet<Digest> =
-            entries.filter(|entry| entry.content.size > 0).map(|entry| entry.object).collect();
-        let content: Option<_> = objects.iter().map(|object| domain.object_path(object)).collect();
+        let entries = unpacked.iter().zip(&targets).flat_map(|(image, target)| {
+            image.listing.iter().map(move |(path, entry)| (target, path, entry))
+        });
+        let objects: BTreeMap<Digest, PathBuf> = entries
+            .filter(|(_, _, entry)| entry.content.size > 0)
+            .map(|(target, path, entry)| (entry.object, target.join(OsStr::from_bytes(path))))
+            .collect();
         let images_once: BTreeSet<_> = images.into_iter().collect();
-        let metadata: Option<_> =
-            images_once.iter().map(|image| domain.image_path(image)).collect();
+        let backend = domain.backend()?;
+        let (content, metadata) = match backend {
+            Backend::Overlay => {
+                let content: Option<_> =
+                    objects.keys().map(|object| domain.object_path(object)).collect();
+                let metadata: Option<_> =
+                    images_once.iter().map(|image| domain.image_path(image)).collect();
+                (content.context(no_path)?, metadata.context(no_path)?)
+            }
+            // What is shared belongs to no file of the store.
+            Backend::InodeShare => {
+                let packs = images_once.iter().map(|image| domain.packs_of(image));
+                let packs = packs.collect::<Result<Vec<_>, _>>()?.concat();
+                let metadata: Option<_> = packs.iter().map(|pack| domain.pack_path(pack)).collect();
+                (objects.into_values().collect(), metadata.context(no_path)?)
+            }
+        };
         Ok(Shared {
             domain,
             images,
             targets,
-            content: content.context(no_path)?,
-            metadata: metadata.context(no_path)?,
+            content,
+            metadata,
+            backend,
             expected_pages: expected.unique_pages,
         })
     }
@@ -194,6 +224,14 @@ impl Setup for Shared<'_> {
 
     fn expected_pages(&self) -> u64 {
         self.expected_pages
+    }
+
+    fn forget(&self) -> Result<()> {
+        // What inodes share has gone with the last of them.
+        if self.backend == Backend::Overlay {
+            measure::forget(&self.content)?;
+        }
+        measure::forget(&self.metadata)
     }
 
     /// EROFS reads a directory through the directory's own mapping, so each takes a page at least, once

@@ -13,13 +13,14 @@ use anyhow::{Context, Result};
 use cofolio_node::{
     ledger::cgroup::Hierarchy,
     oci::{self, ImportOptions},
+    pack::{PackOptions, pack},
 };
-use cofolio_store::{Digest, Domain, InitOptions, Store};
+use cofolio_store::{Backend, Digest, Domain, InitOptions, Store};
 use cofolio_sys::cache::page_size;
 use rustix::fs::FlockOperation;
 
 use crate::{
-    cmd::Outcome,
+    cmd::{Outcome, backend::How},
     exit::{Exit, Fail},
 };
 
@@ -70,6 +71,9 @@ pub(crate) struct Args {
     /// Trust domain of that store
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
+    /// How Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
+    #[arg(long, value_name = "BACKEND")]
+    backend: Option<How>,
     /// Where to unpack the images; a second run takes from there what it can
     #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
     work: PathBuf,
@@ -101,9 +105,16 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     let domain = args.domain.as_deref().unwrap_or(&global.domain);
     // What is in the working directory can be made again, and is to be removable with rm -r.
     let domain = open_domain(store, domain, &InitOptions { immutable: *store != scratch })?;
+    let domain = with_backend(domain, args.backend)?;
     let old = Image::prepare(&args.old, &work, &domain, &say)?;
     let new = Image::prepare(&args.new, &work, &domain, &say)?;
     let digests = import([&old, &new], &domain, &say)?;
+    if domain.backend()? == Backend::InodeShare {
+        for image in &digests {
+            let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+            pack(&domain, image, &PackOptions::default(), go_on)?;
+        }
+    }
     let (old, new) = (old.unpacked, new.unpacked);
     let expected = Expected::of([&old, &new]);
     let contents = [&old, &new].map(|image| -> HashMap<Vec<u8>, Content> {
@@ -208,6 +219,17 @@ pub(super) fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> 
     }
     let store = Store::open_or_init(store, options)?;
     Ok(store.domain_or_create(domain)?)
+}
+
+/// The domain of the benchmarks that has this backend; `domain` itself if none is asked for.
+pub(super) fn with_backend(domain: Domain, backend: Option<How>) -> Result<Domain> {
+    let Some(how) = backend else { return Ok(domain) };
+    let backend = how.into();
+    let own = domain.store().domain_or_create(&format!("bench-{backend}"))?;
+    if own.backend()? != backend {
+        own.set_backend(backend)?;
+    }
+    Ok(own)
 }
 
 /// An argument of the command: unpacked, and where Cofolio is to have it from.
