@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cofolio_sys::cache::{FileMap, page_size};
-use common::{Sandbox, can_mount, listing, skip, unlock};
+use common::{Sandbox, can_mount, listing, program, skip, unlock};
 
 /// Bytes of the file that both images have.
 const SIZE: usize = 300 << 12;
@@ -230,6 +230,35 @@ fn the_secret_is_shown_nowhere() {
             }
         }
     }
+}
+
+#[test]
+fn containers_run() {
+    let test = "containers_run";
+    if !has_inode_share(test) {
+        return;
+    }
+    let (Some(busybox), Some(_)) = (program("busybox"), program("crun").or(program("runc"))) else {
+        return skip(test, "needs busybox, and crun or runc");
+    };
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("box");
+    for dir in ["bin", "proc", "sys", "dev", "tmp", "etc"] {
+        fs::create_dir(tree.join(dir)).unwrap();
+    }
+    fs::copy(busybox, tree.join("bin/busybox")).unwrap();
+    fs::write(tree.join("etc/motd"), "from the image\n").unwrap();
+    sandbox.run(&["import", "--quiet", "--name", "box:1", tree.to_str().unwrap()]).ok();
+    sandbox.run(&["backend", "inode-share"]).ok();
+    let script = "cat /etc/motd && ! touch /etc/new 2>/dev/null";
+    let sh = ["--entrypoint", "", "box:1", "--", "/bin/busybox", "sh", "-c"];
+    let ran = sandbox.run(&[&["run", "--quiet"], &sh[..], &[script]].concat());
+    assert_eq!(ran.ok(), "from the image\n");
+    let script = "echo more >>/etc/motd && cat /etc/motd";
+    let ran = sandbox.run(&[&["run", "--quiet", "--rw"], &sh[..], &[script]].concat());
+    assert_eq!(ran.ok(), "from the image\nmore\n");
+    sandbox.run(&["mounts", "--reconcile"]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 
 /// Linux 7.2 crashes if a superblock goes while a file that it shares is read through another. So all stay until the last

@@ -253,9 +253,9 @@ impl SegmentWriter<'_> {
         if digest != *object {
             return Err(Error::corrupt(source.path(), format!("its content has digest {digest}")));
         }
-        let padding = u64::from(end) * BLOCK - u64::from(block) * BLOCK - size;
-        self.hasher.zeros(padding);
-        self.zeros(padding)?;
+        let padding = usize::try_from(size.next_multiple_of(BLOCK) - size).unwrap_or(0);
+        self.hasher.update(&ZEROS[..padding]);
+        self.write(&ZEROS[..padding])?;
         let sha256 = hashers.1.finalize().into();
         self.segment.extents.push(Extent { object: *object, sha256, size, block });
         self.segment.blocks = end;
@@ -316,13 +316,6 @@ impl SegmentWriter<'_> {
             }
         }
         Ok(())
-    }
-
-    fn zeros(&mut self, len: u64) -> Result<()> {
-        match usize::try_from(len).ok().and_then(|len| ZEROS.get(..len)) {
-            Some(zeros) => self.write(zeros),
-            None => self.hole(len),
-        }
     }
 
     fn hole(&mut self, len: u64) -> Result<()> {
