@@ -1,4 +1,4 @@
-//! Mounting images: backends `overlay` and [`inode-share`](share).
+//! Mounting images: backends `overlay` and `inode-share`.
 //!
 //! ```text
 //!   <image>.erofs ── one EROFS superblock, pinned in the run directory
