@@ -425,7 +425,10 @@ fn a_scrub_leaves_the_page_cache_as_it_was() {
     let before = pages(&hot);
     assert!(before >= 3_000_001 / cofolio_sys::cache::page_size());
     sandbox.run(&["verify", "--scrub", "--all"]).ok();
-    assert_eq!((pages(&hot), pages(&cold)), (before, 0));
+    // What the kernel takes back of its own accord meanwhile (32 pages, once on a busy machine) it remembers; what is
+    // dropped on request, as a scrub might do, it does not.
+    let reclaimed = cofolio_sys::cache::cachestat(&hot, 0, 0).unwrap().evicted;
+    assert_eq!((pages(&hot) + reclaimed, pages(&cold)), (before, 0));
     // A plain verification, to compare, brings it in.
     sandbox.run(&["verify", "box"]).ok();
     assert!(pages(&cold) > 0);
