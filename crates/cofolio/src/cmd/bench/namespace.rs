@@ -19,12 +19,12 @@ use cofolio_node::{
     pack::{PackOptions, pack},
     probe::{self, Presence},
 };
-use cofolio_store::{Backend, Digest, Domain, InitOptions};
+use cofolio_store::{Backend, Digest, Domain};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
 use super::report;
-use super::share::{lock_machine, on_disk, open_domain, with_backend};
+use super::share::{Place, Wanted, with_backend};
 use crate::{
     cmd::Outcome,
     exit::{Exit, Fail},
@@ -121,16 +121,8 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
             let _ = writeln!(io::stderr(), "{text}");
         }
     };
-    fs::create_dir_all(&args.work)
-        .with_context(|| format!("cannot make {}", args.work.display()))?;
-    let work = fs::canonicalize(&args.work)?;
-    let _alone = lock_machine(&say)?;
-    let named = context.config.is_given("store.path").then_some(&global.store);
-    let scratch = work.join("store");
-    let store = args.store.as_ref().or(named).unwrap_or(&scratch);
-    on_disk(store, "--store")?;
-    on_disk(&work, "--work")?;
-    let domain = open_domain(store, &global.domain, &InitOptions { immutable: *store != scratch })?;
+    let wanted = Wanted { work: &args.work, store: args.store.as_ref(), domain: None };
+    let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
     let (name, image) = find(&args.image, &domain)?;
     let hierarchy = Hierarchy::find(Path::new("/"))?;
 

@@ -90,21 +90,9 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
             let _ = writeln!(io::stderr(), "{text}");
         }
     };
-    fs::create_dir_all(&args.work)
-        .with_context(|| format!("cannot make {}", args.work.display()))?;
-    let work = fs::canonicalize(&args.work)?;
-    let _alone = lock_machine(&say)?;
-
-    // A store that somebody named for this run; never the one where a node keeps its images just because
-    // that is the default, or what the configuration says.
-    let named = context.config.is_given("store.path").then_some(&global.store);
-    let scratch = work.join("store");
-    let store = args.store.as_ref().or(named).unwrap_or(&scratch);
-    on_disk(store, "--store")?;
-    on_disk(&work, "--work")?;
-    let domain = args.domain.as_deref().unwrap_or(&global.domain);
-    // What is in the working directory can be made again, and is to be removable with rm -r.
-    let domain = open_domain(store, domain, &InitOptions { immutable: *store != scratch })?;
+    let wanted =
+        Wanted { work: &args.work, store: args.store.as_ref(), domain: args.domain.as_deref() };
+    let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
     let domain = with_backend(domain, args.backend)?;
     let old = Image::prepare(&args.old, &work, &domain, &say)?;
     let new = Image::prepare(&args.new, &work, &domain, &say)?;
@@ -183,8 +171,47 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }
 
+/// Where a benchmark is to work, as its options say.
+pub(super) struct Wanted<'a> {
+    pub(super) work: &'a Path,
+    pub(super) store: Option<&'a PathBuf>,
+    pub(super) domain: Option<&'a str>,
+}
+
+/// Where it works, alone on this machine as long as this lives.
+pub(super) struct Place {
+    pub(super) work: PathBuf,
+    pub(super) domain: Domain,
+    pub(super) _alone: fs::File,
+}
+
+impl Place {
+    pub(super) fn prepare(
+        wanted: &Wanted<'_>,
+        context: &crate::context::Context<'_>,
+        say: &dyn Fn(&str),
+    ) -> Result<Self> {
+        let global = &context.global;
+        fs::create_dir_all(wanted.work)
+            .with_context(|| format!("cannot make {}", wanted.work.display()))?;
+        let work = fs::canonicalize(wanted.work)?;
+        let _alone = lock_machine(say)?;
+        // A store that somebody named for this run; never the one where a node keeps its images just because
+        // that is the default, or what the configuration says.
+        let named = context.config.is_given("store.path").then_some(&global.store);
+        let scratch = work.join("store");
+        let store = wanted.store.or(named).unwrap_or(&scratch);
+        on_disk(store, "--store")?;
+        on_disk(&work, "--work")?;
+        let domain = wanted.domain.unwrap_or(&global.domain);
+        // What is in the working directory can be made again, and is to be removable with rm -r.
+        let domain = open_domain(store, domain, &InitOptions { immutable: *store != scratch })?;
+        Ok(Self { work, domain, _alone })
+    }
+}
+
 /// Two measurements at once would measure each other: the second waits. Unlocked when dropped.
-pub(super) fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
+fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
     const PATH: &str = "/run/cofolio-bench.lock";
     let open = || -> io::Result<fs::File> {
         let file = fs::File::create(PATH)?;
@@ -198,7 +225,7 @@ pub(super) fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
 }
 
 /// Refuses a directory in memory: its pages cannot be dropped, so nothing would be seen to come in.
-pub(super) fn on_disk(dir: &Path, option: &str) -> Result<()> {
+fn on_disk(dir: &Path, option: &str) -> Result<()> {
     // `TMPFS_MAGIC` and `RAMFS_MAGIC` of `linux/magic.h`.
     const IN_MEMORY: [rustix::fs::FsWord; 2] = [0x0102_1994, 0x8584_58f6];
     let there = dir.ancestors().find_map(|dir| rustix::fs::statfs(dir).ok());
@@ -213,7 +240,7 @@ pub(super) fn on_disk(dir: &Path, option: &str) -> Result<()> {
 }
 
 /// The domain, made with its store if they are missing.
-pub(super) fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Domain> {
+fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Domain> {
     if let Some(parent) = store.parent() {
         fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
     }
