@@ -285,6 +285,18 @@ fn superblocks_go_together() {
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
 
+    // Another image has got a user, and is about to be mounted: its record of being pinned comes later. What nobody is
+    // behind is put right.
+    let two = mount(&sandbox, "two:1", &[]);
+    let run = fs::read_dir(sandbox.path("run")).unwrap().next().unwrap().unwrap().path();
+    let users = run.join("images/default").join("00".repeat(32)).join("users");
+    fs::create_dir_all(&users).unwrap();
+    fs::write(users.join("coming"), "").unwrap();
+    unmount(&two, &[]);
+    assert_eq!(pins(), 1, "somebody comes");
+    sandbox.run(&["mounts", "--reconcile"]).ok();
+    assert_eq!(pins(), 0);
+
     let two = mount(&sandbox, "two:1", &[]);
     let file = File::open(two.join("deep/other")).unwrap();
     unmount(&two, &["--force"]);

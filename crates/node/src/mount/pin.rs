@@ -259,7 +259,7 @@ impl Mounter<'_> {
         if !self.is_idle(domain, image)? {
             return Ok(false);
         }
-        if self.shares_inodes(domain, image)? {
+        if self.pinned_backend(domain, image)? == Some(Backend::InodeShare) {
             return self.unpin_domain_if_idle(domain, image, lock);
         }
         self.take_down_pin(domain, image)?;
@@ -280,11 +280,12 @@ impl Mounter<'_> {
         let pinned = self.pinned_images()?;
         let mut others = Vec::new();
         for (_, other) in pinned.iter().filter(|(name, other)| name == domain && other != image) {
-            if self.shares_inodes(domain, other)? {
-                if !self.is_idle(domain, other)? {
-                    return Ok(false);
-                }
-                others.push(other);
+            match self.pinned_backend(domain, other)? {
+                Some(Backend::Overlay) => {}
+                // One that is not pinned yet may be about to be, for a user that has come.
+                _ if !self.is_idle(domain, other)? => return Ok(false),
+                Some(Backend::InodeShare) => others.push(other),
+                None => {}
             }
         }
         self.take_down_pin(domain, image)?;
@@ -304,10 +305,11 @@ impl Mounter<'_> {
         Ok(dir.exists() && list(&dir.join("users"))?.is_empty())
     }
 
-    fn shares_inodes(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+    /// How an image is pinned, if it is.
+    fn pinned_backend(&self, domain: &str, image: &Digest) -> Result<Option<Backend>, MountError> {
         let path = self.run.image_dir(domain, image).join("pin.json");
         let record: Option<PinRecord> = read_json(&path)?;
-        Ok(record.is_some_and(|record| record.backend == Backend::InodeShare))
+        Ok(record.map(|record| record.backend))
     }
 
     /// Unmounts what is pinned of an image, with its lock held.
