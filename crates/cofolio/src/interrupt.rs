@@ -6,6 +6,7 @@
 //! Should that one be killed too, the next gc does it.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -66,6 +67,14 @@ pub(crate) fn end_on_signal(ui: &Ui, store: &Path, resumes: bool) -> std::io::Re
         }
     })?;
     Ok(EndsOnSignal(handle))
+}
+
+/// What such work is to do, as long as the flag of [`flag`] is not set.
+pub(crate) fn go_on(stop: &AtomicBool) -> ControlFlow<()> {
+    match stop.load(Relaxed) {
+        true => ControlFlow::Break(()),
+        false => ControlFlow::Continue(()),
+    }
 }
 
 /// A flag that a signal to end sets, for work that looks at it often and cleans up after itself. The second

@@ -1,6 +1,4 @@
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::atomic::Ordering::Relaxed;
 
 use clap::ValueEnum;
 use cofolio_node::export::{
@@ -112,10 +110,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let counter = Counter::new(context.ui, "exporting");
     let report = export(&domain, exported, &destination, &options, &mut |done| {
         counter.set(done.bytes, || format!("layer {} of {}", done.layer + 1, done.layers));
-        match stop.load(Relaxed) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
+        interrupt::go_on(&stop)
     })?;
     drop(counter);
     if context.ui.json {
@@ -149,10 +144,7 @@ fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome 
     let counter = Counter::new(context.ui, "exporting");
     let report = export_filesystem(&domain, &image, path, args.lz4, &mut |done| {
         counter.set(done.bytes, || "files".to_owned());
-        match stop.load(Relaxed) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
+        interrupt::go_on(&stop)
     })?;
     drop(counter);
     if context.ui.json {

@@ -1,6 +1,3 @@
-use std::ops::ControlFlow;
-use std::sync::atomic::Ordering::Relaxed;
-
 use cofolio_node::pack::{PackOptions, PackReport, pack};
 use cofolio_store::{Digest, Domain};
 
@@ -73,10 +70,7 @@ pub(crate) fn pack_one(
     let counter = Counter::new(context.ui, "packing");
     let report = pack(domain, image, options, &mut |done, total| {
         counter.set_of(done, total, || "files".to_owned());
-        match stop.load(Relaxed) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
+        interrupt::go_on(&stop)
     })?;
     Ok(report)
 }
