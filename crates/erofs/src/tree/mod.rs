@@ -17,6 +17,7 @@
 //! once and written, so this costs less than the bookkeeping would.
 
 mod content;
+mod delta;
 mod digests;
 mod error;
 mod names;
@@ -29,6 +30,7 @@ pub use content::{
     Content, EXTERNAL_MAX, INLINE_MAX, Meta, NAME_MAX, Payload, S_IFBLK, S_IFCHR, S_IFDIR, S_IFIFO,
     S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, object_path,
 };
+pub use delta::{Delta, delta};
 pub use error::TreeError;
 pub use walk::{Visit, Walk};
 pub use xattr::Xattrs;

@@ -165,7 +165,7 @@ impl<'t> Attrs<'t> {
             fingerprint_bit: filter_bit(FINGERPRINT),
             has_acl: false,
         };
-        let label = tree.xattr(tree.root(), b"security.selinux").filter(|_| plan.data.is_none());
+        let label = tree.xattr(tree.root(), b"security.selinux").filter(|_| plan.is_metadata);
         attrs.ghost = label.map(|l| attrs.add_base(vec![(Cow::Borrowed(b"security.selinux"), l)]));
         for at in plan.nodes() {
             attrs.count(plan, at.node);
@@ -491,7 +491,7 @@ fn marks(plan: &Plan<'_>, inode: InodeId) -> u8 {
         if plan.holds_whiteouts(inode) {
             marks |= WHITEOUT_DIR;
         }
-        if inode == tree.root() && plan.data.is_none() {
+        if inode == tree.root() && plan.is_metadata {
             marks |= ROOT;
         }
     } else if plan.has_whiteouts && tree.content(inode).is_whiteout() {

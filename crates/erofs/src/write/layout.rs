@@ -73,7 +73,7 @@ impl<'a> Stored<'a> {
                     Body::Dir(names) => u32::try_from(names.subdirs() + 2).unwrap_or(u32::MAX),
                     _ => tree.file_nlink(inode),
                 };
-                let whiteout = plan.data.is_none() && tree.content(inode).is_whiteout();
+                let whiteout = plan.is_metadata && tree.content(inode).is_whiteout();
                 let mode = if whiteout { S_IFREG | (meta.mode & !S_IFMT) } else { meta.mode };
                 (meta, mode, nlink, body, tree.has_odd_size(inode) && !whiteout)
             }

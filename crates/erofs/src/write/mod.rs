@@ -109,7 +109,7 @@ pub fn write(
             return Err(WriteError::Version { version });
         }
     }
-    let plan = Plan::new(tree, None);
+    let plan = Plan::metadata(tree);
     let version = if plan.has_whiteouts {
         options.max_version.max(options.min_version)
     } else {
@@ -134,7 +134,15 @@ pub fn write_data(
     sink: impl Write,
 ) -> Result<WriteReport, WriteError> {
     let checked = Checked::new(data, tree)?;
-    write_planned(&Plan::new(tree, Some(&checked)), 0, sink)
+    write_planned(&Plan::with_data(tree, &checked), 0, sink)
+}
+
+/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]): its whiteouts are whiteouts.
+///
+/// # Errors
+/// [`WriteError`]. When the sink failed, part of the image may have been written.
+pub fn write_layer(tree: &Tree, sink: impl Write) -> Result<WriteReport, WriteError> {
+    write_planned(&Plan::layer(tree), 0, sink)
 }
 
 fn write_planned(
@@ -496,7 +504,7 @@ fn file_type(plan: &Plan<'_>, node: Node) -> FileType {
     match node {
         Node::Ghost(_) => FileType::CharDevice,
         // A whiteout is stored as a regular file.
-        Node::Inode(inode) if plan.data.is_none() && tree.content(inode).is_whiteout() => {
+        Node::Inode(inode) if plan.is_metadata && tree.content(inode).is_whiteout() => {
             FileType::Regular
         }
         Node::Inode(inode) => FileType::of_mode(tree.meta(inode).mode).unwrap_or(FileType::Regular),

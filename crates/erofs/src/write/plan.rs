@@ -39,9 +39,11 @@ pub(super) struct NodeAt<'p> {
 pub(crate) struct Plan<'t> {
     pub(super) tree: &'t Tree,
     /// Where the content of files is, in an image that is mounted by itself. Without, it is for an overlay with an
-    /// object store below it: names of the root hide what is in there, and whiteouts of the tree are kept from being
-    /// whiteouts.
+    /// object store below it.
     pub(super) data: Option<&'t Checked<'t>>,
+    /// It is a metadata image: names of its root hide what is in the object store, and whiteouts of the tree are kept
+    /// from being whiteouts.
+    pub(super) is_metadata: bool,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,
     /// All inodes but the root, in the order in which they are stored: as in `names`, but with
@@ -56,11 +58,27 @@ pub(crate) struct Plan<'t> {
 }
 
 impl<'t> Plan<'t> {
-    pub(super) fn new(tree: &'t Tree, data: Option<&'t Checked<'t>>) -> Plan<'t> {
-        let ghosts = if data.is_none() { 256 } else { 0 };
+    /// The order of a metadata image.
+    pub(super) fn metadata(tree: &'t Tree) -> Plan<'t> {
+        Plan::new(tree, None, true)
+    }
+
+    /// The order of an image that is mounted by itself.
+    pub(super) fn with_data(tree: &'t Tree, data: &'t Checked<'t>) -> Plan<'t> {
+        Plan::new(tree, Some(data), false)
+    }
+
+    /// The order of a layer over a metadata image.
+    pub(super) fn layer(tree: &'t Tree) -> Plan<'t> {
+        Plan::new(tree, None, false)
+    }
+
+    fn new(tree: &'t Tree, data: Option<&'t Checked<'t>>, is_metadata: bool) -> Plan<'t> {
+        let ghosts = if is_metadata { 256 } else { 0 };
         let mut plan = Plan {
             tree,
             data,
+            is_metadata,
             names: Vec::with_capacity(tree.entry_count() + ghosts),
             order: Vec::with_capacity(tree.inode_count() + ghosts),
             whiteout_dirs: BitSet::new(tree.inode_capacity()),
@@ -69,7 +87,7 @@ impl<'t> Plan<'t> {
             min_time: time_of(tree.meta(tree.root())),
         };
         let mut stored = BitSet::new(tree.inode_capacity());
-        append_names(tree, tree.root(), data.is_none(), &mut plan.names);
+        append_names(tree, tree.root(), is_metadata, &mut plan.names);
         let mut at = 0;
         while let Some(&raw) = plan.names.get(at) {
             match node_of(tree, raw) {
@@ -100,7 +118,7 @@ impl<'t> Plan<'t> {
             Content::Directory => {
                 append_names(self.tree, inode, false, &mut self.names);
             }
-            content if self.data.is_none() && content.is_whiteout() => {
+            content if self.is_metadata && content.is_whiteout() => {
                 self.has_whiteouts = true;
                 self.whiteout_dirs.replace(self.tree.entry_parent(entry).index());
             }
@@ -145,7 +163,7 @@ impl<'p> Iterator for Nodes<'p> {
             }
         };
         let count = match node {
-            Node::Inode(inode) if inode == tree.root() && self.plan.data.is_none() => {
+            Node::Inode(inode) if inode == tree.root() && self.plan.is_metadata => {
                 root_name_count(tree)
             }
             Node::Inode(inode) => tree.child_count(inode),
