@@ -39,6 +39,8 @@ fn copy(tree: &Tree, mut rng: Option<&mut Rng>) -> Tree {
         }
         let (mut meta, mut content) = (tree.meta(visit.inode), content);
         let other = [7; 32];
+        // No user at all: nobody may look into such a directory, root included.
+        (meta.uid, meta.gid) = (meta.uid.min(u32::MAX - 1), meta.gid.min(u32::MAX - 1));
         if let Some(rng) = rng.as_mut()
             && rng.once_in(20)
         {
