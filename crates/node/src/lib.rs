@@ -1,5 +1,6 @@
 //! What Cofolio knows of this machine: importing OCI images, mounting, the ledger.
 
+pub mod base;
 pub mod bundle;
 pub mod contents;
 pub mod diff;

@@ -15,6 +15,7 @@
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
+use crate::base::Base;
 use crate::disk::{Disk, Kind, StoredFile};
 use crate::domain::SPLIT_SUFFIX;
 use crate::error::{At, Error, Result};
@@ -41,6 +42,8 @@ pub struct Publish {
     pub refs: Vec<(String, Ref)>,
     /// Roots to make or to replace.
     pub roots: Vec<Root>,
+    /// Images, and what they are to be mounted over. All three are staged or in place.
+    pub bases: Vec<(Digest, Base)>,
     /// Segments that staged packs need. A pack takes the place of those that its image had before.
     pub segments: Vec<Digest>,
 }
@@ -85,6 +88,9 @@ impl Staging {
         }
         for (name, record) in &publish.refs {
             records.pending.push(self.domain.prepare_ref(name, record).map_err(no_space)?);
+        }
+        for (image, base) in &publish.bases {
+            records.pending.push(self.domain.prepare_base(image, base).map_err(no_space)?);
         }
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
@@ -154,7 +160,10 @@ impl Staging {
     fn check_parts(&self, publish: &Publish, missing: &mut Missing) -> Result<()> {
         let refs = publish.refs.iter().map(|(_, record)| record);
         let images = refs.clone().map(|record| &record.image);
-        for image in images.chain(publish.roots.iter().flat_map(|root| &root.images)) {
+        let bases = publish.bases.iter();
+        let bases = bases.flat_map(|(image, base)| [image, &base.base, &base.delta]);
+        let rooted = publish.roots.iter().flat_map(|root| &root.images);
+        for image in images.chain(rooted).chain(bases) {
             if self.domain.file_size(&self.image_file(image))?.is_none()
                 && !self.domain.has_image(image)?
             {

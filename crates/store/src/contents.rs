@@ -54,6 +54,14 @@ pub(crate) enum Part {
 }
 
 impl Part {
+    /// The image, if it is one.
+    pub(crate) fn image(&self) -> Option<Digest> {
+        match self {
+            Self::Image(digest) => Some(*digest),
+            Self::Layer(_) | Self::Split(_) => None,
+        }
+    }
+
     /// Visits the objects of the part.
     pub(crate) fn visit(
         &self,

@@ -92,7 +92,13 @@ impl Domain {
         let _lock = self.lock_shared()?;
         let mut report = DuReport::default();
         let mut usage = self.allocated(&mut report)?;
-        let images = self.images()?;
+        let derived = self.derived_images()?;
+        let (derived, images): (Vec<_>, Vec<_>) =
+            self.images()?.into_iter().partition(|image| derived.contains(image));
+        for image in derived {
+            let path = self.image_file(&image);
+            report.metadata_bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
+        }
         let refs = self.readable_refs()?;
         for (number, image) in images.iter().enumerate() {
             self.visit_image(image, contents, &mut |digest, _| {

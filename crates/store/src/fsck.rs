@@ -35,6 +35,10 @@ pub enum FindingKind {
     ImageAltered,
     /// An image cannot be read as one.
     ImageUnreadable,
+    /// A base or a delta that nothing else needs has another digest than its name, or cannot be read.
+    BaseAltered,
+    /// What an image is mounted over is not there, or nobody knows what it is.
+    BaseIncomplete,
     /// A layer, or the split of one, cannot be read as such.
     LayerUnreadable,
     /// A segment's content has another digest than its name.
@@ -80,6 +84,8 @@ impl FindingKind {
             Self::ObjectAltered => "object-altered",
             Self::ImageAltered => "image-altered",
             Self::ImageUnreadable => "image-unreadable",
+            Self::BaseAltered => "base-altered",
+            Self::BaseIncomplete => "base-incomplete",
             Self::LayerUnreadable => "layer-unreadable",
             Self::SegmentAltered => "segment-altered",
             Self::SegmentUnreadable => "segment-unreadable",
@@ -100,11 +106,13 @@ impl FindingKind {
         }
     }
 
-    /// Whether it is about a segment or a pack, which can be made again from objects.
+    /// Whether it is about something that can be made again from images and objects: a base, a delta, a segment, a pack.
     pub fn is_derived(self) -> bool {
         matches!(
             self,
-            Self::SegmentAltered
+            Self::BaseAltered
+                | Self::BaseIncomplete
+                | Self::SegmentAltered
                 | Self::SegmentUnreadable
                 | Self::PackAltered
                 | Self::PackUnreadable
@@ -247,6 +255,7 @@ impl Domain {
             return Ok(report);
         }
         let (users, mut named) = self.fsck_parts(contents, options, &mut report)?;
+        self.fsck_bases(&mut report)?;
         self.fsck_packs(contents, options, &mut report)?;
         self.fsck_refs(&mut report)?;
         self.fsck_roots(&mut report)?;
@@ -288,25 +297,29 @@ impl Domain {
                 }
             }
         }
+        let derived = self.derived_images()?;
         let mut named: HashMap<Digest, Named> = HashMap::new();
         for (user, part) in users.iter().enumerate() {
             let (path, unreadable) = match part {
                 Part::Image(digest) => {
                     report.images += 1;
                     let path = self.image_file(digest);
+                    let (altered, unreadable) = match derived.contains(digest) {
+                        true => (FindingKind::BaseAltered, FindingKind::BaseAltered),
+                        false => (FindingKind::ImageAltered, FindingKind::ImageUnreadable),
+                    };
                     if options.rehash {
                         let file = self.open_image(digest)?;
                         report.hashed_bytes += file.size().at("look at", &path)?;
                         let actual = hash_file(&file)?;
                         if actual != *digest {
                             let detail = format!("its content has digest {actual}");
-                            let finding = Finding::new(FindingKind::ImageAltered, path, detail);
-                            report.add(finding.about(digest));
+                            report.add(Finding::new(altered, path, detail).about(digest));
                             // What an altered image names means nothing.
                             continue;
                         }
                     }
-                    (path, FindingKind::ImageUnreadable)
+                    (path, unreadable)
                 }
                 Part::Layer(chain_id) => {
                     report.layers += 1;

@@ -14,6 +14,7 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 
+use crate::base::with_bases;
 use crate::contents::{Contents, DigestSet, Part};
 use crate::disk::{Kind, LockMode};
 use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
@@ -152,6 +153,8 @@ impl Domain {
         self.sweep_segments(&marks.objects, &mut report)?;
         self.sweep_objects(&marks.objects, &mut report)?;
         if !options.dry_run {
+            let kept = |image: &Digest| marks.parts.contains_key(&Part::Image(*image));
+            self.sweep_bases(kept)?;
             self.sweep_used()?;
             self.sweep_signatures()?;
         }
@@ -196,6 +199,17 @@ impl Domain {
         for (part, kept_by) in &parts {
             part.visit_whole(self, contents, &mut |digest, _| objects.insert(digest))
                 .map_err(|source| part.unreadable(kept_by, source))?;
+        }
+        let images: Vec<_> = parts.keys().filter_map(Part::image).collect();
+        for image in with_bases(images, &self.bases()?) {
+            let (part, mut named) = (Part::Image(image), Vec::new());
+            // What only others are mounted over is derived: if it cannot be read, it is not worth keeping.
+            if !parts.contains_key(&part)
+                && part.visit(self, contents, &mut |digest, _| named.push(digest)).is_ok()
+            {
+                named.into_iter().for_each(|digest| objects.insert(digest));
+                parts.insert(part, "an image over it".to_owned());
+            }
         }
         let mut packs = Vec::new();
         for (pack, segments) in self.packs_with_segments(contents)? {

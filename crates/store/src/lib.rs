@@ -18,6 +18,7 @@
 //! # Ok(()) }
 //! ```
 
+mod base;
 mod buffer;
 mod commit;
 mod contents;
@@ -48,6 +49,7 @@ mod used;
 mod verify;
 pub mod verity;
 
+pub use base::Base;
 pub use buffer::Buffer;
 pub use commit::Publish;
 pub use contents::Contents;

@@ -85,8 +85,8 @@ impl Domain {
         Ok(staging)
     }
 
-    /// Removes the segments and packs among the findings: they can be made again from objects, and are worth nothing as
-    /// they are. Gives the images that had a pack and have none now.
+    /// Removes what is derived among the findings: it can be made again from images and objects, and is worth nothing as it
+    /// is. Gives the images that had a pack and have none now.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
@@ -100,8 +100,11 @@ impl Domain {
             let pack = path.rsplit('/').next().and_then(Pack::of_file);
             images.extend(pack.map(|pack| pack.image));
         }
-        let directory = format!("{}/segments", self.base());
-        self.disk().sync_dir(&directory).at("sync", &directory)?;
+        self.drop_broken_bases()?;
+        for directory in ["segments", "images"] {
+            let directory = format!("{}/{directory}", self.base());
+            self.disk().sync_dir(&directory).at("sync", &directory)?;
+        }
         Ok(images)
     }
 

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::Serialize;
 
+use crate::base::with_bases;
 use crate::contents::{Contents, Part};
 use crate::disk::LockMode;
 use crate::error::{At, BoxError, Error, Result};
@@ -165,13 +166,15 @@ impl Domain {
                 .or_default()
                 .extend(segments.into_iter().chain([pack.digest]));
         }
+        let bases = self.bases()?;
+        let over = |images: &[Digest]| with_bases(images.iter().copied(), &bases);
         for (_, root) in &roots {
             in_use.extend(&root.images);
-            uses.keep(root.images.iter(), root.layers.iter());
+            uses.keep(over(&root.images), root.layers.iter());
         }
-        uses.keep(live.iter(), [].iter());
+        uses.keep(over(live), [].iter());
         for (_, record) in &refs {
-            uses.keep([&record.image].into_iter(), record.layers.iter().map(|l| &l.chain_id));
+            uses.keep(over(&[record.image]), record.layers.iter().map(|l| &l.chain_id));
         }
         let bytes_before = uses.objects.values().map(|object| object.allocated).sum::<u64>()
             + self.parts_bytes()?;
@@ -206,7 +209,9 @@ impl Domain {
             }
             let mut freed = 0;
             for (_, record) in &names {
-                freed += self.release(contents, &mut uses, Part::Image(image))?;
+                for image in over(&[image]) {
+                    freed += self.release(contents, &mut uses, Part::Image(image))?;
+                }
                 for layer in &record.layers {
                     let part = Part::Layer(layer.chain_id.clone());
                     freed += self.release(contents, &mut uses, part)?;
@@ -322,10 +327,10 @@ impl Domain {
 impl Uses {
     fn keep<'a>(
         &mut self,
-        images: impl Iterator<Item = &'a Digest>,
+        images: impl IntoIterator<Item = Digest>,
         layers: impl Iterator<Item = &'a String>,
     ) {
-        let parts = images.map(|image| Part::Image(*image));
+        let parts = images.into_iter().map(Part::Image);
         for part in parts.chain(layers.map(|chain_id| Part::Layer(chain_id.clone()))) {
             *self.parts.entry(part).or_insert(0) += 1;
         }

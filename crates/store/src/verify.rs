@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
+use crate::base::with_bases;
 use crate::contents::{Contents, Part};
 use crate::disk::Piece;
 use crate::error::{At, BoxError, Error, Result};
@@ -43,7 +44,7 @@ pub struct VerifyReport {
 
 impl Domain {
     /// Re-hashes an image and every object that it names, on all processors; of an image that has a pack, that and its
-    /// segments, too. Nothing is collected meanwhile.
+    /// segments, too, and of one with a base, that and the delta. Nothing is collected meanwhile.
     ///
     /// # Errors
     /// [`Error::NoSuchImage`], [`Error::Unreadable`] if the image itself cannot be read as one,
@@ -101,6 +102,7 @@ impl Domain {
         report.objects = total.objects_total;
         report.bytes = bytes.into_inner();
         report.findings = findings.into_inner().unwrap_or_default();
+        report.findings.extend(self.verify_base(image)?);
         report.findings.extend(self.verify_packs(image, contents)?);
         report.findings.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(report)
@@ -161,6 +163,25 @@ impl Domain {
                 None => Ok(None),
             },
         }
+    }
+
+    /// Re-hashes what an image is mounted over, and what goes on top. Objects of those below that it does not name itself,
+    /// nobody sees through it.
+    fn verify_base(&self, image: &Digest) -> Result<Vec<Finding>> {
+        let mut findings = Vec::new();
+        for digest in with_bases([*image], &self.bases()?) {
+            if digest == *image {
+                continue;
+            }
+            let file = self.open_image(&digest)?;
+            let actual = hash_file(&file)?;
+            if actual != digest {
+                let detail = format!("its content has digest {actual}");
+                let finding = Finding::new(FindingKind::BaseAltered, file.path(), detail);
+                findings.push(finding.about(&digest));
+            }
+        }
+        Ok(findings)
     }
 
     /// Re-hashes the packs of an image and the segments that they need.

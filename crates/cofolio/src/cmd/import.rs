@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
+use cofolio_node::base::find_bases;
 use cofolio_node::oci::{self, ImportOptions, ImportReport, Platform, Source};
 use cofolio_node::pack::PackOptions;
 use cofolio_store::{Backend, TrimPlan};
@@ -122,11 +123,19 @@ pub(crate) fn fetch(
     let report = oci::import(&domain, source, &options, &bar)?;
     drop(bar);
     interrupt::published();
-    if domain.backend()? == Backend::InodeShare {
+    let image = report.image.parse()?;
+    match domain.backend()? {
         // It may be here from a time before that was the domain's backend.
-        let image = report.image.parse()?;
-        pack_one(context, &domain, &image, &PackOptions::default())
-            .context("the image is here, but it could not be packed")?;
+        Backend::InodeShare => pack_one(context, &domain, &image, &PackOptions::default())
+            .map(drop)
+            .context("the image is here, but it could not be packed")?,
+        Backend::Overlay => {
+            if let Err(error) = find_bases(&domain, &image) {
+                context.ui.note(format!(
+                    "images that have layers in common with it do not share a base: {error}"
+                ));
+            }
+        }
     }
     // What was known already has not made the store larger.
     let imported = report.image.parse().ok().filter(|_| !report.known);

@@ -294,8 +294,8 @@ impl LayerStyle {
 pub(crate) struct Overlay<'a> {
     /// What mountinfo shows as its source.
     pub(crate) source: &'a str,
-    /// Root of the EROFS mount, or of an id-mapped copy of it.
-    pub(crate) metadata: BorrowedFd<'a>,
+    /// Roots of the EROFS mounts, or of id-mapped copies of them, the topmost first.
+    pub(crate) metadata: &'a [BorrowedFd<'a>],
     /// The `objects/` directory.
     pub(crate) objects: BorrowedFd<'a>,
     /// The upper and the work directory; none for a read-only overlay.
@@ -356,7 +356,7 @@ impl Overlay<'_> {
         let path = |fd: BorrowedFd<'_>| format!("/proc/self/fd/{}", fd.as_raw_fd());
         match style {
             LayerStyle::Descriptor => {
-                context.fd("lowerdir+", self.metadata)?;
+                self.metadata.iter().try_for_each(|layer| context.fd("lowerdir+", *layer))?;
                 context.fd("datadir+", self.objects)?;
                 if let Some((upper, work)) = self.upper {
                     context.fd("upperdir", upper)?;
@@ -365,11 +365,14 @@ impl Overlay<'_> {
                 return Ok(());
             }
             LayerStyle::Append => {
-                context.string("lowerdir+", &path(self.metadata))?;
+                for layer in self.metadata {
+                    context.string("lowerdir+", &path(*layer))?;
+                }
                 context.string("datadir+", &path(self.objects))?;
             }
             LayerStyle::List => {
-                let layers = format!("{}::{}", path(self.metadata), path(self.objects));
+                let metadata: Vec<_> = self.metadata.iter().map(|layer| path(*layer)).collect();
+                let layers = format!("{}::{}", metadata.join(":"), path(self.objects));
                 context.string("lowerdir", &layers)?;
             }
         }

@@ -23,6 +23,7 @@
 //! right by [`Mounter::umount`], by the next mount at the same place, and by
 //! [`Mounter::reconcile`]. [`Step`] lists the points; a test kills a process at each.
 
+mod base;
 mod error;
 mod idmap;
 pub(crate) mod kernel;
@@ -353,6 +354,7 @@ impl<'a> Mounter<'a> {
             pid: std::process::id(),
             created: now(),
         };
+        self.hold_base(self.domain, &record.image)?;
         let lock = self.run.prepare_and_lock(&record.image)?;
         if !self.run.claim(&record, &lock)? {
             // Somebody was faster between `make_room` and here.
@@ -469,17 +471,18 @@ impl<'a> Mounter<'a> {
             if pin.backend == Backend::InodeShare && label.is_none() {
                 let namespace = idmap.map(IdMap::namespace).transpose().map_err(failed)?;
                 let namespace = namespace.as_ref().map(OwnedFd::as_fd);
-                return clone_mount(&pin.root, Path::new(""), flags, namespace).map_err(failed);
+                return clone_mount(&pin.layers[0], Path::new(""), flags, namespace)
+                    .map_err(failed);
             }
             let view = self.view(self.domain, image, pin, idmap, label)?;
             return clone_mount(&view, Path::new(""), flags, None).map_err(failed);
         };
-        let mapped = idmap.map(|idmap| self.mapped(pin.root.as_fd(), idmap)).transpose()?;
-        let metadata = mapped.as_ref().unwrap_or(&pin.root);
-        let open = upper::prepare(upper, metadata)?;
+        let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
+        let layers = mapped.as_ref().unwrap_or(&pin.layers);
+        let open = upper::prepare(upper, &layers[0])?;
         self.step(Step::UpperMade);
         let made = self
-            .overlay(self.domain, image, (metadata.as_fd(), pin.backend), label, Some(&open), asked)
+            .overlay(self.domain, image, (layers, pin.backend), label, Some(&open), asked)
             .map_err(|error| match error {
                 // The kernel names neither of the two; the layers below are our own.
                 MountError::Kernel(error) => MountError::Upper {
@@ -634,6 +637,8 @@ impl<'a> Mounter<'a> {
     /// # Errors
     /// As [`Mounter::mount`].
     pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
+        self.run.prepare()?;
+        self.hold_base(self.domain, image)?;
         let lock = self.run.prepare_and_lock(image)?;
         let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
         root.images = vec![*image];

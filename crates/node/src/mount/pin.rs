@@ -37,8 +37,8 @@ pub struct Pin {
 
 /// An image that is mounted for others to build on.
 pub(crate) struct Pinned {
-    /// The root of its EROFS mount.
-    pub(crate) root: OwnedFd,
+    /// The roots of the EROFS mounts that show it together, the topmost first: more than one if it is over a base.
+    pub(crate) layers: Vec<OwnedFd>,
     /// How it was mounted.
     pub(crate) backend: Backend,
     /// Whether it was made in a store with fs-verity: the mounts over it are as they were made then.
@@ -52,11 +52,11 @@ pub(crate) const KEEPER: &str = "keep";
 pub(crate) const DETACHED: &str = "detached";
 
 /// `EROFS_SUPER_MAGIC_V1` and `OVERLAYFS_SUPER_MAGIC` of `include/uapi/linux/magic.h`.
-const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
+pub(super) const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
 const OVERLAY_MAGIC: u32 = 0x794C_7630;
 
 impl Mounter<'_> {
-    /// Descriptor of the root of the image's EROFS mount, which is made if it is not there.
+    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for it.
     pub(crate) fn pinned(
         &self,
         domain: &Domain,
@@ -70,19 +70,32 @@ impl Mounter<'_> {
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             // It is as it was made, whatever the domain's backend is by now.
             let record: Option<PinRecord> = read_json(&path)?;
-            let (backend, verity) =
-                record.map_or_else(Default::default, |record| (record.backend, record.verity));
-            return Ok(Pinned { root, backend, verity });
+            let (backend, verity, base) = record.map_or_else(Default::default, |record| {
+                (record.backend, record.verity, record.base)
+            });
+            let mut layers = vec![root];
+            if let Some(base) = base {
+                layers.extend(self.mounted_layers(domain.name(), &base)?);
+            }
+            return Ok(Pinned { layers, backend, verity });
         }
         let scratch = open_dir(&dir).at("open", &dir)?;
         let backend = domain.backend()?;
+        let mut below = Vec::new();
         let (mount, record) = match backend {
-            Backend::Overlay => self.mount_image(domain, image, scratch.as_fd())?,
+            Backend::Overlay => match self.mount_delta(domain, image, scratch.as_fd())? {
+                Some((mount, record, layers)) => {
+                    below = layers;
+                    (mount, record)
+                }
+                None => self.mount_image(domain, image, image, scratch.as_fd())?,
+            },
             Backend::InodeShare => {
                 let packed = self.open_pack(domain, image)?;
                 let mount = self.mount_pack(&packed, &source_of(image), scratch.as_fd())?;
                 let record = PinRecord {
                     backend,
+                    base: None,
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
@@ -104,14 +117,17 @@ impl Mounter<'_> {
             path: at,
             reason: "the image does not stay mounted".to_owned(),
         })?;
-        Ok(Pinned { root, backend, verity })
+        let layers = std::iter::once(root).chain(below).collect();
+        Ok(Pinned { layers, backend, verity })
     }
 
-    /// Mounts a metadata image, detached, after it and the sizes of its objects were checked.
-    fn mount_image(
+    /// Mounts a metadata image, detached, after it and the sizes of its objects were checked. mountinfo will show `shown` as
+    /// its source.
+    pub(super) fn mount_image(
         &self,
         domain: &Domain,
         image: &Digest,
+        shown: &Digest,
         scratch: BorrowedFd<'_>,
     ) -> Result<(OwnedFd, PinRecord), MountError> {
         let file = domain.open_image(image)?;
@@ -125,10 +141,11 @@ impl Mounter<'_> {
             self.check_sizes(&file, image, &objects)?
         };
         let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
-        let (mount, backing) = mount_erofs(descriptor, &source_of(image), scratch, self.force_loop)
+        let (mount, backing) = mount_erofs(descriptor, &source_of(shown), scratch, self.force_loop)
             .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
         let record = PinRecord {
             backend: Backend::Overlay,
+            base: None,
             backing,
             verity,
             objects_checked,
@@ -148,17 +165,16 @@ impl Mounter<'_> {
         idmap: Option<&IdMap>,
         label: Option<&str>,
     ) -> Result<OwnedFd, MountError> {
-        let metadata = pin.root.as_fd();
         let at =
             self.run.image_dir(domain.name(), image).join("views").join(view_key(idmap, label));
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, OVERLAY_MAGIC)? {
             return Ok(root);
         }
-        let mapped = idmap.map(|idmap| self.mapped(metadata, idmap)).transpose()?;
-        let metadata = mapped.as_ref().map_or(metadata, AsFd::as_fd);
+        let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
+        let layers = mapped.as_ref().unwrap_or(&pin.layers);
         let asked = Asked { idmap: idmap.is_some() };
-        let mount = self.overlay(domain, image, (metadata, pin.backend), label, None, asked)?;
+        let mount = self.overlay(domain, image, (layers, pin.backend), label, None, asked)?;
         self.step(Step::ViewMade);
         place(&mount, &at)?;
         self.step(Step::Viewed);
@@ -173,7 +189,7 @@ impl Mounter<'_> {
         &self,
         domain: &Domain,
         image: &Digest,
-        (metadata, backend): (BorrowedFd<'_>, Backend),
+        (layers, backend): (&[OwnedFd], Backend),
         label: Option<&str>,
         upper: Option<&super::upper::OpenUpper>,
         asked: Asked,
@@ -182,7 +198,7 @@ impl Mounter<'_> {
         let objects = open_dir(&objects).at("open", &objects)?;
         let overlay = Overlay {
             source: &source_of(image),
-            metadata,
+            metadata: &layers.iter().map(AsFd::as_fd).collect::<Vec<_>>(),
             objects: objects.as_fd(),
             upper: upper.map(|upper| (upper.upper.as_fd(), upper.work.as_fd())),
             volatile: upper.is_some_and(|upper| upper.volatile),
@@ -194,18 +210,17 @@ impl Mounter<'_> {
         mount.map_err(|error| MountError::from_kernel(error, asked))
     }
 
-    /// An id-mapped copy of the image's EROFS mount. An id map goes below the overlay: overlayfs
+    /// Id-mapped copies of the image's EROFS mounts. An id map goes below the overlay: overlayfs
     /// itself refuses to be id-mapped, but over an id-mapped mount it shows the mapped owners.
-    pub(crate) fn mapped(
-        &self,
-        metadata: BorrowedFd<'_>,
-        idmap: &IdMap,
-    ) -> Result<OwnedFd, MountError> {
+    pub(crate) fn mapped(&self, pin: &Pinned, idmap: &IdMap) -> Result<Vec<OwnedFd>, MountError> {
         let asked = Asked { idmap: true };
         let namespace = idmap.namespace().map_err(|error| MountError::from_kernel(error, asked))?;
         let rdonly = MountAttrFlags::MOUNT_ATTR_RDONLY;
-        clone_mount(metadata, Path::new(""), rdonly, Some(namespace.as_fd()))
-            .map_err(|error| MountError::from_kernel(error, asked))
+        let mapped = pin.layers.iter().map(|layer| {
+            clone_mount(layer, Path::new(""), rdonly, Some(namespace.as_fd()))
+                .map_err(|error| MountError::from_kernel(error, asked))
+        });
+        mapped.collect()
     }
 
     /// Compares the size of every object with what the image says; returns how many there are.
@@ -259,10 +274,12 @@ impl Mounter<'_> {
         if !self.is_idle(domain, image)? {
             return Ok(false);
         }
-        if self.pinned_backend(domain, image)? == Some(Backend::InodeShare) {
+        let record = self.pin_record(domain, image)?;
+        if record.as_ref().is_some_and(|record| record.backend == Backend::InodeShare) {
             return self.unpin_domain_if_idle(domain, image, lock);
         }
         self.take_down_pin(domain, image)?;
+        self.release_base(domain, image, record.and_then(|record| record.base), lock)?;
         Ok(true)
     }
 
@@ -280,7 +297,7 @@ impl Mounter<'_> {
         let pinned = self.pinned_images()?;
         let mut others = Vec::new();
         for (_, other) in pinned.iter().filter(|(name, other)| name == domain && other != image) {
-            match self.pinned_backend(domain, other)? {
+            match self.pin_record(domain, other)?.map(|record| record.backend) {
                 Some(Backend::Overlay) => {}
                 // One that is not pinned yet may be about to be, for a user that has come.
                 _ if !self.is_idle(domain, other)? => return Ok(false),
@@ -306,10 +323,12 @@ impl Mounter<'_> {
     }
 
     /// How an image is pinned, if it is.
-    fn pinned_backend(&self, domain: &str, image: &Digest) -> Result<Option<Backend>, MountError> {
-        let path = self.run.image_dir(domain, image).join("pin.json");
-        let record: Option<PinRecord> = read_json(&path)?;
-        Ok(record.map(|record| record.backend))
+    pub(super) fn pin_record(
+        &self,
+        domain: &str,
+        image: &Digest,
+    ) -> Result<Option<PinRecord>, MountError> {
+        read_json(&self.run.image_dir(domain, image).join("pin.json"))
     }
 
     /// Unmounts what is pinned of an image, with its lock held.
@@ -439,7 +458,7 @@ fn make_dir(path: &Path) -> Result<(), MountError> {
 }
 
 /// The root of a mount of this kind at `path`, if there is one on top.
-fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, MountError> {
+pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, MountError> {
     let root = match open_dir(path) {
         Err(rustix::io::Errno::NOENT) => return Ok(None),
         other => other.at("open", path)?,

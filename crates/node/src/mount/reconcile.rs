@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use cofolio_store::{Digest, Domain, RootKind};
 use serde::Serialize;
 
+use super::base::image_of_user;
 use super::error::{Asked, At as _, MountError};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
@@ -400,10 +401,15 @@ impl Mounter<'_> {
         let lock = self.run.lock_image(image)?;
         let users = self.run.image_dir(domain, image).join("users");
         for user in list(&users)? {
-            if user != KEEPER
-                && user != DETACHED
-                && self.run.record(&user)?.is_none_or(|r| r.image != *image)
-            {
+            let stays = match image_of_user(&user) {
+                Some(over) => self.uses_base(domain, &over, image, &lock)?,
+                None => {
+                    user == KEEPER
+                        || user == DETACHED
+                        || self.run.record(&user)?.is_some_and(|r| r.image == *image)
+                }
+            };
+            if !stays {
                 remove_file(&users.join(user))?;
                 *leftovers += 1;
             }

@@ -177,6 +177,9 @@ pub struct PinRecord {
     /// How it is mounted.
     #[serde(default)]
     pub backend: Backend,
+    /// The image that it is mounted over, if it is only what it has besides.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<Digest>,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.

@@ -18,7 +18,7 @@ use super::layer::DEFAULT_DIR;
 use super::manifest::is_whole_name;
 use super::merge::{self, Hidden, MergeError};
 use super::objects::Workers;
-use super::overlay::Overlay;
+use super::overlay::{LayerDump, Overlay};
 use super::progress::{LayerStart, Phase, Progress};
 use super::source::{Chosen, FoundImage, FoundLayer, Opened, Source};
 use super::unpack::{
@@ -499,6 +499,25 @@ fn build(
         }
         Ok((merged, hidden))
     })
+}
+
+/// The tree of a chain of layers that are all in the store.
+///
+/// # Errors
+/// Those of the store; [`ImportError::Image`] for layers that do not fit on each other.
+pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportError> {
+    let mut tree = Tree::new(DEFAULT_DIR);
+    for chain_id in chain {
+        let dump = LayerDump::File(domain.open_layer(chain_id)?);
+        let layer = Overlay::read(dump).map_err(store_error)?;
+        merge::apply(&mut tree, &layer, &mut Hidden::new()).map_err(|error| match error {
+            MergeError::Dump(error) => store_error(error),
+            MergeError::Entry { path, what } => {
+                ImportError::Image { what: format!("layer {chain_id}: {}: {what}", shown(&path)) }
+            }
+        })?;
+    }
+    Ok(tree)
 }
 
 fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {

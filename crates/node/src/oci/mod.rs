@@ -43,10 +43,12 @@ mod unpack;
 use cofolio_store::Damage;
 
 pub use error::ImportError;
+pub(crate) use import::merged;
 pub use import::{ImportReport, LayerReport, import};
 pub use manifest::Platform;
 pub use progress::{LayerStart, Phase, Progress, Silent};
 pub use source::Source;
+pub(crate) use unpack::objects;
 
 use crate::registry::RegistryOptions;
 use crate::trust::Arrival;

@@ -164,7 +164,8 @@ fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
     };
     tried.erofs_xattr = erofs_xattr(&mount);
     let style = |style| {
-        let overlay = overlay(mount.as_fd(), objects.as_fd());
+        let metadata = [mount.as_fd()];
+        let overlay = overlay(&metadata, objects.as_fd());
         answer(overlay.mount(&[style]).map(|_| "an overlay mounts".to_owned()))
     };
     tried.overlay_data_only = style(LayerStyle::List);
@@ -175,7 +176,7 @@ fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
     Ok(())
 }
 
-fn overlay<'a>(metadata: BorrowedFd<'a>, objects: BorrowedFd<'a>) -> Overlay<'a> {
+fn overlay<'a>(metadata: &'a [BorrowedFd<'a>], objects: BorrowedFd<'a>) -> Overlay<'a> {
     Overlay {
         source: "cofolio:probe",
         metadata,
@@ -211,7 +212,8 @@ fn idmap(mount: &OwnedFd, objects: BorrowedFd<'_>) -> Found {
     if let Err(error) = mount_setattr(mount, &attr) {
         return absent(format!("mount_setattr: {error}"));
     }
-    let overlay = overlay(mount.as_fd(), objects);
+    let metadata = [mount.as_fd()];
+    let overlay = overlay(&metadata, objects);
     answer(overlay.mount(&LayerStyle::ALL).map(|_| "an overlay over it mounts".to_owned()))
 }
 

@@ -1,0 +1,158 @@
+//! Images over a base: one EROFS superblock of the base, and a small one of what each has besides.
+//!
+//! A base is pinned like any image, and each image over it is one of its users (`users/image-<digest>`). Whoever is about to
+//! pin an image has its base held first, and locks the image after that: two locks of images are never waited for together.
+//! A base that cannot be had is no reason to fail: the image is mounted from its own metadata image then.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use cofolio_store::{Backend, Digest, Domain};
+
+use super::error::MountError;
+use super::pin::{EROFS_MAGIC, mounted_root};
+use super::state::{ImageLock, PinRecord, remove_file};
+use super::{Mounter, mark_user};
+
+/// More images than this are not mounted over each other.
+const DEPTH_MAX: usize = 16;
+
+/// A mount of a delta, how it was made, and the layers below it.
+type OverBase = (OwnedFd, PinRecord, Vec<OwnedFd>);
+
+/// Name of the user that an image is of its base.
+fn user_name(image: &Digest) -> String {
+    format!("image-{image}")
+}
+
+/// The image that a user of this name is, if it is one.
+pub(super) fn image_of_user(user: &str) -> Option<Digest> {
+    user.strip_prefix("image-")?.parse().ok()
+}
+
+impl Mounter<'_> {
+    /// Pins the base of an image that is about to be pinned, and says there who needs it.
+    pub(super) fn hold_base(&self, domain: &Domain, image: &Digest) -> Result<(), MountError> {
+        self.hold_base_below(domain, image, &mut Vec::new())
+    }
+
+    fn hold_base_below(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        above: &mut Vec<Digest>,
+    ) -> Result<(), MountError> {
+        let at = self.run.image_dir(domain.name(), image).join("erofs");
+        above.push(*image);
+        if domain.backend()? != Backend::Overlay || mounted_root(&at, EROFS_MAGIC)?.is_some() {
+            return Ok(());
+        }
+        let Some(base) = domain.base_of(image)?.map(|base| base.base) else { return Ok(()) };
+        if above.len() >= DEPTH_MAX || above.contains(&base) {
+            return Ok(());
+        }
+        self.hold_base_below(domain, &base, above)?;
+        let lock = self.run.prepare_and_lock(&base)?;
+        mark_user(&self.run, domain.name(), &base, &user_name(image))?;
+        if self.pinned(domain, &base, &lock).is_err() {
+            self.unmark(domain.name(), &base, image)?;
+            self.unpin_if_idle(domain.name(), &base, &lock)?;
+        }
+        Ok(())
+    }
+
+    /// Mounts what an image has besides its base, detached, if the base is held for it.
+    pub(super) fn mount_delta(
+        &self,
+        domain: &Domain,
+        image: &Digest,
+        scratch: BorrowedFd<'_>,
+    ) -> Result<Option<OverBase>, MountError> {
+        let Some(base) = domain.base_of(image)? else { return Ok(None) };
+        let held =
+            self.run.image_dir(domain.name(), &base.base).join("users").join(user_name(image));
+        if !held.exists() {
+            return Ok(None);
+        }
+        let Ok(layers) = self.mounted_layers(domain.name(), &base.base) else { return Ok(None) };
+        let Ok((mount, record)) = self.mount_image(domain, &base.delta, image, scratch) else {
+            return Ok(None);
+        };
+        let below = self.pin_record(domain.name(), &base.base)?;
+        let verity = record.verity && below.is_some_and(|below| below.verity);
+        let record = PinRecord { base: Some(base.base), verity, ..record };
+        Ok(Some((mount, record, layers)))
+    }
+
+    /// The roots of the EROFS mounts that show a pinned image together, the topmost first.
+    pub(super) fn mounted_layers(
+        &self,
+        domain: &str,
+        image: &Digest,
+    ) -> Result<Vec<OwnedFd>, MountError> {
+        let mut layers = Vec::new();
+        let mut next = Some(*image);
+        while let Some(image) = next {
+            let at = self.run.image_dir(domain, &image).join("erofs");
+            let record = self.pin_record(domain, &image)?;
+            let root = mounted_root(&at, EROFS_MAGIC)?;
+            let usable = record.filter(|record| record.backend == Backend::Overlay).zip(root);
+            let Some((record, root)) = usable.filter(|_| layers.len() < DEPTH_MAX) else {
+                let reason =
+                    "another image is mounted over this one, which is not mounted any more";
+                return Err(MountError::State { path: at, reason: reason.to_owned() });
+            };
+            layers.push(root);
+            next = record.base;
+        }
+        Ok(layers)
+    }
+
+    /// An image that is not pinned any more needs its base no more. If somebody is at work on that, it stays until
+    /// [`Mounter::reconcile`].
+    pub(super) fn release_base(
+        &self,
+        domain: &str,
+        image: &Digest,
+        base: Option<Digest>,
+        lock: &ImageLock,
+    ) -> Result<(), MountError> {
+        let base = match base {
+            Some(base) => base,
+            None => match self.domain_of(domain)?.base_of(image)? {
+                Some(base) => base.base,
+                None => return Ok(()),
+            },
+        };
+        let users = self.run.image_dir(domain, &base).join("users");
+        if !users.join(user_name(image)).exists() {
+            return Ok(());
+        }
+        let own = if lock.covers(&base) { None } else { self.run.try_lock_image(&base)? };
+        let Some(base_lock) = own.as_ref().or_else(|| lock.covers(&base).then_some(lock)) else {
+            return Ok(());
+        };
+        self.unmark(domain, &base, image)?;
+        self.unpin_if_idle(domain, &base, base_lock)?;
+        Ok(())
+    }
+
+    /// Whether an image is, or may be about to be, mounted over a base, whose lock is held.
+    pub(super) fn uses_base(
+        &self,
+        domain: &str,
+        image: &Digest,
+        base: &Digest,
+        lock: &ImageLock,
+    ) -> Result<bool, MountError> {
+        let own = if lock.covers(image) { None } else { self.run.try_lock_image(image)? };
+        if own.is_none() && !lock.covers(image) {
+            return Ok(true);
+        }
+        Ok(self.pin_record(domain, image)?.is_some_and(|record| record.base == Some(*base)))
+    }
+
+    fn unmark(&self, domain: &str, base: &Digest, image: &Digest) -> Result<(), MountError> {
+        let users = self.run.image_dir(domain, base).join("users");
+        remove_file(&users.join(user_name(image)))
+    }
+}

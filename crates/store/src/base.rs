@@ -1,0 +1,175 @@
+//! Images on a base: `bases/<image>` says which other image an image is mounted over, and with what on top.
+//!
+//! ```text
+//! image ──▶ base    an image of its own, which others are mounted over, too
+//!      └──▶ delta   what the image has besides: an image file that only makes sense over its base
+//! ```
+//!
+//! Both are in `images/`, and kept as long as the image is. They are derived: without them the image is mounted from its own
+//! metadata image, and takes more memory. So nothing here is ever a reason to fail.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::disk::{Kind, Purpose};
+use crate::domain::{is_absent, to_json};
+use crate::error::{At, Result};
+use crate::fsck::{Finding, FindingKind, FsckReport};
+use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
+use crate::{Digest, Domain};
+
+/// Compatible: `bases/` is kept. Who does not know it collects bases and deltas, which costs memory and nothing else.
+pub(crate) const FEATURE: &str = "bases";
+/// Directory of the records.
+pub(crate) const DIRECTORY: &str = "bases";
+
+/// What an image is mounted from instead of its own metadata image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Base {
+    /// The image below. It may have a base itself.
+    pub base: Digest,
+    /// The metadata image of what goes over it.
+    pub delta: Digest,
+    /// Chain id of the base's topmost layer.
+    pub chain_id: String,
+}
+
+/// Images, and what they are mounted over, and so on.
+pub(crate) fn with_bases(
+    images: impl IntoIterator<Item = Digest>,
+    bases: &BTreeMap<Digest, Base>,
+) -> BTreeSet<Digest> {
+    let mut found = BTreeSet::new();
+    let mut open: Vec<Digest> = images.into_iter().collect();
+    while let Some(image) = open.pop() {
+        if found.insert(image) {
+            open.extend(bases.get(&image).into_iter().flat_map(|base| [base.base, base.delta]));
+        }
+    }
+    found
+}
+
+impl Domain {
+    /// What an image is to be mounted over; `None` if it has no base, or one that is not all there.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`].
+    pub fn base_of(&self, image: &Digest) -> Result<Option<Base>> {
+        // One that cannot be read is for fsck to tell.
+        let record = self.read_record::<Base>(&self.base_file(image)).unwrap_or(None);
+        let Some(base) = record else { return Ok(None) };
+        let whole = self.has_image(&base.base)? && self.has_image(&base.delta)?;
+        Ok(whole.then_some(base))
+    }
+
+    /// All images that have a base, with it.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`].
+    pub fn bases(&self) -> Result<BTreeMap<Digest, Base>> {
+        let mut bases = BTreeMap::new();
+        for (image, _) in self.base_records()? {
+            bases.extend(self.base_of(&image)?.map(|base| (image, base)));
+        }
+        Ok(bases)
+    }
+
+    /// Images that are here for others only: deltas, and bases that have no name.
+    ///
+    /// # Errors
+    /// Those of [`Domain::readable_refs`].
+    pub fn derived_images(&self) -> Result<HashSet<Digest>> {
+        let bases = self.bases()?;
+        let mut derived: HashSet<_> =
+            bases.values().flat_map(|base| [base.base, base.delta]).collect();
+        if !derived.is_empty() {
+            for (_, record) in self.readable_refs()? {
+                derived.remove(&record.image);
+            }
+        }
+        Ok(derived)
+    }
+
+    /// Writes a record to a temporary file; gives it and its later place.
+    pub(crate) fn prepare_base(&self, image: &Digest, base: &Base) -> Result<(String, String)> {
+        self.store().enable_compatible(FEATURE)?;
+        let directory = format!("{}/{DIRECTORY}", self.base());
+        mkdir_if_missing(self.disk(), &directory)?;
+        self.disk().sync_dir(self.base()).at("sync", self.base())?;
+        let path = self.base_file(image);
+        let json = to_json(&path, base)?;
+        Ok((self.store().write_temporary(&directory, &json, Purpose::Record, false)?, path))
+    }
+
+    /// Removes the records of images that are not `kept`, or of what is not all there any more. With the lock held alone, when
+    /// nobody writes one, also what was left of writing some.
+    pub(crate) fn sweep_bases(&self, kept: impl Fn(&Digest) -> bool) -> Result<()> {
+        for (name, kind) in self.base_entries()? {
+            if name.starts_with(TEMPORARY) {
+                let path = format!("{}/{DIRECTORY}/{name}", self.base());
+                remove_entry(self.disk(), &path, kind)?;
+            }
+        }
+        self.drop_bases(|image| !kept(image))
+    }
+
+    /// Removes the records of what is not all there any more.
+    pub(crate) fn drop_broken_bases(&self) -> Result<()> {
+        self.drop_bases(|_| false)
+    }
+
+    fn drop_bases(&self, unwanted: impl Fn(&Digest) -> bool) -> Result<()> {
+        for (image, path) in self.base_records()? {
+            if unwanted(&image) || self.base_of(&image)?.is_none() {
+                remove_entry(self.disk(), &path, Kind::File)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records that cannot be read, or name what is not there.
+    pub(crate) fn fsck_bases(&self, report: &mut FsckReport) -> Result<()> {
+        for (name, kind) in self.base_entries()? {
+            let path = format!("{}/{DIRECTORY}/{name}", self.base());
+            let image = Digest::from_lower_hex(name.as_bytes()).filter(|_| kind == Kind::File);
+            let Some(image) = image else {
+                if !name.starts_with(TEMPORARY) {
+                    report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                }
+                continue;
+            };
+            let detail = match self.read_record::<Base>(&path) {
+                Ok(Some(base)) => {
+                    match self.missing_parts(&[image, base.base, base.delta], [].into_iter())? {
+                        missing if missing.is_empty() => continue,
+                        missing => format!("{} is not there", missing[0]),
+                    }
+                }
+                Ok(None) => continue,
+                Err(error) => error.to_string(),
+            };
+            report.add(Finding::new(FindingKind::BaseIncomplete, path, detail).about(&image));
+        }
+        Ok(())
+    }
+
+    fn base_file(&self, image: &Digest) -> String {
+        format!("{}/{DIRECTORY}/{image}", self.base())
+    }
+
+    fn base_entries(&self) -> Result<Vec<(String, Kind)>> {
+        let directory = format!("{}/{DIRECTORY}", self.base());
+        match self.disk().list(&directory) {
+            Err(error) if is_absent(&error) => Ok(Vec::new()),
+            other => other.at("list", &directory),
+        }
+    }
+
+    /// Images with a record, and its file.
+    fn base_records(&self) -> Result<Vec<(Digest, String)>> {
+        let entries = self.base_entries()?.into_iter();
+        let images = entries.filter_map(|(name, _)| Digest::from_lower_hex(name.as_bytes()));
+        Ok(images.map(|image| (image, self.base_file(&image))).collect())
+    }
+}
