@@ -13,7 +13,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use cofolio_erofs::tree::{Tree, delta};
 use cofolio_erofs::write::{WriteError, WriteOptions, write, write_layer};
-use cofolio_store::{Base, Digest, Domain, Error, Publish, Staging};
+use cofolio_store::{Base, Digest, Domain, Error, Publish, Ref, Staging};
 use serde::Serialize;
 
 use crate::contents::open_image;
@@ -70,16 +70,17 @@ impl From<ImportError> for BaseError {
 /// # Errors
 /// [`BaseError`].
 pub fn find_bases(domain: &Domain, image: &Digest) -> Result<Vec<Based>, BaseError> {
-    let mut chains: HashMap<Digest, Vec<String>> = HashMap::new();
-    for (_, record) in domain.readable_refs()? {
-        let chain = record.layers.into_iter().map(|layer| layer.chain_id);
-        chains.entry(record.image).or_insert_with(|| chain.collect());
-    }
-    let Some(own) = chains.get(image) else { return Ok(Vec::new()) };
+    let chain = |record: Ref| record.layers.into_iter().map(|layer| layer.chain_id).collect();
+    let refs = domain.readable_refs()?.into_iter();
+    let chains: Vec<(Digest, Vec<String>)> =
+        refs.map(|(_, record)| (record.image, chain(record))).collect();
     let fork = Fork::new(&chains);
     // Only there something can have changed.
-    let bases: Vec<&[String]> =
-        (1..=own.len()).map(|length| &own[..length]).filter(|chain| fork.is_base(chain)).collect();
+    let own = chains.iter().filter(|(other, _)| other == image);
+    let bases: BTreeSet<&[String]> = own
+        .flat_map(|(_, chain)| (1..=chain.len()).map(move |length| &chain[..length]))
+        .filter(|chain| fork.is_base(chain))
+        .collect();
     let mut done = Vec::new();
     for base in bases {
         let mut over = Over { domain, fork: &fork, chain: base, known: None };
@@ -94,7 +95,7 @@ pub fn find_bases(domain: &Domain, image: &Digest) -> Result<Vec<Based>, BaseErr
 
 /// Where chains of layers part.
 struct Fork<'c> {
-    chains: &'c HashMap<Digest, Vec<String>>,
+    chains: &'c [(Digest, Vec<String>)],
     nodes: HashMap<&'c str, Node<'c>>,
 }
 
@@ -106,7 +107,7 @@ struct Node<'c> {
 }
 
 impl<'c> Fork<'c> {
-    fn new(chains: &'c HashMap<Digest, Vec<String>>) -> Self {
+    fn new(chains: &'c [(Digest, Vec<String>)]) -> Self {
         let mut nodes: HashMap<&str, Node<'_>> = HashMap::new();
         for (image, chain) in chains {
             for pair in chain.windows(2) {
@@ -128,13 +129,25 @@ impl<'c> Fork<'c> {
         node.is_some_and(|node| node.next.len() + usize::from(node.image.is_some()) > 1)
     }
 
+    /// Whether a base is next below an image, by one of the chains that the image has.
+    fn rests(&self, image: &Digest, base_id: &str) -> bool {
+        let own = self.chains.iter().filter(|(other, _)| other == image);
+        own.filter_map(|(_, chain)| {
+            let mut below = (1..chain.len()).rev().map(|end| &chain[..end]);
+            below.find(|chain| self.is_base(chain))?.last()
+        })
+        .any(|last| last == base_id)
+    }
+
     /// Chains of the images and bases that are next above a base.
     fn above(&self, base: &[String]) -> BTreeSet<&'c [String]> {
-        let longer = self.chains.values().filter(|c| c.len() > base.len() && c.starts_with(base));
+        let longer = self.chains.iter().map(|(_, chain)| chain.as_slice());
+        let longer = longer.filter(|c| c.len() > base.len() && c.starts_with(base));
         longer
             .map(|chain| {
                 let ends = base.len() + 1..chain.len();
-                let first = ends.map(|end| &chain[..end]).find(|chain| self.is_base(chain));
+                let mut below = ends.map(|end| &chain[..end]);
+                let first = below.find(|chain| self.is_base(chain));
                 first.unwrap_or(chain)
             })
             .collect()
@@ -156,8 +169,9 @@ impl Over<'_> {
         let (domain, base_id) = (self.domain, self.chain.last().cloned().unwrap_or_default());
         let image = self.digest(chain)?;
         if let Some(image) = image {
-            let has = domain.base_of(&image)?.is_some_and(|has| has.chain_id == base_id);
-            if has || !self.is_worth_it(&image)? {
+            let rests =
+                |has: Base| has.chain_id == base_id || self.fork.rests(&image, &has.chain_id);
+            if domain.base_of(&image)?.is_some_and(rests) || !self.is_worth_it(&image)? {
                 return Ok(None);
             }
         }

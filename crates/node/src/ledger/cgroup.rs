@@ -180,6 +180,19 @@ impl Cgroup {
         Ok(Inside { back })
     }
 
+    /// Lets it have no more than so many bytes. The kernel rounds down to whole pages.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] when the kernel refuses.
+    pub fn limit(&self, bytes: u64) -> Result<()> {
+        let file = match self.version {
+            Version::V1 => "memory.limit_in_bytes",
+            Version::V2 => "memory.max",
+        };
+        let path = self.path.join(file);
+        fs::write(&path, bytes.to_string()).map_err(|source| LedgerError::Io { path, source })
+    }
+
     /// What it is charged now.
     ///
     /// # Errors
