@@ -61,7 +61,7 @@ impl Mounter<'_> {
         &self,
         domain: &Domain,
         image: &Digest,
-        _lock: &ImageLock,
+        lock: &ImageLock,
     ) -> Result<Pinned, MountError> {
         let dir = self.run.image_dir(domain.name(), image);
         let at = dir.join("erofs");
@@ -88,7 +88,10 @@ impl Mounter<'_> {
                     below = layers;
                     (mount, record)
                 }
-                None => self.mount_image(domain, image, image, scratch.as_fd())?,
+                None => {
+                    self.release_base(domain.name(), image, None, lock)?;
+                    self.mount_image(domain, image, image, scratch.as_fd())?
+                }
             },
             Backend::InodeShare => {
                 let packed = self.open_pack(domain, image)?;

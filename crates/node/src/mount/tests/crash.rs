@@ -95,7 +95,17 @@ fn was_killed(status: ExitStatus) -> bool {
 #[test]
 fn a_process_may_die_at_any_step() {
     needs_mounts!();
-    let fixture = Fixture::new();
+    die_at_every_step(&Fixture::new());
+}
+
+/// The same with an image over a base: whoever dies leaves two images pinned, or one that says it needs the other.
+#[test]
+fn a_process_may_die_at_any_step_over_a_base() {
+    needs_mounts!();
+    die_at_every_step(&Fixture::over_base());
+}
+
+fn die_at_every_step(fixture: &Fixture) {
     let mounter = fixture.mounter();
     let reached = Mutex::new(HashSet::new());
     for mode in ["read", "write", "made", "mapped"] {
@@ -107,7 +117,7 @@ fn a_process_may_die_at_any_step() {
             for remedy in ["reconcile", "umount", "mount"] {
                 let story = format!("{mode}, killed at {step:?}, then {remedy}");
                 let killed =
-                    was_killed(start(&task(&fixture, mode, mode, Some(step), 1)).wait().unwrap());
+                    was_killed(start(&task(fixture, mode, mode, Some(step), 1)).wait().unwrap());
                 if killed {
                     reached.lock().unwrap().insert(format!("{step:?}"));
                 }
@@ -182,6 +192,39 @@ fn many_processes_share_one_pin() {
         assert!(!was_killed(child.wait().unwrap()));
     }
     assert_eq!(most, 1, "EROFS mounts of one image at one moment");
+    fixture.assert_clean("after all processes");
+}
+
+/// The same with processes that mount an image and others that mount its base: two superblocks at any moment, never more.
+#[test]
+fn many_processes_share_a_base() {
+    needs_mounts!();
+    let fixture = Fixture::over_base();
+    let base = fixture.base();
+    let names = ["a", "b", "c", "d"];
+    let mut children: Vec<_> = names
+        .iter()
+        .map(|name| {
+            fixture.target(name);
+            let mode = if matches!(*name, "a" | "c") { "read" } else { "write" };
+            let task = task(&fixture, name, mode, None, 25);
+            let task = task.replace(&fixture.image.to_string(), &base.to_string());
+            start(&if *name < "c" { task } else { self::task(&fixture, name, mode, None, 25) })
+        })
+        .collect();
+    let mut most = 0;
+    while children.iter_mut().any(|child| child.try_wait().unwrap().is_none()) {
+        let mounts = fixture.mounts();
+        let pins = mounts.iter().filter(|m| m.filesystem == "erofs").count();
+        most = most.max(pins);
+        fixture.mounter().reconcile().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    for mut child in children {
+        assert!(!was_killed(child.wait().unwrap()));
+    }
+    assert!(most <= 2, "{most} EROFS mounts of two images at one moment");
+    fixture.mounter().reconcile().unwrap();
     fixture.assert_clean("after all processes");
 }
 

@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
-use cofolio_erofs::write::{WriteOptions, write};
+use cofolio_erofs::tree::{Content, Meta, Payload, Tree, delta};
+use cofolio_erofs::write::{WriteOptions, write, write_layer};
 use cofolio_store::{
-    BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, RootKind, Store,
-    StoredFile,
+    Base, BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, RootKind,
+    Staging, Store, StoredFile,
 };
 use tempfile::TempDir;
 
@@ -98,6 +98,20 @@ pub(super) const FILES: usize = 12;
 
 impl Fixture {
     pub(super) fn new() -> Self {
+        Self::make(false)
+    }
+
+    /// The image has a base, of which it has half of its files.
+    pub(super) fn over_base() -> Self {
+        Self::make(true)
+    }
+
+    /// The base of the image.
+    pub(super) fn base(&self) -> Digest {
+        self.domain.base_of(&self.image).unwrap().unwrap().base
+    }
+
+    fn make(over_base: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let options = InitOptions { immutable: false };
         let store = Store::init(&dir.path().join("store"), &options).unwrap();
@@ -128,7 +142,11 @@ impl Fixture {
         let mut image = staging.image_writer().unwrap();
         write(&tree, &WriteOptions::default(), &mut image).unwrap();
         let image = image.finish().unwrap();
-        staging.commit(&Publish::named("test:1", Ref::new(image)), known.iter().copied()).unwrap();
+        let mut publish = Publish::named("test:1", Ref::new(image));
+        if over_base {
+            publish.bases.push((image, put_base(&staging, &tree)));
+        }
+        staging.commit(&publish, known.iter().copied()).unwrap();
         let text: Vec<String> =
             known.iter().map(|(digest, size)| format!("{digest} {size}\n")).collect();
         fs::write(dir.path().join("objects.txt"), text.concat()).unwrap();
@@ -186,6 +204,35 @@ impl Fixture {
         let roots = self.domain.roots(RootKind::Mount).unwrap();
         assert!(roots.is_empty(), "{story}: roots left: {roots:?}");
     }
+}
+
+/// Writes an image that has half of the files of this one, and others besides; and the delta from there.
+fn put_base(staging: &Staging, tree: &Tree) -> Base {
+    let mut base = Tree::new(tree.meta(tree.root()));
+    let mut sub = base.root();
+    for visit in tree.walk() {
+        if visit.parent == tree.root() {
+            let meta = tree.meta(visit.inode);
+            let content = tree.content(visit.inode);
+            let inode = base.insert(base.root(), visit.name, meta, content).unwrap();
+            if base.is_dir(inode) {
+                sub = inode;
+            }
+        } else if visit.name.len() % 2 == 1 {
+            let meta = tree.meta(visit.inode);
+            base.insert(sub, visit.name, meta, tree.content(visit.inode)).unwrap();
+        }
+    }
+    let meta = tree.meta(tree.resolve(b"small").unwrap());
+    base.insert(sub, b"gone", meta, Content::Inline(b"not in the image")).unwrap();
+    let found = delta(&base, tree).unwrap().unwrap();
+    assert!(found.shared > 0);
+    let mut writer = staging.image_writer().unwrap();
+    write(&base, &WriteOptions::default(), &mut writer).unwrap();
+    let base = writer.finish().unwrap();
+    let mut writer = staging.image_writer().unwrap();
+    write_layer(&found.tree, &mut writer).unwrap();
+    Base { base, delta: writer.finish().unwrap(), chain_id: "sha256:base".to_owned() }
 }
 
 impl Drop for Fixture {

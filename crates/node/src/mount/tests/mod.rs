@@ -148,6 +148,91 @@ fn changes_can_be_kept_and_mounted_again() {
     fixture.assert_clean("at the end");
 }
 
+/// What an image has in common with its base is one superblock for both, and nothing of the base shows that the image has not.
+#[test]
+fn an_image_is_mounted_over_its_base() {
+    needs_mounts!();
+    let fixture = Fixture::over_base();
+    let mounter = fixture.mounter();
+    let (one, two) = (read_only(&fixture, "one"), writable(&fixture, "two"));
+    let below = MountRequest { image: fixture.base(), ..read_only(&fixture, "below") };
+    let idmap: IdMap = "0:100000:65536".parse().unwrap();
+    let mapped = MountRequest { idmap: Some(idmap), ..read_only(&fixture, "mapped") };
+    for request in [&one, &two, &mapped] {
+        mounter.mount(request).unwrap();
+        fixture.check_content(&request.target);
+        assert!(!request.target.join("sub/gone").exists());
+    }
+    let owner = fs::metadata(mapped.target.join("sub/file1")).unwrap().uid();
+    assert_eq!(owner, 100_007);
+    mounter.mount(&below).unwrap();
+    assert_eq!(fs::read(below.target.join("sub/gone")).unwrap(), b"not in the image");
+    let erofs = || fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
+    assert_eq!(erofs(), 2, "one of the base and one of the delta");
+    let pins = mounter.pins().unwrap();
+    let pin = |image| pins.iter().find(|pin| pin.image == image).unwrap();
+    assert_eq!(pin(fixture.image).record.as_ref().unwrap().base, Some(fixture.base()));
+    assert_eq!((pin(fixture.image).users, pin(fixture.base()).users), (3, 2));
+
+    // What is written over it goes to the upper, wherever the file was.
+    fs::write(two.target.join("sub/file3"), "changed").unwrap();
+    fs::write(two.target.join("sub/file11"), "changed").unwrap();
+    fs::remove_file(two.target.join("sub/file4")).unwrap();
+    fs::write(two.target.join("sub/gone"), "new").unwrap();
+    assert_eq!(fs::read(two.target.join("sub/file3")).unwrap(), b"changed");
+    assert!(!two.target.join("sub/file4").exists());
+    fixture.check_content(&one.target);
+
+    // The base stays as long as the image does, and goes with it.
+    assert!(!umount(&mounter, &below.target).unpinned);
+    umount(&mounter, &two.target);
+    umount(&mounter, &mapped.target);
+    assert_eq!(erofs(), 2);
+    fixture.check_content(&one.target);
+    assert!(mounter.reconcile().unwrap().is_empty(), "everything is as it should be");
+    assert!(umount(&mounter, &one.target).unpinned);
+    fixture.assert_clean("after the last unmount");
+}
+
+/// A base is derived: whatever is wrong with it costs memory and nothing else.
+#[test]
+fn an_image_whose_base_is_damaged_is_mounted_without() {
+    needs_mounts!();
+    for damaged in ["base", "delta", "both gone", "record"] {
+        let fixture = Fixture::over_base();
+        let mounter = fixture.mounter();
+        let found = fixture.domain.base_of(&fixture.image).unwrap().unwrap();
+        let file = |image: &Digest| fixture.domain.image_path(image).unwrap();
+        let alter = |path: PathBuf| {
+            let mut bytes = fs::read(&path).unwrap();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+            fs::write(&path, bytes).unwrap();
+        };
+        match damaged {
+            "base" => alter(file(&found.base)),
+            "delta" => alter(file(&found.delta)),
+            "record" => {
+                let records = file(&found.base).parent().unwrap().with_file_name("bases");
+                fs::write(records.join(fixture.image.to_string()), "{\"base\": 7").unwrap();
+            }
+            _ => {
+                fs::remove_file(file(&found.base)).unwrap();
+                fs::remove_file(file(&found.delta)).unwrap();
+            }
+        }
+        let request = read_only(&fixture, "one");
+        mounter.mount(&request).unwrap_or_else(|error| panic!("{damaged}: {error}"));
+        fixture.check_content(&request.target);
+        assert!(!request.target.join("sub/gone").exists());
+        let erofs = fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
+        assert_eq!(erofs, 1, "{damaged}");
+        assert!(umount(&mounter, &request.target).unpinned);
+        fixture.assert_clean(damaged);
+    }
+}
+
 #[test]
 fn owners_are_mapped() {
     needs_mounts!();
