@@ -102,8 +102,8 @@ impl Domain {
         Ok((self.store().write_temporary(&directory, &json, Purpose::Record, false)?, path))
     }
 
-    /// Removes the records of images that are not `kept`, or of what is not all there any more. With the lock held alone, when
-    /// nobody writes one, also what was left of writing some.
+    /// Removes the records that name an image that is not `kept`, and what was left of writing some: with the lock held
+    /// alone, before any of those images is removed. Durable on return.
     pub(crate) fn sweep_bases(&self, kept: impl Fn(&Digest) -> bool) -> Result<()> {
         for (name, kind) in self.base_entries()? {
             if name.starts_with(TEMPORARY) {
@@ -111,19 +111,26 @@ impl Domain {
                 remove_entry(self.disk(), &path, kind)?;
             }
         }
-        self.drop_bases(|image| !kept(image))
+        self.drop_bases(|image, base| kept(image) && kept(&base.base) && kept(&base.delta))
     }
 
     /// Removes the records of what is not all there any more.
     pub(crate) fn drop_broken_bases(&self) -> Result<()> {
-        self.drop_bases(|_| false)
+        self.drop_bases(|_, _| true)
     }
 
-    fn drop_bases(&self, unwanted: impl Fn(&Digest) -> bool) -> Result<()> {
+    /// Removes all records but those of what is all there and is to stay.
+    fn drop_bases(&self, stays: impl Fn(&Digest, &Base) -> bool) -> Result<()> {
+        let mut dropped = false;
         for (image, path) in self.base_records()? {
-            if unwanted(&image) || self.base_of(&image)?.is_none() {
+            if !self.base_of(&image)?.is_some_and(|base| stays(&image, &base)) {
                 remove_entry(self.disk(), &path, Kind::File)?;
+                dropped = true;
             }
+        }
+        if dropped {
+            let directory = format!("{}/{DIRECTORY}", self.base());
+            self.disk().sync_dir(&directory).at("sync", &directory)?;
         }
         Ok(())
     }

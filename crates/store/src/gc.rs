@@ -145,6 +145,9 @@ impl Domain {
             self.sweep(path, options.dry_run)?;
             report.roots.push(root.clone());
         }
+        if !options.dry_run {
+            self.sweep_bases(|image| marks.parts.contains_key(&Part::Image(*image)))?;
+        }
         self.sweep_parts(&marks, &mut report)?;
         self.sweep_packs(&marks.packs, &mut report)?;
         if !options.dry_run {
@@ -153,8 +156,6 @@ impl Domain {
         self.sweep_segments(&marks.objects, &mut report)?;
         self.sweep_objects(&marks.objects, &mut report)?;
         if !options.dry_run {
-            let kept = |image: &Digest| marks.parts.contains_key(&Part::Image(*image));
-            self.sweep_bases(kept)?;
             self.sweep_used()?;
             self.sweep_signatures()?;
         }

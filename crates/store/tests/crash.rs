@@ -104,6 +104,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
     check(disk, context);
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
     assert_eq!(report.findings, [], "{context}");
+    let bases = domain.bases().unwrap();
     let (mut needed, mut objects) = (BTreeSet::new(), BTreeSet::new());
     let mut layers = BTreeSet::new();
     for (_, record) in domain.refs().unwrap() {
@@ -122,7 +123,17 @@ fn check_clean(disk: &SimDisk, context: &str) {
             needed.extend(root.images);
         }
     }
-    assert_eq!(domain.images().unwrap(), needed.iter().copied().collect::<Vec<_>>(), "{context}");
+    assert!(bases.keys().all(|image| needed.contains(image)), "{context}");
+    let derived: Vec<_> = bases.values().flat_map(|base| [base.base, base.delta]).collect();
+    let all: BTreeSet<_> = needed.iter().chain(&derived).copied().collect();
+    assert_eq!(domain.images().unwrap(), all.into_iter().collect::<Vec<_>>(), "{context}");
+    for base in bases.values() {
+        Lines
+            .image_objects(&domain.open_image(&base.base).unwrap(), &mut |object, _| {
+                objects.insert(object);
+            })
+            .unwrap();
+    }
     for name in ["a", "b", "c"] {
         if needed.contains(&expected_image(name)) {
             objects.extend(image_pieces(name).iter().map(|piece| verity::digest(piece)));
@@ -164,6 +175,26 @@ const OPERATIONS: &[Operation] = &[
             domain.set_backend(Backend::Overlay)
         },
         after: |_| (),
+    },
+    Operation {
+        name: "two images over one base",
+        run: |domain| {
+            let shared = pieces(&[(10, 1)]);
+            common::put_base(domain, &expected_image("a"), &shared, OPTIONS)?;
+            common::put_base(domain, &expected_image("b"), &shared, OPTIONS).map(drop)
+        },
+        after: |_| (),
+    },
+    Operation {
+        name: "a base goes with the last image over it",
+        run: |domain| {
+            common::put_base(domain, &expected_image("a"), &pieces(&[(600, 2)]), OPTIONS)?;
+            domain.remove_ref("a")?;
+            gc(domain).map(drop)
+        },
+        after: |refs| {
+            refs.remove("a");
+        },
     },
     Operation {
         name: "two packs on one base, and one made again",

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_store::{
-    BoxError, Contents, Digest, Domain, Error, FsckOptions, ImportOptions, InitOptions, Layer,
-    Publish, Ref, Staging, Store, StoredFile,
+    Base, BoxError, Contents, Digest, Domain, Error, FsckOptions, ImportOptions, InitOptions,
+    Layer, Publish, Ref, Staging, Store, StoredFile,
 };
 
 /// A directory that is removed with everything in it, immutable files included.
@@ -165,6 +165,22 @@ pub fn pack(
     writer.finish()?;
     staging.commit(&Publish { segments: segments.clone(), ..Publish::default() }, [])?;
     Ok(segments)
+}
+
+/// Gives an image a base without a name, which has some of its pieces and one more; the delta has all of them.
+pub fn put_base(
+    domain: &Domain,
+    image: &Digest,
+    shared: &[Vec<u8>],
+    options: ImportOptions,
+) -> Result<Base, Error> {
+    let staging = domain.begin_import(options)?;
+    let (base, objects) = fill(&staging, &[shared, &[content(5000, 999)]].concat(), None, false)?;
+    let (delta, _) = fill(&staging, shared, None, false)?;
+    let record = Base { base: base.image, delta: delta.image, chain_id: "sha256:base".to_owned() };
+    let publish = Publish { bases: vec![(*image, record.clone())], ..Publish::default() };
+    staging.commit(&publish, objects)?;
+    Ok(record)
 }
 
 /// The object that only the split of [`import_split`]'s layers names: of a file that the same archive replaces.
