@@ -13,6 +13,7 @@
 #![allow(dead_code, reason = "the support is shared with other test programs")]
 
 mod again;
+mod bases;
 mod containerd;
 mod corpus;
 mod engines;
