@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use cofolio_node::base::find_bases;
 use cofolio_node::contents::ImageContents;
 use cofolio_node::mount::MountState;
 use cofolio_node::oci::{self, ImportOptions, Source};
@@ -27,7 +28,7 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 /// it has open or has looked up; it is listed, and sees the new ones once it is mounted again. Records of
 /// refs cannot be brought back: import the image again under its name. Content that lacks the protection of
 /// this store (fs-verity on a filesystem that has got it since, the immutable flag) is given it after it was
-/// checked; that needs no source. Packs and segments that are damaged are removed: `pack` makes them again. What is listed, and the exit code, are what is left.
+/// checked; that needs no source. Packs and segments that are damaged are removed: `pack` makes them again. Bases that are damaged are made again here. What is listed, and the exit code, are what is left.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json\n  \
     cofolio fsck --repair --from oci:layouts/redis:7.0.15")]
@@ -202,10 +203,18 @@ fn repair(
     Ok(Repaired { findings, mounts })
 }
 
-/// Removes packs and segments that are damaged; gives the images that have no pack any more. Afterwards `report` says
+/// Removes what is derived and damaged; gives the images that have no pack any more. Afterwards `report` says
 /// what is left.
 fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Vec<Digest>> {
     let images = domain.remove_derived(report)?;
+    let is_base =
+        |it: &Finding| matches!(it.kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
+    if report.findings.iter().any(is_base) {
+        // Bases are made again here and now; where that fails, images are mounted without.
+        for (_, record) in domain.readable_refs()? {
+            let _ = find_bases(domain, &record.image);
+        }
+    }
     report.findings.retain(|finding| !finding.kind.is_derived());
     Ok(images.into_iter().collect())
 }

@@ -81,6 +81,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
         Some(text) => Some((serde_json::from_str::<Value>(text)?, ImageConfig::parse(text)?)),
         None => None,
     };
+    let base = domain.base_of(&named.digest)?;
     let sb = opened.image.superblock();
     let signatures = trust::signatures(&domain, &named.digest)?;
 
@@ -99,6 +100,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             "entries": entries,
             "files": files,
             "metadata_bytes": opened.image.size(),
+            "base": base,
             "objects": objects,
             "content_bytes": content_bytes,
             "verity": protection.verity,
@@ -128,6 +130,9 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     table
         .pair("entries", format!("{}, {} of them files", human_count(entries), human_count(files)));
     table.pair("metadata", human_size(opened.image.size()));
+    if let Some(base) = base {
+        table.pair("mounted over", base.base.to_string());
+    }
     table
         .pair("content", format!("{} in {}", human_size(content_bytes), plural(objects, "object")));
     table.pair(
