@@ -194,11 +194,17 @@ impl Domain {
         self.open_file(self.image_file(digest))?.ok_or(Error::NoSuchImage(*digest))
     }
 
-    /// Digests of all images, sorted.
+    /// Digests of all images, sorted. What is here for others only ([`Domain::derived_images`]) is left out.
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn images(&self) -> Result<Vec<Digest>> {
+        let derived = self.derived_images()?;
+        Ok(self.all_images()?.into_iter().filter(|image| !derived.contains(image)).collect())
+    }
+
+    /// The same with nothing left out.
+    pub(crate) fn all_images(&self) -> Result<Vec<Digest>> {
         let files = self.files("images", IMAGE_SUFFIX)?;
         let mut images: Vec<_> =
             files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();

@@ -92,10 +92,8 @@ impl Domain {
         let _lock = self.lock_shared()?;
         let mut report = DuReport::default();
         let mut usage = self.allocated(&mut report)?;
-        let derived = self.derived_images()?;
-        let (derived, images): (Vec<_>, Vec<_>) =
-            self.images()?.into_iter().partition(|image| derived.contains(image));
-        for image in derived {
+        let images = self.images()?;
+        for image in self.derived_images()? {
             let path = self.image_file(&image);
             report.metadata_bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
         }

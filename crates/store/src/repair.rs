@@ -119,7 +119,7 @@ impl Domain {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
         let mut files = Vec::new();
-        for digest in self.images()? {
+        for digest in self.all_images()? {
             files.push((self.image_file(&digest), Some(digest)));
         }
         for suffix in [LAYER_SUFFIX, SPLIT_SUFFIX] {

@@ -88,7 +88,7 @@ impl Domain {
 
         let images = match &options.images {
             Some(images) => images.clone(),
-            None => self.images()?,
+            None => self.all_images()?,
         };
         let mut reader = Reader::new(options.rate);
         let mut objects = BTreeMap::new();

@@ -126,7 +126,11 @@ fn check_clean(disk: &SimDisk, context: &str) {
     assert!(bases.keys().all(|image| needed.contains(image)), "{context}");
     let derived: Vec<_> = bases.values().flat_map(|base| [base.base, base.delta]).collect();
     let all: BTreeSet<_> = needed.iter().chain(&derived).copied().collect();
-    assert_eq!(domain.images().unwrap(), all.into_iter().collect::<Vec<_>>(), "{context}");
+    let images = domain.images().unwrap().into_iter();
+    let found: BTreeSet<_> = images.chain(domain.derived_images().unwrap()).collect();
+    assert_eq!(found, all, "{context}");
+    let files = disk.files().into_keys().filter(|path| path.ends_with(".erofs")).count();
+    assert_eq!(files, all.len(), "{context}");
     for base in bases.values() {
         Lines
             .image_objects(&domain.open_image(&base.base).unwrap(), &mut |object, _| {

@@ -109,8 +109,7 @@ fn bases_are_where_chains_part() {
             .or_else(|_| bench.domain.remove_ref(name))
             .unwrap();
     }
-    gc();
-    assert_eq!(bench.domain.images().unwrap().len(), 1);
+    assert_eq!(gc().kept_images, 1);
     assert_eq!(bench.domain.bases().unwrap().len(), 0);
 }
 
