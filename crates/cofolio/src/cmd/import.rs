@@ -125,7 +125,8 @@ pub(crate) fn fetch(
     if domain.backend()? == Backend::InodeShare {
         // It may be here from a time before that was the domain's backend.
         let image = report.image.parse()?;
-        pack_one(context, &domain, &image, &PackOptions::default())
+        let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
+        pack_one(context, &domain, &image, &options)
             .context("the image is here, but it could not be packed")?;
     }
     // What was known already has not made the store larger.

@@ -19,7 +19,7 @@ use cofolio_node::{
     pack::{PackOptions, pack},
     probe::{self, Presence},
 };
-use cofolio_store::{Backend, Digest, Domain};
+use cofolio_store::{Backend, Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
@@ -251,7 +251,7 @@ fn shapes<'a>(
             }
         }
         // A domain of its own, since a domain has one backend.
-        let own = with_backend(domain.clone(), Some(backend.into()))?;
+        let own = with_backend(domain.clone(), Some(backend.into()), Form::Plain)?;
         if !own.has_image(&image)? {
             own.copy_ref_from(domain, name, &ImageContents)?;
         }
