@@ -11,7 +11,9 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Sandbox, can_mount, fsck_erofs, listing, real_redis, skip, unlock};
+use common::{
+    Sandbox, Tar, can_mount, fsck_erofs, listing, real_redis, skip, unlock, write_layout,
+};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use serde_json::Value;
 
@@ -158,7 +160,6 @@ fn hold_and_share(test: &str, form: &[&str]) {
     pack(&sandbox, &["box:3"]);
     sandbox.run(&["rm", "box:1", "box:2"]).ok();
     let first = file_of(&sandbox, format!("{}.segment", one["segments"][0].as_str().unwrap()));
-    sandbox.run(&["gc"]).ok();
     assert!(first.exists());
     let three = pack(&sandbox, &["--again", "box:3"]);
     check(test, &sandbox, "box:3", &three);
@@ -173,6 +174,118 @@ fn hold_and_share(test: &str, form: &[&str]) {
     let left = fs::read_dir(sandbox.path("store/domains/default/segments")).unwrap();
     assert_eq!(left.count(), 0);
     sandbox.run(&["pack", "nowhere"]).fails_with(3);
+}
+
+/// Bytes that cannot be compressed, and that no other seed gives.
+fn noise(seed: u32, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(2_654_435_761) + 1;
+    let step = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state.to_be_bytes()[0]
+    };
+    (0..len).map(step).collect()
+}
+
+/// What a base brings lies in segments of its own, though its files and the application's are mixed by name: an image on it
+/// can go and leaves them whole, whichever was packed first.
+#[test]
+fn layers_have_segments_of_their_own() {
+    let layer = |files: &[(&str, u32, usize)]| {
+        let mut tar = Tar::default();
+        files.iter().for_each(|(path, seed, len)| {
+            tar.file(path, 0o644, &noise(*seed, *len));
+        });
+        tar.finish()
+    };
+    // What is too little for a segment goes with the next layer.
+    let base = [layer(&[("b", 1, 3 << 20), ("d", 2, 3 << 20)]), layer(&[("tiny", 3, 5000)])];
+    let app = layer(&[("a", 4, 3 << 20), ("c", 5, 2 << 20), ("again", 1, 3 << 20)]);
+    for form in [&[] as &[&str], &["--lz4"]] {
+        let sandbox = Sandbox::new();
+        let import = |name: &str, layers: &[Vec<u8>]| {
+            let layout = sandbox.dir(name);
+            write_layout(&layout, name, layers, serde_json::json!({}));
+            sandbox.run(&["import", "--quiet", "--name", name, layout.to_str().unwrap()]).ok();
+            pack(&sandbox, &[form, &[name]].concat())
+        };
+        let of_app = import("app", &[&base[..], &[app.clone()]].concat());
+        assert_eq!(of_app["new_segments"], 2);
+        let of_base = import("base", &base[..1]);
+        assert_eq!((&of_base["new_segments"], &of_base["new_bytes"]), (&0.into(), &0.into()));
+        assert_eq!(of_base["segments"].as_array().unwrap().len(), 1);
+        assert!(of_app["segments"].as_array().unwrap().contains(&of_base["segments"][0]));
+        sandbox.run(&["rm", "app"]).ok();
+        let gone = sandbox.run(&["gc", "--json"]).json();
+        assert_eq!((&gone["segments"], &gone["packs"]), (&1.into(), &1.into()), "{gone}");
+        assert_eq!(gone["rewritten"]["segments"], serde_json::json!([]));
+        assert!(!sandbox.run(&["fsck"]).ok().contains("FINDING"));
+        assert!(files(&sandbox, &of_base).1[0].exists());
+    }
+}
+
+/// A segment of which the images that are left need a little: its room comes back, and nothing that is mounted or cannot
+/// be packed loses anything.
+#[test]
+fn gc_writes_segments_anew_of_which_little_is_used() {
+    let test = "gc_writes_segments_anew_of_which_little_is_used";
+    if !can_mount(test) {
+        return;
+    }
+    for form in [&[] as &[&str], &["--lz4"]] {
+        let sandbox = Sandbox::new();
+        let import = |name: &str, files: &[(&str, u32, usize)]| {
+            let tree = sandbox.dir(name);
+            for (path, seed, len) in files {
+                fs::write(tree.join(path), noise(*seed, *len)).unwrap();
+            }
+            sandbox.run(&["import", "--quiet", "--name", name, tree.to_str().unwrap()]).ok();
+            pack(&sandbox, &[form, &[name]].concat())
+        };
+        let small = 100_000;
+        let one = import("one", &[("alone", 1, 1 << 20), ("shared", 2, small)]);
+        let two = import("two", &[("shared", 2, small), ("own", 3, 50_000)]);
+        let three = import("three", &[("shared", 2, small), ("more", 4, 60_000)]);
+        let first = files(&sandbox, &one).1.remove(0);
+        let gc = |args: &[&str]| sandbox.run(&[&["gc", "--json"], args].concat()).json();
+        assert_eq!(gc(&[])["rewritten"]["segments"], serde_json::json!([]), "all of it is used");
+        sandbox.run(&["rm", "one"]).ok();
+        // What is mounted has it open: its room would not come back.
+        let mounted = sandbox.text("mounted");
+        sandbox.run(&["mount", "--create", "two", &mounted]).ok();
+        assert_eq!(gc(&[])["rewritten"]["segments"], serde_json::json!([]));
+        sandbox.run(&["umount", &mounted]).ok();
+        assert!(first.exists());
+        let would = gc(&["--dry-run"]);
+        assert_eq!(would["rewritten"]["segments"][0], one["segments"][0]);
+        assert_eq!((&would["segments"], first.exists()), (&0.into(), true));
+
+        // An object that is lost: its content is still in the segment, which stays for both.
+        let object = cofolio_store::verity::digest(&noise(2, small)).object_path();
+        let object = sandbox.path("store/domains/default/objects").join(object);
+        unlock(&object).unwrap();
+        fs::rename(&object, sandbox.path("lost")).unwrap();
+        let ran = sandbox.run(&["gc", "--json"]);
+        let failed = ran.json()["rewritten"]["failed"].take();
+        assert_eq!(failed.as_array().unwrap().len(), 2, "{failed}");
+        assert!(ran.stderr.contains("could not be packed anew"), "{}", ran.stderr);
+        assert!(first.exists());
+        fs::rename(sandbox.path("lost"), &object).unwrap();
+
+        let gone = gc(&[]);
+        assert_eq!(gone["rewritten"]["segments"], serde_json::json!([one["segments"][0]]));
+        assert_eq!(gone["rewritten"]["images"].as_array().unwrap().len(), 2);
+        assert_eq!(gone["rewritten"]["new_bytes"], small, "once for both");
+        assert_eq!(gone["segments"], 1);
+        assert!(!first.exists());
+        for (name, before) in [("two", two), ("three", three)] {
+            let report = pack(&sandbox, &[form, &[name]].concat());
+            assert_eq!(report["was_there"], true);
+            assert_ne!(report["pack"], before["pack"]);
+            check(test, &sandbox, name, &report);
+        }
+        assert!(!sandbox.run(&["fsck"]).ok().contains("FINDING"));
+        assert_eq!(gc(&[])["rewritten"]["segments"], serde_json::json!([]));
+    }
 }
 
 #[test]

@@ -3,14 +3,17 @@
 //! ```text
 //! metadata image ─▶ tree ──────────────────────────────┐
 //! objects ─▶ in a segment already? ─▶ where ───────────┼─▶ pack, with the segments as its devices
-//!                    └ no ─▶ new segments, by path ────┘
+//!                    └ no ─▶ new segments, by layer ───┘
 //! ```
 //!
 //! What images have in common is in the segments of the one that was packed first, so that their packs share blocks on
 //! the disk and, mounted with `inode_share`, pages in memory. Contents are kept as they are or compressed; what is kept in
 //! one way shares nothing with what is kept in the other.
 
-use std::collections::{HashMap, HashSet};
+mod order;
+mod rewrite;
+
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::ControlFlow;
 
 use cofolio_erofs::tree::{Content, Tree};
@@ -26,6 +29,8 @@ use serde::Serialize;
 
 use crate::contents::{ImageContents, open_image};
 use crate::export::lease::Lease;
+
+pub use rewrite::{RewriteReport, rewrite};
 
 /// A segment is not begun with more than so many bytes, unless it is of one object. Larger ones would keep more alive
 /// than is needed, and of smaller ones an image would need many.
@@ -106,6 +111,17 @@ pub fn pack(
     {
         return Ok(report);
     }
+    pack_without(domain, image, options, &BTreeSet::new(), on_progress)
+}
+
+/// Packs an image, whether it has a pack or not, with nothing in these segments.
+fn pack_without(
+    domain: &Domain,
+    image: &Digest,
+    options: &PackOptions,
+    without: &BTreeSet<Digest>,
+    on_progress: OnProgress<'_>,
+) -> Result<PackReport, PackError> {
     let lease = Lease::take(domain, image, Vec::new(), "pack")?;
     let bad = |what: String| PackError::Image { image: *image, what };
     let file = domain.open_image(image)?;
@@ -117,7 +133,8 @@ pub fn pack(
     };
     let mut attempt = |hold_lock| {
         let mut plan = Plan::new(&tree, options.form);
-        plan.find_known(domain, options.again)?;
+        plan.find_known(domain, options.again, without)?;
+        plan.sort(domain, image)?;
         let staging =
             domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
         plan.write_segments(&staging, options, &mut on_progress)?;
@@ -153,8 +170,10 @@ fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackRe
 /// Where the contents of an image are to be.
 struct Plan {
     form: Form,
-    /// Objects that are in no segment yet, in the order of their paths.
+    /// Objects that are in no segment yet, in the order of their paths, or of their layers and paths.
     wanted: Vec<(Digest, u64)>,
+    /// By object: the layer that brought it.
+    layers: HashMap<Digest, usize>,
     total: u64,
     segments: Vec<(Digest, Device)>,
     known: usize,
@@ -195,15 +214,24 @@ impl Plan {
         }
         let total = wanted.iter().map(|(_, size)| size).sum();
         let places = HashMap::with_capacity(wanted.len());
-        Self { form, wanted, total, segments: Vec::new(), known: 0, new_bytes: 0, places }
+        let layers = HashMap::new();
+        Self { form, wanted, layers, total, segments: Vec::new(), known: 0, new_bytes: 0, places }
     }
 
     /// Looks for what is wanted in the segments of the domain. One that cannot be read is for fsck to tell.
-    fn find_known(&mut self, domain: &Domain, half: bool) -> Result<(), PackError> {
+    fn find_known(
+        &mut self,
+        domain: &Domain,
+        half: bool,
+        without: &BTreeSet<Digest>,
+    ) -> Result<(), PackError> {
         let mut wanted: HashMap<Digest, u64> = self.wanted.iter().copied().collect();
         for digest in domain.segments()? {
             if wanted.is_empty() {
                 break;
+            }
+            if without.contains(&digest) {
+                continue;
             }
             let segment = match domain.read_segment(&digest) {
                 Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => continue,
@@ -224,6 +252,22 @@ impl Plan {
         self.known = self.segments.len();
         self.wanted.retain(|(digest, _)| wanted.contains_key(digest));
         Ok(())
+    }
+
+    /// Puts what is in no segment yet into the order of the layers that brought it.
+    fn sort(&mut self, domain: &Domain, image: &Digest) -> Result<(), PackError> {
+        if !self.wanted.is_empty() {
+            self.layers = order::layers(domain, image)?;
+            let mut wanted = std::mem::take(&mut self.wanted);
+            wanted.sort_by_key(|(object, _)| self.layer_of(object));
+            self.wanted = wanted;
+        }
+        Ok(())
+    }
+
+    /// What no layer is known to have brought comes last.
+    fn layer_of(&self, object: &Digest) -> usize {
+        self.layers.get(object).copied().unwrap_or(usize::MAX)
     }
 
     /// Adds a segment, and where in it contents are.
@@ -259,8 +303,14 @@ impl Plan {
         self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
         let mut done = self.total - self.new_bytes;
         let mut writer: Option<SegmentWriter<'_>> = None;
+        let mut layer = None;
         for (object, size) in wanted {
-            if let Some(full) = writer.take_if(|it| it.size() + size > options.segment_bytes_max) {
+            let ended = layer.replace(self.layer_of(&object)) != layer;
+            let is_full = |it: &mut SegmentWriter<'_>| {
+                it.size() + size > options.segment_bytes_max
+                    || ended && it.size() >= order::LAYER_BYTES_MIN
+            };
+            if let Some(full) = writer.take_if(is_full) {
                 self.add_new(full.finish()?);
             }
             if writer.is_none() {
