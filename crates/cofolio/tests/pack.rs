@@ -208,7 +208,7 @@ fn layers_have_segments_of_their_own() {
             sandbox.run(&["import", "--quiet", "--name", name, layout.to_str().unwrap()]).ok();
             pack(&sandbox, &[form, &[name]].concat())
         };
-        let of_app = import("app", &[&base[..], &[app.clone()]].concat());
+        let of_app = import("app", &[&base[..], std::slice::from_ref(&app)].concat());
         assert_eq!(of_app["new_segments"], 2);
         let of_base = import("base", &base[..1]);
         assert_eq!((&of_base["new_segments"], &of_base["new_bytes"]), (&0.into(), &0.into()));

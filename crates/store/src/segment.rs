@@ -660,6 +660,11 @@ impl Domain {
         Some(self.store().path()?.join(self.pack_file(pack)))
     }
 
+    /// The file of a segment. `None` on a simulated disk.
+    pub fn segment_path(&self, digest: &Digest) -> Option<PathBuf> {
+        Some(self.store().path()?.join(self.segment_file(digest)))
+    }
+
     pub(crate) fn segment_file(&self, digest: &Digest) -> String {
         format!("{}/segments/{digest}{SEGMENT_SUFFIX}", self.base())
     }
