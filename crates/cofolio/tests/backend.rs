@@ -217,6 +217,11 @@ fn a_domain_has_one_form_because_the_kernel_shares_none_between_two() {
     assert_eq!(settings()["packs"], "lz4");
     let packed = sandbox.run(&["pack", "--json", "one:1"]).json()[0].take();
     assert_eq!((&packed["form"], &packed["was_there"]), (&"lz4".into(), &true.into()));
+    // What comes later is compressed, too.
+    sandbox.import_tree("later:1");
+    let later = sandbox.run(&["pack", "--json", "later:1"]).json()[0].take();
+    assert_eq!((&later["form"], &later["was_there"]), (&"lz4".into(), &true.into()));
+    assert!(sandbox.run(&["doctor"]).ok().contains("compressed with LZ4"));
 
     let (one, two) = (mount(&sandbox, "one:1", &[]), mount(&sandbox, "two:1", &[]));
     rustix::fs::sync();

@@ -317,6 +317,12 @@ fn a_real_image_is_packed() {
 /// and made again.
 #[test]
 fn what_is_altered_is_not_packed_and_a_damaged_pack_is_made_again() {
+    altered_and_made_again(&[]);
+    altered_and_made_again(&["--lz4"]);
+}
+
+fn altered_and_made_again(form: &[&str]) {
+    let args = [form, &["box:1"]].concat();
     let sandbox = Sandbox::new();
     sandbox.import_tree("box:1");
     let alter = |path: &Path| {
@@ -332,20 +338,21 @@ fn what_is_altered_is_not_packed_and_a_damaged_pack_is_made_again() {
     let objects = sandbox.path("store/domains/default/objects");
     let big = cofolio_store::verity::digest(&[b'x'; 100_000]).object_path();
     alter(&objects.join(&big));
-    let refused = sandbox.run(&["pack", "box:1"]);
+    let refused = sandbox.run(&[&["pack"], &args[..]].concat());
     let error = refused.fails_with(4);
     assert!(error.stderr.contains(&big), "{}", error.stderr);
     let segments = sandbox.path("store/domains/default/segments");
     assert_eq!(fs::read_dir(&segments).unwrap().count(), 0);
     alter(&objects.join(&big));
 
-    let report = pack(&sandbox, &["box:1"]);
+    let report = pack(&sandbox, &args);
     let (_, files) = files(&sandbox, &report);
     alter(&files[0]);
     assert!(sandbox.run(&["fsck"]).fails_with(4).stdout.contains("segment-altered"));
     sandbox.run(&["verify", "box:1"]).fails_with(4);
+    sandbox.run(&["verify", "--scrub", "--all"]).fails_with(4);
     let repaired = sandbox.run(&["fsck", "--repair", "--json"]).json();
     assert_eq!(repaired["unpacked"][0], report["image"]);
-    assert_eq!(pack(&sandbox, &["box:1"])["pack"], report["pack"]);
+    assert_eq!(pack(&sandbox, &args)["pack"], report["pack"]);
     sandbox.run(&["verify", "box:1"]).ok();
 }
