@@ -59,8 +59,13 @@ fn two_images() -> Sandbox {
 
 /// The same, in a domain that is mounted with inode-share.
 fn two_shared() -> Sandbox {
+    two_shared_over(&[])
+}
+
+/// Over plain packs, or with `--lz4` over compressed ones.
+fn two_shared_over(form: &[&str]) -> Sandbox {
     let sandbox = two_images();
-    sandbox.run(&["backend", "inode-share"]).ok();
+    sandbox.run(&[&["backend", "inode-share"], form].concat()).ok();
     sandbox
 }
 
@@ -106,19 +111,31 @@ fn mounts_show_the_image_and_share_what_is_the_same() {
     if !has_inode_share(test) {
         return;
     }
+    show_and_share(&["inode-share"], "inode-share\n");
+    show_and_share(&["inode-share", "--lz4"], "inode-share, packs compressed with LZ4\n");
+}
+
+fn show_and_share(backend: &[&str], said: &str) {
+    let backend = [&["backend"], backend].concat();
     let sandbox = two_images();
     let expected = ["one:1", "two:1"].map(|image| {
         let target = mount(&sandbox, image, &[]);
         let listing = listing(&target);
         // Not while something is mounted the other way.
-        assert_eq!(sandbox.run(&["backend", "inode-share"]).code, 7);
+        assert_eq!(sandbox.run(&backend).code, 7);
         sandbox.run(&["umount", target.to_str().unwrap()]).ok();
         listing
     });
-    assert_eq!(sandbox.run(&["backend", "inode-share"]).ok(), "inode-share\n");
+    assert_eq!(sandbox.run(&backend).ok(), said);
     let (one, two) = (mount(&sandbox, "one:1", &[]), mount(&sandbox, "two:1", &[]));
     assert_eq!([listing(&one), listing(&two)], expected);
     assert_eq!(sandbox.run(&["backend", "overlay"]).code, 7);
+    let other_form = if backend.len() == 2 {
+        vec!["backend", "inode-share", "--lz4"]
+    } else {
+        vec!["backend", "inode-share"]
+    };
+    assert_eq!(sandbox.run(&other_form).code, 7);
     let (shared, other) = (one.join("shared"), two.join("deep/other"));
     forget(&shared);
     assert_eq!(resident(&other), 0);
@@ -166,6 +183,78 @@ fn mounts_show_the_image_and_share_what_is_the_same() {
     sandbox.run(&["fsck"]).ok();
     let again = mount(&sandbox, "two:1", &[]);
     assert_eq!(listing(&again), expected[1]);
+}
+
+/// The kernel shares what is compressed with its like, and nothing with what is plain. Where it comes to, a domain need not
+/// have one form of packs any more.
+#[test]
+fn a_domain_has_one_form_because_the_kernel_shares_none_between_two() {
+    let test = "a_domain_has_one_form_because_the_kernel_shares_none_between_two";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    let domain = sandbox.path("store/domains/default");
+    let settings = || -> serde_json::Value {
+        serde_json::from_str(&fs::read_to_string(domain.join("domain.json")).unwrap()).unwrap()
+    };
+    // The plain pack of one, for a mount by hand.
+    let packed = sandbox.run(&["pack", "--json", "one:1"]).json()[0].take();
+    assert_eq!(packed["form"], "plain");
+    let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+    let aside = sandbox.dir("aside");
+    let pack = format!("{}.{}.pack", text(&packed["image"]), text(&packed["pack"]));
+    fs::copy(domain.join("segments").join(&pack), aside.join("pack")).unwrap();
+    let mut devices = String::new();
+    for segment in packed["segments"].as_array().unwrap() {
+        let file = format!("{}.segment", text(segment));
+        fs::copy(domain.join("segments").join(&file), aside.join(&file)).unwrap();
+        devices += &format!("device={},", aside.join(&file).display());
+    }
+    sandbox.run(&["pack", "--lz4", "one:1"]).fails_with(2);
+    sandbox.run(&["backend", "overlay", "--lz4"]).fails_with(2);
+    sandbox.run(&["backend", "inode-share", "--lz4"]).ok();
+    assert_eq!(settings()["packs"], "lz4");
+    let packed = sandbox.run(&["pack", "--json", "one:1"]).json()[0].take();
+    assert_eq!((&packed["form"], &packed["was_there"]), (&"lz4".into(), &true.into()));
+    // What comes later is compressed, too.
+    sandbox.import_tree("later:1");
+    let later = sandbox.run(&["pack", "--json", "later:1"]).json()[0].take();
+    assert_eq!((&later["form"], &later["was_there"]), (&"lz4".into(), &true.into()));
+    assert!(sandbox.run(&["doctor"]).ok().contains("compressed with LZ4"));
+
+    let (one, two) = (mount(&sandbox, "one:1", &[]), mount(&sandbox, "two:1", &[]));
+    rustix::fs::sync();
+    let plain = sandbox.dir("plain");
+    let options =
+        format!("directio,{devices}inode_share,domain_id={}", text(&settings()["secret"]));
+    let options = std::ffi::CString::new(options).unwrap();
+    rustix::mount::mount(
+        aside.join("pack"),
+        &plain,
+        "erofs",
+        rustix::mount::MountFlags::RDONLY,
+        &*options,
+    )
+    .unwrap();
+    let compared = std::panic::catch_unwind(|| {
+        forget(&one.join("shared"));
+        assert!(fs::read(one.join("shared")).unwrap() == content(0));
+        assert_eq!(resident(&two.join("deep/other")), all_pages(), "compressed with compressed");
+        assert_eq!(
+            resident(&plain.join("shared")),
+            0,
+            "compressed and plain content share on this kernel"
+        );
+        assert!(fs::read(plain.join("shared")).unwrap() == content(0));
+    });
+    // Superblocks go together, or this kernel crashes.
+    sandbox.run(&["umount", "--all"]).ok();
+    rustix::mount::unmount(&plain, rustix::mount::UnmountFlags::empty()).unwrap();
+    compared.unwrap();
+    sandbox.run(&["backend", "inode-share"]).ok();
+    assert_eq!(settings()["packs"], "plain");
+    assert!(!sandbox.run(&["fsck"]).ok().contains("FINDING"));
 }
 
 /// Segments are read past the page cache, but for those with fs-verity, which nobody may read so: their pages are
@@ -359,7 +448,12 @@ fn damaged_segments_and_packs_are_noticed() {
     if !has_inode_share(test) {
         return;
     }
-    let sandbox = two_shared();
+    damage_is_noticed(&[]);
+    damage_is_noticed(&["--lz4"]);
+}
+
+fn damage_is_noticed(form: &[&str]) {
+    let sandbox = two_shared_over(form);
     let domain = sandbox.path("store/domains/default/segments");
     let packed = sandbox.run(&["pack", "--json", "one:1"]).json()[0].take();
     let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();

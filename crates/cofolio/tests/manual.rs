@@ -24,11 +24,11 @@ fn every_command_has_a_page() {
     let sandbox = Sandbox::new();
     let pages = pages(&sandbox);
     let named = |name: &str| pages.iter().find(|page| page.ends_with(name));
-    for name in ["cofolio.1", "cofolio-mount.1", "cofolio-bench-share.1", "cofolio-config-show.1"] {
+    for name in ["cofolio.1", "cofolio-mount.1", "cofolio-bench-read.1", "cofolio-config-show.1"] {
         assert!(named(name).is_some(), "{name}: {pages:?}");
     }
     // Neither what is hidden nor `help`.
-    for name in ["cofolio-bench-read.1", "cofolio-collect-staging.1", "cofolio-help.1"] {
+    for name in ["cofolio-bench-reader.1", "cofolio-collect-staging.1", "cofolio-help.1"] {
         assert!(named(name).is_none(), "{name}");
     }
     let main = fs::read_to_string(named("cofolio.1").unwrap()).unwrap();

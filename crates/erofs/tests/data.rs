@@ -28,7 +28,18 @@ const BLOCK: usize = 4096;
 #[derive(Clone)]
 enum Kept {
     Runs(Vec<Run>),
-    Lz4(u32, Vec<Part>),
+    Lz4(Place, Vec<Part>),
+}
+
+/// Which files of a tree are compressed, and where those are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lz4 {
+    /// A third, behind the image.
+    Behind,
+    /// A third, behind the image or on a device.
+    Anywhere,
+    /// All, behind the image or on a device.
+    All,
 }
 
 /// Contents on devices in memory, of which the first is what is behind the image.
@@ -43,7 +54,7 @@ impl Contents for Devices {
         let (fingerprint, kept) = self.contents.get(digest)?;
         let form = match kept {
             Kept::Runs(runs) => Form::Runs(runs),
-            Kept::Lz4(block, parts) => Form::Lz4 { block: *block, parts },
+            Kept::Lz4(place, parts) => Form::Lz4 { place: *place, parts },
         };
         Some(Found { fingerprint: *fingerprint, form })
     }
@@ -64,14 +75,14 @@ impl Devices {
         self.bytes.iter().enumerate().skip(1).map(device).collect()
     }
 
-    /// Stores a content compressed, behind the image.
-    fn add_lz4(&mut self, content: &[u8]) -> [u8; 32] {
+    /// Stores a content compressed, on a device or (0) behind the image.
+    fn add_lz4(&mut self, content: &[u8], device: u16) -> [u8; 32] {
         let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
         let digest: [u8; 32] = sha2::Sha256::digest(fingerprint).into();
-        let own = &mut self.bytes[0];
-        let block = u32::try_from(own.len() / BLOCK).unwrap();
-        let parts = lz4::compress(content, own).unwrap();
-        self.contents.insert(digest, (fingerprint, Kept::Lz4(block, parts)));
+        let bytes = &mut self.bytes[usize::from(device)];
+        let block = u32::try_from(bytes.len() / BLOCK).unwrap();
+        let parts = lz4::compress(content, bytes).unwrap();
+        self.contents.insert(digest, (fingerprint, Kept::Lz4(Place { device, block }, parts)));
         digest
     }
 
@@ -134,7 +145,7 @@ fn meta(mode: u32, rng: &mut Rng) -> Meta {
 
 /// A tree with files of many sizes, some in pieces, some with holes, some twice, and what else a tree has. Also every
 /// file's content by path.
-fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
+fn tree_of(seed: u64, lz4: Lz4) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
     let mut rng = Rng::new(seed);
     let mut tree = Tree::new(Meta { mode: 0o755, ..meta(0, &mut rng) });
     let count = 1 + rng.index(4);
@@ -168,7 +179,7 @@ fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
                     content[at.min(end)..end].fill(0);
                 }
             }
-            let compressed = rng.below(3) == 0;
+            let compressed = lz4 == Lz4::All || rng.below(3) == 0;
             if compressed {
                 // Noise in turn with what can be compressed.
                 let (mut at, mut repeat) = (0, 1 + rng.index(50));
@@ -185,7 +196,10 @@ fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
             }
             let pieces = rng.pick(&[1, 1, 1, 2, 3, 20]);
             let digest = match compressed {
-                true => devices.add_lz4(&content),
+                true => {
+                    let device = if lz4 == Lz4::Behind { 0 } else { rng.index(1 + count) };
+                    devices.add_lz4(&content, u16::try_from(device).unwrap())
+                }
                 false => devices.add(&content, pieces, &mut rng),
             };
             let new = (digest, content);
@@ -242,7 +256,7 @@ fn tree_of(seed: u64) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
 fn what_is_written_reads_back() {
     let (mut flat, mut tables, mut compressed) = (0, 0, 0);
     for seed in 0..rounds("COFOLIO_DATA_TREES", 60) {
-        let (tree, devices, files) = tree_of(seed);
+        let (tree, devices, files) = tree_of(seed, Lz4::Anywhere);
         let (bytes, _) = devices.write(&tree).unwrap();
         assert!(bytes == devices.write(&tree).unwrap().0, "seed {seed}: not the same again");
         let mut image = Image::open(&bytes[..]).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
@@ -326,18 +340,21 @@ fn files_without_content_are_named() {
         refused(Some(Kept::Runs(runs)));
     }
     let part = |len, compressed| Part { len, compressed };
-    for (block, parts) in [
-        (0, vec![]),
-        (0, vec![part(9_999, true)]),
-        (3, vec![part(10_000, true)]),
-        (u32::MAX, vec![part(10_000, true)]),
-        (0, vec![part(10_000, false)]),
-        (0, vec![part(4096, true), part(5904, true)]),
-        (0, vec![part(4000, false), part(6000, true)]),
-        (0, vec![part(6000, true), part(4000, true)]),
-        (0, vec![part(10_000, true), part(0, false)]),
+    let own = |block| Place { device: 0, block };
+    for (place, parts) in [
+        (Place { device: 1, block: 4 }, vec![part(10_000, true)]),
+        (Place { device: 2, block: 0 }, vec![part(10_000, true)]),
+        (own(0), vec![]),
+        (own(0), vec![part(9_999, true)]),
+        (own(3), vec![part(10_000, true)]),
+        (own(u32::MAX), vec![part(10_000, true)]),
+        (own(0), vec![part(10_000, false)]),
+        (own(0), vec![part(4096, true), part(5904, true)]),
+        (own(0), vec![part(4000, false), part(6000, true)]),
+        (own(0), vec![part(6000, true), part(4000, true)]),
+        (own(0), vec![part(10_000, true), part(0, false)]),
     ] {
-        refused(Some(Kept::Lz4(block, parts)));
+        refused(Some(Kept::Lz4(place, parts)));
     }
 }
 
@@ -351,6 +368,18 @@ fn files_of(dir: &Path, image: &[u8], devices: &Devices) -> (PathBuf, Vec<PathBu
         path
     });
     (file, paths.collect())
+}
+
+/// Makes one file of an image and its devices, for fsck.erofs, which finds no compressed content on devices: they come
+/// behind the image, where they are in the address space that spans all, and the image says nothing of them any more.
+fn flatten(image: &Path, devices: &[Vec<u8>]) {
+    let mut bytes = fs::read(image).unwrap();
+    devices.iter().for_each(|device| bytes.extend_from_slice(device));
+    let incompat = 1024 + 80;
+    assert_ne!(bytes[incompat] & 0x08, 0, "the image has devices");
+    bytes[incompat] &= !0x08;
+    bytes[1024 + 86..1024 + 88].fill(0);
+    fs::write(image, bytes).unwrap();
 }
 
 /// Every file below a directory has its content, or all of it but zeros at its end that are `short`.
@@ -381,10 +410,16 @@ fn fsck_erofs_checks_and_extracts_them() {
     }
     let dir = TempDir::new("data-fsck");
     for seed in 0..rounds("COFOLIO_FSCK_TREES", 20) {
-        let (tree, devices, files) = tree_of(seed);
+        let lz4 = if seed % 2 == 0 { Lz4::Behind } else { Lz4::All };
+        let (tree, devices, files) = tree_of(seed, lz4);
         let (image, paths) = files_of(dir.path(), &devices.write(&tree).unwrap().0, &devices);
-        let args: Vec<String> =
-            paths.iter().map(|path| format!("--device={}", path.display())).collect();
+        let args: Vec<String> = match lz4 {
+            Lz4::All => Vec::new(),
+            _ => paths.iter().map(|path| format!("--device={}", path.display())).collect(),
+        };
+        if lz4 == Lz4::All {
+            flatten(&image, &devices.bytes[1..]);
+        }
         let check = |also: &[String]| {
             let all = [&args[..], also, &[image.display().to_string()]].concat();
             let all: Vec<&str> = all.iter().map(String::as_str).collect();
@@ -404,6 +439,9 @@ fn fsck_erofs_checks_and_extracts_them() {
         // It leaves out a hole at the end of a file.
         compare(&out, &files, true, &format!("seed {seed}"));
         // A digest that is not right is told, so the first check means something: one byte in each block of the devices.
+        if lz4 == Lz4::All {
+            continue;
+        }
         for (path, bytes) in paths.iter().zip(&devices.bytes[1..]) {
             let altered = bytes.chunks(BLOCK).flat_map(|block| {
                 let mut block = block.to_vec();
@@ -427,7 +465,8 @@ fn the_kernel_reads_them() {
     let top = dir.path().join("mounted");
     fs::create_dir(&top).unwrap();
     for seed in 0..rounds("COFOLIO_MOUNTS", 20) {
-        let (tree, devices, files) = tree_of(seed);
+        let (tree, devices, files) =
+            tree_of(seed, if seed % 2 == 0 { Lz4::Anywhere } else { Lz4::All });
         let (image, paths) = files_of(dir.path(), &devices.write(&tree).unwrap().0, &devices);
         let options: Vec<String> =
             paths.iter().map(|path| format!("device={}", path.display())).collect();

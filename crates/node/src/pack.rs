@@ -3,27 +3,34 @@
 //! ```text
 //! metadata image ─▶ tree ──────────────────────────────┐
 //! objects ─▶ in a segment already? ─▶ where ───────────┼─▶ pack, with the segments as its devices
-//!                    └ no ─▶ new segments, by path ────┘
+//!                    └ no ─▶ new segments, by layer ───┘
 //! ```
 //!
 //! What images have in common is in the segments of the one that was packed first, so that their packs share blocks on
-//! the disk and, mounted with `inode_share`, pages in memory.
+//! the disk and, mounted with `inode_share`, pages in memory. Contents are kept as they are or compressed; what is kept in
+//! one way shares nothing with what is kept in the other.
 
-use std::collections::{HashMap, HashSet};
+mod order;
+mod rewrite;
+
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::ControlFlow;
 
 use cofolio_erofs::tree::{Content, Tree};
+use cofolio_erofs::write::lz4;
 use cofolio_erofs::write::{
-    Contents, Data, Device, Form, Found, Place, Run, WriteError, write_data,
+    self, Contents, Data, Device, Found, Place, Run, WriteError, write_data,
 };
 use cofolio_store::{
-    Contents as _, Digest, Domain, Error, Extent, ImportOptions, Publish, Segment, SegmentWriter,
-    Staging,
+    Contents as _, Digest, Domain, Error, Extent, Form, ImportOptions, Part, Publish, Segment,
+    SegmentWriter, Staging,
 };
 use serde::Serialize;
 
 use crate::contents::{ImageContents, open_image};
 use crate::export::lease::Lease;
+
+pub use rewrite::{RewriteReport, rewrite};
 
 /// A segment is not begun with more than so many bytes, unless it is of one object. Larger ones would keep more alive
 /// than is needed, and of smaller ones an image would need many.
@@ -35,13 +42,15 @@ pub struct PackOptions {
     /// Make a pack also of an image that has one, and use only those segments of which the image needs at least
     /// half, so that what is left of images that are gone can be collected.
     pub again: bool,
+    /// How contents are kept. A pack of another form is replaced.
+    pub form: Form,
     /// How large a segment may get, in bytes, if it is of more than one object.
     pub segment_bytes_max: u64,
 }
 
 impl Default for PackOptions {
     fn default() -> Self {
-        Self { again: false, segment_bytes_max: SEGMENT_BYTES_MAX }
+        Self { again: false, form: Form::Plain, segment_bytes_max: SEGMENT_BYTES_MAX }
     }
 }
 
@@ -52,13 +61,15 @@ pub struct PackReport {
     pub image: Digest,
     /// That of its pack.
     pub pack: Digest,
+    /// How its contents are kept.
+    pub form: Form,
     /// Whether the image had this pack already, and nothing was done.
     pub was_there: bool,
     /// Segments that it needs.
     pub segments: Vec<Digest>,
     /// How many of them are new.
     pub new_segments: usize,
-    /// Bytes of contents that were written to these.
+    /// Bytes of contents that were written to these, before they were compressed.
     pub new_bytes: u64,
 }
 
@@ -96,10 +107,21 @@ pub fn pack(
     on_progress: OnProgress<'_>,
 ) -> Result<PackReport, PackError> {
     if !options.again
-        && let Some(report) = existing(domain, image)?
+        && let Some(report) = existing(domain, image, options.form)?
     {
         return Ok(report);
     }
+    pack_without(domain, image, options, &BTreeSet::new(), on_progress)
+}
+
+/// Packs an image, whether it has a pack or not, with nothing in these segments.
+fn pack_without(
+    domain: &Domain,
+    image: &Digest,
+    options: &PackOptions,
+    without: &BTreeSet<Digest>,
+    on_progress: OnProgress<'_>,
+) -> Result<PackReport, PackError> {
     let lease = Lease::take(domain, image, Vec::new(), "pack")?;
     let bad = |what: String| PackError::Image { image: *image, what };
     let file = domain.open_image(image)?;
@@ -110,8 +132,9 @@ pub fn pack(
         on_progress(done, total)
     };
     let mut attempt = |hold_lock| {
-        let mut plan = Plan::new(&tree);
-        plan.find_known(domain, options.again)?;
+        let mut plan = Plan::new(&tree, options.form);
+        plan.find_known(domain, options.again, without)?;
+        plan.sort(domain, image)?;
         let staging =
             domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
         plan.write_segments(&staging, options, &mut on_progress)?;
@@ -125,13 +148,15 @@ pub fn pack(
 }
 
 /// What there is already, if it can be used.
-fn existing(domain: &Domain, image: &Digest) -> Result<Option<PackReport>, PackError> {
+fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
     for pack in domain.packs_of(image)? {
         let Ok(segments) = ImageContents.pack_segments(&domain.open_pack(&pack)?) else { continue };
-        if segments.iter().all(|segment| domain.read_segment(segment).is_ok()) {
+        let usable = |digest| domain.read_segment(digest).is_ok_and(|it| it.form() == form);
+        if segments.iter().all(usable) {
             return Ok(Some(PackReport {
                 image: *image,
                 pack: pack.digest,
+                form,
                 was_there: true,
                 segments,
                 new_segments: 0,
@@ -144,25 +169,38 @@ fn existing(domain: &Domain, image: &Digest) -> Result<Option<PackReport>, PackE
 
 /// Where the contents of an image are to be.
 struct Plan {
-    /// Objects that are in no segment yet, in the order of their paths.
+    form: Form,
+    /// Objects that are in no segment yet, in the order of their paths, or of their layers and paths.
     wanted: Vec<(Digest, u64)>,
+    /// By object: the layer that brought it.
+    layers: HashMap<Digest, usize>,
     total: u64,
     segments: Vec<(Digest, Device)>,
     known: usize,
     new_bytes: u64,
     /// By digest of the object: SHA-256, and where it is.
-    places: HashMap<[u8; 32], ([u8; 32], [Run; 1])>,
+    places: HashMap<[u8; 32], ([u8; 32], Kept)>,
+}
+
+/// Where a content is, and how it is kept.
+enum Kept {
+    Run([Run; 1]),
+    Lz4(Place, Vec<lz4::Part>),
 }
 
 impl Contents for Plan {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
-        let (fingerprint, runs) = self.places.get(digest)?;
-        Some(Found { fingerprint: *fingerprint, form: Form::Runs(runs) })
+        let (fingerprint, kept) = self.places.get(digest)?;
+        let form = match kept {
+            Kept::Run(run) => write::Form::Runs(run),
+            Kept::Lz4(place, parts) => write::Form::Lz4 { place: *place, parts },
+        };
+        Some(Found { fingerprint: *fingerprint, form })
     }
 }
 
 impl Plan {
-    fn new(tree: &Tree) -> Self {
+    fn new(tree: &Tree, form: Form) -> Self {
         let (mut wanted, mut seen) = (Vec::new(), HashSet::new());
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
@@ -176,15 +214,24 @@ impl Plan {
         }
         let total = wanted.iter().map(|(_, size)| size).sum();
         let places = HashMap::with_capacity(wanted.len());
-        Self { wanted, total, segments: Vec::new(), known: 0, new_bytes: 0, places }
+        let layers = HashMap::new();
+        Self { form, wanted, layers, total, segments: Vec::new(), known: 0, new_bytes: 0, places }
     }
 
     /// Looks for what is wanted in the segments of the domain. One that cannot be read is for fsck to tell.
-    fn find_known(&mut self, domain: &Domain, half: bool) -> Result<(), PackError> {
+    fn find_known(
+        &mut self,
+        domain: &Domain,
+        half: bool,
+        without: &BTreeSet<Digest>,
+    ) -> Result<(), PackError> {
         let mut wanted: HashMap<Digest, u64> = self.wanted.iter().copied().collect();
         for digest in domain.segments()? {
             if wanted.is_empty() {
                 break;
+            }
+            if without.contains(&digest) {
+                continue;
             }
             let segment = match domain.read_segment(&digest) {
                 Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => continue,
@@ -192,32 +239,56 @@ impl Plan {
             };
             let is_wanted = |extent: &&Extent| wanted.get(&extent.object) == Some(&extent.size);
             let found: Vec<Extent> = segment.extents.iter().filter(is_wanted).copied().collect();
-            let blocks: u64 = found.iter().map(Extent::blocks).sum();
-            if found.is_empty() || half && blocks * 2 < u64::from(segment.blocks) {
+            let blocks: u64 = found.iter().map(|extent| u64::from(extent.blocks)).sum();
+            let other = segment.form() != self.form;
+            if other || found.is_empty() || half && blocks * 2 < u64::from(segment.blocks) {
                 continue;
             }
             for extent in &found {
                 wanted.remove(&extent.object);
             }
-            self.add(digest, segment.blocks, &found);
+            self.add(digest, &segment, &found);
         }
         self.known = self.segments.len();
         self.wanted.retain(|(digest, _)| wanted.contains_key(digest));
         Ok(())
     }
 
+    /// Puts what is in no segment yet into the order of the layers that brought it.
+    fn sort(&mut self, domain: &Domain, image: &Digest) -> Result<(), PackError> {
+        if !self.wanted.is_empty() {
+            self.layers = order::layers(domain, image)?;
+            let mut wanted = std::mem::take(&mut self.wanted);
+            wanted.sort_by_key(|(object, _)| self.layer_of(object));
+            self.wanted = wanted;
+        }
+        Ok(())
+    }
+
+    /// What no layer is known to have brought comes last.
+    fn layer_of(&self, object: &Digest) -> usize {
+        self.layers.get(object).copied().unwrap_or(usize::MAX)
+    }
+
     /// Adds a segment, and where in it contents are.
-    fn add(&mut self, digest: Digest, blocks: u32, extents: &[Extent]) {
+    fn add(&mut self, digest: Digest, segment: &Segment, extents: &[Extent]) {
         let mut tag = [0; 64];
         tag.copy_from_slice(digest.to_string().as_bytes());
-        self.segments.push((digest, Device { tag, blocks }));
+        self.segments.push((digest, Device { tag, blocks: segment.blocks }));
         // More than the format has are refused when the pack is written.
         let device = u16::try_from(self.segments.len()).unwrap_or(u16::MAX);
         for extent in extents {
-            // No extent is longer than its segment.
-            let blocks = u32::try_from(extent.blocks()).unwrap_or(u32::MAX);
-            let run = Run { place: Some(Place { device, block: extent.block }), blocks };
-            self.places.insert(extent.object.0, (extent.sha256, [run]));
+            let place = Place { device, block: extent.block };
+            let kept = match self.form {
+                Form::Plain => Kept::Run([Run { place: Some(place), blocks: extent.blocks }]),
+                Form::Lz4 => {
+                    let parts = segment.parts_of(extent).iter();
+                    let part =
+                        |part: &Part| lz4::Part { len: part.len, compressed: part.compressed };
+                    Kept::Lz4(place, parts.map(part).collect())
+                }
+            };
+            self.places.insert(extent.object.0, (extent.sha256, kept));
         }
     }
 
@@ -232,15 +303,29 @@ impl Plan {
         self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
         let mut done = self.total - self.new_bytes;
         let mut writer: Option<SegmentWriter<'_>> = None;
+        let mut layer = None;
         for (object, size) in wanted {
-            if let Some(full) = writer.take_if(|it| it.size() + size > options.segment_bytes_max) {
+            let ended = layer.replace(self.layer_of(&object)) != layer;
+            let is_full = |it: &mut SegmentWriter<'_>| {
+                it.size() + size > options.segment_bytes_max
+                    || ended && it.size() >= order::LAYER_BYTES_MIN
+            };
+            if let Some(full) = writer.take_if(is_full) {
                 self.add_new(full.finish()?);
             }
             if writer.is_none() {
                 writer = Some(staging.segment_writer()?);
             }
             if let Some(writer) = &mut writer {
-                writer.add(&object, size)?;
+                match options.form {
+                    Form::Plain => writer.add(&object, size)?,
+                    Form::Lz4 => writer.add_compressed(&object, size, |content, blocks| {
+                        let parts = lz4::compress(content, blocks)?.into_iter();
+                        let part =
+                            |part: lz4::Part| Part { len: part.len, compressed: part.compressed };
+                        Ok(parts.map(part).collect())
+                    })?,
+                }
             }
             done += size;
             if on_progress(done, self.total).is_break() {
@@ -254,7 +339,7 @@ impl Plan {
     }
 
     fn add_new(&mut self, (digest, segment): (Digest, Segment)) {
-        self.add(digest, segment.blocks, &segment.extents);
+        self.add(digest, &segment, &segment.extents);
     }
 
     /// Writes the pack, and publishes it with its new segments.
@@ -279,6 +364,7 @@ impl Plan {
         Ok(PackReport {
             image: *image,
             pack,
+            form: self.form,
             was_there: false,
             new_segments: segments.len() - self.known,
             segments,

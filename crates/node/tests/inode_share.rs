@@ -38,7 +38,7 @@ struct Compressed {
 
 impl Contents for Compressed {
     fn find(&self, _: &[u8; 32]) -> Option<Found<'_>> {
-        let form = Form::Lz4 { block: 0, parts: &self.parts };
+        let form = Form::Lz4 { place: Place { device: 0, block: 0 }, parts: &self.parts };
         Some(Found { fingerprint: self.fingerprint, form })
     }
 }

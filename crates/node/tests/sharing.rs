@@ -1,5 +1,5 @@
 //! What mounts of a trust domain share, for each backend that this kernel has: by every kind of read, under pressure, and
-//! while others come and go. In a guest with Linux 7.2 both backends are tried (`tests/vm/run sharing`).
+//! while others come and go. In a guest with Linux 7.2 both backends are tried, `inode-share` over plain and over compressed packs (`tests/vm/run sharing`).
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
@@ -17,7 +17,7 @@ use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::oci::{self, Silent, Source};
 use cofolio_node::pack::{PackOptions, pack};
 use cofolio_node::probe::{self, Presence};
-use cofolio_store::{Backend, Digest, Domain, InitOptions, Store};
+use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
 use cofolio_sys::cache::{FileMap, page_size};
 use rustix::fs::Advice;
 
@@ -37,7 +37,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(backend: Backend) -> Pair {
+    fn new((backend, form): How) -> Pair {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         fs::create_dir_all(at("one")).unwrap();
@@ -66,9 +66,10 @@ impl Pair {
         if backend == Backend::InodeShare {
             for image in &images {
                 let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-                pack(&domain, image, &PackOptions::default(), go_on).unwrap();
+                let options = PackOptions { form, ..PackOptions::default() };
+                pack(&domain, image, &options, go_on).unwrap();
             }
-            domain.set_backend(backend).unwrap();
+            domain.set_backend_over(backend, form).unwrap();
         }
         Pair { dir, domain, images }
     }
@@ -112,8 +113,11 @@ fn program() -> PathBuf {
     found.into_iter().find(|file| file.is_file()).unwrap_or_else(|| "/bin/true".into())
 }
 
+/// A backend, and how the packs that it mounts are kept.
+type How = (Backend, Form);
+
 /// Runs a test with each backend that there is, and alone: it drops what others have in the cache.
-fn on_each(test: &str, body: impl Fn(Backend)) {
+fn on_each(test: &str, body: impl Fn(How)) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !rustix::process::geteuid().is_root() {
@@ -123,9 +127,11 @@ fn on_each(test: &str, body: impl Fn(Backend)) {
     if !report.can_mount() {
         return eprintln!("SKIP {test}: this kernel cannot mount images");
     }
-    body(Backend::Overlay);
+    body((Backend::Overlay, Form::Plain));
     match report.get("inode-share") {
-        Some(feature) if feature.presence == Presence::Present => body(Backend::InodeShare),
+        Some(feature) if feature.presence == Presence::Present => {
+            Form::ALL.into_iter().for_each(|form| body((Backend::InodeShare, form)));
+        }
         _ => eprintln!("SKIP {test} with inode-share: this kernel has no inode_share"),
     }
 }
@@ -159,8 +165,8 @@ fn until(mut done: impl FnMut() -> bool) -> bool {
 #[test]
 fn what_one_mount_reads_is_there_for_the_others() {
     let test = "what_one_mount_reads_is_there_for_the_others";
-    on_each(test, |backend| {
-        let pair = Pair::new(backend);
+    on_each(test, |(backend, form)| {
+        let pair = Pair::new((backend, form));
         let (one, two) = (pair.mount(0, "on-one"), pair.mount(1, "on-two"));
         let again = pair.mount(0, "again");
         let (shared, other) = (one.join("shared"), two.join("deep/other"));
@@ -292,8 +298,8 @@ fn tight() -> Result<Cgroup, String> {
 #[test]
 fn a_reader_is_not_disturbed_by_those_that_come_and_go() {
     let test = "a_reader_is_not_disturbed_by_those_that_come_and_go";
-    on_each(test, |backend| {
-        let pair = Pair::new(backend);
+    on_each(test, |(backend, form)| {
+        let pair = Pair::new((backend, form));
         let two = pair.mount(1, "on-two");
         let expected = pair.dir.path().join("one/shared");
         let cgroup = tight().map_err(|reason| eprintln!("SKIP {test} in a cgroup: {reason}")).ok();
@@ -335,6 +341,11 @@ fn a_reader_is_not_disturbed_by_those_that_come_and_go() {
         let ended = reader.wait().unwrap();
         assert!(ended.success(), "{backend}: the reader ended with {ended}");
         let read = fs::read_to_string(counts).unwrap();
-        eprintln!("   {backend}: {} rounds, the other file read {} times", rounds(), read.trim());
+        eprintln!(
+            "   {backend}, {}: {} rounds, the other file read {} times",
+            form.as_str(),
+            rounds(),
+            read.trim()
+        );
     });
 }

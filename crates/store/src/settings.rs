@@ -9,6 +9,7 @@ use crate::disk::LockMode;
 use crate::domain::to_json;
 use crate::error::{At, ErrorKind, Result};
 use crate::meta::{SETTINGS_FEATURE, hex};
+use crate::segment::Form;
 
 /// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
 /// so a domain has one.
@@ -64,6 +65,9 @@ impl fmt::Debug for Secret {
 struct Settings {
     #[serde(default)]
     backend: Backend,
+    /// Absent in files from before there was a choice.
+    #[serde(default)]
+    packs: Form,
     secret: Secret,
 }
 
@@ -76,6 +80,14 @@ impl Domain {
         Ok(self.settings()?.map_or_else(Backend::default, |settings| settings.backend))
     }
 
+    /// How the contents of packs are kept. The kernel shares no page between the two, so a domain has one.
+    ///
+    /// # Errors
+    /// As [`Domain::backend`].
+    pub fn pack_form(&self) -> Result<Form> {
+        Ok(self.settings()?.map_or_else(Form::default, |settings| settings.packs))
+    }
+
     /// What the kernel is to know this domain by; `None` before [`Domain::set_backend`] has been called.
     ///
     /// # Errors
@@ -84,12 +96,20 @@ impl Domain {
         Ok(self.settings()?.map(|settings| settings.secret))
     }
 
-    /// Sets how images are mounted from now on; what is mounted stays as it is. A record that is damaged is replaced, with
-    /// another secret. Durable on return.
+    /// Sets how images are mounted from now on, over plain packs; what is mounted stays as it is. A record that is damaged
+    /// is replaced, with another secret. Durable on return.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
     pub fn set_backend(&self, backend: Backend) -> Result<()> {
+        self.set_backend_over(backend, Form::default())
+    }
+
+    /// As [`Domain::set_backend`], over packs of this form.
+    ///
+    /// # Errors
+    /// As [`Domain::set_backend`].
+    pub fn set_backend_over(&self, backend: Backend, packs: Form) -> Result<()> {
         self.store().enable_compatible(SETTINGS_FEATURE)?;
         let path = self.settings_file();
         // Alone, or two would give it two secrets.
@@ -102,7 +122,7 @@ impl Domain {
                 Secret(hex(random()?) + &hex(random()?))
             }
         };
-        let json = to_json(&path, &Settings { backend, secret })?;
+        let json = to_json(&path, &Settings { backend, packs, secret })?;
         self.store().replace_secret(self.base(), &path, &json)
     }
 

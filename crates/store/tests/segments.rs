@@ -5,13 +5,14 @@
 mod common;
 
 use std::fs;
+use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
 use cofolio_store::{
-    Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions, Publish,
-    ScrubOptions, Segment, TrimOptions, verity,
+    Digest, Domain, Error, FindingKind, Form, FsckOptions, GcOptions, GcReport, ImportOptions,
+    Part, Publish, ScrubOptions, Segment, TrimOptions, verity,
 };
 use common::{Lines, Scratch, content, import, nothing_live, pack};
 use sha2::Digest as _;
@@ -99,6 +100,100 @@ fn a_segment_holds_what_was_put_in() {
     assert_eq!(du.bytes(), domain.bytes().unwrap());
 }
 
+/// Compressing is others' business: here 10,000 bytes of content are one block of their sum, and the rest is as it is.
+fn shrink(
+    content: &mut dyn Read,
+    blocks: &mut dyn Write,
+    wrong: impl Fn(&mut Vec<Part>),
+) -> io::Result<Vec<Part>> {
+    let (mut bytes, mut parts) = (Vec::new(), Vec::new());
+    content.read_to_end(&mut bytes)?;
+    let mut rest = &bytes[..];
+    while !rest.is_empty() {
+        let compressed = rest.len() >= 10_000;
+        let (part, after) = rest.split_at(if compressed { 10_000 } else { rest.len().min(4096) });
+        let mut block = vec![0; 4096];
+        match compressed {
+            true => block[4095] = part.iter().fold(0, |sum: u8, byte| sum.wrapping_add(*byte)),
+            false => block[..part.len()].copy_from_slice(part),
+        }
+        blocks.write_all(&block)?;
+        parts.push(Part { len: u32::try_from(part.len()).unwrap(), compressed });
+        rest = after;
+    }
+    wrong(&mut parts);
+    Ok(parts)
+}
+
+#[test]
+fn a_compressed_segment_says_what_is_in_each_block() {
+    let scratch = Scratch::new("segment-lz4");
+    let domain = domain(&scratch);
+    put(&domain, "a", &pieces());
+    let staging = domain.begin_import(OPTIONS).unwrap();
+    let mut writer = staging.segment_writer().unwrap();
+    let mut expected = Vec::new();
+    for piece in pieces() {
+        let object = verity::digest(&piece);
+        writer
+            .add_compressed(&object, piece.len() as u64, |content, blocks| {
+                let parts = shrink(content, blocks, |_| ())?;
+                expected.push(parts.clone());
+                Ok(parts)
+            })
+            .unwrap();
+    }
+    let (digest, written) = writer.finish().unwrap();
+    let segments = vec![digest];
+    staging.commit(&Publish { segments, ..Publish::default() }, []).unwrap();
+    let segment = domain.read_segment(&digest).unwrap();
+    assert_eq!(segment, written);
+    assert_eq!(segment.form(), Form::Lz4);
+    assert!(segment.blocks < 700, "{}", segment.blocks);
+    for ((extent, parts), piece) in segment.extents.iter().zip(&expected).zip(pieces()) {
+        assert_eq!(segment.parts_of(extent), parts);
+        assert_eq!((extent.object, extent.size), (verity::digest(&piece), piece.len() as u64));
+        assert_eq!(extent.sha256, *sha2::Sha256::digest(&piece));
+    }
+    let bytes = domain.open_segment(&digest).unwrap().read_all(1 << 30).unwrap();
+    assert_eq!(verity::digest(&bytes), digest);
+    assert!(bytes[segment.extents[1].block as usize * 4096..].starts_with(&pieces()[1]));
+    assert_eq!(findings(&domain), []);
+    domain.check_segment_size(&digest).unwrap();
+
+    // What is said of blocks is a part of what is checked.
+    change(&segment_path(&scratch, &digest), bytes.len() as u64 - 64 - 3);
+    assert!(matches!(domain.read_segment(&digest), Err(Error::Corrupt { .. })));
+    assert_eq!(findings(&domain)[0].0, FindingKind::SegmentUnreadable);
+}
+
+/// Whoever compresses says what is in the blocks, and packs are made of that without a look at them.
+#[test]
+fn blocks_that_are_not_what_is_said_of_them_are_refused() {
+    let scratch = Scratch::new("segment-lz4-wrong");
+    let domain = domain(&scratch);
+    let piece = content(24_000, 1);
+    put(&domain, "a", std::slice::from_ref(&piece));
+    let object = verity::digest(&piece);
+    let staging = domain.begin_import(OPTIONS).unwrap();
+    let add = |wrong: &dyn Fn(&mut Vec<Part>)| {
+        let mut writer = staging.segment_writer().unwrap();
+        writer.add_compressed(&object, 24_000, |content, blocks| shrink(content, blocks, wrong))
+    };
+    add(&|_| ()).unwrap();
+    let refused = |wrong: &dyn Fn(&mut Vec<Part>)| {
+        assert!(matches!(add(wrong), Err(Error::Io { .. })));
+    };
+    refused(&|parts| parts.truncate(1));
+    refused(&|parts| parts[0].len -= 1);
+    refused(&|parts| parts[0].compressed = false);
+    refused(&|parts| parts.push(Part { len: 0, compressed: false }));
+    refused(&|parts| *parts = vec![Part { len: 24_000, compressed: true }]);
+    let path = domain.object_path(&object).unwrap();
+    change(&path, 100);
+    assert!(matches!(add(&|_| ()), Err(Error::Corrupt { .. })));
+}
+
 #[test]
 fn a_pack_goes_with_its_image_and_a_segment_with_its_last_pack() {
     let scratch = Scratch::new("segment-gc");
@@ -144,6 +239,10 @@ fn a_pack_is_not_published_without_what_it_needs() {
     let path = domain.object_path(&object).unwrap();
     change(&path, 100);
     assert!(matches!(writer.add(&object, 9000), Err(Error::Corrupt { .. })));
+}
+
+fn segment_path(scratch: &Scratch, digest: &Digest) -> PathBuf {
+    scratch.path.join(format!("domains/default/segments/{digest}.segment"))
 }
 
 /// Changes a byte of a file that is protected from that.

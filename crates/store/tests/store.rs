@@ -5,7 +5,7 @@ mod common;
 use std::io::{Read, Write};
 
 use cofolio_store::{
-    Backend, Digest, Error, ImportOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
+    Backend, Digest, Error, Form, ImportOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
 };
 use common::{Scratch, content, image_of};
 
@@ -95,7 +95,10 @@ fn a_domain_has_one_secret_and_does_not_show_it() {
     let secret = domain.secret().unwrap().unwrap();
     assert_eq!(secret.reveal().len(), 64);
     assert_eq!(format!("{secret:?}"), "Secret(…)");
+    domain.set_backend_over(Backend::InodeShare, Form::Lz4).unwrap();
+    assert_eq!(domain.pack_form().unwrap(), Form::Lz4);
     domain.set_backend(Backend::Overlay).unwrap();
+    assert_eq!(domain.pack_form().unwrap(), Form::Plain);
     assert_eq!(domain.secret().unwrap().unwrap(), secret);
     let other = store.domain_or_create("other").unwrap();
     other.set_backend(Backend::InodeShare).unwrap();
@@ -103,6 +106,9 @@ fn a_domain_has_one_secret_and_does_not_show_it() {
 
     let path = scratch.path.join("domains/default/domain.json");
     assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    // From before there was a choice of form.
+    std::fs::write(&path, r#"{"backend": "inode-share", "secret": "old"}"#).unwrap();
+    assert_eq!(domain.pack_form().unwrap(), Form::Plain);
     std::fs::write(&path, "{").unwrap();
     assert!(matches!(domain.backend(), Err(Error::Corrupt { .. })));
     domain.set_backend(Backend::InodeShare).unwrap();

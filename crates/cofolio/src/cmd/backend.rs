@@ -2,7 +2,7 @@ use clap::ValueEnum;
 use cofolio_node::mount::MountState;
 use cofolio_node::pack::PackOptions;
 use cofolio_node::probe::{self, Presence};
-use cofolio_store::{Backend, Domain};
+use cofolio_store::{Backend, Domain, Form};
 use serde_json::json;
 
 use crate::cmd::{Outcome, pack};
@@ -20,16 +20,22 @@ use crate::ui::plural;
 /// mounted in the background, and is not collected, until the last one of the domain is unmounted: to take it down while
 /// others are read makes Linux 7.2 crash. For the same reason nothing of it should be unmounted but by `umount`. Segments take room beside the objects where the filesystem
 /// has no reflinks; where it has fs-verity the kernel checks what it reads, and caches it twice. All images of the domain
-/// are packed now, and later ones when they are imported.
+/// are packed now, and later ones when they are imported. With --lz4 the packs are compressed: they take less room on the
+/// disk, and reading them takes processor time; in memory content is as large as ever.
 ///
-/// What is read through one is cached apart from what is read through the other, so nothing of the domain may be
-/// mounted while it changes.
+/// What is read through one is cached apart from what is read through the other, and what is compressed apart from what
+/// is not, so nothing of the domain may be mounted while it changes.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio backend\n  cofolio backend inode-share\n  \
-    cofolio --domain tenant backend overlay")]
+#[command(
+    after_help = "Example:\n  cofolio backend\n  cofolio backend inode-share\n  cofolio backend inode-share --lz4\n  \
+    cofolio --domain tenant backend overlay"
+)]
 pub(crate) struct Args {
     /// How from now on
     backend: Option<How>,
+    /// With `inode-share`: over packs that are compressed with LZ4
+    #[arg(long, requires = "backend")]
+    lz4: bool,
 }
 
 /// [`Backend`] on the command line.
@@ -62,20 +68,34 @@ impl From<Backend> for How {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     if let Some(how) = args.backend {
-        set(context, &domain, how.into())?;
+        let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
+        set(context, &domain, how.into(), form)?;
     }
-    let backend = domain.backend()?;
+    let (backend, form) = (domain.backend()?, domain.pack_form()?);
     if context.ui.json {
-        context.ui.json(&json!({ "domain": domain.name(), "backend": backend }))?;
+        context.ui.json(&json!({ "domain": domain.name(), "backend": backend, "packs": form }))?;
     } else {
-        context.ui.line(backend.as_str())?;
+        context.ui.line(shown(backend, form))?;
     }
     Ok(Exit::Ok)
 }
 
-fn set(context: &Context<'_>, domain: &Domain, backend: Backend) -> anyhow::Result<()> {
+/// A backend, with what it mounts if that is not plain.
+pub(crate) fn shown(backend: Backend, form: Form) -> String {
+    match (backend, form) {
+        (Backend::InodeShare, Form::Lz4) => format!("{backend}, packs compressed with LZ4"),
+        _ => backend.to_string(),
+    }
+}
+
+fn set(context: &Context<'_>, domain: &Domain, backend: Backend, form: Form) -> anyhow::Result<()> {
+    if backend == Backend::Overlay && form != Form::Plain {
+        let what = "`overlay` mounts the files of the store, which are not compressed";
+        return Err(Fail::new(Exit::Usage, what).into());
+    }
     // A record that cannot be read is replaced.
-    if domain.backend().is_ok_and(|now| now == backend) {
+    let now = domain.backend().and_then(|now| Ok((now, domain.pack_form()?)));
+    if now.is_ok_and(|now| now == (backend, form)) {
         return Ok(());
     }
     let list = context.mounter(domain).list()?;
@@ -91,11 +111,12 @@ fn set(context: &Context<'_>, domain: &Domain, backend: Backend) -> anyhow::Resu
     }
     if backend == Backend::InodeShare {
         check_kernel()?;
+        let options = PackOptions { form, ..PackOptions::default() };
         for image in domain.images()? {
-            pack::pack_one(context, domain, &image, &PackOptions::default())?;
+            pack::pack_one(context, domain, &image, &options)?;
         }
     }
-    domain.set_backend(backend)?;
+    domain.set_backend_over(backend, form)?;
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 mod html;
 mod measure;
 mod namespace;
+mod read;
 mod reader;
 mod report;
 mod setup;
@@ -23,6 +24,7 @@ use crate::{
 ///
 /// `cofolio bench share OLD NEW`: memory for reading every file of two images, without and with sharing.
 /// `cofolio bench namespace IMAGE`: time and memory for listing an image, and for one more container of it.
+/// `cofolio bench read IMAGE`: how fast files are read, from packs and from a plain filesystem.
 /// `cofolio bench page RESULT… --html FILE`: results of several pairs as one page for a browser.
 /// `cofolio bench share --help` says more.
 #[derive(Debug, clap::Args)]
@@ -53,10 +55,11 @@ struct Bench {
 enum Command {
     Share(Box<share::Args>),
     Namespace(namespace::Args),
+    Read(read::Args),
     Page(html::Args),
     /// The reading process of `share`
     #[command(hide = true)]
-    Read(reader::Args),
+    Reader(reader::Args),
 }
 
 /// The grammar of what comes after `bench`, for man pages and completions.
@@ -82,8 +85,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             needs_root("bench namespace", "it mounts and drops caches")?;
             namespace::run(&args, context)
         }
+        Command::Read(args) => {
+            needs_root("bench read", "it mounts and drops the page cache")?;
+            read::run(&args, context)
+        }
         Command::Page(args) => html::run(&args),
-        Command::Read(args) => reader::run(&args).map(|()| Exit::Ok),
+        Command::Reader(args) => reader::run(&args).map(|()| Exit::Ok),
     }
 }
 

@@ -1,5 +1,5 @@
 use cofolio_node::probe::{self, Feature, Need, Presence};
-use cofolio_store::{Backend, Refs};
+use cofolio_store::{Backend, Form, Refs};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -162,9 +162,15 @@ impl Store {
             Ok(domains) => lines.push(("trust domains", domains.join(", "))),
             Err(error) => errors.push(text(error)),
         }
-        match store.domain(&context.global.domain).and_then(|domain| domain.backend()) {
-            Ok(Backend::InodeShare) => lines.push(("backend", INODE_SHARE.to_owned())),
-            Ok(Backend::Overlay) => {}
+        let domain = store.domain(&context.global.domain);
+        match domain.and_then(|domain| Ok((domain.backend()?, domain.pack_form()?))) {
+            Ok((Backend::InodeShare, form)) => {
+                lines.push(("backend", INODE_SHARE.to_owned()));
+                if form == Form::Lz4 {
+                    lines.push(("packs", "compressed with LZ4".to_owned()));
+                }
+            }
+            Ok((Backend::Overlay, _)) => {}
             Err(error) => errors.push(text(error)),
         }
         match store

@@ -1,19 +1,25 @@
 use cofolio_node::contents::ImageContents;
+use cofolio_node::pack::{self, RewriteReport};
 use cofolio_node::run::Containers;
-use cofolio_store::GcReport;
+use cofolio_store::{Domain, Error, GcOptions, GcReport};
 
 use crate::cmd::Outcome;
 use crate::config::Size;
 use crate::context::Context;
 use crate::exit::Exit;
+use crate::interrupt;
+use crate::progress::Counter;
 use crate::trim::{self, Goal};
-use crate::ui::{Cell, Table, human_count, human_size};
+use crate::ui::{Cell, Table, human_count, human_size, plural};
 
 /// Remove what no name, mount or lease keeps
 ///
 /// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. An image, layer
 /// or record that cannot be read stops it before anything is removed. Leftovers of interrupted imports go
 /// too.
+///
+/// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of one: their images
+/// are packed again first. Segments of images that are mounted stay, as their room would not come back.
 ///
 /// With --to or --older-than, names of images go first: those whose last import, mount or unmount is
 /// longest ago. Images that are mounted, leased, pinned (`cofolio tag --keep`), or used by a snapshot or a
@@ -22,7 +28,7 @@ use crate::ui::{Cell, Table, human_count, human_size};
 #[command(after_help = "Example:\n  cofolio gc --dry-run\n  cofolio gc\n  \
     cofolio gc --to \"50 GiB\" --dry-run\n  cofolio gc --older-than 30")]
 pub(crate) struct Args {
-    /// Only say what would be removed
+    /// Only say what would be removed; of segments that would be written anew those of which little is used already
     #[arg(long, short = 'n')]
     dry_run: bool,
     /// Do not wait for imports that are being published; exit code 7 instead
@@ -51,30 +57,67 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     if args.to.is_some() || args.older_than.is_some() {
         let goal = Goal { size: args.to, older_than_days: args.older_than, keep: Vec::new() };
-        let (plan, report) = trim::trim(context, &domain, &goal, options)?;
+        let (plan, mut report) = trim::trim(context, &domain, &goal, options.clone())?;
+        let rewritten = rewrite_segments(context, &domain, &options, &mut report)?;
         if context.ui.json {
-            let mut value = json(&report)?;
+            let mut value = json(&report, &rewritten)?;
             value["trim"] = serde_json::to_value(&plan)?;
             context.ui.json(&value)?;
             return Ok(Exit::Ok);
         }
-        return show(context, &report);
+        return show(context, &report, &rewritten);
     }
-    let report = domain.gc(&ImageContents, &|| Ok(mounter.live_images()?), &options)?;
+    let mut report = domain.gc(&ImageContents, &|| Ok(mounter.live_images()?), &options)?;
+    let rewritten = rewrite_segments(context, &domain, &options, &mut report)?;
     if context.ui.json {
-        context.ui.json(&json(&report)?)?;
+        context.ui.json(&json(&report, &rewritten)?)?;
         return Ok(Exit::Ok);
     }
-    show(context, &report)
+    show(context, &report, &rewritten)
 }
 
-fn json(report: &GcReport) -> anyhow::Result<serde_json::Value> {
+/// Packs what is over segments of which little is used anew, and collects these.
+fn rewrite_segments(
+    context: &Context<'_>,
+    domain: &Domain,
+    options: &GcOptions,
+    report: &mut GcReport,
+) -> anyhow::Result<RewriteReport> {
+    let mounter = context.mounter(domain);
+    let stop = interrupt::flag()?;
+    let counter = Counter::new(context.ui, "packing anew");
+    let live = mounter.live_images()?;
+    let rewritten = pack::rewrite(domain, &live, options.dry_run, &mut |done, total| {
+        counter.set_of(done, total, || "files".to_owned());
+        interrupt::go_on(&stop)
+    })?;
+    drop(counter);
+    for (image, reason) in &rewritten.failed {
+        context.ui.error(&format!("image {image} could not be packed anew: {reason}"), None);
+    }
+    if !options.dry_run && !rewritten.images.is_empty() {
+        match domain.gc(&ImageContents, &|| Ok(mounter.live_images()?), options) {
+            Ok(after) => {
+                report.segments += after.segments;
+                report.segment_bytes += after.segment_bytes;
+                report.kept_segments = after.kept_segments;
+            }
+            // With --no-wait. The next one finds that nothing needs them.
+            Err(Error::Busy { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(rewritten)
+}
+
+fn json(report: &GcReport, rewritten: &RewriteReport) -> anyhow::Result<serde_json::Value> {
     let mut value = serde_json::to_value(report)?;
     value["bytes"] = report.bytes().into();
+    value["rewritten"] = serde_json::to_value(rewritten)?;
     Ok(value)
 }
 
-fn show(context: &Context<'_>, report: &GcReport) -> Outcome {
+fn show(context: &Context<'_>, report: &GcReport, rewritten: &RewriteReport) -> Outcome {
     if context.ui.quiet {
         return Ok(Exit::Ok);
     }
@@ -99,6 +142,16 @@ fn show(context: &Context<'_>, report: &GcReport) -> Outcome {
     context.ui.table(&table)?;
     for root in &report.roots {
         context.ui.line(format!("root {root}: ran out, or of an earlier boot"))?;
+    }
+    if !rewritten.segments.is_empty() {
+        let segments = plural(rewritten.segments.len() as u64, "segment");
+        context.ui.line(match report.dry_run {
+            true => format!("{segments} with less than half in use would be written anew"),
+            false => format!(
+                "{segments} with less than half in use: {} written anew",
+                human_size(rewritten.new_bytes)
+            ),
+        })?;
     }
     let verb = if report.dry_run { "would be freed" } else { "freed" };
     context.ui.line(format!("{} {verb}", human_size(report.bytes())))?;

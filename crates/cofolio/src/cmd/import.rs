@@ -126,9 +126,11 @@ pub(crate) fn fetch(
     let image = report.image.parse()?;
     match domain.backend()? {
         // It may be here from a time before that was the domain's backend.
-        Backend::InodeShare => pack_one(context, &domain, &image, &PackOptions::default())
-            .map(drop)
-            .context("the image is here, but it could not be packed")?,
+        Backend::InodeShare => {
+            let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
+            pack_one(context, &domain, &image, &options)
+                .context("the image is here, but it could not be packed")?;
+        }
         Backend::Overlay => {
             if let Err(error) = find_bases(&domain, &image) {
                 context.ui.note(format!(

@@ -1,5 +1,5 @@
 use cofolio_node::pack::{PackOptions, PackReport, pack};
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Backend, Digest, Domain, Form};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -12,7 +12,7 @@ use crate::ui::{Cell, Table, Tone, human_size, plural};
 ///
 /// A pack is an EROFS image whose files lie in segments, files that packs of one trust domain share: what images have in
 /// common is in them once. It is what `inode-share` mounts. Where the filesystem can (`doctor` says so), segments share
-/// their blocks with the objects; elsewhere they take room of their own. Both are made from objects, are removed with
+/// their blocks with the objects; elsewhere, and compressed, they take room of their own. Both are made from objects, are removed with
 /// their image by `gc`, and can be made again at any time. All content is checked on the way.
 #[derive(Debug, clap::Args)]
 #[command(
@@ -26,6 +26,10 @@ pub(crate) struct Args {
     /// Pack images that have a pack anew, without segments of which they need less than half
     #[arg(long)]
     again: bool,
+    /// Compress contents with LZ4, and replace packs that are not [default: as the packs of the trust domain are, see
+    /// `backend`]
+    #[arg(long, conflicts_with = "remove")]
+    lz4: bool,
     /// Remove packs; what only they needed goes with the next `gc`
     #[arg(long, conflicts_with = "again")]
     remove: bool,
@@ -44,7 +48,18 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
         return Ok(Exit::Ok);
     }
-    let options = PackOptions { again: args.again, ..PackOptions::default() };
+    let form = match (domain.backend()?, domain.pack_form()?) {
+        (Backend::InodeShare, Form::Plain) if args.lz4 => {
+            let what =
+                format!("the packs of {} are plain, and share nothing with others", domain.name());
+            let hint = "`cofolio backend inode-share --lz4` makes all of them anew";
+            return Err(Fail::new(Exit::Usage, what).hint(hint).into());
+        }
+        (Backend::InodeShare, form) => form,
+        (Backend::Overlay, _) if args.lz4 => Form::Lz4,
+        (Backend::Overlay, _) => Form::Plain,
+    };
+    let options = PackOptions { again: args.again, form, ..PackOptions::default() };
     let mut reports = Vec::new();
     for image in &images {
         let report = pack_one(context, &domain, &image.digest, &options)?;
@@ -92,6 +107,9 @@ fn show(context: &Context<'_>, report: &PackReport) -> anyhow::Result<()> {
             new => format!("{segments}, {new} new with {}", human_size(report.new_bytes)),
         },
     );
+    if report.form == Form::Lz4 {
+        row("compressed", "LZ4".to_owned());
+    }
     context.ui.table(&table)?;
     Ok(())
 }

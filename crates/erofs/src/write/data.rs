@@ -8,10 +8,11 @@
 //! | metadata | blocks behind it |    | device 1 |    | device 2 |    number 0 is the image itself
 //! ```
 //!
-//! Each device also has a number of blocks in one address space with the image and the others, by which a file in one
-//! piece could do without a table. The kernel follows such addresses; fsck.erofs 1.9 reads the image itself there
-//! (`erofs_map_dev` of erofs-utils finds the device and forgets it), so none are used, and what is compressed, for which
-//! EROFS has no other addresses, lies behind the image.
+//! Each device also has its blocks in one address space with the image and the others, in the order of the devices. What
+//! is compressed has no other addresses (`z_erofs_map_blocks_iter` names no device). The kernel follows them; fsck.erofs
+//! 1.9 reads the image itself there (`erofs_map_dev` of erofs-utils finds the device and forgets it). So plain content is
+//! addressed by device and block, though a file in one piece could do without a table; and an image with compressed
+//! content on devices is checked by fsck.erofs as one file, with the devices behind the image and no table of devices.
 
 use zerocopy::little_endian::{U16, U32};
 
@@ -56,10 +57,10 @@ pub enum Form<'a> {
     /// All of its blocks from the first to the last, which is filled up with zeros. Neighbours that go on where the
     /// other ends should be one, or the table gets larger than it need be.
     Runs(&'a [Run]),
-    /// As [`lz4::compress`](super::lz4::compress) has written it behind the image.
+    /// As [`lz4::compress`](super::lz4::compress) has written it.
     Lz4 {
-        /// The first block, from 0.
-        block: u32,
+        /// The first block.
+        place: Place,
         /// What is in that and the following ones.
         parts: &'a [Part],
     },
@@ -110,7 +111,7 @@ impl<'a> Checked<'a> {
                 Some(Form::Runs(runs)) if data.has_runs(runs, size) => {
                     Some(size.div_ceil(1 << table_bits(size, runs)))
                 }
-                Some(Form::Lz4 { block, parts }) if data.has_parts(block, parts, size) => {
+                Some(Form::Lz4 { place, parts }) if data.has_parts(place, parts, size) => {
                     lz4 = true;
                     Some(size.div_ceil(BLOCK_SIZE))
                 }
@@ -153,7 +154,7 @@ impl Data<'_> {
         runs.iter().all(there) && blocks == size.div_ceil(BLOCK_SIZE)
     }
 
-    fn has_parts(&self, block: u32, parts: &[Part], size: u64) -> bool {
+    fn has_parts(&self, place: Place, parts: &[Part], size: u64) -> bool {
         let whole = |part: &Part| u64::from(part.len) >= BLOCK_SIZE + u64::from(part.compressed);
         // Only the last one may be less, and what is compressed must go beyond a page: or a page would have two ends.
         let Some((last, others)) = parts.split_last() else { return false };
@@ -161,8 +162,8 @@ impl Data<'_> {
         let plain_fits =
             parts.iter().all(|part| part.compressed || u64::from(part.len) <= BLOCK_SIZE);
         let len: u64 = parts.iter().map(|part| u64::from(part.len)).sum();
-        let end = u64::from(block) + parts.len() as u64;
-        long && plain_fits && len == size && end <= u64::from(self.own_blocks)
+        let end = u64::from(place.block) + parts.len() as u64;
+        long && plain_fits && len == size && end <= self.blocks_of(place.device)
     }
 }
 
@@ -238,13 +239,15 @@ pub(super) fn clusters(
     Ok(())
 }
 
-/// The first block of each device in the address space that spans all: they follow the image in their order.
-pub(super) fn first_blocks(image_blocks: u32, devices: &[Device]) -> Result<Vec<u32>, WriteError> {
-    let mut end = image_blocks;
-    let mut firsts = Vec::with_capacity(devices.len());
-    for device in devices {
+/// The first block of each device in the address space that spans all: of what is behind the image, which begins with
+/// number `own_start`, and then of the devices in their order.
+pub(super) fn first_blocks(own_start: u32, data: &Data<'_>) -> Result<Vec<u32>, WriteError> {
+    let mut end = own_start;
+    let mut firsts = Vec::with_capacity(1 + data.devices.len());
+    let devices = data.devices.iter().map(|device| device.blocks);
+    for blocks in [data.own_blocks].into_iter().chain(devices) {
         firsts.push(end);
-        end = end.checked_add(device.blocks).ok_or(WriteError::TooLarge)?;
+        end = end.checked_add(blocks).ok_or(WriteError::TooLarge)?;
     }
     Ok(firsts)
 }

@@ -5,7 +5,7 @@ use std::io::Write;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::data::{Checked, first_blocks};
+use super::data::Checked;
 use super::plan::{Node, Plan};
 use super::{Image, WriteError, low16, low32};
 use crate::format::{
@@ -87,12 +87,11 @@ impl<W: Write> Image<'_, W> {
             ..self.superblock()?
         };
         self.put(superblock.as_bytes())?;
-        let first_blocks = first_blocks(self.map.all_blocks, data.data.devices)?;
-        for (device, first_block) in data.data.devices.iter().zip(first_blocks) {
+        for (device, first_block) in data.data.devices.iter().zip(&self.map.first_blocks[1..]) {
             let slot = DeviceSlot {
                 tag: device.tag,
                 blocks: U32::new(device.blocks),
-                uniaddr: U32::new(first_block),
+                uniaddr: U32::new(*first_block),
                 ..DeviceSlot::new_zeroed()
             };
             self.put(slot.as_bytes())?;

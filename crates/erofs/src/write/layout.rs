@@ -1,7 +1,7 @@
 //! How large an inode is and where it goes.
 
 use super::attrs::{Attrs, NodeAttrs};
-use super::data::{Form, Run, chunk_bits, table_bits};
+use super::data::{Form, Place, Run, chunk_bits, table_bits};
 use super::lz4::Part;
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
 use crate::format::{
@@ -51,10 +51,10 @@ pub(super) enum Body<'a> {
         chunk_bits: u8,
         runs: &'a [Run],
     },
-    /// Compressed content behind the image, from this block on.
+    /// Compressed content, from this block on.
     Lz4 {
         size: u64,
-        block: u32,
+        place: Place,
         parts: &'a [Part],
     },
     Device(u32),
@@ -227,7 +227,7 @@ fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
                 Some(Form::Runs(runs)) => {
                     Body::Runs { size, chunk_bits: table_bits(size, runs), runs }
                 }
-                Some(Form::Lz4 { block, parts }) => Body::Lz4 { size, block, parts },
+                Some(Form::Lz4 { place, parts }) => Body::Lz4 { size, place, parts },
                 None => Body::Nothing,
             },
         },

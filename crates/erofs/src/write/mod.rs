@@ -176,6 +176,8 @@ struct Map {
     blocks: u32,
     /// Those and the ones that others put behind them.
     all_blocks: u32,
+    /// Where in the address space that spans all devices each begins; what is behind the image is the first.
+    first_blocks: Vec<u32>,
 }
 
 impl Map {
@@ -205,7 +207,11 @@ impl Map {
         let blocks = u32::try_from(blocks).map_err(|_| WriteError::TooLarge)?;
         let own_blocks = plan.data.map_or(0, |data| data.data.own_blocks);
         let all_blocks = blocks.checked_add(own_blocks).ok_or(WriteError::TooLarge)?;
-        Ok(Map { nids, ghost_nids, inodes_end, data_start, blocks, all_blocks })
+        let first_blocks = match plan.data {
+            Some(data) => data::first_blocks(blocks, &data.data)?,
+            None => Vec::new(),
+        };
+        Ok(Map { nids, ghost_nids, inodes_end, data_start, blocks, all_blocks, first_blocks })
     }
 
     fn nid(&self, node: Node) -> u64 {
@@ -354,10 +360,11 @@ impl<W: Write> Image<'_, W> {
                 let mut chunks = data::chunks(*size, runs, self.map.blocks);
                 chunks.try_for_each(|chunk| self.put(chunk.as_bytes()))
             }
-            (Body::Lz4 { block, parts, .. }, _) => {
+            (Body::Lz4 { place, parts, .. }, _) => {
                 self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
                 self.put(ClusterHeader::new_zeroed().as_bytes())?;
-                let first = self.map.blocks + block;
+                // `Checked` has looked at the place, and `first_blocks` at the last address that there is.
+                let first = self.map.first_blocks[usize::from(place.device)] + place.block;
                 data::clusters(parts, first, |cluster| self.put(cluster.as_bytes()))
             }
             _ => Ok(()),

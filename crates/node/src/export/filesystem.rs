@@ -197,7 +197,9 @@ impl Contents for Blocks {
         let (fingerprint, kept) = self.kept.get(digest)?;
         let form = match kept {
             Kept::Run(run) => Form::Runs(run),
-            Kept::Lz4(block, parts) => Form::Lz4 { block: *block, parts },
+            Kept::Lz4(block, parts) => {
+                Form::Lz4 { place: Place { device: 0, block: *block }, parts }
+            }
         };
         Some(Found { fingerprint: *fingerprint, form })
     }

@@ -241,6 +241,9 @@ pub(crate) fn mount_pack(
         if options.direct {
             context.flag("directio")?;
         }
+        // Or it keeps compressed blocks that it needs again, beside their content: 14 MiB after all files of two redis
+        // images, whose contents are 108 MiB. Of what is not compressed it keeps nothing.
+        context.string("cache_strategy", "disabled")?;
         Ok(())
     })
 }

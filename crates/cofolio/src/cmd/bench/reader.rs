@@ -103,7 +103,7 @@ pub(super) type Seen = Vec<(usize, Vec<u8>, Content)>;
 /// and takes its report.
 pub(super) fn spawn(mode: Mode, dirs: &[PathBuf]) -> Result<Seen> {
     let output = Command::new("/proc/self/exe")
-        .args(["bench", "read", "--mode", mode.name(), "--"])
+        .args(["bench", "reader", "--mode", mode.name(), "--"])
         .args(dirs)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

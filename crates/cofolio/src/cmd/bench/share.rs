@@ -15,7 +15,7 @@ use cofolio_node::{
     oci::{self, ImportOptions},
     pack::{PackOptions, pack},
 };
-use cofolio_store::{Backend, Digest, Domain, InitOptions, Store};
+use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
 use cofolio_sys::cache::page_size;
 use rustix::fs::FlockOperation;
 
@@ -74,6 +74,9 @@ pub(crate) struct Args {
     /// How Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
     #[arg(long, value_name = "BACKEND")]
     backend: Option<How>,
+    /// With `--backend inode-share`: over packs that are compressed with LZ4
+    #[arg(long, requires = "backend")]
+    lz4: bool,
     /// Where to unpack the images; a second run takes from there what it can
     #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
     work: PathBuf,
@@ -93,14 +96,16 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     let wanted =
         Wanted { work: &args.work, store: args.store.as_ref(), domain: args.domain.as_deref() };
     let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
-    let domain = with_backend(domain, args.backend)?;
+    let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
+    let domain = with_backend(domain, args.backend, form)?;
     let old = Image::prepare(&args.old, &work, &domain, &say)?;
     let new = Image::prepare(&args.new, &work, &domain, &say)?;
     let digests = import([&old, &new], &domain, &say)?;
     if domain.backend()? == Backend::InodeShare {
+        let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
         for image in &digests {
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-            pack(&domain, image, &PackOptions::default(), go_on)?;
+            pack(&domain, image, &options, go_on)?;
         }
     }
     let (old, new) = (old.unpacked, new.unpacked);
@@ -248,13 +253,21 @@ fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Doma
     Ok(store.domain_or_create(domain)?)
 }
 
-/// The domain of the benchmarks that has this backend; `domain` itself if none is asked for.
-pub(super) fn with_backend(domain: Domain, backend: Option<How>) -> Result<Domain> {
+/// The domain of the benchmarks that has this backend, over packs of this form; `domain` itself if none is asked for.
+pub(super) fn with_backend(domain: Domain, backend: Option<How>, form: Form) -> Result<Domain> {
     let Some(how) = backend else { return Ok(domain) };
-    let backend = how.into();
-    let own = domain.store().domain_or_create(&format!("bench-{backend}"))?;
-    if own.backend()? != backend {
-        own.set_backend(backend)?;
+    let backend: Backend = how.into();
+    let name = match (backend, form) {
+        (Backend::InodeShare, Form::Lz4) => format!("bench-{backend}-lz4"),
+        (Backend::Overlay, Form::Lz4) => {
+            let what = "`overlay` mounts the files of the store, which are not compressed";
+            return Err(Fail::new(Exit::Usage, what).into());
+        }
+        (_, Form::Plain) => format!("bench-{backend}"),
+    };
+    let own = domain.store().domain_or_create(&name)?;
+    if (own.backend()?, own.pack_form()?) != (backend, form) {
+        own.set_backend_over(backend, form)?;
     }
     Ok(own)
 }

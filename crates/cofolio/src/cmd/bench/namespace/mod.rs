@@ -227,7 +227,7 @@ fn mode(writable: bool) -> &'static str {
 }
 
 /// The image, imported if it is not a ref.
-fn find(text: &str, domain: &Domain) -> Result<(String, Digest)> {
+pub(super) fn find(text: &str, domain: &Domain) -> Result<(String, Digest)> {
     if let Ok(Some(record)) = domain.get_ref(text) {
         return Ok((text.to_owned(), record.image));
     }

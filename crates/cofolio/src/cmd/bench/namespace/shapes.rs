@@ -15,7 +15,7 @@ use cofolio_node::{
     pack::{PackOptions, pack},
     probe::{self, Presence},
 };
-use cofolio_store::{Backend, Digest, Domain};
+use cofolio_store::{Backend, Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
@@ -87,7 +87,7 @@ pub(super) fn shapes<'a>(
             let own = if on_base {
                 domain.store().domain_or_create("bench-base")?
             } else {
-                with_backend(domain.clone(), Some(backend.into()))?
+                with_backend(domain.clone(), Some(backend.into()), Form::Plain)?
             };
             if !own.has_image(&image)? {
                 own.copy_ref_from(domain, name, &ImageContents)?;
