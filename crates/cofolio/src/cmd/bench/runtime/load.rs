@@ -22,7 +22,7 @@ pub(super) struct Load {
     pub(super) file: Option<&'static str>,
     /// The port that is open when it is ready.
     pub(super) port: Port,
-    /// What is run to its end before.
+    /// What fills its database, in a container that is started for that before.
     pub(super) prepare: &'static [&'static str],
     pub(super) drive: Drive,
     /// The Debian package that has the client.
@@ -181,12 +181,7 @@ pub(super) const LOADS: [Load; 8] = [
         name: "tomcat",
         images: &["tomcat", "catalina.sh"],
         port: Port::Number(8080),
-        drive: Drive::Fetch(&[
-            "/",
-            "/docs/",
-            "/examples/servlets/servlet/HelloWorldExample",
-            "/examples/jsp/dates/date.jsp",
-        ]),
+        drive: Drive::Fetch(&["/"]),
         ..PLAIN
     },
     Load {

@@ -1,6 +1,9 @@
 //! One measurement: from a cold start, both containers at once under their load; what is in memory for them then?
 
-use std::{path::Path, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Result, ensure};
 use cofolio_node::{
@@ -81,6 +84,26 @@ impl Bench<'_> {
         anyhow::bail!("this machine cannot be measured on: somebody drops caches all the time")
     }
 
+    fn start(&self, roots: &[PathBuf; 2]) -> Result<[Container<'_>; 2]> {
+        let start = |side: usize| {
+            Container::start(&self.host, self.load, &self.configs[side], &roots[side], side)
+        };
+        Ok([start(0)?, start(1)?])
+    }
+
+    /// Both databases made and filled by containers of their own: a server finds its data, usually.
+    fn prepare(&self, roots: &[PathBuf; 2]) -> Result<()> {
+        let containers = self.start(roots)?;
+        for container in &containers {
+            container.wait_until_ready()?;
+            container.prepare()?;
+        }
+        for (container, config) in containers.into_iter().zip(self.configs) {
+            container.end(config)?;
+        }
+        Ok(())
+    }
+
     /// Also gives how often caches were dropped meanwhile.
     fn attempt(&self, setup: &mut dyn Setup, holders: &Holders) -> Result<(Run, u64)> {
         let host = &self.host;
@@ -96,6 +119,9 @@ impl Bench<'_> {
         let roots = [setup.mount(0)?, setup.mount(1)?];
         drop(inside);
         let mounting = mounter.charge()?;
+        if !self.load.prepare.is_empty() {
+            self.prepare(&roots)?;
+        }
         measure::cold_start()?;
         self.own.warm()?;
         self.load.warm();
@@ -105,10 +131,7 @@ impl Bench<'_> {
         measure::fold_counters();
         let before = Memory::read(Path::new("/"))?;
 
-        let start = |side: usize| {
-            Container::start(host, self.load, &self.configs[side], &roots[side], side)
-        };
-        let mut containers = [start(0)?, start(1)?];
+        let mut containers = self.start(&roots)?;
         let elsewhere = |containers: &[Container<'_>; 2]| -> Result<i64> {
             let [old, new] = containers;
             let all = host.hierarchy.cache_elsewhere(old.cgroup())?;
@@ -116,7 +139,7 @@ impl Bench<'_> {
         };
         let elsewhere_before = elsewhere(&containers)?;
         for container in &containers {
-            container.prepare()?;
+            container.wait_until_ready()?;
         }
         for container in &mut containers {
             container.drive()?;
