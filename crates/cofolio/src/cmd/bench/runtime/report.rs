@@ -40,10 +40,19 @@ pub(super) struct Report {
 pub(super) struct Summary {
     pub(super) unshared: Medians,
     pub(super) shared: Medians,
-    /// What sharing saves, in percent of the unshared memory.
+    /// Of all memory.
+    pub(super) memory: Reduction,
+    /// Of page cache alone.
+    pub(super) cache: Reduction,
+}
+
+/// In percent of what is used without sharing.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct Reduction {
+    /// What sharing saves.
     pub(super) reduction_percent: f64,
-    /// What sharing by file could save at most: the pages of contents that were in memory more than once, in percent of
-    /// the unshared memory.
+    /// What the pages are that were in memory more than once: what sharing equal files has to go at. Where it also keeps the
+    /// second reader from reading ahead, it saves a little more.
     pub(super) bound_percent: f64,
 }
 
@@ -68,11 +77,15 @@ pub(super) struct Medians {
 impl Summary {
     pub(super) fn of(runs: &[Run], [unshared, shared]: [&str; 2]) -> Self {
         let (unshared, shared) = (medians(runs, unshared), medians(runs, shared));
+        let reduction = |before: i64, after: i64| Reduction {
+            reduction_percent: percent(before - after, before),
+            bound_percent: percent(unshared.content_again, before),
+        };
         Self {
             unshared,
             shared,
-            reduction_percent: percent(unshared.memory - shared.memory, unshared.memory),
-            bound_percent: percent(unshared.content_again, unshared.memory),
+            memory: reduction(unshared.memory, shared.memory),
+            cache: reduction(unshared.cache, shared.cache),
         }
     }
 }
@@ -95,48 +108,43 @@ fn medians(runs: &[Run], setup: &str) -> Medians {
     }
 }
 
-/// The table, in the reference's form (image, sharing, memory, reduction), and what the memory is.
+/// The table, in the reference's form (image, sharing, memory, reduction), for all memory and for page cache alone.
 pub(super) fn table(report: &Report) -> String {
-    let Summary { unshared, shared, reduction_percent, bound_percent } = &report.summary;
+    let Summary { unshared, shared, memory, cache } = &report.summary;
     let names = [format!("{} &", report.old.name), report.new.name.clone()];
     let width = names.iter().map(String::len).max().unwrap_or(0).max(5);
     let mut text = format!("load: {}, {} s\n\n", report.load, report.load_seconds);
-    let _ = writeln!(
-        text,
-        "{:width$}  {:22}  {:>12}  {:>9}  {:>10}  {:>9}  {:>6}  {:>7}",
+    let mut row = |cells: [&str; 8]| {
+        let [name, sharing, numbers @ ..] = cells;
+        let _ = write!(text, "{name:width$}  {sharing:18}");
+        for (number, width) in numbers.iter().zip([12, 9, 12, 9, 9, 6]) {
+            let _ = write!(text, "  {number:>width$}");
+        }
+        text.truncate(text.trim_end().len());
+        text.push('\n');
+    };
+    let less =
+        |percent: f64| format!("{:+.1} %", if percent.abs() < 0.05 { 0.0 } else { -percent });
+    let figures =
+        |medians: &Medians| [medians.memory, medians.cache, medians.anon, medians.kernel].map(mib);
+    row([
         "image",
         "page cache shared",
         "memory (MiB)",
         "reduction",
         "page cache",
+        "reduction",
         "processes",
         "kernel",
-        "machine"
-    );
-    let less =
-        |percent: f64| format!("{:+.1} %", if percent.abs() < 0.05 { 0.0 } else { -percent });
-    let mut row = |name: &str, sharing: &str, medians: &Medians, reduction: &str| {
-        let _ = writeln!(
-            text,
-            "{name:width$}  {sharing:22}  {:>12}  {reduction:>9}  {:>10}  {:>9}  {:>6}  {:>7}",
-            mib(medians.memory),
-            mib(medians.cache),
-            mib(medians.anon),
-            mib(medians.kernel),
-            mib(medians.machine_used),
-        );
-    };
-    row(&names[0], "no", unshared, "-");
-    row(&names[1], "yes", shared, &less(*reduction_percent));
-    let least = unshared.memory - unshared.content_again;
-    let _ = writeln!(
-        text,
-        "{:width$}  {:22}  {:>12}  {:>9}",
-        "",
-        "(equal files at most)",
-        mib(least),
-        less(*bound_percent)
-    );
+    ]);
+    let [all, files, processes, kernel] = figures(unshared);
+    row([&names[0], "no", &all, "-", &files, "-", &processes, &kernel]);
+    let [all, files, processes, kernel] = figures(shared);
+    let [of_all, of_files] = [memory, cache].map(|of| less(of.reduction_percent));
+    row([&names[1], "yes", &all, &of_all, &files, &of_files, &processes, &kernel]);
+    let [all, files] = [unshared.memory, unshared.cache].map(|of| mib(of - unshared.content_again));
+    let [of_all, of_files] = [memory, cache].map(|of| less(of.bound_percent));
+    row(["", "(equal pages once)", &all, &of_all, &files, &of_files, "", ""]);
     let _ = writeln!(
         text,
         "\nof the images' files {} MiB were in memory, {} MiB of them more than once; shared {} MiB",
@@ -149,6 +157,12 @@ pub(super) fn table(report: &Report) -> String {
         "mounting, before that and apart, took {} MiB, and {} MiB where it is shared",
         mib(unshared.mounting),
         mib(shared.mounting)
+    );
+    let _ = writeln!(
+        text,
+        "the machine's free memory fell by {} MiB, and by {} MiB where it is shared",
+        mib(unshared.machine_used),
+        mib(shared.machine_used)
     );
     text
 }
