@@ -97,8 +97,7 @@ impl Servers {
 
     /// Starts a measurement that goes on until both containers run.
     fn start(&self) -> Child {
-        let mut command =
-            self.command(["old", "new"], &["--load", "http", "--seconds", "3000"]);
+        let mut command = self.command(["old", "new"], &["--load", "http", "--seconds", "3000"]);
         let mut child = command.spawn().unwrap();
         let start = Instant::now();
         // Another benchmark may have to end first.
@@ -229,5 +228,9 @@ fn unknown_loads_and_missing_clients_are_named() {
     }
     let ran = run(&["--load", "redis"]);
     ran.fails_with(5);
-    assert!(ran.stderr.contains("redis-benchmark") && ran.stderr.contains("redis-tools"), "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("redis-benchmark") && ran.stderr.contains("redis-tools"),
+        "{}",
+        ran.stderr
+    );
 }

@@ -156,7 +156,6 @@ pub(super) const LOADS: [Load; 8] = [
             "--mysql-user=root"
         )),
         package: "sysbench",
-        ..PLAIN
     },
     // As the image has it: Debian's and nginx' own configurations turn sendfile on.
     Load {
