@@ -109,15 +109,18 @@ impl Servers {
         child
     }
 
+    /// While no other benchmark runs, whose cgroups have the same names.
     #[track_caller]
-    fn assert_nothing_is_left(&self, pid: u32) {
+    fn assert_nothing_is_left(&self) {
+        let lock = fs::File::create("/run/cofolio-bench.lock").unwrap();
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         assert!(!mounts.contains(self.dir.path().to_str().unwrap()), "mounts are left");
         let state = fs::read_dir(self.path("work/runtime/state"));
         assert_eq!(state.into_iter().flatten().count(), 0, "containers are left");
         for top in ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"] {
             for side in ["old", "new", "mount"] {
-                let cgroup = format!("{top}/cofolio-bench-{side}-{pid}");
+                let cgroup = format!("{top}/cofolio-bench-{side}");
                 assert!(!fs::exists(&cgroup).unwrap(), "{cgroup} is left");
             }
         }
@@ -165,10 +168,9 @@ fn what_two_servers_have_in_common_is_there_once() {
 fn a_signal_ends_it_with_nothing_left() {
     let Some(servers) = servers("a_signal_ends_it_with_nothing_left") else { return };
     let mut child = servers.start();
-    let pid = child.id();
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    servers.assert_nothing_is_left(pid);
+    servers.assert_nothing_is_left();
 }
 
 /// Killed, it leaves two containers and their mounts; the next run takes them down.
@@ -176,13 +178,12 @@ fn a_signal_ends_it_with_nothing_left() {
 fn what_a_killed_one_left_goes_with_the_next() {
     let Some(servers) = servers("what_a_killed_one_left_goes_with_the_next") else { return };
     let mut child = servers.start();
-    let pid = child.id();
     let server = fs::read_to_string(servers.path("work/runtime/old/pid")).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(fs::exists(format!("/proc/{server}/ns/net")).unwrap(), "its containers go on");
     servers.measure(["old", "new"]);
-    servers.assert_nothing_is_left(pid);
+    servers.assert_nothing_is_left();
 }
 
 /// A server that does not come up fails the command, with its own words.
@@ -201,13 +202,12 @@ fn a_container_that_ends_is_named_with_what_it_said() {
     write_layout(&servers.path("broken"), "web:broken", &[tar.finish()], config);
     let mut command = servers.command(["old", "broken"], &["--load", "http"]);
     let child = command.stderr(Stdio::piped()).spawn().unwrap();
-    let pid = child.id();
     let ran = Ran::of(child.wait_with_output().unwrap());
     ran.fails_with(1);
     for words in ["the new image's container", "no room"] {
         assert!(ran.stderr.contains(words), "{}", ran.stderr);
     }
-    servers.assert_nothing_is_left(pid);
+    servers.assert_nothing_is_left();
 }
 
 #[test]

@@ -33,11 +33,16 @@ use crate::exit::{Exit, Fail};
 /// How long a server may take until it listens, and its database until it is filled.
 const READY_MAX: Duration = Duration::from_secs(180);
 const PAUSE: Duration = Duration::from_millis(50);
+/// Before a server that did not answer is asked again.
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// Between two pages that are fetched.
 const FETCH_PAUSE: Duration = Duration::from_millis(20);
 /// How long one page may take: servers are slow when they have just started.
 const FETCH_MAX: Duration = Duration::from_secs(60);
 const SIDES: [&str; 2] = ["old", "new"];
+
+/// The cgroup in which images are mounted.
+pub(super) const MOUNTING: &str = "cofolio-bench-mount";
 
 /// What all containers of a measurement have in common.
 pub(super) struct Host {
@@ -72,7 +77,7 @@ impl Host {
         self.dir.join("state")
     }
 
-    /// The container's name. Only one such benchmark runs on a machine.
+    /// The name of the container, and of its cgroup. Only one such benchmark runs on a machine.
     fn name(side: usize) -> String {
         format!("cofolio-bench-{}", SIDES[side])
     }
@@ -84,7 +89,9 @@ impl Host {
             if self.state().join(&name).exists() {
                 self.runtime.ask(&self.state(), &["delete", "--force", &name])?;
             }
+            self.hierarchy.remove(&name)?;
         }
+        self.hierarchy.remove(MOUNTING)?;
         Ok(())
     }
 
@@ -128,15 +135,14 @@ impl<'a> Container<'a> {
     ) -> Result<Self> {
         let name = Host::name(side);
         let port = load.port(config)?;
-        let group = format!("{name}-{}", std::process::id());
-        let cgroup = host.hierarchy.create(&group)?;
+        let cgroup = host.hierarchy.create(&name)?;
         let container = Self { host, load, side, port, client: None, cgroup };
         let dir = host.bundle(side);
         let mut options = Options {
             entrypoint: Some(load.command(config)),
             env: load.env.iter().map(|entry| (*entry).to_owned()).collect(),
             hostname: Some(name.clone()),
-            cgroup: Some(format!("/{group}")),
+            cgroup: Some(format!("/{name}")),
             ..Options::default()
         };
         if let Some(text) = load.file {
@@ -222,14 +228,18 @@ impl<'a> Container<'a> {
 
     /// Fills its database.
     pub(super) fn prepare(&self) -> Result<()> {
+        self.run_until_success(self.load.prepare)
+    }
+
+    /// Servers that read what they have left listen before they can answer.
+    fn run_until_success(&self, command: &[&str]) -> Result<()> {
         let end = Instant::now() + READY_MAX;
-        let Some((program, args)) = self.load.prepare.split_first() else { return Ok(()) };
-        // Some listen before they can answer.
+        let Some((program, args)) = command.split_first() else { return Ok(()) };
         while !self.run(program, args)?.wait()?.success() {
             self.host.go_on()?;
             let said = last_lines(&self.client_log());
-            ensure!(Instant::now() < end, "{program} cannot prepare {}: {said}", self.what());
-            thread::sleep(Duration::from_secs(1));
+            ensure!(Instant::now() < end, "{program} gets no answer from {}: {said}", self.what());
+            thread::sleep(RETRY_PAUSE);
         }
         Ok(())
     }
@@ -264,8 +274,9 @@ impl<'a> Container<'a> {
         self.in_its_network(|| command.spawn().with_context(|| format!("cannot start {program}")))
     }
 
-    /// Starts the load, which goes on until the container is dropped.
+    /// Starts the load as soon as it can answer; it goes on until the container is dropped.
     pub(super) fn drive(&mut self) -> Result<()> {
+        self.run_until_success(self.load.ready)?;
         self.client = match self.load.drive {
             Drive::Itself => None,
             Drive::Program([program, args @ ..]) => {

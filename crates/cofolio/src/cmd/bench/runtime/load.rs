@@ -24,6 +24,8 @@ pub(super) struct Load {
     pub(super) port: Port,
     /// What fills its database, in a container that is started for that before.
     pub(super) prepare: &'static [&'static str],
+    /// What succeeds when it can answer, where an open port does not tell.
+    pub(super) ready: &'static [&'static str],
     pub(super) drive: Drive,
     /// The Debian package that has the client.
     pub(super) package: &'static str,
@@ -67,10 +69,22 @@ const FILE: &str = "/cofolio-bench";
 /// sysbench with its own tables and transactions. At a rate, because what a database writes is in the page cache, too: it
 /// must not depend on how fast the machine is.
 macro_rules! sysbench {
-    ($step:literal, $($option:literal),+) => {
+    (pgsql, $($step:literal),+) => {
+        sysbench!("pgsql", "--pgsql-host=127.0.0.1", "--pgsql-user=postgres", "--pgsql-db=postgres", $($step),+)
+    };
+    (mysql, $($step:literal),+) => {
+        sysbench!("mysql", "--mysql-host=127.0.0.1", "--mysql-user=root", $($step),+)
+    };
+    ($driver:literal, $($option:literal),+) => {
         &[
-            "sysbench", "oltp_read_write", $($option,)+ "--table-size=10000", "--threads=4", "--rate=100",
-            "--time=3600", $step,
+            "sysbench",
+            "oltp_read_write",
+            concat!("--db-driver=", $driver),
+            "--table-size=10000",
+            "--threads=4",
+            "--rate=100",
+            "--time=3600",
+            $($option),+
         ]
     };
 }
@@ -119,20 +133,9 @@ pub(super) const LOADS: [Load; 8] = [
         images: &["postgres", "postgresql"],
         env: &["POSTGRES_HOST_AUTH_METHOD=trust"],
         port: Port::Number(5432),
-        prepare: sysbench!(
-            "prepare",
-            "--db-driver=pgsql",
-            "--pgsql-host=127.0.0.1",
-            "--pgsql-user=postgres",
-            "--pgsql-db=postgres"
-        ),
-        drive: Drive::Program(sysbench!(
-            "run",
-            "--db-driver=pgsql",
-            "--pgsql-host=127.0.0.1",
-            "--pgsql-user=postgres",
-            "--pgsql-db=postgres"
-        )),
+        prepare: sysbench!(pgsql, "prepare"),
+        ready: sysbench!(pgsql, "run", "--events=1"),
+        drive: Drive::Program(sysbench!(pgsql, "run")),
         package: "sysbench",
         ..PLAIN
     },
@@ -143,18 +146,9 @@ pub(super) const LOADS: [Load; 8] = [
         command: Start::With(&["--init-file=/cofolio-bench"]),
         file: Some("CREATE DATABASE IF NOT EXISTS sbtest;\n"),
         port: Port::Number(3306),
-        prepare: sysbench!(
-            "prepare",
-            "--db-driver=mysql",
-            "--mysql-host=127.0.0.1",
-            "--mysql-user=root"
-        ),
-        drive: Drive::Program(sysbench!(
-            "run",
-            "--db-driver=mysql",
-            "--mysql-host=127.0.0.1",
-            "--mysql-user=root"
-        )),
+        prepare: sysbench!(mysql, "prepare"),
+        ready: sysbench!(mysql, "run", "--events=1"),
+        drive: Drive::Program(sysbench!(mysql, "run")),
         package: "sysbench",
     },
     // As the image has it: Debian's and nginx' own configurations turn sendfile on.
@@ -202,6 +196,7 @@ const PLAIN: Load = Load {
     file: None,
     port: Port::Exposed,
     prepare: &[],
+    ready: &[],
     drive: Drive::Itself,
     package: "",
 };

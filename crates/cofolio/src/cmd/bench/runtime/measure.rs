@@ -17,7 +17,7 @@ use super::{
         measure::{self, OwnFiles, delta},
         setup::Setup,
     },
-    container::{Container, Host},
+    container::{Container, Host, MOUNTING},
     content::{Holders, Pages},
     load::Load,
 };
@@ -113,8 +113,7 @@ impl Bench<'_> {
         self.own.warm()?;
         // Engines mount outside of the container's cgroup. Its own cold start comes after that, or it would find there
         // what it needs itself.
-        let mounter =
-            host.hierarchy.create(&format!("cofolio-bench-mount-{}", std::process::id()))?;
+        let mounter = host.hierarchy.create(MOUNTING)?;
         let inside = mounter.enter()?;
         let roots = [setup.mount(0)?, setup.mount(1)?];
         drop(inside);
