@@ -7,6 +7,7 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -27,9 +28,13 @@ fn bytes(seed: u32, len: usize) -> Vec<u8> {
     (0..len).map(step).collect()
 }
 
-/// Two images of a web server, and where they are measured.
+/// One measurement runs on a machine at a time; what a test leaves, the next would take down.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Images of a web server, and where they are measured.
 struct Servers {
     dir: tempfile::TempDir,
+    _alone: MutexGuard<'static, ()>,
 }
 
 /// Says why not.
@@ -52,6 +57,7 @@ fn servers(test: &str) -> Option<Servers> {
         skip(test, &error.to_string());
         return None;
     }
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // Not in /tmp, which may be in memory.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let busybox = fs::read(busybox).unwrap();
@@ -69,7 +75,7 @@ fn servers(test: &str) -> Option<Servers> {
         });
         write_layout(&dir.path().join(name), &format!("web:{name}"), &[tar.finish()], config);
     }
-    Some(Servers { dir })
+    Some(Servers { dir, _alone: alone })
 }
 
 impl Servers {
@@ -109,14 +115,14 @@ impl Servers {
         child
     }
 
-    /// While no other benchmark runs, whose cgroups have the same names.
+    /// While no other benchmark runs: its containers have the same names.
     #[track_caller]
     fn assert_nothing_is_left(&self) {
         let lock = fs::File::create("/run/cofolio-bench.lock").unwrap();
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         assert!(!mounts.contains(self.dir.path().to_str().unwrap()), "mounts are left");
-        let state = fs::read_dir(self.path("work/runtime/state"));
+        let state = fs::read_dir("/run/cofolio-bench");
         assert_eq!(state.into_iter().flatten().count(), 0, "containers are left");
         for top in ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"] {
             for side in ["old", "new", "mount"] {

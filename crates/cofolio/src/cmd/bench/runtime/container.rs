@@ -41,6 +41,9 @@ const FETCH_PAUSE: Duration = Duration::from_millis(20);
 const FETCH_MAX: Duration = Duration::from_secs(60);
 const SIDES: [&str; 2] = ["old", "new"];
 
+/// The runtime's state. In one place on a machine, like the benchmarks' lock: what a killed run left is found by the next,
+/// wherever that works.
+const STATE: &str = "/run/cofolio-bench";
 /// The cgroup in which images are mounted.
 pub(super) const MOUNTING: &str = "cofolio-bench-mount";
 
@@ -48,7 +51,7 @@ pub(super) const MOUNTING: &str = "cofolio-bench-mount";
 pub(super) struct Host {
     pub(super) runtime: Runtime,
     pub(super) hierarchy: Hierarchy,
-    /// Bundles, logs and the runtime's state.
+    /// Bundles and logs.
     dir: PathBuf,
     /// Set by a signal.
     stop: Arc<AtomicBool>,
@@ -73,10 +76,6 @@ impl Host {
         self.dir.join(SIDES[side])
     }
 
-    fn state(&self) -> PathBuf {
-        self.dir.join("state")
-    }
-
     /// The name of the container, and of its cgroup. Only one such benchmark runs on a machine.
     fn name(side: usize) -> String {
         format!("cofolio-bench-{}", SIDES[side])
@@ -86,8 +85,8 @@ impl Host {
     pub(super) fn clean(&self) -> Result<()> {
         for side in 0..SIDES.len() {
             let name = Self::name(side);
-            if self.state().join(&name).exists() {
-                self.runtime.ask(&self.state(), &["delete", "--force", &name])?;
+            if Path::new(STATE).join(&name).exists() {
+                self.runtime.ask(Path::new(STATE), &["delete", "--force", &name])?;
             }
             self.hierarchy.remove(&name)?;
         }
@@ -163,7 +162,7 @@ impl<'a> Container<'a> {
         // What it says to everybody, an access log for one, is nobody's page cache here.
         let complaints = File::create(container.log())?;
         let mut command = Command::new(&host.runtime.path);
-        command.arg("--root").arg(host.state()).args(["run", "--detach", "--bundle"]).arg(&dir);
+        command.arg("--root").arg(STATE).args(["run", "--detach", "--bundle"]).arg(&dir);
         command.arg("--pid-file").arg(dir.join("pid")).arg(&name);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints);
         let started = host.runtime.spawn(&mut command, &[]).and_then(|mut child| child.wait());
@@ -247,7 +246,7 @@ impl<'a> Container<'a> {
     /// Ends it as its image wants it to be ended, so that it has written everything.
     pub(super) fn end(self, config: &ImageConfig) -> Result<()> {
         let name = Host::name(self.side);
-        self.host.runtime.ask(&self.host.state(), &["kill", &name, config.stop_signal()])?;
+        self.host.runtime.ask(Path::new(STATE), &["kill", &name, config.stop_signal()])?;
         let end = Instant::now() + READY_MAX;
         while self.is_alive()? {
             self.host.go_on()?;
@@ -324,7 +323,7 @@ impl Drop for Container<'_> {
         drop(self.client.take());
         let name = Host::name(self.side);
         // What is left then, the next run takes down; and who mounted says that it cannot be unmounted.
-        let _ = self.host.runtime.ask(&self.host.state(), &["delete", "--force", &name]);
+        let _ = self.host.runtime.ask(Path::new(STATE), &["delete", "--force", &name]);
     }
 }
 
@@ -404,7 +403,9 @@ impl Fetcher {
 fn fetch(port: u16, page: &str) -> Result<()> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_read_timeout(Some(FETCH_MAX))?;
-    write!(stream, "GET {page} HTTP/1.0\r\nHost: localhost\r\n\r\n")?;
+    let request = format!("GET {page} HTTP/1.0\r\nHost: localhost\r\n\r\n");
+    // In one piece: some servers take what they find.
+    stream.write_all(request.as_bytes())?;
     let mut buf = vec![0; 64 << 10];
     let mut head = Vec::new();
     loop {
