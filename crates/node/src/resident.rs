@@ -6,13 +6,16 @@ use std::io::{self, Read as _};
 use cofolio_sys::cache::{FileMap, page_size};
 use rustix::fs::Advice;
 
-/// Which pages of a file are resident.
+/// Which pages of a file are resident, or of several files with the same content.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct Resident(Vec<u64>);
+pub struct Resident(Vec<u64>);
 
 impl Resident {
     /// Asks mincore(2) of the first `size` bytes of a file.
-    pub(crate) fn of(file: &File, size: u64) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// Those of mmap(2) and mincore(2).
+    pub fn of(file: &File, size: u64) -> io::Result<Self> {
         let mut words = Vec::new();
         let mut at = 0usize;
         FileMap::new(file, size)?.residency(|run| {
@@ -27,16 +30,19 @@ impl Resident {
         Ok(Self(words))
     }
 
-    pub(crate) fn has(&self, page: u64) -> bool {
+    /// Whether this page, counted from the file's first, is.
+    pub fn has(&self, page: u64) -> bool {
         let word = usize::try_from(page / 64).ok().and_then(|word| self.0.get(word));
         word.is_some_and(|word| word >> (page % 64) & 1 == 1)
     }
 
-    pub(crate) fn count(&self) -> u64 {
+    /// How many are.
+    pub fn count(&self) -> u64 {
         self.0.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    pub(crate) fn add(&mut self, other: &Self) {
+    /// Adds the pages that another file of the same content has.
+    pub fn add(&mut self, other: &Self) {
         self.0.resize(self.0.len().max(other.0.len()), 0);
         self.0.iter_mut().zip(&other.0).for_each(|(word, more)| *word |= more);
     }

@@ -6,6 +6,7 @@ mod namespace;
 mod read;
 mod reader;
 mod report;
+mod runtime;
 mod setup;
 mod share;
 mod source;
@@ -23,6 +24,7 @@ use crate::{
 /// Measure what sharing saves
 ///
 /// `cofolio bench share OLD NEW`: memory for reading every file of two images, without and with sharing.
+/// `cofolio bench runtime OLD NEW`: memory of both while they run under their usual load, likewise.
 /// `cofolio bench namespace IMAGE`: time and memory for listing an image, and for one more container of it.
 /// `cofolio bench read IMAGE`: how fast files are read, from packs and from a plain filesystem.
 /// `cofolio bench page RESULT… --html FILE`: results of several pairs as one page for a browser.
@@ -54,6 +56,7 @@ struct Bench {
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     Share(Box<share::Args>),
+    Runtime(Box<runtime::Args>),
     Namespace(namespace::Args),
     Read(read::Args),
     Page(html::Args),
@@ -80,6 +83,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         Command::Share(args) => {
             needs_root("bench share", "it mounts, drops the page cache and counts pages")?;
             share::run(&args, context)
+        }
+        Command::Runtime(args) => {
+            needs_root("bench runtime", "it mounts, starts containers and drops the page cache")?;
+            runtime::run(&args, context)
         }
         Command::Namespace(args) => {
             needs_root("bench namespace", "it mounts and drops caches")?;

@@ -106,6 +106,21 @@ impl Hierarchy {
         Ok(Cgroup { version: self.version, path })
     }
 
+    /// Removes a cgroup at the top of the hierarchy that a killed process [made](Self::create). One that is not there is
+    /// no error.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] when the kernel refuses, because a process is in it for one.
+    pub fn remove(&self, name: &str) -> Result<()> {
+        let path = self.mount.join(name);
+        match fs::remove_dir(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(LedgerError::io(path)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The page cache charged to every cgroup but `except`, in bytes: what the rest of the machine
     /// holds. Cgroups that vanish meanwhile count as nothing; those already removed while their
     /// pages live on ("dying") count with their parent.

@@ -65,8 +65,11 @@ impl Runtime {
         is_crun(&self.path)
     }
 
-    /// Starts it. What is `kept` stays open in it, under the same numbers.
-    pub(super) fn spawn(&self, command: &mut Command, kept: &[&OwnedFd]) -> io::Result<Child> {
+    /// Starts it, where it sees what it is to see. What is `kept` stays open in it, under the same numbers.
+    ///
+    /// # Errors
+    /// Those of starting a program.
+    pub fn spawn(&self, command: &mut Command, kept: &[&OwnedFd]) -> io::Result<Child> {
         for kept in kept {
             // It closes what it does not know before it starts the container.
             rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::empty())?;
@@ -78,8 +81,11 @@ impl Runtime {
         child
     }
 
-    /// Runs one of its small commands to the end.
-    pub(super) fn ask(&self, state: &Path, args: &[&str]) -> Result<Output, RunError> {
+    /// Runs one of its small commands (`delete`, `kill`) to the end; `state` is its `--root`.
+    ///
+    /// # Errors
+    /// [`RunError::Runtime`] if it cannot be started. How it ended is in the output.
+    pub fn ask(&self, state: &Path, args: &[&str]) -> Result<Output, RunError> {
         let mut command = Command::new(&self.path);
         command.arg("--root").arg(state).args(args).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -105,16 +105,16 @@ impl Growth {
     }
 }
 
-fn delta(before: u64, after: u64) -> i64 {
+pub(super) fn delta(before: u64, after: u64) -> i64 {
     let magnitude = i64::try_from(after.abs_diff(before)).unwrap_or(i64::MAX);
     if after >= before { magnitude } else { -magnitude }
 }
 
 /// How often a measurement that somebody spoilt is tried again.
-const ATTEMPTS: usize = 4;
+pub(super) const ATTEMPTS: usize = 4;
 
 /// How long others may take to read again what was dropped, before a measurement starts.
-const SETTLE_MAX: Duration = Duration::from_secs(5);
+pub(super) const SETTLE_MAX: Duration = Duration::from_secs(5);
 
 /// Measures once. While others drop caches or the kernel reclaims, tries again; while others only use
 /// memory too, waits for a quiet moment as long as `patience` lasts, and after that takes what they
@@ -167,7 +167,7 @@ pub(super) fn measure(
 }
 
 /// Waits until nobody else fills or drops page cache for half a second, at most for `patience`.
-fn wait_for_quiet(patience: Duration) {
+pub(super) fn wait_for_quiet(patience: Duration) {
     let started = Instant::now();
     let cached = || Memory::read(Path::new("/")).map_or(0, |memory| memory.page_cache());
     let mut last = cached();
@@ -216,7 +216,7 @@ fn attempt(
 
     // Mounting is done in the cgroup too: it reads metadata that reading the files needs.
     let inside = cgroup.as_ref().map(Cgroup::enter).transpose()?;
-    let dirs = setup.mount()?;
+    let dirs = [setup.mount(0)?, setup.mount(1)?];
     let started = Instant::now();
     let seen = reader::spawn(mode, &dirs)?;
     let read_seconds = started.elapsed().as_secs_f64();
@@ -379,7 +379,7 @@ pub(super) fn cold_start() -> Result<()> {
 
 /// Folds the per-CPU parts of the kernel's page counters, which may hold back 125 pages per CPU, into
 /// what meminfo shows (`Documentation/admin-guide/sysctl/vm.rst`, stat_refresh).
-fn fold_counters() {
+pub(super) fn fold_counters() {
     // Only root may, and only to be more exact.
     let _ = fs::read("/proc/sys/vm/stat_refresh");
 }
@@ -399,7 +399,7 @@ impl OwnFiles {
     }
 
     /// Reads them in, so that the measurement does not.
-    fn warm(&self) -> Result<()> {
+    pub(super) fn warm(&self) -> Result<()> {
         for path in &self.0 {
             let mut file =
                 File::open(path).with_context(|| format!("cannot read {}", path.display()))?;

@@ -3,6 +3,7 @@
 
 use std::{fmt::Write as _, fs, path::Path};
 
+use cofolio_node::ledger::cgroup::Hierarchy;
 use cofolio_sys::cache::page_size;
 use serde::Serialize;
 
@@ -92,15 +93,15 @@ pub(super) struct Check {
 }
 
 #[allow(clippy::cast_precision_loss, reason = "a percentage for people; sizes are below 2^53")]
-fn percent(part: i64, whole: i64) -> f64 {
+pub(super) fn percent(part: i64, whole: i64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 * 100.0 }
 }
 
-fn signed(bytes: u64) -> i64 {
+pub(super) fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-fn median(mut values: Vec<i64>) -> i64 {
+pub(super) fn median(mut values: Vec<i64>) -> i64 {
     values.sort_unstable();
     values.get(values.len() / 2).copied().unwrap_or(0)
 }
@@ -217,7 +218,7 @@ pub(super) fn check(runs: &[Run]) -> Vec<Check> {
 }
 
 #[allow(clippy::cast_precision_loss, reason = "a size for people")]
-fn mib(bytes: i64) -> String {
+pub(super) fn mib(bytes: i64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
@@ -302,6 +303,20 @@ pub(super) fn table(report: &Report) -> String {
         let _ = writeln!(text, "{mark}  {} ({})", check.what, check.detail);
     }
     text
+}
+
+/// The command, without where the binary happens to lie: that says nothing to whoever reads the archive.
+pub(super) fn command_line() -> Vec<String> {
+    let arguments = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned());
+    std::iter::once("cofolio".to_owned()).chain(arguments).collect()
+}
+
+/// The version of the memory controller, or why there is none.
+pub(super) fn memory_cgroup() -> String {
+    match Hierarchy::find(Path::new("/")) {
+        Ok(hierarchy) => format!("{:?}", hierarchy.version()).to_lowercase(),
+        Err(error) => error.to_string(),
+    }
 }
 
 /// Describes this machine; `work` is where the images are unpacked.

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use cofolio_node::{
     contents::ImageContents,
     ledger::residency,
-    mount::{MountRequest, Mounter, RunDir, UmountOptions},
+    mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
 };
 use cofolio_store::{Backend, Digest, Domain};
 use rustix::mount::UnmountFlags;
@@ -27,8 +27,8 @@ use super::{
 pub(super) trait Setup {
     /// As it is called in reports.
     fn name(&self) -> &'static str;
-    /// Mounts both images: the directory of the old one, then of the new one.
-    fn mount(&mut self) -> Result<[PathBuf; 2]>;
+    /// Mounts one image, the old one (0) or the new one (1), and gives its directory.
+    fn mount(&mut self, side: usize) -> Result<PathBuf>;
     /// Takes all of it down again, whatever state it is in.
     fn unmount(&mut self) -> Result<()>;
     /// The files that hold the content, each once however many names it has.
@@ -89,12 +89,11 @@ impl Setup for Unshared<'_> {
         Self::NAME
     }
 
-    fn mount(&mut self) -> Result<[PathBuf; 2]> {
-        for ((image, target), upper) in self.images.iter().zip(&self.targets).zip(&self.uppers) {
-            make_dir(target)?;
-            source::mount_overlay(&image.layers, upper, target)?;
-        }
-        Ok(self.targets.clone())
+    fn mount(&mut self, side: usize) -> Result<PathBuf> {
+        let target = &self.targets[side];
+        make_dir(target)?;
+        source::mount_overlay(&self.images[side].layers, &self.uppers[side], target)?;
+        Ok(target.clone())
     }
 
     fn unmount(&mut self) -> Result<()> {
@@ -121,10 +120,11 @@ impl Drop for Unshared<'_> {
     }
 }
 
-/// Both images in one trust domain, mounted read-only by Cofolio.
+/// Both images in one trust domain, mounted by Cofolio: read-only, or writable for containers.
 pub(super) struct Shared<'a> {
     domain: &'a Domain,
     images: [Digest; 2],
+    access: Access,
     targets: [PathBuf; 2],
     /// Files of the store, or with inode-share of the mounts: of each content one.
     content: Vec<PathBuf>,
@@ -140,6 +140,7 @@ impl<'a> Shared<'a> {
         work: &Path,
         domain: &'a Domain,
         images: [Digest; 2],
+        access: Access,
         unpacked: [&Unpacked; 2],
         expected: &Expected,
     ) -> Result<Shared<'a>> {
@@ -174,6 +175,7 @@ impl<'a> Shared<'a> {
         Ok(Shared {
             domain,
             images,
+            access,
             targets,
             content,
             metadata,
@@ -192,13 +194,12 @@ impl Setup for Shared<'_> {
         Self::NAME
     }
 
-    fn mount(&mut self) -> Result<[PathBuf; 2]> {
-        let mounter = self.mounter();
-        for (image, target) in self.images.iter().zip(&self.targets) {
-            make_dir(target)?;
-            mounter.mount(&MountRequest::new(*image, target))?;
-        }
-        Ok(self.targets.clone())
+    fn mount(&mut self, side: usize) -> Result<PathBuf> {
+        let target = &self.targets[side];
+        make_dir(target)?;
+        let request = MountRequest::new(self.images[side], target);
+        self.mounter().mount(&MountRequest { access: self.access.clone(), ..request })?;
+        Ok(target.clone())
     }
 
     fn unmount(&mut self) -> Result<()> {
@@ -292,7 +293,7 @@ pub(super) fn copy_out(
     source::unpack_once(cache, &image.to_string(), about, &[&fill])
 }
 
-fn make_dir(dir: &Path) -> Result<()> {
+pub(super) fn make_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))
 }
 

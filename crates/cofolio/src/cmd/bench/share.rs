@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use cofolio_node::{
-    ledger::cgroup::Hierarchy,
+    mount::Access,
     oci::{self, ImportOptions},
     pack::{PackOptions, pack},
 };
@@ -98,17 +98,8 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
     let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
     let domain = with_backend(domain, args.backend, form)?;
-    let old = Image::prepare(&args.old, &work, &domain, &say)?;
-    let new = Image::prepare(&args.new, &work, &domain, &say)?;
-    let digests = import([&old, &new], &domain, &say)?;
-    if domain.backend()? == Backend::InodeShare {
-        let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
-        for image in &digests {
-            let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-            pack(&domain, image, &options, go_on)?;
-        }
-    }
-    let (old, new) = (old.unpacked, new.unpacked);
+    let Pair { unpacked: [old, new], images, .. } =
+        Pair::prepare([&args.old, &args.new], &work, &domain, &say)?;
     let expected = Expected::of([&old, &new]);
     let contents = [&old, &new].map(|image| -> HashMap<Vec<u8>, Content> {
         image.listing.iter().map(|(path, entry)| (path.clone(), entry.content)).collect()
@@ -116,7 +107,8 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     let truth = Source { images: [&contents[0], &contents[1]] };
 
     let mut unshared = Unshared::new(&work, [&old, &new], &expected)?;
-    let mut shared = Shared::new(&work, &domain, digests, [&old, &new], &expected)?;
+    let mut shared =
+        Shared::new(&work, &domain, images, Access::ReadOnly, [&old, &new], &expected)?;
     let own = OwnFiles::find()?;
     // The shorter a measurement, the less of others' doings falls into it. Not having the privilege only
     // makes it longer.
@@ -142,19 +134,12 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
         }
     }
 
-    let memory_cgroup = match Hierarchy::find(Path::new("/")) {
-        Ok(hierarchy) => format!("{:?}", hierarchy.version()).to_lowercase(),
-        Err(error) => error.to_string(),
-    };
     let checks = report::check(&runs);
     let report = Report {
         format: 1,
         tool: format!("cofolio {}", env!("CARGO_PKG_VERSION")),
-        // Not where the binary happens to lie: that says nothing to whoever reads the archive.
-        command_line: std::iter::once("cofolio".to_owned())
-            .chain(std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned()))
-            .collect(),
-        machine: report::machine(&work, memory_cgroup),
+        command_line: report::command_line(),
+        machine: report::machine(&work, report::memory_cgroup()),
         old: old.about.clone(),
         new: new.about.clone(),
         expected,
@@ -221,7 +206,7 @@ fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
     let open = || -> io::Result<fs::File> {
         let file = fs::File::create(PATH)?;
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-            say("waiting for another bench share to end");
+            say("waiting for another benchmark to end");
             rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
         }
         Ok(file)
@@ -272,6 +257,39 @@ pub(super) fn with_backend(domain: Domain, backend: Option<How>, form: Form) -> 
     Ok(own)
 }
 
+/// Two images, unpacked on their own and in the store, packed where its backend needs it.
+pub(super) struct Pair {
+    pub(super) unpacked: [Unpacked; 2],
+    pub(super) images: [Digest; 2],
+    /// Image configs, JSON; a directory that was imported has none.
+    pub(super) configs: [Option<String>; 2],
+}
+
+impl Pair {
+    /// From the two arguments of a command.
+    pub(super) fn prepare(
+        [old, new]: [&str; 2],
+        work: &Path,
+        domain: &Domain,
+        say: &dyn Fn(&str),
+    ) -> Result<Self> {
+        let old = Image::prepare(old, work, domain, say)?;
+        let new = Image::prepare(new, work, domain, say)?;
+        let [(old_digest, old_config), (new_digest, new_config)] =
+            import([&old, &new], domain, say)?;
+        let images = [old_digest, new_digest];
+        if domain.backend()? == Backend::InodeShare {
+            let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
+            for image in &images {
+                let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+                pack(domain, image, &options, go_on)?;
+            }
+        }
+        let (unpacked, configs) = ([old.unpacked, new.unpacked], [old_config, new_config]);
+        Ok(Self { unpacked, images, configs })
+    }
+}
+
 /// An argument of the command: unpacked, and where Cofolio is to have it from.
 struct Image<'a> {
     unpacked: Unpacked,
@@ -282,7 +300,7 @@ enum Origin<'a> {
     /// To be imported.
     Path(&'a str),
     /// In the store already.
-    Store(Digest),
+    Store(Digest, Option<String>),
 }
 
 impl<'a> Image<'a> {
@@ -297,7 +315,7 @@ impl<'a> Image<'a> {
             && let Ok(Some(record)) = domain.get_ref(text)
         {
             let unpacked = setup::copy_out(text, record.image, domain, work, &cache, say)?;
-            return Ok(Image { unpacked, origin: Origin::Store(record.image) });
+            return Ok(Image { unpacked, origin: Origin::Store(record.image, record.config) });
         }
         if !Path::new(text).exists() {
             let what = format!("{text:?} is neither a file or directory nor a ref of the store");
@@ -308,13 +326,17 @@ impl<'a> Image<'a> {
     }
 }
 
-/// Imports both images, where they are not yet; gives the digests of their metadata images.
-fn import(images: [&Image<'_>; 2], domain: &Domain, say: &dyn Fn(&str)) -> Result<[Digest; 2]> {
+/// Imports both images, where they are not yet; gives the digests of their metadata images, and their configs.
+fn import(
+    images: [&Image<'_>; 2],
+    domain: &Domain,
+    say: &dyn Fn(&str),
+) -> Result<[(Digest, Option<String>); 2]> {
     let same_name = images[0].unpacked.about.name == images[1].unpacked.about.name;
-    let one = |image: &Image<'_>| -> Result<Digest> {
+    let one = |image: &Image<'_>| -> Result<(Digest, Option<String>)> {
         let about = &image.unpacked.about;
-        let path = match image.origin {
-            Origin::Store(digest) => return Ok(digest),
+        let path = match &image.origin {
+            Origin::Store(digest, config) => return Ok((*digest, config.clone())),
             Origin::Path(path) => path,
         };
         let options = ImportOptions {
@@ -330,7 +352,9 @@ fn import(images: [&Image<'_>; 2], domain: &Domain, say: &dyn Fn(&str)) -> Resul
             "imported {}: {} objects written, {} there already, {} ms",
             about.name, report.objects_new, report.objects_known, report.duration_ms
         ));
-        report.image.parse().with_context(|| format!("{} is no digest", report.image))
+        let digest = report.image.parse();
+        let digest = digest.with_context(|| format!("{} is no digest", report.image))?;
+        Ok((digest, domain.get_ref(&report.name)?.and_then(|record| record.config)))
     };
     Ok([one(images[0])?, one(images[1])?])
 }
