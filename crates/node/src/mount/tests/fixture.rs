@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_store::{
-    BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, RootKind, Store,
-    StoredFile,
+    Backend, BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref,
+    RootKind, Store, StoredFile,
 };
 use tempfile::TempDir;
 
+use crate::contents::ImageContents;
 use crate::mount::state::list;
 use crate::mount::{Mounter, RunDir, kernel, mountinfo};
+use crate::pack::{PackOptions, pack};
 
 /// Prints why and returns, where the test cannot run; else moves this thread into a mount namespace
 /// of its own, so that no mount of a test that fails stays on the machine.
@@ -80,8 +82,8 @@ impl Contents for Known {
         Ok(())
     }
 
-    fn pack_segments(&self, _: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-        Ok(Vec::new())
+    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
+        ImageContents.pack_segments(pack)
     }
 }
 
@@ -137,6 +139,15 @@ impl Fixture {
 
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().canonicalize().unwrap().join(name)
+    }
+
+    /// The same, packed, in a domain that is mounted with `inode-share`.
+    pub(super) fn shared() -> Self {
+        let fixture = Self::new();
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        pack(&fixture.domain, &fixture.image, &PackOptions::default(), go_on).unwrap();
+        fixture.domain.set_backend(Backend::InodeShare).unwrap();
+        fixture
     }
 
     /// A directory to mount at.
