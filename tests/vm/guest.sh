@@ -20,8 +20,9 @@ filesystem() {
     mount -t "$1" /dev/vda "$2"
 }
 
-# rust TEST [ARGUMENT…]: a test binary, with one of its tests at a time or as many as $threads says, with its files on the filesystem at /v if there is one; says how it ended. All that
-# it needs is here, so none of it may be skipped, but for what a kernel without inode_share is told.
+# rust TEST [ARGUMENT…]: a test binary, with its files on the filesystem at /v if there is one; runs its tests one after the
+# other, or as many at a time as $threads says, and says how they ended. All that they need is here, so none may be skipped
+# but the one that is for kernels without inode_share.
 rust() {
     local test=$1
     shift

@@ -1,5 +1,5 @@
 //! `cofolio backend inode-share`: what is mounted with it, what it shares, and what becomes of damage. Needs Linux 7.0,
-//! so most of it runs in a guest (`tests/vm/run backend-inode-share backend-verity`).
+//! so most of it runs in a guest (`tests/vm/run backend-inode-share backend-verity-ext4 backend-verity-btrfs`).
 
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
@@ -11,27 +11,9 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
 
 use cache::{SIZE, all_pages, content, forget, resident};
-use common::{Sandbox, can_mount, listing, program, skip};
-
-/// Whether this kernel has it; says why not.
-fn has_inode_share(test: &str) -> bool {
-    if !can_mount(test) {
-        return false;
-    }
-    /// The same for all tests, and emulated it takes its time.
-    static DOCTOR: OnceLock<serde_json::Value> = OnceLock::new();
-    let doctor = DOCTOR.get_or_init(|| Sandbox::new().run(&["doctor", "--json"]).json());
-    let features = doctor["features"].as_array().unwrap();
-    let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
-    if feature["presence"] != "present" {
-        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
-        return false;
-    }
-    true
-}
+use common::{Sandbox, has_inode_share, listing, program, skip};
 
 /// Two images with the same file under other names, owners and modes, and each with one of its own.
 fn two_images() -> Sandbox {
@@ -350,6 +332,10 @@ fn damaged_segments_and_packs_are_noticed() {
     let segment = format!("{}.segment", text(&packed["segments"][0]));
     let doctor = sandbox.run(&["doctor"]);
     let verity = doctor.ok().contains("by the kernel, every read");
+    assert_eq!(doctor.stdout.contains("(no fs-verity"), !verity, "{}", doctor.stdout);
+    for limit in ["sendfile and splice", "O_DIRECT", "compressed and plain content"] {
+        assert!(doctor.stdout.contains(limit), "{}", doctor.stdout);
+    }
     let target = sandbox.text("target");
     let refused = |why: &str| {
         let ran = sandbox.run(&["mount", "--create", "one:1", &target]);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::volume::{Volume, run};
-use common::{Sandbox, can_mount, program, skip};
+use common::{Sandbox, can_mount, has_inode_share, program, skip};
 
 /// Numbers from this one to 150,000, a line each.
 fn numbers(first: u32) -> Vec<u8> {
@@ -330,6 +330,105 @@ fn what_rots_on_the_disk_is_not_read() {
         at.sandbox.run(&["mount", "--create", "box:1", &target]).refused("Input/output error");
         at.goes();
     });
+}
+
+/// Segments and packs are read by the kernel alone, and long after the mount has looked at them.
+#[test]
+fn what_rots_in_a_segment_is_not_read() {
+    let test = "what_rots_in_a_segment_is_not_read";
+    if program("filefrag").is_none() {
+        return skip(test, "no filefrag");
+    }
+    if !has_inode_share(test) {
+        return;
+    }
+    on_each(test, &["ext4"], |at, _| {
+        at.sandbox.run(&["backend", "inode-share"]).ok();
+        let packed = at.sandbox.run(&["pack", "--json", "box:1"]).json()[0].take();
+        let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+        let segments = at.sandbox.path("store/domains/default/segments");
+        let segment = segments.join(format!("{}.segment", text(&packed["segments"][0])));
+        let pack = format!("{}.{}.pack", text(&packed["image"]), text(&packed["pack"]));
+        at.is_whole(&at.mount(&[]));
+        at.unmount();
+        forget_caches();
+        let blocks = fs::metadata(&segment).unwrap().len() / 4096;
+        at.rot(&segment, blocks / 2);
+        for options in [&[] as &[&str], &["--rw"]] {
+            let target = at.mount(options);
+            let mut refused = 0;
+            for (name, first) in [("one", 1), ("two", 2), ("three", 3)] {
+                let (expected, file) = (numbers(first), File::open(target.join(name)).unwrap());
+                for (page, expected) in (0_u64..).zip(expected.chunks(4096)) {
+                    let mut bytes = vec![0; expected.len()];
+                    match file.read_exact_at(&mut bytes, page * 4096) {
+                        Ok(()) => assert!(bytes == expected, "page {page} of {name}"),
+                        Err(error) => {
+                            is_refused::<()>(name, Err(error));
+                            refused += 1;
+                        }
+                    }
+                }
+            }
+            // The page of the block, and at most those that the kernel reads together with it.
+            assert!((1..=32).contains(&refused), "{refused} pages were refused");
+            at.unmount();
+        }
+        at.rot(&segments.join(pack), 0);
+        let target = at.sandbox.text("box");
+        let ran = at.sandbox.run(&["mount", "--create", "box:1", &target]);
+        assert_ne!(ran.refused("").code, 0);
+        eprintln!("   {}", ran.stderr.lines().next().unwrap_or_default());
+        assert_eq!(at.sandbox.mounted(), Vec::<PathBuf>::new());
+        at.goes();
+    });
+}
+
+/// A mount looks at the sizes of objects and hashes the image; that an object has other bytes is found by whoever hashes it,
+/// and doctor says that the kernel does not.
+#[test]
+fn without_it_damage_is_found_and_doctor_says_what_is_not_checked() {
+    let test = "without_it_damage_is_found_and_doctor_says_what_is_not_checked";
+    if !can_mount(test) {
+        return;
+    }
+    let outer = Sandbox::new();
+    let volume = match Volume::new(&outer.path(""), "ext4", 100, &["-O", "^verity"]) {
+        Ok(volume) => volume,
+        Err(reason) => return skip(test, &reason),
+    };
+    let sandbox = Sandbox::below(&volume.directory);
+    let digest = sandbox.import_tree("box:1");
+    let doctor = sandbox.run(&["doctor"]);
+    assert!(doctor.ok().contains("the kernel does not check what is read"), "{}", doctor.stdout);
+    let image = sandbox.path("store/domains/default/images").join(format!("{digest}.erofs"));
+    let object = sandbox.object("box:1", "/big");
+    let target = sandbox.text("target");
+    for (path, change, refused) in [
+        (&object, cut as fn(Vec<u8>) -> Vec<u8>, true),
+        (&object, other, false),
+        (&image, cut, true),
+        (&image, other, true),
+    ] {
+        let replaced = sandbox.replace(path, &change(fs::read(path).unwrap()), false);
+        for options in [&[] as &[&str], &["--rw"]] {
+            let args = [&["mount", "--create"], options, &["box:1", &target]].concat();
+            let ran = sandbox.run(&args);
+            if refused {
+                ran.refused(&digest).fails_with(4);
+            } else {
+                ran.ok();
+                sandbox.run(&["umount", &target]).ok();
+            }
+        }
+        sandbox.run(&["mount", "--create", "--verify", "box:1", &target]).fails_with(4);
+        sandbox.run(&["verify", "box:1"]).fails_with(4);
+        sandbox.run(&["fsck"]).fails_with(4);
+        assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+        replaced.restore();
+    }
+    sandbox.run(&["verify", "box:1"]).ok();
+    sandbox.run(&["fsck"]).ok();
 }
 
 /// In memory, and on a filesystem that could have it and has not.

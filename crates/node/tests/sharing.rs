@@ -1,5 +1,5 @@
 //! What mounts of a trust domain share, for each backend that this kernel has: by every kind of read, under pressure, and
-//! while others come and go. In a guest with Linux 7.2 both backends are tried (`tests/vm/run sharing`).
+//! while others come and go. In a guest with Linux 7.2 both backends are tried (`tests/vm/run sharing sharing-rounds`).
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 

@@ -40,6 +40,23 @@ pub(crate) fn can_mount(test: &str) -> bool {
     true
 }
 
+/// Whether this kernel has inode_share; says why not.
+pub(crate) fn has_inode_share(test: &str) -> bool {
+    if !can_mount(test) {
+        return false;
+    }
+    /// The same for all tests, and emulated it takes its time.
+    static DOCTOR: OnceLock<Value> = OnceLock::new();
+    let doctor = DOCTOR.get_or_init(|| Sandbox::new().run(&["doctor", "--json"]).json());
+    let features = doctor["features"].as_array().unwrap();
+    let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
+    if feature["presence"] != "present" {
+        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
+        return false;
+    }
+    true
+}
+
 /// The layout of a real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out); says why not.
 pub(crate) fn real_redis(test: &str) -> Option<PathBuf> {
     let corpus = match std::env::var_os("COFOLIO_CORPUS") {

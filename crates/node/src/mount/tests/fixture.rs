@@ -28,6 +28,20 @@ macro_rules! needs_mounts {
 }
 pub(super) use needs_mounts;
 
+/// Prints why and returns, where the kernel has no inode_share.
+macro_rules! needs_inode_share {
+    () => {
+        let report = $crate::probe::probe(&$crate::probe::Options::default());
+        let feature = report.get("inode-share").map(|feature| feature.presence);
+        if feature != Some($crate::probe::Presence::Present) {
+            let test = std::thread::current();
+            let test = test.name().unwrap_or("test");
+            return eprintln!("SKIP {test}: this kernel has no inode_share");
+        }
+    };
+}
+pub(super) use needs_inode_share;
+
 pub(super) fn enter_namespace() -> Result<(), String> {
     if !rustix::process::geteuid().is_root() {
         return Err("needs root".to_owned());
@@ -95,6 +109,44 @@ pub(super) struct Fixture {
     pub(super) files: Vec<(String, Vec<u8>)>,
 }
 
+/// An image that was brought into a domain: its objects, with their sizes, and its files.
+struct Imported {
+    image: Digest,
+    known: Vec<(Digest, u64)>,
+    files: Vec<(String, Vec<u8>)>,
+}
+
+fn import(domain: &Domain, name: &str, inline: &[u8]) -> Imported {
+    let staging = domain.begin_import(ImportOptions::default()).unwrap();
+    let meta = |mode| Meta { mode, uid: 7, gid: 8, mtime: 1_700_000_000, mtime_nsec: 5 };
+    let mut tree = Tree::new(meta(0o040_751));
+    let (mut known, mut files) = (Vec::new(), Vec::new());
+    let sub = tree.insert(tree.root(), b"sub", meta(0o040_755), Content::Directory).unwrap();
+    for number in 0..FILES {
+        let content = vec![u8::try_from(number).unwrap() + 1; 1000 + number * 977];
+        let object = staging.put_object(&content).unwrap();
+        let name = format!("file{number}");
+        let data = Content::External {
+            size: object.size,
+            digest: Some(&object.digest.0),
+            payload: Payload::Object(&object.digest.0),
+        };
+        tree.insert(sub, name.as_bytes(), meta(0o100_644), data).unwrap();
+        known.push((object.digest, object.size));
+        files.push((format!("sub/{name}"), content));
+    }
+    tree.insert(tree.root(), b"small", meta(0o100_600), Content::Inline(inline)).unwrap();
+    files.push(("small".to_owned(), inline.to_vec()));
+    let root = tree.root();
+    let attribute: (&[u8], &[u8]) = (b"user.kind", b"image root");
+    tree.set_xattrs(root, [attribute]).unwrap();
+    let mut image = staging.image_writer().unwrap();
+    write(&tree, &WriteOptions::default(), &mut image).unwrap();
+    let image = image.finish().unwrap();
+    staging.commit(&Publish::named(name, Ref::new(image)), known.iter().copied()).unwrap();
+    Imported { image, known, files }
+}
+
 /// How many files the image has.
 pub(super) const FILES: usize = 12;
 
@@ -104,33 +156,7 @@ impl Fixture {
         let options = InitOptions { immutable: false };
         let store = Store::init(&dir.path().join("store"), &options).unwrap();
         let domain = store.domain("default").unwrap();
-        let staging = domain.begin_import(ImportOptions::default()).unwrap();
-        let meta = |mode| Meta { mode, uid: 7, gid: 8, mtime: 1_700_000_000, mtime_nsec: 5 };
-        let mut tree = Tree::new(meta(0o040_751));
-        let (mut known, mut files) = (Vec::new(), Vec::new());
-        let sub = tree.insert(tree.root(), b"sub", meta(0o040_755), Content::Directory).unwrap();
-        for number in 0..FILES {
-            let content = vec![u8::try_from(number).unwrap() + 1; 1000 + number * 977];
-            let object = staging.put_object(&content).unwrap();
-            let name = format!("file{number}");
-            let data = Content::External {
-                size: object.size,
-                digest: Some(&object.digest.0),
-                payload: Payload::Object(&object.digest.0),
-            };
-            tree.insert(sub, name.as_bytes(), meta(0o100_644), data).unwrap();
-            known.push((object.digest, object.size));
-            files.push((format!("sub/{name}"), content));
-        }
-        tree.insert(tree.root(), b"small", meta(0o100_600), Content::Inline(b"inline")).unwrap();
-        files.push(("small".to_owned(), b"inline".to_vec()));
-        let root = tree.root();
-        let attribute: (&[u8], &[u8]) = (b"user.kind", b"image root");
-        tree.set_xattrs(root, [attribute]).unwrap();
-        let mut image = staging.image_writer().unwrap();
-        write(&tree, &WriteOptions::default(), &mut image).unwrap();
-        let image = image.finish().unwrap();
-        staging.commit(&Publish::named("test:1", Ref::new(image)), known.iter().copied()).unwrap();
+        let Imported { image, known, files } = import(&domain, "test:1", b"inline");
         let text: Vec<String> =
             known.iter().map(|(digest, size)| format!("{digest} {size}\n")).collect();
         fs::write(dir.path().join("objects.txt"), text.concat()).unwrap();
@@ -144,10 +170,21 @@ impl Fixture {
     /// The same, packed, in a domain that is mounted with `inode-share`.
     pub(super) fn shared() -> Self {
         let fixture = Self::new();
-        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-        pack(&fixture.domain, &fixture.image, &PackOptions::default(), go_on).unwrap();
+        fixture.pack(&fixture.image);
         fixture.domain.set_backend(Backend::InodeShare).unwrap();
         fixture
+    }
+
+    fn pack(&self, image: &Digest) {
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        pack(&self.domain, image, &PackOptions::default(), go_on).unwrap();
+    }
+
+    /// Another image with the same objects, packed.
+    pub(super) fn another(&self) -> Digest {
+        let image = import(&self.domain, "other:1", b"another").image;
+        self.pack(&image);
+        image
     }
 
     /// A directory to mount at.
@@ -171,7 +208,13 @@ impl Fixture {
 
     /// Everything in the image reads as it was put in.
     pub(super) fn check_content(&self, target: &Path) {
-        for (name, content) in &self.files {
+        assert_eq!(fs::read(target.join("small")).unwrap(), b"inline");
+        self.check_files(target);
+    }
+
+    /// So does what both images have.
+    pub(super) fn check_files(&self, target: &Path) {
+        for (name, content) in self.files.iter().filter(|(name, _)| name != "small") {
             assert_eq!(&fs::read(target.join(name)).unwrap(), content, "{name}");
         }
         assert_eq!(fs::read_dir(target.join("sub")).unwrap().count(), FILES);
