@@ -11,10 +11,20 @@ use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use cofolio_sys::cache::page_size;
 use common::volume::run;
 use common::{Sandbox, can_mount, skip};
+
+/// Runs a test where images can be mounted, and alone: a benchmark measures nothing while others drop what is cached.
+fn alone(test: &str, body: impl FnOnce()) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if can_mount(test) {
+        body();
+    }
+}
 
 /// So many bytes of the numbers from one on, a line each.
 fn numbers(first: u32, bytes: usize) -> Vec<u8> {
@@ -58,7 +68,8 @@ fn read_all(sandbox: &Sandbox, trees: &[PathBuf; 2]) {
         sandbox.run(&["import", "--quiet", "--name", name, tree.to_str().unwrap()]).ok();
     }
     sandbox.run(&["fsck", "--quiet"]).ok();
-    rustix::fs::sync();
+    // The next read comes from the disk.
+    rustix::fs::syncfs(File::open(sandbox.path("store")).unwrap()).unwrap();
     fs::write("/proc/sys/vm/drop_caches", "3").unwrap();
     for (tree, name) in trees.iter().zip(["old", "new"]) {
         for mode in ["ro", "rw"] {
@@ -93,48 +104,50 @@ fn loops(sandbox: &Sandbox) -> usize {
 #[test]
 fn what_is_mounted_is_what_came_in() {
     let test = "what_is_mounted_is_what_came_in";
-    if !can_mount(test) {
-        return;
-    }
-    let sandbox = Sandbox::new();
-    let doctor = sandbox.run(&["doctor"]);
-    for part in [&format!("{} KiB", page_size() / 1024), "Images can be mounted on this machine."] {
-        assert!(doctor.ok().contains(part), "{}", doctor.stdout);
-    }
-    let trees = trees(&sandbox.dir("trees"));
-    read_all(&sandbox, &trees);
-    let verity = sandbox.run(&["doctor"]).ok().contains("by the kernel, every read");
-    if verity {
-        let table = fs::read_to_string("/proc/mounts").unwrap();
-        let target = format!(" {} ", fs::canonicalize(sandbox.path("ro-old")).unwrap().display());
-        let line = table.lines().find(|line| line.contains(&target)).unwrap();
-        assert!(line.contains("verity=require"), "{line}");
-        assert_eq!(loops(&sandbox), 0);
-    } else {
-        skip(test, "with fs-verity: the directory of temporary files has none");
-    }
-    sandbox.run(&["umount", "--quiet", "--all"]).ok();
+    alone(test, || {
+        let sandbox = Sandbox::new();
+        let doctor = sandbox.run(&["doctor"]);
+        for part in
+            [&format!("{} KiB", page_size() / 1024), "Images can be mounted on this machine."]
+        {
+            assert!(doctor.ok().contains(part), "{}", doctor.stdout);
+        }
+        let trees = trees(&sandbox.dir("trees"));
+        read_all(&sandbox, &trees);
+        let verity = sandbox.run(&["doctor"]).ok().contains("by the kernel, every read");
+        if verity {
+            let table = fs::read_to_string("/proc/mounts").unwrap();
+            let target =
+                format!(" {} ", fs::canonicalize(sandbox.path("ro-old")).unwrap().display());
+            let line = table.lines().find(|line| line.contains(&target)).unwrap();
+            assert!(line.contains("verity=require"), "{line}");
+            assert_eq!(loops(&sandbox), 0);
+        } else {
+            skip(test, "with fs-verity: the directory of temporary files has none");
+        }
+        sandbox.run(&["umount", "--quiet", "--all"]).ok();
 
-    // A file that was put in an object's place is refused.
-    if verity {
-        let object = sandbox.object("box:old", "/300000");
-        let bytes = fs::read(&object).unwrap();
-        let replaced = sandbox.replace(&object, &bytes, false);
-        let target = sandbox.path("ro-old");
-        let text = target.to_str().unwrap();
-        sandbox.run(&["mount", "--quiet", "--create", "box:old", text]).ok();
-        let refused = File::open(target.join("300000")).unwrap_err();
-        assert_eq!(refused.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
-        assert!(fs::read(target.join("1000000")).unwrap() == numbers(1, 1_000_000));
-        sandbox.run(&["umount", "--quiet", text]).ok();
-        replaced.restore();
-    }
+        // A file that was put in an object's place is refused.
+        if verity {
+            let object = sandbox.object("box:old", "/300000");
+            let bytes = fs::read(&object).unwrap();
+            let replaced = sandbox.replace(&object, &bytes, false);
+            let target = sandbox.path("ro-old");
+            let text = target.to_str().unwrap();
+            sandbox.run(&["mount", "--quiet", "--create", "box:old", text]).ok();
+            let refused = File::open(target.join("300000")).unwrap_err();
+            assert_eq!(refused.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
+            assert!(fs::read(target.join("1000000")).unwrap() == numbers(1, 1_000_000));
+            sandbox.run(&["umount", "--quiet", text]).ok();
+            replaced.restore();
+        }
 
-    if release() < (6, 15) {
-        let target = sandbox.text("mapped");
-        let args = ["mount", "--create", "--idmap", "0:100000:65536", "box:old", &target];
-        sandbox.run(&args).refused("Linux 6.15");
-    }
+        if release() < (6, 15) {
+            let target = sandbox.text("mapped");
+            let args = ["mount", "--create", "--idmap", "0:100000:65536", "box:old", &target];
+            sandbox.run(&args).refused("Linux 6.15");
+        }
+    });
 }
 
 /// The kernel's version.
@@ -149,21 +162,20 @@ fn release() -> (u32, u32) {
 #[test]
 fn a_store_in_memory_is_read_through_a_loop_device() {
     let test = "a_store_in_memory_is_read_through_a_loop_device";
-    if !can_mount(test) {
-        return;
-    }
-    let outer = Sandbox::new();
-    let memory = outer.dir("memory");
-    run(Command::new("mount").args(["-t", "tmpfs", "none"]).arg(&memory)).unwrap();
-    let sandbox = Sandbox::below(&memory);
-    let trees = trees(&outer.dir("trees"));
-    read_all(&sandbox, &trees);
-    assert!(loops(&sandbox) > 0, "no loop device for a store in memory");
-    sandbox.run(&["umount", "--quiet", "--all"]).ok();
-    let work = outer.text("bench");
-    let refused =
-        sandbox.run(&["bench", "share", "--quiet", "--work", &work, "box:old", "box:new"]);
-    refused.refused(&format!("{} is in memory", sandbox.text("store")));
+    alone(test, || {
+        let outer = Sandbox::new();
+        let memory = outer.dir("memory");
+        run(Command::new("mount").args(["-t", "tmpfs", "none"]).arg(&memory)).unwrap();
+        let sandbox = Sandbox::below(&memory);
+        let trees = trees(&outer.dir("trees"));
+        read_all(&sandbox, &trees);
+        assert!(loops(&sandbox) > 0, "no loop device for a store in memory");
+        sandbox.run(&["umount", "--quiet", "--all"]).ok();
+        let work = outer.text("bench");
+        let refused =
+            sandbox.run(&["bench", "share", "--quiet", "--work", &work, "box:old", "box:new"]);
+        refused.refused(&format!("{} is in memory", sandbox.text("store")));
+    });
 }
 
 /// What `bench share` expects of two trees whose sizes it knows is what the kernel says is resident, Merkle trees of
@@ -171,27 +183,30 @@ fn a_store_in_memory_is_read_through_a_loop_device() {
 #[test]
 fn what_is_resident_is_counted_in_pages() {
     let test = "what_is_resident_is_counted_in_pages";
-    if !can_mount(test) {
-        return;
-    }
-    let sandbox = Sandbox::new();
-    let trees = trees(&sandbox.dir("trees"));
-    for (tree, name) in trees.iter().zip(["box:old", "box:new"]) {
-        sandbox.run(&["import", "--quiet", "--name", name, tree.to_str().unwrap()]).ok();
-    }
-    let (work, json) = (sandbox.text("bench"), sandbox.text("report"));
-    let args = ["bench", "share", "--quiet", "--runs", "1", "--work", &work, "--json", &json];
-    let ran = sandbox.run(&[&args[..], &["box:old", "box:new"]].concat());
-    if ran.stderr.contains("is in memory") {
-        return skip(test, "the directory of temporary files is in memory");
-    }
-    ran.ok();
-    let report = fs::read_to_string(json).unwrap();
-    assert!(report.contains(&format!("\"page_size\": {}", page_size())), "{report}");
-    if sandbox.run(&["doctor"]).ok().contains("by the kernel, every read") {
-        let some = |digit: &str| report.contains(&format!("\"merkle_pages\": {digit}"));
-        assert!(["1", "2", "3", "4", "5", "6", "7", "8", "9"].into_iter().any(some), "{report}");
-    } else {
-        skip(test, "Merkle trees: the directory of temporary files has no fs-verity");
-    }
+    alone(test, || {
+        let sandbox = Sandbox::new();
+        let trees = trees(&sandbox.dir("trees"));
+        for (tree, name) in trees.iter().zip(["box:old", "box:new"]) {
+            sandbox.run(&["import", "--quiet", "--name", name, tree.to_str().unwrap()]).ok();
+        }
+        let (work, json) = (sandbox.text("bench"), sandbox.text("report"));
+        let args = ["bench", "share", "--quiet", "--runs", "1", "--patience", "2"];
+        let args = [&args[..], &["--work", &work, "--json", &json]].concat();
+        let ran = sandbox.run(&[&args[..], &["box:old", "box:new"]].concat());
+        if ran.stderr.contains("is in memory") {
+            return skip(test, "the directory of temporary files is in memory");
+        }
+        ran.ok();
+        let report = fs::read_to_string(json).unwrap();
+        assert!(report.contains(&format!("\"page_size\": {}", page_size())), "{report}");
+        if sandbox.run(&["doctor"]).ok().contains("by the kernel, every read") {
+            let some = |digit: &str| report.contains(&format!("\"merkle_pages\": {digit}"));
+            assert!(
+                ["1", "2", "3", "4", "5", "6", "7", "8", "9"].into_iter().any(some),
+                "{report}"
+            );
+        } else {
+            skip(test, "Merkle trees: the directory of temporary files has no fs-verity");
+        }
+    });
 }

@@ -95,34 +95,20 @@ fn was_killed(status: ExitStatus) -> bool {
 /// are never collected, directories that cannot be removed. Here a process dies at every step of a
 /// mount and of an unmount, and each of the three ways to put things right does so: `reconcile`,
 /// `umount`, and simply mounting again.
-fn dies_at_any_step(fixture: &Fixture, expected: &[Step]) {
-    let mounter = fixture.mounter();
+///
+/// Some modes beside others, each with a store and a mount namespace of its own.
+fn dies_at_any_step(fixture: impl Fn() -> Fixture + Sync, expected: &[Step]) {
     let reached = Mutex::new(HashSet::new());
-    for mode in ["read", "write", "made", "mapped"] {
-        let target = fixture.path(mode);
-        if mode != "made" {
-            fixture.target(mode);
+    std::thread::scope(|scope| {
+        for modes in [["read", "write"], ["made", "mapped"]] {
+            let (fixture, reached) = (&fixture, &reached);
+            scope.spawn(move || {
+                cofolio_sys::mount::unshare_mount_namespace().unwrap();
+                let fixture = fixture();
+                modes.into_iter().for_each(|mode| dies_in_mode(&fixture, mode, reached));
+            });
         }
-        for step in Step::ALL {
-            for remedy in ["reconcile", "umount", "mount"] {
-                let story = format!("{mode}, killed at {step:?}, then {remedy}");
-                let killed =
-                    was_killed(start(&task(fixture, mode, mode, Some(step), 1)).wait().unwrap());
-                if killed {
-                    reached.lock().unwrap().insert(format!("{step:?}"));
-                }
-                let case = Case { fixture, mode, step, killed, story: &story };
-                case.put_right(remedy);
-                // Traces without a record (a directory of changes on its way out, a pin without
-                // users) are left to reconcile whatever was done before.
-                let done = mounter.reconcile().unwrap();
-                assert!(done.failed.is_empty(), "{story}: {done:?}");
-                fixture.assert_clean(&story);
-                assert!(mode != "made" || !target.exists(), "{story}: the target is left");
-                assert!(mounter.reconcile().unwrap().is_empty(), "{story}: twice the same");
-            }
-        }
-    }
+    });
     let reached = reached.into_inner().unwrap();
     let missed: Vec<_> =
         expected.iter().filter(|step| !reached.contains(&format!("{step:?}"))).collect();
@@ -130,10 +116,37 @@ fn dies_at_any_step(fixture: &Fixture, expected: &[Step]) {
     assert_eq!(reached.len(), expected.len(), "{reached:?}");
 }
 
+fn dies_in_mode(fixture: &Fixture, mode: &str, reached: &Mutex<HashSet<String>>) {
+    let mounter = fixture.mounter();
+    let target = fixture.path(mode);
+    if mode != "made" {
+        fixture.target(mode);
+    }
+    for step in Step::ALL {
+        for remedy in ["reconcile", "umount", "mount"] {
+            let story = format!("{mode}, killed at {step:?}, then {remedy}");
+            let killed =
+                was_killed(start(&task(fixture, mode, mode, Some(step), 1)).wait().unwrap());
+            if killed {
+                reached.lock().unwrap().insert(format!("{step:?}"));
+            }
+            let case = Case { fixture, mode, step, killed, story: &story };
+            case.put_right(remedy);
+            // Traces without a record (a directory of changes on its way out, a pin without
+            // users) are left to reconcile whatever was done before.
+            let done = mounter.reconcile().unwrap();
+            assert!(done.failed.is_empty(), "{story}: {done:?}");
+            fixture.assert_clean(&story);
+            assert!(mode != "made" || !target.exists(), "{story}: the target is left");
+            assert!(mounter.reconcile().unwrap().is_empty(), "{story}: twice the same");
+        }
+    }
+}
+
 #[test]
 fn a_process_may_die_at_any_step() {
     needs_mounts!();
-    dies_at_any_step(&Fixture::new(), &Step::ALL);
+    dies_at_any_step(Fixture::new, &Step::ALL);
 }
 
 /// There is an EROFS superblock and no overlay over it; to take it down in a wrong order crashes Linux 7.2, so after this a
@@ -146,7 +159,7 @@ fn a_process_may_die_at_any_step_with_inode_share() {
         .into_iter()
         .filter(|step| !matches!(step, Step::ViewMade | Step::Viewed))
         .collect();
-    dies_at_any_step(&Fixture::shared(), &expected);
+    dies_at_any_step(Fixture::shared, &expected);
 }
 
 /// With inode-share the last mount that goes takes along the superblocks of all images of the domain. Who dies between two
