@@ -1,8 +1,10 @@
 //! `cofolio backend inode-share`: what is mounted with it, what it shares, and what becomes of damage. Needs Linux 7.0,
-//! so most of it runs in a guest (`tests/vm/run backend-inode-share backend-verity`).
+//! so most of it runs in a guest (`tests/vm/run backend-inode-share backend-verity-ext4 backend-verity-btrfs`).
 
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
+#[path = "../../node/tests/common/cache.rs"]
+mod cache;
 mod common;
 
 use std::fs::{self, File};
@@ -10,30 +12,8 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use cofolio_sys::cache::{FileMap, page_size};
-use common::{Sandbox, can_mount, listing, program, skip, unlock};
-
-/// Bytes of the file that both images have.
-const SIZE: usize = 300 << 12;
-
-fn content(salt: usize) -> Vec<u8> {
-    (0..SIZE).map(|i| u8::try_from((i / 4096 * 7 + i + salt) % 251).unwrap()).collect()
-}
-
-/// Whether this kernel has it; says why not.
-fn has_inode_share(test: &str) -> bool {
-    if !can_mount(test) {
-        return false;
-    }
-    let doctor = Sandbox::new().run(&["doctor", "--json"]).json();
-    let features = doctor["features"].as_array().unwrap();
-    let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
-    if feature["presence"] != "present" {
-        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
-        return false;
-    }
-    true
-}
+use cache::{SIZE, all_pages, content, forget, resident};
+use common::{Sandbox, has_inode_share, listing, program, skip};
 
 /// Two images with the same file under other names, owners and modes, and each with one of its own.
 fn two_images() -> Sandbox {
@@ -74,21 +54,6 @@ fn mount(sandbox: &Sandbox, image: &str, options: &[&str]) -> PathBuf {
     let target = sandbox.text(&name);
     sandbox.run(&[&["mount", "--quiet", "--create"], options, &[image, &target]].concat()).ok();
     target.into()
-}
-
-/// Pages of a file in the cache that a mapping sees.
-fn resident(path: &Path) -> u64 {
-    let file = File::open(path).unwrap();
-    FileMap::new(&file, file.metadata().unwrap().len()).unwrap().resident_pages().unwrap()
-}
-
-fn all_pages() -> u64 {
-    SIZE as u64 / page_size()
-}
-
-fn forget(path: &Path) {
-    let file = File::open(path).unwrap();
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
 }
 
 #[test]
@@ -461,20 +426,10 @@ fn damage_is_noticed(form: &[&str]) {
     let segment = format!("{}.segment", text(&packed["segments"][0]));
     let doctor = sandbox.run(&["doctor"]);
     let verity = doctor.ok().contains("by the kernel, every read");
-    // Replaces a file by another, with or without fs-verity of its own; it can be put back.
-    let replace = |path: &Path, bytes: &[u8], protect: bool| {
-        unlock(path).unwrap();
-        fs::rename(path, sandbox.path("aside")).unwrap();
-        fs::write(path, bytes).unwrap();
-        fs::set_permissions(path, fs::Permissions::from_mode(0o444)).unwrap();
-        if protect {
-            let enabled = Command::new("fsverity").arg("enable").arg(path).status().unwrap();
-            assert!(enabled.success());
-        }
-    };
-    let restore = |path: &Path| {
-        fs::rename(sandbox.path("aside"), path).unwrap();
-    };
+    assert_eq!(doctor.stdout.contains("(no fs-verity"), !verity, "{}", doctor.stdout);
+    for limit in ["sendfile and splice", "O_DIRECT", "compressed and plain content"] {
+        assert!(doctor.stdout.contains(limit), "{}", doctor.stdout);
+    }
     let target = sandbox.text("target");
     let refused = |why: &str| {
         let ran = sandbox.run(&["mount", "--create", "one:1", &target]);
@@ -487,23 +442,23 @@ fn damage_is_noticed(form: &[&str]) {
         let bytes = fs::read(&file).unwrap();
         let mut altered = bytes.clone();
         altered[bytes.len() / 2] ^= 1;
-        replace(&file, &bytes[..bytes.len() / 2], false);
+        let replaced = sandbox.replace(&file, &bytes[..bytes.len() / 2], false);
         refused(&format!("{what} cut"));
-        restore(&file);
-        replace(&file, &altered, false);
+        replaced.restore();
+        let replaced = sandbox.replace(&file, &altered, false);
         sandbox.run(&["verify", "one:1"]).fails_with(4);
         sandbox.run(&["fsck"]).fails_with(4);
         if verity || what == "pack" {
             refused(&format!("{what} altered"));
         }
-        restore(&file);
+        replaced.restore();
         if verity {
-            replace(&file, &altered, true);
+            let replaced = sandbox.replace(&file, &altered, true);
             refused(&format!("{what} altered, with fs-verity"));
-            restore(&file);
-            replace(&file, &bytes, false);
+            replaced.restore();
+            let replaced = sandbox.replace(&file, &bytes, false);
             refused(&format!("{what} without fs-verity"));
-            restore(&file);
+            replaced.restore();
             // What is read while it is there is what was put in.
             let required = ["mount", "--create", "--require-verity", "one:1", &target];
             sandbox.run(&required).ok();

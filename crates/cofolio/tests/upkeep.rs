@@ -167,13 +167,6 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The file that holds the content of a file of an image.
-fn object(sandbox: &Sandbox, image: &str, path: &str) -> PathBuf {
-    let listed = sandbox.run(&["ls", "--json", image, path]).json();
-    let object = listed[0]["object"].as_str().unwrap();
-    sandbox.path("store/domains/default/objects").join(object)
-}
-
 fn kinds(findings: &Value) -> Vec<&str> {
     findings.as_array().unwrap().iter().map(|finding| finding["kind"].as_str().unwrap()).collect()
 }
@@ -187,7 +180,7 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     let source = format!("oci:{}", layout.display());
     sandbox.run(&["import", &source, "--name", "box:1"]).ok();
     let domain = sandbox.path("store/domains/default");
-    let objects = ["/one", "/two", "/three", "/base"].map(|path| object(&sandbox, "box:1", path));
+    let objects = ["/one", "/two", "/three", "/base"].map(|path| sandbox.object("box:1", path));
     let layers = files(&domain.join("layers"));
     let images = files(&domain.join("images"));
     let contents = |paths: &[PathBuf]| -> Vec<_> {
@@ -276,8 +269,7 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
 fn repair_takes_what_a_directory_still_has() {
     let sandbox = Sandbox::new();
     sandbox.import_tree("box:1");
-    let (big, passwd) =
-        (object(&sandbox, "box:1", "/big"), object(&sandbox, "box:1", "/etc/passwd"));
+    let (big, passwd) = (sandbox.object("box:1", "/big"), sandbox.object("box:1", "/etc/passwd"));
     let tree = sandbox.path("tree");
     fs::write(tree.join("etc/passwd"), "changed").unwrap();
     fs::write(tree.join("new"), "new").unwrap();
@@ -320,7 +312,7 @@ fn repair_names_the_mounts_that_may_show_the_old() {
     let (mnt, also) = (sandbox.dir("mnt"), sandbox.dir("also"));
     sandbox.run(&["mount", "box:1", mnt.to_str().unwrap()]).ok();
     sandbox.run(&["mount", "other", also.to_str().unwrap()]).ok();
-    let big = object(&sandbox, "box:1", "/big");
+    let big = sandbox.object("box:1", "/big");
     if let Err(reason) = overwrite(&big, &[b'y'; 100_000]) {
         return skip("repair_names_the_mounts", &reason);
     }
@@ -351,7 +343,7 @@ fn a_killed_scrub_goes_on_and_forgets_nothing() {
     assert!(!sandbox.path("store/domains/default/scrub/all.json").exists());
 
     // The first in the order of digests, so that the scrub that is killed has seen it.
-    let mut objects: Vec<_> = (0..60).map(|n| object(&sandbox, "box", &format!("/{n}"))).collect();
+    let mut objects: Vec<_> = (0..60).map(|n| sandbox.object("box", &format!("/{n}"))).collect();
     objects.sort();
     if let Err(reason) = overwrite(&objects[0], &[b'?'; 20_000]) {
         return skip("a_killed_scrub", &reason);
@@ -411,7 +403,7 @@ fn a_scrub_leaves_the_page_cache_as_it_was() {
     fs::write(tree.join("cold"), vec![2; 3_000_001]).unwrap();
     sandbox.run(&["import", tree.to_str().unwrap(), "--name", "box"]).ok();
     let [hot, cold] =
-        ["/hot", "/cold"].map(|path| fs::File::open(object(&sandbox, "box", path)).unwrap());
+        ["/hot", "/cold"].map(|path| fs::File::open(sandbox.object("box", path)).unwrap());
     let pages = |file: &fs::File| cofolio_sys::cache::cachestat(file, 0, 0).unwrap().cached;
     if cofolio_sys::cache::cachestat(&hot, 0, 0).is_err() {
         return skip("a_scrub_leaves_the_page_cache", "no cachestat(2)");
@@ -448,7 +440,7 @@ fn repair_protects_what_is_not() {
         return skip("repair_protects", "files cannot be immutable here");
     }
     assert_eq!(kinds(&report["findings"]), vec!["unprotected"; count]);
-    overwrite(&object(&sandbox, "box:1", "/etc/passwd"), b"short").unwrap();
+    overwrite(&sandbox.object("box:1", "/etc/passwd"), b"short").unwrap();
     let ran = sandbox.run(&["fsck", "--repair", "--json"]);
     let report = ran.fails_with(4).json();
     assert_eq!(report["protected"], count - 1, "{report}");

@@ -1,16 +1,21 @@
 //! What mounts of a trust domain share, for each backend that this kernel has: by every kind of read, under pressure, and
-//! while others come and go. In a guest with Linux 7.2 both backends are tried, `inode-share` over plain and over compressed packs (`tests/vm/run sharing`).
+//! while others come and go. In a guest with Linux 7.2 both backends are tried, `inode-share` over plain and over compressed
+//! packs (`tests/vm/run sharing sharing-rounds`).
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
+#[path = "common/cache.rs"]
+mod cache;
+
 use std::fs::{self, File};
 use std::io::Read as _;
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
+use cache::{SIZE, all_pages, content, forget, resident};
 use cofolio_node::contents::ImageContents;
 use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
@@ -18,15 +23,8 @@ use cofolio_node::oci::{self, Silent, Source};
 use cofolio_node::pack::{PackOptions, pack};
 use cofolio_node::probe::{self, Presence};
 use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
-use cofolio_sys::cache::{FileMap, page_size};
+use cofolio_sys::cache::{FileMap, PrivateMap, page_size};
 use rustix::fs::Advice;
-
-/// Bytes of the content that both images have.
-const SIZE: usize = 300 << 12;
-
-fn content(salt: usize) -> Vec<u8> {
-    (0..SIZE).map(|i| u8::try_from((i / 4096 * 7 + i + salt) % 251).unwrap()).collect()
-}
 
 /// Two images of one domain: `shared` of the first is `deep/other` of the second, with another owner and mode; and both
 /// have a program, under two names.
@@ -37,7 +35,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn new((backend, form): How) -> Pair {
+    fn new(how: How) -> Pair {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         fs::create_dir_all(at("one")).unwrap();
@@ -56,21 +54,7 @@ impl Pair {
         }
         let store = Store::init(&at("store"), &InitOptions { immutable: false }).unwrap();
         let domain = store.domain("default").unwrap();
-        let images = ["one", "two"].map(|name| {
-            let source = Source::parse(at(name).to_str().unwrap()).unwrap();
-            let options =
-                oci::ImportOptions { name: Some(name.to_owned()), ..oci::ImportOptions::default() };
-            let image = oci::import(&domain, &source, &options, &Silent).unwrap().image;
-            image.parse().unwrap()
-        });
-        if backend == Backend::InodeShare {
-            for image in &images {
-                let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-                let options = PackOptions { form, ..PackOptions::default() };
-                pack(&domain, image, &options, go_on).unwrap();
-            }
-            domain.set_backend_over(backend, form).unwrap();
-        }
+        let images = import(&domain, dir.path(), how);
         Pair { dir, domain, images }
     }
 
@@ -106,6 +90,26 @@ impl Drop for Pair {
     }
 }
 
+/// Brings both trees into a domain that is mounted like this.
+fn import(domain: &Domain, dir: &Path, (backend, form): How) -> [Digest; 2] {
+    let images = ["one", "two"].map(|name| {
+        let source = Source::parse(dir.join(name).to_str().unwrap()).unwrap();
+        let options =
+            oci::ImportOptions { name: Some(name.to_owned()), ..oci::ImportOptions::default() };
+        let image = oci::import(domain, &source, &options, &Silent).unwrap().image;
+        image.parse().unwrap()
+    });
+    if backend == Backend::InodeShare {
+        for image in &images {
+            let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+            let options = PackOptions { form, ..PackOptions::default() };
+            pack(domain, image, &options, go_on).unwrap();
+        }
+        domain.set_backend_over(backend, form).unwrap();
+    }
+    images
+}
+
 /// A program that needs no library.
 fn program() -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -136,20 +140,6 @@ fn on_each(test: &str, body: impl Fn(How)) {
     }
 }
 
-/// Pages of a file in the cache that a mapping sees.
-fn resident(path: &Path) -> u64 {
-    let file = File::open(path).unwrap();
-    FileMap::new(&file, file.metadata().unwrap().len()).unwrap().resident_pages().unwrap()
-}
-
-fn all_pages() -> u64 {
-    SIZE as u64 / page_size()
-}
-
-fn forget(path: &Path) {
-    rustix::fs::fadvise(File::open(path).unwrap(), 0, None, Advice::DontNeed).unwrap();
-}
-
 /// Waits until something is so, for two seconds at most.
 fn until(mut done: impl FnMut() -> bool) -> bool {
     // Read-ahead goes on when the call that asked for it has returned.
@@ -162,6 +152,79 @@ fn until(mut done: impl FnMut() -> bool) -> bool {
     })
 }
 
+/// The kernel forgets what nobody has mapped of these, and what a private cache of a mount may hold of it.
+fn drop_caches(files: &[&Path]) {
+    files.iter().for_each(|file| forget(file));
+    fs::write("/proc/sys/vm/drop_caches", "1").unwrap();
+}
+
+/// The same, and nobody has mapped any.
+fn forget_all(files: &[&Path]) {
+    drop_caches(files);
+    for file in files {
+        assert_eq!(resident(file), 0, "{}", file.display());
+    }
+}
+
+/// Reads a file; says whether the bytes were right.
+type Way = fn(&Path) -> bool;
+
+fn reads(path: &Path) -> bool {
+    fs::read(path).unwrap() == content(0)
+}
+
+fn sends(path: &Path) -> bool {
+    let mut sink = tempfile::tempfile().unwrap();
+    let file = File::open(path).unwrap();
+    let mut left = SIZE;
+    while left > 0 {
+        left -= rustix::fs::sendfile(&sink, &file, None, left).unwrap();
+    }
+    let mut bytes = Vec::new();
+    std::io::Seek::rewind(&mut sink).unwrap();
+    sink.read_to_end(&mut bytes).unwrap();
+    bytes == content(0)
+}
+
+fn splices(path: &Path) -> bool {
+    let (end, start) = rustix::pipe::pipe().unwrap();
+    let file = File::open(path).unwrap();
+    let (mut bytes, mut piece) = (Vec::new(), vec![0; 16 << 12]);
+    while bytes.len() < SIZE {
+        let flags = rustix::pipe::SpliceFlags::empty();
+        let mut left = rustix::pipe::splice(&file, None, &start, None, piece.len(), flags).unwrap();
+        while left > 0 {
+            let count = rustix::io::read(&end, &mut piece[..left]).unwrap();
+            bytes.extend_from_slice(&piece[..count]);
+            left -= count;
+        }
+    }
+    bytes == content(0)
+}
+
+fn maps(path: &Path) -> bool {
+    let map = FileMap::new(File::open(path).unwrap(), SIZE as u64).unwrap();
+    let mut bytes = vec![0; SIZE];
+    map.read_at(0, &mut bytes) == SIZE && bytes == content(0)
+}
+
+fn maps_privately(path: &Path) -> bool {
+    let map = PrivateMap::new(File::open(path).unwrap(), SIZE as u64).unwrap();
+    let mut bytes = vec![0; SIZE];
+    map.read_at(0, &mut bytes) == SIZE && bytes == content(0)
+}
+
+/// readahead(2) is this with another name (`ksys_readahead` of mm/readahead.c). With inode_share a call reads 128 KiB ahead,
+/// and no more.
+fn asks_for(path: &Path) -> bool {
+    let file = File::open(path).unwrap();
+    for offset in (0..SIZE as u64).step_by(64 << 10) {
+        let length = std::num::NonZeroU64::new(64 << 10);
+        rustix::fs::fadvise(&file, offset, length, Advice::WillNeed).unwrap();
+    }
+    true
+}
+
 #[test]
 fn what_one_mount_reads_is_there_for_the_others() {
     let test = "what_one_mount_reads_is_there_for_the_others";
@@ -170,66 +233,26 @@ fn what_one_mount_reads_is_there_for_the_others() {
         let (one, two) = (pair.mount(0, "on-one"), pair.mount(1, "on-two"));
         let again = pair.mount(0, "again");
         let (shared, other) = (one.join("shared"), two.join("deep/other"));
-        let read_all = |path: &Path| fs::read(path).unwrap() == content(0);
-        let sent = |path: &Path| {
-            let mut sink = tempfile::tempfile_in(pair.dir.path()).unwrap();
-            let file = File::open(path).unwrap();
-            let mut left = SIZE;
-            while left > 0 {
-                left -= rustix::fs::sendfile(&sink, &file, None, left).unwrap();
-            }
-            let mut bytes = Vec::new();
-            std::io::Seek::rewind(&mut sink).unwrap();
-            sink.read_to_end(&mut bytes).unwrap();
-            bytes == content(0)
+        let owner = |path: &Path| {
+            let meta = path.metadata().unwrap();
+            (meta.mode() & 0o7777, meta.uid(), meta.gid())
         };
-        let spliced = |path: &Path| {
-            let (end, start) = rustix::pipe::pipe().unwrap();
-            let file = File::open(path).unwrap();
-            let (mut bytes, mut piece) = (Vec::new(), vec![0; 16 << 12]);
-            while bytes.len() < SIZE {
-                let flags = rustix::pipe::SpliceFlags::empty();
-                let mut left =
-                    rustix::pipe::splice(&file, None, &start, None, piece.len(), flags).unwrap();
-                while left > 0 {
-                    let count = rustix::io::read(&end, &mut piece[..left]).unwrap();
-                    bytes.extend_from_slice(&piece[..count]);
-                    left -= count;
-                }
-            }
-            bytes == content(0)
-        };
-        let mapped = |path: &Path| {
-            let map = FileMap::new(File::open(path).unwrap(), SIZE as u64).unwrap();
-            let mut bytes = vec![0; SIZE];
-            map.read_at(0, &mut bytes) == SIZE && bytes == content(0)
-        };
-        // With inode_share a call reads 128 KiB ahead, and no more.
-        let ahead = |path: &Path| {
-            let file = File::open(path).unwrap();
-            for offset in (0..SIZE as u64).step_by(64 << 10) {
-                let length = std::num::NonZeroU64::new(64 << 10);
-                rustix::fs::fadvise(&file, offset, length, Advice::WillNeed).unwrap();
-            }
-            true
-        };
-        type Way<'a> = (&'a str, &'a dyn Fn(&Path) -> bool, bool);
+        assert_eq!((owner(&shared), owner(&other)), ((0o600, 0, 0), (0o755, 7, 8)));
         // The kernel's limits. Where one has gone, docs and `doctor` are to be changed.
         let pipes_share = backend == Backend::Overlay;
-        let ways: [Way<'_>; 5] = [
-            ("read", &read_all, true),
-            ("mmap", &mapped, true),
-            ("fadvise(WILLNEED)", &ahead, true),
-            ("sendfile", &sent, pipes_share),
-            ("splice", &spliced, pipes_share),
+        let ways: [(&str, Way, bool); 6] = [
+            ("read", reads, true),
+            ("mmap", maps, true),
+            ("private mmap", maps_privately, true),
+            ("fadvise(WILLNEED)", asks_for, true),
+            ("sendfile", sends, pipes_share),
+            ("splice", splices, pipes_share),
         ];
         for (way, call, shares) in ways {
             for from in [&shared, &again.join("shared"), &other] {
                 // What a private cache holds is not to be taken for what is shared.
-                [&shared, &other].into_iter().for_each(|path| forget(path));
-                fs::write("/proc/sys/vm/drop_caches", "1").unwrap();
+                forget_all(&[&shared, &other]);
                 let what = format!("{backend}: {way} of {}", from.display());
-                assert_eq!(resident(&other), 0, "before {what}");
                 assert!(call(from), "{what}: wrong bytes");
                 if shares {
                     assert!(until(|| resident(&other) == all_pages()), "{what}: not shared");
@@ -240,8 +263,32 @@ fn what_one_mount_reads_is_there_for_the_others() {
                 }
             }
         }
-        // What is mapped stays when it is given back; what is not goes for all.
-        assert!(read_all(&shared));
+
+        // What the kernel reads ahead of a reader of one is there for that of the other.
+        forget_all(&[&shared, &other]);
+        let mut file = File::open(&shared).unwrap();
+        let mut piece = vec![0; 4 * usize::try_from(page_size()).unwrap()];
+        file.read_exact(&mut piece).unwrap();
+        assert!(until(|| resident(&other) > 4), "{backend}: nothing was read ahead");
+        assert!(until(|| resident(&other) == resident(&shared)), "{backend}: read-ahead");
+
+        // A program that runs in one is there for the other.
+        let (here, there) = (one.join("program"), two.join("run"));
+        forget_all(&[&here, &there]);
+        // busybox is what it is called.
+        assert!(Command::new(&here).arg0("true").status().unwrap().success());
+        assert!(resident(&there) > 0, "{backend}: exec does not share");
+    });
+}
+
+#[test]
+fn what_is_given_back_goes_for_all_unless_it_is_mapped() {
+    let test = "what_is_given_back_goes_for_all_unless_it_is_mapped";
+    on_each(test, |(backend, form)| {
+        let pair = Pair::new((backend, form));
+        let (one, two) = (pair.mount(0, "on-one"), pair.mount(1, "on-two"));
+        let (shared, other) = (one.join("shared"), two.join("deep/other"));
+        assert!(reads(&shared));
         let file = File::open(&other).unwrap();
         let map = FileMap::new(&file, SIZE as u64).unwrap();
         let mut half = vec![0; SIZE / 2];
@@ -253,24 +300,115 @@ fn what_one_mount_reads_is_there_for_the_others() {
         drop(map);
         forget(&shared);
         assert_eq!(resident(&other), 0, "{backend}: no longer mapped");
+    });
+}
 
-        // A program that runs in one is there for the other.
-        let (here, there) = (one.join("program"), two.join("run"));
-        forget(&here);
-        fs::write("/proc/sys/vm/drop_caches", "1").unwrap();
-        assert_eq!(resident(&there), 0);
-        // busybox is what it is called.
-        assert!(Command::new(&here).arg0("true").status().unwrap().success());
-        assert!(resident(&there) > 0, "{backend}: exec does not share");
+/// The clean pages of a private mapping are everybody's, a page that it has written is its own.
+#[test]
+fn what_is_written_to_a_private_mapping_is_its_own() {
+    let test = "what_is_written_to_a_private_mapping_is_its_own";
+    on_each(test, |(backend, form)| {
+        let pair = Pair::new((backend, form));
+        let (one, two) = (pair.mount(0, "on-one"), pair.mount(1, "on-two"));
+        let (shared, other) = (one.join("shared"), two.join("deep/other"));
+        let page = usize::try_from(page_size()).unwrap();
+        let written = [0, 7, SIZE / page - 1];
+        // Written before anybody has read the page, and after that.
+        for warm in [false, true] {
+            forget_all(&[&shared, &other]);
+            assert!(!warm || reads(&other));
+            let of_other = FileMap::new(File::open(&other).unwrap(), SIZE as u64).unwrap();
+            let file = File::open(&shared).unwrap();
+            let mut map = PrivateMap::new(&file, SIZE as u64).unwrap();
+            let mut expected = content(0);
+            for page_number in written {
+                let at = page_number * page + 10;
+                assert_eq!(map.write_at(at as u64, b"mine"), 4);
+                expected[at..at + 4].copy_from_slice(b"mine");
+            }
+            let mut bytes = vec![0; SIZE];
+            assert_eq!(map.read_at(0, &mut bytes), SIZE);
+            assert!(bytes == expected, "{backend}: the mapping itself");
+            assert!(reads(&shared) && reads(&other), "{backend}: others see what was written");
+            assert_eq!(of_other.read_at(0, &mut bytes), SIZE);
+            assert!(bytes == content(0), "{backend}: a mapping sees what was written");
+            assert_eq!((resident(&shared), resident(&other)), (all_pages(), all_pages()));
+            // What goes from the cache does not take along what was written.
+            drop_caches(&[&shared, &other]);
+            assert_eq!(map.read_at(0, &mut bytes), SIZE);
+            assert!(bytes == expected, "{backend}: the mapping, after the cache was dropped");
+            drop((map, of_other));
+            assert!(reads(&shared) && reads(&other), "{backend}: after the mapping has gone");
+        }
+    });
+}
 
-        let direct = fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed())
-            .open(&shared);
-        let direct = direct.and_then(|file| file.read_at(&mut [0; 1], 0));
-        if backend == Backend::InodeShare {
-            let invalid = Some(rustix::io::Errno::INVAL.raw_os_error());
-            assert_eq!(direct.unwrap_err().raw_os_error(), invalid, "O_DIRECT");
+/// Past the cache: with `overlay` it is as the filesystem of the objects has it, right bytes or a refusal. The kernel's limit
+/// with `inode-share`; where it has gone, docs and `doctor` are to be changed.
+#[test]
+fn direct_reads_are_right_or_refused() {
+    let test = "direct_reads_are_right_or_refused";
+    on_each(test, |(backend, form)| {
+        let pair = Pair::new((backend, form));
+        let (one, two) = (pair.mount(0, "on-one"), pair.mount(1, "on-two"));
+        let (shared, other) = (one.join("shared"), two.join("deep/other"));
+        // Nobody is disturbed by it.
+        let open = File::open(&other).unwrap();
+        let mut buffer = vec![0; SIZE + 4096];
+        let start = buffer.as_ptr().align_offset(4096);
+        let aligned = &mut buffer[start..start + SIZE];
+        let direct = |path: &Path| {
+            fs::OpenOptions::new()
+                .read(true)
+                .custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed())
+                .open(path)
+        };
+        let invalid = Some(rustix::io::Errno::INVAL.raw_os_error());
+        let of_object = direct(&pair.dir.path().join("one/shared")).is_ok();
+        match direct(&shared).and_then(|file| file.read_at(aligned, 0)) {
+            Ok(count) => {
+                assert_eq!(backend, Backend::Overlay, "O_DIRECT works on this kernel");
+                assert!(aligned[..count] == content(0)[..count], "{backend}: O_DIRECT");
+                assert!(count > 0);
+            }
+            Err(error) => {
+                assert_eq!(error.raw_os_error(), invalid, "{backend}: O_DIRECT");
+                assert!(backend == Backend::InodeShare || !of_object, "{backend}: O_DIRECT");
+            }
+        }
+        let mut bytes = vec![0; SIZE];
+        open.read_exact_at(&mut bytes, 0).unwrap();
+        assert!(bytes == content(0) && reads(&shared));
+    });
+}
+
+#[test]
+fn domains_share_nothing() {
+    let test = "domains_share_nothing";
+    on_each(test, |(backend, form)| {
+        let pair = Pair::new((backend, form));
+        let theirs = pair.domain.store().domain_or_create("tenant").unwrap();
+        let images = import(&theirs, pair.dir.path(), (backend, form));
+        assert_eq!(images, pair.images, "the same content");
+        let run = RunDir::at(pair.dir.path().join("run"));
+        let mounter = Mounter::new(&theirs, run, &ImageContents);
+        let ours = pair.mount(0, "on-one").join("shared");
+        for (image, name, file) in [(0, "same", "shared"), (1, "theirs", "deep/other")] {
+            let their = mounter.mount(&pair.request(image, name)).unwrap().target.join(file);
+            let ways: [Way; 4] = [reads, maps, maps_privately, asks_for];
+            for call in ways {
+                for (here, there) in [(&ours, &their), (&their, &ours)] {
+                    forget_all(&[here, there]);
+                    assert!(call(here));
+                    assert!(until(|| resident(here) == all_pages()));
+                    assert_eq!(resident(there), 0, "{backend}: {}", there.display());
+                    // And what one gives back the other keeps.
+                    assert!(call(there));
+                    assert!(until(|| resident(there) == all_pages()));
+                    forget(here);
+                    assert_eq!((resident(here), resident(there)), (0, all_pages()), "{backend}");
+                }
+            }
         }
     });
 }

@@ -9,14 +9,15 @@ mod common;
 
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::Command;
 
 use cofolio_store::{
     Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Publish,
     Ref, Store, verity,
 };
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
+use common::volume::{Volume, run};
 use common::{Lines, Scratch, content, import, nothing_live, pack};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
@@ -30,46 +31,28 @@ const XFS_SUPER_MAGIC: rustix::fs::FsWord = 0x5846_5342;
 
 /// An image file with a filesystem in it, mounted; both go when dropped.
 struct LoopMount {
-    directory: PathBuf,
+    volume: Volume,
     _scratch: Scratch,
 }
 
 impl LoopMount {
     fn new(kind: &str) -> Result<Self, String> {
         let scratch = Scratch::new(kind);
-        let (image, directory) = (scratch.path.join("image"), scratch.path.join("mnt"));
         // 400 MB, sparse: xfs wants 300 at least.
-        std::fs::File::create(&image).unwrap().set_len(400 << 20).unwrap();
-        std::fs::create_dir(&directory).unwrap();
-        let mount = Self { directory, _scratch: scratch };
+        let make = |options: &[&str]| Volume::new(&scratch.path, kind, 400, options);
         // ext4 has fs-verity only if it was made with it, and a kernel without cannot mount that.
         // Before 6.3 its blocks had to be pages, too.
-        if kind == "ext4" && mount.make(kind, &["-b", "4096", "-O", "verity"], &image).is_ok() {
-            return Ok(mount);
-        }
-        mount.make(kind, &[], &image).map(|()| mount)
+        let verity = (kind == "ext4").then(|| make(&["-b", "4096", "-O", "verity"]));
+        let volume = match verity {
+            Some(Ok(volume)) => volume,
+            _ => make(&[])?,
+        };
+        Ok(Self { volume, _scratch: scratch })
     }
 
-    fn make(&self, kind: &str, options: &[&str], image: &Path) -> Result<(), String> {
-        let force = if kind == "ext4" { "-F" } else { "-f" };
-        run(Command::new(format!("mkfs.{kind}")).args(["-q", force]).args(options).arg(image))?;
-        run(Command::new("mount").args(["-t", kind, "-o", "loop"]).arg(image).arg(&self.directory))
+    fn directory(&self) -> &Path {
+        &self.volume.directory
     }
-}
-
-impl Drop for LoopMount {
-    fn drop(&mut self) {
-        let _ = run(Command::new("umount").arg(&self.directory));
-    }
-}
-
-fn run(command: &mut Command) -> Result<(), String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().map_err(|e| format!("{name}: {e}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(format!("{name}: {}", String::from_utf8_lossy(&output.stderr).trim()))
 }
 
 /// A store was made when its filesystem had no fs-verity, and images were mounted from it for a year; then somebody ran
@@ -79,13 +62,12 @@ fn run(command: &mut Command) -> Result<(), String> {
 fn content_gets_fs_verity_when_its_filesystem_does() {
     let test = "content_gets_fs_verity_when_its_filesystem_does";
     let scratch = Scratch::new("later");
-    let (image, directory) = (scratch.path.join("image"), scratch.path.join("mnt"));
-    std::fs::File::create(&image).unwrap().set_len(100 << 20).unwrap();
-    std::fs::create_dir(&directory).unwrap();
-    let mount = LoopMount { directory: directory.clone(), _scratch: Scratch::new("later-none") };
-    if let Err(reason) = mount.make("ext4", &["-b", "4096", "-O", "^verity"], &image) {
-        return println!("SKIP {test}: {reason}");
-    }
+    let volume = Volume::new(&scratch.path, "ext4", 100, &["-b", "4096", "-O", "^verity"]);
+    let volume = match volume {
+        Ok(volume) => volume,
+        Err(reason) => return println!("SKIP {test}: {reason}"),
+    };
+    let directory = &volume.directory;
     let open = || Store::open(&directory.join("store")).unwrap().domain("default").unwrap();
     let unprotected = |domain: &Domain| -> Vec<String> {
         let report = domain.fsck(&Lines, FsckOptions { rehash: false }, &|_, _| ()).unwrap();
@@ -96,12 +78,9 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
     Store::init(&directory.join("store"), &InitOptions::default()).unwrap();
     let pieces = put(&open(), "a", &[0, 100, 70_000, 5000]);
     assert_eq!(unprotected(&open()), Vec::<String>::new());
-    run(Command::new("umount").arg(&directory)).unwrap();
-    let tuned = run(Command::new("tune2fs").args(["-O", "verity"]).arg(&image));
-    let mounted = tuned.and_then(|()| {
-        run(Command::new("mount").args(["-t", "ext4", "-o", "loop"]).arg(&image).arg(&directory))
-    });
-    if let Err(reason) = mounted {
+    volume.unmount().unwrap();
+    let tuned = run(Command::new("tune2fs").args(["-O", "verity"]).arg(&volume.image));
+    if let Err(reason) = tuned.and_then(|()| volume.mount("loop")) {
         return println!("SKIP {test}: {reason}");
     }
     let domain = open();
@@ -133,7 +112,7 @@ fn on_each(test: &str, body: impl Fn(&str, &Path)) {
     body("temporary directory", &std::env::temp_dir());
     for kind in ["ext4", "xfs", "btrfs"] {
         match LoopMount::new(kind) {
-            Ok(mount) => body(kind, &mount.directory),
+            Ok(mount) => body(kind, mount.directory()),
             Err(reason) => println!("SKIP {test} on {kind}: {reason}"),
         }
     }
@@ -423,14 +402,14 @@ fn a_reflinked_copy_takes_no_room() {
             return;
         }
     };
-    let scratch = Scratch::below(&mount.directory, "reflink");
+    let scratch = Scratch::below(mount.directory(), "reflink");
     let store = scratch.store();
     let first = store.domain("default").unwrap();
     let size = 40 << 20;
     put(&first, "a", &[size]);
     let free = || {
-        rustix::fs::syncfs(std::fs::File::open(&mount.directory).unwrap()).unwrap();
-        let stat = rustix::fs::statvfs(&mount.directory).unwrap();
+        rustix::fs::syncfs(std::fs::File::open(mount.directory()).unwrap()).unwrap();
+        let stat = rustix::fs::statvfs(mount.directory()).unwrap();
         stat.f_bavail * stat.f_frsize
     };
     let before = free();
@@ -486,11 +465,11 @@ fn a_full_filesystem_says_how_much_was_missing() {
             return;
         }
     };
-    let scratch = Scratch::below(&mount.directory, "full");
+    let scratch = Scratch::below(mount.directory(), "full");
     let store = Store::init(&scratch.path, &InitOptions::default()).unwrap();
     let domain = store.domain("default").unwrap();
     put(&domain, "before", &[5000]);
-    let stat = rustix::fs::statvfs(&mount.directory).unwrap();
+    let stat = rustix::fs::statvfs(mount.directory()).unwrap();
     let kept = stat.f_blocks * stat.f_frsize / 100;
     let before = stat.f_bfree * stat.f_frsize;
     let room = stat.f_bavail * stat.f_frsize - kept;
@@ -506,7 +485,7 @@ fn a_full_filesystem_says_how_much_was_missing() {
     }
     assert!(staging.is_full());
     // Whoever else writes to this filesystem still can.
-    let full = rustix::fs::statvfs(&mount.directory).unwrap();
+    let full = rustix::fs::statvfs(mount.directory()).unwrap();
     let left = full.f_bavail * full.f_frsize;
     assert!(left >= kept - (2 << 20), "{left} bytes are left, {kept} were to be kept");
     let image = common::image_of(&staging, &objects);
@@ -521,7 +500,7 @@ fn a_full_filesystem_says_how_much_was_missing() {
     }
     assert_eq!(domain.refs().unwrap().len(), 1);
     is_clean(&domain);
-    let after = rustix::fs::statvfs(&mount.directory).unwrap();
+    let after = rustix::fs::statvfs(mount.directory()).unwrap();
     assert!(after.f_bfree * after.f_frsize + (1 << 20) > before, "the room is back");
     put(&domain, "after", &[6000]);
 }

@@ -13,6 +13,8 @@ use std::{
     ptr,
 };
 
+use rustix::mm::{MapFlags, ProtFlags};
+
 /// The size of a page of the page cache as every figure here counts it, in bytes.
 ///
 /// This is `sysconf(_SC_PAGESIZE)`: 4,096 on x86-64, up to 65,536 on arm64.
@@ -88,8 +90,8 @@ pub struct FileMap {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone, is never written, and all access goes through
-// system calls or copies, which any thread may do.
+// SAFETY: the mapping belongs to this value alone, is written by nobody but a [`PrivateMap`] that is borrowed alone, and all
+// access goes through system calls or copies, which any thread may do.
 unsafe impl Send for FileMap {}
 // SAFETY: as above; no method changes the value.
 unsafe impl Sync for FileMap {}
@@ -100,6 +102,15 @@ impl FileMap {
     /// # Errors
     /// Those of mmap(2); `EOVERFLOW` when `len` exceeds the address space.
     pub fn new(file: impl AsFd, len: u64) -> io::Result<FileMap> {
+        FileMap::map(file, len, ProtFlags::READ, MapFlags::SHARED)
+    }
+
+    fn map(
+        file: impl AsFd,
+        len: u64,
+        protection: ProtFlags,
+        flags: MapFlags,
+    ) -> io::Result<FileMap> {
         let len = usize::try_from(len)
             .ok()
             .filter(|&len| isize::try_from(len).is_ok())
@@ -109,16 +120,7 @@ impl FileMap {
         }
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory that Rust
         // knows of.
-        let start = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                len,
-                rustix::mm::ProtFlags::READ,
-                rustix::mm::MapFlags::SHARED,
-                file,
-                0,
-            )
-        }?;
+        let start = unsafe { rustix::mm::mmap(ptr::null_mut(), len, protection, flags, file, 0) }?;
         Ok(FileMap { start, len })
     }
 
@@ -202,6 +204,47 @@ impl Drop for FileMap {
             // munmap of a valid range fails only for want of memory to split a mapping: not here.
             let _ = unsafe { rustix::mm::munmap(self.start, self.len) };
         }
+    }
+}
+
+/// A whole file mapped privately: what is written to it is seen here and nowhere else. Until then its pages are those of
+/// everybody who reads the file.
+#[derive(Debug)]
+pub struct PrivateMap(FileMap);
+
+impl PrivateMap {
+    /// Maps the first `len` bytes of `file` (normally its size). A `len` of 0 maps nothing.
+    ///
+    /// # Errors
+    /// Those of [`FileMap::new`].
+    pub fn new(file: impl AsFd, len: u64) -> io::Result<PrivateMap> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        FileMap::map(file, len, protection, MapFlags::PRIVATE).map(PrivateMap)
+    }
+
+    /// Copies bytes from `offset` on into `buf`. See [`FileMap::read_at`].
+    pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> usize {
+        self.0.read_at(offset, buf)
+    }
+
+    /// Writes bytes from `offset` on; the kernel copies the pages that they are on. Returns how many were written: fewer
+    /// than `bytes` holds only at the end of the mapping.
+    pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> usize {
+        let map = &self.0;
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX).min(map.len);
+        let count = bytes.len().min(map.len - offset);
+        if count > 0 {
+            // SAFETY: the target range lies in the mapping, which is writable, and which nobody else reads or writes
+            // meanwhile, as this is borrowed alone; the source is elsewhere, as nobody has the mapping's address.
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    bytes.as_ptr(),
+                    map.start.byte_add(offset).cast::<u8>(),
+                    count,
+                );
+            }
+        }
+        count
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
     os::fd::AsFd,
 };
 
-use cofolio_sys::cache::{FileMap, cachestat, page_size};
+use cofolio_sys::cache::{FileMap, PrivateMap, cachestat, page_size};
 use rustix::fs::Advice;
 
 /// A synced file of `pages` pages and `tail` bytes, none of it cached. `None` if the filesystem
@@ -111,4 +111,23 @@ fn an_empty_file_has_no_pages() {
 fn absurd_lengths_are_refused() {
     let file = tempfile::tempfile().unwrap();
     assert!(FileMap::new(&file, u64::MAX).is_err());
+}
+
+#[test]
+fn what_is_written_to_a_private_mapping_stays_there() {
+    let Some(file) = cold_file(16, 100) else { return };
+    let len = file.metadata().unwrap().len();
+    let mut map = PrivateMap::new(&file, len).unwrap();
+    let at = 3 * page_size() + 5;
+    assert_eq!(map.write_at(at, b"folio"), 5);
+    let mut buf = [0; 7];
+    assert_eq!(map.read_at(at - 1, &mut buf), 7);
+    let byte = |at: u64| (at % 251) as u8;
+    assert_eq!(buf, [byte(at - 1), b'f', b'o', b'l', b'i', b'o', byte(at + 5)]);
+    let other = FileMap::new(&file, len).unwrap();
+    assert_eq!(other.read_at(at, &mut buf), 7);
+    assert_eq!(buf, std::array::from_fn(|i| byte(at + i as u64)));
+    assert_eq!(map.write_at(len - 2, b"folio"), 2);
+    assert_eq!(map.write_at(len, b"folio"), 0);
+    assert_eq!(PrivateMap::new(&file, 0).unwrap().write_at(0, b"folio"), 0);
 }

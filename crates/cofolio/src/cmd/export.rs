@@ -37,6 +37,9 @@ pub(crate) struct Args {
                   [default tag: the image's name] or erofs:FILE")]
     destination: String,
     /// Compress the files of an erofs:FILE
+    ///
+    /// Mounted with inode_share (Linux 7.0) such a file shares its pages with files that are compressed, too, and not with
+    /// plain ones.
     #[arg(long)]
     lz4: bool,
     #[command(flatten)]

@@ -1,7 +1,10 @@
 //! Drives the binary in a sandbox of its own: store, run directory, mounts.
 #![allow(dead_code, clippy::unwrap_used, reason = "every test file uses a part; tests may panic")]
 
+pub(crate) mod machine;
 pub(crate) mod registry;
+#[path = "../../../store/tests/common/volume.rs"]
+pub(crate) mod volume;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -11,7 +14,9 @@ use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
 
+use rustix::fs::IFlags;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -22,13 +27,31 @@ pub(crate) fn skip(test: &str, reason: &str) {
 
 /// Whether mounts can be made; says why not.
 pub(crate) fn can_mount(test: &str) -> bool {
+    /// The same for all tests, and emulated it takes its time.
+    static DOCTOR: OnceLock<i32> = OnceLock::new();
     if !rustix::process::geteuid().is_root() {
         skip(test, "needs root");
         return false;
     }
-    let doctor = Sandbox::new().run(&["doctor"]);
-    if doctor.code != 0 {
+    if *DOCTOR.get_or_init(|| Sandbox::new().run(&["doctor"]).code) != 0 {
         skip(test, "this kernel cannot mount images (see `cofolio doctor`)");
+        return false;
+    }
+    true
+}
+
+/// Whether this kernel has inode_share; says why not.
+pub(crate) fn has_inode_share(test: &str) -> bool {
+    if !can_mount(test) {
+        return false;
+    }
+    /// The same for all tests, and emulated it takes its time.
+    static DOCTOR: OnceLock<Value> = OnceLock::new();
+    let doctor = DOCTOR.get_or_init(|| Sandbox::new().run(&["doctor", "--json"]).json());
+    let features = doctor["features"].as_array().unwrap();
+    let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
+    if feature["presence"] != "present" {
+        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
         return false;
     }
     true
@@ -88,6 +111,14 @@ impl Ran {
         self
     }
 
+    /// It failed, printed nothing but an error, and the error has this part.
+    #[track_caller]
+    pub(crate) fn refused(&self, part: &str) -> &Self {
+        assert!(self.code != 0 && self.stdout.is_empty(), "{}: {}", self.code, self.stdout);
+        assert!(self.stderr.contains(part), "no \"{part}\" in: {}", self.stderr);
+        self
+    }
+
     #[track_caller]
     pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.stdout)
@@ -109,6 +140,11 @@ pub(crate) struct Sandbox {
 impl Sandbox {
     pub(crate) fn new() -> Self {
         Self { dir: tempfile::tempdir().unwrap() }
+    }
+
+    /// One on another filesystem than that of temporary files.
+    pub(crate) fn below(directory: &Path) -> Self {
+        Self { dir: tempfile::tempdir_in(directory).unwrap() }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -170,6 +206,26 @@ impl Sandbox {
         report.json()["image"].as_str().unwrap().to_owned()
     }
 
+    /// The file that holds the content of a file of an image.
+    pub(crate) fn object(&self, image: &str, path: &str) -> PathBuf {
+        let listed = self.run(&["ls", "--json", image, path]).json();
+        self.path("store/domains/default/objects").join(listed[0]["object"].as_str().unwrap())
+    }
+
+    /// Puts another file in the place of one of the store's, with fs-verity of its own or without.
+    pub(crate) fn replace(&self, path: &Path, bytes: &[u8], verity: bool) -> Replaced {
+        let flags = rustix::fs::ioctl_getflags(fs::File::open(path).unwrap()).ok();
+        unlock(path).unwrap();
+        let aside = self.path("aside");
+        fs::rename(path, &aside).unwrap();
+        fs::write(path, bytes).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o444)).unwrap();
+        if verity {
+            volume::run(Command::new("fsverity").arg("enable").arg(path)).unwrap();
+        }
+        Replaced { path: path.to_owned(), aside, flags }
+    }
+
     /// What the kernel has mounted below the sandbox, outermost first.
     pub(crate) fn mounted(&self) -> Vec<PathBuf> {
         let dir = fs::canonicalize(self.dir.path()).unwrap();
@@ -201,15 +257,19 @@ pub(crate) fn release(dir: &Path) {
     }
 }
 
+/// `FS_VERITY_FL` of `linux/fs.h`: btrfs refuses to be told what it has told.
+fn told() -> IFlags {
+    IFlags::from_bits_retain(0x0010_0000)
+}
+
 /// Clear the immutable flag of a file, where there is one.
 pub(crate) fn unlock(path: &Path) -> Result<(), String> {
-    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
-    // `FS_VERITY_FL` of `linux/fs.h`: btrfs refuses to be told what it has told.
-    let told = IFlags::IMMUTABLE | IFlags::from_bits_retain(0x0010_0000);
+    use rustix::fs::{ioctl_getflags, ioctl_setflags};
     let file = fs::File::open(path).map_err(|error| error.to_string())?;
     match ioctl_getflags(&file) {
         Ok(flags) if flags.contains(IFlags::IMMUTABLE) => {
-            ioctl_setflags(&file, flags - told).map_err(|error| error.to_string())
+            ioctl_setflags(&file, flags - IFlags::IMMUTABLE - told())
+                .map_err(|error| error.to_string())
         }
         _ => Ok(()),
     }
@@ -220,6 +280,24 @@ pub(crate) fn overwrite(path: &Path, content: &[u8]) -> Result<(), String> {
     unlock(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
     fs::write(path, content).map_err(|error| format!("the kernel protects objects here: {error}"))
+}
+
+/// A file of the store's that has another in its place.
+pub(crate) struct Replaced {
+    path: PathBuf,
+    aside: PathBuf,
+    flags: Option<IFlags>,
+}
+
+impl Replaced {
+    /// Puts back what was there, as it was.
+    pub(crate) fn restore(self) {
+        fs::rename(self.aside, &self.path).unwrap();
+        if let Some(flags) = self.flags.filter(|flags| flags.contains(IFlags::IMMUTABLE)) {
+            rustix::fs::ioctl_setflags(fs::File::open(&self.path).unwrap(), flags - told())
+                .unwrap();
+        }
+    }
 }
 
 /// Remove a file of the store behind its back.

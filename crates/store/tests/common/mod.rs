@@ -6,6 +6,8 @@
     reason = "shared by several test binaries, none of which uses all of it; a failure may panic"
 )]
 
+pub mod volume;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree, delta};
 use cofolio_erofs::write::{WriteOptions, write, write_layer};
 use cofolio_store::{
-    Base, BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref, RootKind,
-    Staging, Store, StoredFile,
+    Backend, Base, BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref,
+    RootKind, Staging, Store, StoredFile,
 };
 use tempfile::TempDir;
 
+use crate::contents::ImageContents;
 use crate::mount::state::list;
 use crate::mount::{Mounter, RunDir, kernel, mountinfo};
+use crate::pack::{PackOptions, pack};
 
 /// Prints why and returns, where the test cannot run; else moves this thread into a mount namespace
 /// of its own, so that no mount of a test that fails stays on the machine.
@@ -25,6 +27,20 @@ macro_rules! needs_mounts {
     };
 }
 pub(super) use needs_mounts;
+
+/// Prints why and returns, where the kernel has no inode_share.
+macro_rules! needs_inode_share {
+    () => {
+        let report = $crate::probe::probe(&$crate::probe::Options::default());
+        let feature = report.get("inode-share").map(|feature| feature.presence);
+        if feature != Some($crate::probe::Presence::Present) {
+            let test = std::thread::current();
+            let test = test.name().unwrap_or("test");
+            return eprintln!("SKIP {test}: this kernel has no inode_share");
+        }
+    };
+}
+pub(super) use needs_inode_share;
 
 pub(super) fn enter_namespace() -> Result<(), String> {
     if !rustix::process::geteuid().is_root() {
@@ -80,8 +96,8 @@ impl Contents for Known {
         Ok(())
     }
 
-    fn pack_segments(&self, _: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-        Ok(Vec::new())
+    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
+        ImageContents.pack_segments(pack)
     }
 }
 
@@ -91,6 +107,48 @@ pub(super) struct Fixture {
     pub(super) image: Digest,
     pub(super) known: Known,
     pub(super) files: Vec<(String, Vec<u8>)>,
+}
+
+/// An image that was brought into a domain: its objects, with their sizes, and its files.
+struct Imported {
+    image: Digest,
+    known: Vec<(Digest, u64)>,
+    files: Vec<(String, Vec<u8>)>,
+}
+
+fn import(domain: &Domain, name: &str, inline: &[u8], over_base: bool) -> Imported {
+    let staging = domain.begin_import(ImportOptions::default()).unwrap();
+    let meta = |mode| Meta { mode, uid: 7, gid: 8, mtime: 1_700_000_000, mtime_nsec: 5 };
+    let mut tree = Tree::new(meta(0o040_751));
+    let (mut known, mut files) = (Vec::new(), Vec::new());
+    let sub = tree.insert(tree.root(), b"sub", meta(0o040_755), Content::Directory).unwrap();
+    for number in 0..FILES {
+        let content = vec![u8::try_from(number).unwrap() + 1; 1000 + number * 977];
+        let object = staging.put_object(&content).unwrap();
+        let name = format!("file{number}");
+        let data = Content::External {
+            size: object.size,
+            digest: Some(&object.digest.0),
+            payload: Payload::Object(&object.digest.0),
+        };
+        tree.insert(sub, name.as_bytes(), meta(0o100_644), data).unwrap();
+        known.push((object.digest, object.size));
+        files.push((format!("sub/{name}"), content));
+    }
+    tree.insert(tree.root(), b"small", meta(0o100_600), Content::Inline(inline)).unwrap();
+    files.push(("small".to_owned(), inline.to_vec()));
+    let root = tree.root();
+    let attribute: (&[u8], &[u8]) = (b"user.kind", b"image root");
+    tree.set_xattrs(root, [attribute]).unwrap();
+    let mut image = staging.image_writer().unwrap();
+    write(&tree, &WriteOptions::default(), &mut image).unwrap();
+    let image = image.finish().unwrap();
+    let mut publish = Publish::named(name, Ref::new(image));
+    if over_base {
+        publish.bases.push((image, put_base(&staging, &tree)));
+    }
+    staging.commit(&publish, known.iter().copied()).unwrap();
+    Imported { image, known, files }
 }
 
 /// How many files the image has.
@@ -116,37 +174,7 @@ impl Fixture {
         let options = InitOptions { immutable: false };
         let store = Store::init(&dir.path().join("store"), &options).unwrap();
         let domain = store.domain("default").unwrap();
-        let staging = domain.begin_import(ImportOptions::default()).unwrap();
-        let meta = |mode| Meta { mode, uid: 7, gid: 8, mtime: 1_700_000_000, mtime_nsec: 5 };
-        let mut tree = Tree::new(meta(0o040_751));
-        let (mut known, mut files) = (Vec::new(), Vec::new());
-        let sub = tree.insert(tree.root(), b"sub", meta(0o040_755), Content::Directory).unwrap();
-        for number in 0..FILES {
-            let content = vec![u8::try_from(number).unwrap() + 1; 1000 + number * 977];
-            let object = staging.put_object(&content).unwrap();
-            let name = format!("file{number}");
-            let data = Content::External {
-                size: object.size,
-                digest: Some(&object.digest.0),
-                payload: Payload::Object(&object.digest.0),
-            };
-            tree.insert(sub, name.as_bytes(), meta(0o100_644), data).unwrap();
-            known.push((object.digest, object.size));
-            files.push((format!("sub/{name}"), content));
-        }
-        tree.insert(tree.root(), b"small", meta(0o100_600), Content::Inline(b"inline")).unwrap();
-        files.push(("small".to_owned(), b"inline".to_vec()));
-        let root = tree.root();
-        let attribute: (&[u8], &[u8]) = (b"user.kind", b"image root");
-        tree.set_xattrs(root, [attribute]).unwrap();
-        let mut image = staging.image_writer().unwrap();
-        write(&tree, &WriteOptions::default(), &mut image).unwrap();
-        let image = image.finish().unwrap();
-        let mut publish = Publish::named("test:1", Ref::new(image));
-        if over_base {
-            publish.bases.push((image, put_base(&staging, &tree)));
-        }
-        staging.commit(&publish, known.iter().copied()).unwrap();
+        let Imported { image, known, files } = import(&domain, "test:1", b"inline", over_base);
         let text: Vec<String> =
             known.iter().map(|(digest, size)| format!("{digest} {size}\n")).collect();
         fs::write(dir.path().join("objects.txt"), text.concat()).unwrap();
@@ -155,6 +183,26 @@ impl Fixture {
 
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().canonicalize().unwrap().join(name)
+    }
+
+    /// The same, packed, in a domain that is mounted with `inode-share`.
+    pub(super) fn shared() -> Self {
+        let fixture = Self::new();
+        fixture.pack(&fixture.image);
+        fixture.domain.set_backend(Backend::InodeShare).unwrap();
+        fixture
+    }
+
+    fn pack(&self, image: &Digest) {
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        pack(&self.domain, image, &PackOptions::default(), go_on).unwrap();
+    }
+
+    /// Another image with the same objects, packed.
+    pub(super) fn another(&self) -> Digest {
+        let image = import(&self.domain, "other:1", b"another", false).image;
+        self.pack(&image);
+        image
     }
 
     /// A directory to mount at.
@@ -178,7 +226,13 @@ impl Fixture {
 
     /// Everything in the image reads as it was put in.
     pub(super) fn check_content(&self, target: &Path) {
-        for (name, content) in &self.files {
+        assert_eq!(fs::read(target.join("small")).unwrap(), b"inline");
+        self.check_files(target);
+    }
+
+    /// So does what both images have.
+    pub(super) fn check_files(&self, target: &Path) {
+        for (name, content) in self.files.iter().filter(|(name, _)| name != "small") {
             assert_eq!(&fs::read(target.join(name)).unwrap(), content, "{name}");
         }
         assert_eq!(fs::read_dir(target.join("sub")).unwrap().count(), FILES);
