@@ -303,9 +303,11 @@ impl Plan {
         self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
         let mut done = self.total - self.new_bytes;
         let mut writer: Option<SegmentWriter<'_>> = None;
-        let mut layer = None;
+        let mut layer = usize::MAX;
         for (object, size) in wanted {
-            let ended = layer.replace(self.layer_of(&object)) != layer;
+            let brought_by = self.layer_of(&object);
+            let ended = layer != brought_by;
+            layer = brought_by;
             let is_full = |it: &mut SegmentWriter<'_>| {
                 it.size() + size > options.segment_bytes_max
                     || ended && it.size() >= order::LAYER_BYTES_MIN

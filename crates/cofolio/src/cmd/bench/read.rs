@@ -114,10 +114,19 @@ struct Figures {
 impl Figures {
     fn add(&mut self, bytes: u64, started: Instant) {
         self.runs.push(bytes as f64 / started.elapsed().as_secs_f64());
-        let mut sorted = self.runs.clone();
-        sorted.sort_by(f64::total_cmp);
-        self.median = sorted[sorted.len() / 2];
+        self.median = median(self.runs.iter().copied());
     }
+
+    /// The median of what each round gives: a machine is not equally busy in all of them.
+    fn share_of(&self, other: &Self) -> f64 {
+        median(self.runs.iter().zip(&other.runs).map(|(own, other)| own / other))
+    }
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
 pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome {
@@ -409,7 +418,7 @@ fn table(report: &Report) -> String {
     for row in &report.rows {
         let first = &report.rows[0];
         let rate = |own: &Figures, first: &Figures| {
-            format!("{} ({:.2})", shown(own.median), own.median / first.median)
+            format!("{} ({:.2})", shown(own.median), own.share_of(first))
         };
         text += &format!(
             "| {} | {:.1} MB | {} | {} | {} |\n",
