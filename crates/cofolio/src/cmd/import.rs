@@ -1,7 +1,6 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
-use cofolio_node::base::find_bases;
 use cofolio_node::oci::{self, ImportOptions, ImportReport, Platform, Source};
 use cofolio_node::pack::PackOptions;
 use cofolio_store::{Backend, TrimPlan};
@@ -123,21 +122,17 @@ pub(crate) fn fetch(
     let report = oci::import(&domain, source, &options, &bar)?;
     drop(bar);
     interrupt::published();
-    let image = report.image.parse()?;
-    match domain.backend()? {
+    if domain.backend()? == Backend::InodeShare {
         // It may be here from a time before that was the domain's backend.
-        Backend::InodeShare => {
-            let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
-            pack_one(context, &domain, &image, &options)
-                .context("the image is here, but it could not be packed")?;
-        }
-        Backend::Overlay => {
-            if let Err(error) = find_bases(&domain, &image) {
-                context.ui.note(format!(
-                    "images that have layers in common with it do not share a base: {error}"
-                ));
-            }
-        }
+        let image = report.image.parse()?;
+        let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
+        pack_one(context, &domain, &image, &options)
+            .context("the image is here, but it could not be packed")?;
+    }
+    if let Some(problem) = &report.not_based {
+        context.ui.note(format!(
+            "images that have layers in common with it do not share a base: {problem}"
+        ));
     }
     // What was known already has not made the store larger.
     let imported = report.image.parse().ok().filter(|_| !report.known);

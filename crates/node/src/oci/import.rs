@@ -8,7 +8,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
-use cofolio_store::{Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats};
+use cofolio_store::{
+    Backend, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
+};
 use serde::Serialize;
 
 use super::blob::{Budget, Pool};
@@ -26,6 +28,7 @@ use super::unpack::{
     unpack,
 };
 use super::{ImportOptions, Limits};
+use crate::base::{Based, find_bases};
 use crate::engine::{containerd, containers_storage};
 use crate::tree_scan;
 use crate::trust::{Record, TrustError};
@@ -61,6 +64,12 @@ pub struct ImportReport {
     /// Names left out because they belong to sockets in use, or to filesystems mounted below a
     /// directory that was to be imported without them.
     pub skipped: u64,
+    /// Images, this one or others, that are mounted over a base from now on.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub based: Vec<Based>,
+    /// Why it shares no base with the images that it has layers in common with, if that went wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_based: Option<String>,
     /// How long it took, in milliseconds.
     pub duration_ms: u64,
 }
@@ -86,6 +95,8 @@ pub struct LayerReport {
 
 /// Imports an image into a domain and publishes it as a ref.
 ///
+/// Where images are mounted over bases, it and those that have layers in common with it get one.
+///
 /// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id is
 /// known is not unpacked again, and an object that is known not written again.
 ///
@@ -102,6 +113,16 @@ pub fn import(
         Source::Directory { path } => import_directory(domain, path, source, options, progress)?,
         _ => import_image(domain, source, options, progress)?,
     };
+    if options.repair.is_none()
+        && domain.backend()? == Backend::Overlay
+        && let Ok(image) = report.image.parse()
+    {
+        // The image is here, whatever comes of this.
+        match find_bases(domain, &image) {
+            Ok(based) => report.based = based,
+            Err(error) => report.not_based = Some(error.to_string()),
+        }
+    }
     report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     Ok(report)
 }
@@ -354,6 +375,8 @@ fn empty_report(name: &str) -> ImportReport {
         image_bytes: 0,
         foreign_xattrs: 0,
         skipped: 0,
+        based: Vec::new(),
+        not_based: None,
         duration_ms: 0,
     }
 }

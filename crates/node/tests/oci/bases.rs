@@ -33,8 +33,9 @@ fn upper(name: &str) -> Tar {
 fn import(bench: &Bench, name: &str, layers: &[&Blob]) -> (Digest, Vec<Based>) {
     let layers: Vec<Blob> = layers.iter().map(|layer| (*layer).clone()).collect();
     let layout = Layout::image(bench.path(name), &layers);
-    let image = bench.import(&layout.source()).unwrap().image.parse().unwrap();
-    (image, find_bases(&bench.domain, &image).unwrap())
+    let report = bench.import(&layout.source()).unwrap();
+    assert_eq!(report.not_based, None);
+    (report.image.parse().unwrap(), report.based)
 }
 
 fn base_of(bench: &Bench, image: &Digest) -> Option<Digest> {

@@ -158,8 +158,8 @@ impl<'a> Container<'a> {
             let _inside = container.cgroup.enter()?;
             bundle::write(&dir, rootfs, config, &options, Path::new("/"))?;
         }
-        // Not from within: a runtime that fails kills what it finds in the cgroup.
-        // What it says to everybody, an access log for one, is nobody's page cache here.
+        // Not from within the cgroup: a runtime that fails kills what it finds there. What the server says
+        // to everybody, an access log for one, is nobody's page cache here.
         let complaints = File::create(container.log())?;
         let mut command = Command::new(&host.runtime.path);
         command.arg("--root").arg(STATE).args(["run", "--detach", "--bundle"]).arg(&dir);
