@@ -23,6 +23,8 @@ use crate::oci::{self, ImportError, objects};
 const BASE_INODES_MIN: u64 = 1000;
 /// And of an image at least one inode in so many must be the base's.
 const BASE_SHARE: u64 = 4;
+/// An image with more inodes gets none: its tree, the base's and the delta's are in memory together, 120 bytes an inode each.
+const IMAGE_INODES_MAX: u64 = 500_000;
 /// Deltas that are made at once. An import is not to wait for all images of a store that has had none before.
 const AT_ONCE: usize = 8;
 
@@ -226,15 +228,17 @@ impl Over<'_> {
 
     /// As far as the numbers of inodes tell.
     fn is_worth_it(&self, image: &Digest) -> Result<bool, BaseError> {
-        let Some(base) = self.digest(self.chain)? else { return Ok(true) };
         let inodes = |image: &Digest| -> Result<u64, BaseError> {
             let file = self.domain.open_image(image)?;
             let opened = open_image(&file).map(|image| image.superblock().inodes);
             opened
                 .map_err(|error| BaseError::Unreadable { what: format!("image {image}: {error}") })
         };
+        let own = inodes(image)?;
+        let Some(base) = self.digest(self.chain)? else { return Ok(own <= IMAGE_INODES_MAX) };
         let base = inodes(&base)?;
-        Ok(base >= BASE_INODES_MIN && base >= inodes(image)? / BASE_SHARE)
+        let enough = base >= BASE_INODES_MIN && base >= own / BASE_SHARE;
+        Ok(enough && own <= IMAGE_INODES_MAX)
     }
 }
 
