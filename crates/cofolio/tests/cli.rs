@@ -275,6 +275,7 @@ fn the_manual_is_in_step() {
         add(&format!("cofolio {command}"), &["help", &command]);
         if command == "bench" {
             add("cofolio bench share", &["bench", "share", "--help"]);
+            add("cofolio bench namespace", &["bench", "namespace", "--help"]);
             add("cofolio bench read", &["bench", "read", "--help"]);
             add("cofolio bench runtime", &["bench", "runtime", "--help"]);
             add("cofolio bench page", &["bench", "page", "--help"]);

@@ -3,6 +3,7 @@
 mod html;
 mod measure;
 mod namespace;
+mod place;
 mod read;
 mod reader;
 mod report;

@@ -29,8 +29,8 @@ use serde::Serialize;
 use super::{
     measure::cold_start,
     namespace::find,
+    place::{Place, PlaceArgs, with_backend},
     report,
-    share::{Place, Wanted, with_backend},
 };
 use crate::{cmd::Outcome, exit::Exit};
 
@@ -56,24 +56,14 @@ Exit codes: 0 measured; others as for every command.")]
 pub(crate) struct Args {
     /// Whatever `import` takes, or a ref of the store
     image: String,
-    /// Write every figure of every run to this file
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
     /// Runs of each kind; the table has medians
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Blocks of 4 KiB to read at random
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     blocks: u32,
-    /// Store to import the image into [default: one of its own, in the working directory]
-    #[arg(long, value_name = "DIR", env = "COFOLIO_STORE", hide_env_values = true)]
-    store: Option<PathBuf>,
-    /// Where to mount, and to keep that store
-    #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
-    work: PathBuf,
-    /// Say nothing but the table
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    place: PlaceArgs,
 }
 
 /// Everything that was measured.
@@ -130,14 +120,8 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome {
-    let quiet = args.quiet || context.global.quiet;
-    let say = |text: &str| {
-        if !quiet {
-            let _ = writeln!(io::stderr(), "{text}");
-        }
-    };
-    let wanted = Wanted { work: &args.work, store: args.store.as_ref(), domain: None };
-    let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
+    let say = args.place.say(context);
+    let Place { work, domain, _alone } = Place::prepare(&args.place, None, context, &say)?;
     let (name, image) = find(&args.image, &domain)?;
     let dir = work.join("read");
     let mut skipped = Vec::new();
@@ -177,7 +161,7 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
         rows,
         skipped,
     };
-    if let Some(path) = &args.json {
+    if let Some(path) = &args.place.json {
         let text = serde_json::to_string_pretty(&report)?;
         fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
     }

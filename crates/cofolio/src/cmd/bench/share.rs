@@ -15,9 +15,8 @@ use cofolio_node::{
     oci::{self, ImportOptions},
     pack::{PackOptions, pack},
 };
-use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
+use cofolio_store::{Backend, Digest, Domain, Form};
 use cofolio_sys::cache::page_size;
-use rustix::fs::FlockOperation;
 
 use crate::{
     cmd::{Outcome, backend::How},
@@ -27,6 +26,7 @@ use crate::{
 use super::{
     html,
     measure::{self, OwnFiles, Source},
+    place::{Place, PlaceArgs, with_backend},
     reader::Mode,
     report::{self, Report},
     setup::{self, Setup, Shared, Unshared},
@@ -50,9 +50,6 @@ pub(crate) struct Args {
     old: String,
     /// The other one
     new: String,
-    /// Write every figure of every run to this file
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
     /// Write a page for a browser to this file: one file, with nothing loaded from elsewhere
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -65,9 +62,6 @@ pub(crate) struct Args {
     /// Seconds to wait, all in all, for moments when nobody else fills memory
     #[arg(long, value_name = "SECONDS", default_value_t = 20)]
     patience: u64,
-    /// Store to import the images into [default: one of its own, in the working directory]
-    #[arg(long, value_name = "DIR", env = "COFOLIO_STORE", hide_env_values = true)]
-    store: Option<PathBuf>,
     /// Trust domain of that store
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
@@ -77,25 +71,15 @@ pub(crate) struct Args {
     /// With `--backend inode-share`: over packs that are compressed with LZ4
     #[arg(long, requires = "backend")]
     lz4: bool,
-    /// Where to unpack the images; a second run takes from there what it can
-    #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
-    work: PathBuf,
-    /// Say nothing but the table
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    place: PlaceArgs,
 }
 
 pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome {
-    let global = &context.global;
     let started = Instant::now();
-    let say = |text: &str| {
-        if !(args.quiet || global.quiet) {
-            let _ = writeln!(io::stderr(), "{text}");
-        }
-    };
-    let wanted =
-        Wanted { work: &args.work, store: args.store.as_ref(), domain: args.domain.as_deref() };
-    let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
+    let say = args.place.say(context);
+    let Place { work, domain, _alone } =
+        Place::prepare(&args.place, args.domain.as_deref(), context, &say)?;
     let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
     let domain = with_backend(domain, args.backend, form)?;
     let Pair { unpacked: [old, new], images, .. } =
@@ -149,7 +133,7 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
         seconds: started.elapsed().as_secs_f64(),
         runs,
     };
-    if let Some(path) = &args.json {
+    if let Some(path) = &args.place.json {
         let text = serde_json::to_string_pretty(&report)?;
         fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
     }
@@ -159,102 +143,6 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     io::stdout().write_all(report::table(&report).as_bytes())?;
     let ok = report.checks.iter().all(|check| check.ok);
     Ok(if ok { Exit::Ok } else { Exit::Failure })
-}
-
-/// Where a benchmark is to work, as its options say.
-pub(super) struct Wanted<'a> {
-    pub(super) work: &'a Path,
-    pub(super) store: Option<&'a PathBuf>,
-    pub(super) domain: Option<&'a str>,
-}
-
-/// Where it works, alone on this machine as long as this lives.
-pub(super) struct Place {
-    pub(super) work: PathBuf,
-    pub(super) domain: Domain,
-    pub(super) _alone: fs::File,
-}
-
-impl Place {
-    pub(super) fn prepare(
-        wanted: &Wanted<'_>,
-        context: &crate::context::Context<'_>,
-        say: &dyn Fn(&str),
-    ) -> Result<Self> {
-        let global = &context.global;
-        fs::create_dir_all(wanted.work)
-            .with_context(|| format!("cannot make {}", wanted.work.display()))?;
-        let work = fs::canonicalize(wanted.work)?;
-        let _alone = lock_machine(say)?;
-        // A store that somebody named for this run; never the one where a node keeps its images just because
-        // that is the default, or what the configuration says.
-        let named = context.config.is_given("store.path").then_some(&global.store);
-        let scratch = work.join("store");
-        let store = wanted.store.or(named).unwrap_or(&scratch);
-        on_disk(store, "--store")?;
-        on_disk(&work, "--work")?;
-        let domain = wanted.domain.unwrap_or(&global.domain);
-        // What is in the working directory can be made again, and is to be removable with rm -r.
-        let domain = open_domain(store, domain, &InitOptions { immutable: *store != scratch })?;
-        Ok(Self { work, domain, _alone })
-    }
-}
-
-/// Two measurements at once would measure each other: the second waits. Unlocked when dropped.
-fn lock_machine(say: &dyn Fn(&str)) -> Result<fs::File> {
-    const PATH: &str = "/run/cofolio-bench.lock";
-    let open = || -> io::Result<fs::File> {
-        let file = fs::File::create(PATH)?;
-        if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-            say("waiting for another benchmark to end");
-            rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
-        }
-        Ok(file)
-    };
-    open().with_context(|| format!("cannot lock {PATH}"))
-}
-
-/// Refuses a directory in memory: its pages cannot be dropped, so nothing would be seen to come in.
-fn on_disk(dir: &Path, option: &str) -> Result<()> {
-    // `TMPFS_MAGIC` and `RAMFS_MAGIC` of `linux/magic.h`.
-    const IN_MEMORY: [rustix::fs::FsWord; 2] = [0x0102_1994, 0x8584_58f6];
-    let there = dir.ancestors().find_map(|dir| rustix::fs::statfs(dir).ok());
-    if there.is_some_and(|stat| IN_MEMORY.contains(&stat.f_type)) {
-        let what =
-            format!("{} is in memory: what is read there takes no page cache", dir.display());
-        return Err(Fail::new(Exit::Failure, what)
-            .hint(format!("name a directory on a disk ({option})"))
-            .into());
-    }
-    Ok(())
-}
-
-/// The domain, made with its store if they are missing.
-fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Domain> {
-    if let Some(parent) = store.parent() {
-        fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
-    }
-    let store = Store::open_or_init(store, options)?;
-    Ok(store.domain_or_create(domain)?)
-}
-
-/// The domain of the benchmarks that has this backend, over packs of this form; `domain` itself if none is asked for.
-pub(super) fn with_backend(domain: Domain, backend: Option<How>, form: Form) -> Result<Domain> {
-    let Some(how) = backend else { return Ok(domain) };
-    let backend: Backend = how.into();
-    let name = match (backend, form) {
-        (Backend::InodeShare, Form::Lz4) => format!("bench-{backend}-lz4"),
-        (Backend::Overlay, Form::Lz4) => {
-            let what = "`overlay` mounts the files of the store, which are not compressed";
-            return Err(Fail::new(Exit::Usage, what).into());
-        }
-        (_, Form::Plain) => format!("bench-{backend}"),
-    };
-    let own = domain.store().domain_or_create(&name)?;
-    if (own.backend()?, own.pack_form()?) != (backend, form) {
-        own.set_backend_over(backend, form)?;
-    }
-    Ok(own)
 }
 
 /// Two images, unpacked on their own and in the store, packed where its backend needs it.

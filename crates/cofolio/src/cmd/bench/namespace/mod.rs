@@ -21,8 +21,8 @@ use cofolio_node::{
 use cofolio_store::{Digest, Domain};
 use serde::Serialize;
 
+use super::place::{Place, PlaceArgs};
 use super::report;
-use super::share::{Place, Wanted};
 use crate::{cmd::Outcome, exit::Exit, ui::human_size};
 use shapes::{Shape, Spread, shapes};
 
@@ -41,9 +41,6 @@ Exit codes: 0 measured; others as for every command.")]
 pub(crate) struct Args {
     /// Whatever `import` takes, or a ref of the store
     image: String,
-    /// Write every figure of every run to this file
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
     /// Runs of each kind; the table has medians
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
@@ -56,15 +53,8 @@ pub(crate) struct Args {
     /// Containers that are started and ended, for times
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     instances: u32,
-    /// Store to import the image into [default: one of its own, in the working directory]
-    #[arg(long, value_name = "DIR", env = "COFOLIO_STORE", hide_env_values = true)]
-    store: Option<PathBuf>,
-    /// Where to mount, and to keep that store
-    #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
-    work: PathBuf,
-    /// Say nothing but the table
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    place: PlaceArgs,
 }
 
 /// Everything that was measured.
@@ -124,15 +114,8 @@ struct Listing {
 }
 
 pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome {
-    let global = &context.global;
-    let quiet = args.quiet || global.quiet;
-    let say = |text: &str| {
-        if !quiet {
-            let _ = writeln!(io::stderr(), "{text}");
-        }
-    };
-    let wanted = Wanted { work: &args.work, store: args.store.as_ref(), domain: None };
-    let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
+    let say = args.place.say(context);
+    let Place { work, domain, _alone } = Place::prepare(&args.place, None, context, &say)?;
     let (name, image) = find(&args.image, &domain)?;
     let hierarchy = Hierarchy::find(Path::new("/"))?;
 
@@ -214,7 +197,7 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
         images,
         skipped,
     };
-    if let Some(path) = &args.json {
+    if let Some(path) = &args.place.json {
         let text = serde_json::to_string_pretty(&report)?;
         fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
     }

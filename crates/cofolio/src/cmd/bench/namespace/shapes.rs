@@ -19,7 +19,7 @@ use cofolio_store::{Backend, Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
-use super::super::share::with_backend;
+use super::super::place::with_backend;
 use super::variants::variants;
 use crate::exit::{Exit, Fail};
 

@@ -10,7 +10,7 @@ mod report;
 use std::{
     fs,
     io::{self, Write},
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -28,8 +28,9 @@ use self::{
 };
 use super::{
     measure::OwnFiles,
+    place::{Place, PlaceArgs, with_backend},
     setup::{Setup, Shared, Unshared},
-    share::{Pair, Place, Wanted, with_backend},
+    share::Pair,
     source::{Expected, remove_tree},
 };
 use crate::{
@@ -62,40 +63,25 @@ pub(crate) struct Args {
     /// How long the load is on before memory is looked at
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3000))]
     seconds: u64,
-    /// Write every figure of every run to this file
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
     /// Runs of each kind; the table has medians
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Program that starts the containers, by name or path [default: crun, else runc]
     #[arg(long)]
     runtime: Option<String>,
-    /// Store to import the images into [default: one of its own, in the working directory]
-    #[arg(long, value_name = "DIR", env = "COFOLIO_STORE", hide_env_values = true)]
-    store: Option<PathBuf>,
     /// Trust domain of that store
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
     /// How Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
     #[arg(long, value_name = "BACKEND")]
     backend: Option<How>,
-    /// Where to unpack the images; a second run takes from there what it can
-    #[arg(long, value_name = "DIR", default_value = "/var/tmp/cofolio-bench")]
-    work: PathBuf,
-    /// Say nothing but the table
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    place: PlaceArgs,
 }
 
 pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome {
-    let global = &context.global;
     let started = Instant::now();
-    let say = |text: &str| {
-        if !(args.quiet || global.quiet) {
-            let _ = writeln!(io::stderr(), "{text}");
-        }
-    };
+    let say = args.place.say(context);
     // What is missing is said before anything is unpacked.
     let wanted_runtime = args.runtime.as_deref().or(context.config.config.run.runtime.as_deref());
     let runtime = Runtime::find(wanted_runtime, Path::new("/"))?;
@@ -103,9 +89,8 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     if args.load.is_some() {
         Load::find(args.load.as_deref(), "", &ImageConfig::default())?.check()?;
     }
-    let wanted =
-        Wanted { work: &args.work, store: args.store.as_ref(), domain: args.domain.as_deref() };
-    let Place { work, domain, _alone } = Place::prepare(&wanted, context, &say)?;
+    let Place { work, domain, _alone } =
+        Place::prepare(&args.place, args.domain.as_deref(), context, &say)?;
     let domain = with_backend(domain, args.backend, Form::Plain)?;
     let Pair { unpacked: [old, new], images, configs } =
         Pair::prepare([&args.old, &args.new], &work, &domain, &say)?;
@@ -143,7 +128,7 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
         seconds: started.elapsed().as_secs_f64(),
         runs,
     };
-    if let Some(path) = &args.json {
+    if let Some(path) = &args.place.json {
         let text = serde_json::to_string_pretty(&report)?;
         fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
     }
