@@ -237,10 +237,17 @@ impl Disk for RealDisk {
         let file = self.open_at(path, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty())?;
         let flags = fs::ioctl_getflags(&file)?;
         let wanted = if on { flags | IFlags::IMMUTABLE } else { flags - IFlags::IMMUTABLE };
-        if wanted != flags {
-            fs::ioctl_setflags(&file, wanted - VERITY_FLAG)?;
+        if wanted == flags {
+            return Ok(());
         }
-        Ok(())
+        match fs::ioctl_setflags(&file, wanted - VERITY_FLAG) {
+            // Somebody else was quicker. Of a file that is immutable ext4 lets nobody change anything else, and sees the
+            // flag of fs-verity missing, which cannot be given.
+            Err(Errno::PERM) if fs::ioctl_getflags(&file)?.contains(IFlags::IMMUTABLE) == on => {
+                Ok(())
+            }
+            other => Ok(other?),
+        }
     }
 
     fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>> {

@@ -184,6 +184,36 @@ fn fsck_sees_content_that_lost_its_protection() {
     is_clean(&domain);
 }
 
+/// Two imports that bring the same content protect it at once. With fs-verity ext4 told the one that came second that the
+/// operation is not permitted, and the import failed with its content in place.
+#[test]
+fn many_may_protect_the_same_at_once() {
+    on_each("many_may_protect_the_same_at_once", |kind, parent| {
+        let scratch = Scratch::below(parent, "at-once");
+        let domain = scratch.store().domain("default").unwrap();
+        if !domain.protection().immutable {
+            return println!("SKIP many_may_protect_the_same_at_once on {kind}: no immutable flag");
+        }
+        let pieces = put(&domain, "a", &[100, 200, 300, 400]);
+        let paths: Vec<_> = pieces
+            .iter()
+            .map(|piece| domain.object_path(&verity::digest(piece)).unwrap())
+            .collect();
+        for _ in 0..10 {
+            // On btrfs with fs-verity it cannot be cleared by hand.
+            if run(Command::new("chattr").arg("-i").args(&paths)).is_err() {
+                return println!("SKIP many_may_protect_the_same_at_once on {kind}: no chattr");
+            }
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| domain.protect_all().unwrap());
+                }
+            });
+        }
+        is_clean(&domain);
+    });
+}
+
 /// An import used to push everything else out of memory, for content that nobody was going to read soon. Sizes around
 /// those where direct I/O begins, ends and is aligned: what is stored is what was given, wherever it went.
 #[test]
