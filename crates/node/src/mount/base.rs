@@ -9,7 +9,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use cofolio_store::{Backend, Digest, Domain};
 
 use super::error::MountError;
-use super::pin::{EROFS_MAGIC, mounted_root};
+use super::pin::{EROFS_MAGIC, check_digest, mounted_root};
 use super::state::{ImageLock, PinRecord, remove_file};
 use super::{Mounter, mark_user};
 
@@ -56,6 +56,20 @@ impl Mounter<'_> {
         if self.pinned(domain, &base, &lock).is_err() {
             self.unmark(domain.name(), &base, image)?;
             self.unpin_if_idle(domain.name(), &base, &lock)?;
+        }
+        Ok(())
+    }
+
+    /// Compares an image, and what it is mounted over, with the digests that they are named by.
+    pub(super) fn measure(&self, image: &Digest, verity: bool) -> Result<(), MountError> {
+        let check = |image: &Digest| check_digest(&self.domain.open_image(image)?, image, verity);
+        check(image)?;
+        let mut over = *image;
+        for _ in 0..DEPTH_MAX {
+            let Some(base) = self.domain.base_of(&over)? else { break };
+            check(&base.delta)?;
+            check(&base.base)?;
+            over = base.base;
         }
         Ok(())
     }

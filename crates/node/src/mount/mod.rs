@@ -322,7 +322,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::NoVerity { store: self.domain.objects_dir() });
         }
         if request.measure {
-            pin::check_digest(&self.domain.open_image(&request.image)?, &request.image, verity)?;
+            self.measure(&request.image, verity)?;
         }
         if request.verify {
             self.verify(&request.image)?;
