@@ -34,6 +34,12 @@ fn files(sandbox: &Sandbox, report: &Value) -> (PathBuf, Vec<PathBuf>) {
     (file_of(sandbox, format!("{image}.{digest}.pack")), segments.collect())
 }
 
+/// How many blocks a segment says that it has.
+fn blocks_of(segment: &[u8]) -> usize {
+    let blocks = &segment[segment.len() - 64 + 16..][..4];
+    u32::from_le_bytes(blocks.try_into().unwrap()) as usize
+}
+
 /// What fsck.erofs is to be given for a pack. Compressed content on devices it does not find, so it gets one file of them
 /// and the pack, which says nothing of devices any more: each lies where the pack has it in the address space of all.
 fn for_fsck(sandbox: &Sandbox, report: &Value) -> Vec<String> {
@@ -45,9 +51,7 @@ fn for_fsck(sandbox: &Sandbox, report: &Value) -> Vec<String> {
     let mut flat = fs::read(&pack).unwrap();
     for segment in segments {
         let bytes = fs::read(&segment).unwrap();
-        let blocks = &bytes[bytes.len() - 64 + 16..][..4];
-        let blocks = u32::from_le_bytes(blocks.try_into().unwrap()) as usize;
-        flat.extend_from_slice(&bytes[..blocks * 4096]);
+        flat.extend_from_slice(&bytes[..blocks_of(&bytes) * 4096]);
     }
     let incompat = 1024 + 80;
     flat[incompat] &= !0x08;
@@ -286,6 +290,53 @@ fn gc_writes_segments_anew_of_which_little_is_used() {
         assert!(!sandbox.run(&["fsck"]).ok().contains("FINDING"));
         assert_eq!(gc(&[])["rewritten"]["segments"], serde_json::json!([]));
     }
+}
+
+/// Two versions of a program are the same for the most part. What they have in common, from a multiple of 64 KiB on, is
+/// in the segment of the one that was packed first, which stays as long as anything of it is needed, and for no longer.
+#[test]
+fn pages_that_two_versions_have_are_in_one_place() {
+    let test = "pages_that_two_versions_have_are_in_one_place";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let chunk = 64 << 10;
+    let import = |name: &str, program: &[u8]| {
+        let tree = sandbox.dir(name);
+        fs::write(tree.join("library"), noise(2, 100_000)).unwrap();
+        fs::write(tree.join("program"), program).unwrap();
+        sandbox.run(&["import", "--quiet", "--name", name, tree.to_str().unwrap()]).ok();
+        let report = pack(&sandbox, &[name]);
+        check(test, &sandbox, name, &report);
+        report
+    };
+    let mut program = noise(1, 16 * chunk + 5);
+    let one = import("one", &program);
+    program[3 * chunk] ^= 1;
+    program.splice(8 * chunk..9 * chunk, vec![0; chunk]);
+    let two = import("two", &program);
+    let three = import("three", &[&program[..2 * chunk], b"!"].concat());
+    for (report, blocks) in [(&one, 257 + 25), (&two, 16), (&three, 1)] {
+        let last = files(&sandbox, report).1.pop().unwrap();
+        assert_eq!(blocks_of(&fs::read(last).unwrap()), blocks);
+    }
+    let again = pack(&sandbox, &["--again", "two"]);
+    assert_eq!((&again["pack"], &again["segments"]), (&two["pack"], &two["segments"]));
+    assert!(!sandbox.run(&["fsck"]).ok().contains("FINDING"));
+
+    let first = files(&sandbox, &one).1.remove(0);
+    let gc = || sandbox.run(&["gc", "--json"]).json();
+    sandbox.run(&["rm", "one"]).ok();
+    assert_eq!(gc()["rewritten"]["segments"], serde_json::json!([]), "most of it is used");
+    sandbox.run(&["rm", "two"]).ok();
+    let gone = gc();
+    assert_eq!(gone["rewritten"]["images"], serde_json::json!([three["image"]]), "{gone}");
+    assert!(!first.exists());
+    let last = pack(&sandbox, &["three"]);
+    assert_eq!(last["was_there"], true);
+    check(test, &sandbox, "three", &last);
+    assert!(!sandbox.run(&["fsck"]).ok().contains("FINDING"));
 }
 
 #[test]

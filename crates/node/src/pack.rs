@@ -7,13 +7,15 @@
 //! ```
 //!
 //! What images have in common is in the segments of the one that was packed first, so that their packs share blocks on
-//! the disk and, mounted with `inode_share`, pages in memory. Contents are kept as they are or compressed; what is kept in
+//! the disk and, mounted with `inode_share`, pages in memory; and what other contents have page for page with what is in an
+//! image's segments is not written to them again. Contents are kept as they are or compressed; what is kept in
 //! one way shares nothing with what is kept in the other.
 
 mod order;
 mod rewrite;
+mod usage;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::ControlFlow;
 
 use cofolio_erofs::tree::{Content, Tree};
@@ -22,8 +24,8 @@ use cofolio_erofs::write::{
     self, Contents, Data, Device, Found, Place, Run, WriteError, write_data,
 };
 use cofolio_store::{
-    Contents as _, Digest, Domain, Error, Extent, Form, ImportOptions, Part, Publish, Segment,
-    SegmentWriter, Staging,
+    Contents as _, Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish, Segment,
+    Staging,
 };
 use serde::Serialize;
 
@@ -31,6 +33,7 @@ use crate::contents::{ImageContents, open_image};
 use crate::export::lease::Lease;
 
 pub use rewrite::{RewriteReport, rewrite};
+use usage::Usage;
 
 /// A segment is not begun with more than so many bytes, unless it is of one object. Larger ones would keep more alive
 /// than is needed, and of smaller ones an image would need many.
@@ -137,7 +140,7 @@ fn pack_without(
         plan.sort(domain, image)?;
         let staging =
             domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
-        plan.write_segments(&staging, options, &mut on_progress)?;
+        plan.write_segments(domain, &staging, options, &mut on_progress)?;
         plan.write_pack(staging, image, &tree)
     };
     match attempt(false) {
@@ -176,6 +179,10 @@ struct Plan {
     layers: HashMap<Digest, usize>,
     total: u64,
     segments: Vec<(Digest, Device)>,
+    /// Of segments that may be used: how many blocks they have.
+    sizes: BTreeMap<Digest, u32>,
+    /// The number of each of the pack's as a device.
+    devices: HashMap<Digest, u16>,
     known: usize,
     new_bytes: u64,
     /// By digest of the object: SHA-256, and where it is.
@@ -184,7 +191,7 @@ struct Plan {
 
 /// Where a content is, and how it is kept.
 enum Kept {
-    Run([Run; 1]),
+    Runs(Vec<Run>),
     Lz4(Place, Vec<lz4::Part>),
 }
 
@@ -192,7 +199,7 @@ impl Contents for Plan {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
         let (fingerprint, kept) = self.places.get(digest)?;
         let form = match kept {
-            Kept::Run(run) => write::Form::Runs(run),
+            Kept::Runs(runs) => write::Form::Runs(runs),
             Kept::Lz4(place, parts) => write::Form::Lz4 { place: *place, parts },
         };
         Some(Found { fingerprint: *fingerprint, form })
@@ -214,8 +221,18 @@ impl Plan {
         }
         let total = wanted.iter().map(|(_, size)| size).sum();
         let places = HashMap::with_capacity(wanted.len());
-        let layers = HashMap::new();
-        Self { form, wanted, layers, total, segments: Vec::new(), known: 0, new_bytes: 0, places }
+        Self {
+            form,
+            wanted,
+            layers: HashMap::new(),
+            total,
+            segments: Vec::new(),
+            sizes: BTreeMap::new(),
+            devices: HashMap::new(),
+            known: 0,
+            new_bytes: 0,
+            places,
+        }
     }
 
     /// Looks for what is wanted in the segments of the domain. One that cannot be read is for fsck to tell.
@@ -225,33 +242,62 @@ impl Plan {
         half: bool,
         without: &BTreeSet<Digest>,
     ) -> Result<(), PackError> {
+        self.sizes = usage::sizes(domain, without)?;
         let mut wanted: HashMap<Digest, u64> = self.wanted.iter().copied().collect();
-        for digest in domain.segments()? {
+        let mut known = Vec::new();
+        for digest in self.sizes.keys() {
             if wanted.is_empty() {
                 break;
             }
-            if without.contains(&digest) {
-                continue;
-            }
-            let segment = match domain.read_segment(&digest) {
+            let mut segment = match domain.read_segment(digest) {
                 Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => continue,
                 other => other?,
             };
-            let is_wanted = |extent: &&Extent| wanted.get(&extent.object) == Some(&extent.size);
-            let found: Vec<Extent> = segment.extents.iter().filter(is_wanted).copied().collect();
-            let blocks: u64 = found.iter().map(|extent| u64::from(extent.blocks)).sum();
-            let other = segment.form() != self.form;
-            if other || found.is_empty() || half && blocks * 2 < u64::from(segment.blocks) {
+            if segment.form() != self.form {
                 continue;
             }
-            for extent in &found {
+            let mut extents = std::mem::take(&mut segment.extents);
+            extents.retain(|extent| {
+                wanted.get(&extent.object) == Some(&extent.size)
+                    && segment.is_within(extent, |other| self.sizes.contains_key(other))
+            });
+            for extent in &extents {
                 wanted.remove(&extent.object);
             }
-            self.add(digest, &segment, &found);
+            known.push((*digest, Segment { extents, ..segment }));
+        }
+        if half {
+            self.drop_sparse(&mut known);
+        }
+        for (digest, segment) in &known {
+            self.add(digest, segment);
         }
         self.known = self.segments.len();
-        self.wanted.retain(|(digest, _)| wanted.contains_key(digest));
+        self.wanted.retain(|(digest, _)| !self.places.contains_key(&digest.0));
         Ok(())
+    }
+
+    /// Forgets what is in segments of which less than half is used. What goes with one can have blocks in another, so that
+    /// it is asked again until nothing goes.
+    fn drop_sparse(&self, known: &mut [(Digest, Segment)]) {
+        let mut dropped = true;
+        while dropped {
+            dropped = false;
+            let mut usage = Usage::new(&self.sizes);
+            for (digest, segment) in known.iter() {
+                segment.extents.iter().for_each(|extent| usage.mark(digest, segment, extent));
+            }
+            for (digest, segment) in known.iter_mut() {
+                let mut extents = std::mem::take(&mut segment.extents);
+                let before = extents.len();
+                extents.retain(|extent| {
+                    !usage.is_sparse(digest)
+                        && segment.is_within(extent, |other| !usage.is_sparse(other))
+                });
+                dropped |= extents.len() < before;
+                segment.extents = extents;
+            }
+        }
     }
 
     /// Puts what is in no segment yet into the order of the layers that brought it.
@@ -270,31 +316,51 @@ impl Plan {
         self.layers.get(object).copied().unwrap_or(usize::MAX)
     }
 
-    /// Adds a segment, and where in it contents are.
-    fn add(&mut self, digest: Digest, segment: &Segment, extents: &[Extent]) {
-        let mut tag = [0; 64];
-        tag.copy_from_slice(digest.to_string().as_bytes());
-        self.segments.push((digest, Device { tag, blocks: segment.blocks }));
-        // More than the format has are refused when the pack is written.
-        let device = u16::try_from(self.segments.len()).unwrap_or(u16::MAX);
-        for extent in extents {
-            let place = Place { device, block: extent.block };
-            let kept = match self.form {
-                Form::Plain => Kept::Run([Run { place: Some(place), blocks: extent.blocks }]),
-                Form::Lz4 => {
+    /// Adds the contents of a segment, with where they are, there and in others.
+    fn add(&mut self, digest: &Digest, segment: &Segment) {
+        for extent in &segment.extents {
+            // Whatever is there of it: a segment is kept by the packs of what it says.
+            self.device(*digest);
+            let mut place_of = |place: cofolio_store::Place| Place {
+                device: self.device(segment.holder(digest, place)),
+                block: place.block,
+            };
+            let runs = extent.runs().into_iter();
+            let runs: Vec<_> = runs
+                .map(|run| Run { place: run.place.map(&mut place_of), blocks: run.blocks })
+                .collect();
+            let kept = match (self.form, &runs[..]) {
+                (Form::Lz4, &[Run { place: Some(place), .. }, ..]) => {
                     let parts = segment.parts_of(extent).iter();
                     let part =
                         |part: &Part| lz4::Part { len: part.len, compressed: part.compressed };
                     Kept::Lz4(place, parts.map(part).collect())
                 }
+                _ => Kept::Runs(runs),
             };
             self.places.insert(extent.object.0, (extent.sha256, kept));
         }
     }
 
+    /// The number that a segment has as a device.
+    fn device(&mut self, digest: Digest) -> u16 {
+        if let Some(device) = self.devices.get(&digest) {
+            return *device;
+        }
+        let mut tag = [0; 64];
+        tag.copy_from_slice(digest.to_string().as_bytes());
+        let blocks = self.sizes.get(&digest).copied().unwrap_or(0);
+        self.segments.push((digest, Device { tag, blocks }));
+        // More than the format has are refused when the pack is written.
+        let device = u16::try_from(self.segments.len()).unwrap_or(u16::MAX);
+        self.devices.insert(digest, device);
+        device
+    }
+
     /// Writes what is in no segment yet to new ones.
     fn write_segments(
         &mut self,
+        domain: &Domain,
         staging: &Staging,
         options: &PackOptions,
         on_progress: OnProgress<'_>,
@@ -302,46 +368,65 @@ impl Plan {
         let wanted = std::mem::take(&mut self.wanted);
         self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
         let mut done = self.total - self.new_bytes;
-        let mut writer: Option<SegmentWriter<'_>> = None;
-        let mut layer = usize::MAX;
-        for (object, size) in wanted {
-            let brought_by = self.layer_of(&object);
-            let ended = layer != brought_by;
-            layer = brought_by;
-            let is_full = |it: &mut SegmentWriter<'_>| {
-                it.size() + size > options.segment_bytes_max
-                    || ended && it.size() >= order::LAYER_BYTES_MIN
-            };
-            if let Some(full) = writer.take_if(is_full) {
-                self.add_new(full.finish()?);
+        let mut pages = Pages::default();
+        if !wanted.is_empty() && self.form == Form::Plain {
+            for (digest, _) in &self.segments {
+                match pages.add(domain, digest) {
+                    // The commit will tell.
+                    Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => {}
+                    other => other?,
+                }
             }
-            if writer.is_none() {
-                writer = Some(staging.segment_writer()?);
-            }
-            if let Some(writer) = &mut writer {
+        }
+        for contents in self.batches(&wanted, options) {
+            let mut writer = staging.segment_writer(&pages)?;
+            for (object, size) in contents {
                 match options.form {
-                    Form::Plain => writer.add(&object, size)?,
-                    Form::Lz4 => writer.add_compressed(&object, size, |content, blocks| {
+                    Form::Plain => writer.add(object, *size)?,
+                    Form::Lz4 => writer.add_compressed(object, *size, |content, blocks| {
                         let parts = lz4::compress(content, blocks)?.into_iter();
                         let part =
                             |part: lz4::Part| Part { len: part.len, compressed: part.compressed };
                         Ok(parts.map(part).collect())
                     })?,
                 }
+                done += size;
+                if on_progress(done, self.total).is_break() {
+                    return Err(PackError::Stopped);
+                }
             }
-            done += size;
-            if on_progress(done, self.total).is_break() {
-                return Err(PackError::Stopped);
-            }
-        }
-        if let Some(last) = writer {
-            self.add_new(last.finish()?);
+            let (digest, segment) = pages.add_written(writer.finish()?);
+            self.sizes.insert(digest, segment.blocks);
+            self.add(&digest, &segment);
         }
         Ok(())
     }
 
-    fn add_new(&mut self, (digest, segment): (Digest, Segment)) {
-        self.add(digest, &segment, &segment.extents);
+    /// What goes into one segment each.
+    fn batches<'w>(
+        &self,
+        wanted: &'w [(Digest, u64)],
+        options: &PackOptions,
+    ) -> Vec<&'w [(Digest, u64)]> {
+        let (mut batches, mut rest, mut bytes) = (Vec::new(), wanted, 0);
+        let (mut end, mut layer) = (0, usize::MAX);
+        while let Some((object, size)) = rest.get(end) {
+            let brought_by = self.layer_of(object);
+            let ended = layer != brought_by;
+            layer = brought_by;
+            let is_full = bytes + size > options.segment_bytes_max
+                || ended && bytes >= order::LAYER_BYTES_MIN;
+            if end > 0 && is_full {
+                batches.push(&rest[..end]);
+                (rest, end, bytes) = (&rest[end..], 0, 0);
+            }
+            bytes += size;
+            end += 1;
+        }
+        if end > 0 {
+            batches.push(rest);
+        }
+        batches
     }
 
     /// Writes the pack, and publishes it with its new segments.

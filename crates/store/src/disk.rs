@@ -160,8 +160,8 @@ pub trait DiskFile: Send + Sync + fmt::Debug {
     fn write_all(&mut self, data: &[u8]) -> io::Result<()>;
     /// Appends zeros that take no room, where the filesystem can.
     fn append_hole(&mut self, len: u64) -> io::Result<()>;
-    /// Appends a file by sharing its blocks; false if the filesystem cannot, here or at all.
-    fn append_shared(&mut self, from: &StoredFile) -> io::Result<bool>;
+    /// Appends a part of a file by sharing its blocks; false if the filesystem cannot, here or at all.
+    fn append_shared(&mut self, from: &StoredFile, part: Range<u64>) -> io::Result<bool>;
     /// What begins at an offset.
     fn stretch_at(&self, offset: u64) -> io::Result<Stretch>;
     /// Size in bytes.

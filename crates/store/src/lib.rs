@@ -65,7 +65,7 @@ pub use real::stretch_at;
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
-pub use segment::{Extent, Form, Pack, Part, Segment, SegmentWriter};
+pub use segment::{Extent, Form, Pack, Pages, Part, Place, Run, Segment, SegmentWriter, Written};
 pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use staging::{

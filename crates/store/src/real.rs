@@ -1,6 +1,7 @@
 //! [`RealDisk`]: a directory of this machine.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -435,13 +436,13 @@ impl DiskFile for RealFile {
         Ok(())
     }
 
-    fn append_shared(&mut self, from: &StoredFile) -> io::Result<bool> {
+    fn append_shared(&mut self, from: &StoredFile, part: Range<u64>) -> io::Result<bool> {
         let Some(source) = from.descriptor() else { return Ok(false) };
         // Whatever the reason is, copying the bytes may still go.
-        if reflink::append(&self.file, self.end, source).is_err() {
+        if reflink::append(&self.file, self.end, source, part.clone()).is_err() {
             return Ok(false);
         }
-        self.end += from.size()?;
+        self.end += part.end - part.start;
         Ok(true)
     }
 

@@ -19,6 +19,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -703,7 +704,7 @@ impl DiskFile for SimFile {
         Ok(())
     }
 
-    fn append_shared(&mut self, _from: &StoredFile) -> io::Result<bool> {
+    fn append_shared(&mut self, _from: &StoredFile, _part: Range<u64>) -> io::Result<bool> {
         Ok(false)
     }
 

@@ -96,16 +96,16 @@ impl Hasher {
 
     /// Hashes up to [`sha256::LANES`] blocks.
     fn blocks(&mut self, blocks: &[[u8; BLOCK]]) {
-        // Three together are faster than one by one, even with a fourth that nobody needs.
-        if blocks.len() + 1 >= sha256::LANES
-            && let Some(digests) =
-                sha256::digests(std::array::from_fn(|lane| blocks.get(lane).unwrap_or(&ZEROS)))
-        {
-            return digests.iter().take(blocks.len()).for_each(|hash| self.push(0, hash));
-        }
-        for block in blocks {
-            self.push(0, &Sha256::digest(block).into());
-        }
+        hash_blocks(blocks, |hash| self.push(0, hash));
+    }
+
+    /// Takes the next `len` bytes by the digests of their blocks ([`block_digests`]). What was seen before must be whole
+    /// blocks.
+    pub(crate) fn digests(&mut self, len: u64, digests: &[[u8; HASH]]) {
+        debug_assert!(digests.len() as u64 == len.div_ceil(BLOCK as u64));
+        self.flush();
+        self.size += len;
+        digests.iter().for_each(|hash| self.push(0, hash));
     }
 
     /// Takes zeros as the next `len` bytes, without looking at each of them.
@@ -211,6 +211,38 @@ impl Hasher {
     }
 }
 
+/// Hashes up to [`sha256::LANES`] blocks.
+fn hash_blocks(blocks: &[[u8; BLOCK]], mut each: impl FnMut(&[u8; HASH])) {
+    // Three together are faster than one by one, even with a fourth that nobody needs.
+    if blocks.len() + 1 >= sha256::LANES
+        && let Some(digests) =
+            sha256::digests(std::array::from_fn(|lane| blocks.get(lane).unwrap_or(&ZEROS)))
+    {
+        return digests.iter().take(blocks.len()).for_each(each);
+    }
+    for block in blocks {
+        each(&Sha256::digest(block).into());
+    }
+}
+
+/// The digests of the blocks of a tree's data, the last one filled up with zeros.
+pub(crate) fn block_digests(data: &[u8]) -> Vec<[u8; HASH]> {
+    let mut digests = Vec::with_capacity(data.len().div_ceil(BLOCK));
+    let (blocks, rest) = data.as_chunks();
+    for group in blocks.chunks(sha256::LANES) {
+        hash_blocks(group, |hash| digests.push(*hash));
+    }
+    if !rest.is_empty() {
+        digests.push(hash_padded(rest));
+    }
+    digests
+}
+
+/// The digest of a block of zeros.
+pub(crate) fn zero_digest() -> &'static [u8; HASH] {
+    &zero_hashes()[0]
+}
+
 const ZEROS: [u8; BLOCK] = [0; BLOCK];
 
 /// The digest of a data block of zeros, of a block of such digests, and so on.
@@ -288,6 +320,18 @@ mod tests {
             assert_eq!(hasher.size(), data.len() as u64);
             assert_eq!(hasher.finish(), expected, "pieces of {step}");
         }
+    }
+
+    #[test]
+    fn digests_of_blocks_stand_for_the_blocks() {
+        for (len, expected) in GOLDEN {
+            let mut hasher = Hasher::new();
+            for piece in content(*len).chunks(BLOCK * 7) {
+                hasher.digests(piece.len() as u64, &block_digests(piece));
+            }
+            assert_eq!(hasher.finish().to_string(), *expected, "{len} bytes");
+        }
+        assert_eq!(block_digests(&ZEROS), [*zero_digest()]);
     }
 
     #[test]

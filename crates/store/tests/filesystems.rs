@@ -477,6 +477,7 @@ fn segments_are_protected_and_share_blocks_with_objects() {
                 assert_eq!(measured.unwrap(), Some(segment.0), "{kind}");
             }
             for extent in domain.read_segment(&segment).unwrap().extents {
+                assert_eq!(extent.runs, [], "{kind}: nothing is twice");
                 let mut bytes = vec![0; usize::try_from(extent.size).unwrap()];
                 file.read_exact_at(&mut bytes, u64::from(extent.block) * 4096).unwrap();
                 assert_eq!(verity::digest(&bytes), extent.object, "{kind}");

@@ -54,7 +54,7 @@ impl Mounter<'_> {
                     return Err(MountError::PackInvalid { image: *image, reason });
                 }
                 true => {}
-                false => domain.check_segment_size(&digest)?,
+                false => drop(domain.segment_blocks(&digest)?),
             }
             segments.push(segment);
         }

@@ -4,11 +4,12 @@
 //! A segment goes when no pack needs it. One of which a pack needs a little would stay whole; to take away a part of it
 //! would alter what kernels have open, and its digest. So what is used of it is written to a new one.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_store::{Contents as _, Digest, Domain, Error, Form};
 use serde::Serialize;
 
+use super::usage::{self, Usage};
 use super::{OnProgress, PackError, PackOptions, pack_without};
 use crate::contents::ImageContents;
 
@@ -25,13 +26,10 @@ pub struct RewriteReport {
     pub failed: Vec<(Digest, String)>,
 }
 
-/// A segment, and who needs it.
-#[derive(Default)]
-struct Use {
-    blocks: u64,
+/// A segment that packs need.
+struct Needed {
     form: Form,
-    /// Objects in it that no pack is known to need, with their blocks.
-    unused: HashMap<Digest, u64>,
+    /// Images that do.
     images: BTreeSet<Digest>,
 }
 
@@ -48,15 +46,13 @@ pub fn rewrite(
     dry_run: bool,
     on_progress: OnProgress<'_>,
 ) -> Result<RewriteReport, PackError> {
-    let sparse: BTreeMap<Digest, Use> = uses(domain)?
-        .into_iter()
-        .filter(|(_, used)| used.is_sparse() && !live.iter().any(|it| used.images.contains(it)))
-        .collect();
+    let mut sparse = sparse(domain)?;
+    sparse.retain(|_, needed| !live.iter().any(|image| needed.images.contains(image)));
     let mut report =
         RewriteReport { segments: sparse.keys().copied().collect(), ..Default::default() };
     let images: BTreeMap<Digest, Form> = sparse
         .values()
-        .flat_map(|used| used.images.iter().map(|image| (*image, used.form)))
+        .flat_map(|needed| needed.images.iter().map(|image| (*image, needed.form)))
         .collect();
     for (image, form) in images {
         if dry_run {
@@ -91,38 +87,43 @@ fn objects(domain: &Domain, image: &Digest) -> Option<BTreeSet<Digest>> {
     read.ok().map(|()| objects)
 }
 
-impl Use {
-    fn is_sparse(&self) -> bool {
-        let unused: u64 = self.unused.values().sum();
-        !self.images.is_empty() && (self.blocks - unused.min(self.blocks)) * 2 < self.blocks
-    }
-}
-
-/// Segments that can be read, with what the packs over them need of them. Of a pack that cannot be read, or whose image
-/// cannot, all is needed: it is for fsck to tell.
-fn uses(domain: &Domain) -> Result<BTreeMap<Digest, Use>, PackError> {
-    let mut uses = BTreeMap::new();
-    for digest in domain.segments()? {
-        let segment = match domain.read_segment(&digest) {
-            Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => continue,
-            other => other?,
-        };
-        let unused = segment.extents.iter().map(|it| (it.object, u64::from(it.blocks))).collect();
-        let (blocks, form) = (u64::from(segment.blocks), segment.form());
-        uses.insert(digest, Use { blocks, form, unused, images: BTreeSet::new() });
-    }
-    for pack in domain.packs()? {
-        let Ok(file) = domain.open_pack(&pack) else { continue };
-        let Ok(segments) = ImageContents.pack_segments(&file) else { continue };
-        let objects = objects(domain, &pack.image);
-        for segment in segments {
-            let Some(used) = uses.get_mut(&segment) else { continue };
-            used.images.insert(pack.image);
-            match &objects {
-                Some(objects) => used.unused.retain(|object, _| !objects.contains(object)),
-                None => used.unused.clear(),
-            }
+/// Segments that packs need, and of which less than half is used by them. Of a pack that cannot be read, or whose image
+/// cannot, all is used: it is for fsck to tell.
+fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
+    let sizes = usage::sizes(domain, &BTreeSet::new())?;
+    let mut segments = BTreeMap::new();
+    for digest in sizes.keys() {
+        match domain.read_segment(digest) {
+            Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => {}
+            other => drop(segments.insert(*digest, other?)),
         }
     }
-    Ok(uses)
+    let mut usage = Usage::new(&sizes);
+    let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();
+    for pack in domain.packs()? {
+        let Ok(file) = domain.open_pack(&pack) else { continue };
+        let Ok(needs) = ImageContents.pack_segments(&file) else { continue };
+        let objects = objects(domain, &pack.image);
+        for digest in needs {
+            let Some(segment) = segments.get_mut(&digest) else { continue };
+            let entry = || Needed { form: segment.form(), images: BTreeSet::new() };
+            needed.entry(digest).or_insert_with(entry).images.insert(pack.image);
+            let Some(objects) = &objects else {
+                usage.mark_all(&digest);
+                continue;
+            };
+            // What is marked once need not be looked at again.
+            let mut extents = std::mem::take(&mut segment.extents);
+            extents.retain(|extent| {
+                let used = objects.contains(&extent.object);
+                if used {
+                    usage.mark(&digest, segment, extent);
+                }
+                !used
+            });
+            segment.extents = extents;
+        }
+    }
+    needed.retain(|digest, _| usage.is_sparse(digest));
+    Ok(needed)
 }

@@ -8,13 +8,14 @@
 
 pub mod volume;
 
+use std::collections::HashSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_store::{
-    Base, BoxError, Contents, Digest, Domain, Error, FsckOptions, ImportOptions, InitOptions,
-    Layer, Publish, Ref, Staging, Store, StoredFile,
+    Base, BoxError, Contents, Digest, Domain, Error, Extent, FsckOptions, ImportOptions,
+    InitOptions, Layer, Pages, Publish, Ref, Segment, Staging, Store, StoredFile,
 };
 
 /// A directory that is removed with everything in it, immutable files included.
@@ -148,13 +149,21 @@ pub fn pack(
         }
     }
     let staging = domain.begin_import(options)?;
+    let mut pages = Pages::default();
+    for segment in domain.segments()? {
+        pages.add(domain, &segment)?;
+    }
     for objects in objects.chunks(count) {
-        let mut writer = staging.segment_writer()?;
+        let mut writer = staging.segment_writer(&pages)?;
         for (object, size) in objects {
             writer.add(object, *size)?;
         }
-        segments.push(writer.finish()?.0);
+        let (digest, segment) = pages.add_written(writer.finish()?);
+        segments.extend(segment.others);
+        segments.push(digest);
     }
+    let mut seen = HashSet::new();
+    segments.retain(|segment| seen.insert(*segment));
     let mut writer = staging.pack_writer(image)?;
     let write = |writer: &mut dyn Write, text: String| match writer.write_all(text.as_bytes()) {
         Err(error) => Err(error.downcast::<Error>().unwrap()),
@@ -167,6 +176,22 @@ pub fn pack(
     writer.finish()?;
     staging.commit(&Publish { segments: segments.clone(), ..Publish::default() }, [])?;
     Ok(segments)
+}
+
+/// A content by its runs; what is behind its end in the last block are zeros.
+pub fn content_of(domain: &Domain, digest: &Digest, segment: &Segment, extent: &Extent) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for run in extent.runs() {
+        let mut blocks = vec![0; run.blocks as usize * 4096];
+        if let Some(place) = run.place {
+            let file = domain.open_segment(&segment.holder(digest, place)).unwrap();
+            file.read_exact_at(&mut blocks, u64::from(place.block) * 4096).unwrap();
+        }
+        bytes.extend(blocks);
+    }
+    let padding = bytes.split_off(usize::try_from(extent.size).unwrap());
+    assert!(padding.len() < 4096 && padding.iter().all(|&byte| byte == 0));
+    bytes
 }
 
 /// Gives an image a base without a name, which has some of its pieces and one more; the delta has all of them.

@@ -1,0 +1,68 @@
+//! Which blocks of segments are used: contents of several objects can have blocks in common.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+
+use cofolio_store::{Digest, Domain, Error, Extent, Segment};
+
+/// How many blocks the segments of a domain have, but for some.
+///
+/// # Errors
+/// [`Error::Io`]. One that is not as it should be is left out: it is for fsck to tell.
+pub(super) fn sizes(
+    domain: &Domain,
+    without: &BTreeSet<Digest>,
+) -> Result<BTreeMap<Digest, u32>, Error> {
+    let mut sizes = BTreeMap::new();
+    for digest in domain.segments()? {
+        match domain.segment_blocks(&digest) {
+            _ if without.contains(&digest) => {}
+            Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => {}
+            other => drop(sizes.insert(digest, other?)),
+        }
+    }
+    Ok(sizes)
+}
+
+/// Segments, and which of their blocks are used.
+pub(super) struct Usage<'s> {
+    /// How many blocks they have.
+    sizes: &'s BTreeMap<Digest, u32>,
+    /// For each block of those of which any is used.
+    used: HashMap<Digest, Vec<bool>>,
+}
+
+impl<'s> Usage<'s> {
+    /// Of these segments, none used yet.
+    pub(super) fn new(sizes: &'s BTreeMap<Digest, u32>) -> Self {
+        Self { sizes, used: HashMap::new() }
+    }
+
+    /// Marks the blocks that a content of a segment takes, there and in others.
+    pub(super) fn mark(&mut self, digest: &Digest, segment: &Segment, extent: &Extent) {
+        for run in extent.runs() {
+            if let Some(place) = run.place {
+                let start = place.block as usize;
+                let blocks = start..start + run.blocks as usize;
+                self.mark_blocks(segment.holder(digest, place), blocks);
+            }
+        }
+    }
+
+    /// Marks all blocks of a segment.
+    pub(super) fn mark_all(&mut self, digest: &Digest) {
+        self.mark_blocks(*digest, 0..usize::MAX);
+    }
+
+    fn mark_blocks(&mut self, digest: Digest, blocks: Range<usize>) {
+        let Some(size) = self.sizes.get(&digest).map(|size| *size as usize) else { return };
+        let used = self.used.entry(digest).or_insert_with(|| vec![false; size]);
+        used[blocks.start.min(size)..blocks.end.min(size)].fill(true);
+    }
+
+    /// Whether less than half of a segment is used.
+    pub(super) fn is_sparse(&self, digest: &Digest) -> bool {
+        let used = self.used.get(digest).into_iter().flatten().filter(|used| **used).count();
+        self.sizes.get(digest).is_some_and(|size| used * 2 < *size as usize)
+    }
+}

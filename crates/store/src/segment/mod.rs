@@ -1,0 +1,306 @@
+//! Segments and packs: what an image is mounted from where it carries its data itself.
+//!
+//! A *segment* holds contents of objects, one after the other, each from the beginning of a block on: a device that
+//! EROFS images address. It is named by its fs-verity digest, never changes, and says itself what it holds, so that
+//! what is packed later finds it there. All numbers are little endian:
+//!
+//! ```text
+//! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
+//! pages    if it is plain, for each block the first 8 bytes of its SHA-256
+//! index    for each content, in the order of the blocks, 80 bytes:
+//!            0  digest of the object
+//!           32  SHA-256 of the content
+//!           64  u64 size in bytes
+//!           72  u32 first block
+//!           76  u32 how many blocks it takes here
+//!          if it is compressed, then for each block u32: how many bytes of content are in it, and bit 31 if they are
+//!          compressed
+//!          if it is plain, then digests of other segments, 32 bytes each; and, for each content that takes another
+//!          number of blocks than it has, its runs, 12 bytes each:
+//!            0  u32 segment: 0 this one, n the n-th other one, 2^32-1 none: zeros
+//!            4  u32 block there
+//!            8  u32 how many blocks
+//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the index, u32 runs, u32 0
+//! ```
+//!
+//! Version 3 is plain. In version 2 each block holds as much of one content as fits into it, as EROFS keeps it (one LZ4
+//! block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way. Version 1,
+//! which is read and not written, is plain without pages, others and runs, and has 0 for the number of blocks.
+//!
+//! What a plain content has page for page, 64 KiB at a time, with one that is in a segment already, it has there, and does
+//! not take again ([`Pages`]).
+//!
+//! A *pack* is the EROFS image over the segments that one image of the store needs. Both are made from objects and can
+//! be made again; a pack goes with its image, a segment with the last pack that needs it.
+
+mod index;
+mod write;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::contents::Contents;
+use crate::disk::{Kind, StoredFile};
+use crate::error::{At, Error, Result};
+use crate::store::remove_entry;
+use crate::{Digest, Domain};
+
+use index::Footer;
+pub use write::{Pages, SegmentWriter, Written};
+
+/// Suffix of segments.
+pub(crate) const SEGMENT_SUFFIX: &str = ".segment";
+/// Suffix of packs.
+pub(crate) const PACK_SUFFIX: &str = ".pack";
+
+/// Bytes of a block.
+const BLOCK: u64 = 4096;
+
+/// One content of a segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// The object whose content it is.
+    pub object: Digest,
+    /// SHA-256 of the content.
+    pub sha256: [u8; 32],
+    /// Its size in bytes.
+    pub size: u64,
+    /// The block at which it begins, or what it has here does.
+    pub block: u32,
+    /// How many blocks it takes here.
+    pub blocks: u32,
+    /// Where it is, in order, if it is not all in those blocks.
+    pub runs: Vec<Run>,
+}
+
+/// Some blocks of a content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Where they are; nowhere if they are zeros.
+    pub place: Option<Place>,
+    /// How many.
+    pub blocks: u32,
+}
+
+/// A block of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// 0: the segment that says it; n: the n-th of its [`Segment::others`].
+    pub segment: u32,
+    /// The block there.
+    pub block: u32,
+}
+
+impl Extent {
+    /// Where the content is, if it is plain.
+    pub fn runs(&self) -> Vec<Run> {
+        let place = Some(Place { segment: 0, block: self.block });
+        match self.runs.is_empty() {
+            true => vec![Run { place, blocks: self.blocks }],
+            false => self.runs.clone(),
+        }
+    }
+}
+
+/// What is in a block of a compressed segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// How much content, in bytes.
+    pub len: u32,
+    /// It is one LZ4 block that ends where the block ends; otherwise as it is, and then at most 4 KiB.
+    pub compressed: bool,
+}
+
+/// How the contents of segments are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Form {
+    /// As they are. Where the filesystem can, they share their blocks with the objects.
+    #[default]
+    Plain,
+    /// Compressed, in blocks of 4 KiB.
+    Lz4,
+}
+
+impl Form {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Plain, Self::Lz4];
+
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Lz4 => "lz4",
+        }
+    }
+}
+
+/// What a segment holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Segment {
+    /// Blocks of 4 KiB.
+    pub blocks: u32,
+    /// Its contents, in the order of their blocks.
+    pub extents: Vec<Extent>,
+    /// What is in each block, if it is compressed.
+    pub parts: Vec<Part>,
+    /// Other segments in which some of its contents are, in part or all.
+    pub others: Vec<Digest>,
+}
+
+impl Segment {
+    /// How its contents are kept. One without any is plain.
+    pub fn form(&self) -> Form {
+        if self.parts.is_empty() { Form::Plain } else { Form::Lz4 }
+    }
+
+    /// What is in the blocks of one of its contents; nothing if it is plain.
+    pub fn parts_of(&self, extent: &Extent) -> &[Part] {
+        let from = self.parts.get(extent.block as usize..).unwrap_or_default();
+        from.get(..extent.blocks as usize).unwrap_or_default()
+    }
+
+    /// The segment that a place is in, which this one, named `own`, says.
+    pub fn holder(&self, own: &Digest, place: Place) -> Digest {
+        let other = place.segment.checked_sub(1).and_then(|other| self.others.get(other as usize));
+        *other.unwrap_or(own)
+    }
+
+    /// Whether the other segments that one of its contents is in, if any, are all as asked for.
+    pub fn is_within(&self, extent: &Extent, is_so: impl Fn(&Digest) -> bool) -> bool {
+        let mut others = extent.runs.iter().filter_map(|run| run.place?.segment.checked_sub(1));
+        others.all(|other| self.others.get(other as usize).is_some_and(&is_so))
+    }
+}
+
+/// A pack of the domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Pack {
+    /// The image that it is of.
+    pub image: Digest,
+    /// Its own fs-verity digest.
+    pub digest: Digest,
+}
+
+impl Pack {
+    pub(crate) fn file_name(&self) -> String {
+        format!("{}.{}{PACK_SUFFIX}", self.image, self.digest)
+    }
+
+    pub(crate) fn of_file(name: &str) -> Option<Self> {
+        let (image, digest) = name.strip_suffix(PACK_SUFFIX)?.split_once('.')?;
+        let digest_of = |text: &str| Digest::from_lower_hex(text.as_bytes());
+        Some(Self { image: digest_of(image)?, digest: digest_of(digest)? })
+    }
+}
+
+impl Domain {
+    /// Digests of all segments, sorted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn segments(&self) -> Result<Vec<Digest>> {
+        let files = self.files("segments", SEGMENT_SUFFIX)?;
+        let mut segments: Vec<_> =
+            files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();
+        segments.sort_unstable();
+        Ok(segments)
+    }
+
+    /// Opens a segment for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSegment`], [`Error::Io`].
+    pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
+        self.open_file(self.segment_file(digest))?.ok_or(Error::NoSuchSegment(*digest))
+    }
+
+    /// What a segment holds, as it says itself. Its blocks are not looked at.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSegment`], [`Error::Corrupt`], [`Error::Io`].
+    pub fn read_segment(&self, digest: &Digest) -> Result<Segment> {
+        Segment::read(&self.open_segment(digest)?)
+    }
+
+    /// How many blocks a segment has, if it is as long as it says: nothing else of it is read.
+    ///
+    /// # Errors
+    /// As [`Domain::read_segment`].
+    pub fn segment_blocks(&self, digest: &Digest) -> Result<u32> {
+        Ok(Footer::read(&self.open_segment(digest)?)?.blocks)
+    }
+
+    /// All packs, sorted by image.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn packs(&self) -> Result<Vec<Pack>> {
+        let files = self.files("segments", "")?;
+        let mut packs: Vec<_> = files.iter().filter_map(|file| Pack::of_file(file)).collect();
+        packs.sort_unstable();
+        Ok(packs)
+    }
+
+    /// The packs of an image. There is one, or none; two if an attempt to replace one was interrupted: either will do.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn packs_of(&self, image: &Digest) -> Result<Vec<Pack>> {
+        Ok(self.packs()?.into_iter().filter(|pack| pack.image == *image).collect())
+    }
+
+    /// Opens a pack for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchPack`], [`Error::Io`].
+    pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
+        self.open_file(self.pack_file(pack))?.ok_or(Error::NoSuchPack(pack.image))
+    }
+
+    /// All packs with the segments that they need; none where that cannot be read: such a pack can be made again, and
+    /// keeps nothing.
+    pub(crate) fn packs_with_segments(
+        &self,
+        contents: &dyn Contents,
+    ) -> Result<Vec<(Pack, Option<Vec<Digest>>)>> {
+        let segments = |pack: &Pack| contents.pack_segments(&self.open_pack(pack).ok()?).ok();
+        Ok(self.packs()?.into_iter().map(|pack| (pack, segments(&pack))).collect())
+    }
+
+    /// Removes the packs of an image; says whether there was one. What only it needed goes with the next
+    /// [`Domain::gc`]. What is mounted from it stays as it is: the kernel has the files open.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], [`Error::Io`].
+    pub fn remove_pack(&self, image: &Digest) -> Result<bool> {
+        self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
+        let packs = self.packs_of(image)?;
+        for pack in &packs {
+            remove_entry(self.disk(), &self.pack_file(pack), Kind::File)?;
+        }
+        let directory = format!("{}/segments", self.base());
+        self.disk().sync_dir(&directory).at("sync", &directory)?;
+        Ok(!packs.is_empty())
+    }
+
+    /// The file of a pack. `None` on a simulated disk.
+    pub fn pack_path(&self, pack: &Pack) -> Option<PathBuf> {
+        Some(self.store().path()?.join(self.pack_file(pack)))
+    }
+
+    /// The file of a segment. `None` on a simulated disk.
+    pub fn segment_path(&self, digest: &Digest) -> Option<PathBuf> {
+        Some(self.store().path()?.join(self.segment_file(digest)))
+    }
+
+    pub(crate) fn segment_file(&self, digest: &Digest) -> String {
+        format!("{}/segments/{digest}{SEGMENT_SUFFIX}", self.base())
+    }
+
+    pub(crate) fn pack_file(&self, pack: &Pack) -> String {
+        format!("{}/segments/{}", self.base(), pack.file_name())
+    }
+}

@@ -1,0 +1,568 @@
+//! Writing segments.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::mem::take;
+use std::ops::Range;
+
+use sha2::{Digest as _, Sha256};
+
+use super::index::{Footer, PAGE_HASH_SIZE};
+use super::{BLOCK, Extent, Part, Place, Run, SEGMENT_SUFFIX, Segment};
+use crate::buffer::Buffer;
+use crate::disk::{Piece, StoredFile};
+use crate::error::{At, Error, Result};
+use crate::staging::{Placed, Spilled, Staging};
+use crate::verity::{Hasher, block_digests, zero_digest};
+use crate::{Digest, Domain};
+
+/// Bytes of a block.
+const PAGE: usize = 4096;
+/// How much is gathered before it is written, in bytes.
+const WRITE_SIZE: usize = 1 << 20;
+/// So many bytes of a content, from a multiple of them on, are looked for together. Fewer would find a little more, and
+/// take a larger table in packs, which is in memory when the file is read.
+const CHUNK: usize = 16 * PAGE;
+static ZEROS: [u8; CHUNK] = [0; CHUNK];
+
+/// What pages are in segments, so that contents that are written need not bring them again.
+#[derive(Debug, Default)]
+pub struct Pages {
+    /// By hash: the number of the segment, and the block there.
+    places: HashMap<u64, (u32, u32)>,
+    segments: Vec<Known>,
+}
+
+/// A segment that is there.
+#[derive(Debug)]
+struct Known {
+    digest: Digest,
+    file: StoredFile,
+    blocks: u32,
+}
+
+impl Pages {
+    /// Adds the pages of a segment of the domain, if it says which it has.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSegment`], [`Error::Corrupt`], [`Error::Io`].
+    pub fn add(&mut self, domain: &Domain, digest: &Digest) -> Result<()> {
+        let file = domain.open_segment(digest)?;
+        let footer = Footer::read(&file)?;
+        let mut table = vec![0; usize::try_from(footer.pages_size()).unwrap_or(usize::MAX)];
+        file.read_exact_at(&mut table, u64::from(footer.blocks) * BLOCK).at("read", file.path())?;
+        let hashes = table.as_chunks::<PAGE_HASH_SIZE>().0.iter().map(|it| u64::from_le_bytes(*it));
+        self.add_known(Known { digest: *digest, file, blocks: footer.blocks }, hashes.zip(0..));
+        Ok(())
+    }
+
+    /// Adds those of a segment that was just written; gives its name and what it holds.
+    pub fn add_written(&mut self, written: Written) -> (Digest, Segment) {
+        let Written { digest, segment, pages, file } = written;
+        if let Some(file) = file {
+            self.add_known(Known { digest, file, blocks: segment.blocks }, pages.into_iter());
+        }
+        (digest, segment)
+    }
+
+    fn add_known(&mut self, segment: Known, pages: impl Iterator<Item = (u64, u32)>) {
+        let number = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
+        self.segments.push(segment);
+        for (hash, block) in pages {
+            self.places.entry(hash).or_insert((number, block));
+        }
+    }
+}
+
+/// A segment that is written, and staged.
+#[derive(Debug)]
+pub struct Written {
+    /// Its name.
+    pub digest: Digest,
+    /// What it holds.
+    pub segment: Segment,
+    pages: HashMap<u64, u32>,
+    /// None if the disk is full.
+    file: Option<StoredFile>,
+}
+
+/// Writes one segment.
+pub struct SegmentWriter<'a> {
+    file: Spilled<'a>,
+    hasher: Hasher,
+    buffer: Buffer,
+    /// What it has so far.
+    segment: Segment,
+    /// What other segments have.
+    known: &'a Pages,
+    /// Of these, the numbers of those that it refers to.
+    others: Vec<u32>,
+    /// By hash: the block here.
+    pages: HashMap<u64, u32>,
+    /// The hashes, in the order of the blocks.
+    hashes: Vec<u64>,
+    /// The file, for reading: contents are compared with what is there.
+    copy: Option<StoredFile>,
+}
+
+impl fmt::Debug for SegmentWriter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SegmentWriter").field("segment", &self.segment).finish_non_exhaustive()
+    }
+}
+
+impl Staging {
+    /// A writer for a segment; what is in `known` it does not write again, if it is plain.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn segment_writer<'a>(&'a self, known: &'a Pages) -> Result<SegmentWriter<'a>> {
+        Ok(SegmentWriter {
+            file: Spilled::new(self)?,
+            hasher: Hasher::new(),
+            buffer: Buffer::new(WRITE_SIZE),
+            segment: Segment::default(),
+            known,
+            others: Vec::new(),
+            pages: HashMap::new(),
+            hashes: Vec::new(),
+            copy: None,
+        })
+    }
+}
+
+/// A plain content that is being added.
+struct Adding<'c> {
+    source: &'c StoredFile,
+    hashers: (Hasher, Sha256),
+    /// How much of it was seen, in bytes.
+    seen: u64,
+    /// What was read and is not a whole chunk yet.
+    rest: Vec<u8>,
+    /// What is to be appended by sharing its blocks with the source.
+    pending: Range<u64>,
+    runs: Vec<Run>,
+}
+
+impl Adding<'_> {
+    fn push(&mut self, place: Option<Place>, blocks: u32) {
+        let goes_on = |last: &&mut Run| match (last.place, place) {
+            (Some(last_place), Some(place)) => {
+                last_place.segment == place.segment
+                    && last_place.block.checked_add(last.blocks) == Some(place.block)
+            }
+            (None, None) => true,
+            _ => false,
+        };
+        match self.runs.last_mut().filter(goes_on) {
+            Some(last) => last.blocks += blocks,
+            None => self.runs.push(Run { place, blocks }),
+        }
+    }
+}
+
+impl SegmentWriter<'_> {
+    /// Adds the content of an object of the domain, which must not be empty, as it is. What is there already it has
+    /// there; of the rest, it shares its blocks with the object where the filesystem can.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchObject`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content is not what its name says,
+    /// [`Error::SegmentFull`] if it is more than a segment can address, and those of [`Staging::put_object`].
+    pub fn add(&mut self, object: &Digest, size: u64) -> Result<()> {
+        debug_assert!(self.segment.parts.is_empty(), "all contents are kept in one way");
+        let source = self.open(object, size)?;
+        let block = self.segment.blocks;
+        self.room(object, size, size.div_ceil(BLOCK))?;
+        let mut adding = Adding {
+            source: &source,
+            hashers: (Hasher::new(), Sha256::new()),
+            seen: 0,
+            rest: Vec::new(),
+            pending: 0..0,
+            runs: Vec::new(),
+        };
+        source.for_pieces(|piece| match piece {
+            Piece::Data(data) => self.data(&mut adding, data),
+            Piece::Hole(len) => self.zeros(&mut adding, len),
+        })?;
+        let rest = take(&mut adding.rest);
+        self.chunk(&mut adding, &rest)?;
+        self.settle(&mut adding)?;
+        let Adding { hashers, mut runs, .. } = adding;
+        check_digest(&source, object, hashers.0)?;
+        let blocks = self.segment.blocks - block;
+        if u64::from(blocks) == size.div_ceil(BLOCK) {
+            runs.clear();
+        }
+        let sha256 = hashers.1.finalize().into();
+        self.segment.extents.push(Extent { object: *object, sha256, size, block, blocks, runs });
+        Ok(())
+    }
+
+    /// Adds the content of an object of the domain, which must not be empty, compressed: `compress` reads it to its
+    /// end, writes blocks of 4 KiB and says what is in each.
+    ///
+    /// # Errors
+    /// As [`SegmentWriter::add`], those of `compress`, and `InvalidData` if what it says is not what it read and wrote.
+    pub fn add_compressed(
+        &mut self,
+        object: &Digest,
+        size: u64,
+        compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Part>>,
+    ) -> Result<()> {
+        debug_assert_eq!(self.segment.parts.len(), self.segment.blocks as usize);
+        let source = self.open(object, size)?;
+        let mut hashers = (Hasher::new(), Sha256::new());
+        let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers };
+        let mut writer = Blocks { segment: self, written: 0, failed: None };
+        let parts = compress(&mut reader, &mut writer);
+        let Blocks { written, failed, .. } = writer;
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        let parts = parts.at("read", source.path())?;
+        check_digest(&source, object, hashers.0)?;
+        let block = self.segment.blocks;
+        let blocks = self.room(object, size, parts.len() as u64)?;
+        self.segment.parts.extend(parts);
+        let sha256 = hashers.1.finalize().into();
+        let runs = Vec::new();
+        let extent = Extent { object: *object, sha256, size, block, blocks, runs };
+        if !self.segment.fits(&extent) || written != u64::from(blocks) * BLOCK {
+            return Err(io::Error::from(io::ErrorKind::InvalidData)).at("compress", source.path());
+        }
+        self.segment.blocks += blocks;
+        self.segment.extents.push(extent);
+        Ok(())
+    }
+
+    fn open(&self, object: &Digest, size: u64) -> Result<StoredFile> {
+        let source = self.file.staging.domain.open_object(object)?;
+        let found = source.size().at("look at", source.path())?;
+        match found == size {
+            true => Ok(source),
+            false => Err(Error::SizeMismatch { digest: *object, expected: size, found }),
+        }
+    }
+
+    /// Whether so many blocks more can be addressed; gives their number.
+    fn room(&self, object: &Digest, size: u64, blocks: u64) -> Result<u32> {
+        let blocks = u32::try_from(blocks).ok();
+        blocks
+            .filter(|blocks| self.segment.blocks.checked_add(*blocks).is_some())
+            .ok_or(Error::SegmentFull { digest: *object, size })
+    }
+
+    /// Takes the next bytes of a content.
+    fn data(&mut self, adding: &mut Adding<'_>, mut data: &[u8]) -> Result<()> {
+        if !adding.rest.is_empty() {
+            let count = data.len().min(CHUNK - adding.rest.len());
+            adding.rest.extend_from_slice(&data[..count]);
+            data = &data[count..];
+            if adding.rest.len() < CHUNK {
+                return Ok(());
+            }
+            let mut chunk = take(&mut adding.rest);
+            self.chunk(adding, &chunk)?;
+            chunk.clear();
+            adding.rest = chunk;
+        }
+        let (chunks, rest) = data.as_chunks::<CHUNK>();
+        for chunk in chunks {
+            self.chunk(adding, chunk)?;
+        }
+        adding.rest.extend_from_slice(rest);
+        Ok(())
+    }
+
+    /// Takes so many zeros of a content, without looking at them.
+    fn zeros(&mut self, adding: &mut Adding<'_>, len: u64) -> Result<()> {
+        let to_chunk = |bytes: u64| usize::try_from(bytes).unwrap_or(CHUNK).min(CHUNK);
+        let before = match adding.rest.len() {
+            0 => 0,
+            gathered => to_chunk(len).min(CHUNK - gathered),
+        };
+        self.data(adding, &ZEROS[..before])?;
+        let mut whole = (len - before as u64) / CHUNK as u64;
+        let rest = to_chunk((len - before as u64) % CHUNK as u64);
+        if whole > 0 {
+            self.settle(adding)?;
+            // As many as the content has blocks, which are not too many.
+            let blocks = whole * (CHUNK as u64 / BLOCK);
+            adding.push(None, u32::try_from(blocks).unwrap_or(u32::MAX));
+            adding.hashers.0.zeros(whole * CHUNK as u64);
+            adding.seen += whole * CHUNK as u64;
+        }
+        while whole > 0 {
+            adding.hashers.1.update(ZEROS);
+            whole -= 1;
+        }
+        self.data(adding, &ZEROS[..rest])
+    }
+
+    /// Takes the next chunk of a content, or what is left of it at its end.
+    fn chunk(&mut self, adding: &mut Adding<'_>, data: &[u8]) -> Result<()> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let (len, digests) = (data.len() as u64, block_digests(data));
+        // At most those of a chunk.
+        let blocks = u32::try_from(digests.len()).unwrap_or(u32::MAX);
+        let start = adding.seen;
+        adding.hashers.0.digests(len, &digests);
+        adding.hashers.1.update(data);
+        adding.seen += len;
+        if digests.iter().all(|digest| digest == zero_digest()) {
+            self.settle(adding)?;
+            adding.push(None, blocks);
+            return Ok(());
+        }
+        if let Some(place) = self.find(adding, data, &digests)? {
+            self.settle(adding)?;
+            adding.push(Some(place), blocks);
+            return Ok(());
+        }
+        adding.push(Some(Place { segment: 0, block: self.segment.blocks }), blocks);
+        for (digest, block) in digests.iter().zip(self.segment.blocks..) {
+            let hash = hash_of(digest);
+            self.hashes.push(hash);
+            if digest != zero_digest() {
+                self.pages.entry(hash).or_insert(block);
+            }
+        }
+        self.segment.blocks += blocks;
+        self.hasher.digests(u64::from(blocks) * BLOCK, &digests);
+        if self.file.staging.domain.protection().reflink {
+            if adding.pending.is_empty() {
+                adding.pending.start = start;
+            }
+            adding.pending.end = adding.seen;
+            return Ok(());
+        }
+        self.write(data)?;
+        self.pad(adding.seen)
+    }
+
+    /// Where a chunk is already: where the one before it goes on, or where one of its pages is for the first time.
+    fn find(
+        &mut self,
+        adding: &mut Adding<'_>,
+        data: &[u8],
+        digests: &[[u8; 32]],
+    ) -> Result<Option<Place>> {
+        let mut places: Vec<(Option<u32>, u32)> = Vec::new();
+        if let Some(Run { place: Some(place), blocks }) = adding.runs.last() {
+            let known = place.segment.checked_sub(1).map(|number| self.others[number as usize]);
+            places.extend(place.block.checked_add(*blocks).map(|block| (known, block)));
+        }
+        let pages = if data.len() < CHUNK { &[] } else { digests };
+        for (digest, before) in pages.iter().zip(0..) {
+            let hash = hash_of(digest);
+            let (known, block) = match (self.pages.get(&hash), self.known.places.get(&hash)) {
+                (Some(block), _) => (None, *block),
+                (None, Some((number, block))) => (Some(*number), *block),
+                (None, None) => continue,
+            };
+            let place = block.checked_sub(before).map(|block| (known, block));
+            places.extend(place.filter(|place| !places.contains(place)));
+        }
+        for (known, block) in places {
+            if self.is_at(adding, data, known, block)? {
+                let segment = known.map_or(0, |number| self.refer_to(number));
+                return Ok(Some(Place { segment, block }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether content is in a known segment, or in this one, from a block on. What cannot be read there is not there.
+    fn is_at(
+        &mut self,
+        adding: &mut Adding<'_>,
+        data: &[u8],
+        known: Option<u32>,
+        block: u32,
+    ) -> Result<bool> {
+        let known = known.and_then(|number| self.known.segments.get(number as usize));
+        let blocks = known.map_or(self.segment.blocks, |known| known.blocks);
+        let mut found = vec![0; data.len().next_multiple_of(PAGE)];
+        let start = u64::from(block) * BLOCK;
+        if start + found.len() as u64 > u64::from(blocks) * BLOCK {
+            return Ok(false);
+        }
+        let read = match known {
+            Some(known) => known.file.read_exact_at(&mut found, start),
+            None => {
+                self.settle(adding)?;
+                self.flush()?;
+                self.read_back(&mut found, start)
+            }
+        };
+        let (content, padding) = found.split_at(data.len());
+        Ok(read.is_ok() && content == data && padding.iter().all(|byte| *byte == 0))
+    }
+
+    fn read_back(&mut self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        if self.copy.is_none() {
+            let path = self.file.path.clone();
+            let file = self.file.staging.disk().open(&path)?;
+            self.copy = Some(StoredFile::new(file, path));
+        }
+        self.copy.as_ref().map_or(Ok(()), |copy| copy.read_exact_at(buffer, offset))
+    }
+
+    /// The number by which a content says that it is in a known segment.
+    fn refer_to(&mut self, known: u32) -> u32 {
+        let index = self.others.iter().position(|other| *other == known);
+        let index = index.unwrap_or_else(|| {
+            self.others.push(known);
+            self.others.len() - 1
+        });
+        u32::try_from(index + 1).unwrap_or(u32::MAX)
+    }
+
+    /// Appends what is pending of a content: by sharing blocks, or if that does not go as it is.
+    fn settle(&mut self, adding: &mut Adding<'_>) -> Result<()> {
+        let part = take(&mut adding.pending);
+        if part.is_empty() {
+            return Ok(());
+        }
+        self.flush()?;
+        let (mut shared, end) = (false, part.end);
+        self.file.call(|file| {
+            shared = file.append_shared(adding.source, part.clone())?;
+            Ok(())
+        })?;
+        if !shared {
+            adding.source.for_pieces_in(part, |piece| match piece {
+                Piece::Data(data) => self.write(data),
+                Piece::Hole(len) => {
+                    self.flush()?;
+                    self.file.hole(len)
+                }
+            })?;
+        }
+        self.pad(end)
+    }
+
+    /// Fills the last block of a content up that is so long.
+    fn pad(&mut self, size: u64) -> Result<()> {
+        let padding = usize::try_from(size.next_multiple_of(BLOCK) - size).unwrap_or(0);
+        self.write(&ZEROS[..padding])
+    }
+
+    /// Ends the segment.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn finish(mut self) -> Result<Written> {
+        if self.segment.blocks == 0 {
+            // A device of nothing is none.
+            self.segment.blocks = 1;
+            self.hashes.push(hash_of(zero_digest()));
+            self.hasher.zeros(BLOCK);
+            self.file.hole(BLOCK)?;
+        }
+        let others = self.others.iter().map(|other| self.known.segments[*other as usize].digest);
+        self.segment.others = others.collect();
+        let mut end: Vec<u8> = self.hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+        end.extend(self.segment.encode());
+        self.hasher.update(&end);
+        self.write(&end)?;
+        self.flush()?;
+        let Self { file, hasher, segment, pages, .. } = self;
+        let (staging, written, digest) = (file.staging, file.written, hasher.finish());
+        let target = format!("{}/segments/{digest}{SEGMENT_SUFFIX}", staging.directory);
+        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
+        if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
+            staging.count_missing_bytes(written);
+        }
+        let file = match placed {
+            Placed::Full => None,
+            _ => {
+                let file = staging.disk().open(&target).at("open", &target)?;
+                Some(StoredFile::new(file, target))
+            }
+        };
+        Ok(Written { digest, segment, pages, file })
+    }
+
+    fn write(&mut self, mut data: &[u8]) -> Result<()> {
+        while !data.is_empty() {
+            let spare = self.buffer.spare();
+            let count = spare.len().min(data.len());
+            spare[..count].copy_from_slice(&data[..count]);
+            self.buffer.advance(count);
+            data = &data[count..];
+            if self.buffer.spare().is_empty() {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if !self.buffer.filled().is_empty() {
+            self.file.write(self.buffer.filled())?;
+            self.buffer.clear();
+        }
+        Ok(())
+    }
+}
+
+fn check_digest(source: &StoredFile, object: &Digest, hasher: Hasher) -> Result<()> {
+    let digest = hasher.finish();
+    match digest == *object {
+        true => Ok(()),
+        false => Err(Error::corrupt(source.path(), format!("its content has digest {digest}"))),
+    }
+}
+
+/// Reads content, and hashes it for the object's name and for the kernel.
+struct Hashing<'h, R> {
+    reader: R,
+    hashers: &'h mut (Hasher, Sha256),
+}
+
+impl<R: Read> Read for Hashing<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.reader.read(buffer)?;
+        self.hashers.0.update(&buffer[..count]);
+        self.hashers.1.update(&buffer[..count]);
+        Ok(count)
+    }
+}
+
+/// Writes blocks to a segment, and hashes them as a part of it.
+struct Blocks<'s, 'a> {
+    segment: &'s mut SegmentWriter<'a>,
+    /// How many bytes.
+    written: u64,
+    failed: Option<Error>,
+}
+
+impl Write for Blocks<'_, '_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.segment.hasher.update(data);
+        match self.segment.write(data) {
+            Ok(()) => {
+                self.written += data.len() as u64;
+                Ok(data.len())
+            }
+            Err(error) => {
+                self.failed = Some(error);
+                Err(io::ErrorKind::Other.into())
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a page is found by.
+fn hash_of(digest: &[u8; 32]) -> u64 {
+    digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
