@@ -206,6 +206,13 @@ impl ImageLock {
     }
 }
 
+impl Drop for ImageLock {
+    /// Closing is not enough: a process that is just being started has a copy of it.
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
 /// A lock of a trust domain, held until dropped.
 #[derive(Debug)]
 pub(crate) struct DomainLock {
@@ -213,7 +220,7 @@ pub(crate) struct DomainLock {
 }
 
 impl Drop for DomainLock {
-    /// Closing is not enough: a process that is just being started has a copy of it.
+    /// As that of an image's lock.
     fn drop(&mut self) {
         let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
     }
@@ -617,6 +624,20 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Moun
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A process that is just being started has a copy of every descriptor. As long as it had that of a lock, nobody who only
+    /// tried got the lock, and passed over a base that had become idle: three of fifteen runs of the tests found one left.
+    #[test]
+    fn a_lock_is_given_up_although_a_copy_of_it_is_open() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("locks")).unwrap();
+        let (run, image) = (RunDir::at(dir.path()), Digest([1; 32]));
+        let lock = run.lock_image(&image).unwrap();
+        let _copy = lock.file.try_clone().unwrap();
+        assert!(run.try_lock_image(&image).unwrap().is_none());
+        drop(lock);
+        assert!(run.try_lock_image(&image).unwrap().is_some());
+    }
 
     #[test]
     fn ids_are_never_paths() {
