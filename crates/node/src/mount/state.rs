@@ -180,6 +180,9 @@ pub struct PinRecord {
     /// The image that it is mounted over, if it is only what it has besides.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Digest>,
+    /// What is mounted over that. Records of versions that did not note it have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta: Option<Digest>,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.
