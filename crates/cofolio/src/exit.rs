@@ -347,6 +347,9 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::PackInvalid { .. } => {
             Some("`cofolio fsck --repair` removes it, `cofolio pack` makes it again")
         }
+        MountError::BaseNotProven { .. } => Some(
+            "`cofolio mounts` says by whom; once it is unmounted everywhere it is mounted without that base",
+        ),
         MountError::NotShared { .. } => Some("`cofolio pack --again IMAGE` makes its pack anew"),
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),

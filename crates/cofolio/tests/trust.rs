@@ -65,6 +65,53 @@ fn a_digest_says_which_image_and_none_other_is_mounted() {
     assert!(ran.stderr.contains("it was altered"), "{}", ran.stderr);
 }
 
+/// Two images over one base. Whoever can write to the store gives the one the other's delta, and nothing in the store is
+/// damaged by that: `mount --digest` of the one showed the other's files.
+#[test]
+fn what_is_asked_for_by_digest_is_not_shown_as_another_image() {
+    const TEST: &str = "what_is_asked_for_by_digest_is_not_shown_as_another_image";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let mut below = common::Tar::default();
+    below.directory("lib/", 0o755);
+    for number in 0..1100 {
+        below.file(&format!("lib/{number}"), 0o644, number.to_string().as_bytes());
+    }
+    let [one, two] = ["one", "two"].map(|name| {
+        let mut top = common::Tar::default();
+        top.directory("etc/", 0o755).file("etc/name", 0o644, name.as_bytes());
+        let layout = sandbox.path(name);
+        common::write_layout(&layout, "1", &[below.finish(), top.finish()], json!({}));
+        let name = format!("{name}:1");
+        let ran =
+            sandbox.run(&["import", "--json", "--name", &name, layout.to_str().unwrap()]).json();
+        ran["image"].as_str().unwrap().to_owned()
+    });
+    let records = sandbox.path("store/domains/default/bases");
+    fs::copy(records.join(&two), records.join(&one)).unwrap();
+    sandbox.run(&["fsck"]).ok();
+
+    let (at, other) = (sandbox.text("mnt"), sandbox.text("other"));
+    let shown = |at: &str| fs::read_to_string(format!("{at}/etc/name")).unwrap();
+    for args in [&["--digest", &one][..], &["--verify", "one:1"]] {
+        sandbox.run(&[&["mount", "--create"], args, &[&at]].concat()).ok();
+        assert_eq!(shown(&at), "one");
+        sandbox.run(&["umount", &at]).ok();
+    }
+    sandbox.run(&["mount", "--create", "one:1", &at]).ok();
+    assert_eq!(shown(&at), "two", "nobody asked");
+    let ran = sandbox.run(&["mount", "--create", "--digest", &one, &other]);
+    ran.fails_with(4);
+    for part in [&one, "is mounted over", "should be", "`cofolio mounts` says by whom"] {
+        assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr);
+    }
+    sandbox.run(&["umount", &at]).ok();
+    sandbox.run(&["mount", "--create", "--digest", &one, &other]).ok();
+    assert_eq!(shown(&other), "one");
+}
+
 /// Where the kernel cannot check what is read, `--require-verity` refuses by name, and mounts nothing.
 #[test]
 fn required_fs_verity_is_there_or_the_mount_is_refused() {

@@ -14,6 +14,7 @@
 //! one digest, so all blocks of such digests have one, and so on upwards.
 //! Source: `Documentation/filesystems/fsverity.rst`, "Merkle tree" and "fs-verity descriptor".
 
+use std::io;
 use std::sync::OnceLock;
 
 use cofolio_sys::sha256;
@@ -208,6 +209,18 @@ impl Hasher {
             level += 1;
         }
         [0; HASH]
+    }
+}
+
+/// What is written is hashed, and nothing fails.
+impl io::Write for Hasher {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.update(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

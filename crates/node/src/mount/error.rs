@@ -102,6 +102,18 @@ pub enum MountError {
         /// Where it was.
         at: PathBuf,
     },
+    /// The image is mounted already, over a base, and nothing proves that it shows what it should.
+    #[error(
+        "image {image} is mounted over {base}, and not proven to show the same there: {reason}"
+    )]
+    BaseNotProven {
+        /// The image.
+        image: Digest,
+        /// The base, or one below it.
+        base: Digest,
+        /// What is not proven, and why.
+        reason: String,
+    },
     /// An object that the image needs is not in the store.
     #[error("object {object} of image {image} is missing; import the image again")]
     ObjectMissing {
@@ -244,6 +256,7 @@ impl MountError {
             | Self::ImageAltered { .. }
             | Self::ImageInvalid { .. }
             | Self::PackInvalid { .. }
+            | Self::BaseNotProven { .. }
             | Self::ObjectMissing { .. }
             | Self::ObjectSize { .. }
             | Self::Altered { .. }

@@ -30,6 +30,7 @@ pub(crate) mod kernel;
 mod limit;
 pub(crate) mod mountinfo;
 mod pin;
+mod proof;
 mod reconcile;
 mod share;
 mod state;
@@ -57,6 +58,7 @@ pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 
 use error::{Asked, At as _};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
+use proof::Proofs;
 use reconcile::{Kernel, Place};
 use state::ImageLock;
 pub(crate) use state::list;
@@ -93,12 +95,13 @@ pub struct MountRequest {
     /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), which goes
     /// with the mount.
     pub scratch: bool,
-    /// Hash the image and all its objects before mounting.
+    /// Hash the image and all its objects before mounting; and measure.
     pub verify: bool,
     /// Measure the metadata image now, even if it is mounted already: by the kernel where it has
-    /// fs-verity, else by hashing it.
+    /// fs-verity, else by hashing it. If the image is mounted over a base, that this shows the same must be
+    /// proven; if it is not mounted yet, it is mounted without a base where that cannot be.
     pub measure: bool,
-    /// Refuse where the kernel would not check every read of the image and its objects (fs-verity).
+    /// Refuse where the kernel would not check every read of the image and its objects (fs-verity); and measure.
     pub require_verity: bool,
     /// Id map.
     pub idmap: Option<IdMap>,
@@ -131,6 +134,11 @@ impl MountRequest {
             nodev: false,
             noexec: false,
         }
+    }
+
+    /// Whether anything that was asked for stands and falls with the image being the one that is named.
+    fn is_measured(&self) -> bool {
+        self.measure || self.verify || self.require_verity
     }
 }
 
@@ -321,8 +329,10 @@ impl<'a> Mounter<'a> {
         if request.require_verity && !verity {
             return Err(MountError::NoVerity { store: self.domain.objects_dir() });
         }
-        if request.measure {
-            self.measure(&request.image, verity)?;
+        let proofs = request.is_measured().then(|| Proofs::of(request.image));
+        if proofs.is_some() {
+            let file = self.domain.open_image(&request.image)?;
+            pin::check_digest(&file, &request.image, verity)?;
         }
         if request.verify {
             self.verify(&request.image)?;
@@ -354,7 +364,7 @@ impl<'a> Mounter<'a> {
             pid: std::process::id(),
             created: now(),
         };
-        self.hold_base(self.domain, &record.image)?;
+        self.hold_base(self.domain, &record.image, proofs.as_ref())?;
         let lock = self.run.prepare_and_lock(&record.image)?;
         if !self.run.claim(&record, &lock)? {
             // Somebody was faster between `make_room` and here.
@@ -362,7 +372,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::AlreadyMounted { target: record.target, image });
         }
         self.step(Step::Claimed);
-        match self.make(&mut record, request.require_verity, &lock) {
+        match self.make(&mut record, request.require_verity, &lock, proofs.as_ref()) {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
@@ -407,6 +417,7 @@ impl<'a> Mounter<'a> {
         record: &mut MountRecord,
         require_verity: bool,
         lock: &ImageLock,
+        proofs: Option<&Proofs>,
     ) -> Result<(), MountError> {
         let image = record.image;
         let mut root = Root::new(RootKind::Mount, record.id.clone());
@@ -437,7 +448,7 @@ impl<'a> Mounter<'a> {
         }
         let target = open_dir(&record.target).at("open", &record.target)?;
 
-        let pin = self.pinned(self.domain, &image, lock)?;
+        let pin = self.pinned(self.domain, &image, lock, proofs)?;
         if require_verity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity { image });
         }
@@ -638,7 +649,7 @@ impl<'a> Mounter<'a> {
     /// As [`Mounter::mount`].
     pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
         self.run.prepare()?;
-        self.hold_base(self.domain, image)?;
+        self.hold_base(self.domain, image, None)?;
         let lock = self.run.prepare_and_lock(image)?;
         let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
         root.images = vec![*image];
@@ -650,7 +661,7 @@ impl<'a> Mounter<'a> {
             let _stays = self.run.share_domain(self.domain.name())?;
             mark_user(&self.run, self.domain.name(), image, pin::KEEPER)?;
         }
-        let pinned = self.pinned(self.domain, image, &lock);
+        let pinned = self.pinned(self.domain, image, &lock, None);
         if pinned.is_err() {
             self.let_go(self.domain.name(), image, &lock)?;
         }

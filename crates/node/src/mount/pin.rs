@@ -13,6 +13,7 @@ use super::error::{Asked, At as _, MountError};
 use super::idmap::IdMap;
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
+use super::proof::Proofs;
 use super::state::{
     ImageLock, PinRecord, hex, list, read_json, remove_dir, remove_file, write_json,
 };
@@ -56,12 +57,14 @@ pub(super) const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
 const OVERLAY_MAGIC: u32 = 0x794C_7630;
 
 impl Mounter<'_> {
-    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for it.
-    pub(crate) fn pinned(
+    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for it. With `proofs` it is
+    /// made over a base only if that is proven; if it is there, that must be proven.
+    pub(super) fn pinned(
         &self,
         domain: &Domain,
         image: &Digest,
         lock: &ImageLock,
+        proofs: Option<&Proofs>,
     ) -> Result<Pinned, MountError> {
         let dir = self.run.image_dir(domain.name(), image);
         let at = dir.join("erofs");
@@ -70,12 +73,17 @@ impl Mounter<'_> {
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             // It is as it was made, whatever the domain's backend is by now.
             let record: Option<PinRecord> = read_json(&path)?;
+            if let Some(proofs) = proofs {
+                let reason = "it is missing, so nobody knows what is mounted".to_owned();
+                let known = record.as_ref().ok_or(MountError::State { path, reason })?;
+                proofs.prove_pin(domain, image, known)?;
+            }
             let (backend, verity, base) = record.map_or_else(Default::default, |record| {
                 (record.backend, record.verity, record.base)
             });
             let mut layers = vec![root];
             if let Some(base) = base {
-                layers.extend(self.mounted_layers(domain.name(), &base)?);
+                layers.extend(self.mounted_layers(domain, &base, proofs)?);
             }
             return Ok(Pinned { layers, backend, verity });
         }
@@ -83,7 +91,7 @@ impl Mounter<'_> {
         let backend = domain.backend()?;
         let mut below = Vec::new();
         let (mount, record) = match backend {
-            Backend::Overlay => match self.mount_delta(domain, image, scratch.as_fd())? {
+            Backend::Overlay => match self.mount_delta(domain, image, scratch.as_fd(), proofs)? {
                 Some((mount, record, layers)) => {
                     below = layers;
                     (mount, record)
@@ -99,6 +107,7 @@ impl Mounter<'_> {
                 let record = PinRecord {
                     backend,
                     base: None,
+                    delta: None,
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
@@ -149,6 +158,7 @@ impl Mounter<'_> {
         let record = PinRecord {
             backend: Backend::Overlay,
             base: None,
+            delta: None,
             backing,
             verity,
             objects_checked,

@@ -180,6 +180,9 @@ pub struct PinRecord {
     /// The image that it is mounted over, if it is only what it has besides.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Digest>,
+    /// What is mounted over that. Records of versions that did not note it have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta: Option<Digest>,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.
@@ -206,6 +209,13 @@ impl ImageLock {
     }
 }
 
+impl Drop for ImageLock {
+    /// Closing is not enough: a process that is just being started has a copy of it.
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
 /// A lock of a trust domain, held until dropped.
 #[derive(Debug)]
 pub(crate) struct DomainLock {
@@ -213,7 +223,7 @@ pub(crate) struct DomainLock {
 }
 
 impl Drop for DomainLock {
-    /// Closing is not enough: a process that is just being started has a copy of it.
+    /// As that of an image's lock.
     fn drop(&mut self) {
         let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
     }
@@ -617,6 +627,20 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Moun
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A process that is just being started has a copy of every descriptor. As long as it had that of a lock, nobody who only
+    /// tried got the lock, and passed over a base that had become idle: three of fifteen runs of the tests found one left.
+    #[test]
+    fn a_lock_is_given_up_although_a_copy_of_it_is_open() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("locks")).unwrap();
+        let (run, image) = (RunDir::at(dir.path()), Digest([1; 32]));
+        let lock = run.lock_image(&image).unwrap();
+        let _copy = lock.file.try_clone().unwrap();
+        assert!(run.try_lock_image(&image).unwrap().is_none());
+        drop(lock);
+        assert!(run.try_lock_image(&image).unwrap().is_some());
+    }
 
     #[test]
     fn ids_are_never_paths() {

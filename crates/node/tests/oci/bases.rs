@@ -137,7 +137,12 @@ fn an_image_over_its_base_shows_what_it_shows_alone() {
     let mounter = || Mounter::new(&bench.domain, RunDir::at(bench.path("run")), &ImageContents);
     let look = |image: Digest| {
         let target = bench.path("mnt");
-        let request = MountRequest { create_target: true, ..MountRequest::new(image, &target) };
+        // What an import makes is proven, too: else there would be no base here.
+        let request = MountRequest {
+            create_target: true,
+            measure: true,
+            ..MountRequest::new(image, &target)
+        };
         if let Err(error) = mounter().mount(&request) {
             eprintln!("SKIP {test}: {error}");
             return None;

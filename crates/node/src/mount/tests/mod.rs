@@ -1,5 +1,6 @@
 mod crash;
 mod fixture;
+mod measured;
 mod refusals;
 
 use std::fs;
@@ -224,15 +225,10 @@ fn an_image_whose_base_is_damaged_is_mounted_without() {
         let erofs = fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
         assert_eq!(erofs, 1, "{damaged}");
         assert!(umount(&mounter, &request.target).unpinned);
-        // Who asks for the bytes to be compared is told.
-        let measured = mounter.mount(&MountRequest { measure: true, ..request });
-        match damaged {
-            "base" | "delta" => {
-                let error = measured.unwrap_err();
-                assert!(matches!(error, MountError::ImageAltered { .. }), "{damaged}: {error}");
-            }
-            _ => drop(umount(&mounter, &measured.unwrap().target)),
-        }
+        let measured = MountRequest { measure: true, ..request };
+        mounter.mount(&measured).unwrap_or_else(|error| panic!("{damaged}: {error}"));
+        fixture.check_content(&measured.target);
+        assert!(umount(&mounter, &measured.target).unpinned);
         fixture.assert_clean(damaged);
     }
 }
