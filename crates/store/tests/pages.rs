@@ -17,6 +17,7 @@ use proptest::prelude::*;
 
 const PAGE: usize = 4096;
 const CHUNK: usize = 16 * PAGE;
+const RUN: usize = 8 * CHUNK;
 
 fn domain(scratch: &Scratch) -> Domain {
     scratch.store().domain("default").unwrap()
@@ -54,34 +55,36 @@ fn runs(extent: &Extent) -> Vec<(Option<u32>, u32)> {
 fn what_another_content_has_is_not_there_again() {
     let scratch = Scratch::new("pages");
     let domain = domain(&scratch);
-    let first = content(100 * PAGE + 7, 1);
+    let first = content(400 * PAGE + 7, 1);
     let (more, less) = (content(CHUNK, 2), content(3 * PAGE, 3));
     let contents = [
         first.clone(),
-        // Wherever in the other: one page on, and from the start.
-        [&more[..], &first[PAGE..PAGE + 2 * CHUNK], &less].concat(),
+        // Wherever in the other: one page on.
+        [&more[..], &first[PAGE..PAGE + 10 * CHUNK], &less].concat(),
         // To the end of both.
-        [&more[..], &content(CHUNK, 4), &first[20 * PAGE..]].concat(),
+        [&more[..], &content(CHUNK, 4), &first[350 * PAGE..]].concat(),
         // Nothing of its own.
-        first[..3 * CHUNK].to_vec(),
-        // Not from a multiple of 64 KiB on, and less than 64 KiB.
-        [&less[..], &first[..CHUNK]].concat(),
-        [&content(CHUNK, 5)[..], &first[..CHUNK - PAGE]].concat(),
+        first[..9 * CHUNK].to_vec(),
+        // Not from a multiple of 64 KiB on, and too little.
+        [&less[..], &first[..10 * CHUNK]].concat(),
+        [&content(CHUNK, 5)[..], &first[..RUN - CHUNK], &less].concat(),
+        [&content(CHUNK, 6)[..], &first[..CHUNK - PAGE]].concat(),
         // Zeros are nowhere.
-        [&content(CHUNK, 6)[..], &vec![0; 2 * CHUNK + 5]].concat(),
+        [&content(CHUNK, 7)[..], &vec![0; 2 * CHUNK + 5]].concat(),
     ];
     let segments = packed(&domain, &contents);
     for (digest, segment) in &segments {
         check(&domain, digest, segment);
     }
     let found: Vec<_> = segments.iter().map(|(_, segment)| runs(&segment.extents[0])).collect();
-    assert_eq!(found[0], [(Some(0), 101)]);
-    assert_eq!(found[1], [(Some(0), 16), (Some(1), 32), (Some(0), 3)]);
-    assert_eq!(found[2], [(Some(1), 16), (Some(0), 16), (Some(2), 81)]);
-    assert_eq!(found[3], [(Some(1), 48)]);
-    assert_eq!(found[4], [(Some(0), 19)]);
-    assert_eq!(found[5], [(Some(0), 31)]);
-    assert_eq!(found[6], [(Some(0), 16), (None, 33)]);
+    assert_eq!(found[0], [(Some(0), 401)]);
+    assert_eq!(found[1], [(Some(0), 16), (Some(1), 160), (Some(0), 3)]);
+    assert_eq!(found[2], [(Some(0), 32), (Some(1), 51)]);
+    assert_eq!(found[3], [(Some(1), 144)]);
+    assert_eq!(found[4], [(Some(0), 16), (Some(1), 147)]);
+    assert_eq!(found[5], [(Some(0), 131)]);
+    assert_eq!(found[6], [(Some(0), 31)]);
+    assert_eq!(found[7], [(Some(0), 16), (None, 33)]);
     assert_eq!(segments[3].1.blocks, 1, "a device of nothing is none");
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
     assert_eq!(report.findings, []);
@@ -91,11 +94,10 @@ fn what_another_content_has_is_not_there_again() {
     assert_eq!((report.packs, report.segments), (1, 0));
 }
 
-/// Contents made of few different chunks and pages, in one segment: they are what they should be, no chunk of them is there
-/// twice that could have been found, and however they are read they are the same.
+/// Contents made of few different parts: they are what they should be, and nothing is there twice that could have been found.
 #[derive(Clone, Debug)]
 enum Part {
-    Chunk(u64),
+    Long(u64),
     Pages(u64, usize),
     Zeros(usize),
     Bytes(usize),
@@ -103,7 +105,7 @@ enum Part {
 
 fn part() -> impl Strategy<Value = Part> {
     prop_oneof![
-        6 => (0..4_u64).prop_map(Part::Chunk),
+        6 => (0..4_u64).prop_map(Part::Long),
         2 => ((10..14_u64), 1..20_usize).prop_map(|(seed, pages)| Part::Pages(seed, pages)),
         2 => (1..3 * CHUNK).prop_map(Part::Zeros),
         1 => (1..9000_usize).prop_map(Part::Bytes),
@@ -112,7 +114,7 @@ fn part() -> impl Strategy<Value = Part> {
 
 fn made(parts: &[Part]) -> Vec<u8> {
     let part = |part: &Part| match part {
-        Part::Chunk(seed) => content(CHUNK, *seed),
+        Part::Long(seed) => content(RUN, *seed),
         Part::Pages(seed, pages) => content(PAGE * pages, *seed),
         Part::Zeros(len) => vec![0; *len],
         Part::Bytes(len) => content(*len, 99),
@@ -148,38 +150,42 @@ proptest! {
             }
         }
         prop_assert_eq!(objects, contents.len());
-        prop_assert_eq!(chunks_there_twice(&domain, &segments), 0);
+        prop_assert_eq!(there_twice(&domain, &segments), 0);
     }
 }
 
-/// How many chunks were written that are elsewhere before, where their first page is for the first time.
-fn chunks_there_twice(domain: &Domain, segments: &[Digest]) -> usize {
-    let (mut chunks, mut pages) = (HashMap::new(), HashMap::new());
+/// How many runs were written, from a chunk of a content on, that were there already where their first page was first.
+fn there_twice(domain: &Domain, segments: &[Digest]) -> usize {
+    let mut first_places = HashMap::new();
+    let mut files: Vec<Vec<u8>> = Vec::new();
     let mut twice = 0;
-    for digest in segments {
+    for (number, digest) in segments.iter().enumerate() {
         let segment = domain.read_segment(digest).unwrap();
+        let mut bytes = domain.open_segment(digest).unwrap().read_all(1 << 30).unwrap();
+        bytes.truncate(segment.blocks as usize * PAGE);
+        files.push(bytes);
+        let bytes = &files[number];
         for extent in &segment.extents {
-            let mut block = 0_u32;
+            let own = extent.block as usize..(extent.block + extent.blocks) as usize;
             for run in extent.runs() {
                 let Some(place) = run.place else { continue };
-                let file = domain.open_segment(&segment.holder(digest, place)).unwrap();
-                let mut bytes = vec![0; run.blocks as usize * PAGE];
-                file.read_exact_at(&mut bytes, u64::from(place.block) * PAGE as u64).unwrap();
-                let at = |page: usize| (segment.holder(digest, place), place.block as usize + page);
-                for (number, page) in bytes.chunks(PAGE).enumerate() {
-                    pages.entry(page.to_vec()).or_insert(at(number));
+                let (start, blocks) = (place.block as usize, run.blocks as usize);
+                if place.segment > 0 || !own.contains(&start) {
+                    continue;
                 }
                 // Runs begin at a multiple of a chunk.
-                for (number, chunk) in bytes.chunks_exact(CHUNK).enumerate() {
-                    let here = at(number * 16);
-                    let first = *chunks.entry(chunk.to_vec()).or_insert(here);
-                    let findable = pages[&chunk[..PAGE]] == first;
-                    let is_new = place.segment == 0 && place.block >= extent.block;
-                    twice += usize::from(is_new && first != here && findable);
+                for block in (start..start + blocks).step_by(16).filter(|at| at + 128 <= own.end) {
+                    let here = &bytes[block * PAGE..][..RUN];
+                    let there: Option<&(usize, usize)> = first_places.get(&here[..PAGE]);
+                    let there = there.filter(|(other, at)| *other < number || at + 128 <= block);
+                    let there = there.map(|(other, at)| &files[*other][at * PAGE..]);
+                    twice += usize::from(there.is_some_and(|there| there.starts_with(here)));
                 }
-                block += run.blocks;
             }
-            assert!(u64::from(block) <= extent.size.div_ceil(PAGE as u64));
+            for block in own {
+                let page = bytes[block * PAGE..][..PAGE].to_vec();
+                first_places.entry(page).or_insert((number, block));
+            }
         }
     }
     twice
@@ -190,18 +196,18 @@ fn chunks_there_twice(domain: &Domain, segments: &[Digest]) -> usize {
 fn pages_that_are_not_what_is_said_of_them_are_not_used() {
     let scratch = Scratch::new("pages-altered");
     let domain = domain(&scratch);
-    let first = content(50 * PAGE, 1);
+    let first = content(400 * PAGE, 1);
     let segments = packed(&domain, std::slice::from_ref(&first));
     let path = domain.segment_path(&segments[0].0).unwrap();
     let _ = Command::new("chattr").arg("-i").arg(&path).output();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
-    file.write_all_at(&[first[20 * PAGE] ^ 1], 20 * PAGE as u64).unwrap();
+    file.write_all_at(&[first[200 * PAGE] ^ 1], 200 * PAGE as u64).unwrap();
     let next = [&first[..], &[1]].concat();
     let segments = packed(&domain, &[first.clone(), next.clone()]);
     let (digest, segment) = &segments[1];
     assert_eq!(
         runs(&segment.extents[0]),
-        [(Some(1), 16), (Some(0), 16), (Some(1), 16), (Some(0), 3)]
+        [(Some(1), 192), (Some(0), 16), (Some(1), 192), (Some(0), 1)]
     );
     assert_eq!(content_of(&domain, digest, segment, &segment.extents[0]), next);
 }
@@ -211,18 +217,24 @@ fn pages_that_are_not_what_is_said_of_them_are_not_used() {
 fn runs_that_cannot_be_are_refused() {
     let scratch = Scratch::new("pages-runs");
     let domain = domain(&scratch);
-    let first = content(20 * PAGE, 1);
-    let second = [&first[..CHUNK], &content(PAGE, 2)].concat();
+    let first = content(130 * PAGE, 1);
+    let second = [&first[..RUN], &content(PAGE, 2)].concat();
     let segments = packed(&domain, &[first, second]);
     let (digest, segment) = &segments[1];
-    assert_eq!(runs(&segment.extents[0]), [(Some(1), 16), (Some(0), 1)]);
+    assert_eq!(runs(&segment.extents[0]), [(Some(1), 128), (Some(0), 1)]);
     let bytes = domain.open_segment(digest).unwrap().read_all(1 << 20).unwrap();
     let path = domain.segment_path(digest).unwrap();
     // Behind one block and its hash: one content, one other segment, two runs, the footer.
     let runs = PAGE + 8 + 80 + 32;
     assert_eq!(bytes.len(), runs + 24 + 64);
-    let cases: [(usize, u32); 6] =
-        [(runs, 2), (runs + 8, 15), (runs + 8, 0), (runs + 8, 17), (runs + 16, 1), (runs + 20, 2)];
+    let cases: [(usize, u32); 6] = [
+        (runs, 2),
+        (runs + 8, 127),
+        (runs + 8, 0),
+        (runs + 8, 129),
+        (runs + 16, 1),
+        (runs + 20, 2),
+    ];
     for (at, value) in cases {
         let mut altered = bytes.clone();
         altered[at..at + 4].copy_from_slice(&value.to_le_bytes());

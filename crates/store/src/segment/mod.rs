@@ -27,8 +27,8 @@
 //! block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way. Version 1,
 //! which is read and not written, is plain without pages, others and runs, and has 0 for the number of blocks.
 //!
-//! What a plain content has page for page, 64 KiB at a time, with one that is in a segment already, it has there, and does
-//! not take again ([`Pages`]).
+//! What a plain content has page for page with one that is in a segment already, from a multiple of 64 KiB on and 512 KiB or
+//! more of it, it has there, and does not take again ([`Pages`]).
 //!
 //! A *pack* is the EROFS image over the segments that one image of the store needs. Both are made from objects and can
 //! be made again; a pack goes with its image, a segment with the last pack that needs it.

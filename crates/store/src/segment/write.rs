@@ -24,6 +24,9 @@ const WRITE_SIZE: usize = 1 << 20;
 /// So many bytes of a content, from a multiple of them on, are looked for together. Fewer would find a little more, and
 /// take a larger table in packs, which is in memory when the file is read.
 const CHUNK: usize = 16 * PAGE;
+/// What is elsewhere must be so many bytes together, or go to the content's end: it is read from another place than what is
+/// around it.
+const RUN_MIN: usize = 128 * PAGE;
 static ZEROS: [u8; CHUNK] = [0; CHUNK];
 
 /// What pages are in segments, so that contents that are written need not bring them again.
@@ -135,6 +138,7 @@ impl Staging {
 /// A plain content that is being added.
 struct Adding<'c> {
     source: &'c StoredFile,
+    size: u64,
     hashers: (Hasher, Sha256),
     /// How much of it was seen, in bytes.
     seen: u64,
@@ -176,6 +180,7 @@ impl SegmentWriter<'_> {
         self.room(object, size, size.div_ceil(BLOCK))?;
         let mut adding = Adding {
             source: &source,
+            size,
             hashers: (Hasher::new(), Sha256::new()),
             seen: 0,
             rest: Vec::new(),
@@ -351,11 +356,15 @@ impl SegmentWriter<'_> {
         data: &[u8],
         digests: &[[u8; 32]],
     ) -> Result<Option<Place>> {
-        let mut places: Vec<(Option<u32>, u32)> = Vec::new();
-        if let Some(Run { place: Some(place), blocks }) = adding.runs.last() {
+        if let Some(Run { place: Some(place), blocks }) = adding.runs.last().copied()
+            && let Some(block) = place.block.checked_add(blocks)
+        {
             let known = place.segment.checked_sub(1).map(|number| self.others[number as usize]);
-            places.extend(place.block.checked_add(*blocks).map(|block| (known, block)));
+            if self.is_at(adding, data, known, block)? {
+                return Ok(Some(Place { block, ..place }));
+            }
         }
+        let mut places: Vec<(Option<u32>, u32)> = Vec::new();
         let pages = if data.len() < CHUNK { &[] } else { digests };
         for (digest, before) in pages.iter().zip(0..) {
             let hash = hash_of(digest);
@@ -367,8 +376,11 @@ impl SegmentWriter<'_> {
             let place = block.checked_sub(before).map(|block| (known, block));
             places.extend(place.filter(|place| !places.contains(place)));
         }
+        let mut ahead = Vec::new();
         for (known, block) in places {
-            if self.is_at(adding, data, known, block)? {
+            if self.is_at(adding, data, known, block)?
+                && self.goes_on(adding, &mut ahead, known, block)?
+            {
                 let segment = known.map_or(0, |number| self.refer_to(number));
                 return Ok(Some(Place { segment, block }));
             }
@@ -401,6 +413,27 @@ impl SegmentWriter<'_> {
         };
         let (content, padding) = found.split_at(data.len());
         Ok(read.is_ok() && content == data && padding.iter().all(|byte| *byte == 0))
+    }
+
+    /// Whether what follows a chunk follows it there as well, for as long as a run must be; `ahead` is what was read of it
+    /// already.
+    fn goes_on(
+        &mut self,
+        adding: &mut Adding<'_>,
+        ahead: &mut Vec<u8>,
+        known: Option<u32>,
+        block: u32,
+    ) -> Result<bool> {
+        let rest = usize::try_from(adding.size - adding.seen).unwrap_or(usize::MAX);
+        if ahead.is_empty() {
+            ahead.resize(rest.min(RUN_MIN - CHUNK), 0);
+            if adding.source.read_exact_at(ahead, adding.seen).is_err() {
+                return Ok(false);
+            }
+        }
+        let chunk = u32::try_from(CHUNK / PAGE).unwrap_or(0);
+        let next = block.checked_add(chunk);
+        next.map_or(Ok(false), |next| self.is_at(adding, ahead, known, next))
     }
 
     fn read_back(&mut self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
