@@ -51,11 +51,15 @@ const PACK: &str = "pack";
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
   cofolio bench read corpus/out/mysql/old --json read.json
+  cofolio bench read corpus/out/mysql/new --after corpus/out/mysql/old
 
 Exit codes: 0 measured; others as for every command.")]
 pub(crate) struct Args {
     /// Whatever `import` takes, or a ref of the store
     image: String,
+    /// Another image that is packed before, so that what the two have in common is in its segments
+    #[arg(long, value_name = "IMAGE")]
+    after: Option<String>,
     /// Runs of each kind; the table has medians
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
@@ -125,7 +129,11 @@ pub(super) fn run(args: &Args, context: &crate::context::Context<'_>) -> Outcome
     let (name, image) = find(&args.image, &domain)?;
     let dir = work.join("read");
     let mut skipped = Vec::new();
-    let packed = domains(&domain, &name, &image)?;
+    let mut images = vec![(name, image)];
+    if let Some(before) = &args.after {
+        images.insert(0, find(before, &domain)?);
+    }
+    let packed = domains(&domain, &images)?;
     let ways = ways(&dir, &domain, &image, &packed, &mut skipped)?;
     skipped.iter().for_each(|reason| say(&format!("SKIP {reason}")));
     let load = Load::new(&domain, &image, args.blocks as usize)?;
@@ -289,16 +297,17 @@ impl Drop for Way<'_> {
 /// The domains whose packs are read, with what they are called.
 fn domains(
     domain: &Domain,
-    name: &str,
-    image: &Digest,
+    images: &[(String, Digest)],
 ) -> Result<[(Domain, Form, &'static str); 2]> {
     let own = |form, called| -> Result<_> {
         let own = with_backend(domain.clone(), Some(Backend::InodeShare.into()), form)?;
-        if !own.has_image(image)? {
-            own.copy_ref_from(domain, name, &ImageContents)?;
+        for (name, image) in images {
+            if !own.has_image(image)? {
+                own.copy_ref_from(domain, name, &ImageContents)?;
+            }
+            let options = PackOptions { form, ..PackOptions::default() };
+            pack(&own, image, &options, &mut |_, _| ControlFlow::Continue(()))?;
         }
-        let options = PackOptions { form, ..PackOptions::default() };
-        pack(&own, image, &options, &mut |_, _| ControlFlow::Continue(()))?;
         Ok((own, form, called))
     };
     Ok([own(Form::Plain, PACK)?, own(Form::Lz4, "pack, LZ4")?])
