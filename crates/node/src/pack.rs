@@ -72,7 +72,7 @@ pub struct PackReport {
     pub segments: Vec<Digest>,
     /// How many of them are new.
     pub new_segments: usize,
-    /// Bytes of contents that were written to these, before they were compressed.
+    /// Bytes of contents that were in no segment as a whole, before they were compressed.
     pub new_bytes: u64,
 }
 
@@ -264,7 +264,9 @@ impl Plan {
             for extent in &extents {
                 wanted.remove(&extent.object);
             }
-            known.push((*digest, Segment { extents, ..segment }));
+            if !extents.is_empty() {
+                known.push((*digest, Segment { extents, ..segment }));
+            }
         }
         if half {
             self.drop_sparse(&mut known);
@@ -287,12 +289,13 @@ impl Plan {
             for (digest, segment) in known.iter() {
                 segment.extents.iter().for_each(|extent| usage.mark(digest, segment, extent));
             }
+            let sparse = usage.sparse();
             for (digest, segment) in known.iter_mut() {
                 let mut extents = std::mem::take(&mut segment.extents);
                 let before = extents.len();
                 extents.retain(|extent| {
-                    !usage.is_sparse(digest)
-                        && segment.is_within(extent, |other| !usage.is_sparse(other))
+                    !sparse.contains(digest)
+                        && segment.is_within(extent, |other| !sparse.contains(other))
                 });
                 dropped |= extents.len() < before;
                 segment.extents = extents;

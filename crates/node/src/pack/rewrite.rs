@@ -124,6 +124,7 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
             segment.extents = extents;
         }
     }
-    needed.retain(|digest, _| usage.is_sparse(digest));
+    let sparse = usage.sparse();
+    needed.retain(|digest, _| sparse.contains(digest));
     Ok(needed)
 }

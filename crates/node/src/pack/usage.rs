@@ -60,9 +60,11 @@ impl<'s> Usage<'s> {
         used[blocks.start.min(size)..blocks.end.min(size)].fill(true);
     }
 
-    /// Whether less than half of a segment is used.
-    pub(super) fn is_sparse(&self, digest: &Digest) -> bool {
-        let used = self.used.get(digest).into_iter().flatten().filter(|used| **used).count();
-        self.sizes.get(digest).is_some_and(|size| used * 2 < *size as usize)
+    /// Those of which less than half is used.
+    pub(super) fn sparse(&self) -> BTreeSet<Digest> {
+        let used = |digest| self.used.get(digest).into_iter().flatten().filter(|used| **used);
+        let sparse =
+            self.sizes.iter().filter(|(digest, size)| used(*digest).count() * 2 < **size as usize);
+        sparse.map(|(digest, _)| *digest).collect()
     }
 }
