@@ -27,6 +27,11 @@ fn two_images() -> Sandbox {
     fs::create_dir(two.join("deep")).unwrap();
     fs::write(two.join("deep/other"), content(0)).unwrap();
     fs::write(two.join("own"), content(2)).unwrap();
+    // Most of the second one is in the segment of the first.
+    let mut version = [content(3), content(4), content(5)].concat();
+    fs::write(one.join("version"), &version).unwrap();
+    version[SIZE + SIZE / 2] ^= 1;
+    fs::write(two.join("version"), &version).unwrap();
     std::os::unix::fs::chown(two.join("deep/other"), Some(7), Some(8)).unwrap();
     let mode = fs::Permissions::from_mode(0o4755);
     fs::set_permissions(two.join("deep/other"), mode).unwrap();

@@ -13,12 +13,12 @@ use std::path::Path;
 use std::process::Command;
 
 use cofolio_store::{
-    Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Publish,
-    Ref, Store, verity,
+    Digest, Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection,
+    Publish, Ref, Store, verity,
 };
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
 use common::volume::{Volume, run};
-use common::{Lines, Scratch, content, import, nothing_live, pack};
+use common::{Lines, Scratch, content, content_of, import, nothing_live, pack};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
@@ -476,14 +476,39 @@ fn segments_are_protected_and_share_blocks_with_objects() {
             if domain.protection().verity {
                 assert_eq!(measured.unwrap(), Some(segment.0), "{kind}");
             }
-            for extent in domain.read_segment(&segment).unwrap().extents {
-                assert_eq!(extent.runs, [], "{kind}: nothing is twice");
-                let mut bytes = vec![0; usize::try_from(extent.size).unwrap()];
-                file.read_exact_at(&mut bytes, u64::from(extent.block) * 4096).unwrap();
-                assert_eq!(verity::digest(&bytes), extent.object, "{kind}");
-            }
+            check_segment(kind, &domain, &segment, |runs| assert_eq!(runs, 0, "nothing is twice"));
         }
+
+        // Of a content that is somewhere else in part, the rest shares its blocks.
+        let (first, own) = (content(8 << 20, 1), content(3 << 20, 2));
+        let part =
+            [&own[..2 << 20], &first[4096..4 << 20], &own[..], &[0; 200_000], b"end"].concat();
+        let image = import(&domain, "b", &[first, part], None, ImportOptions::default()).unwrap();
+        rustix::fs::sync();
+        let before = free();
+        let segments = pack(&domain, &image, 1, ImportOptions::default()).unwrap();
+        if kind != "temporary directory" {
+            let used = before.saturating_sub(free());
+            let shares = domain.protection().reflink;
+            assert_eq!(used < 2 << 20, shares, "{kind}: {used} bytes");
+        }
+        is_clean(&domain);
+        let mut in_runs = 0;
+        for segment in segments {
+            check_segment(kind, &domain, &segment, |runs| in_runs += runs);
+        }
+        assert!(in_runs > 1, "{kind}");
     });
+}
+
+/// All contents of a segment are what they should be; `runs` is told in how many places each is that is not in one piece.
+fn check_segment(kind: &str, domain: &Domain, digest: &Digest, mut runs: impl FnMut(usize)) {
+    let segment = domain.read_segment(digest).unwrap();
+    for extent in &segment.extents {
+        let content = content_of(domain, digest, &segment, extent);
+        assert_eq!(verity::digest(&content), extent.object, "{kind}");
+        runs(extent.runs.len());
+    }
 }
 
 /// A real filesystem that is really full.
