@@ -242,7 +242,7 @@ fn what_the_kernel_checks_is_cached_twice() {
     let shared = mount(&sandbox, "one:1", &[]).join("shared");
     forget(&segment);
     forget(&shared);
-    // What was just written can be on its way to the disk, and stays until it is there.
+    // What the kernel did not give back is there already when the file is read.
     let before = resident(&segment);
     assert!(fs::read(&shared).unwrap() == content(0));
     let (above, below) = (resident(&shared), resident(&segment));

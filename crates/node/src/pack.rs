@@ -249,10 +249,8 @@ impl Plan {
             if wanted.is_empty() {
                 break;
             }
-            let mut segment = match domain.read_segment(digest) {
-                Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => continue,
-                other => other?,
-            };
+            let read = usage::readable(domain.read_segment(digest))?;
+            let Some(mut segment) = read else { continue };
             if segment.form() != self.form {
                 continue;
             }
@@ -374,11 +372,8 @@ impl Plan {
         let mut pages = Pages::default();
         if !wanted.is_empty() && self.form == Form::Plain {
             for (digest, _) in &self.segments {
-                match pages.add(domain, digest) {
-                    // The commit will tell.
-                    Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => {}
-                    other => other?,
-                }
+                // If it is gone the commit will tell.
+                usage::readable(pages.add(domain, digest))?;
             }
         }
         for contents in self.batches(&wanted, options) {

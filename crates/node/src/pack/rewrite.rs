@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use cofolio_store::{Contents as _, Digest, Domain, Error, Form};
+use cofolio_store::{Contents as _, Digest, Domain, Form};
 use serde::Serialize;
 
 use super::usage::{self, Usage};
@@ -93,10 +93,7 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
     let sizes = usage::sizes(domain, &BTreeSet::new())?;
     let mut segments = BTreeMap::new();
     for digest in sizes.keys() {
-        match domain.read_segment(digest) {
-            Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => {}
-            other => drop(segments.insert(*digest, other?)),
-        }
+        segments.extend(usage::readable(domain.read_segment(digest))?.map(|it| (*digest, it)));
     }
     let mut usage = Usage::new(&sizes);
     let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();

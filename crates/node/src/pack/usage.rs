@@ -8,20 +8,24 @@ use cofolio_store::{Digest, Domain, Error, Extent, Segment};
 /// How many blocks the segments of a domain have, but for some.
 ///
 /// # Errors
-/// [`Error::Io`]. One that is not as it should be is left out: it is for fsck to tell.
+/// [`Error::Io`]. One that is not as it should be is left out.
 pub(super) fn sizes(
     domain: &Domain,
     without: &BTreeSet<Digest>,
 ) -> Result<BTreeMap<Digest, u32>, Error> {
     let mut sizes = BTreeMap::new();
-    for digest in domain.segments()? {
-        match domain.segment_blocks(&digest) {
-            _ if without.contains(&digest) => {}
-            Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => {}
-            other => drop(sizes.insert(digest, other?)),
-        }
+    for digest in domain.segments()?.into_iter().filter(|digest| !without.contains(digest)) {
+        sizes.extend(readable(domain.segment_blocks(&digest))?.map(|blocks| (digest, blocks)));
     }
     Ok(sizes)
+}
+
+/// What was read of a segment; nothing if that is damaged, which is for fsck to tell, or gone.
+pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
+    match read {
+        Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => Ok(None),
+        other => other.map(Some),
+    }
 }
 
 /// Segments, and which of their blocks are used.

@@ -289,7 +289,7 @@ impl SegmentWriter<'_> {
             gathered => to_chunk(len).min(CHUNK - gathered),
         };
         self.data(adding, &ZEROS[..before])?;
-        let mut whole = (len - before as u64) / CHUNK as u64;
+        let whole = (len - before as u64) / CHUNK as u64;
         let rest = to_chunk((len - before as u64) % CHUNK as u64);
         if whole > 0 {
             self.settle(adding)?;
@@ -299,9 +299,8 @@ impl SegmentWriter<'_> {
             adding.hashers.0.zeros(whole * CHUNK as u64);
             adding.seen += whole * CHUNK as u64;
         }
-        while whole > 0 {
+        for _ in 0..whole {
             adding.hashers.1.update(ZEROS);
-            whole -= 1;
         }
         self.data(adding, &ZEROS[..rest])
     }
