@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Meta, Tree};
 use cofolio_erofs::write::lz4::{self, Part};
@@ -125,26 +125,33 @@ impl Images {
 
     /// Mounts one of them; `None` where the kernel cannot, with the reason said.
     fn mount(&self, test: &str, image: &str, domain: &str) -> Option<Mounted> {
-        let top = self.dir.path().join(format!("{image}-{domain}"));
-        fs::create_dir_all(&top).unwrap();
-        let path = |name: &str| self.dir.path().join(name);
-        let device = match image.starts_with("small") {
-            true => String::new(),
-            false => format!("device={},", path("segment").display()),
+        let sharing = format!(",inode_share,domain_id={domain}");
+        let mounted = match self.mount_at(&format!("{image}-{domain}"), image, &sharing) {
+            Ok(mounted) => mounted,
+            Err(error) => {
+                eprintln!("SKIP {test}: this kernel does not mount with inode_share: {error}");
+                return None;
+            }
         };
-        let options = format!("directio,{device}inode_share,domain_id={domain}");
-        let options = std::ffi::CString::new(options).unwrap();
-        if let Err(error) = mount(path(image), &top, "erofs", MountFlags::RDONLY, &*options) {
-            eprintln!("SKIP {test}: this kernel does not mount with inode_share: {error}");
-            return None;
-        }
-        let mounted = Mounted(top);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let line =
             mounts.lines().find(|line| line.contains(&*mounted.0.to_string_lossy())).unwrap();
         // An image whose fingerprints it does not find is mounted without a word.
         assert!(line.contains("inode_share"), "{line}");
         Some(mounted)
+    }
+
+    fn mount_at(&self, name: &str, image: &str, sharing: &str) -> rustix::io::Result<Mounted> {
+        let top = self.dir.path().join(name);
+        fs::create_dir_all(&top).unwrap();
+        let path = |name: &str| self.dir.path().join(name);
+        let device = match image.starts_with("small") {
+            true => String::new(),
+            false => format!(",device={}", path("segment").display()),
+        };
+        let options = std::ffi::CString::new(format!("directio{device}{sharing}")).unwrap();
+        mount(path(image), &top, "erofs", MountFlags::RDONLY, &*options)?;
+        Ok(Mounted(top))
     }
 }
 
@@ -172,6 +179,32 @@ fn read(mut file: &File) -> Vec<u8> {
     file.seek(SeekFrom::Start(0)).unwrap();
     file.read_to_end(&mut bytes).unwrap();
     bytes
+}
+
+/// Pages of it in the cache that are part of larger folios.
+fn pages_of_folios(path: &Path) -> usize {
+    /// `KPF_COMPOUND_HEAD` and `KPF_COMPOUND_TAIL` of `linux/kernel-page-flags.h`.
+    const COMPOUND: u64 = 3 << 15;
+    /// What an entry of /proc/PID/pagemap says of the page frame.
+    const FRAME: u64 = (1 << 55) - 1;
+    let file = File::open(path).unwrap();
+    let len = file.metadata().unwrap().len();
+    let map = FileMap::new(&file, len).unwrap();
+    let mut bytes = vec![0; usize::try_from(len).unwrap()];
+    assert_eq!(map.read_at(0, &mut bytes), bytes.len());
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let line = maps.lines().find(|line| line.ends_with(&*path.to_string_lossy())).unwrap();
+    let start = u64::from_str_radix(line.split_once('-').unwrap().0, 16).unwrap();
+    let (frames, flags) = ("/proc/self/pagemap", "/proc/kpageflags");
+    let (frames, flags) = (File::open(frames).unwrap(), File::open(flags).unwrap());
+    let entry = |file: &File, index: u64| {
+        let mut entry = [0; 8];
+        file.read_exact_at(&mut entry, index * 8).unwrap();
+        u64::from_ne_bytes(entry)
+    };
+    let first = start / PAGE as u64;
+    let pages = first..first + len / PAGE as u64;
+    pages.filter(|page| entry(&flags, entry(&frames, *page) & FRAME) & COMPOUND != 0).count()
 }
 
 /// What this thread has had read from disks.
@@ -276,4 +309,19 @@ fn what_is_not_shared() {
         .open(left.0.join("one"));
     let error = direct.map(|file| file.read_at(&mut [0; 1], 0)).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::INVAL.raw_os_error()), "O_DIRECT");
+}
+
+/// Why files are read more slowly where they are shared (SPECIFICATION.md, "Reading from packs").
+#[test]
+fn what_is_shared_is_cached_in_single_pages() {
+    let test = "what_is_shared_is_cached_in_single_pages";
+    let images = Images::new();
+    let Some(shared) = images.mount(test, "left", "folios") else { return };
+    let alone = images.mount_at("left-alone", "left", "").unwrap();
+    let [shared, alone] = [shared, alone].map(|mounted| {
+        assert!(read(&mounted.open("one")) == pages(COMMON, 1));
+        pages_of_folios(&mounted.0.join("one"))
+    });
+    assert!(alone > COMMON / 2, "this kernel has no large folios for EROFS: {alone}");
+    assert_eq!(shared, 0, "what is shared is cached in large folios on this kernel");
 }

@@ -41,12 +41,14 @@ const BLOCK: usize = 4096;
 /// What the others are compared with, and what is to be compared.
 const PLAIN: &str = "EROFS";
 const PACK: &str = "pack";
+/// What of the difference is the kernel's sharing, and what the pack.
+const UNSHARED: &str = "pack, not shared";
 
 /// How fast files of an image are read, from packs and from a plain filesystem
 ///
 /// Reads files from a cold start, one way after the other: out of an EROFS image with everything in it, as `export` makes
 /// it and, if there is a mkfs.erofs, as that does; and out of packs over segments, plain and compressed, shared by the
-/// kernel where it can (Linux 7.0). Large files in blocks of 1 MiB, all files, and blocks of 4 KiB at random of the
+/// kernel where it can (Linux 7.0), and there a plain one without sharing, too. Large files in blocks of 1 MiB, all files, and blocks of 4 KiB at random of the
 /// largest file. Needs root, and drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
@@ -337,7 +339,7 @@ fn ways<'a>(
     if let Some(lacks) = lacks {
         skipped.push(format!("inode-share, so packs are mounted without: {}", lacks.detail));
     }
-    for (domain, _, name) in packed {
+    for (domain, form, name) in packed {
         let no_path = "the store is not on a disk";
         let pack = *domain.packs_of(image)?.first().context("the image has no pack")?;
         let segments = ImageContents.pack_segments(&domain.open_pack(&pack)?);
@@ -348,6 +350,9 @@ fn ways<'a>(
         if lacks.is_some() {
             ways.push(by_hand(dir, name, &file, &segments)?);
             continue;
+        }
+        if *form == Form::Plain {
+            ways.push(by_hand(dir, UNSHARED, &file, &segments)?);
         }
         let top = dir.join(name);
         let mounter = Mounter::new(domain, RunDir::of(domain.store()), &ImageContents);
