@@ -135,11 +135,12 @@ fn pack_without(
         on_progress(done, total)
     };
     let mut attempt = |hold_lock| {
+        // Before it is looked what there is, so that with the lock it stays.
+        let staging =
+            domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
         let mut plan = Plan::new(&tree, options.form);
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
-        let staging =
-            domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
         plan.write_segments(domain, &staging, options, &mut on_progress)?;
         plan.write_pack(staging, image, &tree)
     };

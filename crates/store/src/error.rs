@@ -177,6 +177,13 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether what is on the disk cannot be read: a bad sector, or with fs-verity an altered byte. What else fails to be
+    /// read (no memory, too many files) says nothing about it.
+    pub fn is_unreadable(&self) -> bool {
+        let eio = rustix::io::Errno::IO.raw_os_error();
+        matches!(self, Self::Io { source, .. } if source.raw_os_error() == Some(eio))
+    }
+
     /// Whose fault it is.
     pub fn kind(&self) -> ErrorKind {
         match self {

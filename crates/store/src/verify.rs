@@ -121,14 +121,21 @@ impl Domain {
             Err(Error::Corrupt { reason, .. }) => {
                 return finding(FindingKind::SegmentUnreadable, reason);
             }
+            Err(error) if error.is_unreadable() => {
+                return finding(FindingKind::SegmentUnreadable, error.to_string());
+            }
             other => other?,
         };
         let Some(threads) = rehash else { return Ok(None) };
-        let actual = hash_large_file(&self.open_segment(digest)?, threads)?;
-        if actual == *digest {
-            return Ok(None);
+        match hash_large_file(&self.open_segment(digest)?, threads) {
+            Err(error) if error.is_unreadable() => {
+                finding(FindingKind::SegmentUnreadable, error.to_string())
+            }
+            Ok(actual) if actual != *digest => {
+                finding(FindingKind::SegmentAltered, format!("its content has digest {actual}"))
+            }
+            other => other.map(|_| None),
         }
-        finding(FindingKind::SegmentAltered, format!("its content has digest {actual}"))
     }
 
     /// What is wrong with a pack: a segment that is not among the `sound` ones, unreadable, or (with `rehash`)
@@ -147,10 +154,15 @@ impl Domain {
             Ok(Some(finding))
         };
         if rehash {
-            let actual = hash_file(&file)?;
-            if actual != pack.digest {
-                let detail = format!("its content has digest {actual}");
-                return finding(FindingKind::PackAltered, detail);
+            match hash_file(&file) {
+                Err(error) if error.is_unreadable() => {
+                    return finding(FindingKind::PackUnreadable, error.to_string());
+                }
+                Ok(actual) if actual != pack.digest => {
+                    let detail = format!("its content has digest {actual}");
+                    return finding(FindingKind::PackAltered, detail);
+                }
+                other => drop(other?),
             }
         }
         match contents.pack_segments(&file) {
@@ -189,7 +201,12 @@ impl Domain {
         let mut findings = Vec::new();
         for pack in self.packs_of(image)? {
             // What cannot be read is told below.
-            let segments = contents.pack_segments(&self.open_pack(&pack)?).unwrap_or_default();
+            let file = match self.open_pack(&pack) {
+                // Replaced since it was listed.
+                Err(Error::NoSuchPack(_)) => continue,
+                other => other?,
+            };
+            let segments = contents.pack_segments(&file).unwrap_or_default();
             let mut sound = HashSet::new();
             for segment in segments {
                 match self.check_segment(&segment, Some(self.disk().parallelism())) {
@@ -200,7 +217,10 @@ impl Domain {
                     },
                 }
             }
-            findings.extend(self.check_pack(&pack, contents, &sound, true)?);
+            match self.check_pack(&pack, contents, &sound, true) {
+                Err(Error::NoSuchPack(_)) => {}
+                other => findings.extend(other?),
+            }
         }
         Ok(findings)
     }

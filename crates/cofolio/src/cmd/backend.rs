@@ -109,14 +109,20 @@ fn set(context: &Context<'_>, domain: &Domain, backend: Backend, form: Form) -> 
             .hint("`cofolio umount --all` unmounts them")
             .into());
     }
-    if backend == Backend::InodeShare {
-        check_kernel()?;
-        let options = PackOptions { form, ..PackOptions::default() };
-        for image in domain.images()? {
-            pack::pack_one(context, domain, &image, &options)?;
-        }
+    if backend != Backend::InodeShare {
+        return Ok(domain.set_backend_over(backend, form)?);
+    }
+    check_kernel()?;
+    let options = PackOptions { form, ..PackOptions::default() };
+    let images = domain.images()?;
+    for image in &images {
+        pack::pack_one(context, domain, image, &options)?;
     }
     domain.set_backend_over(backend, form)?;
+    // What was imported meanwhile.
+    for image in domain.images()?.iter().filter(|image| !images.contains(image)) {
+        pack::pack_one(context, domain, image, &options)?;
+    }
     Ok(())
 }
 

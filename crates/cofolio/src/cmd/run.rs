@@ -192,8 +192,16 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let ended = pass_on(signals, &child).and_then(|()| wait(&container, &mut child));
     let left = containers.remove(container);
     let ended = ended?;
-    if let Some(changes) = left?.changes {
-        context.ui.note(format!("changes are in {}", changes.display()));
+    // How the container ended counts, whatever is left of it: the next command clears that away.
+    match left {
+        Ok(removed) => {
+            if let Some(changes) = removed.changes {
+                context.ui.note(format!("changes are in {}", changes.display()));
+            }
+        }
+        Err(error) => {
+            context.ui.note(format!("the container has ended, but is not removed: {error}"))
+        }
     }
     Ok(ended)
 }

@@ -118,7 +118,10 @@ impl Mounter<'_> {
             }
         };
         let verity = record.verity;
-        write_json(&path, &record)?;
+        // Whole or not at all: one that cannot be read would stop every unmount in the domain.
+        let temporary = path.with_extension("tmp");
+        write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
+        std::fs::rename(&temporary, &path).at("write", &path)?;
         self.step(Step::PinMade);
         place(&mount, &at)?;
         self.step(Step::Pinned);
@@ -352,7 +355,9 @@ impl Mounter<'_> {
         }
         take_down(&dir.join("erofs"))?;
         self.step(Step::Unpinned);
-        remove_file(&dir.join("pin.json"))?;
+        for name in ["pin.json", "pin.tmp"] {
+            remove_file(&dir.join(name))?;
+        }
         for below in ["views", "users"] {
             remove_dir(&dir.join(below));
         }

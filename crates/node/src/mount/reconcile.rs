@@ -195,8 +195,7 @@ impl Mounter<'_> {
         lock: &ImageLock,
     ) -> Result<Forgotten, MountError> {
         if let Place::At(path) = place {
-            kernel::unmount(path, true)
-                .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+            self.unmount_half_way(record, path, lock)?;
             self.step(Step::Detached);
         }
         let changes = record.upper.as_ref().map(upper::discard).transpose()?.flatten();
@@ -216,6 +215,29 @@ impl Mounter<'_> {
         self.step(Step::Forgotten);
         let unpinned = self.unpin_if_idle(&record.domain, &record.image, lock)?;
         Ok(Forgotten { gone, unpinned })
+    }
+
+    /// Takes down a mount at which somebody was at work who died. One that was to be unmounted may be in use, which is
+    /// what he was about to find out: then it is mounted as before.
+    fn unmount_half_way(
+        &self,
+        record: &MountRecord,
+        path: &Path,
+        lock: &ImageLock,
+    ) -> Result<(), MountError> {
+        let unmounted = match record.phase {
+            Phase::Leaving => kernel::unmount_patiently(path, false),
+            // Nobody was told of it yet.
+            _ => kernel::unmount(path, true),
+        };
+        match unmounted {
+            Err(error) if error.errno == rustix::io::Errno::BUSY => {
+                let record = MountRecord { phase: Phase::Mounted, ..record.clone() };
+                self.run.write(&record, lock)?;
+                Err(MountError::Busy { target: path.to_owned() })
+            }
+            other => other.map_err(|error| MountError::from_kernel(error, Asked::default())),
+        }
     }
 
     /// Everything that is mounted, from the records and from the kernel. Changes nothing, and needs

@@ -36,6 +36,8 @@ impl Mounter<'_> {
     pub(super) fn open_pack(&self, domain: &Domain, image: &Digest) -> Result<Packed, MountError> {
         let secret = domain.secret()?.ok_or(Error::NoSuchPack(*image))?;
         let verity = domain.protection().verity;
+        // Until all of it is open: `gc` replaces packs, and collects segments that it has written anew.
+        let _stays = domain.lock_shared()?;
         let packs = domain.packs_of(image)?;
         let pack = packs.first().ok_or(Error::NoSuchPack(*image))?;
         let file = domain.open_pack(pack)?;
@@ -84,7 +86,9 @@ impl Mounter<'_> {
     pub(super) fn check_shares(&self, at: &Path) -> Result<(), MountError> {
         let path = mountinfo::path(&self.root);
         let mounts = mountinfo::read(&self.root).at("read", path)?;
-        match mounts.iter().rfind(|mount| mount.target == at) {
+        // Not by its path, which may lead there by links.
+        let id = super::numbers_at(at).at("look at", at)?.id;
+        match mounts.iter().find(|mount| mount.id == id) {
             Some(mount) if mount.shares_inodes => Ok(()),
             _ => Err(MountError::NotShared { at: at.to_owned() }),
         }

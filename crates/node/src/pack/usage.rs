@@ -24,6 +24,7 @@ pub(super) fn sizes(
 pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
     match read {
         Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => Ok(None),
+        Err(error) if error.is_unreadable() => Ok(None),
         other => other.map(Some),
     }
 }
@@ -64,11 +65,31 @@ impl<'s> Usage<'s> {
         used[blocks.start.min(size)..blocks.end.min(size)].fill(true);
     }
 
-    /// Those of which less than half is used.
+    /// Those of which less than half is used. One of a single block is not among them: what says only where contents are in
+    /// others has that one, used by none of them, and would be written anew for ever.
     pub(super) fn sparse(&self) -> BTreeSet<Digest> {
         let used = |digest| self.used.get(digest).into_iter().flatten().filter(|used| **used);
-        let sparse =
-            self.sizes.iter().filter(|(digest, size)| used(*digest).count() * 2 < **size as usize);
+        let sparse = self
+            .sizes
+            .iter()
+            .filter(|(digest, size)| **size > 1 && used(*digest).count() * 2 < **size as usize);
         sparse.map(|(digest, _)| *digest).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A segment of which every content is in others has one block that nobody uses. gc found it sparse, packed its images
+    /// again, got the same segment, and did so each time.
+    #[test]
+    fn a_segment_of_one_block_is_not_sparse() {
+        let [filler, sparse, used] = [1, 2, 3].map(|byte| Digest([byte; 32]));
+        let sizes = [(filler, 1), (sparse, 4), (used, 4)].into();
+        let mut usage = Usage::new(&sizes);
+        usage.mark_blocks(sparse, 0..1);
+        usage.mark_blocks(used, 2..4);
+        assert_eq!(usage.sparse(), [sparse].into());
     }
 }

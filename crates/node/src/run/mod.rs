@@ -561,8 +561,9 @@ impl<'a> Containers<'a> {
     fn reconcile_one(&self, name: &str) -> Result<bool> {
         let dir = self.dir().join(name);
         let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
-            Ok(Some(lock)) => lock,
-            Ok(None) => return Ok(false),
+            // Who removed the container meanwhile had another lock, and who has the name now has his own.
+            Ok(Some(lock)) if is_in(&lock, &dir) => lock,
+            Ok(_) => return Ok(false),
             Err(error) if error.is_missing() => return Ok(false),
             Err(error) => return Err(error),
         };
@@ -821,23 +822,33 @@ fn is_locked(dir: &Path) -> Result<bool> {
 /// something, for those are not ours. The record and the lock go last: as long as it is there, nobody takes
 /// the name.
 fn remove_files(dir: &Path) -> Result<()> {
-    // What runtimes write besides what they are told to (runc a `.pid` that becomes the pid) as well.
-    let names = crate::mount::list(dir)?;
-    let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
-    for name in others.chain(LAST) {
-        let path = dir.join(name);
-        let removed = match fs::remove_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
-            other => other,
-        };
-        match removed {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(error).at("removing", path);
+    // Who looks at the container meanwhile, whether it has ended, may leave a new lock.
+    const TRIES: u32 = 3;
+    for attempt in 1..=TRIES {
+        // What runtimes write besides what they are told to (runc a `.pid` that becomes the pid) as well.
+        let names = crate::mount::list(dir)?;
+        let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
+        for name in others.chain(LAST) {
+            let path = dir.join(name);
+            let removed = match fs::remove_file(&path) {
+                Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
+                other => other,
+            };
+            match removed {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(error).at("removing", path);
+                }
+                _ => {}
             }
-            _ => {}
+        }
+        match fs::remove_dir(dir) {
+            // He has removed it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => break,
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && attempt < TRIES => {}
+            other => return other.at("removing", dir),
         }
     }
-    fs::remove_dir(dir).at("removing", dir)
+    Ok(())
 }
 
 /// What of a container is removed last, in this order.

@@ -72,7 +72,8 @@ impl Pages {
     fn add_known(&mut self, segment: Known, pages: impl Iterator<Item = (u64, u32)>) {
         let number = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
         self.segments.push(segment);
-        for (hash, block) in pages {
+        let zeros = hash_of(zero_digest());
+        for (hash, block) in pages.filter(|(hash, _)| *hash != zeros) {
             self.places.entry(hash).or_insert((number, block));
         }
     }

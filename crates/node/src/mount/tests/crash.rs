@@ -219,6 +219,50 @@ fn a_process_may_die_while_superblocks_go_together() {
     }
 }
 
+/// A process that was killed while it looked whether a mount was in use left it as one to be unmounted; whoever came by next
+/// detached it, forced, took away its changes, and with inode-share the superblocks below a reader, which is a bug of the
+/// kernel's.
+#[test]
+fn who_dies_before_a_busy_mount_is_left_takes_nothing_from_its_users() {
+    needs_mounts!();
+    for (fixture, mode) in [(Fixture::new(), "read"), (Fixture::new(), "write")] {
+        stays_while_it_is_busy(&fixture, mode);
+    }
+}
+
+#[test]
+fn who_dies_before_a_busy_mount_is_left_takes_nothing_from_its_users_with_inode_share() {
+    needs_mounts!();
+    needs_inode_share!();
+    stays_while_it_is_busy(&Fixture::shared(), "read");
+}
+
+fn stays_while_it_is_busy(fixture: &Fixture, mode: &str) {
+    let mounter = fixture.mounter();
+    let request = request(mode, fixture.image, fixture.target(mode));
+    mounter.mount(&request).unwrap();
+    let in_use = std::fs::File::open(&request.target).unwrap();
+    if mode == "write" {
+        std::fs::write(request.target.join("written"), "by its user").unwrap();
+    }
+    let mut child = start(&task(fixture, mode, "leave", Some(Step::Leaving), 0));
+    assert!(was_killed(child.wait().unwrap()));
+    let done = mounter.reconcile().unwrap();
+    assert!(done.failed.iter().any(|what| what.contains("in use")), "{done:?}");
+    fixture.check_files(&request.target);
+    if mode == "write" {
+        let written = std::fs::read_to_string(request.target.join("written")).unwrap();
+        assert_eq!(written, "by its user");
+    }
+    // It is mounted as before: nobody is reminded of it, and it can be unmounted.
+    assert!(mounter.reconcile().unwrap().is_empty());
+    let error = mounter.mount(&request).unwrap_err();
+    assert!(matches!(error, MountError::AlreadyMounted { .. }), "{error}");
+    drop(in_use);
+    umount(&mounter, &request.target);
+    fixture.assert_clean(mode);
+}
+
 /// A process that was to die at a step, and what it left.
 struct Case<'a> {
     fixture: &'a Fixture,
