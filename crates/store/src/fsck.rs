@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::contents::{Contents, Part};
 use crate::disk::{Kind, Stat};
 use crate::domain::{self, IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
-use crate::error::{At, Error, Result};
+use crate::error::{At, Result};
 use crate::parallel::for_each;
 use crate::record::RootKind;
 use crate::segment::{Pack, SEGMENT_SUFFIX};
@@ -380,10 +380,8 @@ impl Domain {
             }
         }
         for pack in packs {
-            match self.check_pack(&pack, contents, &sound, options.rehash) {
-                // Replaced since it was listed, which may be long ago.
-                Err(Error::NoSuchPack(_)) => {}
-                other => other?.into_iter().for_each(|finding| report.add(finding)),
+            if let Some(finding) = self.check_pack(&pack, contents, &sound, options.rehash)? {
+                report.add(finding);
             }
         }
         Ok(())

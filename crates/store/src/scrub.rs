@@ -230,11 +230,7 @@ impl Domain {
         let images: HashSet<_> = images.iter().collect();
         let mut needed = BTreeSet::new();
         for pack in self.packs()?.iter().filter(|pack| images.contains(&pack.image)) {
-            match self.check_pack(pack, contents, &there, true) {
-                // Collected since it was listed.
-                Err(Error::NoSuchPack(_)) => continue,
-                other => findings.extend(other?),
-            }
+            findings.extend(self.check_pack(pack, contents, &there, true)?);
             let segments = self.open_pack(pack).map(|file| contents.pack_segments(&file));
             needed.extend(segments.into_iter().flatten().flatten());
         }

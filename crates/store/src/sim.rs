@@ -79,6 +79,8 @@ struct State {
     /// Counts reboots: handles and locks of an earlier life are void.
     life: u64,
     locks: HashMap<u64, (u32, bool)>,
+    /// A file that cannot be read.
+    bad: Option<u64>,
 }
 
 type Files = BTreeMap<u64, Node>;
@@ -172,6 +174,7 @@ impl SimDisk {
             dead: false,
             life: 0,
             locks: HashMap::new(),
+            bad: None,
         })
     }
 
@@ -256,6 +259,12 @@ impl SimDisk {
                 *data = changed;
             }
         }
+    }
+
+    /// From now on a file cannot be read, but with `EIO`.
+    pub fn make_unreadable(&self, path: &str) {
+        let mut state = self.state();
+        state.bad = state.find(path).ok();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -665,6 +674,9 @@ impl SimFile {
 impl DiskFile for SimFile {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let state = self.state()?;
+        if state.bad == Some(self.inode) {
+            return Err(errno(rustix::io::Errno::IO));
+        }
         let Some(Node::File { data, .. }) = state.seen.get(&self.inode) else { return Ok(0) };
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(data.len());
         let n = buffer.len().min(data.len() - start);

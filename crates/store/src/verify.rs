@@ -139,7 +139,7 @@ impl Domain {
     }
 
     /// What is wrong with a pack: a segment that is not among the `sound` ones, unreadable, or (with `rehash`)
-    /// altered.
+    /// altered. Nothing is wrong with one that has been replaced since it was listed, which may be long ago.
     pub(crate) fn check_pack(
         &self,
         pack: &Pack,
@@ -147,7 +147,10 @@ impl Domain {
         sound: &HashSet<Digest>,
         rehash: bool,
     ) -> Result<Option<Finding>> {
-        let file = self.open_pack(pack)?;
+        let file = match self.open_pack(pack) {
+            Err(Error::NoSuchPack(_)) => return Ok(None),
+            other => other?,
+        };
         let finding = |kind, detail: String| {
             let mut finding = Finding::new(kind, file.path(), detail).about(&pack.digest);
             finding.user = Some(Part::Image(pack.image).to_string());
@@ -202,7 +205,6 @@ impl Domain {
         for pack in self.packs_of(image)? {
             // What cannot be read is told below.
             let file = match self.open_pack(&pack) {
-                // Replaced since it was listed.
                 Err(Error::NoSuchPack(_)) => continue,
                 other => other?,
             };
@@ -217,10 +219,7 @@ impl Domain {
                     },
                 }
             }
-            match self.check_pack(&pack, contents, &sound, true) {
-                Err(Error::NoSuchPack(_)) => {}
-                other => findings.extend(other?),
-            }
+            findings.extend(self.check_pack(&pack, contents, &sound, true)?);
         }
         Ok(findings)
     }

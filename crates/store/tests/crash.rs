@@ -447,6 +447,27 @@ fn a_full_disk_leaves_the_store_as_it_was() {
     assert!(most >= new_objects && most < new_objects + 2000, "{most}");
 }
 
+/// A bad sector below a segment or a pack, or with fs-verity an altered byte: fsck ended there, told nothing of the rest,
+/// and so nothing could be repaired.
+#[test]
+fn what_cannot_be_read_of_segments_and_packs_is_told() {
+    use cofolio_store::FindingKind::{PackIncomplete, PackUnreadable, SegmentUnreadable};
+    for (suffix, expected) in
+        [(".segment", vec![SegmentUnreadable, PackIncomplete]), (".pack", vec![PackUnreadable])]
+    {
+        let disk = base().fork(4);
+        let domain = open(&disk);
+        common::pack(&domain, &expected_image("a"), 1, OPTIONS).unwrap();
+        let path = disk.files().into_keys().find(|path| path.ends_with(suffix)).unwrap();
+        disk.make_unreadable(&path);
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
+        assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);
+        assert_eq!(domain.remove_derived(&report).unwrap(), [expected_image("a")].into());
+        check_clean(&disk, suffix);
+    }
+}
+
 /// A write that failed is never followed by others on the same import.
 #[test]
 fn a_failed_write_poisons_the_import() {

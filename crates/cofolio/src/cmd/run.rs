@@ -193,12 +193,9 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let left = containers.remove(container);
     let ended = ended?;
     // How the container ended counts, whatever is left of it: the next command clears that away.
-    match left {
-        Ok(removed) => {
-            if let Some(changes) = removed.changes {
-                context.ui.note(format!("changes are in {}", changes.display()));
-            }
-        }
+    match left.map(|left| left.changes) {
+        Ok(None) => {}
+        Ok(Some(changes)) => context.ui.note(format!("changes are in {}", changes.display())),
         Err(error) => {
             context.ui.note(format!("the container has ended, but is not removed: {error}"))
         }

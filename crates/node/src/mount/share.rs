@@ -13,7 +13,7 @@ use super::error::{Asked, At as _, MountError};
 use super::kernel::PackOptions;
 use super::mountinfo;
 use super::pin::{check_digest, measured};
-use super::{Mounter, kernel};
+use super::{Mounter, kernel, numbers_at};
 
 /// A pack with all that it needs, checked.
 pub(super) struct Packed {
@@ -87,7 +87,7 @@ impl Mounter<'_> {
         let path = mountinfo::path(&self.root);
         let mounts = mountinfo::read(&self.root).at("read", path)?;
         // Not by its path, which may lead there by links.
-        let id = super::numbers_at(at).at("look at", at)?.id;
+        let id = numbers_at(at).at("look at", at)?.id;
         match mounts.iter().find(|mount| mount.id == id) {
             Some(mount) if mount.shares_inodes => Ok(()),
             _ => Err(MountError::NotShared { at: at.to_owned() }),

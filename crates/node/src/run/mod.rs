@@ -822,33 +822,34 @@ fn is_locked(dir: &Path) -> Result<bool> {
 /// something, for those are not ours. The record and the lock go last: as long as it is there, nobody takes
 /// the name.
 fn remove_files(dir: &Path) -> Result<()> {
-    // Who looks at the container meanwhile, whether it has ended, may leave a new lock.
+    // Who looks meanwhile whether the container has ended may leave a new lock.
     const TRIES: u32 = 3;
-    for attempt in 1..=TRIES {
-        // What runtimes write besides what they are told to (runc a `.pid` that becomes the pid) as well.
-        let names = crate::mount::list(dir)?;
-        let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
-        for name in others.chain(LAST) {
-            let path = dir.join(name);
-            let removed = match fs::remove_file(&path) {
-                Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
-                other => other,
-            };
-            match removed {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(error).at("removing", path);
-                }
-                _ => {}
-            }
-        }
-        match fs::remove_dir(dir) {
-            // He has removed it.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => break,
-            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && attempt < TRIES => {}
-            other => return other.at("removing", dir),
+    for _ in 1..TRIES {
+        if remove_files_once(dir).is_ok() {
+            return Ok(());
         }
     }
-    Ok(())
+    remove_files_once(dir)
+}
+
+/// What is gone already is removed.
+fn remove_files_once(dir: &Path) -> Result<()> {
+    // What runtimes write besides what they are told to (runc a `.pid` that becomes the pid) as well.
+    let names = crate::mount::list(dir)?;
+    let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
+    let gone = |result: io::Result<()>, path: &Path| match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other.at("removing", path),
+    };
+    for name in others.chain(LAST) {
+        let path = dir.join(name);
+        let removed = match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
+            other => other,
+        };
+        gone(removed, &path)?;
+    }
+    gone(fs::remove_dir(dir), dir)
 }
 
 /// What of a container is removed last, in this order.

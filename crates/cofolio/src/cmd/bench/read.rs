@@ -48,8 +48,8 @@ const UNSHARED: &str = "pack, not shared";
 ///
 /// Reads files from a cold start, one way after the other: out of an EROFS image with everything in it, as `export` makes
 /// it and, if there is a mkfs.erofs, as that does; and out of packs over segments, plain and compressed, shared by the
-/// kernel where it can (Linux 7.0), and there a plain one without sharing, too. Large files in blocks of 1 MiB, all files, and blocks of 4 KiB at random of the
-/// largest file. Needs root, and drops the page cache of the whole machine.
+/// kernel where it can (Linux 7.0), and there a plain one without sharing, too. Large files in blocks of 1 MiB, all files,
+/// and blocks of 4 KiB at random of the largest file. Needs root, and drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
   cofolio bench read corpus/out/mysql/old --json read.json
