@@ -13,6 +13,7 @@ use cofolio_image::error::RegistryError;
 use cofolio_image::error::TrustError;
 use cofolio_image::export::ExportError;
 use cofolio_image::pack::PackError;
+use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
 use cofolio_node::container::bundle::BundleError;
 use cofolio_node::mount::MountError;
@@ -221,6 +222,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     }
     if let Some(error) = cause.downcast_ref::<TrustError>() {
         return of_trust(error);
+    }
+    if let Some(error) = cause.downcast_ref::<ConfigError>() {
+        return of_config(error);
     }
     if let Some(error) = cause.downcast_ref::<RunError>() {
         return of_run(error);
@@ -456,6 +460,21 @@ fn of_trust(error: &TrustError) -> (Option<Exit>, Option<String>) {
         _ => (Exit::Refused, None),
     };
     (Some(exit), hint.map(str::to_owned))
+}
+
+fn of_config(error: &ConfigError) -> (Option<Exit>, Option<String>) {
+    let hint = match error {
+        // The cause decides.
+        ConfigError::Io { .. } => return (None, None),
+        ConfigError::Invalid { meant: Some(key), .. } => format!("did you mean `{key}`?"),
+        ConfigError::Invalid { meant: None, .. } => {
+            "`cofolio config default` prints every key with its default".to_owned()
+        }
+        _ => {
+            "as in names of images, in lower case: `docker.io`, `registry.example:5000`".to_owned()
+        }
+    };
+    (Some(Exit::Usage), Some(hint))
 }
 
 fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {

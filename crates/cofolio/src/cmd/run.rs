@@ -23,10 +23,10 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 use crate::cmd::import;
 use crate::cmd::pull::RegistryArgs;
-use crate::config::Size;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Fail};
 use crate::trust::{ArrivalArgs, TrustArgs};
+use cofolio_node::config::Size;
 
 /// Docker's numbers for what keeps a container from starting.
 const NOT_STARTED: u8 = 125;
