@@ -9,7 +9,7 @@
 //! compose, registry          layers made one tree, bases and deltas; the client for registries
 //! reference, trust, layer    names in registries; signatures and policy; one layer
 //! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
-//! error, limits, progress    a directory tree; errors, limits, progress
+//! error, limits, progress    a directory tree; errors, limits
 //! ```
 
 pub mod compose;
@@ -22,7 +22,6 @@ mod layer;
 mod lease;
 pub mod limits;
 pub mod pack;
-pub mod progress;
 pub mod reference;
 pub mod registry;
 pub mod source;

@@ -44,6 +44,7 @@ mod signatures;
 pub mod sim;
 mod staging;
 mod store;
+pub mod task;
 mod trim;
 mod used;
 mod verify;

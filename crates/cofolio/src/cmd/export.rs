@@ -8,8 +8,7 @@ use cofolio_image::export::{
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::interrupt;
-use crate::progress::Counter;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_size};
 
 /// Write an image to an OCI layout or archive, or as a filesystem in a file
@@ -109,13 +108,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let options =
         ExportOptions { compression: args.compress.compression(), threads: args.compress.threads };
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "exporting");
-    let report = export(&domain, exported, &destination, &options, &mut |done| {
-        counter.set(done.bytes, || format!("layer {} of {}", done.layer + 1, done.layers));
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
+    let work = Work::begin(context.ui, "exporting", "layer")?;
+    let report = export(&domain, exported, &destination, &options, &work.task)?;
+    drop(work);
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);
@@ -143,13 +138,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?.digest;
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "exporting");
-    let report = export_filesystem(&domain, &image, path, args.lz4, &mut |done| {
-        counter.set(done.bytes, || "files".to_owned());
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
+    let work = Work::begin(context.ui, "exporting", "file")?;
+    let report = export_filesystem(&domain, &image, path, args.lz4, &work.task)?;
+    drop(work);
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);

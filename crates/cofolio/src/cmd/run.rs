@@ -185,6 +185,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     // From here on a signal is the container's, also one that comes before there is a container.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
+    crate::interrupt::release();
     let input = match args.interactive || args.tty {
         true => Stdio::inherit(),
         false => Stdio::null(),

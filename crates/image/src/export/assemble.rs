@@ -1,5 +1,6 @@
 //! From a layer's split and its objects back to its tar archive, each object checked on the way.
 
+use cofolio_store::task::Cancel;
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain};
 
@@ -20,6 +21,7 @@ pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), ExportError> + 'a;
 pub(crate) fn layer(
     domain: &Domain,
     chain_id: &str,
+    cancel: &Cancel,
     sink: &mut Sink<'_>,
 ) -> Result<(), ExportError> {
     let bad = |error: SplitError| ExportError::Split {
@@ -42,7 +44,7 @@ pub(crate) fn layer(
                 sink(&buffer[..count])?;
             },
             Step::Object { digest, size, parts } => {
-                let mut object = Object::open(domain, digest, size, &user, &mut buffer)?;
+                let mut object = Object::open(domain, digest, size, (&user, cancel), &mut buffer)?;
                 match parts {
                     None => object.take(size, Some(&mut *sink))?,
                     Some(_) => {
@@ -64,6 +66,7 @@ pub(crate) struct Object<'a> {
     file: cofolio_store::StoredFile,
     digest: Digest,
     user: &'a str,
+    cancel: &'a Cancel,
     buffer: &'a mut [u8],
     hasher: Hasher,
     left: u64,
@@ -75,7 +78,7 @@ impl<'a> Object<'a> {
         domain: &Domain,
         digest: Digest,
         size: u64,
-        user: &'a str,
+        (user, cancel): (&'a str, &'a Cancel),
         buffer: &'a mut [u8],
     ) -> Result<Self, ExportError> {
         let file = match domain.open_object(&digest) {
@@ -86,7 +89,7 @@ impl<'a> Object<'a> {
             }
             Err(error) => return Err(error.into()),
         };
-        let object = Self { file, digest, user, buffer, hasher: Hasher::new(), left: size };
+        let object = Self { file, digest, user, cancel, buffer, hasher: Hasher::new(), left: size };
         match object.file.size() {
             Ok(found) if found == size => Ok(object),
             Ok(found) => Err(object.bad(format!("it has {found} bytes and not {size}"))),
@@ -104,6 +107,7 @@ impl<'a> Object<'a> {
             return Err(self.bad("the split takes more of it than there is".to_owned()));
         }
         while count > 0 {
+            self.cancel.check()?;
             let want = self.buffer.len().min(usize::try_from(count).unwrap_or(usize::MAX));
             let bytes = &mut self.buffer[..want];
             if let Err(error) = self.file.read_exact_at(bytes, self.hasher.size()) {

@@ -11,20 +11,20 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::lz4::{self, Part};
 use cofolio_erofs::write::{Contents, Data, Form, Found, Place, Run, WriteError, write_data};
+use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain};
 use serde::Serialize;
 use sha2::Digest as _;
 
+use super::aside;
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
-use super::{ExportProgress, OnProgress, aside};
 use crate::compose::contents::open_image;
 use crate::lease::Lease;
 
@@ -55,7 +55,7 @@ pub fn export_filesystem(
     image: &Digest,
     path: &Path,
     compress: bool,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<FilesystemReport, ExportError> {
     if path.is_dir() {
         let what =
@@ -69,18 +69,17 @@ pub fn export_filesystem(
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
     let new = NewFile::create(path)?;
     let mut blocks = Blocks::new(path, compress)?;
-    blocks.put_all(domain, image, &tree, &mut |bytes| {
+    blocks.put_all(domain, image, &tree, &task.cancel, &mut |bytes| {
         lease.renew();
-        match on_progress(ExportProgress { layer: 0, layers: 1, bytes }) {
-            ControlFlow::Continue(()) => Ok(()),
-            ControlFlow::Break(()) => Err(ExportError::Stopped),
-        }
+        task.tell(Event::Done { bytes, bytes_total: None, items: 1, items_total: None });
     })?;
     // What is wrong with the tree is the image's fault, the rest the destination's.
-    let (digest, size) = new.write(&tree, &mut blocks).map_err(|error| match error {
-        WriteError::Sink(source) => io_error(path)(source),
-        other => bad(other.to_string()),
-    })?;
+    let (digest, size) =
+        new.write(&tree, &mut blocks, &task.cancel).map_err(|error| match error {
+            _ if task.check().is_err() => Cancelled.into(),
+            WriteError::Sink(source) => io_error(path)(source),
+            other => bad(other.to_string()),
+        })?;
     new.publish(path)?;
     Ok(FilesystemReport {
         image: image.to_string(),
@@ -104,7 +103,12 @@ impl NewFile {
     }
 
     /// Writes metadata and blocks; gives the digest of it all and its size.
-    fn write(&self, tree: &Tree, blocks: &mut Blocks) -> Result<(Digest, u64), WriteError> {
+    fn write(
+        &self,
+        tree: &Tree,
+        blocks: &mut Blocks,
+        cancel: &Cancel,
+    ) -> Result<(Digest, u64), WriteError> {
         use WriteError::Sink;
         let mut sink = Hashed { file: &self.file, hasher: Hasher::new() };
         let data = Data { devices: &[], own_blocks: blocks.count, contents: &*blocks };
@@ -112,6 +116,7 @@ impl NewFile {
         blocks.file.seek(SeekFrom::Start(0)).map_err(Sink)?;
         let mut buffer = vec![0; READ_SIZE];
         loop {
+            cancel.check().map_err(|cancelled| Sink(io::Error::other(cancelled)))?;
             match blocks.file.read(&mut buffer) {
                 Ok(0) => break,
                 Ok(count) => sink.write_all(&buffer[..count]).map_err(Sink)?,
@@ -223,7 +228,8 @@ impl Blocks {
         domain: &Domain,
         image: &Digest,
         tree: &Tree,
-        step: &mut dyn FnMut(u64) -> Result<(), ExportError>,
+        cancel: &Cancel,
+        step: &mut dyn FnMut(u64),
     ) -> Result<(), ExportError> {
         let user = format!("image {image}");
         let mut buffer = vec![0; READ_SIZE];
@@ -233,10 +239,10 @@ impl Blocks {
             // One that names no object the writer refuses, with its path.
             let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
             let Some(digest) = new else { continue };
-            let object = Object::open(domain, Digest(*digest), size, &user, &mut buffer)?;
+            let object = Object::open(domain, Digest(*digest), size, (&user, cancel), &mut buffer)?;
             self.put(*digest, size, object)?;
             self.content += size;
-            step(self.content)?;
+            step(self.content);
         }
         Ok(())
     }

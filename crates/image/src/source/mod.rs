@@ -25,6 +25,7 @@ use crate::reference::Reference;
 use crate::registry::{RegistryOptions, Repository};
 use crate::source::engine::containerd::{self, Containerd};
 use crate::source::engine::containers_storage::{self, Storage};
+use cofolio_store::task::Task;
 pub use manifest::Platform;
 
 use crate::layer::FoundLayer;
@@ -216,7 +217,11 @@ pub(crate) enum Chosen {
 
 impl Opened {
     /// Opens a layout or archive, or gets ready to ask a registry.
-    pub(crate) fn open(source: &Source, registry: &RegistryOptions) -> Result<Self, ImportError> {
+    pub(crate) fn open(
+        source: &Source,
+        registry: &RegistryOptions,
+        task: &Task,
+    ) -> Result<Self, ImportError> {
         let (path, tag, docker) = match source {
             Source::Directory { path } => {
                 return Err(ImportError::Source {
@@ -235,7 +240,7 @@ impl Opened {
                 return Ok(Self {
                     path: reference.to_string().into(),
                     tag: None,
-                    blobs: Blobs::Registry(Repository::open(reference, registry)?),
+                    blobs: Blobs::Registry(Repository::open(reference, registry, task)?),
                     docker: false,
                 });
             }
@@ -837,7 +842,7 @@ impl Members {
         }
         let blob = file::in_file(diff_id.clone(), self.file.clone(), offset, size);
         let mut hasher = crate::digest::BlobHasher::new();
-        let mut section = blob.open(Arc::default());
+        let mut section = blob.open(None);
         let mut buffer = vec![0; 1 << 17];
         loop {
             match section.read(&mut buffer).map_err(|e| io_error(&self.path, e))? {

@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::{Platform, Source};
+use cofolio_store::task::Task;
 use serde_json::json;
 
 use crate::support::*;
@@ -96,7 +96,7 @@ fn a_known_manifest_is_not_read_again() {
     }
     let options = ImportOptions { name: Some("other:name".into()), ..ImportOptions::default() };
     let started = Instant::now();
-    let again = import(&bench.domain, &layout.source(), &options, &Silent).unwrap();
+    let again = import(&bench.domain, &layout.source(), &options, &Task::default()).unwrap();
     let took = started.elapsed();
     assert!(took.as_millis() < 100, "{took:?}");
     assert!(again.known && again.image == first.image && again.layers.len() == 2);
@@ -115,7 +115,7 @@ fn the_ref_holds_config_and_layers() {
     let layout = Layout::image(bench.path("image"), &blobs);
     let labels = [("team".to_owned(), "storage".to_owned())].into();
     let options = ImportOptions { name: Some("app:1".into()), labels, ..ImportOptions::default() };
-    let report = import(&bench.domain, &layout.source(), &options, &Silent).unwrap();
+    let report = import(&bench.domain, &layout.source(), &options, &Task::default()).unwrap();
     let record = bench.domain.get_ref("app:1").unwrap().unwrap();
     assert_eq!(record.image.to_string(), report.image);
     assert_eq!(record.manifest, report.manifest);
@@ -158,7 +158,7 @@ fn tags_and_platforms() {
         let source = Source::Layout { path: layout.0.clone(), tag: tag.map(str::to_owned) };
         let platform = Platform::parse(platform).unwrap();
         let options = ImportOptions { platform, ..ImportOptions::default() };
-        import(&bench.domain, &source, &options, &Silent)
+        import(&bench.domain, &source, &options, &Task::default())
     };
     assert!(bench.view(&get(Some("multi"), "linux/amd64").unwrap()).has("/for-amd64"));
     assert!(bench.view(&get(Some("multi"), "linux/arm64/v8").unwrap()).has("/for-arm64"));
@@ -192,7 +192,7 @@ fn the_index_names_the_image() {
         image["annotations"] = annotations;
         layout.index(&[image]);
         let source = Source::Layout { path: layout.0.clone(), tag: tag.map(str::to_owned) };
-        import(&bench.domain, &source, &ImportOptions::default(), &Silent).unwrap().name
+        import(&bench.domain, &source, &ImportOptions::default(), &Task::default()).unwrap().name
     };
     const REF: &str = "org.opencontainers.image.ref.name";
     const FULL: &str = "io.containerd.image.name";
@@ -377,7 +377,7 @@ fn a_full_store_is_left_as_it_was() {
     };
     let before = list();
     for image in images {
-        let result = import(&domain, &image.source(), &ImportOptions::default(), &Silent);
+        let result = import(&domain, &image.source(), &ImportOptions::default(), &Task::default());
         // 12 MB do not fit in 4: what is missing is the rest, give or take what the store itself takes.
         match result {
             Err(ImportError::NoSpace { missing_bytes }) => {
