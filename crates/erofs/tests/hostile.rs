@@ -10,7 +10,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use cofolio_erofs::dump;
-use cofolio_erofs::read::Image;
+use cofolio_erofs::read::{Image, ReadError};
 use cofolio_erofs::write::WriteOptions;
 use common::random::{self, Rng};
 use common::{image, parse, rounds};
@@ -49,7 +49,10 @@ fn exercise(bytes: &[u8]) -> bool {
         let _ = image.readlink(inode);
         let _ = image.read(inode, 0, &mut buffer);
         let _ = image.read(inode, inode.size.saturating_sub(100), &mut buffer);
-        let _ = image.lookup(inode, b"file1");
+        let listed = image.readdir(inode).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+        for entry in listed.unwrap_or_default().iter().take(20) {
+            assert_eq!(image.lookup(inode, &entry.name).unwrap().as_ref(), Some(entry));
+        }
         let (mut offset, mut extents) = (0, 0);
         while let Ok(Some(extent)) = image.extent(inode, offset) {
             assert!(extent.len > 0);
@@ -202,6 +205,29 @@ fn a_tree_that_doubles_at_every_level_is_refused() {
     let start = Instant::now();
     assert!(!exercise(&bytes));
     assert!(start.elapsed() < TIME_MAX);
+}
+
+/// The document of hostile images promised that names out of order are refused, and the reader took
+/// them: it listed names that the kernel, which searches a directory by halving, does not find.
+#[test]
+fn names_out_of_order_are_refused() {
+    let text = "/ 0 40755 2 0 0 0 0.0 - - -\n/d 0 40755 2 0 0 0 0.0 - - -\n\
+                /d/aaa1 0 100644 1 0 0 0 0.0 - - -\n/d/aaa2 0 100644 1 0 0 0 0.0 - - -\n";
+    let bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
+    for (second, at_fault) in
+        [("aaa0", "\"aaa0\" after \"aaa1\""), ("aaa1", "\"aaa1\" after \"aaa1\"")]
+    {
+        let mut bytes = bytes.clone();
+        let at = bytes.windows(4).position(|window| window == b"aaa2").unwrap();
+        bytes[at..at + 4].copy_from_slice(second.as_bytes());
+        let image = Image::open(&bytes).unwrap();
+        let dir = image.resolve(b"/d").unwrap().unwrap();
+        let error = image.to_tree().err().unwrap().to_string();
+        let expected = format!("directory at byte {} has the name {at_fault}", dir.offset);
+        assert!(error.contains(&expected), "{error}");
+        let names = image.readdir(&dir).unwrap();
+        assert!(matches!(names.last(), Some(Err(ReadError::Order { .. }))));
+    }
 }
 
 /// A hundred thousand attributes that two files share each: a table that is searched from its

@@ -25,6 +25,8 @@ pub struct ReadDir<'i, S> {
     block: Block,
     next_block: u64,
     next: usize,
+    /// The name before `next`; empty at the start.
+    last: Vec<u8>,
     failed: bool,
 }
 
@@ -39,19 +41,20 @@ struct Block {
 }
 
 impl<S: ReadAt> Image<S> {
-    /// The names of a directory in the image's order, which is that of their bytes; without `.`
-    /// and `..`.
+    /// The names of a directory, sorted by their bytes, without `.` and `..`.
     ///
     /// # Errors
-    /// [`ReadError::Kind`] for what is no directory; the iterator ends with the first
-    /// [`ReadError::Corrupt`] or [`ReadError::Source`].
+    /// [`ReadError::Kind`] if the inode is not a directory. The iterator ends with the first
+    /// [`ReadError::Order`], [`ReadError::Corrupt`] or [`ReadError::Source`].
     pub fn readdir(&self, dir: &Inode) -> Result<ReadDir<'_, S>, ReadError> {
         self.check_dir(dir)?;
         let block = Block::default();
-        Ok(ReadDir { image: self, dir: *dir, block, next_block: 0, next: 0, failed: false })
+        let last = Vec::new();
+        Ok(ReadDir { image: self, dir: *dir, block, next_block: 0, next: 0, last, failed: false })
     }
 
-    /// Finds a name in a directory, by halving: unsorted directories hide names, as in the kernel.
+    /// Finds a name in a directory by binary search, as the kernel does. In a directory whose names
+    /// are out of order it can miss a name; only [`Image::readdir`] reports such a directory.
     ///
     /// # Errors
     /// As [`Image::readdir`].
@@ -195,6 +198,12 @@ impl<S: ReadAt> ReadDir<'_, S> {
             }
             let (name, bare) = self.block.name(self.next, &self.dir)?;
             self.next += 1;
+            if *name <= *self.last {
+                let (name, before) = (name.into(), self.last.as_slice().into());
+                return Err(ReadError::Order { offset: self.dir.offset, name, before });
+            }
+            self.last.clear();
+            self.last.extend_from_slice(name);
             if name != b"." && name != b".." {
                 return Ok(Some(bare.named(name)));
             }
