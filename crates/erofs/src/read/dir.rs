@@ -4,6 +4,7 @@ use zerocopy::FromBytes;
 
 use super::{Image, Inode, ReadAt, ReadError};
 use crate::format::{Dirent, NAME_LEN};
+use crate::tree::{PATH_MAX, TreeError};
 
 const DIRENT: usize = size_of::<Dirent>();
 
@@ -94,17 +95,13 @@ impl<S: ReadAt> Image<S> {
     /// # Errors
     /// As [`Image::root`].
     pub fn walk(&self) -> Result<Walk<'_, S>, ReadError> {
-        let root = self.root()?;
-        let mut walk = Walk {
-            image: self,
-            guard: Guard::new(self.size()),
-            open: Vec::new(),
-            path: Vec::new(),
-            ends: Vec::new(),
-            enter: Some(root),
-        };
-        walk.ends.push(0);
-        Ok(walk)
+        Ok(self.walk_from(self.root()?))
+    }
+
+    /// All names below a directory, as [`Image::walk`]; paths begin at the directory.
+    pub fn walk_from(&self, dir: Inode) -> Walk<'_, S> {
+        let (guard, enter) = (Guard::new(self.size()), Some(dir));
+        Walk { image: self, guard, open: Vec::new(), path: Vec::new(), ends: vec![0], enter }
     }
 
     fn check_dir(&self, dir: &Inode) -> Result<(), ReadError> {
@@ -265,7 +262,7 @@ pub struct Walk<'i, S> {
 /// A name met by a [`Walk`].
 #[derive(Debug)]
 pub struct Walked<'w> {
-    /// Absolute path.
+    /// Path from where the walk began, with a slash in front; at most [`PATH_MAX`] bytes behind it.
     pub path: &'w [u8],
     /// The inode; a hard-linked one is met once per name.
     pub inode: Inode,
@@ -295,6 +292,10 @@ impl<S: ReadAt> Walk<'_, S> {
         self.path.push(b'/');
         self.path.extend_from_slice(&entry.name);
         let inode = self.image.inode(entry.nid)?;
+        if self.path.len() > PATH_MAX + 1 {
+            let source = TreeError::path_too_long(&self.path);
+            return Err(ReadError::Tree { offset: inode.offset, source });
+        }
         if inode.is_dir() {
             self.enter = Some(inode);
             self.ends.push(self.path.len());

@@ -16,9 +16,7 @@ use cofolio_erofs::dump::{Record, What};
 use cofolio_erofs::tree::{Content, InodeId, Tree, TreeError};
 
 use super::error::shown;
-use super::layer::{
-    DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, check_reach, make_dirs, walk,
-};
+use super::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, make_dirs, walk};
 use super::overlay::{
     Dirs, NO_META, Overlay, dump_error, is_dir, is_implicit, lower_link, not_in_order,
 };
@@ -277,8 +275,7 @@ impl Bring<'_> {
         record: &Record<'_>,
     ) -> Result<InodeId, String> {
         if is_implicit(record) {
-            let there = make_dirs(self.lower, dir, &[name.to_vec()], false)?;
-            return check_reach(self.lower, there).map(|()| there);
+            return make_dirs(self.lower, dir, &[name.to_vec()], false);
         }
         let there = match self.lower.lookup(dir, name) {
             Some(there) if self.lower.is_dir(there) => there,
@@ -289,7 +286,6 @@ impl Bring<'_> {
                     .map_err(|e| e.to_string())?
             }
         };
-        check_reach(self.lower, there)?;
         self.describe(there, record).map_err(|e| e.to_string())?;
         Ok(there)
     }
