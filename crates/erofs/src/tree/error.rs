@@ -70,13 +70,11 @@ pub enum TreeError {
         /// Its length in bytes.
         len: usize,
     },
-    /// The attributes of one inode together, or one value, take too much space.
-    #[error("extended attributes of {space} bytes, {max} are allowed")]
+    /// The attributes of one inode together are larger than [`super::XATTRS_MAX`].
+    #[error("extended attributes of {space} bytes are more than 65535")]
     XattrSpace {
-        /// Space that they need, in bytes.
+        /// Their size in bytes.
         space: usize,
-        /// Space that there is.
-        max: usize,
     },
     /// Ids or buffers of the arena are used up (2^31 inodes or names, 4 GiB of names).
     #[error("too many entries for one tree")]

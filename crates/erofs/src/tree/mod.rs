@@ -33,7 +33,7 @@ pub use content::{
 pub use delta::{Delta, delta};
 pub use error::TreeError;
 pub use walk::{Visit, Walk};
-pub use xattr::Xattrs;
+pub use xattr::{XATTRS_MAX, Xattrs};
 
 pub(crate) use digests::DigestId;
 pub(crate) use xattr::{SetId, XattrTable, hash_pair};
@@ -435,13 +435,13 @@ impl Tree {
     ///
     /// # Errors
     /// [`TreeError::XattrName`] for a name that is empty, longer than 255 bytes or holds a NUL;
-    /// [`TreeError::XattrSpace`] for a value or a set larger than 65,535 bytes.
+    /// [`TreeError::XattrSpace`] for a set larger than [`XATTRS_MAX`].
     pub fn set_xattrs<'x>(
         &mut self,
         inode: InodeId,
         xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
     ) -> Result<(), TreeError> {
-        let set = self.xattrs.intern_set(xattrs, xattr::SET_SPACE_MAX)?;
+        let set = self.xattrs.intern_set(xattrs)?;
         self.inodes[inode.index()].xattrs = set;
         Ok(())
     }
@@ -632,17 +632,6 @@ impl Tree {
 
     pub(crate) fn has_odd_size(&self, inode: InodeId) -> bool {
         self.inodes[inode.index()].flags & ODD_SIZE != 0
-    }
-
-    /// As [`Tree::set_xattrs`] with the space that mkcomposefs allows to a dump.
-    pub(crate) fn set_dump_xattrs<'x>(
-        &mut self,
-        inode: InodeId,
-        xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
-    ) -> Result<(), TreeError> {
-        let set = self.xattrs.intern_set(xattrs, xattr::DUMP_SPACE_MAX)?;
-        self.inodes[inode.index()].xattrs = set;
-        Ok(())
     }
 
     pub(crate) fn xattr_set(&self, inode: InodeId) -> SetId {
