@@ -538,13 +538,11 @@ fn content_of<'a>(
 }
 
 fn digest_of<'a>(hex: &[u8], raw: &'a mut [u8; 32]) -> Result<&'a [u8; 32], Problem> {
-    if hex.len() != 64 {
-        return Err(Problem::Digest);
+    // A prefix `0x`, which the decoder takes, makes it longer.
+    match const_hex::decode_to_slice(hex, raw) {
+        Ok(()) if hex.len() == 64 => Ok(raw),
+        _ => Err(Problem::Digest),
     }
-    for (byte, pair) in raw.iter_mut().zip(hex.chunks_exact(2)) {
-        *byte = hex_byte(pair[0], pair[1]).ok_or(Problem::Digest)?;
-    }
-    Ok(raw)
 }
 
 type XattrList<'a> = Vec<(&'a [u8], &'a [u8])>;
@@ -630,7 +628,12 @@ fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), P
                 Some(b'r') => b'\r',
                 Some(b't') => b'\t',
                 Some(b'x') => match (bytes.next(), bytes.next()) {
-                    (Some(a), Some(b)) => hex_byte(a, b).ok_or(Problem::Escape(what))?,
+                    (Some(high), Some(low)) => {
+                        let mut byte = [0];
+                        const_hex::decode_to_slice([high, low], &mut byte)
+                            .map_err(|_| Problem::Escape(what))?;
+                        byte[0]
+                    }
                     _ => return Err(Problem::Escape(what)),
                 },
                 _ => return Err(Problem::Escape(what)),
@@ -641,16 +644,6 @@ fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), P
         out.push(byte);
     }
     Ok(())
-}
-
-fn hex_byte(high: u8, low: u8) -> Option<u8> {
-    let digit = |b: u8| match b {
-        b'0'..=b'9' => Some(b - b'0'),
-        b'a'..=b'f' => Some(b - b'a' + 10),
-        b'A'..=b'F' => Some(b - b'A' + 10),
-        _ => None,
-    };
-    Some(digit(high)? << 4 | digit(low)?)
 }
 
 /// A number as strtoull(3) reads it, since dumps out there were checked by nothing else: white
@@ -756,7 +749,11 @@ mod tests {
         assert_eq!(problem("/a\\x00b 0 100644 1 0 0 0 0.0 - - -"), Problem::Nul("the path"));
         assert_eq!(problem("/a\\q 0 100644 1 0 0 0 0.0 - - -"), Problem::Escape("the path"));
         assert_eq!(problem("/a 0 644 1 0 0 0 0.0 - - -"), Problem::Mode(0o644));
-        assert_eq!(problem("/a 1 100644 1 0 0 0 0.0 - - abc"), Problem::Digest);
+        for digest in ["abc", &"g".repeat(64), &format!("0x{}", "0".repeat(64))] {
+            let line = format!("/a 1 100644 1 0 0 0 0.0 - - {digest}");
+            assert_eq!(problem(&line), Problem::Digest);
+        }
+        assert_eq!(problem("/a\\x0x 0 100644 1 0 0 0 0.0 - - -"), Problem::Escape("the path"));
         assert_eq!(problem("/a 1 100644 1 0 0 0 0 - - -"), Problem::Number("the time"));
         assert_eq!(problem("/a 0 100644 1 0 0 0 0.0 - - - x"), Problem::XattrWithoutValue);
         assert_eq!(problem("/a 0 @100644 1 0 0 0 0.0 / - -"), Problem::DirectoryLink);
