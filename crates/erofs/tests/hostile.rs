@@ -10,7 +10,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use cofolio_erofs::dump;
-use cofolio_erofs::read::Image;
+use cofolio_erofs::read::{Image, ReadError};
 use cofolio_erofs::write::WriteOptions;
 use common::random::{self, Rng};
 use common::{image, parse, rounds};
@@ -49,7 +49,10 @@ fn exercise(bytes: &[u8]) -> bool {
         let _ = image.readlink(inode);
         let _ = image.read(inode, 0, &mut buffer);
         let _ = image.read(inode, inode.size.saturating_sub(100), &mut buffer);
-        let _ = image.lookup(inode, b"file1");
+        let listed = image.readdir(inode).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+        for entry in listed.unwrap_or_default().iter().take(20) {
+            assert_eq!(image.lookup(inode, &entry.name).unwrap().as_ref(), Some(entry));
+        }
         let (mut offset, mut extents) = (0, 0);
         while let Ok(Some(extent)) = image.extent(inode, offset) {
             assert!(extent.len > 0);
@@ -202,6 +205,85 @@ fn a_tree_that_doubles_at_every_level_is_refused() {
     let start = Instant::now();
     assert!(!exercise(&bytes));
     assert!(start.elapsed() < TIME_MAX);
+}
+
+/// The document of hostile images promised that names out of order are refused, and the reader took
+/// them: it listed names that the kernel, which searches a directory by halving, does not find.
+#[test]
+fn names_out_of_order_are_refused() {
+    let text = "/ 0 40755 2 0 0 0 0.0 - - -\n/d 0 40755 2 0 0 0 0.0 - - -\n\
+                /d/aaa1 0 100644 1 0 0 0 0.0 - - -\n/d/aaa2 0 100644 1 0 0 0 0.0 - - -\n";
+    let bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
+    for (second, at_fault) in
+        [("aaa0", "\"aaa0\" after \"aaa1\""), ("aaa1", "\"aaa1\" after \"aaa1\"")]
+    {
+        let mut bytes = bytes.clone();
+        let at = bytes.windows(4).position(|window| window == b"aaa2").unwrap();
+        bytes[at..at + 4].copy_from_slice(second.as_bytes());
+        let image = Image::open(&bytes).unwrap();
+        let dir = image.resolve(b"/d").unwrap().unwrap();
+        let error = image.to_tree().err().unwrap().to_string();
+        let expected = format!("directory at byte {} has the name {at_fault}", dir.offset);
+        assert!(error.contains(&expected), "{error}");
+        let names = image.readdir(&dir).unwrap();
+        assert!(matches!(names.last(), Some(Err(ReadError::Order { .. }))));
+    }
+}
+
+/// Lines of a dump: directories below one another, all of one name.
+fn chain(name: &str, depth: usize) -> String {
+    let path = |levels| format!("/{name}").repeat(levels);
+    (1..=depth).map(|levels| format!("{} 0 40755 2 0 0 0 0.0 - - -\n", path(levels))).collect()
+}
+
+const ROOT: &str = "/ 0 40755 2 0 0 0 0.0 - - -\n";
+
+/// Nothing bounded the depth of directories: an image of a few megabytes could have so many levels
+/// that the paths in its dump took gigabytes, in lines that no dump may have.
+#[test]
+fn paths_longer_than_the_kernel_takes_are_refused() {
+    // In a dump and a tree, with the path. The longest is taken, and can be read again.
+    let name = "n".repeat(254);
+    let fits = format!("{ROOT}{}", chain(&name, 16)) + &format!("/{name}").repeat(16);
+    let file = |len: usize| format!("{fits}/{} 0 100644 1 0 0 0 0.0 - - -\n", "f".repeat(len));
+    let bytes = image(&parse(file(15).as_bytes()), &WriteOptions::default());
+    assert!(exercise(&bytes));
+    let shown = |error: &dyn std::error::Error| {
+        let cause = error.source().map(ToString::to_string).unwrap_or_default();
+        format!("{error}: {cause}")
+    };
+    let error = shown(&dump::parse(file(16).as_bytes()).err().unwrap());
+    assert!(error.contains("a path of 4096 bytes is longer than 4095: \"/nnn"), "{error}");
+
+    // In an image: two chains that fit, of which one is put below the other.
+    let a = "/a".repeat(1500);
+    let text = format!("{ROOT}{}{a}/xy 0 100644 1 0 0 0 0.0 - - -\n", chain("a", 1500));
+    let text = text + &chain("b", 1500);
+    let mut bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
+    let nid =
+        |path: &str| Image::open(&bytes).unwrap().resolve(path.as_bytes()).unwrap().unwrap().nid;
+    let (x, b) = (nid(&format!("{a}/xy")).to_le_bytes(), nid("/b").to_le_bytes());
+    let mut at = 1152;
+    while at + 8 <= bytes.len() {
+        let swapped = if bytes[at..at + 8] == x { b } else { x };
+        if bytes[at..at + 8] == x || bytes[at..at + 8] == b {
+            bytes[at..at + 8].copy_from_slice(&swapped);
+            at += 7;
+        }
+        at += 1;
+    }
+    let image = Image::open(&bytes).unwrap();
+    let long = "a path of 4096 bytes is longer than 4095: \"/a/a/";
+    let error = shown(&image.to_tree().err().unwrap());
+    assert!(error.contains(long), "{error}");
+    let mut walk = image.walk().unwrap();
+    let error = loop {
+        match walk.advance() {
+            Ok(found) => assert!(found.unwrap().path.len() <= 4096),
+            Err(error) => break shown(&error),
+        }
+    };
+    assert!(error.contains(long), "{error}");
 }
 
 /// A hundred thousand attributes that two files share each: a table that is searched from its

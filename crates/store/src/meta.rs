@@ -54,7 +54,7 @@ impl Meta {
         let immutable = immutable.then(|| IMMUTABLE_FEATURE.to_owned());
         Self {
             format: FORMAT,
-            id: hex(id),
+            id: const_hex::encode(id),
             features: Features {
                 compatible: vec![SPLIT_FEATURE.to_owned()],
                 read_only_compatible: immutable.into_iter().collect(),
@@ -119,10 +119,6 @@ pub(crate) fn with_compatible(json: &[u8], feature: &str) -> Result<Vec<u8>> {
 /// The first feature of `set` that is not among the `known` ones.
 fn unknown(set: &[String], known: &[&str]) -> Option<String> {
     set.iter().find(|feature| !known.contains(&feature.as_str())).cloned()
-}
-
-pub(crate) fn hex(bytes: [u8; 16]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

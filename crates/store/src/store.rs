@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
-use crate::meta::{self, META_PATH, META_SIZE_MAX, Meta, hex};
+use crate::meta::{self, META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
 
 /// Directory of the trust domains.
@@ -309,7 +309,8 @@ impl Store {
     pub(crate) fn new_staging(&self) -> Result<(String, Box<dyn Lock>)> {
         let disk = self.disk();
         loop {
-            let path = format!("{STAGING}/{}", hex(disk.random().at("name", STAGING)?));
+            let path =
+                format!("{STAGING}/{}", const_hex::encode(disk.random().at("name", STAGING)?));
             disk.mkdir(&path).at("create", &path)?;
             // Between the two calls a collector may take it for an orphan: it then holds the lock, or
             // has removed the directory already. Either way, take another.
@@ -392,7 +393,10 @@ impl Store {
         durable: bool,
     ) -> Result<String> {
         let disk = self.disk();
-        let name = format!("{TEMPORARY}{}", hex(disk.random().at("name a file in", directory)?));
+        let name = format!(
+            "{TEMPORARY}{}",
+            const_hex::encode(disk.random().at("name a file in", directory)?)
+        );
         let path = if directory.is_empty() { name } else { format!("{directory}/{name}") };
         let written = (|| {
             let mut file = disk.create(&path, purpose)?;

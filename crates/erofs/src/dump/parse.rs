@@ -6,11 +6,9 @@ use crate::tree::{
     S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, Tree, TreeError,
 };
 
-/// Longest line in bytes. A path of 4 KiB, content and attributes, all escaped, take 90 KB; the
-/// bound is there so that a file without line ends does not fill the memory.
+/// Longest line in bytes, so that a file without line ends does not fill the memory. A path, a
+/// payload, content and attributes of the largest sizes, all escaped, take 320 KB.
 pub(super) const LINE_MAX: usize = 1 << 20;
-/// Most bytes of attributes on one line (as mkcomposefs).
-const XATTRS_MAX: usize = 0xffff;
 
 /// How to read dump text.
 #[derive(Clone, Copy, Debug, Default)]
@@ -98,9 +96,6 @@ pub enum Problem {
     /// An attribute without `=`.
     #[error("an extended attribute without =")]
     XattrWithoutValue,
-    /// More than 65,535 bytes of attributes.
-    #[error("extended attributes of more than {XATTRS_MAX} bytes")]
-    XattrsTooLong,
     /// Refused in strict mode only.
     #[error("strict: {0}")]
     Strict(&'static str),
@@ -127,7 +122,7 @@ pub fn parse(input: impl BufRead) -> Result<Tree, DumpError> {
 /// As [`parse`].
 pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, DumpError> {
     let mut parser = Parser::default();
-    let mut records = Records::with(input, options, XATTRS_MAX);
+    let mut records = Records { options, ..Records::new(input) };
     while let Some((record, at)) = records.next_at()? {
         parser.take(record, at).map_err(|problem| at.error(problem))?;
     }
@@ -166,14 +161,11 @@ pub enum What<'a> {
 /// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line at
 /// hand (1 MiB).
 ///
-/// Each line is checked by itself. That paths have directories and links have targets, and what a
-/// tree has no room for, is for the caller to check, as [`parse`] does. Attributes may fill the line,
-/// also where mkcomposefs and [`parse`] would refuse them ([`Problem::XattrsTooLong`]).
+/// Each line is checked by itself. The caller checks that paths have directories, that links have
+/// targets, and what a [`Tree`] bounds: names, paths and attributes.
 pub struct Records<R> {
     input: R,
     options: ParseOptions,
-    /// Most bytes of attributes on one line, as they are written.
-    xattrs_max: usize,
     at: Position,
     next: u64,
     line: Vec<u8>,
@@ -183,13 +175,9 @@ pub struct Records<R> {
 impl<R: BufRead> Records<R> {
     /// Reads from `input`.
     pub fn new(input: R) -> Records<R> {
-        Records::with(input, ParseOptions::default(), LINE_MAX)
-    }
-
-    fn with(input: R, options: ParseOptions, xattrs_max: usize) -> Records<R> {
         let at = Position { line: 0, offset: 0 };
-        let (line, scratch) = (Vec::new(), Scratch::default());
-        Records { input, options, xattrs_max, at, next: 0, line, scratch }
+        let (options, line, scratch) = Default::default();
+        Records { input, options, at, next: 0, line, scratch }
     }
 
     /// The next line; `None` at the end.
@@ -214,7 +202,7 @@ impl<R: BufRead> Records<R> {
         if !ended && self.options.strict {
             return Err(at.error(Problem::Strict("the last line does not end")));
         }
-        let record = record(&self.line, self.options, self.xattrs_max, &mut self.scratch);
+        let record = record(&self.line, self.options, &mut self.scratch);
         record.map(|record| Some((record, at))).map_err(|problem| at.error(problem))
     }
 }
@@ -294,7 +282,6 @@ struct HardLink {
 fn record<'a>(
     line: &'a [u8],
     options: ParseOptions,
-    xattrs_max: usize,
     scratch: &'a mut Scratch,
 ) -> Result<Record<'a>, Problem> {
     if line.contains(&0) {
@@ -351,9 +338,6 @@ fn record<'a>(
         check_strict(kind, rdev, size, payload, bytes)?;
     }
     let content = content_of(kind, size, rdev, payload, bytes, digest, &mut scratch.raw_digest)?;
-    if rest.len() > xattrs_max {
-        return Err(Problem::XattrsTooLong);
-    }
     let xattrs = xattrs(rest, &mut scratch.xattrs)?;
     Ok(Record { path, what: What::Inode { meta, content, nlink, size, xattrs } })
 }
@@ -375,7 +359,7 @@ impl Parser {
             tree.mark_odd_size(inode);
         }
         if !xattrs.is_empty() {
-            tree.set_dump_xattrs(inode, xattrs)?;
+            tree.set_xattrs(inode, xattrs)?;
         }
         Ok(())
     }
@@ -554,13 +538,11 @@ fn content_of<'a>(
 }
 
 fn digest_of<'a>(hex: &[u8], raw: &'a mut [u8; 32]) -> Result<&'a [u8; 32], Problem> {
-    if hex.len() != 64 {
-        return Err(Problem::Digest);
+    // A prefix `0x`, which the decoder takes, makes it longer.
+    match const_hex::decode_to_slice(hex, raw) {
+        Ok(()) if hex.len() == 64 => Ok(raw),
+        _ => Err(Problem::Digest),
     }
-    for (byte, pair) in raw.iter_mut().zip(hex.chunks_exact(2)) {
-        *byte = hex_byte(pair[0], pair[1]).ok_or(Problem::Digest)?;
-    }
-    Ok(raw)
 }
 
 type XattrList<'a> = Vec<(&'a [u8], &'a [u8])>;
@@ -646,7 +628,12 @@ fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), P
                 Some(b'r') => b'\r',
                 Some(b't') => b'\t',
                 Some(b'x') => match (bytes.next(), bytes.next()) {
-                    (Some(a), Some(b)) => hex_byte(a, b).ok_or(Problem::Escape(what))?,
+                    (Some(high), Some(low)) => {
+                        let mut byte = [0];
+                        const_hex::decode_to_slice([high, low], &mut byte)
+                            .map_err(|_| Problem::Escape(what))?;
+                        byte[0]
+                    }
                     _ => return Err(Problem::Escape(what)),
                 },
                 _ => return Err(Problem::Escape(what)),
@@ -657,16 +644,6 @@ fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), P
         out.push(byte);
     }
     Ok(())
-}
-
-fn hex_byte(high: u8, low: u8) -> Option<u8> {
-    let digit = |b: u8| match b {
-        b'0'..=b'9' => Some(b - b'0'),
-        b'a'..=b'f' => Some(b - b'a' + 10),
-        b'A'..=b'F' => Some(b - b'A' + 10),
-        _ => None,
-    };
-    Some(digit(high)? << 4 | digit(low)?)
 }
 
 /// A number as strtoull(3) reads it, since dumps out there were checked by nothing else: white
@@ -772,7 +749,11 @@ mod tests {
         assert_eq!(problem("/a\\x00b 0 100644 1 0 0 0 0.0 - - -"), Problem::Nul("the path"));
         assert_eq!(problem("/a\\q 0 100644 1 0 0 0 0.0 - - -"), Problem::Escape("the path"));
         assert_eq!(problem("/a 0 644 1 0 0 0 0.0 - - -"), Problem::Mode(0o644));
-        assert_eq!(problem("/a 1 100644 1 0 0 0 0.0 - - abc"), Problem::Digest);
+        for digest in ["abc", &"g".repeat(64), &format!("0x{}", "0".repeat(64))] {
+            let line = format!("/a 1 100644 1 0 0 0 0.0 - - {digest}");
+            assert_eq!(problem(&line), Problem::Digest);
+        }
+        assert_eq!(problem("/a\\x0x 0 100644 1 0 0 0 0.0 - - -"), Problem::Escape("the path"));
         assert_eq!(problem("/a 1 100644 1 0 0 0 0 - - -"), Problem::Number("the time"));
         assert_eq!(problem("/a 0 100644 1 0 0 0 0.0 - - - x"), Problem::XattrWithoutValue);
         assert_eq!(problem("/a 0 @100644 1 0 0 0 0.0 / - -"), Problem::DirectoryLink);

@@ -27,13 +27,13 @@ mod xattr;
 use std::collections::HashMap;
 
 pub use content::{
-    Content, EXTERNAL_MAX, INLINE_MAX, Meta, NAME_MAX, Payload, S_IFBLK, S_IFCHR, S_IFDIR, S_IFIFO,
-    S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, object_path,
+    Content, EXTERNAL_MAX, INLINE_MAX, Meta, NAME_MAX, PATH_MAX, Payload, S_IFBLK, S_IFCHR,
+    S_IFDIR, S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, object_path,
 };
 pub use delta::{Delta, delta};
 pub use error::TreeError;
 pub use walk::{Visit, Walk};
-pub use xattr::Xattrs;
+pub use xattr::{XATTRS_MAX, Xattrs};
 
 pub(crate) use digests::DigestId;
 pub(crate) use xattr::{SetId, XattrTable, hash_pair};
@@ -120,7 +120,7 @@ const DEAD: u16 = 1 << 6;
 ///
 /// | content | word | a | b |
 /// |---|---|---|---|
-/// | directory | number of names | first entry | |
+/// | directory | number of names | first entry | length of its path in bytes, slash in front included; 0: the root |
 /// | symlink, inline | offset into `text` | length | |
 /// | external | size | digest to check | digest, or index into `payloads`, or nothing |
 /// | device | | device number | |
@@ -212,7 +212,7 @@ impl Tree {
             gid: root.gid,
             mtime_nsec: root.mtime_nsec,
             a: NONE,
-            b: NONE,
+            b: 0,
             xattrs: SetId::EMPTY,
             entry: NONE,
             mode: mode_bits(root.mode, S_IFDIR),
@@ -270,8 +270,8 @@ impl Tree {
     /// Adds a new inode under a new name.
     ///
     /// # Errors
-    /// [`TreeError::Exists`] where the name is taken, [`TreeError::NotDirectory`], a name, target
-    /// or size out of bounds, a mode whose type contradicts the content, or a full arena.
+    /// [`TreeError::Exists`] where the name is taken, [`TreeError::NotDirectory`], a name, path,
+    /// target or size out of bounds, a mode whose type contradicts the content, or a full arena.
     pub fn insert(
         &mut self,
         dir: InodeId,
@@ -297,6 +297,10 @@ impl Tree {
             flags: 0,
         };
         self.store_content(&mut inode, &content);
+        if content == Content::Directory {
+            // At most `PATH_MAX` and a slash: `add_entry` has checked it.
+            inode.b = u32::try_from(self.path_len(dir) + 1 + name.len()).unwrap_or(NONE);
+        }
         self.inodes.push(inode);
         self.live_inodes += 1;
         Ok(InodeId(id))
@@ -431,13 +435,13 @@ impl Tree {
     ///
     /// # Errors
     /// [`TreeError::XattrName`] for a name that is empty, longer than 255 bytes or holds a NUL;
-    /// [`TreeError::XattrSpace`] for a value or a set larger than 65,535 bytes.
+    /// [`TreeError::XattrSpace`] for a set larger than [`XATTRS_MAX`].
     pub fn set_xattrs<'x>(
         &mut self,
         inode: InodeId,
         xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
     ) -> Result<(), TreeError> {
-        let set = self.xattrs.intern_set(xattrs, xattr::SET_SPACE_MAX)?;
+        let set = self.xattrs.intern_set(xattrs)?;
         self.inodes[inode.index()].xattrs = set;
         Ok(())
     }
@@ -630,17 +634,6 @@ impl Tree {
         self.inodes[inode.index()].flags & ODD_SIZE != 0
     }
 
-    /// As [`Tree::set_xattrs`] with the space that mkcomposefs allows to a dump.
-    pub(crate) fn set_dump_xattrs<'x>(
-        &mut self,
-        inode: InodeId,
-        xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
-    ) -> Result<(), TreeError> {
-        let set = self.xattrs.intern_set(xattrs, xattr::DUMP_SPACE_MAX)?;
-        self.inodes[inode.index()].xattrs = set;
-        Ok(())
-    }
-
     pub(crate) fn xattr_set(&self, inode: InodeId) -> SetId {
         self.inodes[inode.index()].xattrs
     }
@@ -769,6 +762,11 @@ impl Tree {
         }
     }
 
+    /// Length of a directory's path in bytes.
+    fn path_len(&self, dir: InodeId) -> usize {
+        self.inodes[dir.index()].b as usize
+    }
+
     fn entry_key(&self, entry: u32) -> (u32, &[u8]) {
         (self.entries[entry as usize].parent, self.entry_name(EntryId(entry)))
     }
@@ -792,6 +790,11 @@ impl Tree {
         check_name(name)?;
         if !self.is_dir(dir) || self.inodes[dir.index()].flags & DEAD != 0 {
             return Err(TreeError::NotDirectory);
+        }
+        if self.path_len(dir) + name.len() > PATH_MAX {
+            let first = self.inodes[dir.index()].entry;
+            let path = [&self.path(EntryId(first))[..], b"/", name].concat();
+            return Err(TreeError::path_too_long(&path));
         }
         let id = small_id(self.entries.len())?;
         let start = u32::try_from(self.names.len()).map_err(|_| TreeError::Full)?;

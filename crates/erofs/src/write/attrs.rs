@@ -10,10 +10,10 @@ use std::collections::HashMap;
 use std::hash::RandomState;
 
 use hashbrown::HashTable;
+use twox_hash::XxHash32;
 
 use super::data::Checked;
 use super::plan::{Node, Plan};
-use super::xxh32::xxh32;
 use crate::format::{
     ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, FINGERPRINT, FINGERPRINT_SCHEME,
     METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX, OVERLAY_METACOPY, OVERLAY_OPAQUE, OVERLAY_PREFIX,
@@ -521,6 +521,6 @@ fn entry_size(name: &[u8], value: &[u8]) -> u32 {
 
 fn filter_bit(name: &[u8]) -> u8 {
     let (index, rest) = split_xattr_name(name);
-    let hash = xxh32(rest, XATTR_FILTER_SEED.wrapping_add(u32::from(index)));
+    let hash = XxHash32::oneshot(XATTR_FILTER_SEED.wrapping_add(u32::from(index)), rest);
     u8::try_from(hash % 32).unwrap_or(0)
 }

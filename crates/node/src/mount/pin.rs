@@ -14,9 +14,7 @@ use super::idmap::IdMap;
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::proof::Proofs;
-use super::state::{
-    ImageLock, PinRecord, hex, list, read_json, remove_dir, remove_file, write_json,
-};
+use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
 use super::{Backing, Mounter, Step};
 
 /// An image that is mounted once, for all that build on it.
@@ -468,7 +466,7 @@ fn view_key(idmap: Option<&IdMap>, label: Option<&str>) -> String {
     }
     let idmap = idmap.map(ToString::to_string).unwrap_or_default();
     let text = format!("{idmap}\0{}", label.unwrap_or_default());
-    hex(&Sha256::digest(text.as_bytes())[..16])
+    const_hex::encode(&Sha256::digest(text.as_bytes())[..16])
 }
 
 fn make_dir(path: &Path) -> Result<(), MountError> {

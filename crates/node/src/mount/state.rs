@@ -326,12 +326,16 @@ impl RunDir {
 
     /// What tells our ids from those of another run directory on the same store.
     pub(crate) fn tag(&self) -> String {
-        hex(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
+        const_hex::encode(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
     }
 
     /// The id of a mount at this target.
     pub(crate) fn id_of(&self, target: &Path) -> String {
-        format!("{}-{}", self.tag(), hex(&Sha256::digest(target.as_os_str().as_bytes())[..8]))
+        format!(
+            "{}-{}",
+            self.tag(),
+            const_hex::encode(&Sha256::digest(target.as_os_str().as_bytes())[..8])
+        )
     }
 
     pub(crate) fn image_dir(&self, domain: &str, image: &Digest) -> PathBuf {
@@ -538,14 +542,6 @@ fn is_id(text: &str) -> bool {
         part.len() == length && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
     };
     text.split_once('-').is_some_and(|(tag, name)| hex(tag, 8) && hex(name, 16))
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 /// Opens a file that stays for ever and locks it. A lock file that is removed could be locked by
