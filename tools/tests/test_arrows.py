@@ -32,7 +32,7 @@ FILES = {
 
 class Arrows(unittest.TestCase):
     def found(self, dependencies=(), files=(), crates=CRATES):
-        """What tools/arrows says of the workspace with these dependencies and files added or replaced."""
+        """The output of tools/arrows with these dependencies and files added or replaced."""
         with tempfile.TemporaryDirectory() as top:
             top = Path(top)
             (top / "Cargo.toml").write_text('[workspace]\nresolver = "3"\nmembers = ["crates/*"]\n')
