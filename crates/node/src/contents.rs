@@ -3,7 +3,7 @@
 use std::io::{self, BufReader};
 use std::sync::{Mutex, PoisonError};
 
-use cofolio_erofs::dump;
+use cofolio_erofs::dump::{Records, What};
 use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
 use cofolio_erofs::tree::{Content, Payload};
 use cofolio_store::{BoxError, Contents, Digest, StoredFile};
@@ -39,16 +39,20 @@ impl Contents for ImageContents {
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
         let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
-        let tree = dump::parse(BufReader::with_capacity(256 << 10, decoder))?;
-        for found in tree.walk() {
-            if let Content::External { size, payload, .. } = tree.content(found.inode) {
-                let digest = match payload {
-                    Payload::Object(digest) => Some(Digest(*digest)),
-                    Payload::Path(path) => object_at(path),
-                    Payload::None => None,
-                };
-                visit(digest.ok_or_else(|| NoObject(found.name.to_vec()))?, size);
-            }
+        // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted must
+        // be readable here, or garbage collection could not tell what the layer needs.
+        let mut records = Records::new(BufReader::with_capacity(256 << 10, decoder));
+        while let Some(record) = records.next()? {
+            let What::Inode { content: Content::External { size, payload, .. }, .. } = record.what
+            else {
+                continue;
+            };
+            let digest = match payload {
+                Payload::Object(digest) => Some(Digest(*digest)),
+                Payload::Path(path) => object_at(path),
+                Payload::None => None,
+            };
+            visit(digest.ok_or_else(|| NoObject(record.path.to_vec()))?, size);
         }
         Ok(())
     }
