@@ -463,7 +463,7 @@ fn what_cannot_be_read_of_segments_and_packs_is_told() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
         let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);
-        assert_eq!(domain.remove_derived(&report).unwrap(), [expected_image("a")].into());
+        assert_eq!(domain.remove_derived(&report, &Lines).unwrap(), [expected_image("a")].into());
         check_clean(&disk, suffix);
     }
 }
