@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use cofolio_node::contents::ImageContents;
+use cofolio_image::compose::contents::ImageContents;
 use cofolio_store::GcOptions;
 
 use crate::support::*;
