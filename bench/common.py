@@ -1,4 +1,4 @@
-"""What the benchmarks that run `cofolio bench` on every image pair of the corpus have in common."""
+"""What the benchmarks that run `cofolio-bench` on every image pair of the corpus have in common."""
 
 import argparse
 import datetime
@@ -46,6 +46,7 @@ class Archive:
     def __init__(self, options, name, known):
         self.name = name
         self.cofolio = options.cofolio.resolve()
+        self.bench = self.cofolio.with_name("cofolio-bench")
         self.corpus = pathlib.Path(os.environ.get("COFOLIO_CORPUS") or TOP / "corpus/out").resolve()
         self.pairs = options.pairs or [pair for pair in known if (self.corpus / pair / "new").is_dir()]
         if not self.pairs:
@@ -58,12 +59,12 @@ class Archive:
         return self.out / f"{self.name}-{what}.json"
 
     def measure(self, pair, arguments, what=None):
-        """Runs `cofolio bench NAME` on a pair and archives its result, as of `what` where a pair has several; gives
+        """Runs `cofolio-bench NAME` on a pair and archives its result, as of `what` where a pair has several; gives
         whether it was content."""
         what = what or pair
         with tempfile.TemporaryDirectory() as scratch:
             result = os.path.join(scratch, f"{self.name}-{what}.json")
-            command = [str(self.cofolio), "bench", self.name, f"{pair}/old", f"{pair}/new", "--json", result, *map(str, arguments)]
+            command = [str(self.bench), self.name, f"{pair}/old", f"{pair}/new", "--json", result, *map(str, arguments)]
             print(f"\n== {what}", flush=True)
             # From the corpus' own directory: the archive is then free of this machine's paths.
             done = subprocess.run(command, cwd=self.corpus)

@@ -7,4 +7,4 @@
 //! - what is not compressed comes through as it is.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::oci::fuzz::blob(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::import::fuzz::blob(data));

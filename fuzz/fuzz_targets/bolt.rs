@@ -7,4 +7,4 @@
 //! - the layers of a container are layers of the store, and below its root.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::engine::fuzz::database(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::source::engine::fuzz::database(data));

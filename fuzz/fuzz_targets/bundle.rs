@@ -8,4 +8,4 @@
 //! - nobody becomes root by a name that is not root's.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::bundle::fuzz::image(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::container::bundle::fuzz::image(data));

@@ -7,4 +7,4 @@
 //! - a platform reads back as it is shown.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::oci::fuzz::documents(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::import::fuzz::documents(data));

@@ -7,4 +7,4 @@
 //! - no id leads out of the store.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::engine::fuzz::documents(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::source::engine::fuzz::documents(data));

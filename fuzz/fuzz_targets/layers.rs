@@ -8,4 +8,4 @@
 //! - a merged tree can be written as an image, and reading and writing that gives the same bytes.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::oci::fuzz::layers(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::import::fuzz::layers(data));

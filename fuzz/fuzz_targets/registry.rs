@@ -8,4 +8,4 @@
 //! - a `Location` that names no server stays at the server that sent it.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::registry::fuzz::answers(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::registry::fuzz::answers(data));

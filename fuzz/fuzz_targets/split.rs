@@ -7,4 +7,4 @@
 //! - what was read, written again, reads the same.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::oci::fuzz::split(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::import::fuzz::split(data));

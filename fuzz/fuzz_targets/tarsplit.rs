@@ -6,4 +6,4 @@
 //! - nothing beside the layer is read, whatever names and links say.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::oci::fuzz::tar_split(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::import::fuzz::tar_split(data));

@@ -9,4 +9,4 @@
 //! - of a policy's patterns the longest that fits a name counts, and what it asks for is what is asked.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_node::trust::fuzz::trust(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| cofolio_image::trust::fuzz::trust(data));

@@ -8,8 +8,8 @@ use anyhow::Context as _;
 use cofolio_erofs::dump;
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{WriteOptions, WriteReport, write};
-use cofolio_node::oci::Progress;
-use cofolio_node::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
+use cofolio_image::progress::Progress;
+use cofolio_image::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
 use cofolio_store::Digest;
 use cofolio_store::verity::Hasher;
 

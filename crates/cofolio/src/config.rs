@@ -20,7 +20,7 @@ use std::str::FromStr;
 use anyhow::Context as _;
 use clap::ArgMatches;
 use clap::parser::ValueSource;
-use cofolio_node::trust::{Require, Rule};
+use cofolio_image::trust::{Require, Rule};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -249,11 +249,6 @@ impl Loaded {
         ];
         origins.retain(|(_, origin)| matches!(origin, Origin::Env | Origin::Flag));
         self.overridden.extend(origins);
-    }
-
-    /// Whether a flag or a variable says the value of a setting for this run.
-    pub(crate) fn is_given(&self, key: &str) -> bool {
-        self.overridden.contains_key(key)
     }
 
     /// Every setting, sorted by key.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_erofs::read::{Image, Inode, ReadAt};
-use cofolio_node::contents;
+use cofolio_image::compose::contents;
 use cofolio_store::{Digest, Domain};
 
 use crate::context::{Context, Named};

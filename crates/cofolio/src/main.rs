@@ -1,21 +1,18 @@
 //! The `cofolio` command: one copy of every page.
 //!
 //! A thin face over the libraries: `cli.rs` defines every flag once, `cmd/` has a file per subcommand,
-//! `exit.rs` turns every error into an exit code in one place, `ui.rs` is all that knows of terminals.
+//! and `cofolio_cli` turns errors into exit codes and knows terminals.
 
 mod cli;
 mod cmd;
 mod compose;
 mod config;
 mod context;
-mod exit;
 mod image;
-mod interrupt;
 mod mkcomposefs;
 mod progress;
 mod trim;
 mod trust;
-mod ui;
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -24,6 +21,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{CommandFactory, FromArgMatches};
+use cofolio_cli::{exit, interrupt, ui};
 
 use crate::cli::Cli;
 use crate::config::Loaded;
@@ -60,7 +58,7 @@ fn main() -> ExitCode {
             };
         }
     };
-    let ui = ui::Ui::new(&cli.global);
+    let ui = ui::Ui::new(cli.global.json, cli.global.quiet, cli.global.color);
     // What is still in the buffer at exit would be lost without a word if it cannot be written.
     let ended = Loaded::load(&mut cli.global, &matches)
         .and_then(|config| cmd::run(cli, config, &ui))

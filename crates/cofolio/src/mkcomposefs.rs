@@ -14,8 +14,8 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use cofolio_erofs::write::WriteOptions;
-use cofolio_node::oci::Silent;
-use cofolio_node::tree_scan::ScanOptions;
+use cofolio_image::progress::Silent;
+use cofolio_image::tree_scan::ScanOptions;
 
 use crate::compose;
 

@@ -5,9 +5,9 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use cofolio_node::export::{How, PushProgress};
-use cofolio_node::oci::{LayerStart, Phase, Progress};
-use cofolio_node::registry::Remark;
+use cofolio_image::export::{How, PushProgress};
+use cofolio_image::progress::{LayerStart, Phase, Progress};
+use cofolio_image::registry::Remark;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::ui::{Ui, human_size};

@@ -3,7 +3,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use cofolio_node::contents::ImageContents;
+use cofolio_image::compose::contents::ImageContents;
 use cofolio_store::{Digest, Domain, GcOptions, GcReport, Spared, TrimOptions, TrimPlan};
 
 use crate::config::Size;

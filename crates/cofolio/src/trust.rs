@@ -3,8 +3,8 @@
 
 use std::path::PathBuf;
 
-use cofolio_node::oci::Source;
-use cofolio_node::trust::{Arrival, Need, Policy, Rule, Subject};
+use cofolio_image::source::Source;
+use cofolio_image::trust::{Arrival, Need, Policy, Rule, Subject};
 use cofolio_store::{Digest, Domain};
 
 use crate::cmd::sign::read_signature;

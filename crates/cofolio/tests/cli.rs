@@ -31,10 +31,9 @@ fn every_command_explains_itself() {
     let commands = commands();
     assert!(commands.len() >= 19, "{commands:?}");
     for command in &commands {
-        // Two have a grammar of their own below them.
+        // It has a grammar of its own below it.
         let help = match command.as_str() {
             "mkcomposefs" => Sandbox::new().run(&["help", command.as_str()]),
-            "bench" => Sandbox::new().run(&[command.as_str(), "share", "--help"]),
             _ => Sandbox::new().run(&[command.as_str(), "--help"]),
         };
         assert!(help.ok().contains("Example"), "{command}");
@@ -273,13 +272,6 @@ fn the_manual_is_in_step() {
     add("cofolio", &["--help"]);
     for command in commands() {
         add(&format!("cofolio {command}"), &["help", &command]);
-        if command == "bench" {
-            add("cofolio bench share", &["bench", "share", "--help"]);
-            add("cofolio bench namespace", &["bench", "namespace", "--help"]);
-            add("cofolio bench read", &["bench", "read", "--help"]);
-            add("cofolio bench runtime", &["bench", "runtime", "--help"]);
-            add("cofolio bench page", &["bench", "page", "--help"]);
-        }
     }
     if std::env::var_os("COFOLIO_BLESS").is_some() {
         fs::write(&path, format!("{head}{BEGIN}{text}")).unwrap();

@@ -92,7 +92,6 @@ fn bash_completes() {
     assert_eq!(complete(&["cofolio", "im"]), ["images", "import"]);
     assert_eq!(complete(&["cofolio", "completions", "z"]), ["zsh"]);
     assert_eq!(complete(&["cofolio", "diff", "a", "b", "--no"]), ["--no-pages"]);
-    assert_eq!(complete(&["cofolio", "bench", "share", "--ht"]), ["--html"]);
     assert_eq!(complete(&["cofolio", "nonsense"]), [""]);
 }
 

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
 mod common;
-#[path = "../../node/tests/oci/engines.rs"]
+#[path = "../../image/tests/oci/engines.rs"]
 mod engines;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};

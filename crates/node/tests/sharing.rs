@@ -16,11 +16,13 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
 use cache::{SIZE, all_pages, content, forget, resident};
-use cofolio_node::contents::ImageContents;
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::import;
+use cofolio_image::pack::{PackOptions, pack};
+use cofolio_image::progress::Silent;
+use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
-use cofolio_node::oci::{self, Silent, Source};
-use cofolio_node::pack::{PackOptions, pack};
 use cofolio_node::probe::{self, Presence};
 use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
 use cofolio_sys::cache::{FileMap, PrivateMap, page_size};
@@ -94,9 +96,11 @@ impl Drop for Pair {
 fn import(domain: &Domain, dir: &Path, (backend, form): How) -> [Digest; 2] {
     let images = ["one", "two"].map(|name| {
         let source = Source::parse(dir.join(name).to_str().unwrap()).unwrap();
-        let options =
-            oci::ImportOptions { name: Some(name.to_owned()), ..oci::ImportOptions::default() };
-        let image = oci::import(domain, &source, &options, &Silent).unwrap().image;
+        let options = import::ImportOptions {
+            name: Some(name.to_owned()),
+            ..import::ImportOptions::default()
+        };
+        let image = import::import(domain, &source, &options, &Silent).unwrap().image;
         image.parse().unwrap()
     });
     if backend == Backend::InodeShare {

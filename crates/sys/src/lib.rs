@@ -6,6 +6,7 @@ pub mod mount;
 pub mod priority;
 pub mod quota;
 pub mod reflink;
+pub mod resident;
 pub mod sha256;
 pub mod userns;
 pub mod verity;

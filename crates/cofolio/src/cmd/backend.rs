@@ -1,6 +1,6 @@
-use clap::ValueEnum;
+use cofolio_cli::args::BackendArg;
+use cofolio_image::pack::PackOptions;
 use cofolio_node::mount::MountState;
-use cofolio_node::pack::PackOptions;
 use cofolio_node::probe::{self, Presence};
 use cofolio_store::{Backend, Domain, Form};
 use serde_json::json;
@@ -32,37 +32,10 @@ use crate::ui::plural;
 )]
 pub(crate) struct Args {
     /// How from now on
-    backend: Option<How>,
+    backend: Option<BackendArg>,
     /// With `inode-share`: over packs that are compressed with LZ4
     #[arg(long, requires = "backend")]
     lz4: bool,
-}
-
-/// [`Backend`] on the command line.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum How {
-    /// Overlayfs over the files of the store
-    Overlay,
-    /// Packs, whose files share the kernel's inodes
-    InodeShare,
-}
-
-impl From<How> for Backend {
-    fn from(how: How) -> Self {
-        match how {
-            How::Overlay => Self::Overlay,
-            How::InodeShare => Self::InodeShare,
-        }
-    }
-}
-
-impl From<Backend> for How {
-    fn from(backend: Backend) -> Self {
-        match backend {
-            Backend::Overlay => Self::Overlay,
-            Backend::InodeShare => Self::InodeShare,
-        }
-    }
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_erofs::write::{VERSION_MAX, WriteOptions};
-use cofolio_node::tree_scan::ScanOptions;
+use cofolio_image::tree_scan::ScanOptions;
 
 use crate::cmd::Outcome;
 use crate::compose::{self, Temporary};

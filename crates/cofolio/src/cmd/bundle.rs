@@ -3,9 +3,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use cofolio_node::bundle::{self, ImageConfig};
+use cofolio_image::trust::Need;
+use cofolio_node::container::bundle::{self, ImageConfig};
 use cofolio_node::mount::{Access, MountRequest, UmountOptions};
-use cofolio_node::trust::Need;
 use serde_json::json;
 
 use crate::cmd::Outcome;

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         For::Zsh => Shell::Zsh,
         For::Fish => Shell::Fish,
     };
-    let mut command = cli::documented();
+    let mut command = <cli::Cli as clap::CommandFactory>::command();
     command.set_bin_name("cofolio");
     command.build();
     let mut script = Vec::new();

@@ -1,8 +1,8 @@
 use std::io::{self, IsTerminal, Write};
 use std::time::Instant;
 
-use cofolio_node::diff::pages::{self, PageReport};
-use cofolio_node::diff::{Change, ChangeKind, Diff, PAGE_SIZE, Side, Tally};
+use cofolio_image::diff::pages::{self, PageReport};
+use cofolio_image::diff::{Change, ChangeKind, Diff, PAGE_SIZE, Side, Tally};
 use cofolio_store::Domain;
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-use cofolio_node::contents::ImageContents;
+use cofolio_image::compose::contents::ImageContents;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};

@@ -1,7 +1,7 @@
 use std::path::Path;
 
 use clap::ValueEnum;
-use cofolio_node::export::{
+use cofolio_image::export::{
     Compression, Destination, ExportOptions, Exported, export, export_filesystem,
 };
 

@@ -1,10 +1,11 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use cofolio_node::base::find_bases;
-use cofolio_node::contents::ImageContents;
+use cofolio_image::compose::base::find_bases;
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::import::{self, ImportOptions};
+use cofolio_image::source::Source;
 use cofolio_node::mount::MountState;
-use cofolio_node::oci::{self, ImportOptions, Source};
 use cofolio_store::{
     Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport,
 };
@@ -182,7 +183,7 @@ fn repair(
         let registry = RegistryArgs::default().options(source, &context.config.config)?;
         let options = ImportOptions { repair: Some(damage), registry, ..ImportOptions::default() };
         let bar = Bar::new(context.ui, "repairing");
-        oci::import(domain, source, &options, &bar)?;
+        import::import(domain, source, &options, &bar)?;
         drop(bar);
         let left = domain.recheck(&first, &ImageContents)?;
         damage = domain.damage(&left, &ImageContents)?;

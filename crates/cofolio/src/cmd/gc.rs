@@ -1,6 +1,6 @@
-use cofolio_node::contents::ImageContents;
-use cofolio_node::pack::{self, RewriteReport};
-use cofolio_node::run::Containers;
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::pack::{self, RewriteReport};
+use cofolio_node::container::Containers;
 use cofolio_store::{Domain, Error, GcOptions, GcReport};
 
 use crate::cmd::Outcome;

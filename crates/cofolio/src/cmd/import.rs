@@ -1,8 +1,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
-use cofolio_node::oci::{self, ImportOptions, ImportReport, Platform, Source};
-use cofolio_node::pack::PackOptions;
+use cofolio_image::import::{self, ImportOptions, ImportReport};
+use cofolio_image::pack::PackOptions;
+use cofolio_image::source::{Platform, Source};
 use cofolio_store::{Backend, TrimPlan};
 
 use crate::cmd::Outcome;
@@ -119,7 +120,7 @@ pub(crate) fn fetch(
     let bar = Bar::new(context.ui, doing);
     let mut options = options.clone();
     options.registry.remark = bar.remark();
-    let report = oci::import(&domain, source, &options, &bar)?;
+    let report = import::import(&domain, source, &options, &bar)?;
     drop(bar);
     interrupt::published();
     if domain.backend()? == Backend::InodeShare {

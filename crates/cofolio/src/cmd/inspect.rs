@@ -1,7 +1,7 @@
 use anyhow::Context as _;
-use cofolio_node::bundle::ImageConfig;
-use cofolio_node::contents;
-use cofolio_node::trust;
+use cofolio_image::compose::contents;
+use cofolio_image::trust;
+use cofolio_node::container::bundle::ImageConfig;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

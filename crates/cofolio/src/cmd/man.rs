@@ -26,7 +26,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     // The pages of `help` would say nothing.
-    let mut command = cli::documented().disable_help_subcommand(true);
+    let mut command = <cli::Cli as clap::CommandFactory>::command().disable_help_subcommand(true);
     command.build();
     let Some(dir) = &args.dir else {
         io::stdout().lock().write_all(page(command, "cofolio")?.as_bytes())?;

@@ -1,7 +1,6 @@
 //! The subcommands, a file each.
 
 pub(crate) mod backend;
-pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
@@ -82,7 +81,6 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Config(args) => config::run(&args, &context),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args, &context),
-        Command::Bench(args) => bench::run(&args, &context),
         Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),
     };

@@ -2,8 +2,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use cofolio_image::trust::Need;
 use cofolio_node::mount::{Access, IdMap, MountRequest};
-use cofolio_node::trust::Need;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};

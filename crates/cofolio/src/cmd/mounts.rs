@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 
+use cofolio_node::container::Containers;
 use cofolio_node::mount::{Backing, MountState, MountStatus};
-use cofolio_node::run::Containers;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};

@@ -1,4 +1,4 @@
-use cofolio_node::pack::{PackOptions, PackReport, pack};
+use cofolio_image::pack::{PackOptions, PackReport, pack};
 use cofolio_store::{Backend, Digest, Domain, Form};
 
 use crate::cmd::Outcome;

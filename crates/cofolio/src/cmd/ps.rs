@@ -1,4 +1,4 @@
-use cofolio_node::run::{Containers, State};
+use cofolio_node::container::{Containers, State};
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};

@@ -1,5 +1,6 @@
-use cofolio_node::oci::Source;
-use cofolio_node::registry::{HostOptions, Reference, RegistryOptions};
+use cofolio_image::reference::Reference;
+use cofolio_image::registry::{HostOptions, RegistryOptions};
+use cofolio_image::source::Source;
 
 use crate::cmd::{Outcome, import};
 use crate::config::{Config, Size};

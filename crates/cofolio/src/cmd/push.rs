@@ -1,5 +1,5 @@
-use cofolio_node::export::{self, Exported, How, PushOptions};
-use cofolio_node::registry::Reference;
+use cofolio_image::export::{self, Exported, How, PushOptions};
+use cofolio_image::reference::Reference;
 
 use crate::cmd::export::CompressArgs;
 use crate::cmd::pull::RegistryArgs;

@@ -7,12 +7,13 @@ use std::process::{Child, Stdio};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
-use cofolio_node::bundle::{self, Bind, ImageConfig};
+use cofolio_image::import::ImportOptions;
+use cofolio_image::reference::Reference;
+use cofolio_image::source::Source;
+use cofolio_image::trust::Need;
+use cofolio_node::container::bundle::{self, Bind, ImageConfig};
+use cofolio_node::container::{Container, Containers, Reason, Request, RunError, Runtime};
 use cofolio_node::mount::IdMap;
-use cofolio_node::oci::{ImportOptions, Source};
-use cofolio_node::registry::Reference;
-use cofolio_node::run::{Container, Containers, Reason, Request, RunError, Runtime};
-use cofolio_node::trust::Need;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};

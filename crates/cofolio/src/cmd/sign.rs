@@ -3,7 +3,7 @@ use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use cofolio_node::trust::{self, PublicKey, Record, SigningKey};
+use cofolio_image::trust::{self, PublicKey, Record, SigningKey};
 use serde_json::json;
 
 use crate::cmd::Outcome;

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use cofolio_node::run::Containers;
+use cofolio_node::container::Containers;
 
 use crate::cmd::Outcome;
 use crate::context::Context;

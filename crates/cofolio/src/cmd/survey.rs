@@ -1,9 +1,10 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use cofolio_node::engine::containerd::{self, Containerd};
-use cofolio_node::engine::containers_storage::{self, Storage};
-use cofolio_node::engine::{Container, EngineError, Inventory, LiveMounts, docker};
+use cofolio_image::error::EngineError;
+use cofolio_image::source::engine::containerd::{self, Containerd};
+use cofolio_image::source::engine::containers_storage::{self, Storage};
+use cofolio_image::source::engine::{Container, Inventory, LiveMounts, docker};
 use cofolio_node::survey::{self, Findings, Shared};
 use serde::Serialize;
 
@@ -123,7 +124,7 @@ struct ContainerReport {
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mut unseen = Vec::new();
-    let mounts = LiveMounts::read().unwrap_or_else(|error| {
+    let mounts = survey::live_mounts().unwrap_or_else(|error| {
         unseen.push(format!("which containers run: /proc/thread-self/mountinfo: {error}"));
         LiveMounts::default()
     });

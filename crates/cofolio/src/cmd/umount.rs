@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
+use cofolio_node::container::Containers;
 use cofolio_node::mount::UmountOptions;
-use cofolio_node::run::Containers;
 use serde_json::json;
 
 use crate::cmd::Outcome;

@@ -71,6 +71,24 @@ pub(crate) fn real_redis(test: &str) -> Option<PathBuf> {
     Some(layout)
 }
 
+/// The command. In a guest an environment variable says where it is; the tests of `cofolio-bench` find it beside that.
+pub(crate) fn cofolio() -> PathBuf {
+    match (std::env::var_os("COFOLIO_PROGRAM"), option_env!("CARGO_BIN_EXE_cofolio")) {
+        (Some(program), _) => program.into(),
+        (None, Some(program)) => program.into(),
+        (None, None) => cofolio_bench().with_file_name("cofolio"),
+    }
+}
+
+/// The benchmarks.
+pub(crate) fn cofolio_bench() -> PathBuf {
+    match (std::env::var_os("COFOLIO_PROGRAM"), option_env!("CARGO_BIN_EXE_cofolio-bench")) {
+        (Some(program), _) => Path::new(&program).with_file_name("cofolio-bench"),
+        (None, Some(program)) => program.into(),
+        (None, None) => panic!("only tests of cofolio-bench run it"),
+    }
+}
+
 /// A program on the path, or in the directories for administrators.
 pub(crate) fn program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -163,10 +181,16 @@ impl Sandbox {
     }
 
     pub(crate) fn command<S: AsRef<OsStr>>(&self, args: &[S]) -> Command {
-        // In a guest it is elsewhere.
-        let program = std::env::var_os("COFOLIO_PROGRAM");
-        let mut command =
-            Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_cofolio").into()));
+        self.command_of(&cofolio(), args)
+    }
+
+    /// A benchmark in the sandbox.
+    pub(crate) fn bench<S: AsRef<OsStr>>(&self, args: &[S]) -> Ran {
+        Ran::of(self.command_of(&cofolio_bench(), args).output().unwrap())
+    }
+
+    fn command_of<S: AsRef<OsStr>>(&self, program: &Path, args: &[S]) -> Command {
+        let mut command = Command::new(program);
         command
             .args(args)
             .env("COFOLIO_STORE", self.path("store"))

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{LedgerError, Result};
 
-pub use crate::resident::Resident;
+pub use cofolio_sys::resident::Resident;
 
 /// Pages of one file, or of many added up. A page is [`cache::page_size`] bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]

@@ -12,7 +12,7 @@ use cofolio_store::{Digest, Domain, StoredFile};
 use super::error::{ErrorKind, MountError};
 use super::pin::check_digest;
 use super::state::PinRecord;
-use crate::base::prove;
+use cofolio_image::compose::base::prove;
 
 /// What a measured mount has proven. Whoever is given one builds on nothing else.
 pub(super) struct Proofs {

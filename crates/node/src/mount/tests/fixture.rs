@@ -11,10 +11,10 @@ use cofolio_store::{
 };
 use tempfile::TempDir;
 
-use crate::contents::ImageContents;
 use crate::mount::state::list;
 use crate::mount::{Mounter, RunDir, kernel, mountinfo};
-use crate::pack::{PackOptions, pack};
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::pack::{PackOptions, pack};
 
 /// Prints why and returns, where the test cannot run; else moves this thread into a mount namespace
 /// of its own, so that no mount of a test that fails stays on the machine.

@@ -1,0 +1,6 @@
+//! What the programs of Cofolio share towards a person: exit codes, terminals, signals.
+
+pub mod args;
+pub mod exit;
+pub mod interrupt;
+pub mod ui;

@@ -1,0 +1,118 @@
+//! Which objects images, layers and splits name: what garbage collection, fsck, `du` and `verify` ask the formats.
+
+use std::io::BufReader;
+
+use cofolio_erofs::dump;
+use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
+use cofolio_erofs::tree::{Content, Payload};
+use cofolio_store::{BoxError, Contents, Digest, StoredFile};
+
+use crate::layer::split;
+use crate::stored::StoredImage;
+
+/// Where a metadata image says at which path below the objects directory a file's content lies.
+const REDIRECT: &[u8] = b"trusted.overlay.redirect";
+
+/// Reads metadata images (EROFS in composefs form), layer trees (dump text, zstd) and splits.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ImageContents;
+
+impl Contents for ImageContents {
+    fn image_objects(
+        &self,
+        image: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        let image = open_image(image)?;
+        let mut walk = image.walk()?;
+        while let Some(found) = walk.advance()? {
+            if let Some(digest) = object_of(&image, &found.inode)? {
+                visit(digest, found.inode.size);
+            }
+        }
+        Ok(())
+    }
+
+    fn layer_objects(
+        &self,
+        layer: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
+        let tree = dump::parse(BufReader::with_capacity(256 << 10, decoder))?;
+        for found in tree.walk() {
+            if let Content::External { size, payload, .. } = tree.content(found.inode) {
+                let digest = match payload {
+                    Payload::Object(digest) => Some(Digest(*digest)),
+                    Payload::Path(path) => object_at(path),
+                    Payload::None => None,
+                };
+                visit(digest.ok_or_else(|| NoObject(found.name.to_vec()))?, size);
+            }
+        }
+        Ok(())
+    }
+
+    fn split_objects(
+        &self,
+        split: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        Ok(split::objects(&StoredImage::new(split)?, visit)?)
+    }
+
+    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
+        let image = open_image(pack)?;
+        image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
+    }
+}
+
+/// The segment that a device of a pack is: its tag is the digest.
+fn segment_of(tag: &[u8]) -> Result<Digest, BoxError> {
+    let named = Digest::from_lower_hex(tag);
+    named.ok_or_else(|| format!("device `{}` is no segment", tag.escape_ascii()).into())
+}
+
+/// A file whose content is neither in the image nor an object: nothing of ours makes such images, and
+/// whoever collects garbage must not guess.
+#[derive(Debug, thiserror::Error)]
+#[error("file `{}` names no object", String::from_utf8_lossy(.0))]
+struct NoObject(Vec<u8>);
+
+/// A metadata image of the store, opened for reading.
+///
+/// # Errors
+/// [`ReadError`], also where its size cannot be read.
+pub fn open_image(file: &StoredFile) -> Result<Image<StoredImage<'_>>, ReadError> {
+    let image = StoredImage::new(file);
+    Image::open(image.map_err(|source| ReadError::Source { offset: 0, source })?)
+}
+
+/// The object that holds the content of an inode; `None` if it has none, or the image itself holds it.
+///
+/// # Errors
+/// [`ReadError`], or that a file's content is nowhere.
+pub fn object_of<S: ReadAt>(image: &Image<S>, inode: &Inode) -> Result<Option<Digest>, BoxError> {
+    if !inode.is_file() || !inode.is_chunk_based() || inode.size == 0 {
+        return Ok(None);
+    }
+    let redirect = image.xattrs(inode)?.into_iter().find(|xattr| xattr.name == REDIRECT);
+    let path = redirect.map(|xattr| xattr.value).unwrap_or_default();
+    match object_at(&path) {
+        Some(digest) => Ok(Some(digest)),
+        None => Err(Box::new(NoObject(path))),
+    }
+}
+
+/// Whether an inode is one of the whiteouts that composefs adds to the root of an image so that overlayfs
+/// hides the shards of the objects directory. They are no part of what was imported.
+pub fn is_added<S: ReadAt>(image: &Image<S>, inode: &Inode) -> bool {
+    let whiteout = inode.mode & 0o170_000 == 0o020_000 && inode.rdev == 0;
+    whiteout && image.superblock().composefs.is_some()
+}
+
+/// The object at a path below the objects directory.
+fn object_at(path: &[u8]) -> Option<Digest> {
+    let path = std::str::from_utf8(path.strip_prefix(b"/").unwrap_or(path)).ok()?;
+    path.split_once('/').and_then(|(shard, name)| Digest::from_object_path(shard, name))
+}

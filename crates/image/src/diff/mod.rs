@@ -1,0 +1,210 @@
+//! What two images have in common and what differs: by content ([`Diff::of`]), path by path
+//! ([`Change`]), and page by page ([`pages`]).
+//!
+//! Content is compared by the digests that the images name, so nothing but metadata is read, except for pages.
+
+pub mod pages;
+mod paths;
+
+use std::collections::{HashMap, HashSet};
+
+use cofolio_erofs::read::{Image, Inode};
+use cofolio_store::{BoxError, Digest, Domain};
+use serde::Serialize;
+
+use crate::compose::contents;
+use crate::stored::StoredImage;
+
+pub use paths::{Aspect, Change, ChangeKind, PathCounts};
+
+/// Pages are counted in this size, whatever this machine's is.
+pub const PAGE_SIZE: u64 = 4096;
+
+/// Why images cannot be compared.
+#[derive(Debug, thiserror::Error)]
+pub enum DiffError {
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] cofolio_store::Error),
+    /// An image cannot be read.
+    #[error("image {image}")]
+    Image {
+        /// Which.
+        image: Digest,
+        /// Why.
+        source: BoxError,
+    },
+    /// An object cannot be read.
+    #[error("object {object}")]
+    Object {
+        /// Which.
+        object: Digest,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// Objects, by count and size.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Tally {
+    /// How many.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Their pages, of [`PAGE_SIZE`] bytes, the last of each counted in full.
+    pub pages: u64,
+}
+
+impl Tally {
+    fn add(&mut self, size: u64) {
+        self.objects += 1;
+        self.bytes = self.bytes.saturating_add(size);
+        self.pages = self.pages.saturating_add(size.div_ceil(PAGE_SIZE));
+    }
+}
+
+/// One of the two images.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Side {
+    /// Names, the root not counted.
+    pub entries: u64,
+    /// Names of regular files.
+    pub files: u64,
+    /// Those of them that have content, and the same content under some name in the other image.
+    pub files_shared: u64,
+    /// Its distinct contents.
+    #[serde(flatten)]
+    pub content: Tally,
+    /// Pages of its files with one copy per inode: what reading them takes where the image is unpacked.
+    pub unpacked_pages: u64,
+}
+
+/// What two images have in common, by content.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Diff {
+    /// The first image.
+    pub a: Side,
+    /// The second.
+    pub b: Side,
+    /// Contents that both have, wherever.
+    pub shared: Tally,
+    /// Contents that only the first has.
+    pub only_a: Tally,
+    /// Contents that only the second has.
+    pub only_b: Tally,
+    /// Path by path.
+    pub paths: PathCounts,
+    /// Every distinct content of both, sorted by digest: what [`pages`] reads.
+    #[serde(skip)]
+    contents: Vec<(Digest, Content)>,
+}
+
+/// A distinct content and who has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Content {
+    size: u64,
+    /// Names of it in each image.
+    names: [u64; 2],
+}
+
+impl Diff {
+    /// Compares two images of a domain. `change` is called for every path that is not the same in both,
+    /// in the order of paths (a directory before what it holds). Memory is in proportion to distinct
+    /// contents, not to paths.
+    ///
+    /// # Errors
+    /// [`DiffError::Store`] if an image is missing, [`DiffError::Image`] if one cannot be read.
+    pub fn of(
+        domain: &Domain,
+        images: [&Digest; 2],
+        change: &mut dyn FnMut(&Change<'_>),
+    ) -> Result<Self, DiffError> {
+        let _lock = domain.lock_shared()?;
+        let files = [domain.open_image(images[0])?, domain.open_image(images[1])?];
+        let unreadable =
+            |side: usize| move |source| DiffError::Image { image: *images[side], source };
+        let open = |side: usize| -> Result<_, DiffError> {
+            let image = contents::open_image(&files[side]);
+            image.map_err(|error| unreadable(side)(error.into()))
+        };
+        let opened = [open(0)?, open(1)?];
+        let mut content = HashMap::new();
+        let mut diff = Self::default();
+        let mut count = [Count::new(&opened[0], 0), Count::new(&opened[1], 1)];
+        diff.paths = paths::merge(
+            [&opened[0], &opened[1]],
+            &mut |side, inode| count[side].see(inode, &mut content),
+            change,
+        )
+        .map_err(|(side, source)| unreadable(side)(source))?;
+        [diff.a, diff.b] = count.map(|count| count.side);
+        for Content { size, names } in content.values() {
+            let tally = match names {
+                [0, _] => &mut diff.only_b,
+                [_, 0] => &mut diff.only_a,
+                _ => {
+                    diff.a.files_shared += names[0];
+                    diff.b.files_shared += names[1];
+                    &mut diff.shared
+                }
+            };
+            tally.add(*size);
+            if names[0] > 0 {
+                diff.a.content.add(*size);
+            }
+            if names[1] > 0 {
+                diff.b.content.add(*size);
+            }
+        }
+        diff.contents = content.into_iter().collect();
+        diff.contents.sort_unstable_by_key(|(digest, _)| *digest);
+        Ok(diff)
+    }
+
+    /// Pages of both images' distinct contents: what reading both takes where equal files are shared.
+    pub fn pages_by_file(&self) -> u64 {
+        self.shared.pages.saturating_add(self.only_a.pages).saturating_add(self.only_b.pages)
+    }
+
+    /// Pages that reading both takes where each is unpacked on its own.
+    pub fn pages_unshared(&self) -> u64 {
+        self.a.unpacked_pages.saturating_add(self.b.unpacked_pages)
+    }
+}
+
+/// Counts what one image holds.
+struct Count<'i, 'f> {
+    image: &'i Image<StoredImage<'f>>,
+    number: usize,
+    side: Side,
+    /// Files with several names that were counted.
+    seen: HashSet<u64>,
+}
+
+impl<'i, 'f> Count<'i, 'f> {
+    fn new(image: &'i Image<StoredImage<'f>>, number: usize) -> Self {
+        Self { image, number, side: Side::default(), seen: HashSet::new() }
+    }
+
+    fn see(
+        &mut self,
+        inode: &Inode,
+        contents: &mut HashMap<Digest, Content>,
+    ) -> Result<(), BoxError> {
+        self.side.entries += 1;
+        if !inode.is_file() {
+            return Ok(());
+        }
+        self.side.files += 1;
+        if inode.nlink < 2 || self.seen.insert(inode.nid) {
+            let pages = inode.size.div_ceil(PAGE_SIZE);
+            self.side.unpacked_pages = self.side.unpacked_pages.saturating_add(pages);
+        }
+        if let Some(object) = contents::object_of(self.image, inode)? {
+            let content = contents.entry(object).or_default();
+            content.size = inode.size;
+            content.names[self.number] += 1;
+        }
+        Ok(())
+    }
+}

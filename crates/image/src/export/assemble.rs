@@ -1,0 +1,134 @@
+//! From a layer's split and its objects back to its tar archive, each object checked on the way.
+
+use cofolio_store::verity::Hasher;
+use cofolio_store::{Digest, Domain};
+
+use super::error::ExportError;
+use crate::layer::split::{Split, SplitError, Step};
+use crate::stored::StoredImage;
+
+/// How much is read at once, in bytes.
+const READ_SIZE: usize = 256 << 10;
+
+/// Where an archive goes to, piece by piece.
+pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), ExportError> + 'a;
+
+/// Writes a layer's archive.
+///
+/// # Errors
+/// [`ExportError::Split`], [`ExportError::Object`], [`ExportError::Store`], and those of the sink.
+pub(crate) fn layer(
+    domain: &Domain,
+    chain_id: &str,
+    sink: &mut Sink<'_>,
+) -> Result<(), ExportError> {
+    let bad = |error: SplitError| ExportError::Split {
+        layer: chain_id.to_owned(),
+        what: error.to_string(),
+    };
+    let file = domain.open_split(chain_id)?;
+    let source = StoredImage::new(&file).map_err(|error| bad(error.into()))?;
+    let mut split = Split::open(&source).map_err(bad)?;
+    let mut buffer = vec![0; READ_SIZE];
+    let user = format!("layer {chain_id}");
+    loop {
+        match split.step().map_err(bad)? {
+            Step::End => return Ok(()),
+            Step::Literal => loop {
+                let count = split.read(&mut buffer).map_err(bad)?;
+                if count == 0 {
+                    break;
+                }
+                sink(&buffer[..count])?;
+            },
+            Step::Object { digest, size, parts } => {
+                let mut object = Object::open(domain, digest, size, &user, &mut buffer)?;
+                match parts {
+                    None => object.take(size, Some(&mut *sink))?,
+                    Some(_) => {
+                        while let Some((hole, data)) = split.part().map_err(bad)? {
+                            object.take(hole, None)?;
+                            object.take(data, Some(&mut *sink))?;
+                        }
+                        object.take(object.left, None)?;
+                    }
+                }
+                object.check()?;
+            }
+        }
+    }
+}
+
+/// An object that is being read, and hashed.
+pub(crate) struct Object<'a> {
+    file: cofolio_store::StoredFile,
+    digest: Digest,
+    user: &'a str,
+    buffer: &'a mut [u8],
+    hasher: Hasher,
+    left: u64,
+}
+
+impl<'a> Object<'a> {
+    /// Opens an object of that size.
+    pub(crate) fn open(
+        domain: &Domain,
+        digest: Digest,
+        size: u64,
+        user: &'a str,
+        buffer: &'a mut [u8],
+    ) -> Result<Self, ExportError> {
+        let file = match domain.open_object(&digest) {
+            Ok(file) => file,
+            Err(cofolio_store::Error::NoSuchObject(_)) => {
+                let what = "it is not in the store".to_owned();
+                return Err(ExportError::Object { digest, user: user.to_owned(), what });
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let object = Self { file, digest, user, buffer, hasher: Hasher::new(), left: size };
+        match object.file.size() {
+            Ok(found) if found == size => Ok(object),
+            Ok(found) => Err(object.bad(format!("it has {found} bytes and not {size}"))),
+            Err(error) => Err(object.bad(error.to_string())),
+        }
+    }
+
+    /// Reads on; without a sink what is read is only hashed.
+    pub(crate) fn take(
+        &mut self,
+        mut count: u64,
+        mut sink: Option<&mut Sink<'_>>,
+    ) -> Result<(), ExportError> {
+        if count > self.left {
+            return Err(self.bad("the split takes more of it than there is".to_owned()));
+        }
+        while count > 0 {
+            let want = self.buffer.len().min(usize::try_from(count).unwrap_or(usize::MAX));
+            let bytes = &mut self.buffer[..want];
+            if let Err(error) = self.file.read_exact_at(bytes, self.hasher.size()) {
+                return Err(self.bad(format!("cannot be read: {error}")));
+            }
+            self.hasher.update(bytes);
+            if let Some(sink) = &mut sink {
+                sink(bytes)?;
+            }
+            self.left -= want as u64;
+            count -= want as u64;
+        }
+        Ok(())
+    }
+
+    /// To be called when all of it was taken.
+    pub(crate) fn check(self) -> Result<(), ExportError> {
+        let actual = self.hasher.clone().finish();
+        if actual == self.digest {
+            return Ok(());
+        }
+        Err(self.bad(format!("its content has digest {actual}")))
+    }
+
+    fn bad(&self, what: String) -> ExportError {
+        ExportError::Object { digest: self.digest, user: self.user.to_owned(), what }
+    }
+}

@@ -1,0 +1,104 @@
+//! What can go wrong with an export or a push.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::Digest;
+
+use crate::error::RegistryError;
+
+/// Why an image could not be given out. Nothing half-written is left at the destination.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExportError {
+    /// The caller's mistake: an unknown form of destination, or something is in the way there.
+    #[error("{what}")]
+    Destination {
+        /// What is wrong.
+        what: String,
+    },
+    /// Writing at the destination failed.
+    #[error("cannot write {path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// Layers that were imported before the store kept what an export needs.
+    #[error("the store has no split of layer {}: its archive cannot be written again", layers.join(", "))]
+    NoSplit {
+        /// Their chain ids, lowest first.
+        layers: Vec<String>,
+    },
+    /// A layer's split is damaged.
+    #[error("split of layer {layer}: {what}")]
+    Split {
+        /// Chain id of the layer.
+        layer: String,
+        /// What is wrong, and where.
+        what: String,
+    },
+    /// An object is missing, or is not what its name says.
+    #[error("object {digest}, which {user} needs: {what}")]
+    Object {
+        /// The object.
+        digest: Digest,
+        /// `layer <chain-id>` or `image <digest>`.
+        user: String,
+        /// What is wrong.
+        what: String,
+    },
+    /// A layer came out other than it went in, though all its objects are right.
+    #[error("layer {layer}: comes out as {actual}, the image config says {expected}")]
+    DiffId {
+        /// Chain id of the layer.
+        layer: String,
+        /// The diff-id in the config.
+        expected: String,
+        /// What was written.
+        actual: String,
+    },
+    /// The image cannot be described as an OCI image.
+    #[error("{path:?} cannot be put into a layer: {what}")]
+    Entry {
+        /// Path in the image.
+        path: String,
+        /// Why not.
+        what: String,
+    },
+    /// The store's record of the image, or the image itself, cannot be read.
+    #[error("image {image}: {what}")]
+    Image {
+        /// The image.
+        image: Digest,
+        /// What is wrong.
+        what: String,
+    },
+    /// The registry did not take it.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] cofolio_store::Error),
+    /// The caller wanted it to end.
+    #[error("interrupted; at the destination all is as it was before")]
+    Stopped,
+}
+
+impl ExportError {
+    /// Whether the fault lies in the store, and not with the caller or the machine.
+    #[must_use]
+    pub fn is_corrupt(&self) -> bool {
+        matches!(
+            self,
+            Self::Split { .. } | Self::Object { .. } | Self::DiffId { .. } | Self::Image { .. }
+        )
+    }
+}
+
+pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> ExportError {
+    let path = path.to_owned();
+    move |source| ExportError::Io { path, source }
+}

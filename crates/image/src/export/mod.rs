@@ -1,0 +1,300 @@
+//! Giving images out again: to OCI layouts and archives, to what `docker load` takes, to registries; and as a filesystem
+//! in a file.
+//!
+//! ```text
+//! layer: split + objects ─▶ archive ─┬▶ diff-id, compared with the config
+//!        (each object hashed)        └▶ chunks ─▶ threads: compress ─▶ blob ─▶ target
+//! config: byte for byte as it came ─▶ blob       manifest: new ─▶ blob ─▶ name
+//! ```
+//!
+//! The config is the original and names the layers by their diff-ids, so the image keeps its id. Blobs and
+//! manifest need not be those of the registry it came from: nobody can compress again as somebody else did.
+//!
+//! Nothing that is not complete and checked is ever to be seen at the destination.
+
+mod archive;
+mod aside;
+mod assemble;
+mod error;
+mod filesystem;
+mod image;
+mod layout;
+mod pack;
+mod push;
+mod tar;
+mod target;
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Digest, Domain, Ref};
+use serde::Serialize;
+use serde_json::json;
+
+pub use error::ExportError;
+pub use filesystem::{FilesystemReport, export_filesystem};
+pub use pack::Compression;
+pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
+
+use crate::digest::BlobDigest;
+use crate::lease::Lease;
+use archive::{Archive, Style};
+use image::Image;
+use layout::Layout;
+use pack::{Compressors, Packed, Packer};
+use target::{Descriptor, Finished, Part, Target};
+
+const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+/// Threads that compress, at most.
+const THREADS_MAX: usize = 16;
+
+/// Where an image goes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// An OCI image layout: `oci:DIR[:TAG]`. One that is there gets the image in addition.
+    Layout {
+        /// The directory.
+        path: PathBuf,
+        /// What the image is called in it.
+        tag: Option<String>,
+    },
+    /// An OCI image layout in a tar archive: `oci-archive:FILE[:TAG]`.
+    Archive {
+        /// The archive; one that is there is replaced.
+        path: PathBuf,
+        /// What the image is called in it.
+        tag: Option<String>,
+    },
+    /// What `docker load` takes: `docker-archive:FILE[:TAG]`. Its layers are not compressed.
+    DockerArchive {
+        /// The archive; one that is there is replaced.
+        path: PathBuf,
+        /// What the image is called in it: `name:tag`.
+        tag: Option<String>,
+    },
+}
+
+impl Destination {
+    /// Understands `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`.
+    ///
+    /// Both paths and tags may hold colons: the path that exists is taken, the longest of several; if none
+    /// does, the path ends at the first colon.
+    ///
+    /// # Errors
+    /// [`ExportError::Destination`] for any other form.
+    pub fn parse(text: &str) -> Result<Self, ExportError> {
+        let (form, rest) = text.split_once(':').unwrap_or(("", text));
+        let (path, tag) = split_tag(rest);
+        match form {
+            _ if path.as_os_str().is_empty() => {}
+            "oci" => return Ok(Self::Layout { path, tag }),
+            "oci-archive" => return Ok(Self::Archive { path, tag }),
+            "docker-archive" => return Ok(Self::DockerArchive { path, tag }),
+            "docker" => {
+                let what = format!("{text:?} is in a registry, and that is what a push is for");
+                return Err(ExportError::Destination { what });
+            }
+            _ => {}
+        }
+        Err(ExportError::Destination {
+            what: format!(
+                "{text:?}: not a destination (oci:DIR[:TAG], oci-archive:FILE[:TAG], \
+                 docker-archive:FILE[:TAG], erofs:FILE)"
+            ),
+        })
+    }
+}
+
+fn split_tag(text: &str) -> (PathBuf, Option<String>) {
+    let ends = || text.match_indices(':').map(|(at, _)| at);
+    let there = |end: &usize| Path::new(&text[..*end]).symlink_metadata().is_ok();
+    let end = match Some(text.len()).into_iter().chain(ends().rev()).find(there) {
+        Some(end) => end,
+        None => ends().next().unwrap_or(text.len()),
+    };
+    let tag = text.get(end + 1..).filter(|tag| !tag.is_empty()).map(str::to_owned);
+    (text[..end].into(), tag)
+}
+
+/// How to export.
+#[derive(Debug, Clone, Default)]
+pub struct ExportOptions {
+    /// How layers are compressed; for [`Destination::DockerArchive`] without effect.
+    pub compression: Compression,
+    /// Threads that compress. 0: as many as the machine has processors. The result does not depend on it.
+    pub threads: usize,
+}
+
+/// How far an export has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExportProgress {
+    /// The layer at hand, 0 is the lowest.
+    pub layer: usize,
+    /// Layers of the image.
+    pub layers: usize,
+    /// Bytes of archives so far, of all layers together.
+    pub bytes: u64,
+}
+
+/// Hears how an export goes on; `Break` ends it.
+pub type OnProgress<'a> = &'a mut dyn FnMut(ExportProgress) -> ControlFlow<()>;
+
+/// What an export wrote.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ExportReport {
+    /// fs-verity digest of the image.
+    pub image: String,
+    /// What it is called at the destination.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Digest of the manifest that was written.
+    pub manifest: String,
+    /// Digest of the config: the image id of other engines.
+    pub config: String,
+    /// The layers, lowest first.
+    pub layers: Vec<ExportedLayer>,
+}
+
+/// One layer of what was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ExportedLayer {
+    /// Digest of the blob.
+    pub digest: String,
+    /// Size of the blob in bytes.
+    pub size: u64,
+    /// Digest of the archive.
+    pub diff_id: String,
+    /// Size of the archive in bytes.
+    pub uncompressed: u64,
+}
+
+/// An image of the store, by what it is to be exported.
+#[derive(Debug, Clone, Copy)]
+pub struct Exported<'a> {
+    /// The metadata image.
+    pub image: &'a Digest,
+    /// Its ref, which holds config and layers. Without layers the image becomes one layer.
+    pub record: Option<&'a Ref>,
+    /// What to call it if the destination does not say.
+    pub name: Option<&'a str>,
+}
+
+/// Exports an image. Nothing of it is collected meanwhile.
+///
+/// # Errors
+/// [`ExportError`]; what was at the destination is as before.
+pub fn export(
+    domain: &Domain,
+    exported: Exported<'_>,
+    destination: &Destination,
+    options: &ExportOptions,
+    on_progress: OnProgress<'_>,
+) -> Result<ExportReport, ExportError> {
+    let image = Image::of(domain, exported);
+    let lease = Lease::take(domain, image.digest, image.chain_ids(), "export")?;
+    image.check_splits(&image.layers)?;
+    let mut compression = options.compression;
+    let (target, tag): (Box<dyn Target>, _) = match destination {
+        Destination::Layout { path, tag } => (Box::new(Layout::create(path)?), tag),
+        Destination::Archive { path, tag } => (Box::new(Archive::create(path, Style::Oci)?), tag),
+        Destination::DockerArchive { path, tag } => {
+            compression = Compression::None;
+            (Box::new(Archive::create(path, Style::Docker)?), tag)
+        }
+    };
+    let name = tag.as_deref().or(exported.name);
+    let mut on_progress = |progress| {
+        lease.renew();
+        on_progress(progress)
+    };
+    write(&image, target, name, compression, threads(options.threads), &mut on_progress)
+}
+
+/// So many threads compress.
+fn threads(asked: usize) -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    if asked == 0 { processors } else { asked }.clamp(1, THREADS_MAX)
+}
+
+/// Writes all of it.
+fn write(
+    image: &Image<'_>,
+    mut target: Box<dyn Target>,
+    name: Option<&str>,
+    compression: Compression,
+    threads: usize,
+    on_progress: OnProgress<'_>,
+) -> Result<ExportReport, ExportError> {
+    let layers = image.layers.len();
+    let packed = std::thread::scope(|scope| {
+        let compressors = Compressors::start(scope, compression, threads, 1);
+        let mut packed: Vec<Packed> = Vec::new();
+        for (number, layer) in image.layers.iter().enumerate() {
+            let before: u64 = packed.iter().map(|layer| layer.uncompressed).sum();
+            target.begin(Part::Layer)?;
+            let mut sink = |bytes: &[u8]| target.write(bytes);
+            let mut step = |bytes| {
+                let bytes = before + bytes;
+                match on_progress(ExportProgress { layer: number, layers, bytes }) {
+                    ControlFlow::Continue(()) => Ok(()),
+                    ControlFlow::Break(()) => Err(ExportError::Stopped),
+                }
+            };
+            let done = image.pack(layer, Packer::new(&compressors, &mut sink), &mut step)?;
+            target.end(&done.digest, done.size)?;
+            packed.push(done);
+        }
+        Ok::<_, ExportError>(packed)
+    })?;
+    let diff_ids: Vec<_> = packed.iter().map(|layer| layer.diff_id.to_string()).collect();
+    let config = image.config(diff_ids.iter().map(String::as_str));
+    let config_digest = target.put(Part::Config, config.as_bytes())?;
+    let blobs = packed.iter().map(|layer| Descriptor {
+        media_type: compression.media_type().to_owned(),
+        digest: layer.digest.clone(),
+        size: layer.size,
+    });
+    let manifest = manifest(&config_digest, config.len(), &blobs.collect::<Vec<_>>());
+    let manifest_digest = target.put(Part::Manifest, &manifest)?;
+    let finished = Finished {
+        manifest: Descriptor {
+            media_type: MANIFEST.to_owned(),
+            digest: manifest_digest.clone(),
+            size: manifest.len() as u64,
+        },
+        config: config_digest,
+        layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
+        name: name.map(str::to_owned),
+    };
+    target.publish(&finished)?;
+    let exported = packed.iter().map(|layer| ExportedLayer {
+        digest: layer.digest.to_string(),
+        size: layer.size,
+        diff_id: layer.diff_id.to_string(),
+        uncompressed: layer.uncompressed,
+    });
+    Ok(ExportReport {
+        image: image.digest.to_string(),
+        name: finished.name,
+        manifest: manifest_digest.to_string(),
+        config: finished.config.to_string(),
+        layers: exported.collect(),
+    })
+}
+
+/// A manifest that says what it must.
+fn manifest(config: &BlobDigest, config_size: usize, layers: &[Descriptor]) -> Vec<u8> {
+    let config = Descriptor {
+        media_type: CONFIG.to_owned(),
+        digest: config.clone(),
+        size: config_size as u64,
+    };
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": config.json(),
+        "layers": layers.iter().map(Descriptor::json).collect::<Vec<_>>(),
+    });
+    manifest.to_string().into_bytes()
+}

@@ -1,0 +1,197 @@
+//! Compressing a layer on all processors, in bounded memory, with the same bytes whatever their number.
+//!
+//! The archive is cut into chunks of fixed size, and each becomes a gzip member or a zstd frame of its own.
+//! Members and frames that follow one another are one stream to every reader of layers: estargz and
+//! zstd:chunked are made so.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::thread::Scope;
+
+use crossbeam_channel as channel;
+
+use super::assemble::Sink;
+use super::error::ExportError;
+use crate::digest::{BlobDigest, BlobHasher};
+
+/// What a member or frame holds, in bytes.
+const CHUNK: usize = 2 << 20;
+/// As `gzip` does it.
+const GZIP_LEVEL: u32 = 6;
+/// As `zstd` does it.
+const ZSTD_LEVEL: i32 = 3;
+
+/// How layers are compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Compression {
+    /// gzip: what everybody reads.
+    #[default]
+    Gzip,
+    /// zstd: smaller and faster; Docker 23, containerd 1.5 and podman read it.
+    Zstd,
+    /// Not at all: the blob is the archive itself.
+    None,
+}
+
+impl Compression {
+    pub(crate) fn media_type(self) -> &'static str {
+        match self {
+            Self::Gzip => "application/vnd.oci.image.layer.v1.tar+gzip",
+            Self::Zstd => "application/vnd.oci.image.layer.v1.tar+zstd",
+            Self::None => "application/vnd.oci.image.layer.v1.tar",
+        }
+    }
+
+    fn compress(self, chunk: Vec<u8>) -> io::Result<Vec<u8>> {
+        match self {
+            Self::Gzip => {
+                let room = Vec::with_capacity(chunk.len() / 2);
+                let level = flate2::Compression::new(GZIP_LEVEL);
+                let mut encoder = flate2::write::GzEncoder::new(room, level);
+                encoder.write_all(&chunk)?;
+                encoder.finish()
+            }
+            Self::Zstd => zstd::bulk::compress(&chunk, ZSTD_LEVEL),
+            Self::None => Ok(chunk),
+        }
+    }
+}
+
+struct Job {
+    chunk: Vec<u8>,
+    reply: channel::Sender<io::Result<Vec<u8>>>,
+}
+
+/// The threads that compress.
+pub(crate) struct Compressors {
+    compression: Compression,
+    jobs: channel::Sender<Job>,
+    /// Chunks of a layer that may be under way.
+    ahead: usize,
+}
+
+impl Compressors {
+    /// Starts `count` threads, for `layers` layers at a time; they end when this is dropped.
+    pub(crate) fn start<'scope>(
+        scope: &'scope Scope<'scope, '_>,
+        compression: Compression,
+        count: usize,
+        layers: usize,
+    ) -> Self {
+        let (jobs, queue) = channel::unbounded::<Job>();
+        for _ in 0..if compression == Compression::None { 0 } else { count } {
+            let queue = queue.clone();
+            scope.spawn(move || {
+                for job in queue {
+                    // Nobody listens any more if the export failed.
+                    let _ = job.reply.send(compression.compress(job.chunk));
+                }
+            });
+        }
+        Self { compression, jobs, ahead: count.div_ceil(layers.max(1)) + 2 }
+    }
+}
+
+/// A layer that was written.
+#[derive(Debug, Clone)]
+pub(crate) struct Packed {
+    pub(crate) diff_id: BlobDigest,
+    /// Bytes of the archive.
+    pub(crate) uncompressed: u64,
+    pub(crate) digest: BlobDigest,
+    /// Bytes of the blob.
+    pub(crate) size: u64,
+}
+
+/// Takes a layer's archive and gives its blob to a sink.
+pub(crate) struct Packer<'a> {
+    compressors: &'a Compressors,
+    sink: &'a mut Sink<'a>,
+    chunk: Vec<u8>,
+    under_way: VecDeque<channel::Receiver<io::Result<Vec<u8>>>>,
+    diff_id: BlobHasher,
+    uncompressed: u64,
+    digest: BlobHasher,
+    size: u64,
+}
+
+impl<'a> Packer<'a> {
+    pub(crate) fn new(compressors: &'a Compressors, sink: &'a mut Sink<'a>) -> Self {
+        Self {
+            compressors,
+            sink,
+            chunk: Vec::with_capacity(CHUNK),
+            under_way: VecDeque::new(),
+            diff_id: BlobHasher::new(),
+            uncompressed: 0,
+            digest: BlobHasher::new(),
+            size: 0,
+        }
+    }
+
+    /// Takes the next bytes of the archive.
+    pub(crate) fn push(&mut self, mut bytes: &[u8]) -> Result<(), ExportError> {
+        self.diff_id.update(bytes);
+        self.uncompressed += bytes.len() as u64;
+        while !bytes.is_empty() {
+            let (now, rest) = bytes.split_at(bytes.len().min(CHUNK - self.chunk.len()));
+            self.chunk.extend_from_slice(now);
+            bytes = rest;
+            if self.chunk.len() == CHUNK {
+                let chunk = std::mem::replace(&mut self.chunk, Vec::with_capacity(CHUNK));
+                self.send(chunk)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the archive so far.
+    pub(crate) fn uncompressed(&self) -> u64 {
+        self.uncompressed
+    }
+
+    fn send(&mut self, chunk: Vec<u8>) -> Result<(), ExportError> {
+        if self.compressors.compression == Compression::None {
+            self.size += chunk.len() as u64;
+            return (self.sink)(&chunk);
+        }
+        while self.under_way.len() >= self.compressors.ahead {
+            self.receive()?;
+        }
+        let (reply, result) = channel::bounded(1);
+        self.under_way.push_back(result);
+        // A thread that is gone shows when its reply is waited for.
+        let _ = self.compressors.jobs.send(Job { chunk, reply });
+        Ok(())
+    }
+
+    fn receive(&mut self) -> Result<(), ExportError> {
+        let Some(next) = self.under_way.pop_front() else { return Ok(()) };
+        let compressed = next.recv().unwrap_or_else(|e| Err(io::Error::other(e)));
+        let compressed = compressed
+            .map_err(|source| ExportError::Io { path: "a compressed layer".into(), source })?;
+        self.digest.update(&compressed);
+        self.size += compressed.len() as u64;
+        (self.sink)(&compressed)
+    }
+
+    /// The archive is complete; `check` says whether it is the right one.
+    pub(crate) fn finish(
+        mut self,
+        check: impl FnOnce(&BlobDigest) -> Result<(), ExportError>,
+    ) -> Result<Packed, ExportError> {
+        let plain = self.compressors.compression == Compression::None;
+        // No archive at all is one member as well, not an empty file.
+        if !self.chunk.is_empty() || (!plain && self.uncompressed == 0) {
+            let chunk = std::mem::take(&mut self.chunk);
+            self.send(chunk)?;
+        }
+        while !self.under_way.is_empty() {
+            self.receive()?;
+        }
+        let diff_id = self.diff_id.finish();
+        check(&diff_id)?;
+        let digest = if plain { diff_id.clone() } else { self.digest.finish() };
+        Ok(Packed { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
+    }
+}

@@ -1,0 +1,722 @@
+//! Pushing: to a registry, layers in parallel, nothing twice.
+//!
+//! ```text
+//! layer ─┬ a blob of it that is known (as it came, as it was sent before) is there ─▶ named
+//!        ├ … or in another repository of that registry ─▶ mounted
+//!        └ neither: archive ─▶ compress ─▶ upload, its digest known at the end
+//! all blobs those of the manifest that it came with ─▶ that manifest; otherwise a new one
+//! ```
+//!
+//! A layer is never in memory or on the disk as a whole. It can be made again, the same to the byte, from
+//! any place on: that is how an upload that broke off goes on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Read};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Scope, ScopedJoinHandle};
+use std::time::Instant;
+
+use cofolio_store::{Domain, PackedLayer, Ref};
+use crossbeam_channel as channel;
+use serde::Serialize;
+
+use super::error::ExportError;
+use super::image::{Image, Layer};
+use super::pack::{Compressors, Packed, Packer};
+use super::target::Descriptor;
+use super::{Compression, Exported, MANIFEST, manifest, threads};
+use crate::digest::BlobDigest;
+use crate::error::RegistryError;
+use crate::lease::Lease;
+use crate::reference::Reference;
+use crate::registry::{Begun, Body, Failure, RegistryOptions, Repository, Session};
+use crate::source::manifest::Manifest;
+
+/// Blobs up to that size are complete before they are sent, so that their digest is known and they may turn
+/// out to be there.
+const SMALL: usize = 4 << 20;
+/// Pieces of a blob between who makes and who sends it; each is a compressed chunk.
+const PIECES: usize = 2;
+/// So many bytes that arrived count as getting on.
+const PROGRESS_BYTES: u64 = 64 << 10;
+/// Blobs of a layer that the registry is asked for.
+const KNOWN_MAX: usize = 8;
+/// Other repositories that a blob is looked for in.
+const PLACES_MAX: usize = 4;
+
+/// How to push.
+#[derive(Debug, Clone, Default)]
+pub struct PushOptions {
+    /// How layers are compressed that the registry has in no form that is known here.
+    pub compression: Compression,
+    /// Threads that compress. 0: as many as the machine has processors.
+    pub threads: usize,
+    /// How to talk to the registry. Mirrors are not asked.
+    pub registry: RegistryOptions,
+    /// Ends the push when it is set; a push that fails sets it as well.
+    pub stop: Arc<AtomicBool>,
+}
+
+/// Hears how a push goes on. Called from several threads, often: be quick.
+pub trait PushProgress: Sync {
+    /// It is settled how the registry comes to a layer; of one to send, `blob` has only what is known.
+    fn layer(&self, _number: usize, _count: usize, _how: How, _blob: Option<(&str, u64)>) {}
+    /// So many bytes of a layer's blob were sent; fewer than before if it had to begin again.
+    fn sent(&self, _number: usize, _bytes: u64) {}
+}
+
+/// Tells nobody.
+impl PushProgress for () {}
+
+/// How a registry came to a blob.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum How {
+    /// It had it.
+    There,
+    /// It took it from another repository of its own.
+    Mounted,
+    /// It was sent.
+    Sent,
+}
+
+/// What a push did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PushReport {
+    /// fs-verity digest of the image.
+    pub image: String,
+    /// What it is called in the registry.
+    pub name: String,
+    /// Digest of the manifest.
+    pub manifest: String,
+    /// It is the manifest that the image came with, to the byte.
+    pub original: bool,
+    /// The tag led there before already.
+    pub known: bool,
+    /// Digest of the config: the image id of other engines.
+    pub config: String,
+    /// The layers, lowest first.
+    pub layers: Vec<PushedLayer>,
+    /// How long it took, in milliseconds.
+    pub duration_ms: u64,
+}
+
+/// One layer of what was pushed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PushedLayer {
+    /// Digest of the blob.
+    pub digest: String,
+    /// Size of the blob in bytes.
+    pub size: u64,
+    /// Digest of the archive.
+    pub diff_id: String,
+    /// How the registry came to it.
+    pub how: How,
+}
+
+/// Pushes an image to a registry. Nothing of it is collected meanwhile. A store has one platform of an
+/// image, and that is what is pushed: a manifest, no index.
+///
+/// # Errors
+/// [`ExportError`]; the tag is as before then. Blobs that were complete stay with the registry, which
+/// forgets them some day.
+pub fn push(
+    domain: &Domain,
+    exported: Exported<'_>,
+    to: &Reference,
+    options: &PushOptions,
+    progress: &dyn PushProgress,
+) -> Result<PushReport, ExportError> {
+    let started = Instant::now();
+    let Some(tag) = to.tag() else {
+        let what = format!("{to}: a push is to a tag; the digest comes of what is pushed");
+        return Err(ExportError::Destination { what });
+    };
+    let image = Image::of(domain, exported);
+    let lease = Lease::take(domain, image.digest, image.chain_ids(), &format!("push to {to}"))?;
+    // They help to save work, no more.
+    let refs = domain.readable_refs().unwrap_or_default();
+    let known = Known::of(&image, exported.record, &refs, to);
+    let others: Vec<_> = known.places().into_iter().collect();
+    let stop = options.stop.clone();
+    let repository = Repository::for_push(to, &options.registry, &others, stop.clone());
+    let push = Push { image, lease, known, repository, progress };
+    let outcome = push.layers(options).and_then(|layers| push.publish(tag, layers));
+    let mut report = outcome.map_err(|error| match error {
+        ExportError::Registry(RegistryError::GivenUp) => ExportError::Stopped,
+        other => other,
+    })?;
+    if let Some(name) = exported.name {
+        remember(domain, name, &push.image, &report, options.compression);
+    }
+    report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+    Ok(report)
+}
+
+/// Notes what was made of layers, so that the next push need not make it again to know what it is called.
+/// The push has done what it should even where that cannot be noted.
+fn remember(
+    domain: &Domain,
+    name: &str,
+    image: &Image<'_>,
+    report: &PushReport,
+    compression: Compression,
+) {
+    let Ok(Some(mut record)) = domain.get_ref(name) else { return };
+    let came: BTreeSet<_> = record.layers.iter().filter_map(|layer| layer.blob.clone()).collect();
+    let before = record.packed.len();
+    for layer in report.layers.iter().filter(|layer| layer.how == How::Sent) {
+        let is_new = record.packed.iter().all(|packed| packed.blob != layer.digest);
+        if is_new && !came.contains(&layer.digest) {
+            record.packed.push(PackedLayer {
+                diff_id: layer.diff_id.clone(),
+                blob: layer.digest.clone(),
+                size: layer.size,
+                media_type: compression.media_type().to_owned(),
+            });
+        }
+    }
+    if record.image == *image.digest && record.packed.len() > before {
+        let _ = domain.put_ref(name, &record);
+    }
+}
+
+/// What is known of an image's layers: which blobs of each there are in the world, and where.
+struct Known {
+    /// The manifest that it came with.
+    manifest: Option<Manifest>,
+    /// By layer of the image, best first.
+    blobs: Vec<Vec<KnownBlob>>,
+}
+
+#[derive(Debug, Clone)]
+struct KnownBlob {
+    digest: BlobDigest,
+    size: u64,
+    media_type: String,
+    /// Of a whole image, whose archive nobody knows otherwise.
+    diff_id: String,
+    /// Repositories of the same registry that have had it.
+    places: Vec<String>,
+}
+
+impl Known {
+    fn of(image: &Image<'_>, record: Option<&Ref>, refs: &[(String, Ref)], to: &Reference) -> Self {
+        let document = record.and_then(|record| record.document.as_deref());
+        let manifest = document.and_then(|text| serde_json::from_str::<Manifest>(text).ok());
+        let manifest = manifest.filter(|manifest| manifest.layers.len() == image.layers.len());
+        let mut blobs = Vec::new();
+        for (number, layer) in image.layers.iter().enumerate() {
+            let mut found = Vec::new();
+            let mut add = |digest: &str, size: u64, media_type: &str, diff_id: &str, of: &Ref| {
+                let Some(digest) = BlobDigest::parse(digest) else { return };
+                // `docker save` says nothing of compression.
+                let plain = media_type.is_empty() && digest.to_string() == diff_id;
+                if (media_type.is_empty() && !plain) || found.len() == KNOWN_MAX {
+                    return;
+                }
+                let places = place(of, to);
+                match found.iter_mut().find(|known: &&mut KnownBlob| known.digest == digest) {
+                    Some(known) => known.places.extend(places),
+                    None => found.push(KnownBlob {
+                        digest,
+                        size,
+                        media_type: oci_layer(media_type).to_owned(),
+                        diff_id: diff_id.to_owned(),
+                        places: places.into_iter().collect(),
+                    }),
+                }
+            };
+            match layer.diff_id() {
+                Some(diff_id) => {
+                    if let (Some(manifest), Some(record)) = (&manifest, record) {
+                        let said = &manifest.layers[number];
+                        add(&said.digest, said.size, &said.media_type, diff_id, record);
+                    }
+                    // Its own record goes first.
+                    for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
+                        for layer in record.layers.iter().filter(|other| other.diff_id == diff_id) {
+                            if let Some(blob) = &layer.blob {
+                                add(blob, layer.size, &layer.media_type, diff_id, record);
+                            }
+                        }
+                        for packed in record.packed.iter().filter(|p| p.diff_id == diff_id) {
+                            add(&packed.blob, packed.size, &packed.media_type, diff_id, record);
+                        }
+                    }
+                }
+                None => {
+                    let same = refs.iter().map(|(_, other)| other);
+                    for other in same.filter(|other| other.image == *image.digest) {
+                        for packed in other.packed.iter().filter(|_| other.config.is_none()) {
+                            let PackedLayer { diff_id, blob, size, media_type } = packed;
+                            add(blob, *size, media_type, diff_id, other);
+                        }
+                    }
+                }
+            }
+            for known in &mut found {
+                known.places.sort();
+                known.places.dedup();
+                known.places.truncate(PLACES_MAX);
+            }
+            blobs.push(found);
+        }
+        Self { manifest, blobs }
+    }
+
+    fn places(&self) -> BTreeSet<String> {
+        self.blobs.iter().flatten().flat_map(|known| known.places.clone()).collect()
+    }
+}
+
+/// The repository that an image came from, if it is another one of the same registry.
+fn place(record: &Ref, to: &Reference) -> Option<String> {
+    let source = record.source.as_deref()?.strip_prefix("docker://")?;
+    let source = Reference::parse(source).ok()?;
+    let other = source.host() == to.host() && source.repository() != to.repository();
+    other.then(|| source.repository().to_owned())
+}
+
+/// The media type of a layer as an OCI manifest has it.
+fn oci_layer(media_type: &str) -> &'static str {
+    let compression = match media_type {
+        text if text.ends_with("gzip") => Compression::Gzip,
+        text if text.ends_with("zstd") => Compression::Zstd,
+        _ => Compression::None,
+    };
+    compression.media_type()
+}
+
+struct Push<'a> {
+    image: Image<'a>,
+    lease: Lease<'a>,
+    known: Known,
+    repository: Repository,
+    progress: &'a dyn PushProgress,
+}
+
+/// A layer that the registry has.
+#[derive(Clone)]
+struct Done {
+    blob: Descriptor,
+    diff_id: String,
+    how: How,
+}
+
+impl Push<'_> {
+    /// Brings all layers there, several at a time.
+    fn layers(&self, options: &PushOptions) -> Result<Vec<Done>, ExportError> {
+        let layers = &self.image.layers;
+        // An image can have a layer twice.
+        let mut first_of = BTreeMap::new();
+        let same: Vec<usize> = layers
+            .iter()
+            .enumerate()
+            .map(|(number, layer)| match layer.diff_id() {
+                Some(diff_id) => *first_of.entry(diff_id).or_insert(number),
+                None => number,
+            })
+            .collect();
+        let work: Vec<usize> = (0..layers.len()).filter(|&number| same[number] == number).collect();
+        let next = AtomicUsize::new(0);
+        let done: Mutex<BTreeMap<usize, Done>> = Mutex::default();
+        let failed: Mutex<Option<ExportError>> = Mutex::default();
+        let stop = self.repository.stop();
+        let jobs = self.repository.jobs().min(work.len());
+        std::thread::scope(|scope| {
+            let threads = threads(options.threads);
+            let compression = options.compression;
+            let compressors =
+                Arc::new(Compressors::start(scope, compression, threads, jobs.max(1)));
+            for _ in 0..jobs {
+                let compressors = compressors.clone();
+                let (work, next, done, failed) = (&work, &next, &done, &failed);
+                scope.spawn(move || {
+                    while let Some(&number) = work.get(next.fetch_add(1, Ordering::Relaxed))
+                        && !stop.load(Ordering::Relaxed)
+                    {
+                        match self.layer(scope, &compressors, compression, number) {
+                            Ok(layer) => {
+                                let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+                                done.insert(number, layer);
+                            }
+                            Err(error) => {
+                                let mut failed =
+                                    failed.lock().unwrap_or_else(PoisonError::into_inner);
+                                // What fails afterwards does so because it was given up.
+                                failed.get_or_insert(error);
+                                stop.store(true, Ordering::Relaxed);
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
+        }
+        let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let all = same.iter().map(|number| done.get(number).cloned());
+        all.collect::<Option<_>>().ok_or(ExportError::Stopped)
+    }
+
+    /// Brings one layer there.
+    fn layer<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        compressors: &Arc<Compressors>,
+        compression: Compression,
+        number: usize,
+    ) -> Result<Done, ExportError> {
+        let count = self.image.layers.len();
+        let known = |blob: &KnownBlob, how| {
+            let digest = blob.digest.to_string();
+            self.progress.layer(number, count, how, Some((&digest, blob.size)));
+            Done {
+                blob: Descriptor {
+                    media_type: blob.media_type.clone(),
+                    digest: blob.digest.clone(),
+                    size: blob.size,
+                },
+                diff_id: blob.diff_id.clone(),
+                how,
+            }
+        };
+        let blobs = &self.known.blobs[number];
+        for blob in blobs {
+            if self.repository.has_blob(&blob.digest.to_string(), blob.size)? {
+                return Ok(known(blob, How::There));
+            }
+        }
+        let mut session = None;
+        for (blob, place) in blobs.iter().flat_map(|b| b.places.iter().map(move |p| (b, p))) {
+            match self.repository.begin_upload(Some((&blob.digest.to_string(), place))) {
+                Ok(Begun::Mounted) => return Ok(known(blob, How::Mounted)),
+                // It was not, and the registry goes on as without the wish.
+                Ok(Begun::Session(begun)) => session = Some(begun),
+                // We may not read there, or it is not there any more.
+                Err(
+                    RegistryError::Denied { .. }
+                    | RegistryError::NotFound { .. }
+                    | RegistryError::Refused { .. },
+                ) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let layer = &self.image.layers[number];
+        self.image.check_splits([layer])?;
+        self.progress.layer(number, count, How::Sent, None);
+        let making = Making { push: self, scope, compressors: compressors.clone(), layer };
+        let (packed, how) = self.upload(&making, number, session)?;
+        Ok(Done {
+            blob: Descriptor {
+                media_type: compression.media_type().to_owned(),
+                digest: packed.digest,
+                size: packed.size,
+            },
+            diff_id: packed.diff_id.to_string(),
+            how,
+        })
+    }
+
+    /// Makes a layer's blob and sends it, again and again if need be.
+    fn upload(
+        &self,
+        making: &Making<'_, '_, '_>,
+        number: usize,
+        session: Option<Session>,
+    ) -> Result<(Packed, How), ExportError> {
+        let mut tries = self.repository.tries(0, self.repository.stop());
+        let mut upload = Upload { push: self, number, session, packed: None };
+        loop {
+            let before = upload.session.as_ref().map_or(0, Session::at);
+            let failure = match upload.attempt(making) {
+                Ok(done) => return Ok(done),
+                Err(Attempt::Failed(failure)) => failure,
+                Err(Attempt::Fatal(error)) => {
+                    upload.give_up();
+                    return Err(error);
+                }
+            };
+            if !failure.again {
+                upload.give_up();
+            }
+            tries.wait(failure)?;
+            if let Some(session) = upload.session.take() {
+                // If the registry cannot be asked, the next try says so.
+                upload.session = self.repository.resume_upload(&session).unwrap_or(None);
+            }
+            let now = upload.session.as_ref().map_or(0, Session::at);
+            if now >= before + PROGRESS_BYTES {
+                tries.got_on();
+            }
+        }
+    }
+
+    /// Config and manifest, when all layers are there.
+    fn publish(&self, tag: &str, layers: Vec<Done>) -> Result<PushReport, ExportError> {
+        let config = self.image.config(layers.iter().map(|layer| layer.diff_id.as_str()));
+        let config_digest = BlobDigest::sha256(config.as_bytes());
+        self.put(&config_digest, config.as_bytes())?;
+        let original = self.known.manifest.as_ref().filter(|manifest| {
+            let said = manifest.layers.iter().map(|layer| layer.digest.as_str());
+            manifest.config.digest == config_digest.to_string()
+                && said.eq(layers.iter().map(|layer| layer.blob.digest.to_string()))
+        });
+        let document = self.image.record.and_then(|record| record.document.as_deref());
+        let (media_type, bytes) = match (original, document) {
+            (Some(manifest), Some(document)) => {
+                let media_type = Some(manifest.media_type.clone()).filter(|text| !text.is_empty());
+                (media_type.unwrap_or_else(|| MANIFEST.to_owned()), document.as_bytes().to_vec())
+            }
+            _ => {
+                let blobs: Vec<_> = layers.iter().map(|layer| layer.blob.clone()).collect();
+                (MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
+            }
+        };
+        let digest = BlobDigest::sha256(&bytes).to_string();
+        let is_new = self.repository.put_manifest(tag, &media_type, &digest, &bytes)?;
+        let layers = layers.into_iter().map(|layer| PushedLayer {
+            digest: layer.blob.digest.to_string(),
+            size: layer.blob.size,
+            diff_id: layer.diff_id,
+            how: layer.how,
+        });
+        Ok(PushReport {
+            image: self.image.digest.to_string(),
+            name: self.repository.reference().to_string(),
+            manifest: digest,
+            original: original.is_some(),
+            known: !is_new,
+            config: config_digest.to_string(),
+            layers: layers.collect(),
+            duration_ms: 0,
+        })
+    }
+
+    /// Sends a blob that is at hand, unless it is there.
+    fn put(&self, digest: &BlobDigest, bytes: &[u8]) -> Result<(), ExportError> {
+        let mut tries = self.repository.tries(0, self.repository.stop());
+        loop {
+            if self.repository.has_blob(&digest.to_string(), bytes.len() as u64)? {
+                return Ok(());
+            }
+            let Begun::Session(session) = self.repository.begin_upload(None)? else { continue };
+            match self.put_in(&session, digest, bytes, &mut |_| ()) {
+                Ok(()) => return Ok(()),
+                Err(failure) => tries.wait(failure)?,
+            }
+        }
+    }
+
+    fn put_in(
+        &self,
+        session: &Session,
+        digest: &BlobDigest,
+        mut bytes: &[u8],
+        count: &mut dyn FnMut(u64),
+    ) -> Result<(), Failure> {
+        let size = bytes.len() as u64;
+        let mut body = Body::new(&self.repository, &mut bytes, count);
+        self.repository.end_upload(session, &digest.to_string(), Some((&mut body, size)))
+    }
+}
+
+/// Why a try came to nothing.
+enum Attempt {
+    /// The network, or the registry.
+    Failed(Failure),
+    /// Not worth another try.
+    Fatal(ExportError),
+}
+
+impl From<Failure> for Attempt {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+impl From<RegistryError> for Attempt {
+    fn from(error: RegistryError) -> Self {
+        Self::Fatal(error.into())
+    }
+}
+
+/// A layer that is being uploaded.
+struct Upload<'a, 'b> {
+    push: &'a Push<'b>,
+    number: usize,
+    session: Option<Session>,
+    /// What it is, once it was made to its end.
+    packed: Option<Packed>,
+}
+
+impl Upload<'_, '_> {
+    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(Packed, How), Attempt> {
+        let repository = &self.push.repository;
+        if let Some(packed) = &self.packed
+            && repository.has_blob(&packed.digest.to_string(), packed.size)?
+        {
+            // Only the answer was lost.
+            return Ok((packed.clone(), How::Sent));
+        }
+        let from = self.session.as_ref().map_or(0, Session::at);
+        let mut pieces = making.start(from);
+        let mut head = Vec::new();
+        if from == 0 {
+            let read = (&mut pieces).take(SMALL as u64 + 1).read_to_end(&mut head);
+            // What ended it early, its maker says.
+            if read.is_err() || head.len() <= SMALL {
+                return self.small(pieces.end().map_err(Attempt::Fatal)?, &head);
+            }
+        }
+        let mut session = self.session()?;
+        let mut sent = session.at();
+        let (progress, number, lease) = (self.push.progress, self.number, &self.push.lease);
+        let mut count = |bytes| {
+            sent += bytes;
+            lease.renew();
+            progress.sent(number, sent);
+        };
+        let mut reader = head.chain(&mut pieces);
+        let mut body = Body::new(repository, &mut reader, &mut count);
+        let result = repository.send_part(&mut session, &mut body);
+        let at = session.at();
+        self.session = Some(session);
+        match (pieces.end(), result) {
+            (Err(error), _) if !matches!(error, ExportError::Stopped) => Err(Attempt::Fatal(error)),
+            (_, Err(failure)) => Err(failure.into()),
+            (Err(error), Ok(())) => Err(Attempt::Fatal(error)),
+            (Ok(packed), Ok(())) => {
+                let digest = packed.digest.to_string();
+                let complete = at == packed.size;
+                self.packed = Some(packed.clone());
+                let ended = match (&self.session, complete) {
+                    (Some(session), true) => repository.end_upload(session, &digest, None),
+                    _ => {
+                        let url = repository.reference().to_string();
+                        let what = format!("it has {at} bytes of a blob of {}", packed.size);
+                        self.session = None;
+                        Err(Failure::again(RegistryError::Answer { url, what }))
+                    }
+                };
+                ended.map_err(|failure| match failure.error {
+                    // It put the parts together wrongly: from the beginning, then.
+                    error @ RegistryError::Refused { .. } if from > 0 => {
+                        self.session = None;
+                        Attempt::Failed(Failure::again(error))
+                    }
+                    _ => failure.into(),
+                })?;
+                Ok((packed, How::Sent))
+            }
+        }
+    }
+
+    /// Sends a blob that is at hand, in one piece.
+    fn small(&mut self, packed: Packed, blob: &[u8]) -> Result<(Packed, How), Attempt> {
+        let repository = &self.push.repository;
+        let is_first = self.packed.is_none();
+        self.packed = Some(packed.clone());
+        if is_first && repository.has_blob(&packed.digest.to_string(), packed.size)? {
+            return Ok((packed, How::There));
+        }
+        let session = self.session()?;
+        let mut sent = 0;
+        let mut count = |bytes| {
+            sent += bytes;
+            self.push.progress.sent(self.number, sent);
+        };
+        self.push.put_in(&session, &packed.digest, blob, &mut count)?;
+        Ok((packed, How::Sent))
+    }
+
+    /// Where to send it; that place is good for one try, unless the registry says more.
+    fn session(&mut self) -> Result<Session, Attempt> {
+        if let Some(session) = self.session.take() {
+            return Ok(session);
+        }
+        match self.push.repository.begin_upload(None)? {
+            Begun::Session(session) => Ok(session),
+            // Nobody asked for it.
+            Begun::Mounted => Err(Attempt::Fatal(RegistryError::GivenUp.into())),
+        }
+    }
+
+    fn give_up(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.push.repository.cancel_upload(&session);
+        }
+    }
+}
+
+/// How to make a layer's blob.
+struct Making<'push, 'scope, 'env> {
+    push: &'scope Push<'push>,
+    scope: &'scope Scope<'scope, 'env>,
+    compressors: Arc<Compressors>,
+    layer: &'scope Layer,
+}
+
+impl<'scope> Making<'_, 'scope, '_> {
+    /// Makes it in a thread of its own; what comes before `from` is left out.
+    fn start(&self, from: u64) -> Pieces<'scope> {
+        let (to_us, pieces) = channel::bounded::<Vec<u8>>(PIECES);
+        let (push, layer, compressors) = (self.push, self.layer, self.compressors.clone());
+        let maker = self.scope.spawn(move || {
+            let mut skip = from;
+            let mut sink = |bytes: &[u8]| {
+                let left_out = usize::try_from(skip).unwrap_or(usize::MAX).min(bytes.len());
+                skip -= left_out as u64;
+                match &bytes[left_out..] {
+                    [] => Ok(()),
+                    // Nobody wants it any more.
+                    rest => to_us.send(rest.to_vec()).map_err(|_| ExportError::Stopped),
+                }
+            };
+            let packer = Packer::new(&compressors, &mut sink);
+            let stop = push.repository.stop();
+            push.image.pack(layer, packer, &mut |_| match stop.load(Ordering::Relaxed) {
+                true => Err(ExportError::Stopped),
+                false => Ok(()),
+            })
+        });
+        Pieces { pieces, current: Vec::new(), at: 0, maker }
+    }
+}
+
+/// A blob as it is being made.
+struct Pieces<'scope> {
+    pieces: channel::Receiver<Vec<u8>>,
+    current: Vec<u8>,
+    at: usize,
+    maker: ScopedJoinHandle<'scope, Result<Packed, ExportError>>,
+}
+
+impl Pieces<'_> {
+    /// What it is, if all of it was taken. [`ExportError::Stopped`] if not.
+    fn end(self) -> Result<Packed, ExportError> {
+        drop(self.pieces);
+        self.maker.join().unwrap_or(Err(ExportError::Stopped))
+    }
+}
+
+impl Read for Pieces<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if buf.is_empty() {
+            return Ok(0);
+        }
+        while self.at == self.current.len() {
+            match self.pieces.recv() {
+                Ok(piece) => (self.current, self.at) = (piece, 0),
+                Err(_) => return Ok(0),
+            }
+        }
+        let count = buf.len().min(self.current.len() - self.at);
+        buf[..count].copy_from_slice(&self.current[self.at..self.at + count]);
+        self.at += count;
+        Ok(count)
+    }
+}

@@ -1,0 +1,61 @@
+//! What an exported image is written to.
+
+use serde_json::{Value, json};
+
+use super::error::ExportError;
+use crate::digest::BlobDigest;
+
+/// What a blob is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    Layer,
+    Config,
+    Manifest,
+}
+
+/// An image that is complete but for its name.
+pub(crate) struct Finished {
+    pub(crate) manifest: Descriptor,
+    pub(crate) config: BlobDigest,
+    /// Blobs of the layers, lowest first.
+    pub(crate) layers: Vec<BlobDigest>,
+    /// What the image is called at the destination.
+    pub(crate) name: Option<String>,
+}
+
+/// Media type, digest and size of a blob.
+#[derive(Debug, Clone)]
+pub(crate) struct Descriptor {
+    pub(crate) media_type: String,
+    pub(crate) digest: BlobDigest,
+    pub(crate) size: u64,
+}
+
+impl Descriptor {
+    pub(crate) fn json(&self) -> Value {
+        json!({"mediaType": self.media_type, "digest": self.digest.to_string(), "size": self.size})
+    }
+}
+
+/// Takes the blobs of an image one after the other, and shows nothing of it before it is complete.
+///
+/// Dropped without [`Target::publish`] it removes what it has written.
+pub(crate) trait Target {
+    /// Begins a blob.
+    fn begin(&mut self, part: Part) -> Result<(), ExportError>;
+    /// Takes the next bytes of it.
+    fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError>;
+    /// The blob is complete. It may be there already: then the new copy goes.
+    fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError>;
+    /// Makes the image visible.
+    fn publish(self: Box<Self>, image: &Finished) -> Result<(), ExportError>;
+
+    /// A blob that is at hand.
+    fn put(&mut self, part: Part, bytes: &[u8]) -> Result<BlobDigest, ExportError> {
+        let digest = BlobDigest::sha256(bytes);
+        self.begin(part)?;
+        self.write(bytes)?;
+        self.end(&digest, bytes.len() as u64)?;
+        Ok(digest)
+    }
+}

@@ -1,0 +1,641 @@
+//! The import itself: from a source to a published ref.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use cofolio_erofs::tree::Tree;
+use cofolio_erofs::write::{self, WriteError, WriteOptions};
+use cofolio_store::{
+    Backend, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
+};
+use serde::Serialize;
+
+use super::{ImportOptions, Limits};
+use crate::compose::base::{Based, find_bases};
+use crate::compose::merge::{self, Hidden, MergeError};
+use crate::digest::BlobDigest;
+use crate::error::TrustError;
+use crate::error::{ImportError, shown};
+use crate::layer::DEFAULT_DIR;
+use crate::layer::FoundLayer;
+use crate::layer::blob::{Budget, Pool};
+use crate::layer::objects::Workers;
+use crate::layer::overlay::Overlay;
+use crate::layer::unpack::{
+    Counts, Shared, Unpacked, commit_error, keep, known_layer, objects, overlay, store_error,
+    unpack,
+};
+use crate::progress::{LayerStart, Phase, Progress};
+use crate::source::engine::{containerd, containers_storage};
+use crate::source::manifest::is_whole_name;
+use crate::source::{Chosen, FoundImage, Opened, Source};
+use crate::tree_scan;
+use crate::trust::Record;
+
+/// What an import did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ImportReport {
+    /// Name of the ref.
+    pub name: String,
+    /// fs-verity digest of the metadata image.
+    pub image: String,
+    /// Digest of the image's manifest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub manifest: Option<String>,
+    /// The image was there already, and no blob of it was read.
+    pub known: bool,
+    /// The layers, lowest first. Empty for a directory.
+    pub layers: Vec<LayerReport>,
+    /// Names in the image, the root not counted.
+    pub entries: u64,
+    /// Objects that were written.
+    pub objects_new: u64,
+    /// Bytes of objects that were written.
+    pub bytes_new: u64,
+    /// Files whose object was in the store already, or twice in the image.
+    pub objects_known: u64,
+    /// Bytes of them.
+    pub bytes_known: u64,
+    /// Size of the metadata image in bytes.
+    pub image_bytes: u64,
+    /// Extended attributes left out because Linux has no such namespace.
+    pub foreign_xattrs: u64,
+    /// Names left out because they belong to sockets in use, or to filesystems mounted below a
+    /// directory that was to be imported without them.
+    pub skipped: u64,
+    /// Images, this one or others, that are mounted over a base from now on.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub based: Vec<Based>,
+    /// Why it shares no base with the images that it has layers in common with, if that went wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_based: Option<String>,
+    /// How long it took, in milliseconds.
+    pub duration_ms: u64,
+}
+
+/// What an import did with one layer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LayerReport {
+    /// Digest of the blob.
+    pub digest: String,
+    /// Digest of the uncompressed archive.
+    pub diff_id: String,
+    /// Identity of this layer over those below.
+    pub chain_id: String,
+    /// Size of the blob in bytes.
+    pub size: u64,
+    /// Size of the archive in bytes; 0 if it was known.
+    pub uncompressed: u64,
+    /// The store had its tree: the blob was not read.
+    pub known: bool,
+    /// Entries of the archive; 0 if it was known.
+    pub entries: u64,
+}
+
+/// Imports an image into a domain and publishes it as a ref.
+///
+/// Where images are mounted over bases, it and those that have layers in common with it get one.
+///
+/// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id is
+/// known is not unpacked again, and an object that is known not written again.
+///
+/// # Errors
+/// [`ImportError`]; the domain is as before then, also when the filesystem fills up.
+pub fn import(
+    domain: &Domain,
+    source: &Source,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    let started = Instant::now();
+    let mut report = match source {
+        Source::Directory { path } => import_directory(domain, path, source, options, progress)?,
+        _ => import_image(domain, source, options, progress)?,
+    };
+    if options.repair.is_none()
+        && domain.backend()? == Backend::Overlay
+        && let Ok(image) = report.image.parse()
+    {
+        // The image is here, whatever comes of this.
+        match find_bases(domain, &image) {
+            Ok(based) => report.based = based,
+            Err(error) => report.not_based = Some(error.to_string()),
+        }
+    }
+    report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+    Ok(report)
+}
+
+/// Whether garbage collection (or damage) took something that the import relied on.
+fn worth_another_try(error: &ImportError) -> bool {
+    use cofolio_store::Error;
+    matches!(error, ImportError::Store(Error::Vanished { .. } | Error::SizeMismatch { .. }))
+}
+
+/// Tries, and where it is worth it tries once more, told so: with the lock held, believing nothing known.
+fn twice(
+    attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    attempt(false).or_else(|error| {
+        if !worth_another_try(&error) {
+            return Err(error);
+        }
+        progress.phase(Phase::Again);
+        attempt(true)
+    })
+}
+
+fn import_directory(
+    domain: &Domain,
+    path: &Path,
+    source: &Source,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, None));
+    let attempt = |hold_lock| {
+        let staging = begin(domain, options, hold_lock)?;
+        progress.phase(Phase::Unpack);
+        let scan = tree_scan::ScanOptions {
+            threads: options.threads,
+            ..tree_scan::ScanOptions::for_import()
+        };
+        let scanned = tree_scan::scan(path, &scan, &staging, progress)?;
+        let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
+        let mut record = Ref::new(Digest([0; 32]));
+        record.labels = labels(domain, &name, options)?;
+        let gate = Gate { options, brought: Vec::new() };
+        finish(staging, &scanned.tree, &Hidden::new(), record, &gate, progress, &mut report)?;
+        Ok(report)
+    };
+    twice(attempt, progress)
+}
+
+fn import_image(
+    domain: &Domain,
+    source: &Source,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport, ImportError> {
+    progress.phase(Phase::Resolve);
+    let opened = Opened::open(source, &options.registry)?;
+    let chosen = opened.choose(&options.platform, options.limits.document_bytes)?;
+    let called = match &chosen {
+        Chosen::Docker { image, .. } => image.repo_tags.as_ref().and_then(|tags| tags.first()),
+        Chosen::Manifest { name, .. } => name.as_ref(),
+    };
+    let called = called.map(String::as_str);
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
+    let brought = cosigned(&opened, &chosen, &name, options)?;
+    let gate = Gate { options, brought };
+    if options.repair.is_none()
+        && let Some(record) = known_image(domain, &chosen)?
+    {
+        progress.phase(Phase::Commit);
+        let record = Ref { source: in_registry(source).or(record.source.clone()), ..record };
+        match publish_known(domain, &name, record, &gate) {
+            // Removed and collected since we looked.
+            Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
+            done => return done,
+        }
+    }
+    let is_manifest = matches!(chosen, Chosen::Manifest { .. });
+    let image = opened.resolve(chosen, options.limits.document_bytes)?;
+    let manifest = is_manifest.then(|| image.manifest.to_string());
+    let attempt = |again: bool| {
+        let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
+        let staging = Arc::new(begin(domain, options, again)?);
+        let (tree, hidden) =
+            build(&staging, &image, options, opened.jobs(), !again, progress, &mut report)?;
+        let staging = Arc::into_inner(staging)
+            .ok_or_else(|| ImportError::Image { what: "the staging is still in use".into() })?;
+        let mut record = Ref::new(Digest([0; 32]));
+        record.manifest.clone_from(&manifest);
+        record.document.clone_from(&image.document);
+        record.source = in_registry(source);
+        record.config = Some(image.config.clone());
+        record.layers = image.layers.iter().map(record_of).collect();
+        record.labels = labels(domain, &name, options)?;
+        finish(staging, &tree, &hidden, record, &gate, progress, &mut report)?;
+        Ok(report)
+    };
+    twice(attempt, progress)
+}
+
+/// Where the image is to be had again.
+fn in_registry(source: &Source) -> Option<String> {
+    match source {
+        Source::Registry(reference) => Some(reference.to_string()),
+        _ => None,
+    }
+}
+
+/// What stands between an image and its name.
+struct Gate<'a> {
+    options: &'a ImportOptions,
+    /// Signatures by cosign that came with it, verified.
+    brought: Vec<Record>,
+}
+
+impl Gate<'_> {
+    /// The signatures to keep with an image that may come in.
+    fn admit(&self, domain: &Domain, name: &str, record: &Ref) -> Result<Vec<Record>, TrustError> {
+        let (image, config) = (&record.image, record.config.as_deref());
+        self.options.trust.admit(domain, name, image, config, self.brought.clone())
+    }
+}
+
+/// Signatures by cosign of what is about to be pulled. If only such a signature will do and there is none,
+/// it ends here, before anything is fetched.
+fn cosigned(
+    opened: &Opened,
+    chosen: &Chosen,
+    name: &str,
+    options: &ImportOptions,
+) -> Result<Vec<Record>, ImportError> {
+    let policy = &options.trust.policy;
+    let keys = policy.cosign_keys(name);
+    if options.repair.is_some() || keys.is_empty() {
+        return Ok(Vec::new());
+    }
+    let found = opened.cosigned(chosen, &keys)?;
+    if let Some(keys) = policy.needs_cosign(name).filter(|_| found.is_empty())
+        && let (Chosen::Manifest { asked, .. }, Some(_)) = (chosen, opened.jobs())
+    {
+        let (name, digest) = (name.to_owned(), asked.to_string());
+        return Err(TrustError::NoClaim { name, digest, keys }.into());
+    }
+    Ok(found)
+}
+
+fn begin(
+    domain: &Domain,
+    options: &ImportOptions,
+    hold_lock: bool,
+) -> Result<Staging, ImportError> {
+    Ok(match &options.repair {
+        Some(damage) => domain.begin_repair(damage)?,
+        None => {
+            domain.begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?
+        }
+    })
+}
+
+/// A ref that came from the same manifest; of `docker save`, which has none, from the same config, which
+/// names all layers by their content as well.
+fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportError> {
+    let record = match chosen {
+        Chosen::Manifest { digest, .. } => {
+            domain.find_by_manifest(&digest.to_string())?.map(|(_, record)| record)
+        }
+        Chosen::Docker { digest, .. } => {
+            domain.readable_refs()?.into_iter().map(|(_, record)| record).find(|record| {
+                let config = record.config.as_ref();
+                config.is_some_and(|c| BlobDigest::sha256(c.as_bytes()) == *digest)
+            })
+        }
+    };
+    let Some(record) = record else { return Ok(None) };
+    // A layer that an earlier program imported has no split: it is unpacked once more to get one.
+    for layer in &record.layers {
+        if !domain.has_split(&layer.chain_id)? {
+            return Ok(None);
+        }
+    }
+    Ok(domain.has_image(&record.image)?.then_some(record))
+}
+
+fn publish_known(
+    domain: &Domain,
+    name: &str,
+    mut record: Ref,
+    gate: &Gate<'_>,
+) -> Result<ImportReport, ImportError> {
+    let signatures = gate.admit(domain, name, &record)?;
+    let layers = record
+        .layers
+        .iter()
+        .map(|layer| LayerReport {
+            digest: layer.blob.clone().unwrap_or_default(),
+            diff_id: layer.diff_id.clone(),
+            chain_id: layer.chain_id.clone(),
+            size: layer.size,
+            uncompressed: 0,
+            known: true,
+            entries: 0,
+        })
+        .collect();
+    let report = ImportReport {
+        image: record.image.to_string(),
+        manifest: record.manifest.clone(),
+        known: true,
+        layers,
+        ..empty_report(name)
+    };
+    record.labels = labels(domain, name, gate.options)?;
+    record.created = now();
+    for signature in signatures {
+        signature.keep(domain, &record.image)?;
+    }
+    domain.put_ref(name, &record)?;
+    Ok(report)
+}
+
+/// The labels of a ref: those that were asked for, and the pin that it may have already. Importing a newer
+/// image under a pinned name does not unpin it.
+fn labels(
+    domain: &Domain,
+    name: &str,
+    options: &ImportOptions,
+) -> Result<BTreeMap<String, String>, ImportError> {
+    let mut labels = options.labels.clone();
+    // A record that cannot be read is replaced.
+    if let Ok(Some(record)) = domain.get_ref(name)
+        && let Some(value) = record.labels.get(KEEP_LABEL)
+    {
+        labels.entry(KEEP_LABEL.to_owned()).or_insert_with(|| value.clone());
+    }
+    Ok(labels)
+}
+
+fn empty_report(name: &str) -> ImportReport {
+    ImportReport {
+        name: name.to_owned(),
+        image: String::new(),
+        manifest: None,
+        known: false,
+        layers: Vec::new(),
+        entries: 0,
+        objects_new: 0,
+        bytes_new: 0,
+        objects_known: 0,
+        bytes_known: 0,
+        image_bytes: 0,
+        foreign_xattrs: 0,
+        skipped: 0,
+        based: Vec::new(),
+        not_based: None,
+        duration_ms: 0,
+    }
+}
+
+fn record_of(layer: &FoundLayer) -> Layer {
+    Layer {
+        chain_id: layer.chain_id.to_string(),
+        diff_id: layer.diff_id.to_string(),
+        blob: Some(layer.blob.digest.to_string()),
+        size: layer.blob.size,
+        media_type: layer.media_type.clone(),
+    }
+}
+
+/// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
+const KEEP_BYTES_MIN: u64 = 1 << 20;
+
+/// What becomes of a layer.
+enum Part {
+    /// The first one, just unpacked: its tree becomes the merged one.
+    Base(Tree),
+    /// Any other: it is merged from its dump.
+    Over(Overlay),
+}
+
+/// Unpacks the layers that are not known, several at a time, and merges them in order.
+fn build(
+    staging: &Arc<Staging>,
+    image: &FoundImage,
+    options: &ImportOptions,
+    jobs: Option<usize>,
+    trust_known: bool,
+    progress: &dyn Progress,
+    report: &mut ImportReport,
+) -> Result<(Tree, Hidden), ImportError> {
+    progress.phase(Phase::Unpack);
+    let Limits { uncompressed_bytes, ratio_from_bytes, ratio, .. } = options.limits;
+    let budget = Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1));
+    let entries = AtomicU64::new(0);
+    let shared = Shared {
+        budget: &budget,
+        limits: &options.limits,
+        pool: Arc::new(Pool::default()),
+        entries: &entries,
+    };
+    let count = image.layers.len();
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = if options.threads == 0 { processors } else { options.threads };
+    // Some of them wait for the disk.
+    let writers = (threads * 2).clamp(1, 8);
+    let at_a_time = jobs.unwrap_or(threads.clamp(1, 4));
+    let on_read: Vec<_> =
+        (0..count).map(|index| move |bytes: u64| progress.bytes(index, bytes)).collect();
+
+    std::thread::scope(|scope| {
+        let workers = Workers::start(scope, writers);
+        let mut running = VecDeque::new();
+        let mut waiting = image.layers.iter().enumerate();
+        let mut merged = Tree::new(DEFAULT_DIR);
+        let mut hidden = Hidden::new();
+        let mut done = 0;
+        while done < count {
+            // Layers begin in order, and few at a time.
+            while running.len() < at_a_time {
+                let Some((index, layer)) = waiting.next() else { break };
+                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
+                let chain_id = layer.chain_id.to_string();
+                let damage = options.repair.as_ref();
+                let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
+                // A repair reads no layer only to make a split that there never was.
+                let domain = staging.domain();
+                let known = trust_known
+                    && !damaged
+                    && domain.has_layer(&chain_id)?
+                    && (damage.is_some() || domain.has_split(&chain_id)?);
+                progress.layer(&LayerStart {
+                    index,
+                    count,
+                    digest: &layer.blob.digest.to_string(),
+                    size: layer.blob.size,
+                    known,
+                });
+                running.push_back(scope.spawn(move || {
+                    let result = (|| -> Result<_, ImportError> {
+                        let there = known.then(|| known_layer(staging, layer)).flatten();
+                        if let Some(layer) = there {
+                            return Ok((None, Vec::new(), Part::Over(layer)));
+                        }
+                        // What came over the network is worth keeping even if the rest does not come.
+                        let own = jobs.filter(|_| {
+                            trust_known
+                                && options.repair.is_none()
+                                && layer.blob.size >= KEEP_BYTES_MIN
+                        });
+                        let own = own.map(|_| staging.domain().begin_import(Default::default()));
+                        let own = own.transpose()?.map(Arc::new);
+                        let target = own.as_ref().unwrap_or(staging);
+                        let Unpacked { tree, replaced, mut counts } =
+                            unpack(scope, shared, target, workers, layer, on_read)?;
+                        let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
+                        counts.kept = kept;
+                        let part = match (index, kept) {
+                            (0, _) => Part::Base(tree),
+                            (_, None) => Part::Over(overlay(staging, layer, tree)?),
+                            (_, Some(_)) => {
+                                drop(tree);
+                                Part::Over(known_layer(staging, layer).ok_or_else(vanished)?)
+                            }
+                        };
+                        Ok((Some(counts), replaced, part))
+                    })();
+                    result.map_err(|error| shared.budget.stop(error))
+                }));
+            }
+            let Some(first) = running.pop_front() else { break };
+            let layer = &image.layers[done];
+            let joined = first.join().unwrap_or_else(|_| {
+                budget.stop(ImportError::Image { what: "a thread panicked".into() });
+                Err(())
+            });
+            if running.is_empty() {
+                shared.pool.clear();
+            }
+            let result = joined.and_then(|(unpacked, replaced, part)| {
+                hidden.extend(replaced);
+                report.layers.push(layer_report(layer, unpacked.as_ref()));
+                if let Some(counts) = unpacked {
+                    report.foreign_xattrs += counts.foreign_xattrs;
+                    counts.kept.iter().for_each(|stats| add_stats(report, stats));
+                }
+                let result = match part {
+                    Part::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Part::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
+                };
+                result.map_err(|error| budget.stop(merge_error(layer, error)))
+            });
+            if result.is_err() {
+                let what = "a layer failed without a reason".into();
+                return Err(budget.reason().unwrap_or(ImportError::Image { what }));
+            }
+            progress.layer_done(done);
+            done += 1;
+        }
+        Ok((merged, hidden))
+    })
+}
+
+fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {
+    LayerReport {
+        digest: layer.blob.digest.to_string(),
+        diff_id: layer.diff_id.to_string(),
+        chain_id: layer.chain_id.to_string(),
+        size: layer.blob.size,
+        uncompressed: unpacked.map_or(0, |counts| counts.uncompressed),
+        known: unpacked.is_none(),
+        entries: unpacked.map_or(0, |counts| counts.entries),
+    }
+}
+
+fn merge_error(layer: &FoundLayer, error: MergeError) -> ImportError {
+    match error {
+        MergeError::Entry { path, what } => {
+            ImportError::Merge { digest: layer.blob.digest.to_string(), entry: shown(&path), what }
+        }
+        MergeError::Dump(error) => store_error(error),
+    }
+}
+
+/// Writes the metadata image, commits everything and publishes the ref.
+fn finish(
+    staging: Staging,
+    tree: &Tree,
+    hidden: &Hidden,
+    mut record: Ref,
+    gate: &Gate<'_>,
+    progress: &dyn Progress,
+    report: &mut ImportReport,
+) -> Result<(), ImportError> {
+    progress.phase(Phase::Image);
+    let mut writer = staging.image_writer()?;
+    let written =
+        write::write(tree, &WriteOptions::default(), &mut writer).map_err(|e| match e {
+            WriteError::Sink(error) => store_error(error),
+            other => ImportError::Image { what: other.to_string() },
+        })?;
+    let image = writer.finish()?;
+    record.image = image;
+    record.created = now();
+    report.image = image.to_string();
+    report.image_bytes = written.bytes;
+    report.entries = tree.entry_count() as u64;
+    // A repair brings back what this source has; the rest of the damage is somebody else's to mend.
+    let whole = gate.options.repair.is_none();
+    let domain = staging.domain().clone();
+    let signatures = match whole {
+        true => gate.admit(&domain, &report.name, &record)?,
+        false => Vec::new(),
+    };
+    progress.phase(Phase::Commit);
+    let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
+    let publish = match whole {
+        true => Publish::named(report.name.clone(), record),
+        false => Publish::default(),
+    };
+    let objects = objects(tree).chain(below).filter(|_| whole);
+    let stats = staging.commit(&publish, objects).map_err(commit_error)?;
+    add_stats(report, &stats);
+    // A crash before this leaves an image that counts as not signed; the next pull makes up for it.
+    for signature in signatures {
+        signature.keep(&domain, &image)?;
+    }
+    Ok(())
+}
+
+/// Adds what a commit has written.
+fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
+    report.objects_new += stats.new_objects;
+    report.bytes_new += stats.new_bytes;
+    report.objects_known += stats.known_objects;
+    report.bytes_known += stats.known_bytes;
+}
+
+/// A layer that was published a moment ago is gone: garbage collection was quicker.
+fn vanished() -> ImportError {
+    ImportError::Store(cofolio_store::Error::Vanished { count: 1, first: "a layer".into() })
+}
+
+/// A name from the source: the tag that was asked for, or else what the source calls the image, if that is
+/// a whole name; else the source's file name, with the tag if there is one.
+fn default_name(source: &Source, called: Option<&str>) -> String {
+    let stem = |path: &Path| {
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = name.strip_suffix(".tar").unwrap_or(&name).to_owned();
+        if name.is_empty() { "image".to_owned() } else { name }
+    };
+    let (path, tag) = match source {
+        Source::Registry(reference) => return reference.name().to_owned(),
+        // An id or a digest is no name: the image has a better one, or must be given one.
+        Source::ContainersStorage(containers_storage::Reference { name, .. })
+        | Source::Containerd(containerd::Reference { name, .. }) => {
+            let whole = is_whole_name(name) && !name.contains('@') && !name.starts_with("sha256:");
+            return called.filter(|_| !whole).unwrap_or(name).to_owned();
+        }
+        Source::Directory { path } => (path, None),
+        Source::Layout { path, tag }
+        | Source::Archive { path, tag }
+        | Source::DockerSave { path, tag } => (path, tag.as_deref().or(called)),
+    };
+    match tag {
+        None => stem(path),
+        Some(tag) if is_whole_name(tag) => tag.to_owned(),
+        Some(tag) => format!("{}:{tag}", stem(path)),
+    }
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,216 @@
+//! The threads that hash files and write them to the store.
+//!
+//! Small files come in batches, large ones as a stream of their own. Whoever sends work gets the results
+//! on a channel of its own. Queues are bounded; content is shared, not copied, until it reaches the store.
+//!
+//! No deadlock: a stream that runs always has a sender that is either done or sending to it, since each
+//! layer sends one stream at a time; so some thread always gets free.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::Scope;
+
+use cofolio_erofs::tree::InodeId;
+use cofolio_store::{Buffer, Staging, Stored};
+use crossbeam_channel as channel;
+
+use crate::error::ImportError;
+use crate::layer::blob::Piece;
+
+/// Files up to this many bytes go in batches.
+pub(crate) const SMALL_MAX: usize = 1 << 20;
+/// A batch is sent when it has this many bytes,
+const BATCH_BYTES: u64 = 256 << 10;
+/// or this many files.
+const BATCH_FILES: usize = 256;
+/// Pieces of a stream that wait: most files are in there as a whole, so the parser goes on to the next one.
+const STREAM_QUEUE: usize = 16;
+
+/// A file of a layer, as whoever sends it knows it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FileId {
+    pub(crate) inode: InodeId,
+    /// Its number in the layer's split; `None` for a file that is nothing but a hole.
+    pub(crate) number: Option<u64>,
+}
+
+/// A part of a large file, in order.
+enum Part {
+    Data(Piece),
+    Hole(u64),
+    /// The file is complete. Without it the stream was cut off and is given up.
+    End,
+}
+
+enum Work {
+    Batch(Vec<(FileId, Vec<Piece>)>),
+    Stream(FileId, Receiver<Part>),
+}
+
+struct Job {
+    work: Work,
+    /// Where it goes.
+    staging: Arc<Staging>,
+    reply: channel::Sender<Result<Vec<(FileId, Stored)>, ImportError>>,
+}
+
+/// Where to send files to.
+#[derive(Clone)]
+pub(crate) struct Workers {
+    jobs: channel::Sender<Job>,
+}
+
+impl Workers {
+    /// Starts `count` threads; they end when the last clone is dropped.
+    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, count: usize) -> Self {
+        let (jobs, queue) = channel::bounded::<Job>(count * 2);
+        for _ in 0..count {
+            let queue = queue.clone();
+            scope.spawn(move || {
+                let mut buffer = Buffer::new(SMALL_MAX);
+                for job in queue {
+                    let result = run(&job.staging, job.work, &mut buffer);
+                    // Whoever has all results is the only one that has the staging.
+                    drop(job.staging);
+                    // Nobody listens any more if the layer failed for another reason.
+                    let _ = job.reply.send(result);
+                }
+            });
+        }
+        Self { jobs }
+    }
+}
+
+/// One layer's way to the workers.
+pub(crate) struct Files {
+    workers: Workers,
+    staging: Arc<Staging>,
+    batch: Vec<(FileId, Vec<Piece>)>,
+    batch_bytes: u64,
+    pending: usize,
+    to_us: channel::Sender<Result<Vec<(FileId, Stored)>, ImportError>>,
+    replies: channel::Receiver<Result<Vec<(FileId, Stored)>, ImportError>>,
+}
+
+impl Files {
+    /// For files that go to `staging`.
+    pub(crate) fn new(workers: Workers, staging: Arc<Staging>) -> Self {
+        let (to_us, replies) = channel::unbounded();
+        Self { workers, staging, batch: Vec::new(), batch_bytes: 0, pending: 0, to_us, replies }
+    }
+
+    /// Adds a small file to the batch.
+    pub(crate) fn small(&mut self, file: FileId, pieces: Vec<Piece>, size: u64) {
+        self.batch.push((file, pieces));
+        self.batch_bytes += size;
+        if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_FILES {
+            self.flush();
+        }
+    }
+
+    /// Sends the batch on its way.
+    pub(crate) fn flush(&mut self) {
+        if !self.batch.is_empty() {
+            let batch = std::mem::take(&mut self.batch);
+            self.batch_bytes = 0;
+            self.send(Work::Batch(batch));
+        }
+    }
+
+    /// Begins a large file.
+    pub(crate) fn stream(&mut self, file: FileId) -> FileStream {
+        self.flush();
+        let (to_worker, parts) = sync_channel(STREAM_QUEUE);
+        self.send(Work::Stream(file, parts));
+        FileStream(to_worker)
+    }
+
+    fn send(&mut self, work: Work) {
+        // Workers live as long as there are senders.
+        let job = Job { work, staging: self.staging.clone(), reply: self.to_us.clone() };
+        if self.workers.jobs.send(job).is_ok() {
+            self.pending += 1;
+        }
+    }
+
+    /// Results that are there; with `all`, waits until nothing is under way.
+    pub(crate) fn results(
+        &mut self,
+        all: bool,
+        mut take: impl FnMut(FileId, Stored) -> Result<(), ImportError>,
+    ) -> Result<(), ImportError> {
+        if all {
+            self.flush();
+        }
+        while self.pending > 0 {
+            let reply = if all { self.replies.recv().ok() } else { self.replies.try_recv().ok() };
+            let Some(reply) = reply else { break };
+            self.pending -= 1;
+            for (file, stored) in reply? {
+                take(file, stored)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A large file on its way. Given up if dropped without [`FileStream::end`].
+pub(crate) struct FileStream(SyncSender<Part>);
+
+impl FileStream {
+    // Sending fails if the worker failed; its reason comes as the result.
+
+    /// Adds content; false if nobody wants it any more.
+    pub(crate) fn data(&self, piece: Piece) -> bool {
+        self.0.send(Part::Data(piece)).is_ok()
+    }
+
+    /// Adds a hole.
+    pub(crate) fn hole(&self, size: u64) -> bool {
+        size == 0 || self.0.send(Part::Hole(size)).is_ok()
+    }
+
+    /// The file is complete.
+    pub(crate) fn end(self) -> bool {
+        self.0.send(Part::End).is_ok()
+    }
+}
+
+fn run(
+    staging: &Staging,
+    work: Work,
+    buffer: &mut Buffer,
+) -> Result<Vec<(FileId, Stored)>, ImportError> {
+    match work {
+        Work::Batch(files) => {
+            let mut done = Vec::with_capacity(files.len());
+            for (file, pieces) in files {
+                let stored = match &pieces[..] {
+                    [one] => staging.put_object(one.bytes())?,
+                    _ => {
+                        buffer.clear();
+                        for piece in &pieces {
+                            let bytes = piece.bytes();
+                            buffer.spare()[..bytes.len()].copy_from_slice(bytes);
+                            buffer.advance(bytes.len());
+                        }
+                        staging.put_object(buffer.filled())?
+                    }
+                };
+                done.push((file, stored));
+            }
+            Ok(done)
+        }
+        Work::Stream(file, parts) => {
+            let mut writer = staging.object_writer();
+            for part in parts {
+                match part {
+                    Part::Data(piece) => writer.push(piece.bytes())?,
+                    Part::Hole(size) => writer.push_hole(size)?,
+                    Part::End => return Ok(vec![(file, writer.finish()?)]),
+                }
+            }
+            Ok(Vec::new())
+        }
+    }
+}

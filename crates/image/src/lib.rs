@@ -1,0 +1,31 @@
+//! Images, wherever they run: sources, layers, composing, packs, registries, signatures, exports.
+//!
+//! The rooms form floors. A room uses only rooms on the floors below its own:
+//!
+//! ```text
+//! export                     images out: layouts, archives, registries, EROFS files
+//! import                     images in
+//! source, pack, diff         where images come from; images that carry their data; comparing
+//! compose, registry          layers made one tree, bases and deltas; the client for registries
+//! reference, trust, layer    names in registries; signatures and policy; one layer
+//! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
+//! error, limits, progress    a directory tree; errors, limits, progress
+//! ```
+
+pub mod compose;
+pub mod diff;
+pub mod digest;
+pub mod error;
+pub mod export;
+pub mod import;
+mod layer;
+mod lease;
+pub mod limits;
+pub mod pack;
+pub mod progress;
+pub mod reference;
+pub mod registry;
+pub mod source;
+mod stored;
+pub mod tree_scan;
+pub mod trust;

@@ -1,0 +1,460 @@
+//! Packing: from an image of the store to one that carries its data, over segments of the domain.
+//!
+//! ```text
+//! metadata image ─▶ tree ──────────────────────────────┐
+//! objects ─▶ in a segment already? ─▶ where ───────────┼─▶ pack, with the segments as its devices
+//!                    └ no ─▶ new segments, by layer ───┘
+//! ```
+//!
+//! What images have in common is in the segments of the one that was packed first, so that their packs share blocks on
+//! the disk and, mounted with `inode_share`, pages in memory; and what other contents have page for page with what is in an
+//! image's segments is not written to them again. Contents are kept as they are or compressed; what is kept in
+//! one way shares nothing with what is kept in the other.
+
+mod order;
+mod rewrite;
+mod usage;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::ControlFlow;
+
+use cofolio_erofs::tree::{Content, Tree};
+use cofolio_erofs::write::lz4;
+use cofolio_erofs::write::{
+    self, Contents, Data, Device, Found, Place, Run, WriteError, write_data,
+};
+use cofolio_store::{
+    Contents as _, Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish, Segment,
+    Staging,
+};
+use serde::Serialize;
+
+use crate::compose::contents::{ImageContents, open_image};
+use crate::lease::Lease;
+
+pub use rewrite::{RewriteReport, rewrite};
+use usage::Usage;
+
+/// A segment is not begun with more than so many bytes, unless it is of one object. Larger ones would keep more alive
+/// than is needed, and of smaller ones an image would need many.
+const SEGMENT_BYTES_MAX: u64 = 1 << 30;
+
+/// How an image is packed.
+#[derive(Debug, Clone, Copy)]
+pub struct PackOptions {
+    /// Make a pack also of an image that has one, and use only those segments of which the image needs at least
+    /// half, so that what is left of images that are gone can be collected.
+    pub again: bool,
+    /// How contents are kept. A pack of another form is replaced.
+    pub form: Form,
+    /// How large a segment may get, in bytes, if it is of more than one object.
+    pub segment_bytes_max: u64,
+}
+
+impl Default for PackOptions {
+    fn default() -> Self {
+        Self { again: false, form: Form::Plain, segment_bytes_max: SEGMENT_BYTES_MAX }
+    }
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PackReport {
+    /// fs-verity digest of the image.
+    pub image: Digest,
+    /// That of its pack.
+    pub pack: Digest,
+    /// How its contents are kept.
+    pub form: Form,
+    /// Whether the image had this pack already, and nothing was done.
+    pub was_there: bool,
+    /// Segments that it needs.
+    pub segments: Vec<Digest>,
+    /// How many of them are new.
+    pub new_segments: usize,
+    /// Bytes of contents that were in no segment as a whole, before they were compressed.
+    pub new_bytes: u64,
+}
+
+/// Why an image could not be packed. The store is as it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PackError {
+    /// The image cannot be read, or has files that cannot be packed.
+    #[error("image {image}: {what}")]
+    Image {
+        /// The image.
+        image: Digest,
+        /// What is wrong.
+        what: String,
+    },
+    /// The caller said to stop.
+    #[error("stopped")]
+    Stopped,
+    /// The store refused.
+    #[error(transparent)]
+    Store(#[from] Error),
+}
+
+/// Told how many bytes are packed of how many in all; says whether to go on.
+pub type OnProgress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
+
+/// Packs an image.
+///
+/// # Errors
+/// [`PackError`].
+pub fn pack(
+    domain: &Domain,
+    image: &Digest,
+    options: &PackOptions,
+    on_progress: OnProgress<'_>,
+) -> Result<PackReport, PackError> {
+    if !options.again
+        && let Some(report) = existing(domain, image, options.form)?
+    {
+        return Ok(report);
+    }
+    pack_without(domain, image, options, &BTreeSet::new(), on_progress)
+}
+
+/// Packs an image, whether it has a pack or not, with nothing in these segments.
+fn pack_without(
+    domain: &Domain,
+    image: &Digest,
+    options: &PackOptions,
+    without: &BTreeSet<Digest>,
+    on_progress: OnProgress<'_>,
+) -> Result<PackReport, PackError> {
+    let lease = Lease::take(domain, image, Vec::new(), "pack")?;
+    let bad = |what: String| PackError::Image { image: *image, what };
+    let file = domain.open_image(image)?;
+    let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
+    let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
+    let mut on_progress = |done, total| {
+        lease.renew();
+        on_progress(done, total)
+    };
+    let mut attempt = |hold_lock| {
+        // Before it is looked what there is, so that with the lock it stays.
+        let staging =
+            domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
+        let mut plan = Plan::new(&tree, options.form);
+        plan.find_known(domain, options.again, without)?;
+        plan.sort(domain, image)?;
+        plan.write_segments(domain, &staging, options, &mut on_progress)?;
+        plan.write_pack(staging, image, &tree)
+    };
+    match attempt(false) {
+        // Segments that were to be used were collected meanwhile.
+        Err(PackError::Store(Error::Vanished { .. })) => attempt(true),
+        other => other,
+    }
+}
+
+/// What there is already, if it can be used.
+fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
+    for pack in domain.packs_of(image)? {
+        let Ok(segments) = ImageContents.pack_segments(&domain.open_pack(&pack)?) else { continue };
+        let usable = |digest| domain.read_segment(digest).is_ok_and(|it| it.form() == form);
+        if segments.iter().all(usable) {
+            return Ok(Some(PackReport {
+                image: *image,
+                pack: pack.digest,
+                form,
+                was_there: true,
+                segments,
+                new_segments: 0,
+                new_bytes: 0,
+            }));
+        }
+    }
+    Ok(None)
+}
+
+/// Where the contents of an image are to be.
+struct Plan {
+    form: Form,
+    /// Objects that are in no segment yet, in the order of their paths, or of their layers and paths.
+    wanted: Vec<(Digest, u64)>,
+    /// By object: the layer that brought it.
+    layers: HashMap<Digest, usize>,
+    total: u64,
+    segments: Vec<(Digest, Device)>,
+    /// Of segments that may be used: how many blocks they have.
+    sizes: BTreeMap<Digest, u32>,
+    /// The number of each of the pack's as a device.
+    devices: HashMap<Digest, u16>,
+    known: usize,
+    new_bytes: u64,
+    /// By digest of the object: SHA-256, and where it is.
+    places: HashMap<[u8; 32], ([u8; 32], Kept)>,
+}
+
+/// Where a content is, and how it is kept.
+enum Kept {
+    Runs(Vec<Run>),
+    Lz4(Place, Vec<lz4::Part>),
+}
+
+impl Contents for Plan {
+    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+        let (fingerprint, kept) = self.places.get(digest)?;
+        let form = match kept {
+            Kept::Runs(runs) => write::Form::Runs(runs),
+            Kept::Lz4(place, parts) => write::Form::Lz4 { place: *place, parts },
+        };
+        Some(Found { fingerprint: *fingerprint, form })
+    }
+}
+
+impl Plan {
+    fn new(tree: &Tree, form: Form) -> Self {
+        let (mut wanted, mut seen) = (Vec::new(), HashSet::new());
+        for visit in tree.walk() {
+            let content = tree.content(visit.inode);
+            let Content::External { size, .. } = content else { continue };
+            // One that names no object the writer refuses, with its path.
+            if let Some(digest) =
+                content.digest().filter(|digest| size > 0 && seen.insert(**digest))
+            {
+                wanted.push((Digest(*digest), size));
+            }
+        }
+        let total = wanted.iter().map(|(_, size)| size).sum();
+        let places = HashMap::with_capacity(wanted.len());
+        Self {
+            form,
+            wanted,
+            layers: HashMap::new(),
+            total,
+            segments: Vec::new(),
+            sizes: BTreeMap::new(),
+            devices: HashMap::new(),
+            known: 0,
+            new_bytes: 0,
+            places,
+        }
+    }
+
+    /// Looks for what is wanted in the segments of the domain. One that cannot be read is for fsck to tell.
+    fn find_known(
+        &mut self,
+        domain: &Domain,
+        half: bool,
+        without: &BTreeSet<Digest>,
+    ) -> Result<(), PackError> {
+        self.sizes = usage::sizes(domain, without)?;
+        let mut wanted: HashMap<Digest, u64> = self.wanted.iter().copied().collect();
+        let mut known = Vec::new();
+        for digest in self.sizes.keys() {
+            if wanted.is_empty() {
+                break;
+            }
+            let read = usage::readable(domain.read_segment(digest))?;
+            let Some(mut segment) = read else { continue };
+            if segment.form() != self.form {
+                continue;
+            }
+            let mut extents = std::mem::take(&mut segment.extents);
+            extents.retain(|extent| {
+                wanted.get(&extent.object) == Some(&extent.size)
+                    && segment.is_within(extent, |other| self.sizes.contains_key(other))
+            });
+            for extent in &extents {
+                wanted.remove(&extent.object);
+            }
+            if !extents.is_empty() {
+                known.push((*digest, Segment { extents, ..segment }));
+            }
+        }
+        if half {
+            self.drop_sparse(&mut known);
+        }
+        for (digest, segment) in &known {
+            self.add(digest, segment);
+        }
+        self.known = self.segments.len();
+        self.wanted.retain(|(digest, _)| !self.places.contains_key(&digest.0));
+        Ok(())
+    }
+
+    /// Forgets what is in segments of which less than half is used. What goes with one can have blocks in another, so that
+    /// it is asked again until nothing goes.
+    fn drop_sparse(&self, known: &mut [(Digest, Segment)]) {
+        let mut dropped = true;
+        while dropped {
+            dropped = false;
+            let mut usage = Usage::new(&self.sizes);
+            for (digest, segment) in known.iter() {
+                segment.extents.iter().for_each(|extent| usage.mark(digest, segment, extent));
+            }
+            let sparse = usage.sparse();
+            for (digest, segment) in known.iter_mut() {
+                let mut extents = std::mem::take(&mut segment.extents);
+                let before = extents.len();
+                extents.retain(|extent| {
+                    !sparse.contains(digest)
+                        && segment.is_within(extent, |other| !sparse.contains(other))
+                });
+                dropped |= extents.len() < before;
+                segment.extents = extents;
+            }
+        }
+    }
+
+    /// Puts what is in no segment yet into the order of the layers that brought it.
+    fn sort(&mut self, domain: &Domain, image: &Digest) -> Result<(), PackError> {
+        if !self.wanted.is_empty() {
+            self.layers = order::layers(domain, image)?;
+            let mut wanted = std::mem::take(&mut self.wanted);
+            wanted.sort_by_key(|(object, _)| self.layer_of(object));
+            self.wanted = wanted;
+        }
+        Ok(())
+    }
+
+    /// What no layer is known to have brought comes last.
+    fn layer_of(&self, object: &Digest) -> usize {
+        self.layers.get(object).copied().unwrap_or(usize::MAX)
+    }
+
+    /// Adds the contents of a segment, with where they are, there and in others.
+    fn add(&mut self, digest: &Digest, segment: &Segment) {
+        for extent in &segment.extents {
+            // Whatever is there of it: a segment is kept by the packs of what it says.
+            self.device(*digest);
+            let mut place_of = |place: cofolio_store::Place| Place {
+                device: self.device(segment.holder(digest, place)),
+                block: place.block,
+            };
+            let runs = extent.runs().into_iter();
+            let runs: Vec<_> = runs
+                .map(|run| Run { place: run.place.map(&mut place_of), blocks: run.blocks })
+                .collect();
+            let kept = match (self.form, &runs[..]) {
+                (Form::Lz4, &[Run { place: Some(place), .. }, ..]) => {
+                    let parts = segment.parts_of(extent).iter();
+                    let part =
+                        |part: &Part| lz4::Part { len: part.len, compressed: part.compressed };
+                    Kept::Lz4(place, parts.map(part).collect())
+                }
+                _ => Kept::Runs(runs),
+            };
+            self.places.insert(extent.object.0, (extent.sha256, kept));
+        }
+    }
+
+    /// The number that a segment has as a device.
+    fn device(&mut self, digest: Digest) -> u16 {
+        if let Some(device) = self.devices.get(&digest) {
+            return *device;
+        }
+        let mut tag = [0; 64];
+        tag.copy_from_slice(digest.to_string().as_bytes());
+        let blocks = self.sizes.get(&digest).copied().unwrap_or(0);
+        self.segments.push((digest, Device { tag, blocks }));
+        // More than the format has are refused when the pack is written.
+        let device = u16::try_from(self.segments.len()).unwrap_or(u16::MAX);
+        self.devices.insert(digest, device);
+        device
+    }
+
+    /// Writes what is in no segment yet to new ones.
+    fn write_segments(
+        &mut self,
+        domain: &Domain,
+        staging: &Staging,
+        options: &PackOptions,
+        on_progress: OnProgress<'_>,
+    ) -> Result<(), PackError> {
+        let wanted = std::mem::take(&mut self.wanted);
+        self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
+        let mut done = self.total - self.new_bytes;
+        let mut pages = Pages::default();
+        if !wanted.is_empty() && self.form == Form::Plain {
+            for (digest, _) in &self.segments {
+                // If it is gone the commit will tell.
+                usage::readable(pages.add(domain, digest))?;
+            }
+        }
+        for contents in self.batches(&wanted, options) {
+            let mut writer = staging.segment_writer(&pages)?;
+            for (object, size) in contents {
+                match options.form {
+                    Form::Plain => writer.add(object, *size)?,
+                    Form::Lz4 => writer.add_compressed(object, *size, |content, blocks| {
+                        let parts = lz4::compress(content, blocks)?.into_iter();
+                        let part =
+                            |part: lz4::Part| Part { len: part.len, compressed: part.compressed };
+                        Ok(parts.map(part).collect())
+                    })?,
+                }
+                done += size;
+                if on_progress(done, self.total).is_break() {
+                    return Err(PackError::Stopped);
+                }
+            }
+            let (digest, segment) = pages.add_written(writer.finish()?);
+            self.sizes.insert(digest, segment.blocks);
+            self.add(&digest, &segment);
+        }
+        Ok(())
+    }
+
+    /// What goes into one segment each.
+    fn batches<'w>(
+        &self,
+        wanted: &'w [(Digest, u64)],
+        options: &PackOptions,
+    ) -> Vec<&'w [(Digest, u64)]> {
+        let (mut batches, mut rest, mut bytes) = (Vec::new(), wanted, 0);
+        let (mut end, mut layer) = (0, usize::MAX);
+        while let Some((object, size)) = rest.get(end) {
+            let brought_by = self.layer_of(object);
+            let ended = layer != brought_by;
+            layer = brought_by;
+            let is_full = bytes + size > options.segment_bytes_max
+                || ended && bytes >= order::LAYER_BYTES_MIN;
+            if end > 0 && is_full {
+                batches.push(&rest[..end]);
+                (rest, end, bytes) = (&rest[end..], 0, 0);
+            }
+            bytes += size;
+            end += 1;
+        }
+        if end > 0 {
+            batches.push(rest);
+        }
+        batches
+    }
+
+    /// Writes the pack, and publishes it with its new segments.
+    fn write_pack(
+        &self,
+        staging: Staging,
+        image: &Digest,
+        tree: &Tree,
+    ) -> Result<PackReport, PackError> {
+        let (segments, devices): (Vec<_>, Vec<_>) = self.segments.iter().cloned().unzip();
+        let data = Data { devices: &devices, own_blocks: 0, contents: self };
+        let mut writer = staging.pack_writer(image)?;
+        write_data(tree, &data, &mut writer).map_err(|error| match error {
+            WriteError::Sink(source) => match source.downcast::<Error>() {
+                Ok(error) => PackError::Store(error),
+                Err(source) => PackError::Image { image: *image, what: source.to_string() },
+            },
+            other => PackError::Image { image: *image, what: other.to_string() },
+        })?;
+        let pack = writer.finish()?;
+        staging.commit(&Publish { segments: segments.clone(), ..Publish::default() }, [])?;
+        Ok(PackReport {
+            image: *image,
+            pack,
+            form: self.form,
+            was_there: false,
+            new_segments: segments.len() - self.known,
+            segments,
+            new_bytes: self.new_bytes,
+        })
+    }
+}

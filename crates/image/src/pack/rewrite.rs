@@ -1,0 +1,127 @@
+//! Segments of which little is used any more: the packs over them are made anew without them, and the next garbage
+//! collection removes them.
+//!
+//! A segment goes when no pack needs it. One of which a pack needs a little would stay whole; to take away a part of it
+//! would alter what kernels have open, and its digest. So what is used of it is written to a new one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use cofolio_store::{Contents as _, Digest, Domain, Form};
+use serde::Serialize;
+
+use super::usage::{self, Usage};
+use super::{OnProgress, PackError, PackOptions, pack_without};
+use crate::compose::contents::ImageContents;
+
+/// What was done about segments of which little is used.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct RewriteReport {
+    /// Segments that no pack needs any more, or would need.
+    pub segments: Vec<Digest>,
+    /// Images that were packed anew, or would be.
+    pub images: Vec<Digest>,
+    /// Bytes of contents that were written to new segments, before they were compressed.
+    pub new_bytes: u64,
+    /// Images that could not be packed, and why. They keep the packs that they have, and these their segments.
+    pub failed: Vec<(Digest, String)>,
+}
+
+/// A segment that packs need.
+struct Needed {
+    form: Form,
+    /// Images that do.
+    images: BTreeSet<Digest>,
+}
+
+/// Packs images anew that are over segments of which less than half is used, without these. A segment that an image among
+/// `live` needs stays: as long as it is mounted, its room would not come back. Where one is interrupted, the images that
+/// are left have their packs as they were, and the next one goes on.
+///
+/// # Errors
+/// [`PackError::Stopped`], and [`PackError::Store`] for what cannot be listed. An image that cannot be packed is in the
+/// report.
+pub fn rewrite(
+    domain: &Domain,
+    live: &[Digest],
+    dry_run: bool,
+    on_progress: OnProgress<'_>,
+) -> Result<RewriteReport, PackError> {
+    let mut sparse = sparse(domain)?;
+    sparse.retain(|_, needed| !live.iter().any(|image| needed.images.contains(image)));
+    let mut report =
+        RewriteReport { segments: sparse.keys().copied().collect(), ..Default::default() };
+    let images: BTreeMap<Digest, Form> = sparse
+        .values()
+        .flat_map(|needed| needed.images.iter().map(|image| (*image, needed.form)))
+        .collect();
+    for (image, form) in images {
+        if dry_run {
+            report.images.push(image);
+            continue;
+        }
+        let options = PackOptions { form, ..PackOptions::default() };
+        let without = report.segments.iter().copied().collect();
+        match pack_without(domain, &image, &options, &without, on_progress) {
+            Ok(packed) => {
+                report.images.push(image);
+                report.new_bytes += packed.new_bytes;
+            }
+            Err(PackError::Stopped) => return Err(PackError::Stopped),
+            Err(error) => report.failed.push((image, error.to_string())),
+        }
+    }
+    let failed: BTreeSet<Digest> = report.failed.iter().map(|(image, _)| *image).collect();
+    let stays =
+        |segment: &Digest| sparse.get(segment).is_some_and(|it| !it.images.is_disjoint(&failed));
+    report.segments.retain(|segment| !stays(segment));
+    Ok(report)
+}
+
+/// The objects of an image, if all can be told.
+fn objects(domain: &Domain, image: &Digest) -> Option<BTreeSet<Digest>> {
+    let mut objects = BTreeSet::new();
+    let file = domain.open_image(image).ok()?;
+    let read = ImageContents.image_objects(&file, &mut |object, _| {
+        objects.insert(object);
+    });
+    read.ok().map(|()| objects)
+}
+
+/// Segments that packs need, and of which less than half is used by them. Of a pack that cannot be read, or whose image
+/// cannot, all is used: it is for fsck to tell.
+fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
+    let sizes = usage::sizes(domain, &BTreeSet::new())?;
+    let mut segments = BTreeMap::new();
+    for digest in sizes.keys() {
+        segments.extend(usage::readable(domain.read_segment(digest))?.map(|it| (*digest, it)));
+    }
+    let mut usage = Usage::new(&sizes);
+    let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();
+    for pack in domain.packs()? {
+        let Ok(file) = domain.open_pack(&pack) else { continue };
+        let Ok(needs) = ImageContents.pack_segments(&file) else { continue };
+        let objects = objects(domain, &pack.image);
+        for digest in needs {
+            let Some(segment) = segments.get_mut(&digest) else { continue };
+            let entry = || Needed { form: segment.form(), images: BTreeSet::new() };
+            needed.entry(digest).or_insert_with(entry).images.insert(pack.image);
+            let Some(objects) = &objects else {
+                usage.mark_all(&digest);
+                continue;
+            };
+            // What is marked once need not be looked at again.
+            let mut extents = std::mem::take(&mut segment.extents);
+            extents.retain(|extent| {
+                let used = objects.contains(&extent.object);
+                if used {
+                    usage.mark(&digest, segment, extent);
+                }
+                !used
+            });
+            segment.extents = extents;
+        }
+    }
+    let sparse = usage.sparse();
+    needed.retain(|digest, _| sparse.contains(digest));
+    Ok(needed)
+}

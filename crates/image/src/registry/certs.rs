@@ -1,0 +1,78 @@
+//! Certificates: the machine's authorities, and what `certs.d/HOST/` adds (containers-certs.d(5)).
+
+use std::path::{Path, PathBuf};
+
+use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
+
+use crate::error::RegistryError;
+
+/// Largest certificate or key file that is read, in bytes.
+const FILE_MAX: u64 = 4 << 20;
+
+/// TLS towards one host: verified against the machine's authorities and those of the host's directories.
+pub(crate) fn tls_for(host: &str, dirs: &[PathBuf]) -> Result<TlsConfig, RegistryError> {
+    // What of the machine's own cannot be read leaves fewer authorities, which the handshake tells.
+    let system = rustls_native_certs::load_native_certs().certs;
+    let mut roots: Vec<Certificate<'static>> =
+        system.iter().map(|der| Certificate::from_der(der).to_owned()).collect();
+    let mut client = None;
+    for dir in dirs.iter().map(|dir| dir.join(host)) {
+        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
+        let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+        files.sort();
+        for file in files {
+            match file.extension().and_then(|e| e.to_str()) {
+                Some("crt") => roots.extend(certificates(&file)?),
+                Some("cert") if client.is_none() => {
+                    let key = key(&file.with_extension("key"))?;
+                    client = Some(ClientCert::new_with_certs(&certificates(&file)?, key));
+                }
+                _ => {}
+            }
+        }
+    }
+    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+    Ok(TlsConfig::builder()
+        .unversioned_rustls_crypto_provider(provider)
+        .root_certs(RootCerts::new_with_certs(&roots))
+        .client_cert(client)
+        .build())
+}
+
+fn read(path: &Path) -> Result<Vec<PemItem<'static>>, RegistryError> {
+    let bad = |what: String| RegistryError::Certificate { path: path.display().to_string(), what };
+    let size = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?.len();
+    if size > FILE_MAX {
+        return Err(bad("larger than 4 MiB".into()));
+    }
+    let bytes = std::fs::read(path).map_err(|e| bad(e.to_string()))?;
+    parse_pem(&bytes).collect::<Result<_, _>>().map_err(|e| bad(format!("not PEM: {e}")))
+}
+
+fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, RegistryError> {
+    let found: Vec<_> = read(path)?
+        .into_iter()
+        .filter_map(|item| match item {
+            PemItem::Certificate(certificate) => Some(certificate),
+            _ => None,
+        })
+        .collect();
+    match found.is_empty() {
+        false => Ok(found),
+        true => Err(RegistryError::Certificate {
+            path: path.display().to_string(),
+            what: "no PEM certificate in it".into(),
+        }),
+    }
+}
+
+fn key(path: &Path) -> Result<PrivateKey<'static>, RegistryError> {
+    let key = read(path)?.into_iter().find_map(|item| match item {
+        PemItem::PrivateKey(key) => Some(key),
+        _ => None,
+    });
+    key.ok_or_else(|| RegistryError::Certificate {
+        path: path.display().to_string(),
+        what: "no PEM private key in it".into(),
+    })
+}

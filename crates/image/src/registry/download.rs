@@ -1,0 +1,257 @@
+//! A blob on its way: goes on where a connection broke off, waits where it has to, and tries elsewhere.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use ureq::BodyReader;
+use ureq::http::Method;
+
+use super::http::{Response, broken};
+use super::pace::{Failure, Tries};
+use super::repository::Repository;
+use super::url::Url;
+use crate::error::RegistryError;
+
+/// So many bytes from one connection count as getting on; fewer are a failure to be counted.
+const PROGRESS_BYTES: u64 = 64 << 10;
+/// They must be this part of what had to be read again to get there, too: a server without ranges that cuts
+/// early would have a large blob read a thousand times.
+const PROGRESS_PART: u64 = 8;
+/// Fewer bytes than this within a stall timeout are as good as none.
+const TRICKLE_BYTES: u64 = 1 << 10;
+/// Bytes that are read to leave something out, at a time.
+const SKIP_BYTES: usize = 64 << 10;
+
+/// Reads a blob to its promised size. Errors hold a [`RegistryError`].
+pub(crate) struct Download {
+    repository: Arc<Repository>,
+    digest: String,
+    size: u64,
+    stop: Arc<AtomicBool>,
+    /// How far we are.
+    at: u64,
+    body: Option<Connection>,
+    /// Endpoints that are left to try; the first is the one in use.
+    endpoints: Vec<usize>,
+    tries: Tries,
+    /// Why there is nothing more to come.
+    failed: Option<RegistryError>,
+}
+
+/// One answer that is being read.
+struct Connection {
+    url: Url,
+    body: BodyReader<'static>,
+    /// Where it began to be of use.
+    from: u64,
+    /// Bytes before that, which came again.
+    again: u64,
+    /// Where it was when this stretch of time began.
+    mark: (u64, Instant),
+}
+
+impl std::fmt::Debug for Download {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Download").field("digest", &self.digest).finish_non_exhaustive()
+    }
+}
+
+impl Download {
+    pub(crate) fn new(
+        repository: Arc<Repository>,
+        digest: &str,
+        size: u64,
+        stop: Arc<AtomicBool>,
+    ) -> Self {
+        let endpoints = repository.order();
+        let tries = repository.tries(endpoints[0], &stop);
+        Self {
+            repository,
+            digest: digest.to_owned(),
+            size,
+            stop,
+            at: 0,
+            body: None,
+            endpoints,
+            tries,
+            failed: None,
+        }
+    }
+
+    fn next(&mut self, buf: &mut [u8]) -> Result<usize, RegistryError> {
+        loop {
+            let result = match &self.body {
+                None if self.at == self.size => return Ok(0),
+                None => self.connect().map(|connection| {
+                    self.body = Some(connection);
+                    None
+                }),
+                Some(_) => self.receive(buf).map(Some),
+            };
+            match result {
+                Ok(Some(count)) => return Ok(count),
+                Ok(None) => {}
+                Err(failure) => self.failure(failure)?,
+            }
+        }
+    }
+
+    /// Waits for another try, here or elsewhere.
+    fn failure(&mut self, failure: Failure) -> Result<(), RegistryError> {
+        if let Some(Connection { from, again, .. }) = self.body.take()
+            && self.at - from >= PROGRESS_BYTES.max(again / PROGRESS_PART)
+        {
+            self.tries.got_on();
+        }
+        self.tries.wait(failure).or_else(|error| {
+            if self.endpoints.len() == 1 || matches!(error, RegistryError::GivenUp) {
+                return Err(error);
+            }
+            self.endpoints.remove(0);
+            self.tries = self.repository.tries(self.endpoints[0], &self.stop);
+            Ok(())
+        })
+    }
+
+    /// Asks for what is missing.
+    fn connect(&self) -> Result<Connection, Failure> {
+        let endpoint = self.repository.endpoint(self.endpoints[0]);
+        let path = format!("blobs/{}", self.digest);
+        let range = format!("bytes={}-", self.at);
+        let headers = [("range", range.as_str())];
+        let headers = if self.at > 0 { &headers[..] } else { &[] };
+        let response = endpoint.ask(&Method::GET, &path, headers, false)?;
+        let begins = begin(&response, self.at, self.size)?;
+        let Response { url, body, .. } = response;
+        let mut body = body.into_reader();
+        let again = self.at - begins;
+        self.skip(&url, &mut body, again)?;
+        Ok(Connection { url, body, from: self.at, again, mark: (self.at, Instant::now()) })
+    }
+
+    /// Leaves out what is known already: the server would not begin later.
+    fn skip(
+        &self,
+        url: &Url,
+        body: &mut BodyReader<'static>,
+        mut count: u64,
+    ) -> Result<(), Failure> {
+        let mut buffer = vec![0; if count > 0 { SKIP_BYTES } else { 0 }];
+        while count > 0 {
+            let limiter = self.repository.limiter();
+            let most = buffer.len().min(limiter.portion());
+            let most = most.min(usize::try_from(count).unwrap_or(most));
+            match body.read(&mut buffer[..most]) {
+                Ok(0) => return Err(early(url)),
+                Ok(read) => {
+                    count -= read as u64;
+                    limiter.take(read, &self.stop)?;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Failure::again(broken(url, &e))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what has come.
+    fn receive(&mut self, buf: &mut [u8]) -> Result<usize, Failure> {
+        let Some(connection) = &mut self.body else { return Ok(0) };
+        let left = usize::try_from(self.size - self.at).unwrap_or(usize::MAX);
+        let limiter = self.repository.limiter();
+        // At the end one more read: it finds out whether this is the end, and gives the connection back.
+        let mut one = [0u8; 1];
+        let target = match left {
+            0 => &mut one[..],
+            left => {
+                let most = buf.len().min(left).min(limiter.portion());
+                &mut buf[..most]
+            }
+        };
+        match connection.body.read(target) {
+            Ok(0) if left == 0 => {
+                self.body = None;
+                Ok(0)
+            }
+            Ok(0) => Err(early(&connection.url)),
+            Ok(_) if left == 0 => Err(RegistryError::Answer {
+                url: connection.url.to_string(),
+                what: format!("more than the {} bytes that were promised", self.size),
+            }
+            .into()),
+            Ok(count) => {
+                self.at += count as u64;
+                limiter.take(count, &self.stop)?;
+                let (mark, since) = connection.mark;
+                if since.elapsed() >= self.repository.options().stall_timeout {
+                    let slow = (1..TRICKLE_BYTES).contains(&self.repository.options().rate_max);
+                    if self.at - mark < TRICKLE_BYTES && !slow {
+                        // What came is kept; the next read connects anew.
+                        let what = "next to nothing came".to_owned();
+                        let url = connection.url.to_string();
+                        let error = RegistryError::Unreachable { url, what, tries: 0 };
+                        self.failure(Failure::again(error))?;
+                    } else {
+                        connection.mark = (self.at, Instant::now());
+                    }
+                }
+                Ok(count)
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {
+                Err(Failure::again(broken(&connection.url, &e)))
+            }
+            Err(_) if left == 0 => {
+                // All is there; how the connection ends does not matter.
+                self.body = None;
+                Ok(0)
+            }
+            Err(e) => Err(Failure::again(broken(&connection.url, &e))),
+        }
+    }
+}
+
+/// Where an answer begins. It must be what was promised, from where it was asked for or from the beginning.
+fn begin(response: &Response, at: u64, size: u64) -> Result<u64, RegistryError> {
+    let bad = |what: String| RegistryError::Answer { url: response.url.to_string(), what };
+    let length = response.body.content_length();
+    if response.status == 206 && at > 0 {
+        let range = response.header("content-range").unwrap_or_default();
+        let parsed = range.strip_prefix("bytes ").and_then(|r| r.split_once('-'));
+        let from = parsed.and_then(|(from, _)| from.trim().parse::<u64>().ok());
+        return match from {
+            Some(from) if from == at && length.is_none_or(|length| length == size - at) => Ok(at),
+            _ => Err(bad(format!("asked for bytes from {at} to {size}, got {range:?}"))),
+        };
+    }
+    if response.status != 200 {
+        return Err(bad(format!("status {} for a blob", response.status)));
+    }
+    match length {
+        Some(length) if length != size => {
+            Err(bad(format!("{length} bytes, the descriptor says {size}")))
+        }
+        _ => Ok(0),
+    }
+}
+
+fn early(url: &Url) -> Failure {
+    let what = "the connection ended early".to_owned();
+    Failure::again(RegistryError::Unreachable { url: url.to_string(), what, tries: 0 })
+}
+
+impl Read for Download {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if buf.is_empty() {
+            return Ok(0);
+        }
+        if let Some(error) = &self.failed {
+            return Err(io::Error::other(error.clone()));
+        }
+        self.next(buf).map_err(|error| {
+            self.failed = Some(error.clone());
+            io::Error::other(error)
+        })
+    }
+}

@@ -1,0 +1,337 @@
+//! One HTTP exchange: TLS, timeouts, redirects. Knows nothing of registries.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::io::{self, Read};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use ureq::http::{self, HeaderMap};
+use ureq::{Agent, Body, Proxy, SendBody};
+
+use super::RegistryOptions;
+use super::certs;
+use super::pace::{Failure, Limiter};
+use super::url::{Url, is_loopback};
+use crate::error::{RegistryError, quoted};
+
+/// Redirects in a row that are followed.
+const REDIRECTS_MAX: usize = 8;
+/// Largest header of an answer, in bytes.
+const HEADER_MAX: usize = 64 << 10;
+/// A registry that was sent something may take so many stall timeouts to answer.
+const TAKEN_STALLS: u32 = 10;
+/// A document that takes longer than so many stall timeouts is not worth waiting for.
+const DOCUMENT_STALLS: u32 = 4;
+
+/// All connections of one pull or push, kept open between requests.
+#[derive(Debug)]
+pub(crate) struct Http {
+    pub(crate) options: RegistryOptions,
+    pub(crate) limiter: Limiter,
+    /// By host: certificates are the host's.
+    agents: Mutex<HashMap<String, Agent>>,
+}
+
+/// What to ask.
+pub(crate) struct Request<'a> {
+    pub(crate) method: http::Method,
+    pub(crate) url: &'a Url,
+    pub(crate) headers: &'a [(&'a str, &'a str)],
+    pub(crate) body: Payload<'a>,
+    /// The answer is a document and not a blob: it may take a bounded time.
+    pub(crate) document: bool,
+}
+
+/// What is sent with a request.
+pub(crate) enum Payload<'a> {
+    None,
+    /// Bytes, and their media type.
+    Bytes(&'a str, &'a [u8]),
+    /// A form with a secret in it, for this server and no other.
+    Form(&'a str),
+    /// What a reader gives, as it comes: it can be sent once.
+    Stream {
+        reader: RefCell<&'a mut dyn Read>,
+        size: Option<u64>,
+    },
+}
+
+/// Media type of what is no document.
+pub(crate) const OCTETS: &str = "application/octet-stream";
+
+/// What came back.
+pub(crate) struct Response {
+    /// Where it came from in the end.
+    pub(crate) url: Url,
+    pub(crate) status: u16,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Body,
+    /// Another server than the one that was asked has answered.
+    pub(crate) elsewhere: bool,
+}
+
+impl Response {
+    /// A header, if it is text.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name).and_then(|value| value.to_str().ok())
+    }
+
+    /// The body, up to `max` bytes.
+    pub(crate) fn document(&mut self, max: u64) -> Result<Vec<u8>, Failure> {
+        let too_big = |size: &str| RegistryError::Answer {
+            url: self.url.to_string(),
+            what: format!("a document of {size} bytes, more than {max}"),
+        };
+        if let Some(size) = self.body.content_length().filter(|&size| size > max) {
+            return Err(too_big(&size.to_string()).into());
+        }
+        let mut bytes = Vec::new();
+        let read = self.body.as_reader().take(max + 1).read_to_end(&mut bytes);
+        read.map_err(|e| Failure::again(broken(&self.url, &e)))?;
+        if bytes.len() as u64 > max {
+            return Err(too_big("or more").into());
+        }
+        Ok(bytes)
+    }
+}
+
+impl Http {
+    pub(crate) fn new(options: RegistryOptions) -> Self {
+        let limiter = Limiter::new(options.rate_max);
+        Self { options, limiter, agents: Mutex::default() }
+    }
+
+    /// Sends a request, and follows redirects of those that only read; of others where they say that the same is to
+    /// be sent elsewhere, and it can be sent again: as docker and podman do. `authorization` is the value of the
+    /// `Authorization` header; it is never sent to another server than the URL's.
+    pub(crate) fn send(
+        &self,
+        request: &Request<'_>,
+        authorization: Option<&str>,
+    ) -> Result<Response, Failure> {
+        let mut url = request.url.clone();
+        for _ in 0..=REDIRECTS_MAX {
+            let same = url.same_origin(request.url);
+            let authorization = authorization.filter(|_| same);
+            let answer = self.run(request, &url, authorization)?;
+            let (parts, body) = answer.into_parts();
+            let status = parts.status.as_u16();
+            let elsewhere = !same;
+            let response = Response { url, status, headers: parts.headers, body, elsewhere };
+            let reads = matches!(request.method, http::Method::GET | http::Method::HEAD);
+            let again = matches!(request.body, Payload::None | Payload::Bytes(..));
+            if !(reads && matches!(status, 301..=303) || again && matches!(status, 307 | 308)) {
+                return Ok(response);
+            }
+            let location = response.header("location").ok_or_else(|| RegistryError::Answer {
+                url: response.url.to_string(),
+                what: "a redirect to nowhere".into(),
+            })?;
+            url = response.url.join(location)?;
+        }
+        Err(RegistryError::Answer {
+            url: request.url.to_string(),
+            what: format!("more than {REDIRECTS_MAX} redirects"),
+        }
+        .into())
+    }
+
+    fn run(
+        &self,
+        request: &Request<'_>,
+        url: &Url,
+        authorization: Option<&str>,
+    ) -> Result<http::Response<Body>, Failure> {
+        self.raw(request, url, authorization)?.map_err(|error| failure(url, &error))
+    }
+
+    /// Whether a server speaks TLS. One without a valid certificate does: it is told what is wrong with it.
+    pub(crate) fn speaks_tls(&self, url: &Url) -> Result<bool, Failure> {
+        let request = Request {
+            method: http::Method::GET,
+            url,
+            headers: &[],
+            body: Payload::None,
+            document: true,
+        };
+        match self.raw(&request, url, None)? {
+            Ok(_) => Ok(true),
+            Err(error) => match tls_error(&error) {
+                Some(rustls::Error::InvalidMessage(_)) => Ok(false),
+                _ if is_refused(&error) && !has_port(&url.authority) => Ok(false),
+                _ => Err(failure(url, &error)),
+            },
+        }
+    }
+
+    fn raw(
+        &self,
+        request: &Request<'_>,
+        url: &Url,
+        authorization: Option<&str>,
+    ) -> Result<Result<http::Response<Body>, ureq::Error>, RegistryError> {
+        let allowed = || is_loopback(&url.authority) || self.options.is_insecure(&url.authority);
+        if !url.tls && !allowed() {
+            return Err(RegistryError::PlainHttp { url: url.to_string() });
+        }
+        let agent = self.agent(&url.authority)?;
+        let mut builder = http::Request::builder().method(request.method.clone()).uri(url.whole());
+        for (name, value) in request.headers {
+            builder = builder.header(*name, *value);
+        }
+        if let Some(value) = authorization {
+            let mut value = http::HeaderValue::from_str(value).map_err(|_| {
+                let what = "credentials that cannot be sent: control characters".into();
+                RegistryError::Answer { url: url.to_string(), what }
+            })?;
+            value.set_sensitive(true);
+            builder = builder.header("authorization", value);
+        }
+        builder = match &request.body {
+            Payload::None => builder,
+            Payload::Bytes(media_type, _) => builder.header("content-type", *media_type),
+            Payload::Form(_) => builder.header("content-type", "application/x-www-form-urlencoded"),
+            // A registry that does not want it says so before it is sent.
+            Payload::Stream { size: None, .. } => {
+                builder.header("content-type", OCTETS).header("expect", "100-continue")
+            }
+            Payload::Stream { size: Some(size), .. } => {
+                builder.header("content-type", OCTETS).header("content-length", *size)
+            }
+        };
+        let stall = self.options.stall_timeout;
+        let time = request.document.then(|| stall * DOCUMENT_STALLS);
+        // Who has taken a large blob reads it once more before it answers.
+        let takes = matches!(request.method, http::Method::PUT | http::Method::PATCH);
+        let answer = Some(if takes { stall * TAKEN_STALLS } else { stall });
+        let bad = |e: http::Error| RegistryError::Answer {
+            url: url.to_string(),
+            what: format!("cannot be asked for: {e}"),
+        };
+        let bytes = match &request.body {
+            Payload::Form(text) => text.as_bytes(),
+            Payload::Bytes(_, bytes) => bytes,
+            Payload::None | Payload::Stream { .. } => &[],
+        };
+        Ok(match &request.body {
+            Payload::None => {
+                let built = agent.configure_request(builder.body(()).map_err(bad)?);
+                agent.run(built.timeout_recv_body(time).build())
+            }
+            Payload::Bytes(..) | Payload::Form(_) => {
+                let built = agent.configure_request(builder.body(bytes).map_err(bad)?);
+                agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
+            }
+            Payload::Stream { reader, .. } => {
+                let mut reader = reader.borrow_mut();
+                let body = SendBody::from_reader(&mut **reader);
+                let built = agent.configure_request(builder.body(body).map_err(bad)?);
+                agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
+            }
+        })
+    }
+
+    fn agent(&self, authority: &str) -> Result<Agent, RegistryError> {
+        let mut agents = self.agents.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(agent) = agents.get(authority) {
+            return Ok(agent.clone());
+        }
+        let RegistryOptions { connect_timeout, stall_timeout, ref certs_dirs, .. } = self.options;
+        // As all programs: $HTTPS_PROXY, $HTTP_PROXY, $NO_PROXY. Never for this machine.
+        let proxy = if is_loopback(authority) { None } else { Proxy::try_from_env() };
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .user_agent(concat!("cofolio/", env!("CARGO_PKG_VERSION")))
+            .accept_encoding("identity")
+            .max_response_header_size(HEADER_MAX)
+            .timeout_resolve(Some(connect_timeout))
+            .timeout_connect(Some(connect_timeout))
+            .timeout_per_read(Some(stall_timeout))
+            .timeout_per_write(Some(stall_timeout))
+            .timeout_recv_response(Some(stall_timeout))
+            .tls_config(certs::tls_for(authority, certs_dirs)?)
+            .proxy(proxy)
+            .build();
+        let agent = Agent::new_with_config(config);
+        agents.insert(authority.to_owned(), agent.clone());
+        Ok(agent)
+    }
+}
+
+fn has_port(authority: &str) -> bool {
+    authority.rsplit(']').next().is_some_and(|rest| rest.contains(':'))
+}
+
+fn is_refused(error: &ureq::Error) -> bool {
+    matches!(error, ureq::Error::Io(e) if e.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// The TLS error that an error is or holds.
+fn tls_error(error: &ureq::Error) -> Option<&rustls::Error> {
+    match error {
+        ureq::Error::Rustls(error) => Some(error),
+        ureq::Error::Io(error) => error.get_ref()?.downcast_ref(),
+        _ => None,
+    }
+}
+
+/// A connection that broke off.
+pub(crate) fn broken(url: &Url, error: &io::Error) -> RegistryError {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>());
+    let what = match inner {
+        Some(ureq::Error::Timeout(_)) => "nothing more came".to_owned(),
+        _ if error.kind() == io::ErrorKind::TimedOut => "nothing more came".to_owned(),
+        _ => format!("the connection broke off: {}", quoted(&error.to_string())),
+    };
+    RegistryError::Unreachable { url: url.to_string(), what, tries: 0 }
+}
+
+/// Tells what went wrong without repeating what may be secret: ureq quotes URLs.
+fn failure(url: &Url, error: &ureq::Error) -> Failure {
+    use ureq::Timeout;
+    let unreachable =
+        |what: String| RegistryError::Unreachable { url: url.to_string(), what, tries: 0 };
+    if let Some(tls) = tls_error(error) {
+        let what = match tls {
+            rustls::Error::InvalidMessage(_) => "does not speak TLS".to_owned(),
+            other => format!("TLS: {other}"),
+        };
+        return unreachable(what).into();
+    }
+    match error {
+        ureq::Error::HostNotFound => unreachable("no host of that name".into()).into(),
+        ureq::Error::Timeout(Timeout::Connect | Timeout::Resolve) => {
+            Failure::again(unreachable("no connection within the time allowed".into()))
+        }
+        ureq::Error::Timeout(_) => Failure::again(unreachable("no answer came".into())),
+        ureq::Error::Io(error) => Failure::again(unreachable(quoted(&error.to_string()))),
+        ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
+            Failure::again(unreachable(quoted(&error.to_string())))
+        }
+        ureq::Error::LargeResponseHeader(..) => RegistryError::Answer {
+            url: url.to_string(),
+            what: format!("a header of more than {HEADER_MAX} bytes"),
+        }
+        .into(),
+        ureq::Error::ConnectProxyFailed(_) => unreachable("the proxy refuses".into()).into(),
+        ureq::Error::BadUri(_) | ureq::Error::Http(_) => RegistryError::Answer {
+            url: url.to_string(),
+            what: "not a URL that can be asked".into(),
+        }
+        .into(),
+        _ => unreachable(quoted(&error.to_string())).into(),
+    }
+}
+
+/// `Retry-After`: seconds, or the date when (RFC 9110, section 10.2.3).
+pub(crate) fn retry_after(response: &Response) -> Option<Duration> {
+    let text = response.header("retry-after")?.trim();
+    if let Ok(seconds) = text.parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let date = httpdate::parse_http_date(text).ok()?;
+    Some(date.duration_since(SystemTime::now()).unwrap_or_default())
+}

@@ -1,0 +1,186 @@
+//! How fast and how often: the limit on bytes per second, and the pauses between tries.
+
+use std::hash::{BuildHasher, Hasher};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{RegistryOptions, Remark};
+use crate::error::RegistryError;
+
+/// How long a sleeper goes without looking whether it is still wanted.
+const NAP: Duration = Duration::from_millis(50);
+
+/// A token bucket that all connections draw from. It holds a quarter of a second's worth.
+#[derive(Debug)]
+pub(crate) struct Limiter {
+    /// 0: no limit.
+    rate: u64,
+    /// When all that was taken so far will have been due.
+    due: Mutex<Instant>,
+}
+
+impl Limiter {
+    pub(crate) fn new(rate: u64) -> Self {
+        Self { rate, due: Mutex::new(Instant::now()) }
+    }
+
+    /// How much to read at a time, so that pauses stay short: no more than a quarter of a second's worth.
+    pub(crate) fn portion(&self) -> usize {
+        match self.rate {
+            0 => usize::MAX,
+            rate => usize::try_from(rate / 4).unwrap_or(usize::MAX).clamp(1, 64 << 10),
+        }
+    }
+
+    /// Says that `bytes` were read; returns when that was in order.
+    pub(crate) fn take(&self, bytes: usize, stop: &AtomicBool) -> Result<(), RegistryError> {
+        if self.rate == 0 {
+            return Ok(());
+        }
+        let cost = Duration::from_secs_f64(bytes as f64 / self.rate as f64);
+        let until = {
+            let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+            let floor = Instant::now().checked_sub(Duration::from_millis(250));
+            *due = floor.map_or(*due, |floor| floor.max(*due)) + cost;
+            *due
+        };
+        sleep(until.saturating_duration_since(Instant::now()), stop)
+    }
+}
+
+/// A failure, and whether trying again could help.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) error: RegistryError,
+    pub(crate) again: bool,
+    /// What the registry asked for.
+    pub(crate) pause: Option<Duration>,
+}
+
+impl Failure {
+    pub(crate) fn again(error: RegistryError) -> Self {
+        Self { error, again: true, pause: None }
+    }
+}
+
+impl From<RegistryError> for Failure {
+    fn from(error: RegistryError) -> Self {
+        Self { error, again: false, pause: None }
+    }
+}
+
+/// Counts the tries of one thing.
+#[derive(Debug)]
+pub(crate) struct Tries {
+    count: u32,
+    max: u32,
+    pause: Duration,
+    pause_max: Duration,
+    remark: Remark,
+    stop: Arc<AtomicBool>,
+}
+
+impl Tries {
+    pub(crate) fn new(options: &RegistryOptions, stop: Arc<AtomicBool>) -> Self {
+        let RegistryOptions { tries_max, pause, pause_max, .. } = *options;
+        let remark = options.remark.clone();
+        Self { count: 0, max: tries_max.max(1), pause, pause_max, remark, stop }
+    }
+
+    /// It got on: what failed before does not count any more.
+    pub(crate) fn got_on(&mut self) {
+        self.count = 0;
+    }
+
+    /// Waits until it is time for another try.
+    ///
+    /// # Errors
+    /// The failure, if another try is not worth it, or was made too often.
+    pub(crate) fn wait(&mut self, failure: Failure) -> Result<(), RegistryError> {
+        self.count += 1;
+        if !failure.again || self.count >= self.max {
+            return Err(failure.error.tried(self.count));
+        }
+        let full = self.pause.saturating_mul(1 << (self.count - 1).min(16)).min(self.pause_max);
+        let own = full.mul_f64(0.5 + random() / 2.0);
+        let pause = failure.pause.map_or(own, |asked| asked.max(own).min(self.pause_max));
+        let (next, of) = (self.count + 1, self.max);
+        let seconds = pause.as_secs_f32();
+        self.remark.tell(|| format!("{}; try {next} of {of} in {seconds:.1} s", failure.error));
+        sleep(pause, &self.stop)
+    }
+}
+
+/// Sleeps, unless nobody waits for it any more.
+fn sleep(how_long: Duration, stop: &AtomicBool) -> Result<(), RegistryError> {
+    let end = Instant::now() + how_long;
+    loop {
+        if stop.load(Ordering::Relaxed) {
+            return Err(RegistryError::GivenUp);
+        }
+        match end.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => return Ok(()),
+            left => std::thread::sleep(left.min(NAP)),
+        }
+    }
+}
+
+/// From 0 to 1, good enough that clients do not come back all at once.
+fn random() -> f64 {
+    let bits = std::hash::RandomState::new().build_hasher().finish();
+    f64::from(u32::try_from(bits >> 32).unwrap_or(0)) / f64::from(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure() -> Failure {
+        Failure::again(RegistryError::Unreachable { url: "u".into(), what: "w".into(), tries: 0 })
+    }
+
+    #[test]
+    fn tries_end_unless_they_get_on() {
+        let options = RegistryOptions {
+            tries_max: 3,
+            pause: Duration::from_millis(1),
+            pause_max: Duration::from_millis(4),
+            ..RegistryOptions::default()
+        };
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut tries = Tries::new(&options, stop.clone());
+        for _ in 0..10 {
+            tries.wait(failure()).expect("first");
+            tries.wait(failure()).expect("second");
+            tries.got_on();
+        }
+        let for_long = Failure { pause: Some(Duration::from_secs(3600)), ..failure() };
+        tries.wait(for_long).expect("no longer than the longest pause");
+        tries.wait(failure()).expect("second");
+        let error = tries.wait(failure()).expect_err("third");
+        assert_eq!(error.to_string(), "u: w (tried 3 times)");
+        let mut tries = Tries::new(&RegistryOptions::default(), stop.clone());
+        let refused = Failure { again: false, ..failure() };
+        assert_eq!(tries.wait(refused).expect_err("at once").to_string(), "u: w");
+        stop.store(true, Ordering::Relaxed);
+        assert!(matches!(tries.wait(failure()), Err(RegistryError::GivenUp)));
+    }
+
+    #[test]
+    fn a_rate_is_kept_by_all_together() {
+        let limiter = Limiter::new(1_000_000);
+        let started = Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..25 {
+                        limiter.take(5_000, &AtomicBool::new(false)).expect("not stopped");
+                    }
+                });
+            }
+        });
+        // Half a second's worth, of which a quarter is there at the beginning.
+        assert!(started.elapsed() >= Duration::from_millis(240), "{:?}", started.elapsed());
+    }
+}

@@ -1,0 +1,233 @@
+//! A repository wherever it can be had: its mirrors, then the registry itself.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use ureq::http::Method;
+
+use super::download::Download;
+use super::endpoint::Endpoint;
+use super::http::Http;
+use super::pace::{Failure, Limiter, Tries};
+use super::{HostOptions, RegistryOptions};
+use crate::error::RegistryError;
+use crate::reference::Reference;
+
+/// All kinds of manifests and indexes that we can tell apart; what we cannot use is refused by name.
+pub(super) const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
+    application/vnd.oci.image.index.v1+json, \
+    application/vnd.docker.distribution.manifest.v2+json, \
+    application/vnd.docker.distribution.manifest.list.v2+json";
+/// Layers at a time unless said otherwise.
+const JOBS: usize = 4;
+/// Most layers at a time: each may need 128 MiB to be unpacked.
+const JOBS_MAX: usize = 16;
+/// Tries with a mirror: there are others.
+const MIRROR_TRIES_MAX: u32 = 2;
+
+/// A repository, ready to be read.
+#[derive(Debug)]
+pub(crate) struct Repository {
+    reference: Reference,
+    http: Arc<Http>,
+    /// The mirrors, and last the registry itself.
+    endpoints: Vec<Endpoint>,
+    /// The one that answered last is asked first.
+    preferred: AtomicUsize,
+    /// Nobody waits for it any more.
+    stop: Arc<AtomicBool>,
+}
+
+/// A manifest or index, not checked against anything.
+pub(crate) struct Document {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) media_type: String,
+}
+
+/// What a registry says about a manifest without sending it.
+pub(crate) struct Head {
+    pub(crate) digest: String,
+    pub(crate) media_type: String,
+    pub(crate) size: u64,
+}
+
+impl Repository {
+    /// Gets ready; no connection is made yet.
+    ///
+    /// # Errors
+    /// [`RegistryError::Options`] for mirrors that cannot be.
+    pub(crate) fn open(
+        reference: &Reference,
+        options: &RegistryOptions,
+    ) -> Result<Arc<Self>, RegistryError> {
+        let http = Arc::new(Http::new(options.clone()));
+        let (host, repository) = (reference.host(), reference.repository());
+        let none = HostOptions::default();
+        let mirrors = &options.hosts.get(host).unwrap_or(&none).mirrors;
+        let mut endpoints = mirrors
+            .iter()
+            .map(|mirror| Endpoint::mirror(http.clone(), mirror, repository))
+            .collect::<Result<Vec<_>, _>>()?;
+        endpoints.push(Endpoint::new(http.clone(), host, repository));
+        let preferred = AtomicUsize::new(0);
+        let (reference, stop) = (reference.clone(), Arc::default());
+        Ok(Arc::new(Self { reference, http, endpoints, preferred, stop }))
+    }
+
+    /// One to push to: the registry itself, no mirror. `others` are repositories in it from which blobs may
+    /// be mounted; `stop` ends waiting.
+    pub(crate) fn for_push(
+        reference: &Reference,
+        options: &RegistryOptions,
+        others: &[String],
+        stop: Arc<AtomicBool>,
+    ) -> Self {
+        let http = Arc::new(Http::new(options.clone()));
+        let endpoint = Endpoint::new(http.clone(), reference.host(), reference.repository());
+        let (reference, preferred) = (reference.clone(), AtomicUsize::new(0));
+        Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, stop }
+    }
+
+    /// What it is the repository of.
+    pub(crate) fn reference(&self) -> &Reference {
+        &self.reference
+    }
+
+    /// How many layers to fetch at a time.
+    pub(crate) fn jobs(&self) -> usize {
+        match self.http.options.jobs {
+            0 => JOBS,
+            jobs => jobs.min(JOBS_MAX),
+        }
+    }
+
+    pub(crate) fn limiter(&self) -> &Limiter {
+        &self.http.limiter
+    }
+
+    pub(crate) fn options(&self) -> &RegistryOptions {
+        &self.http.options
+    }
+
+    /// Whether nobody waits for it any more.
+    pub(crate) fn stop(&self) -> &Arc<AtomicBool> {
+        &self.stop
+    }
+
+    /// The endpoints in the order in which to ask them, with their numbers.
+    pub(crate) fn order(&self) -> Vec<usize> {
+        let count = self.endpoints.len();
+        let first = self.preferred.load(Ordering::Relaxed);
+        (0..count).map(|at| (first + at) % count).collect()
+    }
+
+    /// The registry itself.
+    pub(super) fn registry(&self) -> &Endpoint {
+        &self.endpoints[self.endpoints.len() - 1]
+    }
+
+    pub(crate) fn endpoint(&self, number: usize) -> &Endpoint {
+        &self.endpoints[number]
+    }
+
+    /// Counts tries with an endpoint.
+    pub(crate) fn tries(&self, number: usize, stop: &Arc<AtomicBool>) -> Tries {
+        let options = &self.http.options;
+        match number + 1 == self.endpoints.len() {
+            true => Tries::new(options, stop.clone()),
+            false => {
+                let tries_max = options.tries_max.min(MIRROR_TRIES_MAX);
+                Tries::new(&RegistryOptions { tries_max, ..options.clone() }, stop.clone())
+            }
+        }
+    }
+
+    /// Asks one endpoint after the other until one has it. The registry's own answer is what counts if
+    /// none has.
+    pub(super) fn each<T>(
+        &self,
+        ask: impl Fn(&Endpoint) -> Result<T, Failure>,
+    ) -> Result<T, RegistryError> {
+        let mut failed = None;
+        for number in self.order() {
+            let mut tries = self.tries(number, &self.stop);
+            let result = loop {
+                match ask(&self.endpoints[number]) {
+                    Ok(found) => break Ok(found),
+                    Err(failure) => match tries.wait(failure) {
+                        Ok(()) => {}
+                        Err(error) => break Err(error),
+                    },
+                }
+            };
+            match result {
+                Ok(found) => {
+                    self.preferred.store(number, Ordering::Relaxed);
+                    return Ok(found);
+                }
+                Err(error) if number + 1 == self.endpoints.len() => failed = Some(error),
+                Err(error) => {
+                    self.http.options.remark.tell(|| format!("{error}; asking elsewhere"));
+                    failed = failed.or(Some(error));
+                }
+            }
+        }
+        Err(failed.unwrap_or(RegistryError::GivenUp))
+    }
+
+    /// Asks for a manifest's digest, kind and size. `None` if the registry does not say all of it.
+    ///
+    /// # Errors
+    /// [`RegistryError`], if there is no such manifest.
+    pub(crate) fn head(&self, target: &str) -> Result<Option<Head>, RegistryError> {
+        let path = format!("manifests/{target}");
+        let found = self.each(|endpoint| {
+            let response = endpoint.ask(&Method::HEAD, &path, &[("accept", ACCEPT)], true)?;
+            let digest = response.header("docker-content-digest").map(str::to_owned);
+            let media_type = media_type(response.header("content-type"));
+            let length = response.header("content-length").and_then(|text| text.parse().ok());
+            Ok(digest.zip(length).map(|(digest, size)| Head { digest, media_type, size }))
+        });
+        match found {
+            // Some registries know no HEAD, and it never says why it fails.
+            Err(
+                RegistryError::Status { .. }
+                | RegistryError::Refused { .. }
+                | RegistryError::Denied { .. },
+            ) => Ok(None),
+            other => other,
+        }
+    }
+
+    /// Fetches a manifest or an index.
+    ///
+    /// # Errors
+    /// [`RegistryError`].
+    pub(crate) fn manifest(&self, target: &str, max: u64) -> Result<Document, RegistryError> {
+        let path = format!("manifests/{target}");
+        self.each(|endpoint| {
+            let mut response = endpoint.ask(&Method::GET, &path, &[("accept", ACCEPT)], true)?;
+            let media_type = media_type(response.header("content-type"));
+            let bytes = response.document(max)?;
+            self.limiter().take(bytes.len(), &AtomicBool::new(false))?;
+            Ok(Document { bytes, media_type })
+        })
+    }
+
+    /// A blob as a reader, which goes on where a connection breaks off. Its errors hold a
+    /// [`RegistryError`]. `stop` ends it early.
+    pub(crate) fn blob(
+        self: &Arc<Self>,
+        digest: &str,
+        size: u64,
+        stop: Arc<AtomicBool>,
+    ) -> Download {
+        Download::new(self.clone(), digest, size, stop)
+    }
+}
+
+/// A media type without its parameters.
+fn media_type(header: Option<&str>) -> String {
+    let text = header.unwrap_or_default().split(';').next().unwrap_or_default();
+    text.trim().to_ascii_lowercase()
+}

@@ -1,0 +1,269 @@
+//! Giving blobs and manifests to a registry (OCI distribution spec 1.1, "Push"). Only ever to the registry
+//! itself: a mirror is not the place.
+
+use std::cell::RefCell;
+use std::io::{self, Read};
+use std::sync::atomic::Ordering;
+
+use ureq::http::Method;
+
+use super::http::{OCTETS, Payload, Request, Response};
+use super::pace::Failure;
+use super::repository::{ACCEPT, Repository};
+use super::url::Url;
+use crate::error::RegistryError;
+
+/// How much of an answer's body is read, in bytes.
+const ANSWER_MAX: u64 = 64 << 10;
+
+/// What became of the wish to upload.
+pub(crate) enum Begun {
+    /// The registry took the blob from another repository of its own.
+    Mounted,
+    /// It waits for it.
+    Session(Session),
+}
+
+/// Where a blob is to be sent.
+#[derive(Debug)]
+pub(crate) struct Session {
+    location: Url,
+    /// Bytes that are there.
+    at: u64,
+}
+
+impl Session {
+    /// Bytes that are there.
+    pub(crate) fn at(&self) -> u64 {
+        self.at
+    }
+}
+
+/// A blob on its way: keeps to the rate, ends when it is told to, counts.
+pub(crate) struct Body<'a> {
+    repository: &'a Repository,
+    reader: &'a mut dyn Read,
+    count: &'a mut dyn FnMut(u64),
+}
+
+impl<'a> Body<'a> {
+    /// `count` hears of every read how many bytes it gave.
+    pub(crate) fn new(
+        repository: &'a Repository,
+        reader: &'a mut dyn Read,
+        count: &'a mut dyn FnMut(u64),
+    ) -> Self {
+        Self { repository, reader, count }
+    }
+}
+
+impl Read for Body<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let (limiter, stop) = (self.repository.limiter(), self.repository.stop());
+        if stop.load(Ordering::Relaxed) {
+            return Err(io::Error::other(RegistryError::GivenUp));
+        }
+        let most = buf.len().min(limiter.portion());
+        let count = self.reader.read(&mut buf[..most])?;
+        limiter.take(count, stop).map_err(io::Error::other)?;
+        (self.count)(count as u64);
+        Ok(count)
+    }
+}
+
+impl Repository {
+    /// Whether the registry has a blob, of that size.
+    ///
+    /// # Errors
+    /// [`RegistryError`], if it does not say.
+    pub(crate) fn has_blob(&self, digest: &str, size: u64) -> Result<bool, RegistryError> {
+        let path = format!("blobs/{digest}");
+        self.each(|endpoint| match endpoint.ask(&Method::HEAD, &path, &[], true) {
+            Ok(response) => {
+                let length = response.header("content-length").and_then(|text| text.parse().ok());
+                Ok(length.is_none_or(|length: u64| length == size))
+            }
+            // Some registries know no HEAD.
+            Err(Failure {
+                error: RegistryError::NotFound { .. } | RegistryError::Refused { .. },
+                ..
+            }) => Ok(false),
+            Err(failure) => Err(failure),
+        })
+    }
+
+    /// Begins to upload a blob, or has it mounted: its digest, and the repository that has it.
+    ///
+    /// # Errors
+    /// [`RegistryError`].
+    pub(crate) fn begin_upload(&self, mount: Option<(&str, &str)>) -> Result<Begun, RegistryError> {
+        self.each(|endpoint| {
+            let mut url = endpoint.url("blobs/uploads/")?;
+            if let Some((digest, from)) = mount {
+                url = url.query("mount", digest).query("from", from);
+            }
+            let body = Payload::Bytes(OCTETS, b"");
+            let request =
+                Request { method: Method::POST, url: &url, headers: &[], body, document: true };
+            let mut response = endpoint.send(&request)?;
+            used_up(&mut response);
+            match response.status {
+                201 if mount.is_some() => Ok(Begun::Mounted),
+                _ => Ok(Begun::Session(Session { location: next(&response)?, at: 0 })),
+            }
+        })
+    }
+
+    /// Sends what follows what is there, once. How much of it arrived if it fails,
+    /// [`Repository::resume_upload`] finds out.
+    pub(crate) fn send_part(
+        &self,
+        session: &mut Session,
+        body: &mut Body<'_>,
+    ) -> Result<(), Failure> {
+        let mut sent = 0;
+        let mut counted = Counted { body, sent: &mut sent };
+        let body = Payload::Stream { reader: RefCell::new(&mut counted), size: None };
+        let (method, url) = (Method::PATCH, &session.location);
+        let request = Request { method, url, headers: &[], body, document: true };
+        let mut response = self.registry().send(&request)?;
+        used_up(&mut response);
+        let location = next(&response)?;
+        let there = received(&response);
+        drop(request);
+        session.at += sent;
+        session.location = location;
+        match there {
+            Some(there) if there != session.at => Err(Failure::again(RegistryError::Answer {
+                url: response.url.to_string(),
+                what: format!("took {there} bytes of {}", session.at),
+            })),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends an upload; `rest` is what has not been sent yet, with its size.
+    pub(crate) fn end_upload(
+        &self,
+        session: &Session,
+        digest: &str,
+        rest: Option<(&mut Body<'_>, u64)>,
+    ) -> Result<(), Failure> {
+        let url = &session.location.clone().query("digest", digest);
+        let body = match rest {
+            None => Payload::Bytes(OCTETS, b""),
+            Some((body, size)) => Payload::Stream { reader: RefCell::new(body), size: Some(size) },
+        };
+        let request = Request { method: Method::PUT, url, headers: &[], body, document: true };
+        let mut response = self.registry().send(&request)?;
+        used_up(&mut response);
+        same_digest(&response, digest)
+    }
+
+    /// Finds out how much of an upload is there. `None` if the registry cannot go on with it.
+    pub(crate) fn resume_upload(&self, session: &Session) -> Result<Option<Session>, Failure> {
+        let url = &session.location;
+        let (method, body) = (Method::GET, Payload::None);
+        let request = Request { method, url, headers: &[], body, document: true };
+        match self.registry().send(&request) {
+            Ok(response) => {
+                // One byte and none look the same.
+                let Some(at) = received(&response).filter(|&at| at > 1) else { return Ok(None) };
+                let location = next(&response).unwrap_or_else(|_| session.location.clone());
+                Ok(Some(Session { location, at }))
+            }
+            Err(failure) if failure.again => Err(failure),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Lets the registry forget an upload. It does so by itself some day.
+    pub(crate) fn cancel_upload(&self, session: &Session) {
+        let (method, url, body) = (Method::DELETE, &session.location, Payload::None);
+        let request = Request { method, url, headers: &[], body, document: true };
+        let _ = self.registry().send(&request);
+    }
+
+    /// Gives an image its tag. Says whether that was new.
+    ///
+    /// # Errors
+    /// [`RegistryError`].
+    pub(crate) fn put_manifest(
+        &self,
+        tag: &str,
+        media_type: &str,
+        digest: &str,
+        bytes: &[u8],
+    ) -> Result<bool, RegistryError> {
+        let path = format!("manifests/{tag}");
+        match self.head(tag) {
+            Ok(Some(head)) if head.digest == digest => return Ok(false),
+            Ok(_) | Err(RegistryError::NotFound { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        self.each(|endpoint| {
+            let (method, url) = (Method::PUT, &endpoint.url(&path)?);
+            let body = Payload::Bytes(media_type, bytes);
+            let request = Request { method, url, headers: &[], body, document: true };
+            let mut response = endpoint.send(&request)?;
+            used_up(&mut response);
+            if response.header("docker-content-digest").is_some() {
+                return same_digest(&response, digest);
+            }
+            // One that does not say it when it takes it has to say it when it is asked.
+            same_digest(&endpoint.ask(&Method::HEAD, &path, &[("accept", ACCEPT)], true)?, digest)
+        })?;
+        Ok(true)
+    }
+}
+
+/// Counts what is read.
+struct Counted<'a, 'b> {
+    body: &'a mut Body<'b>,
+    sent: &'a mut u64,
+}
+
+impl Read for Counted<'_, '_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let count = self.body.read(buf)?;
+        *self.sent += count as u64;
+        Ok(count)
+    }
+}
+
+/// Reads an answer's body to its end, so that the connection can be used again.
+fn used_up(response: &mut Response) {
+    let _ = response.document(ANSWER_MAX);
+}
+
+/// Where to go on.
+fn next(response: &Response) -> Result<Url, RegistryError> {
+    match response.header("location") {
+        Some(location) => response.url.join(location),
+        None => Err(RegistryError::Answer {
+            url: response.url.to_string(),
+            what: "it does not say where to send the blob".into(),
+        }),
+    }
+}
+
+/// Bytes of an upload that are there: `Range: 0-LAST`.
+fn received(response: &Response) -> Option<u64> {
+    let range = response.header("range")?;
+    let range = range.trim().strip_prefix("bytes=").unwrap_or(range.trim());
+    let (first, last) = range.split_once('-')?;
+    let last: u64 = last.parse().ok()?;
+    if first == "0" { last.checked_add(1) } else { None }
+}
+
+/// The registry must have got what was sent. Without a digest in the answer its status is what there is.
+fn same_digest(response: &Response, digest: &str) -> Result<(), Failure> {
+    match response.header("docker-content-digest") {
+        Some(theirs) if theirs != digest => Err(RegistryError::Answer {
+            url: response.url.to_string(),
+            what: format!("the registry has {}, sent was {digest}", crate::error::quoted(theirs)),
+        }
+        .into()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,73 @@
+//! What an engine has unpacked on this machine.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// An engine's images as directories, and its containers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inventory {
+    /// The engine.
+    pub engine: &'static str,
+    /// Where its store is.
+    pub root: PathBuf,
+    /// What it stores layers with.
+    pub driver: &'static str,
+    /// Images, names of the same being one.
+    pub images: u64,
+    /// The directory with the files of each layer of an image.
+    pub layers: Vec<PathBuf>,
+    /// Its containers, running or not.
+    pub containers: Vec<Container>,
+    /// What is here and cannot be told, in words.
+    pub unseen: Vec<String>,
+}
+
+/// A container of an engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Container {
+    /// Its id.
+    pub id: String,
+    /// The layers of its image, lowest first, as indices into [`Inventory::layers`].
+    pub layers: Vec<usize>,
+    /// Whether its root is mounted.
+    pub mounted: bool,
+}
+
+impl Inventory {
+    pub(super) fn new(engine: &'static str, root: &Path, driver: &'static str) -> Self {
+        let (layers, containers, unseen) = Default::default();
+        Self { engine, root: root.to_owned(), driver, images: 0, layers, containers, unseen }
+    }
+}
+
+/// Where something is mounted, and the directories of changes of overlays, in this mount namespace.
+#[derive(Debug, Default)]
+pub struct LiveMounts {
+    targets: HashSet<PathBuf>,
+    uppers: HashSet<PathBuf>,
+}
+
+impl LiveMounts {
+    /// From what is mounted: each mount's target and, of an overlay, its upper directory.
+    pub fn new(mounts: impl IntoIterator<Item = (PathBuf, Option<PathBuf>)>) -> Self {
+        let mut live = Self::default();
+        for (target, upper) in mounts {
+            live.targets.insert(target);
+            live.uppers.extend(upper);
+        }
+        live
+    }
+
+    pub(super) fn has_target(&self, path: &Path) -> bool {
+        has(&self.targets, path)
+    }
+
+    pub(super) fn has_upper(&self, path: &Path) -> bool {
+        has(&self.uppers, path)
+    }
+}
+
+/// A store's root can be a symbolic link: the kernel names a target without, an option as it was given.
+fn has(paths: &HashSet<PathBuf>, path: &Path) -> bool {
+    paths.contains(path) || path.canonicalize().is_ok_and(|path| paths.contains(&path))
+}

@@ -1,0 +1,71 @@
+//! The stores of other engines on this machine, read in place and never written.
+
+mod bolt;
+pub mod containerd;
+pub mod containers_storage;
+pub mod docker;
+#[cfg(fuzzing)]
+pub mod fuzz;
+mod inventory;
+mod names;
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+pub use inventory::{Container, Inventory, LiveMounts};
+
+pub(crate) use crate::error::EngineError;
+use cofolio_sys::resident::read_aside;
+
+/// Largest file of an engine's own records, in bytes. A layer takes some 700 of them.
+const RECORDS_MAX: u64 = 256 << 20;
+
+/// Opens a file without changing when it was last read, as far as that is allowed.
+fn open(path: &Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let no_trace = i32::try_from(rustix::fs::OFlags::NOATIME.bits()).unwrap_or(0);
+    match File::options().read(true).custom_flags(no_trace).open(path) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(path),
+        other => other,
+    }
+}
+
+/// Reads a file of records, or of settings, and leaves the page cache as it was; `None` if it is not there.
+fn read(path: &Path) -> Result<Option<Vec<u8>>, EngineError> {
+    let failed = |source| EngineError::Io { path: path.to_owned(), source };
+    let file = match open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(failed)?,
+    };
+    read_aside(&file, RECORDS_MAX).map(Some).map_err(failed)
+}
+
+/// Reads a JSON file; `None` if it is not there.
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, EngineError> {
+    let wrong = |what| EngineError::Document { path: path.to_owned(), what };
+    let Some(bytes) = read(path)? else { return Ok(None) };
+    serde_json::from_slice(&bytes).map(Some).map_err(|e| wrong(e.to_string()))
+}
+
+/// Reads a text; `None` if it is not there.
+fn read_text(path: &Path) -> Result<Option<String>, EngineError> {
+    let wrong = |_| EngineError::Document { path: path.to_owned(), what: "not UTF-8".into() };
+    let Some(bytes) = read(path)? else { return Ok(None) };
+    String::from_utf8(bytes).map(Some).map_err(wrong)
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn home() -> PathBuf {
+    std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default()
+}
+
+/// Whether an id can be part of a path.
+fn is_id(id: &str) -> bool {
+    !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-')
+}

@@ -1,0 +1,67 @@
+//! Places where blobs are: files and parts of files.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use rustix::fs::{Mode, OFlags};
+
+use crate::digest::BlobDigest;
+use crate::layer::blob::{Blob, Content};
+
+/// Opens a file of a source for reading; anything but a regular file, or a link to one, is refused.
+///
+/// A layout out of somebody's archive may hold a FIFO, which would block whoever opens it, or a link to a
+/// device, to which opening alone may mean something: neither is opened.
+///
+/// # Errors
+/// `InvalidInput` for what is no regular file, and what the system says.
+pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
+    let refused = || io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(refused());
+    }
+    // It may have been exchanged since.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    if file.metadata()?.is_file() { Ok(file) } else { Err(refused()) }
+}
+
+/// A file that holds a blob, or an archive of which a member is one.
+#[derive(Debug)]
+struct InFile {
+    file: Arc<File>,
+    offset: u64,
+}
+
+/// A blob that is a file's bytes from `offset` on.
+pub(crate) fn in_file(digest: BlobDigest, file: Arc<File>, offset: u64, size: u64) -> Blob {
+    Blob::new(digest, size, Arc::new(InFile { file, offset }))
+}
+
+impl Content for InFile {
+    fn open(&self, _: &BlobDigest, size: u64, _: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+        let file = self.file.clone();
+        Box::new(Section { file, at: self.offset, end: self.offset.saturating_add(size) })
+    }
+}
+
+/// Reads a part of a file, without moving the file's own position.
+struct Section {
+    file: Arc<File>,
+    at: u64,
+    end: u64,
+}
+
+impl Read for Section {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let left = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
+        let length = buf.len().min(left);
+        let count = self.file.read_at(&mut buf[..length], self.at)?;
+        self.at += count as u64;
+        Ok(count)
+    }
+}

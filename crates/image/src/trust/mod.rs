@@ -1,0 +1,65 @@
+//! Who vouches for an image, and what is asked of one before it is used. `docs/SIGNATURES.md` has the bytes.
+//!
+//! ```text
+//! key.rs      keys in PEM files: ed25519 and ECDSA P-256
+//! record.rs   what the store keeps beside an image: a signature of ours, or a claim of cosign's
+//! cosign.rs   cosign's claims ("simple signing") as registries keep them
+//! policy.rs   which names need which keys; the one place that says yes or no
+//! ```
+//!
+//! A decision is about a digest: whoever asked resolves a name once, has the answer for the digest that it
+//! led to, and mounts that digest. What a name leads to afterwards makes no difference.
+
+mod cosign;
+#[cfg(fuzzing)]
+pub mod fuzz;
+mod key;
+mod policy;
+mod record;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use cofolio_store::{Digest, Domain};
+
+use crate::error::TrustError;
+pub(crate) use cosign::{Claim, SIGNATURE_ANNOTATION, tag as cosign_tag};
+pub use key::{Algorithm, PublicKey, SIGNATURE_BYTES, SigningKey};
+pub use policy::{Need, Policy, Require, Rule, Subject};
+pub use record::{Record, config_digest, message, signatures};
+
+/// What is asked of an image before an import gives it a name, and what comes along with it.
+#[derive(Clone, Debug, Default)]
+pub struct Arrival {
+    /// What is asked. See `Policy::admits`.
+    pub policy: Arc<Policy>,
+    /// A signature made elsewhere, by one of the keys that the policy demands beside its rules.
+    pub signature: Option<Vec<u8>>,
+}
+
+impl Arrival {
+    /// Says whether the image may come in under a name, and which signatures to keep with it. `claims` are
+    /// cosign's, verified.
+    ///
+    /// # Errors
+    /// [`TrustError`].
+    pub(crate) fn admit(
+        &self,
+        domain: &Domain,
+        name: &str,
+        image: &Digest,
+        config: Option<&str>,
+        mut brought: Vec<Record>,
+    ) -> Result<Vec<Record>, TrustError> {
+        for record in &mut brought {
+            record.set_config(config_digest(config));
+        }
+        if let Some(signature) = &self.signature {
+            let keys = self.policy.demanded_keys();
+            brought.push(Record::of_signature(image, config, signature, keys)?);
+        }
+        self.policy.admits(domain, name, image, config, &brought)?;
+        Ok(brought)
+    }
+}

@@ -1,0 +1,160 @@
+//! Networks that fail in the middle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use cofolio_image::registry::RegistryOptions;
+
+use crate::server::{Answer, Cutter, Fake};
+use crate::support::{Bench, sha256};
+use crate::{app, layer, options, pull};
+
+/// Every connection ends after 100 KiB, whether in the middle of a blob or not; a pull of 1.5 MiB comes
+/// through, and no byte that was hashed is fetched twice.
+#[test]
+fn a_download_goes_on_where_the_connection_was_cut() {
+    let fake = Fake::honest();
+    let layers = [layer(1, 700_000), layer(2, 800_000)];
+    fake.tag("1", &fake.image(&layers));
+    let cutter = Cutter::new(fake.address, 100 << 10);
+    let report = pull(&Bench::new(), &app(cutter.address), options()).unwrap();
+    assert!(cutter.connections.load(Ordering::Relaxed) >= 14);
+    let whole = pull(&Bench::new(), &app(fake.address), options()).unwrap();
+    assert_eq!(report.image, whole.image);
+    let ranges: Vec<u64> = fake
+        .log()
+        .iter()
+        .filter(|asked| asked.path.ends_with(&sha256(&layers[1].bytes)))
+        .filter_map(|asked| {
+            asked.header("range").strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok()
+        })
+        .collect();
+    assert!(ranges.len() >= 7, "{ranges:?}");
+    assert!(ranges.is_sorted() && ranges[0] > 90_000, "{ranges:?}");
+}
+
+/// The same with a server that knows no ranges: what is known is skipped. Each connection gets further than
+/// the one before.
+#[test]
+fn a_server_without_ranges_is_read_from_the_beginning() {
+    let layers = [layer(1, 600_000)];
+    let tries = AtomicU64::new(0);
+    let fake = Fake::new(move |asked, mut answer| {
+        if asked.is_blob() && answer.status == 206 || answer.body.len() > 500_000 {
+            let count = tries.fetch_add(1, Ordering::Relaxed) + 1;
+            let whole = WHOLE.get().unwrap().clone();
+            answer = Answer::new(200, whole);
+            answer.cut = Some(usize::try_from(count).unwrap() * 150_000);
+        }
+        answer
+    });
+    static WHOLE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
+    WHOLE.set(layers[0].bytes.clone()).unwrap();
+    fake.tag("1", &fake.image(&layers));
+    let bench = Bench::new();
+    let report = pull(&bench, &app(fake.address), options()).unwrap();
+    assert!(bench.view(&report).has("/dir/noise1"));
+    assert!(fake.asked().len() >= 6, "{:?}", fake.asked());
+}
+
+/// A connection that stands still counts as cut after the stall timeout.
+#[test]
+fn a_stalled_download_is_taken_up_again() {
+    let stalled = AtomicU64::new(0);
+    let fake = Fake::new(move |asked, mut answer| {
+        if asked.is_blob()
+            && answer.body.len() > 100_000
+            && stalled.fetch_add(1, Ordering::Relaxed) < 2
+        {
+            answer.stall = Some(80_000);
+        }
+        answer
+    });
+    fake.tag("1", &fake.image(&[layer(1, 400_000)]));
+    let options = RegistryOptions { stall_timeout: Duration::from_millis(300), ..options() };
+    let started = Instant::now();
+    pull(&Bench::new(), &app(fake.address), options).unwrap();
+    assert!(started.elapsed() >= Duration::from_millis(600));
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+}
+
+#[test]
+fn overload_is_waited_for_but_not_for_ever() {
+    for (status, header) in
+        [(429, "0"), (503, "3600"), (500, ""), (502, "Fri, 31 Dec 1999 23:59:59 GMT")]
+    {
+        let count = Arc::new(AtomicU64::new(0));
+        let asked_so_far = count.clone();
+        let fake = Fake::new(move |asked, answer| {
+            // Twice for everything that is asked.
+            match asked_so_far.fetch_add(1, Ordering::Relaxed) % 3 {
+                _ if asked.path == "/v2/" => answer,
+                2 => answer,
+                _ => Answer::error(status, "later").with("Retry-After", header),
+            }
+        });
+        fake.tag("1", &fake.image(&[layer(1, 1000)]));
+        pull(&Bench::new(), &app(fake.address), options()).unwrap();
+    }
+    let busy = Fake::new(|_, _| Answer::error(429, "too many requests"));
+    let bench = Bench::new();
+    let before = bench.listing();
+    let error = pull(&bench, &app(busy.address), options()).unwrap_err().to_string();
+    assert!(error.contains("status 429: too many requests (tried 6 times)"), "{error}");
+    assert_eq!(bench.listing(), before);
+}
+
+#[test]
+fn a_registry_that_is_not_there_is_named() {
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let bench = Bench::new();
+    let before = bench.listing();
+    let error = pull(&bench, &app(nobody), options()).unwrap_err().to_string();
+    assert!(error.contains(&nobody.to_string()) && error.contains("tried 6 times"), "{error}");
+    assert_eq!(bench.listing(), before);
+}
+
+/// The first layer was complete when the second could not be had: the next pull does not fetch it again.
+#[test]
+fn complete_layers_outlive_a_pull_that_fails() {
+    let layers = [layer(1, 3_000_000), layer(2, 2_000_000)];
+    let second = sha256(&layers[1].bytes);
+    let broken = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let fails = broken.clone();
+    let fake = Fake::new(move |asked, answer| {
+        match asked.path.ends_with(&second) && fails.load(Ordering::Relaxed) {
+            true => Answer::error(502, "upstream"),
+            false => answer,
+        }
+    });
+    fake.tag("1", &fake.image(&layers));
+    let bench = Bench::new();
+    // One after the other, so that the first is complete.
+    let options = RegistryOptions { jobs: 1, ..options() };
+    let error = pull(&bench, &app(fake.address), options.clone()).unwrap_err().to_string();
+    assert!(error.contains("status 502"), "{error}");
+    assert_eq!(bench.domain.refs().unwrap().len(), 0);
+    assert_eq!(bench.domain.images().unwrap().len(), 0);
+    broken.store(false, Ordering::Relaxed);
+    let report = pull(&bench, &app(fake.address), options.clone()).unwrap();
+    let known: Vec<bool> = report.layers.iter().map(|layer| layer.known).collect();
+    assert_eq!(known, [true, false]);
+    let first = format!("GET blobs/{}", sha256(&layers[0].bytes));
+    assert_eq!(fake.asked().iter().filter(|asked| **asked == first).count(), 1);
+    // The same image as one that came in one go.
+    let whole = pull(&Bench::new(), &app(fake.address), options).unwrap();
+    assert_eq!(whole.image, report.image);
+    assert_eq!(whole.objects_new, 3);
+}
+
+#[test]
+fn the_rate_is_limited_over_all_connections() {
+    let fake = Fake::honest();
+    fake.tag("1", &fake.image(&[layer(1, 500_000), layer(2, 500_000)]));
+    let options = RegistryOptions { rate_max: 1_000_000, ..options() };
+    let started = Instant::now();
+    pull(&Bench::new(), &app(fake.address), options).unwrap();
+    // A megabyte at a megabyte a second, a quarter of it at once.
+    assert!(started.elapsed() >= Duration::from_millis(700), "{:?}", started.elapsed());
+}

@@ -1,0 +1,61 @@
+//! The ledger: what of a file is resident, and what the machine and its cgroups hold in memory.
+//!
+//! Every reader of kernel text takes a root path, `/` on a live machine, so that a test can plant
+//! the text of a machine that it does not run on.
+
+pub mod cgroup;
+pub mod memory;
+pub mod residency;
+pub mod sharing;
+
+use std::{io, path::PathBuf};
+
+/// What can go wrong when the ledger asks the kernel.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LedgerError {
+    /// A file of the kernel's, or one whose pages are counted, could not be used.
+    #[error("{path}: {source}", path = .path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Kernel text that does not have the documented form.
+    #[error("{path}: {what}", path = .path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What was expected and not found.
+        what: String,
+    },
+    /// The machine has no memory controller that this process can use.
+    #[error("no memory cgroup: {reason}")]
+    NoMemoryCgroup {
+        /// Why, for the person in front of the machine.
+        reason: String,
+    },
+}
+
+impl LedgerError {
+    fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> LedgerError {
+        let path = path.into();
+        move |source| LedgerError::Io { path, source }
+    }
+}
+
+/// Ledger results.
+pub type Result<T, E = LedgerError> = std::result::Result<T, E>;
+
+/// Reads a small kernel text file. Bounded: `/proc` and cgroup files of interest are far below 1 MiB.
+fn read_text(path: &std::path::Path) -> Result<String> {
+    use std::io::Read;
+    const LIMIT: u64 = 1 << 20;
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(LIMIT).read_to_end(&mut bytes))
+        .map_err(LedgerError::io(path))?;
+    // Paths in these files may be any bytes; what we parse is ASCII.
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
