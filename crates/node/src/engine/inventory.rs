@@ -57,7 +57,7 @@ impl LiveMounts {
     /// Those of reading `/proc/thread-self/mountinfo`.
     pub fn read() -> io::Result<Self> {
         let mounts = mountinfo::read(Path::new("/"))?;
-        let uppers = mounts.iter().filter_map(|mount| mount.upper.clone()).collect();
+        let uppers = mounts.iter().flat_map(|mount| mount.paths("upperdir")).collect();
         Ok(Self { targets: mounts.into_iter().map(|mount| mount.target).collect(), uppers })
     }
 

@@ -26,6 +26,7 @@
 mod base;
 mod error;
 mod idmap;
+mod in_use;
 pub(crate) mod kernel;
 mod limit;
 pub(crate) mod mountinfo;
@@ -52,7 +53,7 @@ pub use idmap::IdMap;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
 pub use pin::Pin;
-use pin::Pinned;
+use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 
@@ -163,6 +164,9 @@ pub struct Unmounted {
     pub upper: Option<PathBuf>,
     /// The image is not mounted any more either: this was its last user.
     pub unpinned: bool,
+    /// Somebody else still uses it: a mount of it elsewhere, another mount namespace, an overlay over
+    /// it or an open descriptor. The image and the changes stay as long.
+    pub in_use: bool,
 }
 
 /// A point in the life of a mount at which a process may die. In order, except that the pin and
@@ -200,14 +204,14 @@ pub enum Step {
     Detached,
     /// The directories for changes are out of sight.
     UpperGone,
-    /// The store forgot it.
-    Unrooted,
     /// The image forgot its user.
     Unmarked,
-    /// Its record is gone.
-    Forgotten,
     /// The image's own mounts are gone, their directories not yet.
     Unpinned,
+    /// The store forgot it.
+    Unrooted,
+    /// Its record is gone.
+    Forgotten,
 }
 
 impl Step {
@@ -228,10 +232,10 @@ impl Step {
         Self::Leaving,
         Self::Detached,
         Self::UpperGone,
-        Self::Unrooted,
         Self::Unmarked,
-        Self::Forgotten,
         Self::Unpinned,
+        Self::Unrooted,
+        Self::Forgotten,
     ];
 }
 
@@ -590,7 +594,7 @@ impl<'a> Mounter<'a> {
         // What was there is not there any more.
         let forgotten = self.forget(&record, &Place::Gone, &lock)?;
         drop(lock);
-        let unpinned = forgotten.unpinned;
+        let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
         if unpinned {
             self.run.release();
         }
@@ -598,7 +602,7 @@ impl<'a> Mounter<'a> {
             forgotten.finish();
         }
         let was_gone = matches!(place, Place::Gone);
-        Ok(Unmounted { record, was_gone, upper: kept, unpinned })
+        Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
     }
 
     /// Takes the mount from its target.
@@ -689,7 +693,7 @@ impl<'a> Mounter<'a> {
         let users = self.run.image_dir(domain, image).join("users");
         state::remove_file(&users.join(pin::KEEPER))?;
         self.domain_of(domain)?.remove_root(RootKind::Mount, &self.keeper_root(image))?;
-        self.unpin_if_idle(domain, image, lock)
+        Ok(self.unpin_if_idle(domain, image, lock)? == Unpinned::Done)
     }
 
     /// Id of the root of an image that is kept mounted.

@@ -1,9 +1,11 @@
 //! One EROFS superblock per image, and the read-only overlays over it.
 
+use std::collections::HashSet;
+use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Domain, StoredFile, verity};
+use cofolio_store::{Backend, Digest, Domain, Root, RootKind, StoredFile, verity};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
@@ -11,13 +13,15 @@ use sha2::{Digest as _, Sha256};
 
 use super::error::{Asked, At as _, MountError};
 use super::idmap::IdMap;
+use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::proof::Proofs;
+use super::reconcile::Kernel;
 use super::state::{
     ImageLock, PinRecord, hex, list, read_json, remove_dir, remove_file, write_json,
 };
-use super::{Backing, Mounter, Step};
+use super::{Backing, Mounter, Step, mark_user};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -44,6 +48,17 @@ pub(crate) struct Pinned {
     pub(crate) backend: Backend,
     /// Whether it was made in a store with fs-verity: the mounts over it are as they were made then.
     pub(crate) verity: bool,
+}
+
+/// What became of a pinned image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unpinned {
+    /// A mount of ours needs it: nothing was done.
+    Needed,
+    /// None of ours does, but somebody else uses its superblock.
+    Elsewhere,
+    /// It is gone.
+    Done,
 }
 
 /// Name of the user that [`Mounter::pin`] is.
@@ -121,7 +136,7 @@ impl Mounter<'_> {
         // Whole or not at all: one that cannot be read would stop every unmount in the domain.
         let temporary = path.with_extension("tmp");
         write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
-        std::fs::rename(&temporary, &path).at("write", &path)?;
+        fs::rename(&temporary, &path).at("write", &path)?;
         self.step(Step::PinMade);
         place(&mount, &at)?;
         self.step(Step::Pinned);
@@ -280,23 +295,23 @@ impl Mounter<'_> {
         Ok(sizes.len() as u64)
     }
 
-    /// Unmounts what is pinned of an image, unless somebody uses it. Says whether it did.
+    /// Unmounts what is pinned of an image, unless one of our mounts uses it.
     pub(crate) fn unpin_if_idle(
         &self,
         domain: &str,
         image: &Digest,
         lock: &ImageLock,
-    ) -> Result<bool, MountError> {
+    ) -> Result<Unpinned, MountError> {
         if !self.is_idle(domain, image)? {
-            return Ok(false);
+            return Ok(Unpinned::Needed);
         }
         let record = self.pin_record(domain, image)?;
         if record.as_ref().is_some_and(|record| record.backend == Backend::InodeShare) {
             return self.unpin_domain_if_idle(domain, image, lock);
         }
-        self.take_down_pin(domain, image)?;
+        let unpinned = self.take_down_pin(domain, image)?;
         self.release_base(domain, image, record.and_then(|record| record.base), lock)?;
-        Ok(true)
+        Ok(unpinned)
     }
 
     /// With `inode-share` a read of one image may go on by way of another that has the same file, and Linux 7.2 keeps that
@@ -307,21 +322,24 @@ impl Mounter<'_> {
         domain: &str,
         image: &Digest,
         lock: &ImageLock,
-    ) -> Result<bool, MountError> {
+    ) -> Result<Unpinned, MountError> {
         // While it is held nobody becomes a user.
-        let Some(_alone) = self.run.try_lock_domain(domain)? else { return Ok(false) };
+        let Some(_alone) = self.run.try_lock_domain(domain)? else { return Ok(Unpinned::Needed) };
         let pinned = self.pinned_images()?;
         let mut others = Vec::new();
         for (_, other) in pinned.iter().filter(|(name, other)| name == domain && other != image) {
             match self.pin_record(domain, other)?.map(|record| record.backend) {
                 Some(Backend::Overlay) => {}
                 // One that is not pinned yet may be about to be, for a user that has come.
-                _ if !self.is_idle(domain, other)? => return Ok(false),
+                _ if !self.is_idle(domain, other)? => return Ok(Unpinned::Needed),
                 Some(Backend::InodeShare) => others.push(other),
                 None => {}
             }
         }
-        self.take_down_pin(domain, image)?;
+        if self.is_shared_elsewhere(domain, others.iter().copied().chain([image]))? {
+            return Ok(Unpinned::Elsewhere);
+        }
+        let unpinned = self.take_down_pin(domain, image)?;
         for other in others {
             // Whoever has its lock mounts it now, or will look here next.
             let own = if lock.covers(other) { None } else { self.run.try_lock_image(other)? };
@@ -329,13 +347,53 @@ impl Mounter<'_> {
                 self.take_down_pin(domain, other)?;
             }
         }
-        Ok(true)
+        Ok(unpinned)
     }
 
-    /// Whether an image is pinned, and nobody uses it.
+    /// Whether a superblock of these images, which our own mounts do not use, has other users.
+    fn is_shared_elsewhere<'d>(
+        &self,
+        domain: &str,
+        images: impl Iterator<Item = &'d Digest>,
+    ) -> Result<bool, MountError> {
+        let mut devices = HashSet::new();
+        for image in images {
+            if !self.forget_dead(domain, image)? {
+                return Ok(true);
+            }
+            let dir = self.run.image_dir(domain, image);
+            let views = dir.join("views");
+            let views = list(&views)?.into_iter().map(|key| (views.join(key), OVERLAY_MAGIC));
+            for (path, magic) in views.chain([(dir.join("erofs"), EROFS_MAGIC)]) {
+                if let Some(mount) = mounted_root(&path, magic)? {
+                    let found = rustix::fs::fstat(&mount).at("look at", path)?.st_dev;
+                    devices.insert((rustix::fs::major(found), rustix::fs::minor(found)));
+                }
+            }
+        }
+        in_use::is_mounted_elsewhere(&self.root, self.run.path(), &devices)
+            .at("look at the mounts of all processes below", self.root.join("proc"))
+    }
+
+    /// Whether an image is pinned, and none of our mounts uses it.
     fn is_idle(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
         let dir = self.run.image_dir(domain, image);
-        Ok(dir.exists() && list(&dir.join("users"))?.is_empty())
+        let users = list(&dir.join("users"))?;
+        Ok(dir.exists() && users.iter().all(|user| Superblock::from_user(user).is_some()))
+    }
+
+    /// Forgets superblocks of an image that have ended. Says whether all have that are not pinned.
+    fn forget_dead(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        let users = self.run.image_dir(domain, image).join("users");
+        let mut all = true;
+        for user in list(&users)? {
+            match Superblock::from_user(&user) {
+                Some(superblock) if superblock.is_alive(&self.root) => all = false,
+                Some(_) => remove_file(&users.join(user))?,
+                None => {}
+            }
+        }
+        Ok(all)
     }
 
     /// How an image is pinned, if it is.
@@ -347,9 +405,15 @@ impl Mounter<'_> {
         read_json(&self.run.image_dir(domain, image).join("pin.json"))
     }
 
-    /// Unmounts what is pinned of an image, with its lock held.
-    fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
+    /// Unmounts what is pinned of an image, with its lock held. If its superblock has other users
+    /// the image keeps its directory and gets a root, until [`Mounter::reconcile`] finds it ended.
+    fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<Unpinned, MountError> {
         let dir = self.run.image_dir(domain, image);
+        if let Some(mount) = mounted_root(&dir.join("erofs"), EROFS_MAGIC)? {
+            // First, so that it is known whoever dies after this.
+            let superblock = Superblock::of(mount, &self.root);
+            mark_user(&self.run, domain, image, &superblock.user())?;
+        }
         for key in list(&dir.join("views"))? {
             take_down(&dir.join("views").join(key))?;
         }
@@ -358,13 +422,43 @@ impl Mounter<'_> {
         for name in ["pin.json", "pin.tmp"] {
             remove_file(&dir.join(name))?;
         }
-        for below in ["views", "users"] {
-            remove_dir(&dir.join(below));
-        }
+        remove_dir(&dir.join("views"));
         // A link that a killed process left (see `mount_erofs`).
         remove_file(&dir.join(source_of(image)))?;
+        let id = self.elsewhere_root(image);
+        let domain = self.domain_of(domain)?;
+        if !self.has_ended(domain.name(), image)? {
+            if domain.has_image(image)? {
+                let mut root = Root::new(RootKind::Mount, id);
+                root.images = vec![*image];
+                root.note = "in use elsewhere".to_owned();
+                root.created = super::now();
+                root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
+                domain.put_root(&root)?;
+            }
+            return Ok(Unpinned::Elsewhere);
+        }
+        domain.remove_root(RootKind::Mount, &id)?;
+        remove_dir(&dir.join("users"));
         remove_dir(&dir);
-        Ok(())
+        Ok(Unpinned::Done)
+    }
+
+    /// Whether the superblocks of an image that is not mounted any more have ended. Waits a moment
+    /// for processes that were just forked: they hold our descriptors until they call exec.
+    fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        for milliseconds in [1, 2, 4, 8, 16, 32, 64] {
+            if self.forget_dead(domain, image)? {
+                return Ok(true);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        }
+        self.forget_dead(domain, image)
+    }
+
+    /// Id of the root of an image that is in use by others than our mounts.
+    pub(super) fn elsewhere_root(&self, image: &Digest) -> String {
+        format!("{}-used-{image}", self.run.tag())
     }
 
     /// Images with a directory of their own, by domain.
@@ -394,7 +488,8 @@ impl Mounter<'_> {
             if mounted_root(&path, EROFS_MAGIC).ok().flatten().is_none() {
                 continue;
             }
-            let users = list(&dir.join("users"))?;
+            let mut users = list(&dir.join("users"))?;
+            users.retain(|user| Superblock::from_user(user).is_none());
             let kept = users.iter().any(|user| user == KEEPER);
             let record = read_json(&dir.join("pin.json")).unwrap_or(None);
             let users = users.len() - usize::from(kept);
@@ -472,7 +567,7 @@ fn view_key(idmap: Option<&IdMap>, label: Option<&str>) -> String {
 }
 
 fn make_dir(path: &Path) -> Result<(), MountError> {
-    std::fs::create_dir_all(path).at("create", path)
+    fs::create_dir_all(path).at("create", path)
 }
 
 /// The root of a mount of this kind at `path`, if there is one on top.

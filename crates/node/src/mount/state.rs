@@ -7,7 +7,7 @@
 //!     pin.json                    how it was mounted, what was checked
 //!     erofs/                      its one EROFS superblock is mounted here
 //!     views/<key>/                read-only overlays, one per id map and label
-//!     users/<id>                  an empty file per record that uses it
+//!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared by whoever adds a user to an image of `inode-share`, alone for whoever takes

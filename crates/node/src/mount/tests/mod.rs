@@ -1,5 +1,6 @@
 mod crash;
 mod fixture;
+mod in_use;
 mod measured;
 mod refusals;
 
@@ -467,11 +468,7 @@ fn garbage_collection_keeps_what_is_mounted() {
     let request = read_only(&fixture, "one");
     mounter.mount(&request).unwrap();
     fixture.domain.remove_ref("test:1").unwrap();
-    let gc = || {
-        let live = || mounter.live_images().map_err(Into::into);
-        let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
-        fixture.domain.gc(&fixture.known, &live, &options).unwrap()
-    };
+    let gc = || fixture.gc();
     assert_eq!(gc().images, 0);
     fixture.check_content(&request.target);
     // The root lost: the record and the kernel still say so.
