@@ -8,7 +8,7 @@ use std::process::{Child, Stdio};
 use anyhow::Context as _;
 use clap::ValueEnum;
 use cofolio_node::bundle::{self, Bind, ImageConfig};
-use cofolio_node::mount::IdMap;
+use cofolio_node::mount::{Check, IdMap};
 use cofolio_node::oci::{ImportOptions, Source};
 use cofolio_node::registry::Reference;
 use cofolio_node::run::{Container, Containers, Reason, Request, RunError, Runtime};
@@ -122,7 +122,7 @@ pub(crate) struct Args {
     #[arg(long)]
     runtime: Option<String>,
     /// Hash the image and all its files before mounting
-    #[arg(long)]
+    #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
     #[command(flatten)]
     trust: TrustArgs,
@@ -168,8 +168,9 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let domain = context.domain()?;
     let image = args.trust.image(Some(&name), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
-    let measure = args.trust.check(&image, Need::Run(config), Some(&name), &domain, context)?;
-    let request = Request { measure, ..request(args, context, &image)? };
+    let need = Need::Run(config);
+    let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
+    let request = Request { check, ..request(args, context, &image)? };
     let containers = Containers::new(context.mounter(&domain));
     // What killed ones left. It does not concern this one if something of it cannot be removed.
     let mut failed = Vec::new();
@@ -289,9 +290,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         writable: args.rw,
         keep: args.keep,
         size_bytes: args.size.map(|size| size.0),
-        verify: args.verify,
-        measure: false,
-        require_verity: args.trust.require_verity,
+        check: Check::None,
         runtime: runtime(args, context)?,
     })
 }

@@ -16,7 +16,6 @@ use super::idmap::IdMap;
 use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
-use super::proof::Proofs;
 use super::reconcile::Kernel;
 use super::state::{
     ImageLock, PinRecord, hex, list, read_json, remove_dir, remove_file, write_json,
@@ -42,6 +41,8 @@ pub struct Pin {
 
 /// An image that is mounted for others to build on.
 pub(crate) struct Pinned {
+    /// Its directory.
+    dir: PathBuf,
     /// The roots of the EROFS mounts that show it together, the topmost first: more than one if it is over a base.
     pub(crate) layers: Vec<OwnedFd>,
     /// How it was mounted.
@@ -61,6 +62,8 @@ pub(crate) enum Unpinned {
     Done,
 }
 
+/// Below an image's directory: the same for its own metadata image, while it is mounted over a base.
+const OWN: &str = "own";
 /// Name of the user that [`Mounter::pin`] is.
 pub(crate) const KEEPER: &str = "keep";
 /// Name of the user that is left of mounts with `inode-share` that were detached while they were in use: until the machine
@@ -72,57 +75,67 @@ pub(super) const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
 const OVERLAY_MAGIC: u32 = 0x794C_7630;
 
 impl Mounter<'_> {
-    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for it. With `proofs` it is
-    /// made over a base only if that is proven; if it is there, that must be proven.
+    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for
+    /// it. Who may write to the store may give an image the delta of another one. So with `measured`
+    /// it is the image's own metadata image, beside the mount over a base if there is one already.
     pub(super) fn pinned(
         &self,
         domain: &Domain,
         image: &Digest,
         lock: &ImageLock,
-        proofs: Option<&Proofs>,
+        measured: bool,
     ) -> Result<Pinned, MountError> {
-        let dir = self.run.image_dir(domain.name(), image);
+        let mut dir = self.run.image_dir(domain.name(), image);
+        if measured && self.pin_record(domain.name(), image)?.is_some_and(|r| r.base.is_some()) {
+            dir.push(OWN);
+        }
         let at = dir.join("erofs");
         let path = dir.join("pin.json");
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             // It is as it was made, whatever the domain's backend is by now.
             let record: Option<PinRecord> = read_json(&path)?;
-            if let Some(proofs) = proofs {
+            if measured && record.is_none() {
                 let reason = "it is missing, so nobody knows what is mounted".to_owned();
-                let known = record.as_ref().ok_or(MountError::State { path, reason })?;
-                proofs.prove_pin(domain, image, known)?;
+                return Err(MountError::State { path, reason });
             }
             let (backend, verity, base) = record.map_or_else(Default::default, |record| {
                 (record.backend, record.verity, record.base)
             });
             let mut layers = vec![root];
             if let Some(base) = base {
-                layers.extend(self.mounted_layers(domain, &base, proofs)?);
+                layers.extend(self.mounted_layers(domain, &base)?);
             }
-            return Ok(Pinned { layers, backend, verity });
+            return Ok(Pinned { dir, layers, backend, verity });
         }
         let scratch = open_dir(&dir).at("open", &dir)?;
         let backend = domain.backend()?;
         let mut below = Vec::new();
         let (mount, record) = match backend {
-            Backend::Overlay => match self.mount_delta(domain, image, scratch.as_fd(), proofs)? {
-                Some((mount, record, layers)) => {
-                    below = layers;
-                    (mount, record)
+            Backend::Overlay => {
+                let over_base = match measured {
+                    true => None,
+                    false => self.mount_delta(domain, image, scratch.as_fd())?,
+                };
+                match over_base {
+                    Some((mount, record, layers)) => {
+                        below = layers;
+                        (mount, record)
+                    }
+                    None => {
+                        if !dir.ends_with(OWN) {
+                            self.release_base(domain.name(), image, None, lock)?;
+                        }
+                        self.mount_image(domain, image, image, scratch.as_fd())?
+                    }
                 }
-                None => {
-                    self.release_base(domain.name(), image, None, lock)?;
-                    self.mount_image(domain, image, image, scratch.as_fd())?
-                }
-            },
+            }
             Backend::InodeShare => {
                 let packed = self.open_pack(domain, image)?;
                 let mount = self.mount_pack(&packed, &source_of(image), scratch.as_fd())?;
                 let record = PinRecord {
                     backend,
                     base: None,
-                    delta: None,
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
@@ -148,7 +161,7 @@ impl Mounter<'_> {
             reason: "the image does not stay mounted".to_owned(),
         })?;
         let layers = std::iter::once(root).chain(below).collect();
-        Ok(Pinned { layers, backend, verity })
+        Ok(Pinned { dir, layers, backend, verity })
     }
 
     /// Mounts a metadata image, detached, after it and the sizes of its objects were checked. mountinfo will show `shown` as
@@ -164,8 +177,9 @@ impl Mounter<'_> {
         let verity = domain.protection().verity;
         check_digest(&file, image, verity)?;
         let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
-        let objects_checked = if verity {
-            // The kernel compares every block that it reads, and fails what is too short.
+        let objects_checked = if verity || is_immutable(domain, &file)? {
+            // With fs-verity the kernel compares every block that it reads, and fails what is too
+            // short. Nobody cuts short what is immutable.
             0
         } else {
             self.check_sizes(&file, image, &objects)?
@@ -176,7 +190,6 @@ impl Mounter<'_> {
         let record = PinRecord {
             backend: Backend::Overlay,
             base: None,
-            delta: None,
             backing,
             verity,
             objects_checked,
@@ -196,8 +209,7 @@ impl Mounter<'_> {
         idmap: Option<&IdMap>,
         label: Option<&str>,
     ) -> Result<OwnedFd, MountError> {
-        let at =
-            self.run.image_dir(domain.name(), image).join("views").join(view_key(idmap, label));
+        let at = pin.dir.join("views").join(view_key(idmap, label));
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, OVERLAY_MAGIC)? {
             return Ok(root);
@@ -256,9 +268,9 @@ impl Mounter<'_> {
 
     /// Compares the size of every object with what the image says; returns how many there are.
     ///
-    /// Without fs-verity an object that was cut short reads short without an error, so this is the
-    /// last moment to notice. A stat takes 2 us of a processor, so that ten thousand objects take it 20 ms,
-    /// once per pin; all processors share in it.
+    /// An unprotected object that was cut short reads short without an error, so this is the last
+    /// moment to notice. A stat takes 2 us of a processor, so that ten thousand objects take it 20 ms,
+    /// once per pin. All processors share in it, as far as there are threads to be had.
     fn check_sizes(
         &self,
         file: &StoredFile,
@@ -286,9 +298,20 @@ impl Mounter<'_> {
         std::thread::scope(|scope| {
             let mut parts = sizes.chunks(sizes.len().div_ceil(threads).max(1));
             let own = parts.next().unwrap_or_default();
-            let others: Vec<_> = parts.map(|part| scope.spawn(move || check(part))).collect();
+            let spawn = |part| {
+                std::thread::Builder::new()
+                    .spawn_scoped(scope, move || check(part))
+                    .map_err(|_| part)
+            };
+            let others: Vec<_> = parts.map(spawn).collect();
             others.into_iter().fold(check(own), |checked, other| {
-                let other = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                let other = match other {
+                    Ok(thread) => {
+                        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                    }
+                    // No thread was to be had.
+                    Err(part) => check(part),
+                };
                 checked.and(other)
             })
         })?;
@@ -409,22 +432,26 @@ impl Mounter<'_> {
     /// the image keeps its directory and gets a root, until [`Mounter::reconcile`] finds it ended.
     fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<Unpinned, MountError> {
         let dir = self.run.image_dir(domain, image);
-        if let Some(mount) = mounted_root(&dir.join("erofs"), EROFS_MAGIC)? {
-            // First, so that it is known whoever dies after this.
-            let superblock = Superblock::of(mount, &self.root);
-            mark_user(&self.run, domain, image, &superblock.user())?;
+        for dir in [dir.join(OWN), dir.clone()] {
+            if let Some(mount) = mounted_root(&dir.join("erofs"), EROFS_MAGIC)? {
+                // First, so that it is known whoever dies after this.
+                let superblock = Superblock::of(mount, &self.root);
+                mark_user(&self.run, domain, image, &superblock.user())?;
+            }
+            for key in list(&dir.join("views"))? {
+                take_down(&dir.join("views").join(key))?;
+            }
+            take_down(&dir.join("erofs"))?;
+            for name in ["pin.json", "pin.tmp", &source_of(image)] {
+                // The last one is a link that a killed process left (see `mount_erofs`).
+                remove_file(&dir.join(name))?;
+            }
+            remove_dir(&dir.join("views"));
+            if dir.ends_with(OWN) {
+                remove_dir(&dir);
+            }
         }
-        for key in list(&dir.join("views"))? {
-            take_down(&dir.join("views").join(key))?;
-        }
-        take_down(&dir.join("erofs"))?;
         self.step(Step::Unpinned);
-        for name in ["pin.json", "pin.tmp"] {
-            remove_file(&dir.join(name))?;
-        }
-        remove_dir(&dir.join("views"));
-        // A link that a killed process left (see `mount_erofs`).
-        remove_file(&dir.join(source_of(image)))?;
         let id = self.elsewhere_root(image);
         let domain = self.domain_of(domain)?;
         if !self.has_ended(domain.name(), image)? {
@@ -532,6 +559,19 @@ pub(crate) fn check_digest(
 pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> {
     let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
     Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
+}
+
+/// Whether the objects of an image are immutable, from one look at its metadata image: an import makes
+/// that immutable last. A copy of a store, or an import that was killed, leaves it without the flag
+/// until `gc` sets it.
+fn is_immutable(domain: &Domain, image: &StoredFile) -> Result<bool, MountError> {
+    if !domain.protection().immutable {
+        return Ok(false);
+    }
+    let file = image.descriptor().ok_or(MountError::NoDirectory)?;
+    let found = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
+    let flag = rustix::fs::StatxAttributes::IMMUTABLE;
+    Ok(found.at("look at", image.path())?.stx_attributes.contains(flag))
 }
 
 /// Compares the size of one object, below the objects directory `dir`, whose path is `objects`.

@@ -381,7 +381,6 @@ impl Mounter<'_> {
                     Err(error) => done.failed.push(in_words(&error)),
                 }
             }
-            self.run.release();
         }
         for name in self.domain.store().domains()? {
             let domain = self.domain_of(&name)?;

@@ -77,7 +77,8 @@ pub(crate) fn claim_given(run: &RunDir, dir: &Path) -> Result<(PathBuf, OwnedFd)
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
-        return Err(problem(&format!("the mount at {} uses it", user.target.display())));
+        let by = format!("the mount at {}", user.target.display());
+        return Err(MountError::UpperInUse { dir, by });
     }
     Ok((dir, lock))
 }
