@@ -346,14 +346,16 @@ fn of_registry(error: &RegistryError) -> (Option<Exit>, Option<String>) {
 }
 
 fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
-    use cofolio_node::mount::ErrorKind;
+    use cofolio_node::mount::Code;
     let hint = match error {
         MountError::Busy { target } => {
             let target = target.display();
             let hint = format!("`fuser -vm {target}` says who; `umount --force` detaches it");
             return (Some(Exit::Busy), Some(hint));
         }
-        MountError::Target { .. } => Some("--create makes the directory (its parent must exist)"),
+        MountError::TargetMissing { .. } => {
+            Some("--create makes the directory (its parent must exist)")
+        }
         MountError::NoFilesystem { .. } | MountError::NoFeature { .. } => {
             Some("`cofolio doctor` says what this machine offers")
         }
@@ -366,29 +368,22 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::PackInvalid { .. } => {
             Some("`cofolio fsck --repair` removes it, `cofolio pack` makes it again")
         }
-        MountError::BaseNotProven { .. } => Some(
-            "`cofolio mounts` says by whom; once it is unmounted everywhere it is mounted without that base",
-        ),
         MountError::NotShared { .. } => Some("`cofolio pack --again IMAGE` makes its pack anew"),
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
         _ => None,
     };
-    let exit = match (error, error.kind()) {
-        (
-            MountError::AlreadyMounted { .. }
-            | MountError::Covered { .. }
-            | MountError::PinnedWithoutVerity { .. },
-            _,
-        ) => Some(Exit::Busy),
-        (MountError::NotMounted(_), _) => Some(Exit::NotFound),
-        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
-        (MountError::OtherNamespace { .. }, _) | (_, ErrorKind::Machine) => Some(Exit::Missing),
-        (_, ErrorKind::Corrupt) => Some(Exit::Corrupt),
-        // The cause decides.
+    let exit = match (error, error.code()) {
         (MountError::Store(error), _) => return of_store(error),
-        (_, ErrorKind::Io) => None,
-        (_, ErrorKind::Request) => Some(Exit::Failure),
+        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
+        (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
+        (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
+        | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
+        (_, Code::NotFound) => Some(Exit::NotFound),
+        (_, Code::Corrupt) => Some(Exit::Corrupt),
+        // The cause decides.
+        (_, Code::Io) => None,
+        (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
     };
     (exit, hint.map(str::to_owned))
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use cofolio_image::source::Source;
 use cofolio_image::trust::{Arrival, Need, Policy, Rule, Subject};
+use cofolio_node::mount::Check;
 use cofolio_store::{Digest, Domain};
 
 use crate::cmd::sign::read_signature;
@@ -53,17 +54,18 @@ impl TrustArgs {
         }
     }
 
-    /// Asks whether the image may be used now; an error says that it may not. The answer is whether its
-    /// metadata is to be measured before it is mounted, also where it is mounted already: where it is one
-    /// digest that was asked for or vouched for.
+    /// Asks whether the image may be used now; an error says that it may not. The answer is what to
+    /// check before it is mounted. Where one digest was asked for or vouched for, its metadata is
+    /// measured at least. `verify` asks for all of it.
     pub(crate) fn check(
         &self,
         image: &Named,
         need: Need<'_>,
         name: Option<&str>,
+        verify: bool,
         domain: &Domain,
         context: &Context<'_>,
-    ) -> anyhow::Result<bool> {
+    ) -> anyhow::Result<Check> {
         let mut policy = policy(context)?;
         if !self.trust.is_empty() {
             policy.demand(&self.trust, &[], "--trust")?;
@@ -71,7 +73,12 @@ impl TrustArgs {
         // What was asked for by digest has not been asked for by the name that it happens to have.
         let name = name.filter(|name| image.ref_name.as_deref() == Some(*name));
         let vouched = policy.check(domain, &Subject { name, image: image.digest, need })?;
-        Ok(vouched || self.digest.is_some())
+        Ok(match (self.require_verity, verify) {
+            (true, _) => Check::RequireVerity,
+            (false, true) => Check::Verify,
+            _ if vouched || self.digest.is_some() => Check::Measure,
+            _ => Check::None,
+        })
     }
 }
 

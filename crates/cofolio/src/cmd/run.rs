@@ -13,7 +13,7 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind, ImageConfig};
 use cofolio_node::container::{Container, Containers, Reason, Request, RunError, Runtime};
-use cofolio_node::mount::IdMap;
+use cofolio_node::mount::{Check, IdMap};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -123,7 +123,7 @@ pub(crate) struct Args {
     #[arg(long)]
     runtime: Option<String>,
     /// Hash the image and all its files before mounting
-    #[arg(long)]
+    #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
     #[command(flatten)]
     trust: TrustArgs,
@@ -169,8 +169,9 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let domain = context.domain()?;
     let image = args.trust.image(Some(&name), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
-    let measure = args.trust.check(&image, Need::Run(config), Some(&name), &domain, context)?;
-    let request = Request { measure, ..request(args, context, &image)? };
+    let need = Need::Run(config);
+    let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
+    let request = Request { check, ..request(args, context, &image)? };
     let containers = Containers::new(context.mounter(&domain));
     // What killed ones left. It does not concern this one if something of it cannot be removed.
     let mut failed = Vec::new();
@@ -290,9 +291,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         writable: args.rw,
         keep: args.keep,
         size_bytes: args.size.map(|size| size.0),
-        verify: args.verify,
-        measure: false,
-        require_verity: args.trust.require_verity,
+        check: Check::None,
         runtime: runtime(args, context)?,
     })
 }

@@ -35,7 +35,7 @@ use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Uid};
 use serde::{Deserialize, Serialize};
 
 use self::bundle::{BundleError, ImageConfig};
-use crate::mount::{Access, IdMap, MountError, MountRequest, Mounter, UmountOptions};
+use crate::mount::{Access, Check, IdMap, MountError, MountRequest, Mounter, UmountOptions};
 
 pub use runtime::Runtime;
 
@@ -136,12 +136,8 @@ pub struct Request {
     pub keep: bool,
     /// Bytes that its changes may take.
     pub size_bytes: Option<u64>,
-    /// Hash the image and all its files first.
-    pub verify: bool,
-    /// Measure the metadata image first.
-    pub measure: bool,
-    /// Refuse where the kernel would not check every read (fs-verity).
-    pub require_verity: bool,
+    /// What has to hold of the image first.
+    pub check: Check,
     /// What starts it.
     pub runtime: Runtime,
 }
@@ -375,11 +371,7 @@ impl<'a> Containers<'a> {
             // Between the two somebody may have taken it for a leftover.
             match lock(&dir, FlockOperation::LockExclusive) {
                 Ok(Some(lock)) if is_in(&lock, &dir) => {
-                    if self.mounter.run_dir().is_kept_by(&lock)? {
-                        return Ok((name, dir, lock));
-                    }
-                    // Its mount went in between. The runtime would not see what is mounted in another.
-                    remove_files(&dir)?;
+                    return Ok((name, dir, lock));
                 }
                 Err(error) if !error.is_missing() => return Err(error),
                 _ => {}
@@ -404,9 +396,7 @@ impl<'a> Containers<'a> {
             },
             size_bytes: request.size_bytes,
             scratch: !request.writable && request.config.volumes().next().is_some(),
-            verify: request.verify,
-            measure: request.measure,
-            require_verity: request.require_verity,
+            check: request.check,
             idmap: options.idmap.clone(),
             ..MountRequest::new(request.image, &rootfs)
         })?;
@@ -457,9 +447,6 @@ impl<'a> Containers<'a> {
             Err(error) => return Err(error.into()),
         }
         remove_files(dir)?;
-        // While the lock was open the run directory was busy.
-        drop(container);
-        self.mounter.run_dir().release();
         Ok(ended)
     }
 

@@ -224,6 +224,14 @@ impl Fixture {
         Mounter::new(&self.domain, self.run_dir(), &self.known)
     }
 
+    /// Collects what no root and no mount uses.
+    pub(super) fn gc(&self) -> cofolio_store::GcReport {
+        let mounter = self.mounter();
+        let live = || mounter.live_images().map_err(Into::into);
+        let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
+        self.domain.gc(&self.known, &live, &options).unwrap()
+    }
+
     pub(super) fn object_path(&self, number: usize) -> PathBuf {
         self.domain.object_path(&self.known.0[number].0).unwrap()
     }
