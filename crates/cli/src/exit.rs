@@ -464,7 +464,15 @@ fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {
         RunError::Exists(_) => {
             (Exit::Busy, Some("`cofolio ps` lists containers, `cofolio stop NAME` ends one"))
         }
-        RunError::NotFound(_) => (Exit::NotFound, Some("`cofolio ps` lists containers")),
+        RunError::NotFound(_) | RunError::NotRunning(_) => {
+            (Exit::NotFound, Some("`cofolio ps` lists containers"))
+        }
+        RunError::Record { .. } => (
+            Exit::Corrupt,
+            Some(
+                "if no process of the container runs: `cofolio umount` its rootfs and remove its directory",
+            ),
+        ),
         RunError::StillRunning(_) => (Exit::Busy, None),
         RunError::Name(_) | RunError::NoRoot(_) => (Exit::Usage, None),
         RunError::Io { .. } => return (None, None),
