@@ -239,12 +239,12 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
         return (Some(Exit::Corrupt), None);
     }
     if let Some(error) = cause.downcast_ref::<io::Error>() {
-        return (io_exit(error), None);
+        return (io_exit(error), io_hint(error));
     }
     (None, None)
 }
 
-/// For damage in the store. Importing an image again is no help: what is known is not written again.
+/// For damage in the store. Importing an image again mends the image's own files, but no objects.
 const DAMAGED: &str =
     "`cofolio fsck` says what else is damaged; `fsck --repair --from SOURCE` restores it";
 
@@ -297,6 +297,10 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
             (Some(Exit::NoSpace), Some(hint.to_owned()))
         }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
+        ImportError::Thread(_) => (Some(Exit::Busy), None),
+        ImportError::Name { .. } => {
+            (Some(Exit::Usage), Some("--name REF gives the image another name".to_owned()))
+        }
         ImportError::Registry(error) => of_registry(error),
         ImportError::Engine(error) => of_engine(error),
         ImportError::Trust(error) => of_trust(error),
@@ -371,6 +375,7 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::NotShared { .. } => Some("`cofolio pack --again IMAGE` makes its pack anew"),
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
+        error if error.kind() == ErrorKind::Corrupt => Some(DAMAGED),
         _ => None,
     };
     let exit = match (error, error.code()) {
@@ -391,6 +396,8 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
 fn of_export(error: &ExportError) -> (Option<Exit>, Option<String>) {
     let (exit, hint) = match error {
         ExportError::Destination { .. } => (Exit::Usage, None),
+        ExportError::Thread(_) => (Exit::Busy, None),
+        ExportError::Exists { .. } => (Exit::Usage, Some("--replace replaces it")),
         ExportError::NoSplit { .. } => (
             Exit::NotFound,
             Some("an earlier version imported it: import the image again from where it came"),
@@ -479,6 +486,15 @@ fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {
         _ => (Exit::Failure, None),
     };
     (Some(exit), hint.map(str::to_owned))
+}
+
+/// EMFILE, the same number on every architecture of Linux.
+const TOO_MANY_OPEN_FILES: i32 = 24;
+
+fn io_hint(error: &io::Error) -> Option<String> {
+    (error.raw_os_error() == Some(TOO_MANY_OPEN_FILES)).then(|| {
+        "this process may open no more files: `ulimit -n 1024` raises the limit".to_owned()
+    })
 }
 
 fn io_exit(error: &io::Error) -> Option<Exit> {

@@ -9,7 +9,7 @@
 //! other such images (`inode_share`).
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -22,9 +22,10 @@ use cofolio_store::{Digest, Domain};
 use serde::Serialize;
 use sha2::Digest as _;
 
+use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
-use super::{ExportProgress, OnProgress, aside};
+use super::{ExportProgress, OnProgress};
 use crate::compose::contents::open_image;
 use crate::lease::Lease;
 
@@ -46,29 +47,33 @@ pub struct FilesystemReport {
     pub content: u64,
 }
 
-/// Writes an image to a file that can be mounted as it is; one that is there is replaced.
+/// How to write the file.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FilesystemOptions {
+    /// Compress the contents with LZ4.
+    pub compress: bool,
+    /// Replace a file that exists.
+    pub replace: bool,
+}
+
+/// Writes an image to a file that can be mounted as it is; the path `-` is standard output.
 ///
 /// # Errors
-/// [`ExportError`]; what was at the path is as before.
+/// [`ExportError`]; the path is as before then.
 pub fn export_filesystem(
     domain: &Domain,
     image: &Digest,
     path: &Path,
-    compress: bool,
+    options: FilesystemOptions,
     on_progress: OnProgress<'_>,
 ) -> Result<FilesystemReport, ExportError> {
-    if path.is_dir() {
-        let what =
-            format!("{}: it is a directory, and a filesystem goes to a file", path.display());
-        return Err(ExportError::Destination { what });
-    }
     let lease = Lease::take(domain, image, Vec::new(), "export")?;
     let bad = |what: String| ExportError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
-    let new = NewFile::create(path)?;
-    let mut blocks = Blocks::new(path, compress)?;
+    let new = OutputFile::create(path, options.replace)?;
+    let mut blocks = Blocks::new(new.aside(), options.compress)?;
     blocks.put_all(domain, image, &tree, &mut |bytes| {
         lease.renew();
         match on_progress(ExportProgress { layer: 0, layers: 1, bytes }) {
@@ -77,11 +82,12 @@ pub fn export_filesystem(
         }
     })?;
     // What is wrong with the tree is the image's fault, the rest the destination's.
-    let (digest, size) = new.write(&tree, &mut blocks).map_err(|error| match error {
-        WriteError::Sink(source) => io_error(path)(source),
-        other => bad(other.to_string()),
-    })?;
-    new.publish(path)?;
+    let (digest, size) =
+        write_file(new.file(), &tree, &mut blocks).map_err(|error| match error {
+            WriteError::Sink(source) => io_error(path)(source),
+            other => bad(other.to_string()),
+        })?;
+    new.publish()?;
     Ok(FilesystemReport {
         image: image.to_string(),
         digest: digest.to_string(),
@@ -90,54 +96,25 @@ pub fn export_filesystem(
     })
 }
 
-/// The file under its hidden name, removed unless it is published.
-struct NewFile {
-    file: File,
-    aside: PathBuf,
-    published: bool,
-}
-
-impl NewFile {
-    fn create(path: &Path) -> Result<Self, ExportError> {
-        let (file, aside) = aside::create_file(path)?;
-        Ok(Self { file, aside, published: false })
-    }
-
-    /// Writes metadata and blocks; gives the digest of it all and its size.
-    fn write(&self, tree: &Tree, blocks: &mut Blocks) -> Result<(Digest, u64), WriteError> {
-        use WriteError::Sink;
-        let mut sink = Hashed { file: &self.file, hasher: Hasher::new() };
-        let data = Data { devices: &[], own_blocks: blocks.count, contents: &*blocks };
-        write_data(tree, &data, &mut sink)?;
-        blocks.file.seek(SeekFrom::Start(0)).map_err(Sink)?;
-        let mut buffer = vec![0; READ_SIZE];
-        loop {
-            match blocks.file.read(&mut buffer) {
-                Ok(0) => break,
-                Ok(count) => sink.write_all(&buffer[..count]).map_err(Sink)?,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Sink(error)),
-            }
-        }
-        let size = sink.hasher.size();
-        self.file.set_len(size).map_err(Sink)?;
-        Ok((sink.hasher.finish(), size))
-    }
-
-    fn publish(mut self, path: &Path) -> Result<(), ExportError> {
-        self.file.sync_all().map_err(io_error(&self.aside))?;
-        fs::rename(&self.aside, path).map_err(io_error(path))?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for NewFile {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.aside);
+/// Writes metadata and blocks; gives the digest of it all and its size.
+fn write_file(file: &File, tree: &Tree, blocks: &mut Blocks) -> Result<(Digest, u64), WriteError> {
+    use WriteError::Sink;
+    let mut sink = Hashed { file, hasher: Hasher::new() };
+    let data = Data { devices: &[], own_blocks: blocks.count, contents: &*blocks };
+    write_data(tree, &data, &mut sink)?;
+    blocks.file.seek(SeekFrom::Start(0)).map_err(Sink)?;
+    let mut buffer = vec![0; READ_SIZE];
+    loop {
+        match blocks.file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => sink.write_all(&buffer[..count]).map_err(Sink)?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Sink(error)),
         }
     }
+    let size = sink.hasher.size();
+    file.set_len(size).map_err(Sink)?;
+    Ok((sink.hasher.finish(), size))
 }
 
 /// Writes to a file, and hashes what it writes.
@@ -206,15 +183,11 @@ impl Contents for Blocks {
 }
 
 impl Blocks {
-    /// In a file without a name, beside the one that is to be.
+    /// In a file without a name, in the directory of `path`.
     fn new(path: &Path, compress: bool) -> Result<Self, ExportError> {
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(".blocks");
-        let (_, name) = aside::create_file(Path::new(&beside))?;
-        let opened = File::options().read(true).write(true).open(&name);
-        fs::remove_file(&name).map_err(io_error(&name))?;
-        let file = opened.map_err(io_error(&name))?;
-        Ok(Self { file, path: name, compress, count: 0, content: 0, kept: HashMap::new() })
+        let file = unnamed_file(path)?;
+        let path = path.to_owned();
+        Ok(Self { file, path, compress, count: 0, content: 0, kept: HashMap::new() })
     }
 
     /// Stores what the files of a tree have, each content once, in the order of their names.

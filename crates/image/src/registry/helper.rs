@@ -54,11 +54,15 @@ fn ask(program: &str, server: &str, time: Duration) -> Result<Option<Secret>, Re
     }
     let (to_us, answer) = channel();
     let stdout = child.stdout.take();
-    std::thread::spawn(move || {
+    let reader = std::thread::Builder::new().spawn(move || {
         let mut bytes = Vec::new();
         let read = stdout.map_or(Ok(0), |out| out.take(ANSWER_MAX).read_to_end(&mut bytes));
         let _ = to_us.send(read.map(|_| bytes));
     });
+    if let Err(error) = reader {
+        end(&mut child);
+        return Err(bad(format!("no thread to read its answer: {error}")));
+    }
     let Ok(bytes) = answer.recv_timeout(time) else {
         end(&mut child);
         return Err(bad(format!("gave no answer within {} s", time.as_secs_f32())));

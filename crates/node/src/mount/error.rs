@@ -81,7 +81,7 @@ pub enum MountError {
         image: Digest,
     },
     /// The metadata image is not what its name says.
-    #[error("image {image} has digest {found}: it was altered; import it again")]
+    #[error("image {image} has digest {found}: it was altered")]
     ImageAltered {
         /// Its name.
         image: Digest,
@@ -111,7 +111,7 @@ pub enum MountError {
         at: PathBuf,
     },
     /// An object that the image needs is not in the store.
-    #[error("object {object} of image {image} is missing; import the image again")]
+    #[error("object {object} of image {image} is missing")]
     ObjectMissing {
         /// The image.
         image: Digest,
