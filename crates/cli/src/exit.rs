@@ -13,6 +13,7 @@ use cofolio_image::error::RegistryError;
 use cofolio_image::error::TrustError;
 use cofolio_image::export::ExportError;
 use cofolio_image::pack::PackError;
+use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
 use cofolio_node::container::bundle::BundleError;
 use cofolio_node::mount::MountError;
@@ -222,6 +223,9 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     if let Some(error) = cause.downcast_ref::<TrustError>() {
         return of_trust(error);
     }
+    if let Some(error) = cause.downcast_ref::<ConfigError>() {
+        return of_config(error);
+    }
     if let Some(error) = cause.downcast_ref::<RunError>() {
         return of_run(error);
     }
@@ -375,7 +379,7 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::NotShared { .. } => Some("`cofolio pack --again IMAGE` makes its pack anew"),
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
-        error if error.kind() == ErrorKind::Corrupt => Some(DAMAGED),
+        error if error.code() == Code::Corrupt => Some(DAMAGED),
         _ => None,
     };
     let exit = match (error, error.code()) {
@@ -458,6 +462,21 @@ fn of_trust(error: &TrustError) -> (Option<Exit>, Option<String>) {
         _ => (Exit::Refused, None),
     };
     (Some(exit), hint.map(str::to_owned))
+}
+
+fn of_config(error: &ConfigError) -> (Option<Exit>, Option<String>) {
+    let hint = match error {
+        // The cause decides.
+        ConfigError::Io { .. } => return (None, None),
+        ConfigError::Invalid { meant: Some(key), .. } => format!("did you mean `{key}`?"),
+        ConfigError::Invalid { meant: None, .. } => {
+            "`cofolio config default` prints every key with its default".to_owned()
+        }
+        _ => {
+            "as in names of images, in lower case: `docker.io`, `registry.example:5000`".to_owned()
+        }
+    };
+    (Some(Exit::Usage), Some(hint))
 }
 
 fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {

@@ -8,9 +8,9 @@ use cofolio_node::mount::{MountState, Mounter, RunDir};
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
 
 use crate::cli::Global;
-use crate::config::Loaded;
 use crate::exit::{self, Exit, Fail};
 use crate::ui::Ui;
+use cofolio_node::config::Loaded;
 
 /// Fewest digits of a digest that name an image.
 const PREFIX_DIGITS_MIN: usize = 4;

@@ -6,10 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_store::{Digest, Domain, GcOptions, GcReport, Spared, TrimOptions, TrimPlan};
 
-use crate::config::Size;
 use crate::context::{Context, short};
 use crate::exit;
 use crate::ui::{ago, human_size, plural};
+use cofolio_node::config::Size;
 
 const DAY_SECONDS: i64 = 86_400;
 

@@ -4,8 +4,9 @@
 use std::path::PathBuf;
 
 use cofolio_image::source::Source;
-use cofolio_image::trust::{Arrival, Need, Policy, Rule, Subject};
+use cofolio_image::trust::{Arrival, Need, Subject};
 use cofolio_node::mount::Check;
+use cofolio_node::policy;
 use cofolio_store::{Digest, Domain};
 
 use crate::cmd::sign::read_signature;
@@ -66,31 +67,18 @@ impl TrustArgs {
         domain: &Domain,
         context: &Context<'_>,
     ) -> anyhow::Result<Check> {
-        let mut policy = policy(context)?;
-        if !self.trust.is_empty() {
-            policy.demand(&self.trust, &[], "--trust")?;
-        }
+        let policy = policy::policy(&context.config.config.trust, &self.trust, &[])?;
         // What was asked for by digest has not been asked for by the name that it happens to have.
         let name = name.filter(|name| image.ref_name.as_deref() == Some(*name));
-        let vouched = policy.check(domain, &Subject { name, image: image.digest, need })?;
+        let subject = Subject { name, image: image.digest, need };
+        let measure = policy::admit(&policy, domain, &subject, self.digest.is_some())?;
         Ok(match (self.require_verity, verify) {
             (true, _) => Check::RequireVerity,
             (false, true) => Check::Verify,
-            _ if vouched || self.digest.is_some() => Check::Measure,
+            _ if measure => Check::Measure,
             _ => Check::None,
         })
     }
-}
-
-/// The configuration's policy.
-fn policy(context: &Context<'_>) -> anyhow::Result<Policy> {
-    let trust = &context.config.config.trust;
-    let default = Rule {
-        require: trust.require,
-        signed_by: trust.signed_by.clone(),
-        cosign_keys: trust.cosign_keys.clone(),
-    };
-    Ok(Policy::new(&default, &trust.refs)?)
 }
 
 /// What is asked of an image that is brought in.
@@ -118,13 +106,8 @@ impl ArrivalArgs {
             let fail = Fail::usage("--cosign-key is for docker:// sources only");
             return Err(fail.hint("--trust with --signature is for all sources").into());
         }
-        let mut policy = policy(context)?;
-        if !self.trust.is_empty() {
-            policy.demand(&self.trust, &[], "--trust")?;
-        }
-        if !self.cosign_key.is_empty() {
-            policy.demand(&[], &self.cosign_key, "--cosign-key")?;
-        }
+        let trust = &context.config.config.trust;
+        let policy = policy::policy(trust, &self.trust, &self.cosign_key)?;
         let signature = self.signature.as_deref().map(read_signature).transpose()?;
         Ok(Arrival { policy: policy.into(), signature })
     }

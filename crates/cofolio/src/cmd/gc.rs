@@ -4,13 +4,13 @@ use cofolio_node::container::Containers;
 use cofolio_store::{Domain, Error, GcOptions, GcReport};
 
 use crate::cmd::Outcome;
-use crate::config::Size;
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::interrupt;
 use crate::progress::Counter;
 use crate::trim::{self, Goal};
 use crate::ui::{Cell, Table, human_count, human_size, plural};
+use cofolio_node::config::Size;
 
 /// Remove what no name, mount or lease keeps
 ///

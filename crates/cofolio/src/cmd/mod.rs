@@ -36,10 +36,10 @@ pub(crate) mod umount;
 pub(crate) mod verify;
 
 use crate::cli::{Cli, Command};
-use crate::config::Loaded;
 use crate::context::Context;
 use crate::exit::{Ended, Exit};
 use crate::ui::Ui;
+use cofolio_node::config::Loaded;
 
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;

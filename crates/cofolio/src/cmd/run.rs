@@ -26,10 +26,10 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 use crate::cmd::import;
 use crate::cmd::pull::RegistryArgs;
-use crate::config::Size;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
 use crate::trust::{ArrivalArgs, TrustArgs};
+use cofolio_node::config::Size;
 
 /// Docker's exit statuses of containers that could not be started.
 const NOT_STARTED: u8 = 125;

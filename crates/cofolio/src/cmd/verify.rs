@@ -2,11 +2,11 @@ use cofolio_image::compose::contents::ImageContents;
 use cofolio_store::{Domain, Finding, ScrubOptions};
 
 use crate::cmd::Outcome;
-use crate::config::Size;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Counter;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
+use cofolio_node::config::Size;
 
 /// Hash an image and every file of it again, and compare
 ///
