@@ -202,6 +202,38 @@ fn a_tree_that_doubles_at_every_level_is_refused() {
     assert!(!exercise(&bytes));
 }
 
+#[test]
+fn images_that_lie_are_refused_with_the_offset() {
+    let content = "c".repeat(5000);
+    let text = format!(
+        "/ 0 40755 2 0 0 0 0.0 - - -\n/file 5000 100644 1 0 0 0 0.0 - {content} - user.name=value\n"
+    );
+    let good = image(&parse(text.as_bytes()), &WriteOptions::default());
+    let opened = Image::open(&good).unwrap();
+    let file = opened.resolve(b"/file").unwrap().unwrap();
+    let (inode, dirent) = (usize::try_from(file.offset).unwrap(), file.nid.to_le_bytes());
+    let find =
+        |needle: &[u8]| good.windows(needle.len()).position(|window| window == needle).unwrap();
+    let value = find(b"namevalue");
+    // Where the lie is, what it is, and what is said of it.
+    let lies: [(usize, &[u8], &str); 7] = [
+        (1024 + 12, &[20], "at byte 1036: the block size"),
+        (1024 + 14, &[0xff, 0xff], "an inode number leads beyond the image"),
+        (find(&dirent), &[0xff; 8], "an inode number leads beyond the image"),
+        (inode, &[0x0b], "the data layout 5"),
+        (inode + 16, &[0xff; 4], "data lies beyond the image"),
+        (find(b"file"), b"f/le", "bytes that no name has"),
+        (value - 2, &[0xff; 2], "an extended attribute does not end in its place"),
+    ];
+    for (at, lie, expected) in lies {
+        let mut bytes = good.clone();
+        bytes[at..at + lie.len()].copy_from_slice(lie);
+        let read = Image::open(&bytes[..]).and_then(|image| image.to_tree());
+        let error = read.err().unwrap_or_else(|| panic!("{expected}")).to_string();
+        assert!(error.contains(expected) && error.contains("at byte "), "{error}");
+    }
+}
+
 /// The document of hostile images promised that names out of order are refused, and the reader took
 /// them: it listed names that the kernel, which searches a directory by halving, does not find.
 #[test]

@@ -182,11 +182,12 @@ pub enum Stretch {
     Hole(u64),
 }
 
-/// A part of a file's content.
-#[derive(Debug)]
-pub(crate) enum Piece<'a> {
+/// A piece of a file's content.
+#[derive(Clone, Copy, Debug)]
+pub enum Piece<'a> {
+    /// Bytes.
     Data(&'a [u8]),
-    /// So many zeros, for which the filesystem keeps nothing.
+    /// A hole of this many bytes: zeros that the filesystem does not store.
     Hole(u64),
 }
 
@@ -245,12 +246,16 @@ impl StoredFile {
         self.for_pieces_in(0..size, each)
     }
 
-    /// Goes through a part of the content, which ends earlier if the file does.
-    pub(crate) fn for_pieces_in(
+    /// Goes through a range of the content in order, which ends earlier if the file does. Holes are
+    /// not read.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`], and those of `each`.
+    pub fn for_pieces_in<E: From<crate::Error>>(
         &self,
         range: Range<u64>,
-        mut each: impl FnMut(Piece<'_>) -> crate::Result<()>,
-    ) -> crate::Result<()> {
+        mut each: impl FnMut(Piece<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
         // Most files are small: one buffer for all that a thread reads.
         thread_local!(static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) });
         let mut buffer = BUFFER.take();
@@ -280,7 +285,7 @@ impl StoredFile {
                     offset += n as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).at("read", &self.path),
+                Err(error) => Err(error).at("read", &self.path)?,
             }
         }
         BUFFER.set(buffer);

@@ -59,7 +59,7 @@ pub use buffer::Buffer;
 pub use commit::Publish;
 pub use contents::Contents;
 pub use digest::{Digest, ParseDigestError};
-pub use disk::{Protection, StoredFile, Stretch};
+pub use disk::{Piece, Protection, StoredFile, Stretch};
 pub use domain::{Domain, DomainLock, Refs, UnreadableRef};
 pub use du::{DuReport, ImageUsage};
 pub use error::{BoxError, Error, ErrorKind, Result, is_damage};
@@ -72,7 +72,10 @@ pub use real::stretch_at;
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
-pub use segment::{Extent, Form, Pack, Pages, Part, Place, Run, Segment, SegmentWriter, Written};
+pub use segment::{
+    Extent, Form, Pack, Pages, Part, Place, Run, SHA256_SIZE_MAX, Segment, SegmentWriter, Written,
+    granule,
+};
 pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use staging::{

@@ -6,10 +6,10 @@
 //!
 //! ```text
 //! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
-//! pages    if it is plain, for each block the first 8 bytes of its SHA-256
+//! pages    if it is plain, for each of the first 2^18 blocks the first 8 bytes of its SHA-256
 //! index    for each content, in the order of the blocks, 80 bytes:
 //!            0  digest of the object
-//!           32  SHA-256 of the content
+//!           32  SHA-256 of the content; zeros if that is larger than 4 GiB
 //!           64  u64 size in bytes
 //!           72  u32 first block
 //!           76  u32 how many blocks it takes here
@@ -28,7 +28,8 @@
 //! which is read and not written, is plain without pages, others and runs, and has 0 for the number of blocks.
 //!
 //! What a plain content has page for page with one that is in a segment already, from a multiple of 64 KiB on and 512 KiB or
-//! more of it, it has there, and does not take again ([`Pages`]).
+//! more of it, it has there, and does not take again ([`Pages`]). A content of more than 4 GiB does not
+//! look: its holes begin and end at multiples of more than 64 KiB ([`granule`]).
 //!
 //! A *pack* is the EROFS image over the segments that one image of the store needs. Both are made from objects and can
 //! be made again; a pack goes with its image, a segment with the last pack that needs it.
@@ -47,13 +48,23 @@ pub use write::{Pages, SegmentWriter, Written};
 
 /// Bytes of a block.
 const BLOCK: u64 = 4096;
+/// Largest content, in bytes, that has a SHA-256: holes cost nothing in an fs-verity digest, but
+/// SHA-256 of a terabyte of zeros takes as long as that of data.
+pub const SHA256_SIZE_MAX: u64 = 4 << 30;
+
+/// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
+/// two, at least 64 KiB. An image has a table with an entry for each, so there are few of them,
+/// however large the content: 65,536.
+pub fn granule(size: u64) -> u64 {
+    (size >> 16).next_power_of_two().max(64 << 10)
+}
 
 /// One content of a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// The object whose content it is.
     pub object: Digest,
-    /// SHA-256 of the content.
+    /// SHA-256 of the content; zeros if it is larger than [`SHA256_SIZE_MAX`].
     pub sha256: [u8; 32],
     /// Its size in bytes.
     pub size: u64,
