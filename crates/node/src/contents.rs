@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use cofolio_erofs::dump::{Records, What};
 use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
 use cofolio_erofs::tree::{Content, Payload};
-use cofolio_store::{BoxError, Contents, Digest, StoredFile};
+use cofolio_store::{BoxError, Contents, Digest, Segment, StoredFile};
 
 use crate::oci::split;
 
@@ -68,6 +68,10 @@ impl Contents for ImageContents {
     fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
         let image = open_image(pack)?;
         image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
+    }
+
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
+        Ok(Segment::check(segment)?)
     }
 }
 

@@ -146,7 +146,7 @@ fn pack_without(
     };
     match attempt(false) {
         // Segments that were to be used were collected meanwhile.
-        Err(PackError::Store(Error::Vanished { .. })) => attempt(true),
+        Err(PackError::Store(error)) if error.is_race() => attempt(true),
         other => other,
     }
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::collector::{Swept, allocated};
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
@@ -270,30 +271,43 @@ impl Store {
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn collect_staging(&self) -> Result<(u64, u64)> {
         self.check_writable()?;
-        let (mut count, mut bytes) = (0, 0);
+        let swept = self.leftovers(false)?;
+        Ok((swept.count, swept.bytes))
+    }
+
+    /// The same; a dry run only says what there is.
+    pub(crate) fn leftovers(&self, dry_run: bool) -> Result<Swept> {
+        let mut swept = Swept::default();
+        let mut take = |path: &str, kind| {
+            let bytes = match dry_run {
+                true => allocated(self.disk(), path, kind)?,
+                false => remove_entry(self.disk(), path, kind)?,
+            };
+            swept += Swept { count: 1, bytes };
+            Ok(())
+        };
         for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
             let path = format!("{STAGING}/{id}");
-            if kind == Kind::Directory {
-                let Some(_lock) = self.lock_orphan(&path)? else { continue };
-                bytes += remove_entry(self.disk(), &path, kind)?;
-            } else {
-                bytes += remove_entry(self.disk(), &path, kind)?;
+            // Held until it is removed.
+            let lock = match kind {
+                Kind::Directory => self.lock_orphan(&path)?,
+                _ => None,
+            };
+            if kind != Kind::Directory || lock.is_some() {
+                take(&path, kind)?;
             }
-            count += 1;
         }
         // An init or an upgrade that was interrupted. Whoever is at one holds the lock.
-        let lock = self.disk().lock("", LockMode::Exclusive, false).at("lock", META_PATH)?;
-        let entries = match lock {
-            Some(_) => self.disk().list("").at("list", "")?,
-            None => Vec::new(),
-        };
-        for (entry, kind) in entries {
-            if entry.starts_with(TEMPORARY) {
-                bytes += remove_entry(self.disk(), &entry, kind)?;
-                count += 1;
+        if let Some(_lock) =
+            self.disk().lock("", LockMode::Exclusive, false).at("lock", META_PATH)?
+        {
+            for (entry, kind) in self.disk().list("").at("list", "")? {
+                if entry.starts_with(TEMPORARY) {
+                    take(&entry, kind)?;
+                }
             }
         }
-        Ok((count, bytes))
+        Ok(swept)
     }
 
     /// The lock of a staging directory whose process is gone; `None` while it lives.

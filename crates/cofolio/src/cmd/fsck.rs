@@ -206,7 +206,7 @@ fn repair(
 /// Removes what is derived and damaged; gives the images that have no pack any more. Afterwards `report` says
 /// what is left.
 fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Vec<Digest>> {
-    let images = domain.remove_derived(report)?;
+    let images = domain.remove_derived(report, &ImageContents)?;
     let is_base =
         |it: &Finding| matches!(it.kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
     if report.findings.iter().any(is_base) {

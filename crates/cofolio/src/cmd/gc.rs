@@ -14,9 +14,9 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 
 /// Remove what no name, mount or lease keeps
 ///
-/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. An image, layer
-/// or record that cannot be read stops it before anything is removed. Leftovers of interrupted imports go
-/// too.
+/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. If an image, layer
+/// or record cannot be read, everything that it might need stays, it is named, and the exit code is 4.
+/// Leftovers of interrupted imports go too. Imports and mounts go on meanwhile.
 ///
 /// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of one: their images
 /// are packed again first. Segments of images that are mounted stay, as their room would not come back.
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             let mut value = json(&report, &rewritten)?;
             value["trim"] = serde_json::to_value(&plan)?;
             context.ui.json(&value)?;
-            return Ok(Exit::Ok);
+            return Ok(exit(&report));
         }
         return show(context, &report, &rewritten);
     }
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let rewritten = rewrite_segments(context, &domain, &options, &mut report)?;
     if context.ui.json {
         context.ui.json(&json(&report, &rewritten)?)?;
-        return Ok(Exit::Ok);
+        return Ok(exit(&report));
     }
     show(context, &report, &rewritten)
 }
@@ -117,9 +117,18 @@ fn json(report: &GcReport, rewritten: &RewriteReport) -> anyhow::Result<serde_js
     Ok(value)
 }
 
+/// What cannot be read is damage, though the collection did what it could.
+fn exit(report: &GcReport) -> Exit {
+    if report.unreadable.is_empty() { Exit::Ok } else { Exit::Corrupt }
+}
+
 fn show(context: &Context<'_>, report: &GcReport, rewritten: &RewriteReport) -> Outcome {
+    for it in &report.unreadable {
+        let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
+        context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
+    }
     if context.ui.quiet {
-        return Ok(Exit::Ok);
+        return Ok(exit(report));
     }
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
@@ -155,5 +164,5 @@ fn show(context: &Context<'_>, report: &GcReport, rewritten: &RewriteReport) -> 
     }
     let verb = if report.dry_run { "would be freed" } else { "freed" };
     context.ui.line(format!("{} {verb}", human_size(report.bytes())))?;
-    Ok(Exit::Ok)
+    Ok(exit(report))
 }

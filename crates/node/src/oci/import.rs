@@ -129,8 +129,7 @@ pub fn import(
 
 /// Whether garbage collection (or damage) took something that the import relied on.
 fn worth_another_try(error: &ImportError) -> bool {
-    use cofolio_store::Error;
-    matches!(error, ImportError::Store(Error::Vanished { .. } | Error::SizeMismatch { .. }))
+    matches!(error, ImportError::Store(error) if error.is_race())
 }
 
 /// Tries, and where it is worth it tries once more, told so: with the lock held, believing nothing known.
@@ -197,7 +196,7 @@ fn import_image(
         let record = Ref { source: in_registry(source).or(record.source.clone()), ..record };
         match publish_known(domain, &name, record, &gate) {
             // Removed and collected since we looked.
-            Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
+            Err(ImportError::Store(error)) if error.is_race() => {}
             done => return done,
         }
     }

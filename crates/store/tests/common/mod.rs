@@ -120,6 +120,10 @@ impl Contents for Lines {
         Self::read(pack, &mut |digest, _| segments.push(digest))?;
         Ok(segments)
     }
+
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
+        Ok(Segment::check(segment)?)
+    }
 }
 
 /// Packs an image: its objects go into segments of `count` objects each, unless they are in one already.

@@ -99,6 +99,10 @@ impl Contents for Known {
     fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
         ImageContents.pack_segments(pack)
     }
+
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
+        ImageContents.check_segment(segment)
+    }
 }
 
 pub(super) struct Fixture {
