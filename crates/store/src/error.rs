@@ -49,6 +49,14 @@ pub enum Error {
         /// Bytes of new content that did not fit.
         missing: u64,
     },
+    /// The filesystem has room, but no inodes; the store is as it was before.
+    #[error(
+        "no inodes left on the store's filesystem: {files} more files were needed; the store is unchanged"
+    )]
+    NoInodes {
+        /// New files that could not be made.
+        files: u64,
+    },
     /// An earlier operation on this staging failed, so that it cannot be published any more.
     #[error("this import failed earlier and cannot go on: {first}")]
     Poisoned {
@@ -202,7 +210,7 @@ impl Error {
     /// Whose fault it is.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::NoSpace { .. } => ErrorKind::Space,
+            Self::NoSpace { .. } | Self::NoInodes { .. } => ErrorKind::Space,
             Self::Io { source, .. } if is_full(source) => ErrorKind::Space,
             Self::Io { .. } | Self::Poisoned { .. } => ErrorKind::Io,
             Self::NotAStore { .. }

@@ -152,6 +152,10 @@ impl Collector<'_> {
         }
         self.sweep_objects(&mut report)?;
         self.sweep_hints()?;
+        if !self.options.dry_run {
+            // There may be room for it now.
+            let _ = domain.store().keep_reserve();
+        }
         let Self { reach, .. } = &mut self;
         report.unreadable = reach.take_unreadable();
         Ok(report)

@@ -78,7 +78,7 @@ impl Domain {
     }
 
     /// What a file is by its path below the store.
-    fn name_of(&self, path: &str) -> Option<FileName> {
+    pub(crate) fn name_of(&self, path: &str) -> Option<FileName> {
         let below = path.strip_prefix(self.base())?.strip_prefix('/')?;
         let (directory, file) = below.rsplit_once('/')?;
         FileName::of_file(directory, file)
@@ -203,6 +203,9 @@ impl Domain {
     pub fn protect_all(&self) -> Result<u64> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
+        if self.store().open_to_others()?.is_some() {
+            self.store().restrict()?;
+        }
         let mut files = Vec::new();
         for kind in FileKind::NAMED {
             files.extend(self.named(kind)?);
