@@ -259,13 +259,19 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         Error::NotAStore { .. } => Some(
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is",
         ),
-        Error::NoSpace { .. } => Some("`cofolio gc` frees what nothing uses any more"),
+        Error::NoSpace { .. } | Error::NoInodes { .. } => {
+            Some("`cofolio gc` frees what nothing uses any more")
+        }
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
         Error::NoSuchPack(_) => Some("`cofolio pack IMAGE` makes one"),
         Error::NoSuchSegment(_) => Some(
             "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again",
         ),
         Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),
+        Error::Corrupt { path, .. } if path == "meta.json" => {
+            Some("`cofolio fsck --repair` makes it again")
+        }
+        Error::Io { .. } if error.is_unreadable() => Some(DAMAGED),
         Error::Corrupt { path, .. } if path.contains("/refs/") => Some(
             "importing the image again under its name writes its record again; `rm --force` removes it",
         ),

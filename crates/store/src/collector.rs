@@ -201,11 +201,11 @@ impl<'a> Collector<'a> {
         let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
         let alone = disk.lock(&roots, LockMode::Exclusive, options.wait).at("lock", &roots)?;
         collector._alone = Some(alone.ok_or_else(busy)?);
-        let lock = domain.lock(LockMode::Exclusive, options.wait)?.ok_or_else(busy)?;
         let added = collector.added();
+        // Of a collection that was killed.
+        remove_entry(disk, &added, Kind::Directory)?;
+        let lock = domain.lock(LockMode::Exclusive, options.wait)?.ok_or_else(busy)?;
         match disk.mkdir(&added) {
-            // A collection was killed: its notes keep too much, once.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) if is_full(&error) => collector.held = Some(lock),
             other => other.at("create", &added)?,
         }

@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::Digest;
 use crate::base::Base;
 use crate::disk::{Disk, Kind, StoredFile};
-use crate::error::{At, Error, Result, is_damage};
+use crate::error::{At, Error, Result, is_damage, is_full};
 use crate::examine::hash_file;
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
@@ -72,6 +72,8 @@ impl Staging {
         objects: impl IntoIterator<Item = (Digest, u64)>,
     ) -> Result<StagingStats> {
         self.check_for_commit()?;
+        let domain = self.domain.clone();
+        let no_space = |error| no_space(domain.disk(), error);
         self.enable_features().map_err(no_space)?;
         let disk = self.disk();
         disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
@@ -414,11 +416,12 @@ impl Missing {
 }
 
 /// A filesystem that fills up while the import is published: directories and records need room too.
-fn no_space(error: Error) -> Error {
+fn no_space(disk: &dyn Disk, error: Error) -> Error {
     match error {
-        Error::Io { ref source, .. } if crate::error::is_full(source) => {
-            Error::NoSpace { missing: BLOCK }
-        }
+        Error::Io { ref source, .. } if is_full(source) => match disk.free_files() {
+            Ok(0) => Error::NoInodes { files: 1 },
+            _ => Error::NoSpace { missing: BLOCK },
+        },
         other => other,
     }
 }

@@ -45,6 +45,21 @@ pub trait Contents: Sync {
     /// Whatever is wrong with the pack. It is as good as not there then.
     fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError>;
 
+    /// Calls `found` with the path of each file of an image whose content is one of the `wanted` objects.
+    /// Used to say what damage hits; nothing depends on it.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the image.
+    fn image_paths(
+        &self,
+        image: &StoredFile,
+        wanted: &dyn Fn(&Digest) -> bool,
+        found: &mut dyn FnMut(Digest, &[u8]),
+    ) -> Result<(), BoxError> {
+        let _ = (image, wanted, found);
+        Ok(())
+    }
+
     /// Reads a segment as one; its blocks are not looked at.
     ///
     /// # Errors

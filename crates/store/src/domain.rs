@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, StoredFile};
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, ErrorKind, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::store::{DOMAINS, Store, TEMPORARY, remove_entry};
@@ -463,7 +463,15 @@ impl Domain {
         if durable {
             self.sync_parts()?;
         }
-        self.store.replace_file(&directory, &path, &json, durable)
+        match self.store.replace_file(&directory, &path, &json, durable) {
+            // A read-only mount of an image that is here must not need room.
+            Err(error)
+                if !durable && error.kind() == ErrorKind::Space && self.store.use_reserve() =>
+            {
+                self.store.replace_file(&directory, &path, &json, durable)
+            }
+            other => other,
+        }
     }
 
     /// Removes a root; says whether it was there.

@@ -49,6 +49,14 @@ pub enum Error {
         /// Bytes of new content that did not fit.
         missing: u64,
     },
+    /// The filesystem has room, but no inodes; the store is as it was before.
+    #[error(
+        "no inodes left on the store's filesystem: {files} more files were needed; the store is unchanged"
+    )]
+    NoInodes {
+        /// New files that could not be made.
+        files: u64,
+    },
     /// An earlier operation on this staging failed, so that it cannot be published any more.
     #[error("this import failed earlier and cannot go on: {first}")]
     Poisoned {
@@ -202,7 +210,7 @@ impl Error {
     /// Whose fault it is.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::NoSpace { .. } => ErrorKind::Space,
+            Self::NoSpace { .. } | Self::NoInodes { .. } => ErrorKind::Space,
             Self::Io { source, .. } if is_full(source) => ErrorKind::Space,
             Self::Io { .. } | Self::Poisoned { .. } => ErrorKind::Io,
             Self::NotAStore { .. }
@@ -257,12 +265,14 @@ pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
 }
 
 /// EIO is also what a mismatch of fs-verity gives; EUCLEAN and EBADMSG say that the filesystem's own
-/// structures are damaged; ENODATA and EREMOTEIO are what disks answer for bad sectors.
+/// structures are damaged; ENODATA and EREMOTEIO are what disks answer for bad sectors; the last four come
+/// where something else than a file is in its place.
 fn is_medium_error(code: i32) -> bool {
     use rustix::io::Errno;
     let medium =
         [Errno::IO, Errno::UCLEAN, Errno::BADMSG, Errno::NODATA, Errno::REMOTEIO, Errno::ILSEQ];
-    medium.iter().any(|errno| errno.raw_os_error() == code)
+    let no_file = [Errno::ISDIR, Errno::NOTDIR, Errno::LOOP, Errno::NXIO];
+    medium.iter().chain(&no_file).any(|errno| errno.raw_os_error() == code)
 }
 
 /// Whether an I/O error means that there is no room: a full filesystem or a quota.

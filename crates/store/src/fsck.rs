@@ -150,6 +150,12 @@ pub struct Finding {
     /// The image or layer that is hit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
+    /// Names of images that are hit, as far as that is known; at most 8.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refs: Vec<String>,
+    /// Files of images that are hit: name or digest of the image, and the path in it; at most 8.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<String>,
     /// What was found, for people.
     pub detail: String,
 }
@@ -160,7 +166,15 @@ impl Finding {
         path: impl Into<String>,
         detail: impl Into<String>,
     ) -> Self {
-        Self { kind, path: path.into(), digest: None, user: None, detail: detail.into() }
+        Self {
+            kind,
+            path: path.into(),
+            digest: None,
+            user: None,
+            refs: Vec::new(),
+            files: Vec::new(),
+            detail: detail.into(),
+        }
     }
 
     pub(crate) fn about(mut self, digest: &Digest) -> Self {
@@ -243,6 +257,9 @@ impl Domain {
     ) -> Result<FsckReport> {
         let _lock = self.lock_shared()?;
         let mut report = FsckReport::default();
+        if let Some(detail) = self.store().open_to_others()? {
+            report.add(Finding::new(FindingKind::Permissions, ".", detail));
+        }
         for directory in domain::directories() {
             let path = format!("{}/{directory}", self.base());
             match self.disk().stat(&path) {
@@ -282,6 +299,7 @@ impl Domain {
                 || self.fsck_again(&finding.path, &mut again).is_err()
                 || again.findings.iter().any(|now| now.kind == FindingKind::Unprotected)
         });
+        self.add_hit(contents, &mut report)?;
         report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
         Ok(report)
     }

@@ -152,6 +152,10 @@ impl Collector<'_> {
         }
         self.sweep_objects(&mut report)?;
         self.sweep_hints()?;
+        if !self.options.dry_run {
+            // There may be room for it now.
+            let _ = domain.store().keep_reserve();
+        }
         let Self { reach, .. } = &mut self;
         report.unreadable = reach.take_unreadable();
         Ok(report)
@@ -238,9 +242,11 @@ impl Collector<'_> {
         let mut directories = vec![String::new(), "refs".to_owned(), used::DIRECTORY.to_owned()];
         directories.push(base::DIRECTORY.to_owned());
         directories.extend(roots);
-        let signed = domain.entries(signatures::DIRECTORY)?;
-        directories
-            .extend(signed.iter().map(|(image, _)| format!("{}/{image}", signatures::DIRECTORY)));
+        for (image, kind) in domain.entries(signatures::DIRECTORY)? {
+            if kind == Kind::Directory {
+                directories.push(format!("{}/{image}", signatures::DIRECTORY));
+            }
+        }
         let mut suspects = Vec::new();
         for directory in directories {
             for (entry, kind) in domain.entries(&directory)? {

@@ -32,6 +32,7 @@ mod error;
 mod examine;
 mod fsck;
 mod gc;
+mod hit;
 mod kinds;
 mod meta;
 mod name;
@@ -46,6 +47,7 @@ mod settings;
 mod signatures;
 #[cfg(feature = "sim")]
 pub mod sim;
+mod sizes;
 mod staging;
 mod store;
 mod trim;
@@ -78,6 +80,7 @@ pub use segment::{
 };
 pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
+pub use sizes::SizesReport;
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };

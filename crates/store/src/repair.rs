@@ -78,7 +78,7 @@ impl Domain {
     }
 
     /// What a file is by its path below the store.
-    fn name_of(&self, path: &str) -> Option<FileName> {
+    pub(crate) fn name_of(&self, path: &str) -> Option<FileName> {
         let below = path.strip_prefix(self.base())?.strip_prefix('/')?;
         let (directory, file) = below.rsplit_once('/')?;
         FileName::of_file(directory, file)
@@ -203,6 +203,9 @@ impl Domain {
     pub fn protect_all(&self) -> Result<u64> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
+        if self.store().open_to_others()?.is_some() {
+            self.store().restrict()?;
+        }
         let mut files = Vec::new();
         for kind in FileKind::NAMED {
             files.extend(self.named(kind)?);
@@ -270,7 +273,8 @@ impl Domain {
         for name in objects.chain(damage.images.iter().map(content(FileKind::Image))) {
             // Missing and truncated ones, and what cannot be read as an image, are known already.
             let finding = examiner.look(&name, None)?.0.finding();
-            let is_known = |new: &Finding| report.findings.iter().any(|it| it.path == new.path);
+            let damage = report.findings.iter().filter(|known| known.kind.is_damage());
+            let is_known = |new: &Finding| damage.clone().any(|known| known.path == new.path);
             let finding = finding.filter(|finding| !is_known(finding));
             report.findings.extend(finding);
         }

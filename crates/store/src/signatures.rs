@@ -15,7 +15,7 @@ use crate::store::{TEMPORARY, mkdir_if_missing};
 use crate::{Digest, Domain};
 
 /// Compatible: `signatures/` is kept. Who does not know it leaves those of images that are gone.
-const FEATURE: &str = "signatures";
+pub(crate) const FEATURE: &str = "signatures";
 /// Directory of the signatures, with a directory for each image that has some.
 pub(crate) const DIRECTORY: &str = "signatures";
 /// Largest signature that is kept or read, in bytes.

@@ -122,7 +122,7 @@ pub struct Staging {
     known_objects: AtomicU64,
     known_bytes: AtomicU64,
     /// Last, so that the directory is gone before its lock is.
-    _lock: Box<dyn Lock>,
+    lock: Option<Box<dyn Lock>>,
 }
 
 enum Health {
@@ -169,7 +169,7 @@ impl Domain {
             new_bytes: AtomicU64::new(0),
             known_objects: AtomicU64::new(0),
             known_bytes: AtomicU64::new(0),
-            _lock: lock,
+            lock: Some(lock),
         };
         for part in ["objects", "images", "layers", "segments", "tmp"] {
             let path = format!("{}/{part}", staging.directory);
@@ -504,7 +504,14 @@ impl Staging {
     pub(crate) fn check_for_commit(&self) -> Result<()> {
         match &*self.health() {
             Health::Working => Ok(()),
-            Health::Counting { missing, .. } => Err(Error::NoSpace { missing: *missing }),
+            Health::Counting { missing, seen } => {
+                let files = (seen.len() as u64).max(1);
+                // Whether it is room or inodes that are missing, the kernel's answer does not say.
+                match self.disk().free_files() {
+                    Ok(0) => Err(Error::NoInodes { files }),
+                    _ => Err(Error::NoSpace { missing: *missing }),
+                }
+            }
             Health::Failed(first) => Err(Error::Poisoned { first: first.clone() }),
         }
     }
@@ -542,8 +549,13 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // What cannot be removed now is recognised as orphaned later: the lock goes with us.
-        let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+        let remove = || remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+        // Looking into the directory takes a descriptor. If there is none to be had, that of the lock is.
+        // What cannot be removed now is recognised as orphaned later.
+        if remove().is_err() {
+            drop(self.lock.take());
+            let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use crate::base::with_bases;
 use crate::collector::{Collector, Suspect};
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::error::{At, BoxError, Error, Result};
+use crate::error::{At, BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Keepers;
 use crate::uses::Uses;
@@ -122,7 +122,11 @@ impl Domain {
         announce: &dyn Fn(&TrimPlan),
     ) -> Result<(TrimPlan, GcReport)> {
         let mut collector = Collector::begin(self, contents, &options.gc)?;
-        let keepers = self.keepers(live, &options.gc)?;
+        let mut keepers = self.keepers(live, &options.gc)?;
+        // What such a record names is not known, so neither is what goes with another name.
+        if let Some(error) = keepers.unreadable.pop() {
+            return Err(error);
+        }
         let mut plan = self.plan_trim(contents, &keepers, options)?;
         announce(&plan);
         if !options.gc.dry_run {
@@ -141,10 +145,6 @@ impl Domain {
         keepers: &Keepers,
         options: &TrimOptions,
     ) -> Result<TrimPlan> {
-        // What they name is not known, so neither is what goes with another name.
-        if let Some(Error::Corrupt { path, reason }) = keepers.unreadable.first() {
-            return Err(Error::corrupt(path, reason));
-        }
         let refs = &keepers.refs;
         let used = keepers.roots.iter().flat_map(|(_, root)| &root.images);
         let in_use: BTreeSet<Digest> = used.chain(&keepers.live).copied().collect();

@@ -8,7 +8,7 @@ use crate::store::mkdir_if_missing;
 use crate::{Digest, Domain};
 
 /// Compatible: `used/` is kept. Who does not know it leaves times that are too old.
-const FEATURE: &str = "last-used";
+pub(crate) const FEATURE: &str = "last-used";
 /// Directory of the records.
 pub(crate) const DIRECTORY: &str = "used";
 /// A record that is at most so old is not written again, in seconds: starting a thousand containers of one

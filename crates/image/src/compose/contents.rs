@@ -70,6 +70,22 @@ impl Contents for ImageContents {
         image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
     }
 
+    fn image_paths(
+        &self,
+        image: &StoredFile,
+        wanted: &dyn Fn(&Digest) -> bool,
+        found: &mut dyn FnMut(Digest, &[u8]),
+    ) -> Result<(), BoxError> {
+        let image = open_image(image)?;
+        let mut walk = image.walk()?;
+        while let Some(file) = walk.advance()? {
+            if let Some(digest) = object_of(&image, &file.inode)?.filter(wanted) {
+                found(digest, file.path);
+            }
+        }
+        Ok(())
+    }
+
     fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
         Ok(Segment::check(segment)?)
     }

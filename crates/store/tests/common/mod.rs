@@ -121,6 +121,19 @@ impl Contents for Lines {
         Ok(segments)
     }
 
+    fn image_paths(
+        &self,
+        image: &StoredFile,
+        wanted: &dyn Fn(&Digest) -> bool,
+        found: &mut dyn FnMut(Digest, &[u8]),
+    ) -> Result<(), BoxError> {
+        Self::read(image, &mut |digest, size| {
+            if wanted(&digest) {
+                found(digest, format!("/a file of {size} bytes").as_bytes());
+            }
+        })
+    }
+
     fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
         Ok(Segment::check(segment)?)
     }
