@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use cofolio_erofs::tree::Content;
 use cofolio_image::{
     compose::contents::{ImageContents, open_image},
-    export::export_filesystem,
+    export::{FilesystemOptions, export_filesystem},
     pack::{PackOptions, pack},
 };
 use cofolio_node::{
@@ -330,7 +330,8 @@ fn ways<'a>(
     let mut ways = Vec::new();
     for (file, compress, name) in [("plain", false, PLAIN), ("lz4", true, "EROFS, LZ4")] {
         let file = dir.join(file).with_extension("erofs");
-        export_filesystem(domain, image, &file, compress, &Task::default())?;
+        let options = FilesystemOptions { compress, replace: true };
+        export_filesystem(domain, image, &file, options, &Task::default())?;
         ways.push(by_hand(dir, name, &file, &[])?);
     }
     match mkfs(dir, &ways[0].top) {

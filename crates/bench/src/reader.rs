@@ -14,7 +14,7 @@ use cofolio_sys::cache::FileMap;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
-use super::source::{Content, hex, number, parse_hex, walk};
+use super::source::{Content, number, parse_hex, walk};
 
 /// How the files are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
@@ -58,7 +58,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             }
             let Content { size, hash } = read_file(path, args.mode, &mut buf)
                 .with_context(|| format!("cannot read {}", path.display()))?;
-            write!(out, "{index} {size} {} ", hex(&hash))?;
+            write!(out, "{index} {size} {} ", const_hex::encode(hash))?;
             out.write_all(path.strip_prefix(dir).unwrap_or(path).as_os_str().as_bytes())?;
             out.write_all(&[0])?;
             Ok(())

@@ -478,7 +478,12 @@ pub(super) fn walk(
 /// One record per file: `LAYER INODE SIZE SHA256 OBJECT PATH`, ended by a NUL, as names hold any other byte.
 fn write_listing(listing: &Listing, out: &mut impl Write) -> io::Result<()> {
     for (path, Entry { content, object, inode: (layer, inode) }) in listing {
-        write!(out, "{layer} {inode} {} {} {object} ", content.size, hex(&content.hash))?;
+        write!(
+            out,
+            "{layer} {inode} {} {} {object} ",
+            content.size,
+            const_hex::encode(content.hash)
+        )?;
         out.write_all(path)?;
         out.write_all(&[0])?;
     }
@@ -506,20 +511,9 @@ pub(super) fn number(text: &[u8]) -> Result<u64> {
     text.parse().with_context(|| format!("{text:?} is not a number"))
 }
 
-pub(super) fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 pub(super) fn parse_hex(text: &[u8]) -> Result<ContentHash> {
     let mut hash = [0; 32];
-    ensure!(text.len() == 64, "a hash of {} digits", text.len());
-    for (byte, digits) in hash.iter_mut().zip(text.chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits)?, 16)?;
-    }
+    const_hex::decode_to_slice(text, &mut hash)?;
     Ok(hash)
 }
 

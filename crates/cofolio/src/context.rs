@@ -49,6 +49,15 @@ impl Context<'_> {
         }
     }
 
+    /// For commands that mount and start containers: an error of their first system call would not say
+    /// what to do.
+    pub(crate) fn needs_root(&self) -> anyhow::Result<()> {
+        match rustix::process::geteuid().is_root() {
+            true => Ok(()),
+            false => Err(Fail::new(Exit::Missing, "not permitted").hint("run as root").into()),
+        }
+    }
+
     /// The store, which must exist.
     pub(crate) fn store(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.global.store)?)

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use cofolio_image::source::Source;
 use cofolio_image::trust::{Arrival, Need, Subject};
+use cofolio_node::mount::Check;
 use cofolio_node::policy;
 use cofolio_store::{Digest, Domain};
 
@@ -54,22 +55,29 @@ impl TrustArgs {
         }
     }
 
-    /// Asks whether the image may be used now; an error says that it may not. The answer is whether its
-    /// metadata is to be measured before it is mounted, also where it is mounted already: where it is one
-    /// digest that was asked for or vouched for.
+    /// Asks whether the image may be used now; an error says that it may not. The answer is what to
+    /// check before it is mounted. Where one digest was asked for or vouched for, its metadata is
+    /// measured at least. `verify` asks for all of it.
     pub(crate) fn check(
         &self,
         image: &Named,
         need: Need<'_>,
         name: Option<&str>,
+        verify: bool,
         domain: &Domain,
         context: &Context<'_>,
-    ) -> anyhow::Result<bool> {
+    ) -> anyhow::Result<Check> {
         let policy = policy::policy(&context.config.config.trust, &self.trust, &[])?;
         // What was asked for by digest has not been asked for by the name that it happens to have.
         let name = name.filter(|name| image.ref_name.as_deref() == Some(*name));
         let subject = Subject { name, image: image.digest, need };
-        Ok(policy::admit(&policy, domain, &subject, self.digest.is_some())?)
+        let measure = policy::admit(&policy, domain, &subject, self.digest.is_some())?;
+        Ok(match (self.require_verity, verify) {
+            (true, _) => Check::RequireVerity,
+            (false, true) => Check::Verify,
+            _ if measure => Check::Measure,
+            _ => Check::None,
+        })
     }
 }
 

@@ -158,7 +158,9 @@ pub const USER_OPAQUE: &[u8] = b"user.overlay.opaque";
 /// by convention).
 pub const FINGERPRINT: &[u8] = b"trusted.erofs.fingerprint";
 /// What [`FINGERPRINT`] holds in front of a SHA-256 digest (`erofs_set_inode_fingerprint` of erofs-utils).
-pub const FINGERPRINT_SCHEME: &[u8] = b"sha256:";
+pub const FINGERPRINT_SHA256: &[u8; 7] = b"sha256:";
+/// What [`FINGERPRINT`] holds in front of an fs-verity digest, where the content has no SHA-256.
+pub const FINGERPRINT_VERITY: &[u8; 7] = b"verity:";
 
 /// What [`OVERLAY_METACOPY`] holds in front of a SHA-256 digest: version 0, length 36, no flags,
 /// algorithm 1 (`struct ovl_metacopy` of Linux).

@@ -56,7 +56,7 @@ impl Contents for Devices {
             Kept::Runs(runs) => Form::Runs(runs),
             Kept::Lz4(place, parts) => Form::Lz4 { place: *place, parts },
         };
-        Some(Found { fingerprint: *fingerprint, form })
+        Some(Found { sha256: Some(*fingerprint), form })
     }
 }
 

@@ -106,8 +106,7 @@ impl BlobHasher {
             Self::Sha256(h) => (Algorithm::Sha256, h.finalize().to_vec()),
             Self::Sha512(h) => (Algorithm::Sha512, h.finalize().to_vec()),
         };
-        let hex = bytes.iter().map(|b| format!("{b:02x}")).collect();
-        BlobDigest { algorithm, hex }
+        BlobDigest { algorithm, hex: const_hex::encode(bytes) }
     }
 }
 

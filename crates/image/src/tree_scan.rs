@@ -27,6 +27,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 use crate::error::ImportError;
+use crate::threads::spawn_up_to;
 use cofolio_store::task::{Event, Task};
 
 /// Files up to this size are read whole before they are stored.
@@ -294,9 +295,9 @@ pub fn scan(
     let (jobs, queue) = channel::bounded::<Job>(QUEUE);
     let (to_us, results) = channel::unbounded();
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        spawn_up_to(scope, threads, || {
             let (queue, to_us, stop) = (queue.clone(), to_us.clone(), &stop);
-            scope.spawn(move || {
+            move || {
                 let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     // After a failure the queue is only emptied.
@@ -307,8 +308,8 @@ pub fn scan(
                     let result = job.read(options.inline_max, &mut buffer, sink, task);
                     let _ = to_us.send((inode, result));
                 }
-            });
-        }
+            }
+        })?;
         drop((queue, to_us));
         let mut walk = Walk {
             root_path: path,

@@ -39,14 +39,14 @@ struct Compressed {
 impl Contents for Compressed {
     fn find(&self, _: &[u8; 32]) -> Option<Found<'_>> {
         let form = Form::Lz4 { place: Place { device: 0, block: 0 }, parts: &self.parts };
-        Some(Found { fingerprint: self.fingerprint, form })
+        Some(Found { sha256: Some(self.fingerprint), form })
     }
 }
 
 impl Contents for Segment {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
         let (fingerprint, runs) = self.contents.get(digest)?;
-        Some(Found { fingerprint: *fingerprint, form: Form::Runs(runs) })
+        Some(Found { sha256: Some(*fingerprint), form: Form::Runs(runs) })
     }
 }
 

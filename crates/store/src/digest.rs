@@ -35,40 +35,18 @@ impl Digest {
 
     /// 64 lower-case hex digits exactly, as file names have them.
     pub fn from_lower_hex(hex: &[u8]) -> Option<Self> {
-        if hex.len() != 64 {
-            return None;
-        }
         let mut bytes = [0; 32];
-        let mut any = 0;
-        for (byte, pair) in bytes.iter_mut().zip(hex.chunks_exact(2)) {
-            let (high, low) = (VALUES[usize::from(pair[0])], VALUES[usize::from(pair[1])]);
-            any |= high | low;
-            *byte = (high << 4) | (low & 15);
-        }
-        (any < 16).then_some(Self(bytes))
+        const_hex::decode_to_slice(hex, &mut bytes).ok()?;
+        // The decoder also takes a prefix `0x` and upper case.
+        let exact = hex.len() == 64 && !hex.iter().any(u8::is_ascii_uppercase);
+        exact.then_some(Self(bytes))
     }
 }
 
-/// What each lower-case hex digit is worth; 16 for what is none. Whoever mounts an image reads a digest
-/// for every file.
-const VALUES: [u8; 256] = {
-    let mut values = [16; 256];
-    let mut value = 0;
-    while value < 16 {
-        values[b"0123456789abcdef"[value as usize] as usize] = value;
-        value += 1;
-    }
-    values
-};
-
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const DIGITS: &[u8; 16] = b"0123456789abcdef";
         let mut hex = [0; 64];
-        for (pair, byte) in hex.chunks_exact_mut(2).zip(self.0) {
-            pair[0] = DIGITS[usize::from(byte >> 4)];
-            pair[1] = DIGITS[usize::from(byte & 15)];
-        }
+        const_hex::encode_to_slice(self.0, &mut hex).map_err(|_| fmt::Error)?;
         f.pad(std::str::from_utf8(&hex).unwrap_or_default())
     }
 }

@@ -142,6 +142,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn reflink(&self, from: &str, to: &str) -> io::Result<()>;
     /// What the filesystem offers.
     fn protection(&self) -> Protection;
+    /// Lets only the owner into the directory of the store.
+    fn restrict(&self) -> io::Result<()>;
+    /// Files that may still be made; `u64::MAX` where the filesystem does not say.
+    fn free_files(&self) -> io::Result<u64>;
     /// Bytes that an import may still write. The filesystem is not filled up to the last byte.
     fn room_bytes(&self) -> io::Result<u64>;
     /// 16 bytes that nobody can guess and no other import has.
@@ -182,11 +186,12 @@ pub enum Stretch {
     Hole(u64),
 }
 
-/// A part of a file's content.
-#[derive(Debug)]
-pub(crate) enum Piece<'a> {
+/// A piece of a file's content.
+#[derive(Clone, Copy, Debug)]
+pub enum Piece<'a> {
+    /// Bytes.
     Data(&'a [u8]),
-    /// So many zeros, for which the filesystem keeps nothing.
+    /// A hole of this many bytes: zeros that the filesystem does not store.
     Hole(u64),
 }
 
@@ -245,12 +250,16 @@ impl StoredFile {
         self.for_pieces_in(0..size, each)
     }
 
-    /// Goes through a part of the content, which ends earlier if the file does.
-    pub(crate) fn for_pieces_in(
+    /// Goes through a range of the content in order, which ends earlier if the file does. Holes are
+    /// not read.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`], and those of `each`.
+    pub fn for_pieces_in<E: From<crate::Error>>(
         &self,
         range: Range<u64>,
-        mut each: impl FnMut(Piece<'_>) -> crate::Result<()>,
-    ) -> crate::Result<()> {
+        mut each: impl FnMut(Piece<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
         // Most files are small: one buffer for all that a thread reads.
         thread_local!(static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) });
         let mut buffer = BUFFER.take();
@@ -280,7 +289,7 @@ impl StoredFile {
                     offset += n as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).at("read", &self.path),
+                Err(error) => Err(error).at("read", &self.path)?,
             }
         }
         BUFFER.set(buffer);

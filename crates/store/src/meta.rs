@@ -24,6 +24,16 @@ pub(crate) const SEGMENT_FEATURE: &str = "segments";
 /// Compatible: a trust domain can have a `domain.json`. Who does not know it mounts as if there were none.
 pub(crate) const SETTINGS_FEATURE: &str = "domain-settings";
 
+/// Compatible features that this program may add to a store.
+const COMPATIBLE: [&str; 6] = [
+    SPLIT_FEATURE,
+    SEGMENT_FEATURE,
+    SETTINGS_FEATURE,
+    crate::base::FEATURE,
+    crate::used::FEATURE,
+    crate::signatures::FEATURE,
+];
+
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Features {
@@ -54,13 +64,28 @@ impl Meta {
         let immutable = immutable.then(|| IMMUTABLE_FEATURE.to_owned());
         Self {
             format: FORMAT,
-            id: hex(id),
+            id: const_hex::encode(id),
             features: Features {
                 compatible: vec![SPLIT_FEATURE.to_owned()],
                 read_only_compatible: immutable.into_iter().collect(),
                 incompatible: vec![DIGEST_FEATURE.to_owned()],
             },
         }
+    }
+
+    /// What can be made of a damaged `meta.json`: the id if it can still be found in it, and otherwise
+    /// `fresh`. Features that are named and not used cost nothing.
+    pub(crate) fn mended(damaged: &[u8], fresh: [u8; 16], immutable: bool) -> Self {
+        let mut meta = Self::new(fresh, immutable);
+        let is_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        let mut runs = damaged.split(|byte| !is_hex(byte)).filter(|run| run.len() == 32);
+        if let Some(id) = runs.next().and_then(|run| std::str::from_utf8(run).ok()) {
+            id.clone_into(&mut meta.id);
+        }
+        meta.features.compatible.extend(COMPATIBLE.map(str::to_owned));
+        meta.features.compatible.sort_unstable();
+        meta.features.compatible.dedup();
+        meta
     }
 
     /// Reads `meta.json`. The version is looked at before anything else of it: a later format may have
@@ -119,10 +144,6 @@ pub(crate) fn with_compatible(json: &[u8], feature: &str) -> Result<Vec<u8>> {
 /// The first feature of `set` that is not among the `known` ones.
 fn unknown(set: &[String], known: &[&str]) -> Option<String> {
     set.iter().find(|feature| !known.contains(&feature.as_str())).cloned()
-}
-
-pub(crate) fn hex(bytes: [u8; 16]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use crate::Domain;
 use crate::disk::LockMode;
 use crate::domain::to_json;
 use crate::error::{At, ErrorKind, Result};
-use crate::meta::{SETTINGS_FEATURE, hex};
+use crate::meta::SETTINGS_FEATURE;
 use crate::segment::Form;
 
 /// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
@@ -119,7 +119,7 @@ impl Domain {
             Err(error) if error.kind() != ErrorKind::Corrupt => return Err(error),
             Ok(None) | Err(_) => {
                 let random = || self.disk().random().at("get random bytes for", &path);
-                Secret(hex(random()?) + &hex(random()?))
+                Secret(const_hex::encode(random()?) + &const_hex::encode(random()?))
             }
         };
         let json = to_json(&path, &Settings { backend, packs, secret })?;

@@ -166,7 +166,7 @@ impl<'a> Container<'a> {
         command.arg("--root").arg(STATE).args(["run", "--detach", "--bundle"]).arg(&dir);
         command.arg("--pid-file").arg(dir.join("pid")).arg(&name);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints);
-        let started = host.runtime.spawn(&mut command, &[]).and_then(|mut child| child.wait());
+        let started = host.runtime.spawn(&mut command).and_then(|mut child| child.wait());
         let started = started.with_context(|| format!("cannot start {}", host.runtime.name()))?;
         ensure!(started.success(), "{} does not start: {}", container.what(), container.said());
         Ok(container)

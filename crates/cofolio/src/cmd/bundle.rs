@@ -39,7 +39,7 @@ pub(crate) struct Args {
     #[arg(long)]
     read_only: bool,
     /// Hash the image and all its files before mounting
-    #[arg(long)]
+    #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
     /// Program in place of the image's entry point; empty for none
     #[arg(long, value_name = "PROGRAM")]
@@ -69,8 +69,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let image = args.trust.image(Some(&args.image), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
-    let measure =
-        args.trust.check(&image, Need::Run(config), Some(&args.image), &domain, context)?;
+    let need = Need::Run(config);
+    let check = args.trust.check(&image, need, Some(&args.image), args.verify, &domain, context)?;
     let config = match config {
         Some(text) => ImageConfig::parse(text)?,
         // A directory that was imported has no config: the caller says what to run.
@@ -95,9 +95,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             let request = MountRequest {
                 create_target: true,
                 access: if args.read_only { Access::ReadOnly } else { Access::Writable },
-                verify: args.verify,
-                measure,
-                require_verity: args.trust.require_verity,
+                check,
                 ..MountRequest::new(image.digest, &rootfs)
             };
             let mounted = mounter.mount(&request).inspect_err(|_| {

@@ -185,6 +185,13 @@ impl Store {
             }
             Err(error) => errors.push(text(error)),
         }
+        match store.open_to_others() {
+            Ok(Some(problem)) => {
+                lines.push(("permissions", format!("{problem} (`cofolio fsck --repair` mends it)")))
+            }
+            Ok(None) => {}
+            Err(error) => errors.push(text(error)),
+        }
         match store.orphaned_staging() {
             Ok(orphans) if !orphans.is_empty() => lines.push((
                 "leftovers",

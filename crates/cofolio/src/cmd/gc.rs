@@ -1,6 +1,6 @@
 use cofolio_node::config::Size;
 use cofolio_node::upkeep::{self, Report};
-use cofolio_store::TrimPlan;
+use cofolio_store::{GcReport, TrimPlan};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -11,9 +11,9 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 
 /// Remove what no name, mount or lease keeps
 ///
-/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. An image, layer
-/// or record that cannot be read stops it before anything is removed. Leftovers of interrupted imports go
-/// too.
+/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. If an image, layer
+/// or record cannot be read, everything that it might need stays, it is named, and the exit code is 4.
+/// Leftovers of interrupted imports go too. Imports and mounts go on meanwhile.
 ///
 /// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of one: their images
 /// are packed again first. Segments of images that are mounted stay, as their room would not come back.
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     if context.ui.json {
         context.ui.json(&json(&report)?)?;
-        return Ok(Exit::Ok);
+        return Ok(exit(&report.gc));
     }
     show(context, &report)
 }
@@ -81,10 +81,19 @@ fn json(report: &Report) -> anyhow::Result<serde_json::Value> {
     Ok(value)
 }
 
+/// What cannot be read is damage, though the collection did what it could.
+fn exit(report: &GcReport) -> Exit {
+    if report.unreadable.is_empty() { Exit::Ok } else { Exit::Corrupt }
+}
+
 fn show(context: &Context<'_>, report: &Report) -> Outcome {
     let Report { gc: report, rewritten, bases, .. } = report;
+    for it in &report.unreadable {
+        let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
+        context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
+    }
     if context.ui.quiet {
-        return Ok(Exit::Ok);
+        return Ok(exit(report));
     }
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
@@ -124,5 +133,5 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
     }
     let verb = if report.dry_run { "would be freed" } else { "freed" };
     context.ui.line(format!("{} {verb}", human_size(report.bytes())))?;
-    Ok(Exit::Ok)
+    Ok(exit(report))
 }

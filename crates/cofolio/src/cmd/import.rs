@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
-use cofolio_image::import::{self, ImportOptions, ImportReport};
+use cofolio_image::import::{self, ImportOptions, ImportReport, check_name};
 use cofolio_image::source::{Platform, Source};
 use cofolio_node::backend;
 use cofolio_store::TrimPlan;
@@ -100,6 +100,7 @@ impl HowArgs {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    args.name.as_deref().map_or(Ok(()), check_name)?;
     let source = Source::parse(&args.source)?;
     let options = args.how.options(args.name.as_ref(), &source, context)?;
     bring_in(&source, &options, "importing", context)

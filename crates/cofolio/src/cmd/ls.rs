@@ -41,8 +41,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if !start.is_dir() {
         lister.entry(path, &start)?;
     } else if args.recursive {
-        let base = path.strip_suffix(b"/").unwrap_or(path).to_vec();
-        lister.below(base, start)?;
+        lister.below(path.strip_suffix(b"/").unwrap_or(path), start)?;
     } else {
         for entry in opened.image.readdir(&start)? {
             let entry = entry?;
@@ -61,30 +60,12 @@ struct Lister<'a> {
     listed: Vec<Value>,
 }
 
-/// Directories below one another: no filesystem goes deeper than paths can say.
-const DEPTH_MAX: usize = 4096;
-
 impl Lister<'_> {
     /// Everything below a directory, a directory before what it holds.
-    fn below(&mut self, base: Vec<u8>, start: Inode) -> anyhow::Result<()> {
-        // An image may lie and put a directory into itself: what is open is not opened again.
-        let mut open = vec![(base, start.nid, names(self.opened, &start)?)];
-        while let Some((base, _, todo)) = open.last_mut() {
-            let Some((name, nid)) = todo.pop() else {
-                open.pop();
-                continue;
-            };
-            let path = [base.as_slice(), b"/", &name].concat();
-            let inode = self.opened.image.inode(nid)?;
-            self.entry(&path, &inode)?;
-            if inode.is_dir() {
-                anyhow::ensure!(
-                    open.len() < DEPTH_MAX && open.iter().all(|(_, open, _)| *open != nid),
-                    "corrupt image: directory {} contains itself",
-                    printable(&path)
-                );
-                open.push((path, nid, names(self.opened, &inode)?));
-            }
+    fn below(&mut self, base: &[u8], start: Inode) -> anyhow::Result<()> {
+        let mut walk = self.opened.image.walk_from(start);
+        while let Some(found) = walk.advance()? {
+            self.entry(&[base, found.path].concat(), &found.inode)?;
         }
         Ok(())
     }
@@ -164,15 +145,4 @@ impl Lister<'_> {
         self.rows.into_iter().for_each(|row| table.row(row));
         Ok(self.context.ui.table(&table)?)
     }
-}
-
-/// Names of a directory with their inodes, last first.
-fn names(opened: &Opened, dir: &Inode) -> anyhow::Result<Vec<(Vec<u8>, u64)>> {
-    let mut names = Vec::new();
-    for entry in opened.image.readdir(dir)? {
-        let entry = entry?;
-        names.push((entry.name, entry.nid));
-    }
-    names.reverse();
-    Ok(names)
 }

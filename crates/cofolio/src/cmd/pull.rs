@@ -1,3 +1,4 @@
+use cofolio_image::import::check_name;
 use cofolio_image::reference::Reference;
 use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
@@ -87,6 +88,7 @@ impl RegistryArgs {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    args.name.as_deref().map_or(Ok(()), check_name)?;
     let name = args.image.strip_prefix("docker://").unwrap_or(&args.image);
     let source = Source::Registry(Reference::parse(name)?);
     let options = args.how.options(args.name.as_ref(), &source, context)?;

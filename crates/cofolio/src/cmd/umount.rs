@@ -69,12 +69,19 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 if let Some(upper) = &unmounted.upper {
                     context.ui.note(format!("changes are in {}", upper.display()));
                 }
+                if unmounted.in_use {
+                    context.ui.note(format!(
+                        "{path} is still in use elsewhere (another mount of it, another mount \
+                         namespace or an open descriptor): what that needs stays until it ends"
+                    ));
+                }
                 done.push(json!({
                     "target": path,
                     "id": unmounted.record.id,
                     "was_gone": unmounted.was_gone,
                     "upper": unmounted.upper,
                     "unpinned": unmounted.unpinned,
+                    "in_use": unmounted.in_use,
                 }));
             }
             Err(error) => failed.push((target, anyhow::Error::new(error))),

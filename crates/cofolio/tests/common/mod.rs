@@ -45,16 +45,21 @@ pub(crate) fn has_inode_share(test: &str) -> bool {
     if !can_mount(test) {
         return false;
     }
+    let lacks = lacks_inode_share();
+    if let Some(detail) = &lacks {
+        skip(test, &format!("this kernel has no inode_share ({detail})"));
+    }
+    lacks.is_none()
+}
+
+/// Why this kernel has no inode_share; `None` if it has.
+pub(crate) fn lacks_inode_share() -> Option<String> {
     /// The same for all tests, and emulated it takes its time.
     static DOCTOR: OnceLock<Value> = OnceLock::new();
     let doctor = DOCTOR.get_or_init(|| Sandbox::new().run(&["doctor", "--json"]).json());
     let features = doctor["features"].as_array().unwrap();
     let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
-    if feature["presence"] != "present" {
-        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
-        return false;
-    }
-    true
+    (feature["presence"] != "present").then(|| feature["detail"].to_string())
 }
 
 /// The layout of a real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out); says why not.

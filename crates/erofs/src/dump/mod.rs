@@ -10,8 +10,12 @@
 //! hard link: PAYLOAD is the path it leads to, which may come later, and all other fields are
 //! ignored. For directories SIZE and NLINK are ignored too.
 
+mod error;
 mod parse;
+mod records;
 mod write;
 
-pub use parse::{DumpError, ParseOptions, Problem, Record, Records, What, parse, parse_with};
+pub use error::{DumpError, Problem};
+pub use parse::{parse, parse_with};
+pub use records::{ParseOptions, Record, Records, What};
 pub use write::write;

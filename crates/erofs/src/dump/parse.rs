@@ -1,113 +1,9 @@
 use std::collections::HashMap;
-use std::io::{self, BufRead};
+use std::io::BufRead;
 
-use crate::tree::{
-    Content, EXTERNAL_MAX, EntryId, INLINE_MAX, InodeId, Meta, Payload, S_IFBLK, S_IFCHR, S_IFDIR,
-    S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, Tree, TreeError,
-};
-
-/// Longest line in bytes. A path of 4 KiB, content and attributes, all escaped, take 90 KB; the
-/// bound is there so that a file without line ends does not fill the memory.
-pub(super) const LINE_MAX: usize = 1 << 20;
-/// Most bytes of attributes on one line (as mkcomposefs).
-const XATTRS_MAX: usize = 0xffff;
-
-/// How to read dump text.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ParseOptions {
-    /// Refuse what mkcomposefs refuses with `CFS_PARSE_STRICT` set: a device number on what is no
-    /// device, a symbolic link with content or a size that is not its target's length, a last
-    /// line without a line end.
-    pub strict: bool,
-}
-
-/// Why dump text could not be read.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DumpError {
-    /// The input failed.
-    #[error("cannot read the dump")]
-    Read(#[source] io::Error),
-    /// A line is wrong.
-    #[error("line {line} (at byte {offset}) of the dump")]
-    Line {
-        /// The line, from 1.
-        line: u64,
-        /// Where the line begins, in bytes from the start of the dump.
-        offset: u64,
-        /// What is wrong with it.
-        #[source]
-        problem: Problem,
-    },
-    /// There is not a single line.
-    #[error("no files in the dump")]
-    Empty,
-}
-
-/// What is wrong with a line of a dump.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Problem {
-    /// Longer than 1 MiB.
-    #[error("the line is longer than {LINE_MAX} bytes")]
-    LineTooLong,
-    /// A NUL, raw or escaped, where text belongs.
-    #[error("a NUL byte in {0}")]
-    Nul(&'static str),
-    /// A backslash that starts none of the known escapes.
-    #[error("an invalid escape in {0}")]
-    Escape(&'static str),
-    /// A field that is no number.
-    #[error("{0} is no number")]
-    Number(&'static str),
-    /// The mode has no known file type.
-    #[error("mode {0:o} has no file type")]
-    Mode(u32),
-    /// The path is empty or ends in a slash.
-    #[error("the path has no name")]
-    NoName,
-    /// The first line is not the root, or the root is no directory.
-    #[error("the first line must be the directory /")]
-    NoRoot,
-    /// The root comes again.
-    #[error("a second root")]
-    SecondRoot,
-    /// The directory of the path is not there (yet).
-    #[error("the directory that should hold it is missing")]
-    NoParent,
-    /// A hard link without a target path, or whose target does not exist.
-    #[error("the target of the hard link does not exist")]
-    NoTarget,
-    /// A hard link that leads back to itself.
-    #[error("the hard link leads to itself")]
-    LinkLoop,
-    /// A hard link to or of a directory.
-    #[error("a directory cannot be hard-linked")]
-    DirectoryLink,
-    /// Content that is not as long as the size says.
-    #[error("content of {len} bytes, but the size is {size}")]
-    ContentSize {
-        /// Length of the content in bytes.
-        len: usize,
-        /// The size field.
-        size: u64,
-    },
-    /// A digest that is not 64 hexadecimal digits.
-    #[error("the digest is not 64 hexadecimal digits")]
-    Digest,
-    /// An attribute without `=`.
-    #[error("an extended attribute without =")]
-    XattrWithoutValue,
-    /// More than 65,535 bytes of attributes.
-    #[error("extended attributes of more than {XATTRS_MAX} bytes")]
-    XattrsTooLong,
-    /// Refused in strict mode only.
-    #[error("strict: {0}")]
-    Strict(&'static str),
-    /// A name, target, size or attribute that no tree can hold.
-    #[error(transparent)]
-    Tree(#[from] TreeError),
-}
+use super::records::{ParseOptions, Position, Record, Records, What};
+use super::{DumpError, Problem};
+use crate::tree::{Content, EntryId, InodeId, Meta, S_IFDIR, S_IFLNK, S_IFMT, S_IFREG, Tree};
 
 /// Reads a dump. Takes what mkcomposefs takes, numbers out of range included (they wrap as they
 /// do there), and refuses what it refuses; besides, what mkcomposefs would only misread: escaped
@@ -127,141 +23,12 @@ pub fn parse(input: impl BufRead) -> Result<Tree, DumpError> {
 /// As [`parse`].
 pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, DumpError> {
     let mut parser = Parser::default();
-    let mut records = Records::with(input, options, XATTRS_MAX);
+    let mut records = Records::new(input);
+    records.options = options;
     while let Some((record, at)) = records.next_at()? {
         parser.take(record, at).map_err(|problem| at.error(problem))?;
     }
     parser.finish()
-}
-
-/// One line of a dump.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Record<'a> {
-    /// The path, from the root, which is `/`.
-    pub path: &'a [u8],
-    /// What is there.
-    pub what: What<'a>,
-}
-
-/// What a line of a dump describes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum What<'a> {
-    /// A hard link to the path, which may come later.
-    Link(&'a [u8]),
-    /// A file, directory or other inode.
-    Inode {
-        /// Owner, mode and time.
-        meta: Meta,
-        /// What it is and holds; paths of objects are given as [`Payload::Path`].
-        content: Content<'a>,
-        /// The link count that the line gives, checked against nothing.
-        nlink: u32,
-        /// The size that the line gives, also where the content has none.
-        size: u64,
-        /// Extended attributes as (name, value), in the order of the line.
-        xattrs: Vec<(&'a [u8], &'a [u8])>,
-    },
-}
-
-/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line at
-/// hand (1 MiB).
-///
-/// Each line is checked by itself. That paths have directories and links have targets, and what a
-/// tree has no room for, is for the caller to check, as [`parse`] does. Attributes may fill the line,
-/// also where mkcomposefs and [`parse`] would refuse them ([`Problem::XattrsTooLong`]).
-pub struct Records<R> {
-    input: R,
-    options: ParseOptions,
-    /// Most bytes of attributes on one line, as they are written.
-    xattrs_max: usize,
-    at: Position,
-    next: u64,
-    line: Vec<u8>,
-    scratch: Scratch,
-}
-
-impl<R: BufRead> Records<R> {
-    /// Reads from `input`.
-    pub fn new(input: R) -> Records<R> {
-        Records::with(input, ParseOptions::default(), LINE_MAX)
-    }
-
-    fn with(input: R, options: ParseOptions, xattrs_max: usize) -> Records<R> {
-        let at = Position { line: 0, offset: 0 };
-        let (line, scratch) = (Vec::new(), Scratch::default());
-        Records { input, options, xattrs_max, at, next: 0, line, scratch }
-    }
-
-    /// The next line; `None` at the end.
-    ///
-    /// # Errors
-    /// [`DumpError`], with the line.
-    #[allow(clippy::should_implement_trait, reason = "what it returns borrows from the reader")]
-    pub fn next(&mut self) -> Result<Option<Record<'_>>, DumpError> {
-        Ok(self.next_at()?.map(|(record, _)| record))
-    }
-
-    fn next_at(&mut self) -> Result<Option<(Record<'_>, Position)>, DumpError> {
-        let at = Position { line: self.at.line + 1, offset: self.next };
-        self.at = at;
-        let ended = match read_line(&mut self.input, &mut self.line).map_err(DumpError::Read)? {
-            Line::None => return Ok(None),
-            Line::TooLong => return Err(at.error(Problem::LineTooLong)),
-            Line::Full => true,
-            Line::Unended => false,
-        };
-        self.next += self.line.len() as u64 + 1;
-        if !ended && self.options.strict {
-            return Err(at.error(Problem::Strict("the last line does not end")));
-        }
-        let record = record(&self.line, self.options, self.xattrs_max, &mut self.scratch);
-        record.map(|record| Some((record, at))).map_err(|problem| at.error(problem))
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Position {
-    line: u64,
-    offset: u64,
-}
-
-impl Position {
-    fn error(self, problem: Problem) -> DumpError {
-        DumpError::Line { line: self.line, offset: self.offset, problem }
-    }
-}
-
-enum Line {
-    None,
-    Full,
-    Unended,
-    TooLong,
-}
-
-/// Reads one line without its end into `line`.
-fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> {
-    line.clear();
-    loop {
-        let chunk = match input.fill_buf() {
-            Ok(chunk) => chunk,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            Err(e) => return Err(e),
-        };
-        if chunk.is_empty() {
-            return Ok(if line.is_empty() { Line::None } else { Line::Unended });
-        }
-        let end = chunk.iter().position(|&b| b == b'\n');
-        let part = &chunk[..end.unwrap_or(chunk.len())];
-        if line.len() + part.len() > LINE_MAX {
-            return Ok(Line::TooLong);
-        }
-        line.extend_from_slice(part);
-        let used = part.len() + usize::from(end.is_some());
-        input.consume(used);
-        if end.is_some() {
-            return Ok(Line::Full);
-        }
-    }
 }
 
 #[derive(Default)]
@@ -273,89 +40,11 @@ struct Parser {
     targets: Vec<u8>,
 }
 
-#[derive(Default)]
-struct Scratch {
-    path: Vec<u8>,
-    payload: Vec<u8>,
-    content: Vec<u8>,
-    digest: Vec<u8>,
-    raw_digest: [u8; 32],
-    xattrs: Vec<u8>,
-}
-
 struct HardLink {
     entry: EntryId,
     /// Its target path in `Parser::targets`.
     target: std::ops::Range<usize>,
     at: Position,
-}
-
-/// Splits and unescapes one line.
-fn record<'a>(
-    line: &'a [u8],
-    options: ParseOptions,
-    xattrs_max: usize,
-    scratch: &'a mut Scratch,
-) -> Result<Record<'a>, Problem> {
-    if line.contains(&0) {
-        return Err(Problem::Nul("the line"));
-    }
-    let mut rest = line;
-    let mut field = || {
-        let (field, after) = split_once(rest, b' ');
-        rest = after.unwrap_or_default();
-        field
-    };
-    let [path, size, mode, nlink, uid, gid, rdev, mtime, payload, content, digest] =
-        std::array::from_fn(|_| field());
-
-    let path = text(path, "the path", &mut scratch.path)?;
-    let link = mode.first() == Some(&b'@');
-    let mode = low32(number(&mode[usize::from(link)..], 8, "the mode")?);
-    let kind = mode & S_IFMT;
-    let known = [S_IFREG, S_IFDIR, S_IFLNK, S_IFCHR, S_IFBLK, S_IFIFO, S_IFSOCK];
-    if !known.contains(&kind) {
-        return Err(Problem::Mode(mode));
-    }
-    if link {
-        if kind == S_IFDIR || path == b"/" {
-            return Err(Problem::DirectoryLink);
-        }
-        let target = optional(payload, "the target", &mut scratch.payload)?;
-        return Ok(Record { path, what: What::Link(target.ok_or(Problem::NoTarget)?) });
-    }
-
-    let size = number(size, 10, "the size")?;
-    let nlink = low32(number(nlink, 10, "the link count")?);
-    let (mtime, mtime_nsec) = match split_once(mtime, b'.') {
-        (seconds, Some(nanos)) => {
-            (number(seconds, 10, "the time")?.cast_signed(), low32(number(nanos, 10, "the time")?))
-        }
-        _ => return Err(Problem::Number("the time")),
-    };
-    let meta = Meta {
-        mode: mode & 0o177_777,
-        uid: low32(number(uid, 10, "the owner")?),
-        gid: low32(number(gid, 10, "the group")?),
-        mtime,
-        mtime_nsec,
-    };
-    let rdev = low32(number(rdev, 10, "the device number")?);
-    let payload = optional(payload, "the payload", &mut scratch.payload)?;
-    let bytes = optional_bytes(content, "the content", &mut scratch.content)?;
-    if let Some(bytes) = bytes.filter(|b| b.len() as u64 != size) {
-        return Err(Problem::ContentSize { len: bytes.len(), size });
-    }
-    let digest = optional(digest, "the digest", &mut scratch.digest)?;
-    if options.strict {
-        check_strict(kind, rdev, size, payload, bytes)?;
-    }
-    let content = content_of(kind, size, rdev, payload, bytes, digest, &mut scratch.raw_digest)?;
-    if rest.len() > xattrs_max {
-        return Err(Problem::XattrsTooLong);
-    }
-    let xattrs = xattrs(rest, &mut scratch.xattrs)?;
-    Ok(Record { path, what: What::Inode { meta, content, nlink, size, xattrs } })
 }
 
 impl Parser {
@@ -375,7 +64,7 @@ impl Parser {
             tree.mark_odd_size(inode);
         }
         if !xattrs.is_empty() {
-            tree.set_dump_xattrs(inode, xattrs)?;
+            tree.set_xattrs(inode, xattrs)?;
         }
         Ok(())
     }
@@ -492,220 +181,9 @@ fn find(tree: &Tree, path: &[u8]) -> Option<Found> {
     Some(tree.entry_inode(entry).map_or(Found::Entry(entry), Found::Inode))
 }
 
-fn check_strict(
-    kind: u32,
-    rdev: u32,
-    size: u64,
-    payload: Option<&[u8]>,
-    content: Option<&[u8]>,
-) -> Result<(), Problem> {
-    if rdev != 0 && kind != S_IFCHR && kind != S_IFBLK {
-        return Err(Problem::Strict("a device number on what is no device"));
-    }
-    if kind == S_IFLNK {
-        if payload.is_some_and(|p| p.len() as u64 != size) {
-            return Err(Problem::Strict("the size of a symbolic link is not its target's length"));
-        }
-        if content.is_some_and(|c| !c.is_empty()) {
-            return Err(Problem::Strict("a symbolic link with content"));
-        }
-    }
-    Ok(())
-}
-
-/// What the fields make of the file. Fields that do not belong to its type are checked as
-/// mkcomposefs checks them, and then left out as it does.
-fn content_of<'a>(
-    kind: u32,
-    size: u64,
-    rdev: u32,
-    payload: Option<&'a [u8]>,
-    content: Option<&'a [u8]>,
-    digest: Option<&[u8]>,
-    raw_digest: &'a mut [u8; 32],
-) -> Result<Content<'a>, Problem> {
-    if kind == S_IFLNK {
-        return Ok(Content::Symlink(payload.unwrap_or_default()));
-    }
-    if let Some(path) = payload.filter(|p| p.len() > TARGET_MAX) {
-        return Err(TreeError::Target { len: path.len() }.into());
-    }
-    if let Some(bytes) = content.filter(|c| c.len() > INLINE_MAX) {
-        return Err(TreeError::InlineTooBig { len: bytes.len() }.into());
-    }
-    Ok(match kind {
-        S_IFDIR => Content::Directory,
-        S_IFCHR => Content::CharDevice(rdev),
-        S_IFBLK => Content::BlockDevice(rdev),
-        S_IFIFO => Content::Fifo,
-        S_IFSOCK => Content::Socket,
-        _ => match content {
-            Some(bytes) if size > 0 => Content::Inline(bytes),
-            _ if size == 0 => Content::Inline(b""),
-            _ if size > EXTERNAL_MAX => return Err(TreeError::FileTooBig { size }.into()),
-            _ => {
-                let digest = digest.map(|hex| digest_of(hex, raw_digest)).transpose()?;
-                let payload =
-                    payload.filter(|p| !p.is_empty()).map_or(Payload::None, Payload::Path);
-                Content::External { size, digest, payload }
-            }
-        },
-    })
-}
-
-fn digest_of<'a>(hex: &[u8], raw: &'a mut [u8; 32]) -> Result<&'a [u8; 32], Problem> {
-    if hex.len() != 64 {
-        return Err(Problem::Digest);
-    }
-    for (byte, pair) in raw.iter_mut().zip(hex.chunks_exact(2)) {
-        *byte = hex_byte(pair[0], pair[1]).ok_or(Problem::Digest)?;
-    }
-    Ok(raw)
-}
-
-type XattrList<'a> = Vec<(&'a [u8], &'a [u8])>;
-
-/// Splits and unescapes the attributes of a line.
-fn xattrs<'a>(list: &[u8], scratch: &'a mut Vec<u8>) -> Result<XattrList<'a>, Problem> {
-    scratch.clear();
-    let mut bounds = Vec::new();
-    let mut rest = Some(list).filter(|l| !l.is_empty());
-    while let Some(list) = rest {
-        let (xattr, after) = split_once(list, b' ');
-        rest = after.filter(|l| !l.is_empty());
-        let (name, Some(value)) = split_once(xattr, b'=') else {
-            return Err(Problem::XattrWithoutValue);
-        };
-        let start = scratch.len();
-        unescape(name, "an attribute's name", scratch)?;
-        let middle = scratch.len();
-        if scratch[start..].contains(&0) {
-            return Err(Problem::Nul("an attribute's name"));
-        }
-        unescape(value, "an attribute's value", scratch)?;
-        bounds.push((start, middle, scratch.len()));
-    }
-    Ok(bounds.into_iter().map(|(a, b, c)| (&scratch[a..b], &scratch[b..c])).collect())
-}
-
-/// Splits at the first `separator`; the second part is `None` where there is none.
-fn split_once(bytes: &[u8], separator: u8) -> (&[u8], Option<&[u8]>) {
-    match bytes.iter().position(|&b| b == separator) {
-        Some(at) => (&bytes[..at], Some(&bytes[at + 1..])),
-        None => (bytes, None),
-    }
-}
-
-/// A field of text, unescaped. Only what has an escape is copied.
-fn text<'a>(
-    field: &'a [u8],
-    what: &'static str,
-    scratch: &'a mut Vec<u8>,
-) -> Result<&'a [u8], Problem> {
-    let bytes = bytes(field, what, scratch)?;
-    if bytes.contains(&0) { Err(Problem::Nul(what)) } else { Ok(bytes) }
-}
-
-fn bytes<'a>(
-    field: &'a [u8],
-    what: &'static str,
-    scratch: &'a mut Vec<u8>,
-) -> Result<&'a [u8], Problem> {
-    if !field.contains(&b'\\') {
-        return Ok(field);
-    }
-    scratch.clear();
-    unescape(field, what, scratch)?;
-    Ok(scratch)
-}
-
-fn optional<'a>(
-    field: &'a [u8],
-    what: &'static str,
-    scratch: &'a mut Vec<u8>,
-) -> Result<Option<&'a [u8]>, Problem> {
-    if field == b"-" { Ok(None) } else { text(field, what, scratch).map(Some) }
-}
-
-fn optional_bytes<'a>(
-    field: &'a [u8],
-    what: &'static str,
-    scratch: &'a mut Vec<u8>,
-) -> Result<Option<&'a [u8]>, Problem> {
-    if field == b"-" { Ok(None) } else { bytes(field, what, scratch).map(Some) }
-}
-
-/// Appends `field` to `out` with its escapes undone.
-fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), Problem> {
-    let mut bytes = field.iter().copied();
-    while let Some(byte) = bytes.next() {
-        let byte = if byte == b'\\' {
-            match bytes.next() {
-                Some(b'\\') => b'\\',
-                Some(b'n') => b'\n',
-                Some(b'r') => b'\r',
-                Some(b't') => b'\t',
-                Some(b'x') => match (bytes.next(), bytes.next()) {
-                    (Some(a), Some(b)) => hex_byte(a, b).ok_or(Problem::Escape(what))?,
-                    _ => return Err(Problem::Escape(what)),
-                },
-                _ => return Err(Problem::Escape(what)),
-            }
-        } else {
-            byte
-        };
-        out.push(byte);
-    }
-    Ok(())
-}
-
-fn hex_byte(high: u8, low: u8) -> Option<u8> {
-    let digit = |b: u8| match b {
-        b'0'..=b'9' => Some(b - b'0'),
-        b'a'..=b'f' => Some(b - b'a' + 10),
-        b'A'..=b'F' => Some(b - b'A' + 10),
-        _ => None,
-    };
-    Some(digit(high)? << 4 | digit(low)?)
-}
-
-/// A number as strtoull(3) reads it, since dumps out there were checked by nothing else: white
-/// space and a sign may precede it, a minus wraps, too large is the largest.
-fn number(field: &[u8], base: u8, what: &'static str) -> Result<u64, Problem> {
-    let start = field.iter().position(|b| !matches!(b, b'\t' | 0x0b | 0x0c | b'\r'));
-    let digits = &field[start.unwrap_or(field.len())..];
-    let (negative, digits) = match digits.first() {
-        Some(b'-') => (true, &digits[1..]),
-        Some(b'+') => (false, &digits[1..]),
-        _ => (false, digits),
-    };
-    if digits.is_empty() {
-        return Err(Problem::Number(what));
-    }
-    let mut value = Some(0_u64);
-    for &digit in digits {
-        let digit = digit.wrapping_sub(b'0');
-        if digit >= base {
-            return Err(Problem::Number(what));
-        }
-        value = value
-            .and_then(|v| v.checked_mul(u64::from(base)))
-            .and_then(|v| v.checked_add(u64::from(digit)));
-    }
-    Ok(match value {
-        Some(value) if negative => value.wrapping_neg(),
-        Some(value) => value,
-        None => u64::MAX,
-    })
-}
-
-/// The low 32 bits, which is what mkcomposefs keeps.
-fn low32(value: u64) -> u32 {
-    u32::try_from(value & 0xffff_ffff).unwrap_or(u32::MAX)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::records::LINE_MAX;
     use super::*;
 
     const ROOT: &str = "/ 4096 40755 2 0 0 0 0.0 - - -\n";
@@ -716,20 +194,6 @@ mod tests {
             Err(other) => panic!("{other}"),
             Ok(_) => panic!("accepted: {lines}"),
         }
-    }
-
-    #[test]
-    fn numbers_are_read_as_strtoull_reads_them() {
-        let n = |s: &str| number(s.as_bytes(), 10, "x");
-        assert_eq!(n("-1"), Ok(u64::MAX));
-        assert_eq!(n("+7"), Ok(7));
-        assert_eq!(n("\t7"), Ok(7));
-        assert_eq!(n("99999999999999999999"), Ok(u64::MAX));
-        assert_eq!(n("-99999999999999999999"), Ok(u64::MAX));
-        for bad in ["", "-", "7x", "0x7", "7 ", "--1"] {
-            assert_eq!(n(bad), Err(Problem::Number("x")), "{bad:?}");
-        }
-        assert_eq!(number(b"8", 8, "x"), Err(Problem::Number("x")));
     }
 
     #[test]
@@ -772,7 +236,11 @@ mod tests {
         assert_eq!(problem("/a\\x00b 0 100644 1 0 0 0 0.0 - - -"), Problem::Nul("the path"));
         assert_eq!(problem("/a\\q 0 100644 1 0 0 0 0.0 - - -"), Problem::Escape("the path"));
         assert_eq!(problem("/a 0 644 1 0 0 0 0.0 - - -"), Problem::Mode(0o644));
-        assert_eq!(problem("/a 1 100644 1 0 0 0 0.0 - - abc"), Problem::Digest);
+        for digest in ["abc", &"g".repeat(64), &format!("0x{}", "0".repeat(64))] {
+            let line = format!("/a 1 100644 1 0 0 0 0.0 - - {digest}");
+            assert_eq!(problem(&line), Problem::Digest);
+        }
+        assert_eq!(problem("/a\\x0x 0 100644 1 0 0 0 0.0 - - -"), Problem::Escape("the path"));
         assert_eq!(problem("/a 1 100644 1 0 0 0 0 - - -"), Problem::Number("the time"));
         assert_eq!(problem("/a 0 100644 1 0 0 0 0.0 - - - x"), Problem::XattrWithoutValue);
         assert_eq!(problem("/a 0 @100644 1 0 0 0 0.0 / - -"), Problem::DirectoryLink);

@@ -106,7 +106,6 @@ fn optional(out: &mut Vec<u8>, bytes: Option<&[u8]>) {
 
 /// Appends bytes with everything escaped that is not a visible ASCII character, and `also`.
 fn escape(out: &mut Vec<u8>, bytes: &[u8], also: &[u8]) {
-    const HEX: &[u8; 16] = b"0123456789abcdef";
     for &byte in bytes {
         match byte {
             b'\\' => out.extend_from_slice(b"\\\\"),
@@ -115,8 +114,10 @@ fn escape(out: &mut Vec<u8>, bytes: &[u8], also: &[u8]) {
             b'\t' => out.extend_from_slice(b"\\t"),
             0x21..=0x7e if !also.contains(&byte) => out.push(byte),
             _ => {
-                let (high, low) = (HEX[usize::from(byte >> 4)], HEX[usize::from(byte & 15)]);
-                out.extend_from_slice(&[b'\\', b'x', high, low]);
+                let mut escape = *b"\\x00";
+                // Does not fail: the byte has two digits.
+                let _ = const_hex::encode_to_slice([byte], &mut escape[2..]);
+                out.extend_from_slice(&escape);
             }
         }
     }

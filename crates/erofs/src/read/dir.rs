@@ -4,6 +4,7 @@ use zerocopy::FromBytes;
 
 use super::{Image, Inode, ReadAt, ReadError};
 use crate::format::{Dirent, NAME_LEN};
+use crate::tree::{PATH_MAX, TreeError};
 
 const DIRENT: usize = size_of::<Dirent>();
 
@@ -25,6 +26,8 @@ pub struct ReadDir<'i, S> {
     block: Block,
     next_block: u64,
     next: usize,
+    /// The name before `next`; empty at the start.
+    last: Vec<u8>,
     failed: bool,
 }
 
@@ -39,19 +42,20 @@ struct Block {
 }
 
 impl<S: ReadAt> Image<S> {
-    /// The names of a directory in the image's order, which is that of their bytes; without `.`
-    /// and `..`.
+    /// The names of a directory, sorted by their bytes, without `.` and `..`.
     ///
     /// # Errors
-    /// [`ReadError::Kind`] for what is no directory; the iterator ends with the first
-    /// [`ReadError::Corrupt`] or [`ReadError::Source`].
+    /// [`ReadError::Kind`] if the inode is not a directory. The iterator ends with the first
+    /// [`ReadError::Order`], [`ReadError::Corrupt`] or [`ReadError::Source`].
     pub fn readdir(&self, dir: &Inode) -> Result<ReadDir<'_, S>, ReadError> {
         self.check_dir(dir)?;
         let block = Block::default();
-        Ok(ReadDir { image: self, dir: *dir, block, next_block: 0, next: 0, failed: false })
+        let last = Vec::new();
+        Ok(ReadDir { image: self, dir: *dir, block, next_block: 0, next: 0, last, failed: false })
     }
 
-    /// Finds a name in a directory, by halving: unsorted directories hide names, as in the kernel.
+    /// Finds a name in a directory by binary search, as the kernel does. In a directory whose names
+    /// are out of order it can miss a name; only [`Image::readdir`] reports such a directory.
     ///
     /// # Errors
     /// As [`Image::readdir`].
@@ -91,17 +95,13 @@ impl<S: ReadAt> Image<S> {
     /// # Errors
     /// As [`Image::root`].
     pub fn walk(&self) -> Result<Walk<'_, S>, ReadError> {
-        let root = self.root()?;
-        let mut walk = Walk {
-            image: self,
-            guard: Guard::new(self.size()),
-            open: Vec::new(),
-            path: Vec::new(),
-            ends: Vec::new(),
-            enter: Some(root),
-        };
-        walk.ends.push(0);
-        Ok(walk)
+        Ok(self.walk_from(self.root()?))
+    }
+
+    /// All names below a directory, as [`Image::walk`]; paths begin at the directory.
+    pub fn walk_from(&self, dir: Inode) -> Walk<'_, S> {
+        let (guard, enter) = (Guard::new(self.size()), Some(dir));
+        Walk { image: self, guard, open: Vec::new(), path: Vec::new(), ends: vec![0], enter }
     }
 
     fn check_dir(&self, dir: &Inode) -> Result<(), ReadError> {
@@ -195,6 +195,12 @@ impl<S: ReadAt> ReadDir<'_, S> {
             }
             let (name, bare) = self.block.name(self.next, &self.dir)?;
             self.next += 1;
+            if *name <= *self.last {
+                let (name, before) = (name.into(), self.last.as_slice().into());
+                return Err(ReadError::Order { offset: self.dir.offset, name, before });
+            }
+            self.last.clear();
+            self.last.extend_from_slice(name);
             if name != b"." && name != b".." {
                 return Ok(Some(bare.named(name)));
             }
@@ -256,7 +262,7 @@ pub struct Walk<'i, S> {
 /// A name met by a [`Walk`].
 #[derive(Debug)]
 pub struct Walked<'w> {
-    /// Absolute path.
+    /// Path from where the walk began, with a slash in front; at most [`PATH_MAX`] bytes behind it.
     pub path: &'w [u8],
     /// The inode; a hard-linked one is met once per name.
     pub inode: Inode,
@@ -286,6 +292,10 @@ impl<S: ReadAt> Walk<'_, S> {
         self.path.push(b'/');
         self.path.extend_from_slice(&entry.name);
         let inode = self.image.inode(entry.nid)?;
+        if self.path.len() > PATH_MAX + 1 {
+            let source = TreeError::path_too_long(&self.path);
+            return Err(ReadError::Tree { offset: inode.offset, source });
+        }
         if inode.is_dir() {
             self.enter = Some(inode);
             self.ends.push(self.path.len());

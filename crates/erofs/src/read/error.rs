@@ -28,6 +28,20 @@ pub enum ReadError {
         /// What is wrong.
         what: &'static str,
     },
+    /// The names of a directory are not in ascending order, or one is there twice. The kernel finds
+    /// names by binary search and would miss some.
+    #[error(
+        "corrupt image: the directory at byte {offset} has the name \"{}\" after \"{}\", names must \
+         ascend", name.escape_ascii(), before.escape_ascii()
+    )]
+    Order {
+        /// Where the directory's inode begins, in bytes from the start of the image.
+        offset: u64,
+        /// The name that is out of order.
+        name: Box<[u8]>,
+        /// The name before it.
+        before: Box<[u8]>,
+    },
     /// The image describes something that no tree can hold.
     #[error("corrupt image: the inode at byte {offset}")]
     Tree {

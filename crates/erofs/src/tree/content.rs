@@ -4,6 +4,10 @@ use super::TreeError;
 
 /// Longest file name in bytes (`NAME_MAX`; also what a directory entry of EROFS can hold).
 pub const NAME_MAX: usize = 255;
+/// Longest path of a name in a tree or image, in bytes, without the slash in front (`PATH_MAX` less
+/// the terminating NUL: a longer one can be opened only piece by piece). It also bounds the depth of
+/// directories, to 2,048, and the text of a dump.
+pub const PATH_MAX: usize = 4095;
 /// Longest symbolic link target or object path in bytes (`PATH_MAX` less the terminating NUL).
 pub const TARGET_MAX: usize = 4095;
 /// Most file content in bytes that a metadata image holds inline (as libcomposefs 1.0).
@@ -127,32 +131,20 @@ impl<'a> Content<'a> {
 /// `ab/cdef…`: the path of an object under the object directory of a composefs digest store.
 #[must_use]
 pub fn object_path(digest: &[u8; 32]) -> [u8; 65] {
-    const HEX: &[u8; 16] = b"0123456789abcdef";
     let mut path = [b'/'; 65];
-    for (i, byte) in digest.iter().enumerate() {
-        let at = if i == 0 { 0 } else { 1 + 2 * i };
-        path[at] = HEX[usize::from(byte >> 4)];
-        path[at + 1] = HEX[usize::from(byte & 15)];
-    }
+    // Neither fails: each byte has two digits.
+    let _ = const_hex::encode_to_slice(&digest[..1], &mut path[..2]);
+    let _ = const_hex::encode_to_slice(&digest[1..], &mut path[3..]);
     path
 }
 
 /// The digest whose [`object_path`] this is, if it is one.
 pub(super) fn object_of_path(path: &[u8]) -> Option<[u8; 32]> {
     let mut digest = [0; 32];
-    if path.len() != 65 {
-        return None;
-    }
-    for (i, byte) in digest.iter_mut().enumerate() {
-        let at = if i == 0 { 0 } else { 1 + 2 * i };
-        let digit = |b: u8| match b {
-            b'0'..=b'9' => Some(b - b'0'),
-            b'a'..=b'f' => Some(b - b'a' + 10),
-            _ => None,
-        };
-        *byte = digit(path[at])? << 4 | digit(path[at + 1])?;
-    }
-    (object_path(&digest) == path).then_some(digest)
+    let path: &[u8; 65] = path.try_into().ok()?;
+    const_hex::decode_to_slice(&path[..2], &mut digest[..1]).ok()?;
+    const_hex::decode_to_slice(&path[3..], &mut digest[1..]).ok()?;
+    (object_path(&digest) == *path).then_some(digest)
 }
 
 pub(super) fn mode_bits(mode: u32, type_bits: u32) -> u16 {

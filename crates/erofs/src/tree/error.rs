@@ -26,6 +26,14 @@ pub enum TreeError {
         /// Its length in bytes.
         len: usize,
     },
+    /// A path of more than [`super::PATH_MAX`] bytes.
+    #[error("a path of {len} bytes is longer than 4095: {}…", Shown(start))]
+    PathTooLong {
+        /// Its length in bytes, without the slash in front.
+        len: usize,
+        /// What it begins with: at most 64 bytes.
+        start: Box<[u8]>,
+    },
     /// A hard link to a directory, or content that would make a file of a directory.
     #[error("{} would be a second name or another content of a directory", Shown(name))]
     LinkToDirectory {
@@ -62,17 +70,23 @@ pub enum TreeError {
         /// Its length in bytes.
         len: usize,
     },
-    /// The attributes of one inode together, or one value, take too much space.
-    #[error("extended attributes of {space} bytes, {max} are allowed")]
+    /// The attributes of one inode together are larger than [`super::XATTRS_MAX`].
+    #[error("extended attributes of {space} bytes are more than 65535")]
     XattrSpace {
-        /// Space that they need, in bytes.
+        /// Their size in bytes.
         space: usize,
-        /// Space that there is.
-        max: usize,
     },
     /// Ids or buffers of the arena are used up (2^31 inodes or names, 4 GiB of names).
     #[error("too many entries for one tree")]
     Full,
+}
+
+impl TreeError {
+    /// The error for a path that is too long: an absolute one.
+    pub(crate) fn path_too_long(path: &[u8]) -> TreeError {
+        let start = path[..path.len().min(64)].into();
+        TreeError::PathTooLong { len: path.len() - 1, start }
+    }
 }
 
 /// Bytes shown so that a terminal survives them.

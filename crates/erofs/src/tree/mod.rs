@@ -19,6 +19,7 @@
 mod content;
 mod delta;
 mod digests;
+mod edit;
 mod error;
 mod names;
 mod walk;
@@ -27,18 +28,18 @@ mod xattr;
 use std::collections::HashMap;
 
 pub use content::{
-    Content, EXTERNAL_MAX, INLINE_MAX, Meta, NAME_MAX, Payload, S_IFBLK, S_IFCHR, S_IFDIR, S_IFIFO,
-    S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, object_path,
+    Content, EXTERNAL_MAX, INLINE_MAX, Meta, NAME_MAX, PATH_MAX, Payload, S_IFBLK, S_IFCHR,
+    S_IFDIR, S_IFIFO, S_IFLNK, S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, object_path,
 };
 pub use delta::{Delta, delta};
 pub use error::TreeError;
 pub use walk::{Visit, Walk};
-pub use xattr::Xattrs;
+pub use xattr::{XATTRS_MAX, Xattrs};
 
 pub(crate) use digests::DigestId;
 pub(crate) use xattr::{SetId, XattrTable, hash_pair};
 
-use content::{check_content, check_name, check_type, mode_bits, object_of_path};
+use content::mode_bits;
 use digests::Digests;
 use names::NameIndex;
 
@@ -120,7 +121,7 @@ const DEAD: u16 = 1 << 6;
 ///
 /// | content | word | a | b |
 /// |---|---|---|---|
-/// | directory | number of names | first entry | |
+/// | directory | number of names | first entry | length of its path in bytes, slash in front included; 0: the root |
 /// | symlink, inline | offset into `text` | length | |
 /// | external | size | digest to check | digest, or index into `payloads`, or nothing |
 /// | device | | device number | |
@@ -212,7 +213,7 @@ impl Tree {
             gid: root.gid,
             mtime_nsec: root.mtime_nsec,
             a: NONE,
-            b: NONE,
+            b: 0,
             xattrs: SetId::EMPTY,
             entry: NONE,
             mode: mode_bits(root.mode, S_IFDIR),
@@ -267,75 +268,6 @@ impl Tree {
             .try_fold(self.root(), |dir, name| self.lookup(dir, name))
     }
 
-    /// Adds a new inode under a new name.
-    ///
-    /// # Errors
-    /// [`TreeError::Exists`] where the name is taken, [`TreeError::NotDirectory`], a name, target
-    /// or size out of bounds, a mode whose type contradicts the content, or a full arena.
-    pub fn insert(
-        &mut self,
-        dir: InodeId,
-        name: &[u8],
-        meta: Meta,
-        content: Content<'_>,
-    ) -> Result<InodeId, TreeError> {
-        check_type(meta.mode, &content)?;
-        check_content(&content)?;
-        let id = small_id(self.inodes.len())?;
-        let entry = self.add_entry(dir, name, id)?;
-        let mut inode = Inode {
-            mtime: meta.mtime,
-            word: 0,
-            uid: meta.uid,
-            gid: meta.gid,
-            mtime_nsec: meta.mtime_nsec,
-            a: NONE,
-            b: NONE,
-            xattrs: SetId::EMPTY,
-            entry: entry.0,
-            mode: mode_bits(meta.mode, content.type_bits()),
-            flags: 0,
-        };
-        self.store_content(&mut inode, &content);
-        self.inodes.push(inode);
-        self.live_inodes += 1;
-        Ok(InodeId(id))
-    }
-
-    /// Adds a name to an inode that is in the tree already (a hard link).
-    ///
-    /// # Errors
-    /// As [`Tree::insert`]; [`TreeError::LinkToDirectory`] where `inode` is a directory.
-    pub fn link(
-        &mut self,
-        dir: InodeId,
-        name: &[u8],
-        inode: InodeId,
-    ) -> Result<EntryId, TreeError> {
-        if self.is_dir(inode) {
-            return Err(TreeError::LinkToDirectory { name: name.into() });
-        }
-        let entry = self.add_entry(dir, name, inode.0)?;
-        self.note_link(inode, entry);
-        Ok(entry)
-    }
-
-    /// Removes a name, and with it the inode when no other name leads there; a directory goes
-    /// with all that is below it. Says whether there was such a name.
-    pub fn unlink(&mut self, dir: InodeId, name: &[u8]) -> bool {
-        let Some(entry) = self.lookup_entry(dir, name) else { return false };
-        self.remove_entries(vec![entry.0]);
-        true
-    }
-
-    /// Removes everything below a directory (an opaque directory in a layer above).
-    pub fn clear(&mut self, dir: InodeId) {
-        if self.is_dir(dir) {
-            let names = self.child_ids(dir).collect();
-            self.remove_entries(names);
-        }
-    }
-
     /// Owner, mode and time of an inode.
     #[must_use]
     pub fn meta(&self, inode: InodeId) -> Meta {
@@ -347,16 +279,6 @@ impl Tree {
             mtime: i.mtime,
             mtime_nsec: i.mtime_nsec,
         }
-    }
-
-    /// Replaces owner, mode and time. The file type stays, whatever `meta.mode` says.
-    pub fn set_meta(&mut self, inode: InodeId, meta: Meta) {
-        let i = &mut self.inodes[inode.index()];
-        i.mode = mode_bits(meta.mode, u32::from(i.mode));
-        i.uid = meta.uid;
-        i.gid = meta.gid;
-        i.mtime = meta.mtime;
-        i.mtime_nsec = meta.mtime_nsec;
     }
 
     /// Whether an inode is a directory.
@@ -391,29 +313,6 @@ impl Tree {
         }
     }
 
-    /// Replaces what an inode is and holds, and its file type with it. Names, owner, permissions
-    /// and attributes stay.
-    ///
-    /// # Errors
-    /// [`TreeError::NotDirectory`] or [`TreeError::LinkToDirectory`] when it would turn a
-    /// directory into something else or the reverse; content out of bounds.
-    pub fn set_content(&mut self, inode: InodeId, content: Content<'_>) -> Result<(), TreeError> {
-        let is_dir = matches!(content, Content::Directory);
-        match (self.is_dir(inode), is_dir) {
-            (true, true) => return Ok(()),
-            (true, false) => return Err(TreeError::LinkToDirectory { name: Box::default() }),
-            (false, true) => return Err(TreeError::NotDirectory),
-            (false, false) => {}
-        }
-        check_content(&content)?;
-        let mut changed = self.inodes[inode.index()];
-        changed.flags &= !(EXTERNAL | BY_PATH | BY_DIGEST | ODD_SIZE);
-        changed.mode = mode_bits(u32::from(changed.mode), content.type_bits());
-        self.store_content(&mut changed, &content);
-        self.inodes[inode.index()] = changed;
-        Ok(())
-    }
-
     /// The extended attributes of an inode as (name, value), sorted by name. Names are complete
     /// (`user.x`); values are any bytes.
     #[must_use]
@@ -425,21 +324,6 @@ impl Tree {
     #[must_use]
     pub fn xattr(&self, inode: InodeId, name: &[u8]) -> Option<&[u8]> {
         self.xattrs(inode).find(|(n, _)| *n == name).map(|(_, value)| value)
-    }
-
-    /// Replaces all extended attributes of an inode. Of two with one name, the last counts.
-    ///
-    /// # Errors
-    /// [`TreeError::XattrName`] for a name that is empty, longer than 255 bytes or holds a NUL;
-    /// [`TreeError::XattrSpace`] for a value or a set larger than 65,535 bytes.
-    pub fn set_xattrs<'x>(
-        &mut self,
-        inode: InodeId,
-        xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
-    ) -> Result<(), TreeError> {
-        let set = self.xattrs.intern_set(xattrs, xattr::SET_SPACE_MAX)?;
-        self.inodes[inode.index()].xattrs = set;
-        Ok(())
     }
 
     /// The names of a directory, sorted by their bytes; empty for anything else.
@@ -581,64 +465,8 @@ impl Tree {
 
 /// What the dump parser, the reader and the writer of this crate need besides.
 impl Tree {
-    /// Takes a name for a hard link whose target is to be known later ([`Tree::settle`]).
-    pub(crate) fn reserve(&mut self, dir: InodeId, name: &[u8]) -> Result<EntryId, TreeError> {
-        self.add_entry(dir, name, PENDING)
-    }
-
-    /// Gives a reserved name its inode.
-    pub(crate) fn settle(&mut self, entry: EntryId, inode: InodeId) -> Result<(), TreeError> {
-        if self.is_dir(inode) {
-            return Err(TreeError::LinkToDirectory { name: self.entry_name(entry).into() });
-        }
-        let shown = self.file_nlink(inode);
-        self.entries[entry.0 as usize].inode = inode.0;
-        self.note_link(inode, entry);
-        if self.inodes[inode.index()].flags & PRIMARY_GIVEN != 0 {
-            self.links_mut(inode).nlink = Some(shown);
-        }
-        Ok(())
-    }
-
-    /// Makes the present first name of an inode the one under which it is stored, and sets the
-    /// link count that is shown.
-    pub(crate) fn give_links(&mut self, inode: InodeId, nlink: u32) {
-        if self.is_dir(inode) {
-            return;
-        }
-        self.inodes[inode.index()].flags |= PRIMARY_GIVEN;
-        if self.file_nlink(inode) != nlink {
-            self.links_mut(inode).nlink = Some(nlink);
-        }
-    }
-
-    /// Makes `entry`, which leads to the inode, the name under which it is stored.
-    pub(crate) fn give_primary(&mut self, inode: InodeId, entry: EntryId) {
-        if self.entry_inode(entry) == Some(inode) && !self.is_dir(inode) {
-            let i = &mut self.inodes[inode.index()];
-            i.entry = entry.0;
-            i.flags |= PRIMARY_GIVEN;
-        }
-    }
-
-    /// Marks a special file that claims more than 4 GiB.
-    pub(crate) fn mark_odd_size(&mut self, inode: InodeId) {
-        self.inodes[inode.index()].flags |= ODD_SIZE;
-    }
-
     pub(crate) fn has_odd_size(&self, inode: InodeId) -> bool {
         self.inodes[inode.index()].flags & ODD_SIZE != 0
-    }
-
-    /// As [`Tree::set_xattrs`] with the space that mkcomposefs allows to a dump.
-    pub(crate) fn set_dump_xattrs<'x>(
-        &mut self,
-        inode: InodeId,
-        xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
-    ) -> Result<(), TreeError> {
-        let set = self.xattrs.intern_set(xattrs, xattr::DUMP_SPACE_MAX)?;
-        self.inodes[inode.index()].xattrs = set;
-        Ok(())
     }
 
     pub(crate) fn xattr_set(&self, inode: InodeId) -> SetId {
@@ -724,51 +552,6 @@ impl Tree {
         self.text.get(start..start.saturating_add(len as usize)).unwrap_or_default()
     }
 
-    fn add_text(&mut self, bytes: &[u8]) -> (u64, u32) {
-        let start = self.text.len() as u64;
-        self.text.extend_from_slice(bytes);
-        // `check_content` bounds every text to a few kilobytes.
-        (start, u32::try_from(bytes.len()).unwrap_or(u32::MAX))
-    }
-
-    /// Fills in the content part of an inode. The content was checked.
-    fn store_content(&mut self, inode: &mut Inode, content: &Content<'_>) {
-        inode.word = 0;
-        inode.a = NONE;
-        inode.b = NONE;
-        match *content {
-            Content::Directory | Content::Fifo | Content::Socket => {}
-            Content::External { size: 0, .. } => inode.a = 0,
-            Content::Symlink(bytes) | Content::Inline(bytes) => {
-                (inode.word, inode.a) = self.add_text(bytes);
-            }
-            Content::CharDevice(rdev) | Content::BlockDevice(rdev) => inode.a = rdev,
-            Content::External { size, digest, payload } => {
-                inode.word = size;
-                inode.flags |= EXTERNAL;
-                if let Some(digest) = digest {
-                    inode.a = self.digests.intern(digest);
-                }
-                // A path that is an object path (nearly always) is not kept as text: a million of
-                // them would be 65 MB.
-                let object = match payload {
-                    Payload::Object(digest) => Some(*digest),
-                    Payload::Path(path) => object_of_path(path),
-                    Payload::None => None,
-                };
-                if let Some(object) = object {
-                    inode.flags |= BY_DIGEST;
-                    inode.b = self.digests.intern(&object);
-                } else if let Payload::Path(path @ [_, ..]) = payload {
-                    inode.flags |= BY_PATH;
-                    inode.b = u32::try_from(self.payloads.len()).unwrap_or(NONE);
-                    let text = self.add_text(path);
-                    self.payloads.push(text);
-                }
-            }
-        }
-    }
-
     fn entry_key(&self, entry: u32) -> (u32, &[u8]) {
         (self.entries[entry as usize].parent, self.entry_name(EntryId(entry)))
     }
@@ -786,106 +569,6 @@ impl Tree {
             }
             None
         })
-    }
-
-    fn add_entry(&mut self, dir: InodeId, name: &[u8], inode: u32) -> Result<EntryId, TreeError> {
-        check_name(name)?;
-        if !self.is_dir(dir) || self.inodes[dir.index()].flags & DEAD != 0 {
-            return Err(TreeError::NotDirectory);
-        }
-        let id = small_id(self.entries.len())?;
-        let start = u32::try_from(self.names.len()).map_err(|_| TreeError::Full)?;
-        if self.lookup_reserved(dir, name) {
-            return Err(TreeError::Exists { name: name.into() });
-        }
-        // `check_name` bounds the length to 255.
-        self.names.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
-        self.names.extend_from_slice(name);
-        let first = self.inodes[dir.index()].a;
-        self.entries.push(Entry { name: start, parent: dir.0, inode, next_sibling: first });
-        let (entries, names) = (&self.entries, &self.names);
-        self.index.insert(id, dir.0, name, |id| {
-            let e = &entries[id as usize];
-            let start = e.name as usize;
-            (e.parent, &names[start + 1..start + 1 + usize::from(names[start])])
-        });
-        let d = &mut self.inodes[dir.index()];
-        d.a = id;
-        d.word += 1;
-        self.live_entries += 1;
-        Ok(EntryId(id))
-    }
-
-    fn lookup_reserved(&self, dir: InodeId, name: &[u8]) -> bool {
-        self.index.find(dir.0, name, |id| self.entry_key(id)).is_some()
-    }
-
-    fn links_mut(&mut self, inode: InodeId) -> &mut Links {
-        let i = &mut self.inodes[inode.index()];
-        i.flags |= LINKED;
-        let first = i.entry;
-        self.links.entry(inode.0).or_insert_with(|| Links {
-            names: vec![first],
-            live: 1,
-            nlink: None,
-        })
-    }
-
-    fn note_link(&mut self, inode: InodeId, entry: EntryId) {
-        let links = self.links_mut(inode);
-        links.names.push(entry.0);
-        links.live += 1;
-        links.nlink = None;
-    }
-
-    /// Removes entries, and whatever no name leads to any more, without recursion.
-    fn remove_entries(&mut self, mut doomed: Vec<u32>) {
-        while let Some(id) = doomed.pop() {
-            let (parent, name) = {
-                let e = &self.entries[id as usize];
-                let start = e.name as usize;
-                (e.parent, start + 1..start + 1 + usize::from(self.names[start]))
-            };
-            self.index.remove(id, parent, &self.names[name]);
-            let entry = &mut self.entries[id as usize];
-            let inode = std::mem::replace(&mut entry.inode, NONE);
-            self.inodes[parent as usize].word -= 1;
-            self.live_entries -= 1;
-            if inode >= ID_LIMIT || self.still_named(InodeId(inode), id) {
-                continue;
-            }
-            doomed.extend(self.child_ids(InodeId(inode)));
-            let i = &mut self.inodes[inode as usize];
-            i.flags |= DEAD;
-            self.live_inodes -= 1;
-        }
-    }
-
-    /// Takes the removed entry `gone` off an inode's names and says whether others are left.
-    fn still_named(&mut self, inode: InodeId, gone: u32) -> bool {
-        let i = &mut self.inodes[inode.index()];
-        if i.flags & LINKED == 0 {
-            return false;
-        }
-        let Some(links) = self.links.get_mut(&inode.0) else { return false };
-        links.live = links.live.saturating_sub(1);
-        links.nlink = None;
-        if links.live == 0 {
-            self.links.remove(&inode.0);
-            i.flags &= !LINKED;
-            return false;
-        }
-        // Removed names stay in the list until they outnumber the others, so that removing all
-        // names of an inode one by one is linear.
-        let entries = &self.entries;
-        if links.names.len() as u64 > 2 * u64::from(links.live) + 8 || i.entry == gone {
-            links.names.retain(|&e| entries[e as usize].inode == inode.0);
-        }
-        if i.entry == gone {
-            i.entry = links.names.first().copied().unwrap_or(NONE);
-            i.flags &= !PRIMARY_GIVEN;
-        }
-        true
     }
 }
 

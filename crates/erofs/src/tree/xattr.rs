@@ -7,10 +7,10 @@ use hashbrown::HashTable;
 
 use super::{NONE, TreeError};
 
-/// Space for the attributes of one inode, counted as libcomposefs counts it.
-pub(super) const SET_SPACE_MAX: usize = 0xffff;
-/// The same for a dump: half of it, as mkcomposefs wants room for what it adds.
-pub(super) const DUMP_SPACE_MAX: usize = 0x7fff;
+/// Most bytes of attributes of one inode: names, values, 7 bytes for each attribute and 12 for all,
+/// as libcomposefs counts them. mkcomposefs takes half of it from a dump, and keeps the rest for
+/// what it adds.
+pub const XATTRS_MAX: usize = 0xffff;
 /// Longest attribute name (`XATTR_NAME_MAX`).
 const NAME_MAX: usize = 255;
 
@@ -70,15 +70,11 @@ impl XattrTable {
     pub(crate) fn intern_set<'x>(
         &mut self,
         xattrs: impl IntoIterator<Item = (&'x [u8], &'x [u8])>,
-        space_max: usize,
     ) -> Result<SetId, TreeError> {
         let mut list: Vec<(&[u8], &[u8])> = Vec::new();
         for (name, value) in xattrs {
             if name.is_empty() || name.len() > NAME_MAX || name.contains(&0) {
                 return Err(TreeError::XattrName { len: name.len() });
-            }
-            if value.len() > space_max {
-                return Err(TreeError::XattrSpace { space: value.len(), max: space_max });
             }
             list.push((name, value));
         }
@@ -91,8 +87,8 @@ impl XattrTable {
         list.reverse();
         // 12 bytes of header, per attribute 4 of its own and up to 3 of alignment.
         let space = 12 + list.iter().map(|(n, v)| 7 + n.len() + v.len()).sum::<usize>();
-        if space > space_max {
-            return Err(TreeError::XattrSpace { space, max: space_max });
+        if space > XATTRS_MAX {
+            return Err(TreeError::XattrSpace { space });
         }
         let mut ids = Vec::with_capacity(list.len());
         for (name, value) in list {

@@ -10,15 +10,15 @@ use std::collections::HashMap;
 use std::hash::RandomState;
 
 use hashbrown::HashTable;
+use twox_hash::XxHash32;
 
 use super::data::Checked;
 use super::plan::{Node, Plan};
-use super::xxh32::xxh32;
 use crate::format::{
-    ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, FINGERPRINT, FINGERPRINT_SCHEME,
-    METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX, OVERLAY_METACOPY, OVERLAY_OPAQUE, OVERLAY_PREFIX,
-    OVERLAY_REDIRECT, USER_OPAQUE, USER_WHITEOUT, USER_WHITEOUTS, XATTR_FILTER_SEED,
-    XATTR_LONG_PREFIX, XATTR_SHARED_MAX, split_xattr_name,
+    ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, FINGERPRINT, FINGERPRINT_SHA256,
+    FINGERPRINT_VERITY, METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX, OVERLAY_METACOPY, OVERLAY_OPAQUE,
+    OVERLAY_PREFIX, OVERLAY_REDIRECT, USER_OPAQUE, USER_WHITEOUT, USER_WHITEOUTS,
+    XATTR_FILTER_SEED, XATTR_LONG_PREFIX, XATTR_SHARED_MAX, split_xattr_name,
 };
 use crate::tree::{
     Content, DigestId, External, InodeId, Payload, SetId, Tree, hash_pair, object_path,
@@ -257,11 +257,12 @@ impl<'t> Attrs<'t> {
                 f(OVERLAY_REDIRECT, &value)
             }
             Attr::Fingerprint(id) => {
-                let found =
-                    self.data.and_then(|data| data.data.contents.find(self.tree.digest(id)));
-                // `Checked` has found all of them.
-                let fingerprint = found.map(|found| found.fingerprint).unwrap_or_default();
-                f(FINGERPRINT, &[FINGERPRINT_SCHEME, &fingerprint].concat())
+                let digest = self.tree.digest(id);
+                let found = self.data.and_then(|data| data.data.contents.find(digest));
+                match found.and_then(|found| found.sha256) {
+                    Some(sha256) => f(FINGERPRINT, &[&FINGERPRINT_SHA256[..], &sha256].concat()),
+                    None => f(FINGERPRINT, &[&FINGERPRINT_VERITY[..], digest].concat()),
+                }
             }
         }
     }
@@ -521,6 +522,6 @@ fn entry_size(name: &[u8], value: &[u8]) -> u32 {
 
 fn filter_bit(name: &[u8]) -> u8 {
     let (index, rest) = split_xattr_name(name);
-    let hash = xxh32(rest, XATTR_FILTER_SEED.wrapping_add(u32::from(index)));
+    let hash = XxHash32::oneshot(XATTR_FILTER_SEED.wrapping_add(u32::from(index)), rest);
     u8::try_from(hash % 32).unwrap_or(0)
 }

@@ -69,8 +69,9 @@ pub enum Form<'a> {
 /// What is known of one content.
 #[derive(Clone, Copy, Debug)]
 pub struct Found<'a> {
-    /// Names it for the kernel, which lets files with the same name share their page cache: its SHA-256.
-    pub fingerprint: [u8; 32],
+    /// Its SHA-256, by which the kernel lets files share their page cache. A content without one goes
+    /// by its fs-verity digest.
+    pub sha256: Option<[u8; 32]>,
     /// Where and how it is kept.
     pub form: Form<'a>,
 }

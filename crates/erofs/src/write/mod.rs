@@ -12,7 +12,6 @@ mod head;
 mod layout;
 pub mod lz4;
 mod plan;
-mod xxh32;
 
 use std::io::{self, Write};
 

@@ -10,9 +10,8 @@
 //! not. What is over it follows from the two trees ([`cofolio_erofs::tree::delta`]), whatever the layers between them did.
 
 use cofolio_erofs::tree::{Tree, delta};
-use cofolio_erofs::write::{WriteError, WriteOptions, WriteReport, write, write_layer};
-use cofolio_store::verity::Hasher;
-use cofolio_store::{Base, Digest, Domain, Error, Publish, Staging, StoredFile};
+use cofolio_erofs::write::{WriteError, WriteOptions, write, write_layer};
+use cofolio_store::{Base, Digest, Domain, Error, Publish, Staging};
 use serde::Serialize;
 
 use super::merge::merged;
@@ -64,49 +63,6 @@ impl From<ImportError> for BaseError {
             other => Self::Unreadable { what: other.to_string() },
         }
     }
-}
-
-/// Proves that a delta over a base shows what an image shows: it is the one that [`Over`] makes of the two. The
-/// digests of both files were checked. The base must be, byte for byte, what is written of its tree, or the kernel could see
-/// another tree there than we do.
-///
-/// # Errors
-/// What is not proven, and why.
-pub fn prove(
-    image: &StoredFile,
-    (base_file, base): (&StoredFile, &Digest),
-    delta_digest: &Digest,
-) -> Result<(), String> {
-    let (image, base_tree) = (tree_to_prove(image)?, tree_to_prove(base_file)?);
-    let written = digest_of(|sink| write(&base_tree, &WriteOptions::default(), sink))?;
-    if written != *base {
-        return Err(format!("base {base} is not as this version writes it"));
-    }
-    let found = delta(&base_tree, &image).map_err(|error| format!("delta: {error}"))?;
-    let found = found.ok_or_else(|| format!("nothing over base {base} shows it"))?;
-    let found = digest_of(|sink| write_layer(&found.tree, sink))?;
-    if found != *delta_digest {
-        return Err(format!("delta {delta_digest} should be {found}"));
-    }
-    Ok(())
-}
-
-fn tree_to_prove(file: &StoredFile) -> Result<Tree, String> {
-    let unreadable = |error| format!("{}: {error}", file.path());
-    let image = open_image(file).map_err(unreadable)?;
-    if image.superblock().inodes > IMAGE_INODES_MAX {
-        return Err(format!("{} has too many inodes for a base", file.path()));
-    }
-    image.to_tree().map_err(unreadable)
-}
-
-/// The digest of what is written.
-fn digest_of(
-    written: impl FnOnce(&mut Hasher) -> Result<WriteReport, WriteError>,
-) -> Result<Digest, String> {
-    let mut hasher = Hasher::new();
-    written(&mut hasher).map_err(|error| error.to_string())?;
-    Ok(hasher.finish())
 }
 
 /// The image at the end of a chain of layers, and putting other images over it.

@@ -22,9 +22,7 @@ use crate::layer::overlay::{
     Dirs, LayerDump, NO_META, Overlay, dump_error, is_dir, is_implicit, lower_link, not_in_order,
 };
 use crate::layer::unpack::store_error;
-use crate::layer::{
-    DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, check_reach, make_dirs, walk,
-};
+use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, make_dirs, walk};
 
 /// Holds inodes that more names may come for, during a merge. Cannot clash: whiteouts never reach a merged tree.
 const HELD: &[u8] = b".wh..wh..held";
@@ -299,8 +297,7 @@ impl Bring<'_> {
         record: &Record<'_>,
     ) -> Result<InodeId, String> {
         if is_implicit(record) {
-            let there = make_dirs(self.lower, dir, &[name.to_vec()], false)?;
-            return check_reach(self.lower, there).map(|()| there);
+            return make_dirs(self.lower, dir, &[name.to_vec()], false);
         }
         let there = match self.lower.lookup(dir, name) {
             Some(there) if self.lower.is_dir(there) => there,
@@ -311,7 +308,6 @@ impl Bring<'_> {
                     .map_err(|e| e.to_string())?
             }
         };
-        check_reach(self.lower, there)?;
         self.describe(there, record).map_err(|e| e.to_string())?;
         Ok(there)
     }

@@ -18,6 +18,7 @@ use cofolio_store::{Digest, Domain, Stretch, stretch_at};
 use serde::Serialize;
 
 use super::{Content, Diff, DiffError, PAGE_SIZE};
+use crate::threads::spawn_up_to;
 
 /// Bytes of memory for hashes unless somebody says otherwise: enough for 100 GiB of content in one pass.
 pub const MEMORY_DEFAULT: usize = 256 << 20;
@@ -145,18 +146,19 @@ fn each<T: Sync>(
     let failed = Mutex::new(None);
     std::thread::scope(|scope| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
-                    if let Err(error) = work(item) {
-                        next.store(items.len(), Relaxed);
-                        if let Ok(mut failed) = failed.lock() {
-                            failed.get_or_insert(error);
-                        }
+        let run = || {
+            while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
+                if let Err(error) = work(item) {
+                    next.store(items.len(), Relaxed);
+                    if let Ok(mut failed) = failed.lock() {
+                        failed.get_or_insert(error);
                     }
                 }
-            });
-        }
+            }
+        };
+        // This thread works as well, so it goes on without others.
+        let _ = spawn_up_to(scope, threads - 1, || run);
+        run();
     });
     failed.into_inner().unwrap_or_default().map_or(Ok(()), Err)
 }

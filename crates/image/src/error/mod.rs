@@ -14,6 +14,8 @@ pub use registry::RegistryError;
 pub(crate) use registry::quoted;
 pub use trust::TrustError;
 
+pub use crate::threads::NoThread;
+
 /// Why an import failed. The store is as it was before, whichever it is.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -22,6 +24,22 @@ pub enum ImportError {
     #[error("{what}")]
     Source {
         /// What was asked for and what there is.
+        what: String,
+    },
+    /// A name that no image may have.
+    #[error("{name:?} cannot be the name of an image: {what}")]
+    Name {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// An archive that is damaged or was cut off.
+    #[error("{path}: {what}")]
+    Archive {
+        /// The archive.
+        path: PathBuf,
+        /// What is wrong, and where.
         what: String,
     },
     /// Reading the source failed.
@@ -158,6 +176,9 @@ pub enum ImportError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
+    /// The machine gives no thread.
+    #[error(transparent)]
+    Thread(#[from] NoThread),
     /// The image cannot be described as a metadata image.
     #[error("the image cannot be written: {what}")]
     Image {
@@ -172,7 +193,8 @@ impl ImportError {
     pub fn is_corrupt(&self) -> bool {
         matches!(
             self,
-            Self::Digest { .. }
+            Self::Archive { .. }
+                | Self::Digest { .. }
                 | Self::Size { .. }
                 | Self::Missing { .. }
                 | Self::DiffId { .. }

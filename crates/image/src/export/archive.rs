@@ -1,16 +1,15 @@
 //! An image in one tar archive: an OCI layout, or what `docker save` writes.
 //!
 //! A member's header comes before its content, and says digest and size, which are known after it: room is
-//! left for it and filled in afterwards. So the archive is a file, never a pipe.
+//! left for it and filled in afterwards. So the archive is written to a file, also on its way to a pipe.
 
-use std::fs::{self, File};
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::json;
 
-use super::aside;
+use super::aside::OutputFile;
 use super::error::{ExportError, io_error};
 use super::layout::{OCI_LAYOUT, index};
 use super::tar::header;
@@ -25,30 +24,26 @@ pub(crate) enum Style {
     Docker,
 }
 
-/// An archive that is being written, under a temporary name.
+/// An archive that is being written.
 pub(crate) struct Archive {
     style: Style,
-    path: PathBuf,
-    aside: PathBuf,
-    file: File,
+    output: OutputFile,
     /// Where the member at hand begins, and what it is.
     member: u64,
     part: Part,
     /// Where the next byte goes.
     at: u64,
     members: Vec<String>,
-    published: bool,
 }
 
 impl Archive {
-    pub(crate) fn create(path: &Path, style: Style) -> Result<Self, ExportError> {
-        if path.is_dir() {
-            let what = format!("{}: it is a directory, and an archive is a file", path.display());
-            return Err(ExportError::Destination { what });
-        }
-        let (file, aside) = aside::create_file(path)?;
-        let (path, part, members) = (path.to_owned(), Part::Layer, Vec::new());
-        Ok(Self { style, path, aside, file, member: 0, part, at: 0, members, published: false })
+    pub(crate) fn create(path: &Path, style: Style, replace: bool) -> Result<Self, ExportError> {
+        let output = OutputFile::create(path, replace)?;
+        Ok(Self { style, output, member: 0, part: Part::Layer, at: 0, members: Vec::new() })
+    }
+
+    fn failed(&self, error: io::Error) -> ExportError {
+        io_error(self.output.aside())(error)
     }
 
     fn name(&self, part: Part, digest: &BlobDigest) -> String {
@@ -77,12 +72,16 @@ impl Archive {
             self.at = self.member;
         } else {
             let head = header(&name, size);
-            self.file.write_all_at(&head, self.member).map_err(io_error(&self.aside))?;
+            self.output
+                .file()
+                .write_all_at(&head, self.member)
+                .map_err(|error| self.failed(error))?;
             self.write(&[0; BLOCK][..pad(size)])?;
             self.members.push(name);
         }
-        self.file.set_len(self.at).map_err(io_error(&self.aside))?;
-        self.file.seek(SeekFrom::Start(self.at)).map_err(io_error(&self.aside)).map(drop)
+        let mut file = self.output.file();
+        let cut = file.set_len(self.at).and_then(|()| file.seek(SeekFrom::Start(self.at)));
+        cut.map_err(|error| self.failed(error)).map(drop)
     }
 }
 
@@ -100,7 +99,7 @@ impl Target for Archive {
             return Ok(());
         }
         self.at += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(io_error(&self.aside))
+        self.output.file().write_all(bytes).map_err(|error| self.failed(error))
     }
 
     fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError> {
@@ -126,18 +125,7 @@ impl Target for Archive {
             }
         }
         self.write(&[0; 2 * BLOCK])?;
-        self.file.sync_all().map_err(io_error(&self.aside))?;
-        fs::rename(&self.aside, &self.path).map_err(io_error(&self.path))?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for Archive {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.aside);
-        }
+        self.output.publish()
     }
 }
 

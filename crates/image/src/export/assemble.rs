@@ -2,7 +2,7 @@
 
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::Hasher;
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, Piece};
 
 use super::error::ExportError;
 use crate::layer::split::{Split, SplitError, Step};
@@ -44,7 +44,7 @@ pub(crate) fn layer(
                 sink(&buffer[..count])?;
             },
             Step::Object { digest, size, parts } => {
-                let mut object = Object::open(domain, digest, size, (&user, cancel), &mut buffer)?;
+                let mut object = Object::open(domain, digest, size, (&user, cancel))?;
                 match parts {
                     None => object.take(size, Some(&mut *sink))?,
                     Some(_) => {
@@ -67,7 +67,6 @@ pub(crate) struct Object<'a> {
     digest: Digest,
     user: &'a str,
     cancel: &'a Cancel,
-    buffer: &'a mut [u8],
     hasher: Hasher,
     left: u64,
 }
@@ -79,7 +78,6 @@ impl<'a> Object<'a> {
         digest: Digest,
         size: u64,
         (user, cancel): (&'a str, &'a Cancel),
-        buffer: &'a mut [u8],
     ) -> Result<Self, ExportError> {
         let file = match domain.open_object(&digest) {
             Ok(file) => file,
@@ -89,7 +87,7 @@ impl<'a> Object<'a> {
             }
             Err(error) => return Err(error.into()),
         };
-        let object = Self { file, digest, user, cancel, buffer, hasher: Hasher::new(), left: size };
+        let object = Self { file, digest, user, cancel, hasher: Hasher::new(), left: size };
         match object.file.size() {
             Ok(found) if found == size => Ok(object),
             Ok(found) => Err(object.bad(format!("it has {found} bytes and not {size}"))),
@@ -100,27 +98,52 @@ impl<'a> Object<'a> {
     /// Reads on; without a sink what is read is only hashed.
     pub(crate) fn take(
         &mut self,
-        mut count: u64,
+        count: u64,
         mut sink: Option<&mut Sink<'_>>,
     ) -> Result<(), ExportError> {
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        let cancel = self.cancel;
+        self.take_pieces(count, |piece| {
+            let Some(sink) = &mut sink else { return Ok(()) };
+            match piece {
+                Piece::Data(bytes) => sink(bytes),
+                Piece::Hole(mut len) => {
+                    while len > 0 {
+                        cancel.check()?;
+                        let zeros = usize::try_from(len).unwrap_or(ZEROS.len()).min(ZEROS.len());
+                        sink(&ZEROS[..zeros])?;
+                        len -= zeros as u64;
+                    }
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    /// Reads on; holes are not read.
+    pub(crate) fn take_pieces(
+        &mut self,
+        count: u64,
+        mut each: impl FnMut(Piece<'_>) -> Result<(), ExportError>,
+    ) -> Result<(), ExportError> {
+        let start = self.hasher.size();
         if count > self.left {
             return Err(self.bad("the split takes more of it than there is".to_owned()));
         }
-        while count > 0 {
-            self.cancel.check()?;
-            let want = self.buffer.len().min(usize::try_from(count).unwrap_or(usize::MAX));
-            let bytes = &mut self.buffer[..want];
-            if let Err(error) = self.file.read_exact_at(bytes, self.hasher.size()) {
-                return Err(self.bad(format!("cannot be read: {error}")));
+        let (hasher, cancel) = (&mut self.hasher, self.cancel);
+        self.file.for_pieces_in(start..start + count, |piece| {
+            cancel.check()?;
+            match piece {
+                Piece::Data(bytes) => hasher.update(bytes),
+                Piece::Hole(len) => hasher.zeros(len),
             }
-            self.hasher.update(bytes);
-            if let Some(sink) = &mut sink {
-                sink(bytes)?;
-            }
-            self.left -= want as u64;
-            count -= want as u64;
+            each(piece)
+        })?;
+        self.left -= count;
+        match self.hasher.size() == start + count {
+            true => Ok(()),
+            false => Err(self.bad("it ends too early".to_owned())),
         }
-        Ok(())
     }
 
     /// To be called when all of it was taken.

@@ -9,8 +9,9 @@
 //! other such images (`inode_share`).
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Tree};
@@ -18,11 +19,11 @@ use cofolio_erofs::write::lz4::{self, Part};
 use cofolio_erofs::write::{Contents, Data, Form, Found, Place, Run, WriteError, write_data};
 use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, Piece, SHA256_SIZE_MAX, Stretch, granule, stretch_at};
 use serde::Serialize;
 use sha2::Digest as _;
 
-use super::aside;
+use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
 use crate::compose::contents::open_image;
@@ -46,41 +47,45 @@ pub struct FilesystemReport {
     pub content: u64,
 }
 
-/// Writes an image to a file that can be mounted as it is; one that is there is replaced.
+/// How to write the file.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FilesystemOptions {
+    /// Compress the contents with LZ4.
+    pub compress: bool,
+    /// Replace a file that exists.
+    pub replace: bool,
+}
+
+/// Writes an image to a file that can be mounted as it is; the path `-` is standard output.
 ///
 /// # Errors
-/// [`ExportError`]; what was at the path is as before.
+/// [`ExportError`]; the path is as before then.
 pub fn export_filesystem(
     domain: &Domain,
     image: &Digest,
     path: &Path,
-    compress: bool,
+    options: FilesystemOptions,
     task: &Task,
 ) -> Result<FilesystemReport, ExportError> {
-    if path.is_dir() {
-        let what =
-            format!("{}: it is a directory, and a filesystem goes to a file", path.display());
-        return Err(ExportError::Destination { what });
-    }
     let lease = Lease::take(domain, image, Vec::new(), "export")?;
     let bad = |what: String| ExportError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
-    let new = NewFile::create(path)?;
-    let mut blocks = Blocks::new(path, compress)?;
+    let new = OutputFile::create(path, options.replace)?;
+    let mut blocks = Blocks::new(new.aside(), options.compress)?;
     blocks.put_all(domain, image, &tree, &task.cancel, &mut |bytes| {
         lease.renew();
         task.tell(Event::Done { bytes, bytes_total: None, items: 1, items_total: None });
     })?;
     // What is wrong with the tree is the image's fault, the rest the destination's.
     let (digest, size) =
-        new.write(&tree, &mut blocks, &task.cancel).map_err(|error| match error {
+        write_file(new.file(), &tree, &mut blocks, &task.cancel).map_err(|error| match error {
             _ if task.check().is_err() => Cancelled.into(),
             WriteError::Sink(source) => io_error(path)(source),
             other => bad(other.to_string()),
         })?;
-    new.publish(path)?;
+    new.publish()?;
     Ok(FilesystemReport {
         image: image.to_string(),
         digest: digest.to_string(),
@@ -89,66 +94,35 @@ pub fn export_filesystem(
     })
 }
 
-/// The file under its hidden name, removed unless it is published.
-struct NewFile {
-    file: File,
-    aside: PathBuf,
-    published: bool,
-}
-
-impl NewFile {
-    fn create(path: &Path) -> Result<Self, ExportError> {
-        let (file, aside) = aside::create_file(path)?;
-        Ok(Self { file, aside, published: false })
-    }
-
-    /// Writes metadata and blocks; gives the digest of it all and its size.
-    fn write(
-        &self,
-        tree: &Tree,
-        blocks: &mut Blocks,
-        cancel: &Cancel,
-    ) -> Result<(Digest, u64), WriteError> {
-        use WriteError::Sink;
-        let mut sink = Hashed { file: &self.file, hasher: Hasher::new() };
-        let data = Data { devices: &[], own_blocks: blocks.count, contents: &*blocks };
-        write_data(tree, &data, &mut sink)?;
-        blocks.file.seek(SeekFrom::Start(0)).map_err(Sink)?;
-        let mut buffer = vec![0; READ_SIZE];
-        loop {
-            cancel.check().map_err(|cancelled| Sink(io::Error::other(cancelled)))?;
-            match blocks.file.read(&mut buffer) {
-                Ok(0) => break,
-                Ok(count) => sink.write_all(&buffer[..count]).map_err(Sink)?,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Sink(error)),
-            }
-        }
-        let size = sink.hasher.size();
-        self.file.set_len(size).map_err(Sink)?;
-        Ok((sink.hasher.finish(), size))
-    }
-
-    fn publish(mut self, path: &Path) -> Result<(), ExportError> {
-        self.file.sync_all().map_err(io_error(&self.aside))?;
-        fs::rename(&self.aside, path).map_err(io_error(path))?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for NewFile {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.aside);
-        }
-    }
+/// Writes metadata and blocks; gives the digest of it all and its size.
+fn write_file(
+    file: &File,
+    tree: &Tree,
+    blocks: &mut Blocks,
+    cancel: &Cancel,
+) -> Result<(Digest, u64), WriteError> {
+    use WriteError::Sink;
+    let mut sink = Hashed { file, hasher: Hasher::new() };
+    let data = Data { devices: &[], own_blocks: blocks.count, contents: &*blocks };
+    write_data(tree, &data, &mut sink)?;
+    blocks.copy_to(&mut sink, cancel).map_err(Sink)?;
+    let size = sink.hasher.size();
+    file.set_len(size).map_err(Sink)?;
+    Ok((sink.hasher.finish(), size))
 }
 
 /// Writes to a file, and hashes what it writes.
 struct Hashed<'a> {
     file: &'a File,
     hasher: Hasher,
+}
+
+impl Hashed<'_> {
+    /// Writes so many zeros, as a hole.
+    fn zeros(&mut self, len: u64) -> io::Result<()> {
+        self.hasher.zeros(len);
+        self.file.seek_relative(i64::try_from(len).unwrap_or(i64::MAX))
+    }
 }
 
 impl Write for Hashed<'_> {
@@ -188,38 +162,61 @@ struct Blocks {
     compress: bool,
     count: u32,
     content: u64,
-    /// By fs-verity digest: SHA-256, and how it is kept.
-    kept: HashMap<[u8; 32], ([u8; 32], Kept)>,
+    /// By fs-verity digest: SHA-256 if it is not too large for one, and how it is kept.
+    kept: HashMap<[u8; 32], (Option<[u8; 32]>, Kept)>,
 }
 
 enum Kept {
-    Run([Run; 1]),
+    Runs(Vec<Run>),
     Lz4(u32, Vec<Part>),
 }
 
 impl Contents for Blocks {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
-        let (fingerprint, kept) = self.kept.get(digest)?;
+        let (sha256, kept) = self.kept.get(digest)?;
         let form = match kept {
-            Kept::Run(run) => Form::Runs(run),
+            Kept::Runs(runs) => Form::Runs(runs),
             Kept::Lz4(block, parts) => {
                 Form::Lz4 { place: Place { device: 0, block: *block }, parts }
             }
         };
-        Some(Found { fingerprint: *fingerprint, form })
+        Some(Found { sha256: *sha256, form })
     }
 }
 
 impl Blocks {
-    /// In a file without a name, beside the one that is to be.
+    /// In a file without a name, in the directory of `path`.
     fn new(path: &Path, compress: bool) -> Result<Self, ExportError> {
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(".blocks");
-        let (_, name) = aside::create_file(Path::new(&beside))?;
-        let opened = File::options().read(true).write(true).open(&name);
-        fs::remove_file(&name).map_err(io_error(&name))?;
-        let file = opened.map_err(io_error(&name))?;
-        Ok(Self { file, path: name, compress, count: 0, content: 0, kept: HashMap::new() })
+        let file = unnamed_file(path)?;
+        let path = path.to_owned();
+        Ok(Self { file, path, compress, count: 0, content: 0, kept: HashMap::new() })
+    }
+
+    /// Writes all of them behind the metadata; holes are not read.
+    fn copy_to(&mut self, sink: &mut Hashed<'_>, cancel: &Cancel) -> io::Result<()> {
+        let end = u64::from(self.count) * BLOCK as u64;
+        let mut buffer = vec![0; READ_SIZE];
+        let mut at = 0;
+        while at < end {
+            match stretch_at(&self.file, at)? {
+                Stretch::Hole(len) => {
+                    sink.zeros(len)?;
+                    at += len;
+                }
+                Stretch::Data(len) => {
+                    let data_end = end.min(at.saturating_add(len));
+                    while at < data_end {
+                        cancel.check().map_err(io::Error::other)?;
+                        let len = usize::try_from(data_end - at).unwrap_or(READ_SIZE);
+                        let bytes = &mut buffer[..len.min(READ_SIZE)];
+                        self.file.read_exact_at(bytes, at)?;
+                        sink.write_all(bytes)?;
+                        at += bytes.len() as u64;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Stores what the files of a tree have, each content once, in the order of their names.
@@ -232,14 +229,13 @@ impl Blocks {
         step: &mut dyn FnMut(u64),
     ) -> Result<(), ExportError> {
         let user = format!("image {image}");
-        let mut buffer = vec![0; READ_SIZE];
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
             // One that names no object the writer refuses, with its path.
             let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
             let Some(digest) = new else { continue };
-            let object = Object::open(domain, Digest(*digest), size, (&user, cancel), &mut buffer)?;
+            let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;
             self.put(*digest, size, object)?;
             self.content += size;
             step(self.content);
@@ -258,8 +254,9 @@ impl Blocks {
         };
         let bad = |source| ExportError::Io { path: self.path.clone(), source };
         let first = self.count;
-        let mut sha = sha2::Sha256::new();
-        let kept = if self.compress {
+        let mut sha = (size <= SHA256_SIZE_MAX).then(sha2::Sha256::new);
+        // What is too large for SHA-256 is too large for a table with an entry for each 4 KiB.
+        let kept = if self.compress && sha.is_some() {
             let mut reader =
                 ObjectReader { object: &mut object, left: size, sha: &mut sha, failed: None };
             let mut writer = io::BufWriter::with_capacity(READ_SIZE, &self.file);
@@ -273,29 +270,132 @@ impl Blocks {
             self.count = first.checked_add(count).ok_or_else(too_large)?;
             Kept::Lz4(first, parts)
         } else {
-            let mut sink = |bytes: &[u8]| {
-                sha.update(bytes);
-                write_sparse(&self.file, bytes).map_err(&bad)
-            };
-            object.take(size, Some(&mut sink))?;
             let blocks = u32::try_from(size.div_ceil(BLOCK as u64)).map_err(|_| too_large())?;
-            self.count = first.checked_add(blocks).ok_or_else(too_large)?;
-            let end = u64::from(self.count) * BLOCK as u64;
-            let placed = self.file.set_len(end).and_then(|()| self.file.seek(SeekFrom::Start(end)));
-            placed.map_err(bad)?;
-            Kept::Run([Run { place: Some(Place { device: 0, block: first }), blocks }])
+            // No place is larger than the end of all of them.
+            first.checked_add(blocks).ok_or_else(too_large)?;
+            let mut plain = Plain::new(&self.file, first, size);
+            object.take_pieces(size, |piece| {
+                let hashed = sha.iter_mut();
+                match piece {
+                    Piece::Data(bytes) => {
+                        hashed.for_each(|sha| sha.update(bytes));
+                        plain.data(bytes).map_err(&bad)
+                    }
+                    Piece::Hole(len) => {
+                        hashed.for_each(|sha| zeros(len).for_each(|bytes| sha.update(bytes)));
+                        plain.at += len;
+                        Ok(())
+                    }
+                }
+            })?;
+            let (count, runs) = plain.finish().map_err(bad)?;
+            self.count = first + count;
+            Kept::Runs(runs)
         };
         object.check()?;
-        self.kept.insert(digest, (sha.finalize().into(), kept));
+        self.kept.insert(digest, (sha.map(|sha| sha.finalize().into()), kept));
         Ok(())
     }
+}
+
+/// So many zeros, in pieces.
+fn zeros(mut len: u64) -> impl Iterator<Item = &'static [u8]> {
+    static ZEROS: [u8; READ_SIZE] = [0; READ_SIZE];
+    std::iter::from_fn(move || {
+        let count = usize::try_from(len).unwrap_or(READ_SIZE).min(READ_SIZE);
+        len -= count as u64;
+        (count > 0).then(|| &ZEROS[..count])
+    })
+}
+
+/// Writes a content as it is, but for granules of zeros.
+struct Plain<'f> {
+    file: &'f File,
+    /// The first block that it can have.
+    first: u32,
+    size: u64,
+    granule: u64,
+    /// How much of it was seen, in bytes.
+    at: u64,
+    runs: Vec<Run>,
+    /// How much of it has a run, in blocks.
+    placed: u32,
+    /// How many blocks are written.
+    written: u32,
+}
+
+impl<'f> Plain<'f> {
+    fn new(file: &'f File, first: u32, size: u64) -> Self {
+        let (granule, runs) = (granule(size), Vec::new());
+        Self { file, first, size, granule, at: 0, runs, placed: 0, written: 0 }
+    }
+
+    /// Takes the next bytes.
+    fn data(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let left =
+                usize::try_from(self.granule - self.at % self.granule).unwrap_or(bytes.len());
+            let (part, rest) = bytes.split_at(bytes.len().min(left));
+            if part.iter().any(|byte| *byte != 0) {
+                let end = self.place_granule();
+                let before_end = u64::from(self.placed) * BLOCK as u64 - self.at;
+                self.file.seek(SeekFrom::Start(end - before_end))?;
+                write_sparse(self.file, part)?;
+            }
+            self.at += part.len() as u64;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// Gives the granule at hand a place if it has none; returns its end in the file.
+    fn place_granule(&mut self) -> u64 {
+        let start = blocks_of(self.at - self.at % self.granule);
+        if start >= self.placed {
+            self.skip_to(start);
+            let end = self.size.min(u64::from(start) * BLOCK as u64 + self.granule);
+            let blocks = blocks_of(end) - start;
+            match self.runs.last_mut() {
+                Some(run) if run.place.is_some() => run.blocks += blocks,
+                _ => {
+                    let place = Some(Place { device: 0, block: self.first + self.written });
+                    self.runs.push(Run { place, blocks });
+                }
+            }
+            self.written += blocks;
+            self.placed += blocks;
+        }
+        u64::from(self.first + self.written) * BLOCK as u64
+    }
+
+    /// Makes a hole up to a block.
+    fn skip_to(&mut self, block: u32) {
+        if block > self.placed {
+            self.runs.push(Run { place: None, blocks: block - self.placed });
+            self.placed = block;
+        }
+    }
+
+    /// How many blocks were written, and where the content is.
+    fn finish(mut self) -> io::Result<(u32, Vec<Run>)> {
+        self.skip_to(blocks_of(self.size));
+        let end = u64::from(self.first + self.written) * BLOCK as u64;
+        self.file.set_len(end)?;
+        self.file.seek(SeekFrom::Start(end))?;
+        Ok((self.written, self.runs))
+    }
+}
+
+/// The number of blocks of a content, which is not too large: `Blocks::put` has checked it.
+fn blocks_of(bytes: u64) -> u32 {
+    u32::try_from(bytes.div_ceil(BLOCK as u64)).unwrap_or(u32::MAX)
 }
 
 /// An object as something to read from, hashed on the way.
 struct ObjectReader<'r, 'o> {
     object: &'r mut Object<'o>,
     left: u64,
-    sha: &'r mut sha2::Sha256,
+    sha: &'r mut Option<sha2::Sha256>,
     failed: Option<ExportError>,
 }
 
@@ -308,7 +408,7 @@ impl Read for ObjectReader<'_, '_> {
         let taken = self.object.take(
             count as u64,
             Some(&mut |bytes: &[u8]| {
-                sha.update(bytes);
+                sha.iter_mut().for_each(|sha| sha.update(bytes));
                 buffer[at..at + bytes.len()].copy_from_slice(bytes);
                 at += bytes.len();
                 Ok(())

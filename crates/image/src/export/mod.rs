@@ -31,8 +31,9 @@ use cofolio_store::{Digest, Domain, Ref};
 use serde::Serialize;
 use serde_json::json;
 
+pub use aside::OutputFile;
 pub use error::ExportError;
-pub use filesystem::{FilesystemReport, export_filesystem};
+pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
 pub use pack::Compression;
 pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
@@ -61,14 +62,14 @@ pub enum Destination {
     },
     /// An OCI image layout in a tar archive: `oci-archive:FILE[:TAG]`.
     Archive {
-        /// The archive; one that is there is replaced.
+        /// The archive; `-` is standard output.
         path: PathBuf,
         /// What the image is called in it.
         tag: Option<String>,
     },
     /// What `docker load` takes: `docker-archive:FILE[:TAG]`. Its layers are not compressed.
     DockerArchive {
-        /// The archive; one that is there is replaced.
+        /// The archive; `-` is standard output.
         path: PathBuf,
         /// What the image is called in it: `name:tag`.
         tag: Option<String>,
@@ -124,6 +125,8 @@ pub struct ExportOptions {
     pub compression: Compression,
     /// Threads that compress. 0: as many as the machine has processors. The result does not depend on it.
     pub threads: usize,
+    /// Replace an archive that exists.
+    pub replace: bool,
 }
 
 /// What an export wrote.
@@ -183,10 +186,12 @@ pub fn export(
     let mut compression = options.compression;
     let (target, tag): (Box<dyn Target>, _) = match destination {
         Destination::Layout { path, tag } => (Box::new(Layout::create(path)?), tag),
-        Destination::Archive { path, tag } => (Box::new(Archive::create(path, Style::Oci)?), tag),
+        Destination::Archive { path, tag } => {
+            (Box::new(Archive::create(path, Style::Oci, options.replace)?), tag)
+        }
         Destination::DockerArchive { path, tag } => {
             compression = Compression::None;
-            (Box::new(Archive::create(path, Style::Docker)?), tag)
+            (Box::new(Archive::create(path, Style::Docker, options.replace)?), tag)
         }
     };
     let name = tag.as_deref().or(exported.name);
@@ -211,7 +216,7 @@ fn write(
 ) -> Result<ExportReport, ExportError> {
     let layers = image.layers.len();
     let packed = std::thread::scope(|scope| {
-        let compressors = Compressors::start(scope, compression, threads, 1);
+        let compressors = Compressors::start(scope, compression, threads, 1)?;
         let mut packed: Vec<Packed> = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
             let before: u64 = packed.iter().map(|layer| layer.uncompressed).sum();

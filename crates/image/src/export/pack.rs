@@ -13,6 +13,7 @@ use crossbeam_channel as channel;
 use super::assemble::Sink;
 use super::error::ExportError;
 use crate::digest::{BlobDigest, BlobHasher};
+use crate::threads::{NoThread, spawn_up_to};
 
 /// What a member or frame holds, in bytes.
 const CHUNK: usize = 2 << 20;
@@ -72,23 +73,27 @@ pub(crate) struct Compressors {
 
 impl Compressors {
     /// Starts `count` threads, for `layers` layers at a time; they end when this is dropped.
+    ///
+    /// # Errors
+    /// [`NoThread`].
     pub(crate) fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         compression: Compression,
         count: usize,
         layers: usize,
-    ) -> Self {
+    ) -> Result<Self, NoThread> {
         let (jobs, queue) = channel::unbounded::<Job>();
-        for _ in 0..if compression == Compression::None { 0 } else { count } {
+        let threads = if compression == Compression::None { 0 } else { count };
+        spawn_up_to(scope, threads, || {
             let queue = queue.clone();
-            scope.spawn(move || {
+            move || {
                 for job in queue {
                     // Nobody listens any more if the export failed.
                     let _ = job.reply.send(compression.compress(job.chunk));
                 }
-            });
-        }
-        Self { compression, jobs, ahead: count.div_ceil(layers.max(1)) + 2 }
+            }
+        })?;
+        Ok(Self { compression, jobs, ahead: count.div_ceil(layers.max(1)) + 2 })
     }
 }
 

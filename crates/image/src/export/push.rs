@@ -33,6 +33,7 @@ use crate::lease::Lease;
 use crate::reference::Reference;
 use crate::registry::{Begun, Body, Failure, RegistryOptions, Repository, Session};
 use crate::source::manifest::Manifest;
+use crate::threads::{NoThread, spawn, spawn_up_to};
 
 /// Blobs up to that size are complete before they are sent, so that their digest is known and they may turn
 /// out to be there.
@@ -318,11 +319,11 @@ impl Push<'_> {
             let threads = threads(options.threads);
             let compression = options.compression;
             let compressors =
-                Arc::new(Compressors::start(scope, compression, threads, jobs.max(1)));
-            for _ in 0..jobs {
+                Arc::new(Compressors::start(scope, compression, threads, jobs.max(1))?);
+            spawn_up_to(scope, jobs, || {
                 let compressors = compressors.clone();
                 let (work, next, done, failed) = (&work, &next, &done, &failed);
-                scope.spawn(move || {
+                move || {
                     while let Some(&number) = work.get(next.fetch_add(1, Ordering::Relaxed))
                         && !stop.is_cancelled()
                     {
@@ -340,9 +341,9 @@ impl Push<'_> {
                             }
                         }
                     }
-                });
-            }
-        });
+                }
+            })
+        })?;
         if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
@@ -568,7 +569,7 @@ impl Upload<'_, '_> {
             return Ok((packed.clone(), How::Sent));
         }
         let from = self.session.as_ref().map_or(0, Session::at);
-        let mut pieces = making.start(from);
+        let mut pieces = making.start(from).map_err(|error| Attempt::Fatal(error.into()))?;
         let mut head = Vec::new();
         if from == 0 {
             let read = (&mut pieces).take(SMALL as u64 + 1).read_to_end(&mut head);
@@ -669,10 +670,10 @@ struct Making<'push, 'scope, 'env> {
 
 impl<'scope> Making<'_, 'scope, '_> {
     /// Makes it in a thread of its own; what comes before `from` is left out.
-    fn start(&self, from: u64) -> Pieces<'scope> {
+    fn start(&self, from: u64) -> Result<Pieces<'scope>, NoThread> {
         let (to_us, pieces) = channel::bounded::<Vec<u8>>(PIECES);
         let (push, layer, compressors) = (self.push, self.layer, self.compressors.clone());
-        let maker = self.scope.spawn(move || {
+        let maker = spawn(self.scope, move || {
             let mut skip = from;
             let mut sink = |bytes: &[u8]| {
                 let left_out = usize::try_from(skip).unwrap_or(usize::MAX).min(bytes.len());
@@ -686,8 +687,8 @@ impl<'scope> Making<'_, 'scope, '_> {
             let packer = Packer::new(&compressors, &mut sink);
             let stop = push.repository.stop();
             push.image.pack(layer, packer, stop, &mut |_| ())
-        });
-        Pieces { pieces, current: Vec::new(), at: 0, maker }
+        })?;
+        Ok(Pieces { pieces, current: Vec::new(), at: 0, maker })
     }
 }
 

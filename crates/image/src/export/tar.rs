@@ -14,8 +14,6 @@ use super::error::ExportError;
 use crate::layer::WHITEOUT;
 use crate::layer::tar::{BLOCK, pad};
 
-/// How much of an object is read at once, in bytes.
-const READ_SIZE: usize = 256 << 10;
 /// Room for names in a header, in bytes.
 const NAME_MAX: usize = 100;
 /// Largest owner that a header can say: seven octal digits.
@@ -40,7 +38,6 @@ pub(crate) fn write(
     sink: &mut Sink<'_>,
 ) -> Result<(), ExportError> {
     let mut firsts: HashMap<InodeId, Vec<u8>> = HashMap::new();
-    let mut buffer = vec![0; READ_SIZE];
     let root = tree.root();
     entry(tree, root, b"./", b'5', b"", 0, sink)?;
     for visit in tree.walk() {
@@ -88,8 +85,7 @@ pub(crate) fn write(
             Content::External { size, digest, .. } => {
                 let digest = *digest.ok_or_else(|| fail("the image does not name its object"))?;
                 entry(tree, inode, &name, b'0', b"", size, sink)?;
-                let mut object =
-                    Object::open(domain, Digest(digest), size, (user, cancel), &mut buffer)?;
+                let mut object = Object::open(domain, Digest(digest), size, (user, cancel))?;
                 object.take(size, Some(&mut *sink))?;
                 object.check()?;
                 sink(&[0; BLOCK][..pad(size)])?;

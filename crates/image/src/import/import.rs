@@ -9,7 +9,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
 use cofolio_store::task::{Event, LayerState, Phase, Task};
-use cofolio_store::{Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats};
+use cofolio_store::{
+    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats, StoredFile,
+};
 use serde::Serialize;
 
 use super::{ImportOptions, Limits};
@@ -26,9 +28,12 @@ use crate::layer::unpack::{
     Counts, Shared, Unpacked, commit_error, keep, known_layer, objects, overlay, store_error,
     unpack,
 };
+use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
 use crate::source::manifest::is_whole_name;
 use crate::source::{Chosen, FoundImage, Opened, Source};
+use crate::stored::digest_of;
+use crate::threads::spawn;
 use crate::tree_scan;
 use crate::trust::Record;
 
@@ -100,6 +105,7 @@ pub fn import(
     task: &Task,
 ) -> Result<ImportReport, ImportError> {
     let started = Instant::now();
+    options.name.as_deref().map_or(Ok(()), check_name)?;
     let imported = match source {
         Source::Directory { path } => import_directory(domain, path, source, options, task),
         _ => import_image(domain, source, options, task),
@@ -112,11 +118,10 @@ pub fn import(
 
 /// Whether garbage collection (or damage) took something that the import relied on.
 fn worth_another_try(error: &ImportError) -> bool {
-    use cofolio_store::Error;
-    matches!(error, ImportError::Store(Error::Vanished { .. } | Error::SizeMismatch { .. }))
+    matches!(error, ImportError::Store(error) if error.is_race())
 }
 
-/// Tries, and where it is worth it tries once more, told so: with the lock held, believing nothing known.
+/// Retries once under the lock, trusting no cached layer. `attempt` hears whether it is the second try.
 fn twice(
     attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
     task: &Task,
@@ -137,7 +142,7 @@ fn import_directory(
     options: &ImportOptions,
     task: &Task,
 ) -> Result<ImportReport, ImportError> {
-    let name = options.name.clone().unwrap_or_else(|| default_name(source, None));
+    let name = name_for(source, None, options)?;
     let attempt = |hold_lock| {
         let staging = begin(domain, options, hold_lock)?;
         task.tell(Event::Phase(Phase::Unpack));
@@ -170,24 +175,27 @@ fn import_image(
         Chosen::Manifest { name, .. } => name.as_ref(),
     };
     let called = called.map(String::as_str);
-    let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
+    let name = name_for(source, called, options)?;
     let brought = cosigned(&opened, &chosen, &name, options)?;
     let gate = Gate { options, brought };
-    if options.repair.is_none()
-        && let Some(record) = known_image(domain, &chosen)?
-    {
-        task.tell(Event::Phase(Phase::Commit));
-        let record = Ref { source: in_registry(source).or(record.source.clone()), ..record };
-        match publish_known(domain, &name, record, &gate) {
-            // Removed and collected since we looked.
-            Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
-            done => return done,
+    let known = match options.repair {
+        None => known_image(domain, &chosen)?,
+        Some(_) => None,
+    };
+    let mut damage = Damage::default();
+    if let Some(record) = &known {
+        damage = damage_of(domain, record)?;
+        if damage.is_empty()
+            && let Some(report) = publish_known(domain, source, &name, record, &gate, task)?
+        {
+            return Ok(report);
         }
     }
     let is_manifest = matches!(chosen, Chosen::Manifest { .. });
     let image = opened.resolve(chosen, options.limits.document_bytes)?;
     let manifest = is_manifest.then(|| image.manifest.to_string());
-    let attempt = |again: bool| {
+    let attempt = |gate: &Gate<'_>, again: bool| {
+        let options = gate.options;
         let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
         let staging = Arc::new(begin(domain, options, again)?);
         let (tree, hidden) =
@@ -201,10 +209,19 @@ fn import_image(
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &tree, &hidden, record, &gate, task, &mut report)?;
+        finish(staging, &tree, &hidden, record, gate, task, &mut report)?;
         Ok(report)
     };
-    twice(attempt, task)
+    if let Some(record) = known.filter(|_| !damage.is_empty()) {
+        let options = ImportOptions { repair: Some(damage), ..options.clone() };
+        let mended = attempt(&Gate { options: &options, brought: Vec::new() }, false)?;
+        if damage_of(domain, &record)?.is_empty()
+            && publish_known(domain, source, &name, &record, &gate, task)?.is_some()
+        {
+            return Ok(mended);
+        }
+    }
+    twice(|again| attempt(&gate, again), task)
 }
 
 /// Where the image is to be had again.
@@ -280,22 +297,37 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
             })
         }
     };
-    let Some(record) = record else { return Ok(None) };
-    // A layer that an earlier program imported has no split: it is unpacked once more to get one.
-    for layer in &record.layers {
-        if !domain.has_split(&layer.chain_id)? {
-            return Ok(None);
-        }
-    }
-    Ok(domain.has_image(&record.image)?.then_some(record))
+    Ok(record)
 }
 
+/// Files of a known image that are missing or altered: its metadata image, and its layers' trees and
+/// splits. Objects are not read; `fsck` does that.
+fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
+    let mut damage = Damage::default();
+    let intact = |file: StoredFile| digest_of(&file).is_ok_and(|found| found == record.image);
+    if !domain.open_image(&record.image).is_ok_and(intact) {
+        damage.images.insert(record.image);
+    }
+    for layer in &record.layers {
+        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id).is_none() {
+            damage.layers.insert(layer.chain_id.clone());
+        }
+    }
+    Ok(damage)
+}
+
+/// Gives a known image the name. `None` if it was removed and collected meanwhile.
 fn publish_known(
     domain: &Domain,
+    source: &Source,
     name: &str,
-    mut record: Ref,
+    record: &Ref,
     gate: &Gate<'_>,
-) -> Result<ImportReport, ImportError> {
+    task: &Task,
+) -> Result<Option<ImportReport>, ImportError> {
+    task.tell(Event::Phase(Phase::Commit));
+    let mut record =
+        Ref { source: in_registry(source).or(record.source.clone()), ..record.clone() };
     let signatures = gate.admit(domain, name, &record)?;
     let layers = record
         .layers
@@ -322,8 +354,11 @@ fn publish_known(
     for signature in signatures {
         signature.keep(domain, &record.image)?;
     }
-    domain.put_ref(name, &record)?;
-    Ok(report)
+    match domain.put_ref(name, &record) {
+        // Garbage collection removed it since we looked.
+        Err(error) if error.is_race() => Ok(None),
+        done => done.map(|()| Some(report)).map_err(Into::into),
+    }
 }
 
 /// The labels of a ref: those that were asked for, and the pin that it may have already. Importing a newer
@@ -413,7 +448,7 @@ fn build(
     let on_read = |bytes| task.tell(Event::Read(bytes));
 
     std::thread::scope(|scope| {
-        let workers = Workers::start(scope, writers);
+        let workers = Workers::start(scope, writers)?;
         let mut running = VecDeque::new();
         let mut waiting = image.layers.iter().enumerate();
         let mut merged = Tree::new(DEFAULT_DIR);
@@ -437,9 +472,10 @@ fn build(
                 let digest = layer.blob.digest.to_string();
                 let blob = Some((digest.as_str(), layer.blob.size));
                 task.tell(Event::Layer { index, count, state, blob });
-                running.push_back(scope.spawn(move || {
+                let started = spawn(scope, move || {
                     let result = (|| -> Result<_, ImportError> {
-                        let there = known.then(|| known_layer(staging, layer)).flatten();
+                        let there =
+                            known.then(|| known_layer(staging.domain(), &chain_id)).flatten();
                         if let Some(layer) = there {
                             return Ok((None, Vec::new(), Part::Over(layer)));
                         }
@@ -461,15 +497,28 @@ fn build(
                             (_, None) => Part::Over(overlay(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                Part::Over(known_layer(staging, layer).ok_or_else(vanished)?)
+                                Part::Over(
+                                    known_layer(staging.domain(), &chain_id)
+                                        .ok_or_else(vanished)?,
+                                )
                             }
                         };
                         Ok((Some(counts), replaced, part))
                     })();
                     result.map_err(|error| shared.budget.stop(error))
-                }));
+                });
+                match started {
+                    Ok(layer) => running.push_back(layer),
+                    Err(error) => {
+                        // The other layers end early.
+                        budget.stop(error.into());
+                        break;
+                    }
+                }
             }
-            let Some(first) = running.pop_front() else { break };
+            let Some(first) = running.pop_front().filter(|_| !budget.is_stopped()) else {
+                return Err(reason(&budget));
+            };
             let layer = &image.layers[done];
             let joined = first.join().unwrap_or_else(|_| {
                 budget.stop(ImportError::Image { what: "a thread panicked".into() });
@@ -492,13 +541,17 @@ fn build(
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
             });
             if result.is_err() {
-                let what = "a layer failed without a reason".into();
-                return Err(budget.reason().unwrap_or(ImportError::Image { what }));
+                return Err(reason(&budget));
             }
             done += 1;
         }
         Ok((merged, hidden))
     })
+}
+
+fn reason(budget: &Budget) -> ImportError {
+    let what = "a layer failed without a reason".into();
+    budget.reason().unwrap_or(ImportError::Image { what })
 }
 
 fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {
@@ -579,6 +632,31 @@ fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
 /// A layer that was published a moment ago is gone: garbage collection was quicker.
 fn vanished() -> ImportError {
     ImportError::Store(cofolio_store::Error::Vanished { count: 1, first: "a layer".into() })
+}
+
+/// What the image is called: as the caller says, or as the source does.
+///
+/// # Errors
+/// [`ImportError::Name`]. A repair gives no name, so there any will do.
+fn name_for(
+    source: &Source,
+    called: Option<&str>,
+    options: &ImportOptions,
+) -> Result<String, ImportError> {
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
+    if options.repair.is_none() {
+        check_name(&name)?;
+    }
+    Ok(name)
+}
+
+/// Checks a name that an image is to have in the store.
+///
+/// # Errors
+/// [`ImportError::Name`] if it is blank, too long, has control characters, or looks like a path.
+pub fn check_name(name: &str) -> Result<(), ImportError> {
+    let bad = |what| ImportError::Name { name: name.chars().take(80).collect(), what };
+    check_image_name(name).map_err(bad)
 }
 
 /// A name from the source: the tag that was asked for, or else what the source calls the image, if that is

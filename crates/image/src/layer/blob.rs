@@ -25,6 +25,7 @@ use crate::digest::{BlobDigest, BlobHasher};
 use crate::error::ImportError;
 use crate::error::RegistryError;
 use crate::layer::tar::Input;
+use crate::threads::{NoThread, spawn};
 
 /// Size of a chunk of uncompressed content, in bytes.
 pub(crate) const CHUNK: usize = 256 * 1024;
@@ -141,6 +142,11 @@ impl Budget {
         }
     }
 
+    /// Whether a layer has failed.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stop.is_cancelled()
+    }
+
     /// Why the first layer failed that did.
     pub(crate) fn reason(&self) -> Option<ImportError> {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).take()
@@ -250,16 +256,16 @@ impl Stream {
         pool: Arc<Pool>,
         budget: &'env Budget,
         on_read: OnRead<'env>,
-    ) -> Self {
+    ) -> Result<Self, NoThread> {
         let (to_parser, parts) = sync_channel(QUEUE);
-        scope.spawn(move || {
+        spawn(scope, move || {
             let result = unpack(&blob, &pool, budget, on_read, &to_parser);
             if let Some(last) = result.map(|diff_id| diff_id.map(Part::End)).transpose() {
                 // If nobody listens any more, the other side failed first.
                 let _ = to_parser.send(last);
             }
-        });
-        Self { parts, current: None, at: 0, ended: false, failure: None, diff_id: None }
+        })?;
+        Ok(Self { parts, current: None, at: 0, ended: false, failure: None, diff_id: None })
     }
 
     /// Takes up to `max` bytes without copying them. Empty at the end of the stream only.
@@ -421,11 +427,11 @@ fn unpack(
     std::thread::scope(|scope| {
         // Hashing ends when the sender is dropped, on every way out of here.
         let (to_hasher, to_hash) = sync_channel::<Arc<Chunk>>(QUEUE);
-        let hashing = scope.spawn(move || {
+        let hashing = spawn(scope, move || {
             let mut hasher = BlobHasher::new();
             to_hash.iter().for_each(|chunk| hasher.update(chunk.bytes()));
             hasher.finish()
-        });
+        })?;
         let send = |chunk: Arc<Chunk>| {
             to_hasher.send(chunk.clone()).is_ok() && to_parser.send(Ok(Part::Chunk(chunk))).is_ok()
         };

@@ -348,22 +348,7 @@ pub(crate) fn make_dirs(
             _ => return Err(format!("its parent {:?} is not a directory", shown(&name))),
         }
     }
-    // Without links a path bounds how deep its directory is.
-    if links > 0 {
-        check_reach(tree, dir)?;
-    }
     Ok(dir)
-}
-
-/// Refuses a directory that lies deeper than a path can say. Through symbolic links each entry, and each layer, can
-/// begin where another one ended: a few thousand entries would make directories whose dump has gigabytes, and lines
-/// that no dump can have.
-pub(crate) fn check_reach(tree: &Tree, dir: InodeId) -> Result<(), String> {
-    let length = tree.links(dir).next().map_or(0, |entry| tree.path(entry).len());
-    match length > PATH_MAX + 1 {
-        true => Err(format!("its directory is {length} bytes deep, no path reaches it")),
-        false => Ok(()),
-    }
 }
 
 /// Puts the parts of a symbolic link's target before what is still to do; `..` stays for later, when it

@@ -16,6 +16,7 @@ use crossbeam_channel as channel;
 
 use crate::error::ImportError;
 use crate::layer::blob::Piece;
+use crate::threads::{NoThread, spawn_up_to};
 
 /// Files up to this many bytes go in batches.
 pub(crate) const SMALL_MAX: usize = 1 << 20;
@@ -62,11 +63,17 @@ pub(crate) struct Workers {
 
 impl Workers {
     /// Starts `count` threads; they end when the last clone is dropped.
-    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, count: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`NoThread`].
+    pub(crate) fn start<'scope>(
+        scope: &'scope Scope<'scope, '_>,
+        count: usize,
+    ) -> Result<Self, NoThread> {
         let (jobs, queue) = channel::bounded::<Job>(count * 2);
-        for _ in 0..count {
+        spawn_up_to(scope, count, || {
             let queue = queue.clone();
-            scope.spawn(move || {
+            move || {
                 let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     let result = run(&job.staging, job.work, &mut buffer);
@@ -75,9 +82,9 @@ impl Workers {
                     // Nobody listens any more if the layer failed for another reason.
                     let _ = job.reply.send(result);
                 }
-            });
-        }
-        Self { jobs }
+            }
+        })?;
+        Ok(Self { jobs })
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 
 use cofolio_erofs::tree::{Content, InodeId, Tree};
-use cofolio_store::{Digest, LayerWriter, Publish, Staging, StagingStats};
+use cofolio_store::{Digest, Domain, LayerWriter, Publish, Staging, StagingStats};
 
 use crate::error::{ImportError, shown};
 use crate::layer::FoundLayer;
@@ -59,7 +59,7 @@ pub(crate) fn unpack<'scope, 'env>(
     on_read: OnRead<'env>,
 ) -> Result<Unpacked, ImportError> {
     let stream =
-        Stream::start(scope, layer.blob.clone(), shared.pool.clone(), shared.budget, on_read);
+        Stream::start(scope, layer.blob.clone(), shared.pool.clone(), shared.budget, on_read)?;
     let split = staging.split_writer(&layer.chain_id.to_string())?;
     // Small writes: blocks have heads.
     let split = BufWriter::with_capacity(256 << 10, split);
@@ -346,14 +346,13 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
     }
 }
 
-/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is unpacked again, which
-/// replaces nothing, but gives the same tree.
-pub(crate) fn known_layer(staging: &Staging, layer: &FoundLayer) -> Option<Overlay> {
-    let (domain, chain_id) = (staging.domain(), layer.chain_id.to_string());
-    if domain.has_split(&chain_id).ok()? {
-        let split = domain.open_split(&chain_id).ok()?;
+/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is unpacked
+/// again, which replaces nothing, but gives the same tree.
+pub(crate) fn known_layer(domain: &Domain, chain_id: &str) -> Option<Overlay> {
+    if domain.has_split(chain_id).ok()? {
+        let split = domain.open_split(chain_id).ok()?;
         split::objects(&StoredImage::new(&split).ok()?, &mut |_, _| {}).ok()?;
     }
-    let file = domain.open_layer(&chain_id).ok()?;
+    let file = domain.open_layer(chain_id).ok()?;
     Overlay::read(LayerDump::File(file)).ok()
 }

@@ -24,8 +24,8 @@ use cofolio_erofs::write::{
 };
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{
-    Contents as _, Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish, Segment,
-    Staging,
+    Contents as _, Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish,
+    SHA256_SIZE_MAX, Segment, Staging,
 };
 use serde::Serialize;
 
@@ -139,7 +139,7 @@ fn pack_without(
     };
     match attempt(false) {
         // Segments that were to be used were collected meanwhile.
-        Err(PackError::Store(Error::Vanished { .. })) => attempt(true),
+        Err(PackError::Store(error)) if error.is_race() => attempt(true),
         other => other,
     }
 }
@@ -179,8 +179,8 @@ struct Plan {
     devices: HashMap<Digest, u16>,
     known: usize,
     new_bytes: u64,
-    /// By digest of the object: SHA-256, and where it is.
-    places: HashMap<[u8; 32], ([u8; 32], Kept)>,
+    /// By digest of the object: SHA-256 if it is not too large for one, and where it is.
+    places: HashMap<[u8; 32], (Option<[u8; 32]>, Kept)>,
 }
 
 /// Where a content is, and how it is kept.
@@ -191,12 +191,12 @@ enum Kept {
 
 impl Contents for Plan {
     fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
-        let (fingerprint, kept) = self.places.get(digest)?;
+        let (sha256, kept) = self.places.get(digest)?;
         let form = match kept {
             Kept::Runs(runs) => write::Form::Runs(runs),
             Kept::Lz4(place, parts) => write::Form::Lz4 { place: *place, parts },
         };
-        Some(Found { fingerprint: *fingerprint, form })
+        Some(Found { sha256: *sha256, form })
     }
 }
 
@@ -333,7 +333,8 @@ impl Plan {
                 }
                 _ => Kept::Runs(runs),
             };
-            self.places.insert(extent.object.0, (extent.sha256, kept));
+            let sha256 = (extent.size <= SHA256_SIZE_MAX).then_some(extent.sha256);
+            self.places.insert(extent.object.0, (sha256, kept));
         }
     }
 

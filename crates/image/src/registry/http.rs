@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::{self, Read};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use ureq::http::{self, HeaderMap};
 use ureq::{Agent, Body, Proxy, SendBody};
@@ -332,57 +332,6 @@ pub(crate) fn retry_after(response: &Response) -> Option<Duration> {
     if let Ok(seconds) = text.parse() {
         return Some(Duration::from_secs(seconds));
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
-    Some(Duration::from_secs(seconds_of(text)?).saturating_sub(now))
-}
-
-/// Seconds since 1970 of a date as all servers write it: `Sun, 06 Nov 1994 08:49:37 GMT`. The two obsolete
-/// forms are not understood.
-fn seconds_of(date: &str) -> Option<u64> {
-    const MONTHS: [&str; 12] =
-        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
-    let (_, rest) = date.split_once(", ")?;
-    let mut words = rest.split(' ');
-    let day: u64 = words.next()?.parse().ok().filter(|day| (1..=31).contains(day))?;
-    let month = words.next()?;
-    let month = MONTHS.iter().position(|name| *name == month)?;
-    let year: u64 = words.next()?.parse().ok().filter(|year| (1970..10_000).contains(year))?;
-    let mut clock = words.next()?.split(':').map(|part| part.parse::<u64>().ok());
-    let (hour, minute, second) = (clock.next()??, clock.next()??, clock.next()??);
-    if words.next() != Some("GMT") || hour > 23 || minute > 59 || second > 60 {
-        return None;
-    }
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    let before_month = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334][month];
-    let leap_day = u64::from(month > 1 && leap(year));
-    let leap_years = (1970..year).filter(|year| leap(*year)).count() as u64;
-    let days = (year - 1970) * 365 + leap_years + before_month + leap_day + day - 1;
-    Some(((days * 24 + hour) * 60 + minute) * 60 + second)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The seconds are those that `date --date=… +%s` says.
-    #[test]
-    fn dates_are_understood() {
-        for (date, seconds) in [
-            ("Sun, 06 Nov 1994 08:49:37 GMT", Some(784_111_777)),
-            ("Thu, 01 Jan 1970 00:00:00 GMT", Some(0)),
-            ("Thu, 29 Feb 2024 23:59:59 GMT", Some(1_709_251_199)),
-            ("Fri, 01 Mar 2024 00:00:00 GMT", Some(1_709_251_200)),
-            ("Sat, 21 Nov 2026 07:30:00 GMT", Some(1_795_246_200)),
-            ("Sunday, 06-Nov-94 08:49:37 GMT", None),
-            ("Sun Nov  6 08:49:37 1994", None),
-            ("Sun, 06 Nov 1994 08:49:37", None),
-            ("Sun, 00 Nov 1994 08:49:37 GMT", None),
-            ("Sun, 06 Nov 99999999999999999999 08:49:37 GMT", None),
-            ("soon", None),
-        ] {
-            assert_eq!(seconds_of(date), seconds, "{date}");
-        }
-    }
+    let date = httpdate::parse_http_date(text).ok()?;
+    Some(date.duration_since(SystemTime::now()).unwrap_or_default())
 }

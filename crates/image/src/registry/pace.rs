@@ -39,14 +39,17 @@ impl Limiter {
         if self.rate == 0 {
             return Ok(());
         }
+        let now = Instant::now();
+        sleep(self.due(bytes, now).saturating_duration_since(now), stop)
+    }
+
+    /// When `bytes` that are read now will have been due.
+    fn due(&self, bytes: usize, now: Instant) -> Instant {
         let cost = Duration::from_secs_f64(bytes as f64 / self.rate as f64);
-        let until = {
-            let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
-            let floor = Instant::now().checked_sub(Duration::from_millis(250));
-            *due = floor.map_or(*due, |floor| floor.max(*due)) + cost;
-            *due
-        };
-        sleep(until.saturating_duration_since(Instant::now()), stop)
+        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let floor = now.checked_sub(Duration::from_millis(250));
+        *due = floor.map_or(*due, |floor| floor.max(*due)) + cost;
+        *due
     }
 }
 
@@ -171,17 +174,23 @@ mod tests {
     #[test]
     fn a_rate_is_kept_by_all_together() {
         let limiter = Limiter::new(1_000_000);
-        let started = Instant::now();
+        // It has not been used for long: a quarter of a second's worth is there.
+        let now = Instant::now() + Duration::from_secs(5);
+        let millis = Duration::from_millis;
+        assert_eq!(limiter.due(200_000, now), now - millis(50));
+        // Whoever takes more waits, also for what others took.
+        assert_eq!(limiter.due(100_000, now), now + millis(50));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..25 {
-                        limiter.take(5_000, &Cancel::default()).expect("not stopped");
+                        limiter.due(5_000, now);
                     }
                 });
             }
         });
-        // Half a second's worth, of which a quarter is there at the beginning.
-        assert!(started.elapsed() >= Duration::from_millis(240), "{:?}", started.elapsed());
+        assert_eq!(limiter.due(0, now), now + millis(550));
+        // And no more than a quarter is saved up.
+        assert_eq!(limiter.due(0, now + millis(5000)), now + millis(4750));
     }
 }

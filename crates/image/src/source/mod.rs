@@ -140,13 +140,10 @@ impl Source {
         } else if archive.members.contains_key("manifest.json") {
             Ok(Self::DockerSave { path, tag })
         } else {
-            Err(ImportError::Source {
-                what: format!(
-                    "{}: a tar archive, but neither an OCI layout (index.json) nor what `docker save` \
-                     writes (manifest.json)",
-                    path.display()
-                ),
-            })
+            Err(archive.lacks(
+                "a tar archive, but neither an OCI layout (index.json) nor what `docker save` writes \
+                 (manifest.json)",
+            ))
         }
     }
 }
@@ -326,9 +323,8 @@ impl Opened {
     }
 
     fn choose_oci(&self, platform: &Platform, max: u64) -> Result<Chosen, ImportError> {
-        let bytes = self.blobs.document("index.json", max)?.ok_or_else(|| ImportError::Source {
-            what: format!("{}: not an OCI layout, it has no index.json", self.path.display()),
-        })?;
+        let lacks = || self.lacks("not an OCI layout, it has no index.json");
+        let bytes = self.blobs.document("index.json", max)?.ok_or_else(lacks)?;
         let index: Index = manifest::parse("index", "index.json", &bytes)?;
         check_schema("index", "index.json", index.schema_version)?;
         let named: Vec<&Descriptor> = match &self.tag {
@@ -374,6 +370,13 @@ impl Opened {
             digest: descriptor.digest,
             what: format!("more than {INDEX_DEPTH_MAX} indexes in indexes"),
         })
+    }
+
+    fn lacks(&self, what: &str) -> ImportError {
+        match &self.blobs {
+            Blobs::Archive(members) => members.lacks(what),
+            _ => ImportError::Source { what: format!("{}: {what}", self.path.display()) },
+        }
     }
 
     fn no_such_tag(&self, index: &Index) -> ImportError {
@@ -427,10 +430,8 @@ impl Opened {
     }
 
     fn choose_docker(&self, max: u64) -> Result<Chosen, ImportError> {
-        let bytes =
-            self.blobs.document("manifest.json", max)?.ok_or_else(|| ImportError::Source {
-                what: format!("{}: not from `docker save`, no manifest.json", self.path.display()),
-            })?;
+        let lacks = || self.lacks("not from `docker save`, no manifest.json");
+        let bytes = self.blobs.document("manifest.json", max)?.ok_or_else(lacks)?;
         let images: Vec<DockerImage> = manifest::parse("manifest", "manifest.json", &bytes)?;
         let tags = |image: &DockerImage| image.repo_tags.clone().unwrap_or_default();
         let mut found: Vec<DockerImage> = Vec::new();
@@ -792,10 +793,19 @@ impl Members {
             SeekInput { end: meta.len(), inner: BufReader::new(SharedFile::new(file.clone())) };
         let mut reader = Reader::new(input, MetaLimits::default());
         let mut members = HashMap::new();
-        let bad = |error: TarError| ImportError::Source {
-            what: format!("{}: not a usable archive: {error}", path.display()),
-        };
-        while let Some(entry) = reader.next_entry().map_err(bad)? {
+        let archive = |what: String| ImportError::Archive { path: path.to_owned(), what };
+        loop {
+            let entry = match reader.next_entry() {
+                Ok(Some(entry)) => entry,
+                Ok(None) => break,
+                Err(TarError::Io(error)) => return Err(io_error(path, error)),
+                // Not even its first header: some other file.
+                Err(error @ TarError::Bad { offset: 0, .. }) => {
+                    let what = format!("{}: not a tar archive: {error}", path.display());
+                    return Err(ImportError::Source { what });
+                }
+                Err(error) => return Err(archive(error.to_string())),
+            };
             if members.len() == MEMBERS_MAX {
                 return Err(ImportError::Source {
                     what: format!("{}: more than {MEMBERS_MAX} members", path.display()),
@@ -803,16 +813,30 @@ impl Members {
             }
             let end = reader.offset().saturating_add(reader.data_left());
             if end > meta.len() {
-                return Err(bad(TarError::Truncated {
-                    offset: meta.len(),
-                    what: "a member's data",
-                }));
+                let cut = TarError::Truncated { offset: meta.len(), what: "a member's data" };
+                return Err(archive(cut.to_string()));
             }
             if let Some((name, member)) = member_of(&entry, reader.offset()) {
                 members.insert(name, member);
             }
         }
         Ok(Self { path: path.to_owned(), file, members })
+    }
+
+    /// The error for an archive without an expected member: it was cut off if it lacks the zeros at the
+    /// end as well, and is of another kind otherwise.
+    fn lacks(&self, what: &str) -> ImportError {
+        let path = self.path.clone();
+        let mut last = [1; BLOCK];
+        let size = self.file.metadata().map_or(0, |meta| meta.len());
+        let read = self.file.read_exact_at(&mut last, size.saturating_sub(BLOCK as u64));
+        match read.is_ok() && last == [0; BLOCK] {
+            true => ImportError::Source { what: format!("{}: {what}", path.display()) },
+            false => ImportError::Archive {
+                path,
+                what: format!("{what}; it has no end-of-archive mark, so it was probably cut off"),
+            },
+        }
     }
 
     /// Offset and size of a file, links followed.

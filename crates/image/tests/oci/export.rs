@@ -92,7 +92,7 @@ fn an_image_comes_out_as_itself() {
         for threads in [1, 7] {
             let path = bench.path(&format!("out-{threads}"));
             let destination = Destination::Layout { path: path.clone(), tag: None };
-            let options = ExportOptions { compression, threads };
+            let options = ExportOptions { compression, threads, ..Default::default() };
             let again = export(&bench.domain, exported, &destination, &options, &Task::default());
             assert_eq!(again.unwrap().manifest, report.manifest);
             fs::remove_dir_all(path).unwrap();
@@ -501,7 +501,7 @@ fn archives_are_read_again() {
     ] {
         for _ in 0..2 {
             // The second time over the first.
-            let options = ExportOptions::default();
+            let options = ExportOptions { replace: true, ..Default::default() };
             export(&bench.domain, exported, &destination, &options, &Task::default()).unwrap();
         }
         let other = Bench::new();

@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
 
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, import};
@@ -83,7 +82,7 @@ fn forms_and_autodetection() {
     check(&fresh.view(&fresh.import(&source(text(&oci))).unwrap()));
 }
 
-/// An image that is there is recognised by its manifest: its blobs may be gone, and it takes no time.
+/// An image that is there is recognised by its manifest: its blobs may be gone.
 #[test]
 fn a_known_manifest_is_not_read_again() {
     let bench = Bench::new();
@@ -95,10 +94,7 @@ fn a_known_manifest_is_not_read_again() {
         fs::remove_file(layout.0.join("blobs/sha256").join(&layer.digest[7..])).unwrap();
     }
     let options = ImportOptions { name: Some("other:name".into()), ..ImportOptions::default() };
-    let started = Instant::now();
     let again = import(&bench.domain, &layout.source(), &options, &Task::default()).unwrap();
-    let took = started.elapsed();
-    assert!(took.as_millis() < 100, "{took:?}");
     assert!(again.known && again.image == first.image && again.layers.len() == 2);
     let copy = bench.domain.get_ref("other:name").unwrap().unwrap();
     assert_eq!(

@@ -308,7 +308,7 @@ impl Bench {
         let exported =
             Exported { image: &record.image, record: Some(&record), name: Some("exported:1") };
         let destination = Destination::Layout { path: to.to_owned(), tag: None };
-        let options = ExportOptions { compression, threads: 2 };
+        let options = ExportOptions { compression, threads: 2, ..Default::default() };
         export(&self.domain, exported, &destination, &options, &Task::default())
     }
 

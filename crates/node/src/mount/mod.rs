@@ -26,11 +26,11 @@
 mod base;
 mod error;
 mod idmap;
+mod in_use;
 pub(crate) mod kernel;
 mod limit;
 pub(crate) mod mountinfo;
 mod pin;
-mod proof;
 mod reconcile;
 mod share;
 mod state;
@@ -47,18 +47,17 @@ use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 
-pub use error::{ErrorKind, MountError};
+pub use error::{Code, MountError};
 pub use idmap::IdMap;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
 pub use pin::Pin;
-use pin::Pinned;
+use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 
 use error::{Asked, At as _};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
-use proof::Proofs;
 use reconcile::{Kernel, Place};
 use state::ImageLock;
 pub(crate) use state::list;
@@ -79,6 +78,22 @@ pub enum Access {
     WritableAt(PathBuf),
 }
 
+/// What is checked before a mount. All but the first measure the metadata image, even if it is
+/// mounted already, and mount that, never the image over a base.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Check {
+    /// What the first mount of an image checks.
+    #[default]
+    None,
+    /// The metadata image has the digest that is its name: by the kernel where it has fs-verity, else
+    /// by hashing it.
+    Measure,
+    /// All objects, too, by hashing them.
+    Verify,
+    /// The kernel checks every read of the image and its objects (fs-verity); else the mount is refused.
+    RequireVerity,
+}
+
 /// What to mount, where and how.
 #[derive(Debug, Clone)]
 pub struct MountRequest {
@@ -95,14 +110,8 @@ pub struct MountRequest {
     /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), which goes
     /// with the mount.
     pub scratch: bool,
-    /// Hash the image and all its objects before mounting; and measure.
-    pub verify: bool,
-    /// Measure the metadata image now, even if it is mounted already: by the kernel where it has
-    /// fs-verity, else by hashing it. If the image is mounted over a base, that this shows the same must be
-    /// proven; if it is not mounted yet, it is mounted without a base where that cannot be.
-    pub measure: bool,
-    /// Refuse where the kernel would not check every read of the image and its objects (fs-verity); and measure.
-    pub require_verity: bool,
+    /// What has to hold of the image before it is mounted.
+    pub check: Check,
     /// Id map.
     pub idmap: Option<IdMap>,
     /// Security label of all files (`context=`).
@@ -125,20 +134,13 @@ impl MountRequest {
             access: Access::ReadOnly,
             size_bytes: None,
             scratch: false,
-            verify: false,
-            measure: false,
-            require_verity: false,
+            check: Check::default(),
             idmap: None,
             label: None,
             nosuid: false,
             nodev: false,
             noexec: false,
         }
-    }
-
-    /// Whether anything that was asked for stands and falls with the image being the one that is named.
-    fn is_measured(&self) -> bool {
-        self.measure || self.verify || self.require_verity
     }
 }
 
@@ -163,6 +165,9 @@ pub struct Unmounted {
     pub upper: Option<PathBuf>,
     /// The image is not mounted any more either: this was its last user.
     pub unpinned: bool,
+    /// Somebody else still uses it: a mount of it elsewhere, another mount namespace, an overlay over
+    /// it or an open descriptor. The image and the changes stay as long.
+    pub in_use: bool,
 }
 
 /// A point in the life of a mount at which a process may die. In order, except that the pin and
@@ -200,14 +205,14 @@ pub enum Step {
     Detached,
     /// The directories for changes are out of sight.
     UpperGone,
-    /// The store forgot it.
-    Unrooted,
     /// The image forgot its user.
     Unmarked,
-    /// Its record is gone.
-    Forgotten,
     /// The image's own mounts are gone, their directories not yet.
     Unpinned,
+    /// The store forgot it.
+    Unrooted,
+    /// Its record is gone.
+    Forgotten,
 }
 
 impl Step {
@@ -228,10 +233,10 @@ impl Step {
         Self::Leaving,
         Self::Detached,
         Self::UpperGone,
-        Self::Unrooted,
         Self::Unmarked,
-        Self::Forgotten,
         Self::Unpinned,
+        Self::Unrooted,
+        Self::Forgotten,
     ];
 }
 
@@ -313,11 +318,11 @@ impl<'a> Mounter<'a> {
     /// Mounts an image. On an error nothing of it is left.
     ///
     /// # Errors
-    /// See [`MountError`]; [`MountError::kind`] says whose business it is.
+    /// See [`MountError`]; [`MountError::code`] says of what kind it is.
     pub fn mount(&self, request: &MountRequest) -> Result<MountRecord, MountError> {
         let target = resolve_target(&request.target, request.create_target)?;
         self.run.prepare()?;
-        let mounted = self.mount_at(target, request).inspect_err(|_| self.run.release())?;
+        let mounted = self.mount_at(target, request)?;
         // A hint for whoever looks for room later: no reason to fail.
         let _ = self.domain.note_use(&mounted.image, mounted.created);
         Ok(mounted)
@@ -326,15 +331,14 @@ impl<'a> Mounter<'a> {
     fn mount_at(&self, target: PathBuf, request: &MountRequest) -> Result<MountRecord, MountError> {
         self.make_room(&target)?;
         let verity = self.domain.protection().verity;
-        if request.require_verity && !verity {
+        if request.check == Check::RequireVerity && !verity {
             return Err(MountError::NoVerity { store: self.domain.objects_dir() });
         }
-        let proofs = request.is_measured().then(|| Proofs::of(request.image));
-        if proofs.is_some() {
+        if request.check != Check::None {
             let file = self.domain.open_image(&request.image)?;
             pin::check_digest(&file, &request.image, verity)?;
         }
-        if request.verify {
+        if request.check == Check::Verify {
             self.verify(&request.image)?;
         }
         let kernel = Kernel::new(&self.root)?;
@@ -356,7 +360,7 @@ impl<'a> Mounter<'a> {
             noexec: request.noexec,
             backend: Backend::default(),
             verity,
-            verified: request.verify,
+            verified: request.check == Check::Verify,
             phase: Phase::Intent,
             mount: None,
             namespace: kernel.namespace,
@@ -364,15 +368,17 @@ impl<'a> Mounter<'a> {
             pid: std::process::id(),
             created: now(),
         };
-        self.hold_base(self.domain, &record.image, proofs.as_ref())?;
-        let lock = self.run.prepare_and_lock(&record.image)?;
+        if request.check == Check::None {
+            self.hold_base(self.domain, &record.image)?;
+        }
+        let lock = self.run.lock_image(&record.image)?;
         if !self.run.claim(&record, &lock)? {
             // Somebody was faster between `make_room` and here.
             let image = self.run.record(&record.id)?.map_or(record.image, |other| other.image);
             return Err(MountError::AlreadyMounted { target: record.target, image });
         }
         self.step(Step::Claimed);
-        match self.make(&mut record, request.require_verity, &lock, proofs.as_ref()) {
+        match self.make(&mut record, request.check, &lock) {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
@@ -415,9 +421,8 @@ impl<'a> Mounter<'a> {
     fn make(
         &self,
         record: &mut MountRecord,
-        require_verity: bool,
+        check: Check,
         lock: &ImageLock,
-        proofs: Option<&Proofs>,
     ) -> Result<(), MountError> {
         let image = record.image;
         let mut root = Root::new(RootKind::Mount, record.id.clone());
@@ -448,8 +453,8 @@ impl<'a> Mounter<'a> {
         }
         let target = open_dir(&record.target).at("open", &record.target)?;
 
-        let pin = self.pinned(self.domain, &image, lock, proofs)?;
-        if require_verity && !pin.verity {
+        let pin = self.pinned(self.domain, &image, lock, check != Check::None)?;
+        if check == Check::RequireVerity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity { image });
         }
         record.backend = pin.backend;
@@ -590,15 +595,12 @@ impl<'a> Mounter<'a> {
         // What was there is not there any more.
         let forgotten = self.forget(&record, &Place::Gone, &lock)?;
         drop(lock);
-        let unpinned = forgotten.unpinned;
-        if unpinned {
-            self.run.release();
-        }
+        let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
         if !self.defer_removal {
             forgotten.finish();
         }
         let was_gone = matches!(place, Place::Gone);
-        Ok(Unmounted { record, was_gone, upper: kept, unpinned })
+        Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
     }
 
     /// Takes the mount from its target.
@@ -649,8 +651,8 @@ impl<'a> Mounter<'a> {
     /// As [`Mounter::mount`].
     pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
         self.run.prepare()?;
-        self.hold_base(self.domain, image, None)?;
-        let lock = self.run.prepare_and_lock(image)?;
+        self.hold_base(self.domain, image)?;
+        let lock = self.run.lock_image(image)?;
         let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
         root.images = vec![*image];
         root.note = "kept mounted".to_owned();
@@ -661,7 +663,7 @@ impl<'a> Mounter<'a> {
             let _stays = self.run.share_domain(self.domain.name())?;
             mark_user(&self.run, self.domain.name(), image, pin::KEEPER)?;
         }
-        let pinned = self.pinned(self.domain, image, &lock, None);
+        let pinned = self.pinned(self.domain, image, &lock, false);
         if pinned.is_err() {
             self.let_go(self.domain.name(), image, &lock)?;
         }
@@ -677,19 +679,14 @@ impl<'a> Mounter<'a> {
             return Ok(false);
         }
         let lock = self.run.lock_image(image)?;
-        let unpinned = self.let_go(self.domain.name(), image, &lock)?;
-        drop(lock);
-        if unpinned {
-            self.run.release();
-        }
-        Ok(unpinned)
+        self.let_go(self.domain.name(), image, &lock)
     }
 
     fn let_go(&self, domain: &str, image: &Digest, lock: &ImageLock) -> Result<bool, MountError> {
         let users = self.run.image_dir(domain, image).join("users");
         state::remove_file(&users.join(pin::KEEPER))?;
         self.domain_of(domain)?.remove_root(RootKind::Mount, &self.keeper_root(image))?;
-        self.unpin_if_idle(domain, image, lock)
+        Ok(self.unpin_if_idle(domain, image, lock)? == Unpinned::Done)
     }
 
     /// Id of the root of an image that is kept mounted.
@@ -718,7 +715,7 @@ fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, MountError> {
         Ok(path) => path,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             if !create {
-                return Err(problem("there is no such directory".to_owned()));
+                return Err(MountError::TargetMissing { target: target.to_owned() });
             }
             let name = target.file_name().ok_or_else(|| problem("it has no name".to_owned()))?;
             let parent = match target.parent() {

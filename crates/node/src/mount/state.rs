@@ -7,7 +7,8 @@
 //!     pin.json                    how it was mounted, what was checked
 //!     erofs/                      its one EROFS superblock is mounted here
 //!     views/<key>/                read-only overlays, one per id map and label
-//!     users/<id>                  an empty file per record that uses it
+//!     own/{pin.json,erofs,views}  the same without its base, for mounts that were measured
+//!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared by whoever adds a user to an image of `inode-share`, alone for whoever takes
@@ -180,9 +181,6 @@ pub struct PinRecord {
     /// The image that it is mounted over, if it is only what it has besides.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Digest>,
-    /// What is mounted over that. Records of versions that did not note it have none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub delta: Option<Digest>,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.
@@ -248,7 +246,7 @@ impl RunDir {
         &self.path
     }
 
-    /// Makes it, and makes it a mount of its own.
+    /// Makes it, and makes it a mount of its own, which stays until the machine restarts.
     ///
     /// Where `/` is shared, as systemd has it, every pinned image would otherwise be mounted in
     /// every service's mount namespace as well. So the run directory leaves the peer group of its
@@ -304,18 +302,6 @@ impl RunDir {
         rustix::fs::ftruncate(lock, 0).at("write", &self.path)
     }
 
-    /// Takes the mount that [`RunDir::prepare`] made away again. While an image is pinned below it or
-    /// somebody has a file of it open the kernel refuses, and it stays for them.
-    pub(crate) fn release(&self) {
-        let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev()).ok();
-        let is_mount = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
-        // A filesystem that somebody else mounted here is not ours to take away.
-        let is_ours = self.path.parent().and_then(device) == device(&self.path);
-        if is_ours && is_mount.is_ok_and(|id| id.is_root) {
-            let _ = kernel::unmount(&self.path, false);
-        }
-    }
-
     /// Those of other stores, as far as they are beside this one.
     pub(crate) fn others(&self) -> Result<Vec<Self>, MountError> {
         let Some(parent) = self.path.parent() else { return Ok(Vec::new()) };
@@ -326,12 +312,16 @@ impl RunDir {
 
     /// What tells our ids from those of another run directory on the same store.
     pub(crate) fn tag(&self) -> String {
-        hex(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
+        const_hex::encode(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
     }
 
     /// The id of a mount at this target.
     pub(crate) fn id_of(&self, target: &Path) -> String {
-        format!("{}-{}", self.tag(), hex(&Sha256::digest(target.as_os_str().as_bytes())[..8]))
+        format!(
+            "{}-{}",
+            self.tag(),
+            const_hex::encode(&Sha256::digest(target.as_os_str().as_bytes())[..8])
+        )
     }
 
     pub(crate) fn image_dir(&self, domain: &str, image: &Digest) -> PathBuf {
@@ -340,30 +330,6 @@ impl RunDir {
 
     fn record_path(&self, id: &str) -> PathBuf {
         self.path.join("mounts").join(format!("{id}.json"))
-    }
-
-    /// As [`RunDir::prepare`] and [`RunDir::lock_image`].
-    pub(crate) fn prepare_and_lock(&self, image: &Digest) -> Result<ImageLock, MountError> {
-        loop {
-            self.prepare()?;
-            let lock = self.lock_image(image)?;
-            // What we would pin on the mount below could be covered. Whoever released the one above it has
-            // finished an unmount, so there is progress.
-            if self.is_kept_by(&lock.file)? {
-                return Ok(lock);
-            }
-        }
-    }
-
-    /// Whether a file, open below it, keeps [`RunDir::release`] from taking its mount away: not if it was
-    /// released just before the file was opened, and perhaps made anew by somebody else since.
-    pub(crate) fn is_kept_by(&self, file: &OwnedFd) -> Result<bool, MountError> {
-        let mount_of = |file: &OwnedFd| {
-            let id = cofolio_sys::mount::mount_id(file, "").at("look at", &self.path)?;
-            Ok::<_, MountError>((id.id, id.is_root))
-        };
-        let (id, is_mount) = mount_of(&open_dir(&self.path).at("open", &self.path)?)?;
-        Ok(is_mount && id == mount_of(file)?.0)
     }
 
     /// Locks everything of an image. Waits.
@@ -538,14 +504,6 @@ fn is_id(text: &str) -> bool {
         part.len() == length && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
     };
     text.split_once('-').is_some_and(|(tag, name)| hex(tag, 8) && hex(name, 16))
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 /// Opens a file that stays for ever and locks it. A lock file that is removed could be locked by

@@ -2,8 +2,8 @@
 //!
 //! The store's own lie in `domains/<domain>/writable/<id>-<nonce>/{upper,work}`, on the filesystem
 //! of the objects, in a directory that only root can enter (a container's set-user-id programs are
-//! not for the host's users). They go with their mount, unless an empty file `keep` lies beside
-//! `upper`; `writable/gone-*` is being removed.
+//! not for the host's users). They go with their mount, unless a file `keep` lies beside `upper`.
+//! `writable/gone-*` is to be removed as soon as no overlay uses it any more.
 
 use std::fs;
 use std::io;
@@ -15,6 +15,7 @@ use cofolio_store::Domain;
 use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags};
 
 use super::error::{At as _, MountError};
+use super::in_use;
 use super::kernel::open_dir;
 use super::limit::{self, Limit};
 use super::state::{MountRecord, RunDir, Upper, list};
@@ -76,7 +77,8 @@ pub(crate) fn claim_given(run: &RunDir, dir: &Path) -> Result<(PathBuf, OwnedFd)
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
-        return Err(problem(&format!("the mount at {} uses it", user.target.display())));
+        let by = format!("the mount at {}", user.target.display());
+        return Err(MountError::UpperInUse { dir, by });
     }
     Ok((dir, lock))
 }
@@ -187,12 +189,15 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
     }
 }
 
-/// Removes what [`discard`] gave.
-pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
+/// Removes what [`discard`] gave, unless an overlay still uses it. Says whether it did.
+pub(crate) fn remove(gone: &Path) -> Result<bool, MountError> {
+    if in_use::has_overlay(gone)? {
+        return Ok(false);
+    }
     limit::lift(gone);
     match fs::remove_dir_all(gone) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", gone),
-        _ => Ok(()),
+        _ => Ok(true),
     }
 }
 
@@ -208,7 +213,7 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
         let dir = base.join(&name);
         let id = name.rsplit_once('-').map_or("", |(id, _)| id);
         if name.starts_with(GONE) {
-            remove(&dir)?;
+            removed += u32::from(remove(&dir)?);
         } else if id.starts_with(&run.tag()) && !dir.join(KEEP).exists() {
             // A damaged record is not "no record".
             let record: Option<MountRecord> = run.record(id)?;
@@ -217,11 +222,8 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
             }) {
                 continue;
             }
-            remove(&dir)?;
-        } else {
-            continue;
+            removed += u32::from(remove(&dir)?);
         }
-        removed += 1;
     }
     Ok(removed)
 }

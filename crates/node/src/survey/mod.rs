@@ -47,7 +47,8 @@ const REASONS_MAX: usize = 8;
 /// Those of reading `/proc/thread-self/mountinfo`.
 pub fn live_mounts() -> io::Result<LiveMounts> {
     let mounts = mountinfo::read(Path::new("/"))?;
-    Ok(LiveMounts::new(mounts.into_iter().map(|mount| (mount.target, mount.upper))))
+    let uppers: Vec<_> = mounts.iter().flat_map(|mount| mount.paths("upperdir")).collect();
+    Ok(LiveMounts::new(mounts.into_iter().map(|mount| mount.target), uppers))
 }
 
 /// The three ways to count the same bytes.

@@ -15,6 +15,8 @@ const OTHER_SIZE: usize = 32;
 const RUN_SIZE: usize = 12;
 /// Bytes of what is said of each page, before the index.
 pub(super) const PAGE_HASH_SIZE: usize = 8;
+/// Of this many blocks (1 GiB) a segment says it. The hashes are in memory while it is written.
+pub(super) const PAGES_MAX: u32 = 1 << 18;
 const FOOTER_SIZE: usize = 64;
 const MAGIC: &[u8; 8] = b"cofolseg";
 /// Versions. The first one is plain with each content in one piece; it is not written any more.
@@ -228,7 +230,7 @@ impl Footer {
 
     /// Bytes of what is said of the pages.
     pub(super) fn pages_size(&self) -> u64 {
-        let pages = if self.version == PLAIN { self.blocks } else { 0 };
+        let pages = if self.version == PLAIN { self.blocks.min(PAGES_MAX) } else { 0 };
         u64::from(pages) * PAGE_HASH_SIZE as u64
     }
 

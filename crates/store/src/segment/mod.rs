@@ -6,10 +6,10 @@
 //!
 //! ```text
 //! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
-//! pages    if it is plain, for each block the first 8 bytes of its SHA-256
+//! pages    if it is plain, for each of the first 2^18 blocks the first 8 bytes of its SHA-256
 //! index    for each content, in the order of the blocks, 80 bytes:
 //!            0  digest of the object
-//!           32  SHA-256 of the content
+//!           32  SHA-256 of the content; zeros if that is larger than 4 GiB
 //!           64  u64 size in bytes
 //!           72  u32 first block
 //!           76  u32 how many blocks it takes here
@@ -28,7 +28,8 @@
 //! which is read and not written, is plain without pages, others and runs, and has 0 for the number of blocks.
 //!
 //! What a plain content has page for page with one that is in a segment already, from a multiple of 64 KiB on and 512 KiB or
-//! more of it, it has there, and does not take again ([`Pages`]).
+//! more of it, it has there, and does not take again ([`Pages`]). A content of more than 4 GiB does not
+//! look: its holes begin and end at multiples of more than 64 KiB ([`granule`]).
 //!
 //! A *pack* is the EROFS image over the segments that one image of the store needs. Both are made from objects and can
 //! be made again; a pack goes with its image, a segment with the last pack that needs it.
@@ -40,29 +41,30 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::contents::Contents;
-use crate::disk::{Kind, StoredFile};
-use crate::error::{At, Error, Result};
-use crate::store::remove_entry;
-use crate::{Digest, Domain};
+use crate::{Digest, Domain, FileKind, FileName, Result, StoredFile};
 
 use index::Footer;
 pub use write::{Pages, SegmentWriter, Written};
 
-/// Suffix of segments.
-pub(crate) const SEGMENT_SUFFIX: &str = ".segment";
-/// Suffix of packs.
-pub(crate) const PACK_SUFFIX: &str = ".pack";
-
 /// Bytes of a block.
 const BLOCK: u64 = 4096;
+/// Largest content, in bytes, that has a SHA-256: holes cost nothing in an fs-verity digest, but
+/// SHA-256 of a terabyte of zeros takes as long as that of data.
+pub const SHA256_SIZE_MAX: u64 = 4 << 30;
+
+/// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
+/// two, at least 64 KiB. An image has a table with an entry for each, so there are few of them,
+/// however large the content: 65,536.
+pub fn granule(size: u64) -> u64 {
+    (size >> 16).next_power_of_two().max(64 << 10)
+}
 
 /// One content of a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// The object whose content it is.
     pub object: Digest,
-    /// SHA-256 of the content.
+    /// SHA-256 of the content; zeros if it is larger than [`SHA256_SIZE_MAX`].
     pub sha256: [u8; 32],
     /// Its size in bytes.
     pub size: u64,
@@ -184,14 +186,24 @@ pub struct Pack {
 }
 
 impl Pack {
-    pub(crate) fn file_name(&self) -> String {
-        format!("{}.{}{PACK_SUFFIX}", self.image, self.digest)
+    /// Its file.
+    pub(crate) fn name(self) -> FileName {
+        FileName::of_image(FileKind::Pack, &self.image, &self.digest)
     }
+}
 
-    pub(crate) fn of_file(name: &str) -> Option<Self> {
-        let (image, digest) = name.strip_suffix(PACK_SUFFIX)?.split_once('.')?;
-        let digest_of = |text: &str| Digest::from_lower_hex(text.as_bytes());
-        Some(Self { image: digest_of(image)?, digest: digest_of(digest)? })
+/// The file of a segment.
+pub(crate) fn segment_name(digest: &Digest) -> FileName {
+    FileName::content(FileKind::Segment, digest)
+}
+
+impl Segment {
+    /// Whether a file can be read as a segment. Its blocks are not looked at.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::Io`].
+    pub fn check(file: &StoredFile) -> Result<()> {
+        Self::read(file).map(drop)
     }
 }
 
@@ -201,11 +213,7 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn segments(&self) -> Result<Vec<Digest>> {
-        let files = self.files("segments", SEGMENT_SUFFIX)?;
-        let mut segments: Vec<_> =
-            files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();
-        segments.sort_unstable();
-        Ok(segments)
+        Ok(self.named(FileKind::Segment)?.iter().filter_map(FileName::digest).collect())
     }
 
     /// Opens a segment for reading.
@@ -213,7 +221,7 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchSegment`], [`Error::Io`].
     pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
-        self.open_file(self.segment_file(digest))?.ok_or(Error::NoSuchSegment(*digest))
+        self.open_named(&segment_name(digest))
     }
 
     /// What a segment holds, as it says itself. Its blocks are not looked at.
@@ -237,10 +245,9 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn packs(&self) -> Result<Vec<Pack>> {
-        let files = self.files("segments", "")?;
-        let mut packs: Vec<_> = files.iter().filter_map(|file| Pack::of_file(file)).collect();
-        packs.sort_unstable();
-        Ok(packs)
+        let names = self.named(FileKind::Pack)?;
+        let pack = |name: &FileName| Some(Pack { image: name.image()?, digest: name.digest()? });
+        Ok(names.iter().filter_map(pack).collect())
     }
 
     /// The packs of an image. There is one, or none; two if an attempt to replace one was interrupted: either will do.
@@ -256,17 +263,7 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchPack`], [`Error::Io`].
     pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
-        self.open_file(self.pack_file(pack))?.ok_or(Error::NoSuchPack(pack.image))
-    }
-
-    /// All packs with the segments that they need; none where that cannot be read: such a pack can be made again, and
-    /// keeps nothing.
-    pub(crate) fn packs_with_segments(
-        &self,
-        contents: &dyn Contents,
-    ) -> Result<Vec<(Pack, Option<Vec<Digest>>)>> {
-        let segments = |pack: &Pack| contents.pack_segments(&self.open_pack(pack).ok()?).ok();
-        Ok(self.packs()?.into_iter().map(|pack| (pack, segments(&pack))).collect())
+        self.open_named(&pack.name())
     }
 
     /// Removes the packs of an image; says whether there was one. What only it needed goes with the next
@@ -275,32 +272,18 @@ impl Domain {
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn remove_pack(&self, image: &Digest) -> Result<bool> {
-        self.store().check_writable()?;
-        let _lock = self.lock_shared()?;
-        let packs = self.packs_of(image)?;
-        for pack in &packs {
-            remove_entry(self.disk(), &self.pack_file(pack), Kind::File)?;
-        }
-        let directory = format!("{}/segments", self.base());
-        self.disk().sync_dir(&directory).at("sync", &directory)?;
+        let packs: Vec<_> = self.packs_of(image)?.into_iter().map(Pack::name).collect();
+        self.remove_named(&packs)?;
         Ok(!packs.is_empty())
     }
 
     /// The file of a pack. `None` on a simulated disk.
     pub fn pack_path(&self, pack: &Pack) -> Option<PathBuf> {
-        Some(self.store().path()?.join(self.pack_file(pack)))
+        self.named_path(&pack.name())
     }
 
     /// The file of a segment. `None` on a simulated disk.
     pub fn segment_path(&self, digest: &Digest) -> Option<PathBuf> {
-        Some(self.store().path()?.join(self.segment_file(digest)))
-    }
-
-    pub(crate) fn segment_file(&self, digest: &Digest) -> String {
-        format!("{}/segments/{digest}{SEGMENT_SUFFIX}", self.base())
-    }
-
-    pub(crate) fn pack_file(&self, pack: &Pack) -> String {
-        format!("{}/segments/{}", self.base(), pack.file_name())
+        self.named_path(&segment_name(digest))
     }
 }

@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use sha2::{Digest as _, Sha256};
 
-use super::index::{Footer, PAGE_HASH_SIZE};
-use super::{BLOCK, Extent, Part, Place, Run, SEGMENT_SUFFIX, Segment};
+use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
+use super::{BLOCK, Extent, Part, Place, Run, SHA256_SIZE_MAX, Segment, granule, segment_name};
 use crate::buffer::Buffer;
 use crate::disk::{Piece, StoredFile};
 use crate::error::{At, Error, Result};
@@ -140,9 +140,13 @@ impl Staging {
 struct Adding<'c> {
     source: &'c StoredFile,
     size: u64,
-    hashers: (Hasher, Sha256),
+    hashers: Hashers,
     /// How much of it was seen, in bytes.
     seen: u64,
+    /// How many bytes of zeros, in whole blocks, were seen last and have no run yet.
+    zeros: u64,
+    /// Where a hole of the content begins and ends: at multiples of this.
+    granule: u64,
     /// What was read and is not a whole chunk yet.
     rest: Vec<u8>,
     /// What is to be appended by sharing its blocks with the source.
@@ -182,8 +186,10 @@ impl SegmentWriter<'_> {
         let mut adding = Adding {
             source: &source,
             size,
-            hashers: (Hasher::new(), Sha256::new()),
+            hashers: Hashers::new(size),
             seen: 0,
+            zeros: 0,
+            granule: granule(size),
             rest: Vec::new(),
             pending: 0..0,
             runs: Vec::new(),
@@ -194,14 +200,15 @@ impl SegmentWriter<'_> {
         })?;
         let rest = take(&mut adding.rest);
         self.chunk(&mut adding, &rest)?;
+        let end = size.next_multiple_of(BLOCK);
+        self.place_zeros(&mut adding, end, end)?;
         self.settle(&mut adding)?;
         let Adding { hashers, mut runs, .. } = adding;
-        check_digest(&source, object, hashers.0)?;
+        let sha256 = hashers.finish(&source, object)?;
         let blocks = self.segment.blocks - block;
         if u64::from(blocks) == size.div_ceil(BLOCK) {
             runs.clear();
         }
-        let sha256 = hashers.1.finalize().into();
         self.segment.extents.push(Extent { object: *object, sha256, size, block, blocks, runs });
         Ok(())
     }
@@ -219,7 +226,7 @@ impl SegmentWriter<'_> {
     ) -> Result<()> {
         debug_assert_eq!(self.segment.parts.len(), self.segment.blocks as usize);
         let source = self.open(object, size)?;
-        let mut hashers = (Hasher::new(), Sha256::new());
+        let mut hashers = Hashers::new(size);
         let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers };
         let mut writer = Blocks { segment: self, written: 0, failed: None };
         let parts = compress(&mut reader, &mut writer);
@@ -228,11 +235,10 @@ impl SegmentWriter<'_> {
             return Err(error);
         }
         let parts = parts.at("read", source.path())?;
-        check_digest(&source, object, hashers.0)?;
+        let sha256 = hashers.finish(&source, object)?;
         let block = self.segment.blocks;
         let blocks = self.room(object, size, parts.len() as u64)?;
         self.segment.parts.extend(parts);
-        let sha256 = hashers.1.finalize().into();
         let runs = Vec::new();
         let extent = Extent { object: *object, sha256, size, block, blocks, runs };
         if !self.segment.fits(&extent) || written != u64::from(blocks) * BLOCK {
@@ -294,14 +300,9 @@ impl SegmentWriter<'_> {
         let rest = to_chunk((len - before as u64) % CHUNK as u64);
         if whole > 0 {
             self.settle(adding)?;
-            // As many as the content has blocks, which are not too many.
-            let blocks = whole * (CHUNK as u64 / BLOCK);
-            adding.push(None, u32::try_from(blocks).unwrap_or(u32::MAX));
-            adding.hashers.0.zeros(whole * CHUNK as u64);
+            adding.hashers.zeros(whole * CHUNK as u64);
             adding.seen += whole * CHUNK as u64;
-        }
-        for _ in 0..whole {
-            adding.hashers.1.update(ZEROS);
+            adding.zeros += whole * CHUNK as u64;
         }
         self.data(adding, &ZEROS[..rest])
     }
@@ -315,15 +316,20 @@ impl SegmentWriter<'_> {
         // At most those of a chunk.
         let blocks = u32::try_from(digests.len()).unwrap_or(u32::MAX);
         let start = adding.seen;
-        adding.hashers.0.digests(len, &digests);
-        adding.hashers.1.update(data);
+        adding.hashers.verity.digests(len, &digests);
+        adding.hashers.sha256.iter_mut().for_each(|sha256| sha256.update(data));
         adding.seen += len;
         if digests.iter().all(|digest| digest == zero_digest()) {
             self.settle(adding)?;
-            adding.push(None, blocks);
+            adding.zeros += u64::from(blocks) * BLOCK;
             return Ok(());
         }
-        if let Some(place) = self.find(adding, data, &digests)? {
+        self.place_zeros(adding, start, start - start % adding.granule)?;
+        let found = match adding.granule == CHUNK as u64 {
+            true => self.find(adding, data, &digests)?,
+            false => None,
+        };
+        if let Some(place) = found {
             self.settle(adding)?;
             adding.push(Some(place), blocks);
             return Ok(());
@@ -331,9 +337,11 @@ impl SegmentWriter<'_> {
         adding.push(Some(Place { segment: 0, block: self.segment.blocks }), blocks);
         for (digest, block) in digests.iter().zip(self.segment.blocks..) {
             let hash = hash_of(digest);
-            self.hashes.push(hash);
-            if digest != zero_digest() {
-                self.pages.entry(hash).or_insert(block);
+            if block < PAGES_MAX {
+                self.hashes.push(hash);
+                if digest != zero_digest() {
+                    self.pages.entry(hash).or_insert(block);
+                }
             }
         }
         self.segment.blocks += blocks;
@@ -347,6 +355,38 @@ impl SegmentWriter<'_> {
         }
         self.write(data)?;
         self.pad(adding.seen)
+    }
+
+    /// Gives the zeros before `end` their runs. Those in one granule with data are in the segment, as a
+    /// hole of it; those between are nowhere. The granule with what follows begins at `granule`.
+    fn place_zeros(&mut self, adding: &mut Adding<'_>, end: u64, granule: u64) -> Result<()> {
+        let start = end - take(&mut adding.zeros);
+        let after_data = adding.runs.last().is_some_and(|run| run.place.is_some());
+        let first =
+            if after_data { start.next_multiple_of(adding.granule).min(end) } else { start };
+        let last = granule.max(first);
+        self.hole(adding, first - start)?;
+        if last > first {
+            adding.push(None, blocks_of(last - first));
+        }
+        self.hole(adding, end - last)
+    }
+
+    /// Appends zeros of a content, which are whole blocks.
+    fn hole(&mut self, adding: &mut Adding<'_>, len: u64) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        self.settle(adding)?;
+        self.flush()?;
+        self.file.hole(len)?;
+        self.hasher.zeros(len);
+        let (block, blocks) = (self.segment.blocks, blocks_of(len));
+        adding.push(Some(Place { segment: 0, block }), blocks);
+        self.segment.blocks += blocks;
+        let pages = self.segment.blocks.min(PAGES_MAX) as usize;
+        self.hashes.resize(pages, hash_of(zero_digest()));
+        Ok(())
     }
 
     /// Where a chunk is already: where the one before it goes on, or where one of its pages is for the first time.
@@ -506,7 +546,7 @@ impl SegmentWriter<'_> {
         self.flush()?;
         let Self { file, hasher, segment, pages, .. } = self;
         let (staging, written, digest) = (file.staging, file.written, hasher.finish());
-        let target = format!("{}/segments/{digest}{SEGMENT_SUFFIX}", staging.directory);
+        let target = staging.named_file(&segment_name(&digest));
         let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
         if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
             staging.count_missing_bytes(written);
@@ -544,25 +584,51 @@ impl SegmentWriter<'_> {
     }
 }
 
-fn check_digest(source: &StoredFile, object: &Digest, hasher: Hasher) -> Result<()> {
-    let digest = hasher.finish();
-    match digest == *object {
-        true => Ok(()),
-        false => Err(Error::corrupt(source.path(), format!("its content has digest {digest}"))),
+/// The number of blocks of whole blocks of a content: `room` has checked that they can be counted.
+fn blocks_of(bytes: u64) -> u32 {
+    u32::try_from(bytes / BLOCK).unwrap_or(u32::MAX)
+}
+
+/// Hashes a content for the object's name and, if it is not too large, for the kernel.
+struct Hashers {
+    verity: Hasher,
+    sha256: Option<Sha256>,
+}
+
+impl Hashers {
+    fn new(size: u64) -> Self {
+        let sha256 = (size <= SHA256_SIZE_MAX).then(Sha256::new);
+        Self { verity: Hasher::new(), sha256 }
+    }
+
+    fn zeros(&mut self, len: u64) {
+        self.verity.zeros(len);
+        if let Some(sha256) = &mut self.sha256 {
+            (0..len / CHUNK as u64).for_each(|_| sha256.update(ZEROS));
+        }
+    }
+
+    /// The SHA-256, if the content is that of the object.
+    fn finish(self, source: &StoredFile, object: &Digest) -> Result<[u8; 32]> {
+        let digest = self.verity.finish();
+        match digest == *object {
+            true => Ok(self.sha256.map_or([0; 32], |sha256| sha256.finalize().into())),
+            false => Err(Error::corrupt(source.path(), format!("its content has digest {digest}"))),
+        }
     }
 }
 
-/// Reads content, and hashes it for the object's name and for the kernel.
+/// Reads content, and hashes it.
 struct Hashing<'h, R> {
     reader: R,
-    hashers: &'h mut (Hasher, Sha256),
+    hashers: &'h mut Hashers,
 }
 
 impl<R: Read> Read for Hashing<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.reader.read(buffer)?;
-        self.hashers.0.update(&buffer[..count]);
-        self.hashers.1.update(&buffer[..count]);
+        self.hashers.verity.update(&buffer[..count]);
+        self.hashers.sha256.iter_mut().for_each(|sha256| sha256.update(&buffer[..count]));
         Ok(count)
     }
 }
