@@ -295,6 +295,7 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
     let exit = match (error.kind(), error) {
         // The cause, an I/O error, says more.
         (ErrorKind::Io, _) => None,
+        (ErrorKind::Cancelled, _) => Some(Exit::Interrupted),
         (ErrorKind::Space, _) => Some(Exit::NoSpace),
         (ErrorKind::Corrupt, _) => Some(Exit::Corrupt),
         (ErrorKind::Conflict, _) => Some(Exit::Busy),

@@ -59,13 +59,14 @@ impl Drop for Cancellable {
 
 impl Handlers {
     fn register() -> io::Result<Self> {
-        let (is_idle, is_cancelled) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        // Until all of them are registered a signal does what it did before.
+        let (is_idle, is_cancelled) = (Arc::new(AtomicBool::new(true)), Arc::default());
         let mut ids = Vec::new();
         for signal in [SIGINT, SIGTERM, SIGHUP] {
             ids.push(flag::register_conditional_default(signal, is_idle.clone())?);
             let code = i32::from(Exit::Interrupted as u8);
-            ids.push(flag::register_conditional_shutdown(signal, code, is_cancelled.clone())?);
-            ids.push(flag::register(signal, is_cancelled.clone())?);
+            ids.push(flag::register_conditional_shutdown(signal, code, Arc::clone(&is_cancelled))?);
+            ids.push(flag::register(signal, Arc::clone(&is_cancelled))?);
         }
         Ok(Self { is_idle, is_cancelled, ids })
     }

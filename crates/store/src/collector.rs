@@ -187,11 +187,12 @@ impl<'a> Collector<'a> {
         let mut collector = Self {
             domain,
             options,
-            reach: Reachability::new(domain, contents),
+            reach: Reachability::new(domain, contents, options.cancel.clone()),
             noted: BTreeSet::new(),
             held: None,
             _alone: None,
         };
+        options.cancel.check()?;
         if options.dry_run {
             collector.held = Some(domain.lock_shared()?);
             return Ok(collector);
@@ -199,12 +200,13 @@ impl<'a> Collector<'a> {
         domain.store().check_writable()?;
         let busy = || Error::Busy { domain: domain.name().to_owned() };
         let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
-        let alone = disk.lock(&roots, LockMode::Exclusive, options.wait).at("lock", &roots)?;
+        let (wait, cancel) = (options.wait, &options.cancel);
+        let alone = domain.lock_at(&roots, LockMode::Exclusive, wait, cancel)?;
         collector._alone = Some(alone.ok_or_else(busy)?);
         let added = collector.added();
         // Of a collection that was killed.
         remove_entry(disk, &added, Kind::Directory)?;
-        let lock = domain.lock(LockMode::Exclusive, options.wait)?.ok_or_else(busy)?;
+        let lock = domain.lock_alone(wait, cancel)?.ok_or_else(busy)?;
         match disk.mkdir(&added) {
             Err(error) if is_full(&error) => collector.held = Some(lock),
             other => other.at("create", &added)?,
@@ -246,6 +248,7 @@ impl<'a> Collector<'a> {
             if number > 0 && self.held.is_none() {
                 std::thread::sleep(PAUSE);
             }
+            self.options.cancel.check()?;
             let lock = self.section()?;
             let mut garbage = Vec::with_capacity(batch.len());
             for suspect in batch {
@@ -285,7 +288,7 @@ impl<'a> Collector<'a> {
 
     fn lock(&self) -> Result<DomainLock> {
         for _ in 0..PATIENCE {
-            if let Some(lock) = self.domain.lock(LockMode::Exclusive, self.options.wait)? {
+            if let Some(lock) = self.domain.lock_alone(self.options.wait, &self.options.cancel)? {
                 return Ok(lock);
             }
             std::thread::sleep(RETRY);

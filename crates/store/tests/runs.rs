@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Digest, Domain, Error, Extent, FsckOptions, GcOptions, ImportOptions, Pages, Publish, Run,
     Segment, verity,
@@ -86,7 +87,7 @@ fn what_another_content_has_is_not_there_again() {
     assert_eq!(found[6], [(Some(0), 31)]);
     assert_eq!(found[7], [(Some(0), 16), (None, 33)]);
     assert_eq!(segments[3].1.blocks, 1, "a device of nothing is none");
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     // What is in other segments is kept by the pack that names them.
     domain.remove_ref("image0").unwrap();
@@ -277,7 +278,8 @@ fn segments_of_the_first_version_are_read_and_nothing_in_them_is_looked_for() {
     let mut pages = Pages::default();
     pages.add(&domain, &digest).unwrap();
     let staging = domain.begin_import(ImportOptions::default()).unwrap();
-    let mut writer = staging.segment_writer(&pages).unwrap();
+    let cancel = Cancel::default();
+    let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
     writer.add(&verity::digest(&first), first.len() as u64).unwrap();
     let written = writer.finish().unwrap();
     assert_eq!(runs(&written.segment.extents[0]), [(Some(0), 21)]);
