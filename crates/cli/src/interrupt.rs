@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cofolio_store::task::Cancel;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::{SigId, flag, low_level};
 
 use crate::exit::Exit;
@@ -70,6 +70,16 @@ impl Handlers {
         }
         Ok(Self { is_idle, is_cancelled, ids })
     }
+}
+
+/// Lets a write beyond the limit for the size of files (`ulimit -f`) fail with EFBIG. Without a handler SIGXFSZ
+/// kills the process without a word. A handler is not inherited by programs that this one starts, as
+/// ignoring the signal would be.
+///
+/// # Errors
+/// The system refuses to set a handler.
+pub fn survive_file_size_limit() -> io::Result<()> {
+    flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Signals are for somebody else from now on, who has set a handler already.
