@@ -55,6 +55,7 @@ pub use pin::Pin;
 use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
+pub use upper::Kept;
 
 use error::{Asked, At as _};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
@@ -73,8 +74,8 @@ pub enum Access {
     /// Changes go to a directory of the store's, which stays.
     WritableKept,
     /// Changes go to this directory (its `upper/` and `work/`), which stays. It must be on a
-    /// filesystem that overlayfs takes as an upper layer. With an id map, owners in it are the
-    /// mapped ones.
+    /// filesystem that overlayfs takes as an upper layer, belong to the caller, and hold no changes of
+    /// another image. With an id map, owners in it are the mapped ones.
     WritableAt(PathBuf),
 }
 
@@ -122,6 +123,8 @@ pub struct MountRequest {
     pub nodev: bool,
     /// Execute nothing.
     pub noexec: bool,
+    /// The ref by which it was asked for, if any; for those who look at the list of mounts.
+    pub name: Option<String>,
 }
 
 impl MountRequest {
@@ -140,6 +143,7 @@ impl MountRequest {
             nosuid: false,
             nodev: false,
             noexec: false,
+            name: None,
         }
     }
 }
@@ -343,7 +347,7 @@ impl<'a> Mounter<'a> {
         }
         let kernel = Kernel::new(&self.root)?;
         let id = self.run.id_of(&target);
-        let (upper, _claim) = self.choose_upper(request, &id)?;
+        let (upper, claim) = self.choose_upper(request, &id, &kernel.boot_id)?;
         let scratch = request.scratch.then(|| upper::own_dir(self.domain, &id, "s")).transpose()?;
         let mut record = MountRecord {
             id,
@@ -358,6 +362,7 @@ impl<'a> Mounter<'a> {
             nosuid: request.nosuid,
             nodev: request.nodev,
             noexec: request.noexec,
+            name: request.name.clone(),
             backend: Backend::default(),
             verity,
             verified: request.check == Check::Verify,
@@ -378,7 +383,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::AlreadyMounted { target: record.target, image });
         }
         self.step(Step::Claimed);
-        match self.make(&mut record, request.check, &lock) {
+        match self.make(&mut record, request.check, &lock, claim.as_ref()) {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
@@ -397,6 +402,7 @@ impl<'a> Mounter<'a> {
         &self,
         request: &MountRequest,
         id: &str,
+        boot_id: &str,
     ) -> Result<(Option<Upper>, Option<OwnedFd>), MountError> {
         let size_bytes = request.size_bytes;
         let own = |keep| -> Result<_, MountError> {
@@ -411,7 +417,7 @@ impl<'a> Mounter<'a> {
             Access::Writable => own(false),
             Access::WritableKept => own(true),
             Access::WritableAt(dir) => {
-                let (dir, lock) = upper::claim_given(&self.run, dir)?;
+                let (dir, lock) = upper::claim_given(&self.run, dir, &request.image, boot_id)?;
                 Ok((Some(Upper { dir, keep: true, given: true, size_bytes: None }), Some(lock)))
             }
         }
@@ -423,6 +429,7 @@ impl<'a> Mounter<'a> {
         record: &mut MountRecord,
         check: Check,
         lock: &ImageLock,
+        claim: Option<&OwnedFd>,
     ) -> Result<(), MountError> {
         let image = record.image;
         let mut root = Root::new(RootKind::Mount, record.id.clone());
@@ -430,8 +437,12 @@ impl<'a> Mounter<'a> {
         root.note = record.target.to_string_lossy().into_owned();
         root.created = record.created;
         root.boot_id = Some(record.boot_id.clone());
-        // Fails if the image is not there; once it is written, the image stays.
-        self.domain.put_root(&root)?;
+        // Fails if the image is not there; once it is written, the image stays. Of a store that nobody
+        // can write to, nobody collects anything either.
+        match self.domain.put_root(&root) {
+            Err(error) if is_read_only(&error) => {}
+            other => other?,
+        }
         self.step(Step::Rooted);
         {
             let _stays = self.run.share_domain(self.domain.name())?;
@@ -458,7 +469,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::PinnedWithoutVerity { image });
         }
         record.backend = pin.backend;
-        let mount = self.detached(record, &pin)?;
+        let mount = self.detached(record, &pin, claim)?;
         let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
         self.run.write(record, lock)?;
@@ -473,7 +484,12 @@ impl<'a> Mounter<'a> {
     }
 
     /// The mount itself, attached nowhere.
-    fn detached(&self, record: &MountRecord, pin: &Pinned) -> Result<OwnedFd, MountError> {
+    fn detached(
+        &self,
+        record: &MountRecord,
+        pin: &Pinned,
+        claim: Option<&OwnedFd>,
+    ) -> Result<OwnedFd, MountError> {
         let (image, idmap, label) = (&record.image, record.idmap.as_ref(), record.label.as_deref());
         let mut flags = MountAttrFlags::empty();
         flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
@@ -495,7 +511,7 @@ impl<'a> Mounter<'a> {
         };
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
         let layers = mapped.as_ref().unwrap_or(&pin.layers);
-        let open = upper::prepare(upper, &layers[0])?;
+        let open = upper::prepare(record, upper, &layers[0], claim)?;
         self.step(Step::UpperMade);
         let made = self
             .overlay(self.domain, image, (layers, pin.backend), label, Some(&open), asked)
@@ -512,6 +528,9 @@ impl<'a> Mounter<'a> {
             limit::put_away(&upper.dir)?;
         }
         let mount = made?;
+        if let Some(claim) = claim {
+            upper::mark_kept(claim, record)?;
+        }
         let attr = MountAttr { set: flags, ..MountAttr::default() };
         cofolio_sys::mount::mount_setattr(&mount, &attr)
             .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;
@@ -583,13 +602,16 @@ impl<'a> Mounter<'a> {
             Place::Gone => {}
         }
         if options.keep_upper
-            && let Some(upper) = record.upper.as_mut().filter(|upper| upper.dir.exists())
+            && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
+            && !limit::has_filesystem(&upper.dir)
         {
-            upper::mark_kept(&upper.dir)?;
-            if !upper.keep {
-                upper::settle(&upper.dir)?;
-                upper.keep = true;
+            let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
+            upper::mark_kept(&dir, &record)?;
+            // Where it is in use still, or we die here, the next mount over it does this.
+            if !in_use::has_overlay(&upper.dir)? {
+                upper::settle(&dir, &upper.dir)?;
             }
+            record.upper = Some(Upper { keep: true, ..upper });
         }
         let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
         // What was there is not there any more.
@@ -614,8 +636,11 @@ impl<'a> Mounter<'a> {
         if options.keep_upper
             && let Some(upper) = &record.upper
         {
+            if limit::has_filesystem(&upper.dir) {
+                return Err(MountError::CannotKeep { target: record.target.clone() });
+            }
             // Before anything else: a process that dies after this leaves it to be kept.
-            upper::mark_kept(&upper.dir)?;
+            upper::mark_kept(&open_dir(&upper.dir).at("open", &upper.dir)?, record)?;
         }
         let before = record.phase;
         record.phase = Phase::Leaving;
@@ -698,6 +723,13 @@ impl<'a> Mounter<'a> {
     fn domain_of(&self, name: &str) -> Result<Domain, MountError> {
         Ok(self.domain.store().domain(name)?)
     }
+}
+
+/// Whether a store's filesystem is mounted read-only.
+fn is_read_only(error: &cofolio_store::Error) -> bool {
+    use std::error::Error as _;
+    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+    source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
 }
 
 fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(), MountError> {

@@ -18,7 +18,7 @@ use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
 use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
-use super::{Backing, Mounter, Step, mark_user};
+use super::{Backing, Mounter, Step, is_read_only, mark_user, numbers_at};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -223,6 +223,36 @@ impl Mounter<'_> {
             path: at,
             reason: "the overlay does not stay mounted".to_owned(),
         })
+    }
+
+    /// Takes away read-only overlays that no recorded mount uses, the oldest first, until few are left.
+    /// A mount of one that is not recorded keeps its superblock.
+    pub(super) fn trim_views(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
+        /// An overlay without users is worth keeping for the next container with the same id map.
+        const VIEWS_MAX: usize = 8;
+        let dir = self.run.image_dir(domain, image);
+        for views in [dir.join("views"), dir.join(OWN).join("views")] {
+            let keys = list(&views)?;
+            if keys.len() <= VIEWS_MAX {
+                continue;
+            }
+            let (records, _) = self.run.records()?;
+            let used: HashSet<String> = records
+                .iter()
+                .filter(|record| record.image == *image && record.domain == domain)
+                .map(|record| view_key(record.idmap.as_ref(), record.label.as_deref()))
+                .collect();
+            // Numbers of mounts grow.
+            let age =
+                |path: &Path| numbers_at(path).map_or(0, |found| found.unique.unwrap_or(found.id));
+            let unused = keys.iter().filter(|key| !used.contains(*key)).map(|key| views.join(key));
+            let mut unused: Vec<_> = unused.map(|path| (age(&path), path)).collect();
+            unused.sort();
+            for (_, path) in unused.iter().take(keys.len() - VIEWS_MAX) {
+                take_down(path)?;
+            }
+        }
+        Ok(())
     }
 
     /// An overlay of the image, detached.
@@ -459,11 +489,17 @@ impl Mounter<'_> {
                 root.note = "in use elsewhere".to_owned();
                 root.created = super::now();
                 root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
-                domain.put_root(&root)?;
+                match domain.put_root(&root) {
+                    Err(error) if is_read_only(&error) => {}
+                    other => other?,
+                }
             }
             return Ok(Unpinned::Elsewhere);
         }
-        domain.remove_root(RootKind::Mount, &id)?;
+        match domain.remove_root(RootKind::Mount, &id) {
+            Err(error) if is_read_only(&error) => {}
+            other => drop(other?),
+        }
         remove_dir(&dir.join("users"));
         remove_dir(&dir);
         Ok(Unpinned::Done)
