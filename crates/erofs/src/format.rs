@@ -388,7 +388,7 @@ pub struct ClusterIndex {
     /// Where in it that begins, in bytes.
     pub offset: U16,
     /// The block that it is in; or how far the beginning of this part is, and that of the next.
-    pub place: U32,
+    pub address: U32,
 }
 
 impl ClusterIndex {
@@ -396,15 +396,15 @@ impl ClusterIndex {
     #[must_use]
     pub fn head(kind: u16, offset: u32, block: u32) -> ClusterIndex {
         let offset = U16::new(u16::try_from(offset).unwrap_or(u16::MAX));
-        ClusterIndex { kind: U16::new(kind), offset, place: U32::new(block) }
+        ClusterIndex { kind: U16::new(kind), offset, address: U32::new(block) }
     }
 
     /// A part began so many entries before, and the next begins so many later.
     #[must_use]
     pub fn inner(before: u32, after: u32) -> ClusterIndex {
         let before = before.min(CLUSTER_DISTANCE_MAX - 1);
-        let place = U32::new(before | after.min(u32::from(u16::MAX)) << 16);
-        ClusterIndex { kind: U16::new(CLUSTER_INNER), offset: U16::new(0), place }
+        let address = U32::new(before | after.min(u32::from(u16::MAX)) << 16);
+        ClusterIndex { kind: U16::new(CLUSTER_INNER), offset: U16::new(0), address }
     }
 }
 

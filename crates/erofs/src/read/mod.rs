@@ -18,7 +18,7 @@ mod xattr;
 
 use std::io;
 
-pub use data::{Extent, Place};
+pub use data::{Extent, Location};
 pub use dir::{DirEntry, ReadDir, Walk, Walked};
 pub use error::ReadError;
 pub use inode::Inode;

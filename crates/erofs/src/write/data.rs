@@ -17,7 +17,7 @@
 use zerocopy::little_endian::{U16, U32};
 
 use super::WriteError;
-use super::lz4::Part;
+use super::lz4::Pcluster;
 use crate::format::{
     BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, CLUSTER_HEAD, CLUSTER_PLAIN, ChunkIndex,
     ClusterIndex, NULL_ADDR,
@@ -35,16 +35,16 @@ pub struct Device {
 
 /// Blocks of a file that lie together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct Extent {
     /// Where they are; nowhere if they are zeros.
-    pub place: Option<Place>,
+    pub at: Option<BlockAddr>,
     /// How many they are, at least one.
     pub blocks: u32,
 }
 
 /// A block of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct BlockAddr {
     /// The device, from 1; 0 for the blocks behind the image.
     pub device: u16,
     /// The block, from 0.
@@ -56,19 +56,19 @@ pub struct Place {
 pub enum Form<'a> {
     /// All of its blocks from the first to the last, which is filled up with zeros. Neighbours that go on where the
     /// other ends should be one, or the table gets larger than it need be.
-    Runs(&'a [Run]),
+    Extents(&'a [Extent]),
     /// As [`lz4::compress`](super::lz4::compress) has written it.
     Lz4 {
         /// The first block.
-        place: Place,
+        start: BlockAddr,
         /// What is in that and the following ones.
-        parts: &'a [Part],
+        pclusters: &'a [Pcluster],
     },
 }
 
 /// What is known of one content.
 #[derive(Clone, Copy, Debug)]
-pub struct Found<'a> {
+pub struct Blob<'a> {
     /// Its SHA-256, by which the kernel lets files share their page cache. A content without one goes
     /// by its fs-verity digest.
     pub sha256: Option<[u8; 32]>,
@@ -77,9 +77,9 @@ pub struct Found<'a> {
 }
 
 /// Knows where contents are.
-pub trait Contents {
+pub trait Blobs {
     /// Where the content of this fs-verity digest is, if it is on a device.
-    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>>;
+    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>>;
 }
 
 /// The devices, and what is on them.
@@ -90,7 +90,7 @@ pub struct Data<'a> {
     /// How many blocks whoever writes the image puts behind it.
     pub own_blocks: u32,
     /// What is on all of them.
-    pub contents: &'a dyn Contents,
+    pub blobs: &'a dyn Blobs,
 }
 
 /// Data that have all that the files of a tree need.
@@ -107,12 +107,14 @@ impl<'a> Checked<'a> {
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
-            let found = content.digest().and_then(|digest| data.contents.find(digest));
+            let found = content.digest().and_then(|digest| data.blobs.find(digest));
             let entries = match found.map(|found| found.form) {
-                Some(Form::Runs(runs)) if data.has_runs(runs, size) => {
-                    Some(size.div_ceil(1 << table_bits(size, runs)))
+                Some(Form::Extents(extents)) if data.has_extents(extents, size) => {
+                    Some(size.div_ceil(1 << table_bits(size, extents)))
                 }
-                Some(Form::Lz4 { place, parts }) if data.has_parts(place, parts, size) => {
+                Some(Form::Lz4 { start, pclusters })
+                    if data.has_pclusters(start, pclusters, size) =>
+                {
                     lz4 = true;
                     Some(size.div_ceil(BLOCK_SIZE))
                 }
@@ -130,10 +132,10 @@ impl<'a> Checked<'a> {
     }
 
     /// Where the content of a file is; `None` for one that has none outside of the image.
-    pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Found<'a>> {
+    pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Blob<'a>> {
         let external = tree.external(inode)?;
         let digest = external.object.or(external.digest)?;
-        self.data.contents.find(tree.digest(digest))
+        self.data.blobs.find(tree.digest(digest))
     }
 }
 
@@ -145,40 +147,43 @@ impl Data<'_> {
         }
     }
 
-    fn has_runs(&self, runs: &[Run], size: u64) -> bool {
-        let there = |run: &Run| {
-            let end = |place: Place| u64::from(place.block) + u64::from(run.blocks);
-            run.blocks > 0
-                && run.place.is_none_or(|place| end(place) <= self.blocks_of(place.device))
+    fn has_extents(&self, extents: &[Extent], size: u64) -> bool {
+        let there = |extent: &Extent| {
+            let end = |addr: BlockAddr| u64::from(addr.block) + u64::from(extent.blocks);
+            extent.blocks > 0
+                && extent.at.is_none_or(|addr| end(addr) <= self.blocks_of(addr.device))
         };
-        let blocks: u64 = runs.iter().map(|run| u64::from(run.blocks)).sum();
-        runs.iter().all(there) && blocks == size.div_ceil(BLOCK_SIZE)
+        let blocks: u64 = extents.iter().map(|extent| u64::from(extent.blocks)).sum();
+        extents.iter().all(there) && blocks == size.div_ceil(BLOCK_SIZE)
     }
 
-    fn has_parts(&self, place: Place, parts: &[Part], size: u64) -> bool {
-        let whole = |part: &Part| u64::from(part.len) >= BLOCK_SIZE + u64::from(part.compressed);
+    fn has_pclusters(&self, addr: BlockAddr, pclusters: &[Pcluster], size: u64) -> bool {
+        let whole = |pcluster: &Pcluster| {
+            u64::from(pcluster.len) >= BLOCK_SIZE + u64::from(pcluster.compressed)
+        };
         // Only the last one may be less, and what is compressed must go beyond a page: or a page would have two ends.
-        let Some((last, others)) = parts.split_last() else { return false };
+        let Some((last, others)) = pclusters.split_last() else { return false };
         let long = others.iter().all(whole) && last.len > 0 && (whole(last) || !last.compressed);
-        let plain_fits =
-            parts.iter().all(|part| part.compressed || u64::from(part.len) <= BLOCK_SIZE);
-        let len: u64 = parts.iter().map(|part| u64::from(part.len)).sum();
-        let end = u64::from(place.block) + parts.len() as u64;
-        long && plain_fits && len == size && end <= self.blocks_of(place.device)
+        let plain_fits = pclusters
+            .iter()
+            .all(|pcluster| pcluster.compressed || u64::from(pcluster.len) <= BLOCK_SIZE);
+        let len: u64 = pclusters.iter().map(|pcluster| u64::from(pcluster.len)).sum();
+        let end = u64::from(addr.block) + pclusters.len() as u64;
+        long && plain_fits && len == size && end <= self.blocks_of(addr.device)
     }
 }
 
 /// Logarithm of the size of chunks, in bytes: the largest with which no chunk is in two pieces.
-pub(super) fn table_bits(size: u64, runs: &[Run]) -> u8 {
+pub(super) fn table_bits(size: u64, extents: &[Extent]) -> u8 {
     let mut bits = chunk_bits(size);
     let mut end = 0_u64;
-    for run in runs {
+    for extent in extents {
         // Where one begins another ends; of the first and the last one that does not matter.
         if end > 0 {
             let zeros = u8::try_from(end.trailing_zeros()).unwrap_or(u8::MAX);
             bits = bits.min(BLOCK_BITS.saturating_add(zeros));
         }
-        end += u64::from(run.blocks);
+        end += u64::from(extent.blocks);
     }
     bits
 }
@@ -192,13 +197,17 @@ pub(super) fn chunk_bits(size: u64) -> u8 {
 }
 
 /// The entries of a file's table. The blocks behind the image begin with number `own_start`.
-pub(super) fn chunks(size: u64, runs: &[Run], own_start: u32) -> impl Iterator<Item = ChunkIndex> {
-    let chunk = 1_u64 << (table_bits(size, runs) - BLOCK_BITS);
-    runs.iter().flat_map(move |run| {
-        (0..u64::from(run.blocks).div_ceil(chunk)).map(move |i| {
-            let (device, block) = match run.place {
+pub(super) fn chunks(
+    size: u64,
+    extents: &[Extent],
+    own_start: u32,
+) -> impl Iterator<Item = ChunkIndex> {
+    let chunk = 1_u64 << (table_bits(size, extents) - BLOCK_BITS);
+    extents.iter().flat_map(move |extent| {
+        (0..u64::from(extent.blocks).div_ceil(chunk)).map(move |i| {
+            let (device, block) = match extent.at {
                 // `Checked` has looked at every place: no number is larger than it may be.
-                Some(Place { device, block }) => {
+                Some(BlockAddr { device, block }) => {
                     let start = if device == 0 { own_start } else { 0 };
                     (device, start + block + u32::try_from(i * chunk).unwrap_or(u32::MAX))
                 }
@@ -213,28 +222,28 @@ pub(super) fn chunks(size: u64, runs: &[Run], own_start: u32) -> impl Iterator<I
     })
 }
 
-/// The entries of a compressed file: for each 4 KiB of its content whether a part begins there, and where; or how far
-/// it is to the one before and to the next. `first` is the block of the first part.
+/// The entries of a compressed file: for each 4 KiB of its content whether a pcluster begins there, and where; or how far
+/// it is to the one before and to the next. `first` is the block of the first pcluster.
 pub(super) fn clusters(
-    parts: &[Part],
+    pclusters: &[Pcluster],
     first: u32,
     mut each: impl FnMut(ClusterIndex) -> Result<(), WriteError>,
 ) -> Result<(), WriteError> {
-    // Where in the current 4 KiB the next part begins.
+    // Where in the current 4 KiB the next pcluster begins.
     let mut offset = 0;
-    for (part, block) in parts.iter().zip(first..) {
-        let kind = if part.compressed { CLUSTER_HEAD } else { CLUSTER_PLAIN };
-        let end = offset + part.len;
+    for (pcluster, block) in pclusters.iter().zip(first..) {
+        let kind = if pcluster.compressed { CLUSTER_HEAD } else { CLUSTER_PLAIN };
+        let end = offset + pcluster.len;
         let whole = end >> BLOCK_BITS;
         each(ClusterIndex::head(kind, offset, block))?;
         for i in 1..whole {
             each(ClusterIndex::inner(i, whole - i))?;
         }
-        // A last part that ends in the 4 KiB in which it begins leaves nothing to be told.
+        // A last pcluster that ends in the 4 KiB in which it begins leaves nothing to be told.
         offset = if whole == 0 { 0 } else { end & ((1 << BLOCK_BITS) - 1) };
     }
     if offset > 0 {
-        // Where the last part ends.
+        // Where the last pcluster ends.
         each(ClusterIndex::head(CLUSTER_PLAIN, offset, 0))?;
     }
     Ok(())

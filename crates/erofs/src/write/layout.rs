@@ -1,8 +1,8 @@
 //! How large an inode is and where it goes.
 
 use super::attrs::{Attrs, NodeAttrs};
-use super::data::{Form, Place, Run, chunk_bits, table_bits};
-use super::lz4::Part;
+use super::data::{BlockAddr, Extent, Form, chunk_bits, table_bits};
+use super::lz4::Pcluster;
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
 use crate::format::{
     BLOCK_SIZE, ChunkIndex, ClusterHeader, ClusterIndex, LAYOUT_CHUNK_BASED,
@@ -46,16 +46,16 @@ pub(super) enum Body<'a> {
         count: u32,
     },
     /// Content on devices, in pieces.
-    Runs {
+    Extents {
         size: u64,
         chunk_bits: u8,
-        runs: &'a [Run],
+        extents: &'a [Extent],
     },
     /// Compressed content, from this block on.
     Lz4 {
         size: u64,
-        place: Place,
-        parts: &'a [Part],
+        start: BlockAddr,
+        pclusters: &'a [Pcluster],
     },
     Device(u32),
     Nothing,
@@ -103,7 +103,7 @@ impl<'a> Stored<'a> {
         stored.compact = (meta.mtime, meta.mtime_nsec) == plan.min_time
             && [nlink, meta.uid, meta.gid].iter().all(|&n| n <= u32::from(u16::MAX))
             && size <= u64::from(u32::MAX);
-        if let Body::Runs { .. } | Body::Lz4 { .. } = stored.body {
+        if let Body::Extents { .. } | Body::Lz4 { .. } = stored.body {
             let before = stored.inode_size() + stored.xattr_size;
             stored.tail += small_u64(before.next_multiple_of(TABLE_ALIGN) - before);
         }
@@ -115,7 +115,9 @@ impl<'a> Stored<'a> {
         match &self.body {
             Body::Dir(_) => self.dir_size,
             Body::Symlink(bytes) | Body::Inline(bytes) => bytes.len() as u64,
-            Body::Chunks { size, .. } | Body::Runs { size, .. } | Body::Lz4 { size, .. } => *size,
+            Body::Chunks { size, .. } | Body::Extents { size, .. } | Body::Lz4 { size, .. } => {
+                *size
+            }
             Body::Device(_) | Body::Nothing => 0,
         }
     }
@@ -128,7 +130,7 @@ impl<'a> Stored<'a> {
     /// Data layout of the inode, once it has its place.
     pub(super) fn layout(&self) -> u16 {
         match self.body {
-            Body::Chunks { .. } | Body::Runs { .. } => LAYOUT_CHUNK_BASED,
+            Body::Chunks { .. } | Body::Extents { .. } => LAYOUT_CHUNK_BASED,
             Body::Lz4 { .. } => LAYOUT_COMPRESSED_FULL,
             _ if self.tail > 0 => LAYOUT_FLAT_INLINE,
             _ => LAYOUT_FLAT_PLAIN,
@@ -141,12 +143,12 @@ impl<'a> Stored<'a> {
 
     /// Puts the inode at the first good place from `end` on, and returns that place. Data that is
     /// to follow the inode moves to a block of its own where it would cross a block's end.
-    pub(super) fn place(&mut self, end: u64) -> u64 {
+    pub(super) fn position(&mut self, end: u64) -> u64 {
         let pos = end.next_multiple_of(SLOT_SIZE);
         match self.body {
             Body::Symlink(_) => self.place_symlink(pos),
             // A table may be in many blocks, and in any number of pieces.
-            Body::Runs { .. } | Body::Lz4 { .. } => pos,
+            Body::Extents { .. } | Body::Lz4 { .. } => pos,
             _ => self.place_other(pos),
         }
     }
@@ -197,7 +199,7 @@ impl Body<'_> {
                 fill_block(small_u64(blocks), tail)
             }
             Body::Chunks { count, .. } => (0, count * 4),
-            Body::Runs { size, chunk_bits, .. } => {
+            Body::Extents { size, chunk_bits, .. } => {
                 (0, small_u64(size.div_ceil(1 << chunk_bits) * CHUNK_INDEX_SIZE))
             }
             Body::Lz4 { size, .. } => {
@@ -224,10 +226,10 @@ fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
             }
             // `Checked` has found all of them.
             Some(data) => match data.of(tree, inode).map(|found| found.form) {
-                Some(Form::Runs(runs)) => {
-                    Body::Runs { size, chunk_bits: table_bits(size, runs), runs }
+                Some(Form::Extents(extents)) => {
+                    Body::Extents { size, chunk_bits: table_bits(size, extents), extents }
                 }
-                Some(Form::Lz4 { place, parts }) => Body::Lz4 { size, place, parts },
+                Some(Form::Lz4 { start, pclusters }) => Body::Lz4 { size, start, pclusters },
                 None => Body::Nothing,
             },
         },

@@ -12,7 +12,7 @@ use std::io::{self, Read, Write};
 
 const BLOCK: usize = 4096;
 /// Most content in one block: what a reader of a part of it has to decompress.
-const PART_MAX: usize = 128 << 10;
+const CONTENT_MAX: usize = 128 << 10;
 
 /// Shortest match.
 const MATCH_MIN: usize = 4;
@@ -26,7 +26,7 @@ const HASH_BITS: u32 = 12;
 
 /// Content in one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct Pcluster {
     /// How much content, in bytes: for what is compressed more than a block.
     pub len: u32,
     /// It is compressed.
@@ -37,10 +37,10 @@ pub struct Part {
 ///
 /// # Errors
 /// Those of the two.
-pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Vec<Part>> {
-    let mut parts = Vec::new();
+pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Vec<Pcluster>> {
+    let mut pclusters = Vec::new();
     let mut table = Table::new();
-    let mut buffer = vec![0; PART_MAX];
+    let mut buffer = vec![0; CONTENT_MAX];
     let mut filled = 0;
     loop {
         while filled < buffer.len() {
@@ -52,7 +52,7 @@ pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Ve
             }
         }
         if filled == 0 {
-            return Ok(parts);
+            return Ok(pclusters);
         }
         let mut block = [0; BLOCK];
         let (len, compressed) = match table.fill(&buffer[..filled], &mut block) {
@@ -66,8 +66,8 @@ pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Ve
             }
         };
         blocks.write_all(&block)?;
-        // At most `PART_MAX`.
-        parts.push(Part { len: u32::try_from(len).unwrap_or(u32::MAX), compressed });
+        // At most `CONTENT_MAX`.
+        pclusters.push(Pcluster { len: u32::try_from(len).unwrap_or(u32::MAX), compressed });
         buffer.copy_within(len..filled, 0);
         filled -= len;
     }
@@ -122,7 +122,7 @@ impl Table {
     fn find(&mut self, content: &[u8], at: usize, end: usize) -> Option<(usize, usize)> {
         let four: [u8; 4] = content[at..at + 4].try_into().ok()?;
         let hash = u32::from_le_bytes(four).wrapping_mul(2_654_435_761) >> (32 - HASH_BITS);
-        // At most `PART_MAX`.
+        // At most `CONTENT_MAX`.
         let known = std::mem::replace(&mut self.0[hash as usize], u32::try_from(at).ok()?);
         let from = usize::try_from(known).ok().filter(|_| known != u32::MAX)?;
         if at - from > DISTANCE_MAX || content[from..from + 4] != four {
@@ -215,7 +215,7 @@ mod tests {
                 [vec![0; len], noise, text]
             })
             .collect();
-        // Runs of noise and of repetition, of all lengths.
+        // Extents of noise and of repetition, of all lengths.
         let mut mixed = Vec::new();
         while mixed.len() < 3_000_000 {
             let (len, what) = (random() as usize * 20, random());
@@ -226,13 +226,13 @@ mod tests {
         contents.push(mixed);
         for content in contents {
             let mut blocks = Vec::new();
-            let parts = compress(&content[..], &mut blocks).expect("in memory");
-            assert_eq!(blocks.len(), parts.len() * BLOCK);
+            let pclusters = compress(&content[..], &mut blocks).expect("in memory");
+            assert_eq!(blocks.len(), pclusters.len() * BLOCK);
             let mut back = Vec::new();
-            for (part, block) in parts.iter().zip(blocks.chunks(BLOCK)) {
-                let len = part.len as usize;
-                if part.compressed {
-                    assert!(len > BLOCK && len <= PART_MAX);
+            for (pcluster, block) in pclusters.iter().zip(blocks.chunks(BLOCK)) {
+                let len = pcluster.len as usize;
+                if pcluster.compressed {
+                    assert!(len > BLOCK && len <= CONTENT_MAX);
                     let start = block.iter().position(|&b| b != 0).expect("not only zeros");
                     back.extend(decompress(&block[start..]));
                 } else {

@@ -30,7 +30,7 @@ use head::inodes_start;
 use layout::{Body, Stored, TABLE_ALIGN};
 use plan::{DirNames, Node, Plan, Target};
 
-pub use data::{Contents, Data, Device, Form, Found, Place, Run};
+pub use data::{Blob, Blobs, BlockAddr, Data, Device, Extent, Form};
 
 pub(crate) use plan::dir_size;
 
@@ -187,7 +187,7 @@ impl Map {
         let mut data_blocks = 0;
         for at in plan.nodes() {
             let mut stored = Stored::new(plan, attrs, &at);
-            let pos = stored.place(end);
+            let pos = stored.position(end);
             end = pos + stored.len();
             data_blocks += u64::from(stored.blocks);
             let nid = u32::try_from(pos / SLOT_SIZE).map_err(|_| WriteError::TooLarge)?;
@@ -233,7 +233,7 @@ impl<W: Write> Image<'_, W> {
         let mut data_block = self.map.data_start / BLOCK_SIZE;
         for (number, at) in (0_u32..).zip(self.plan.nodes()) {
             let mut stored = Stored::new(self.plan, self.attrs, &at);
-            let pos = stored.place(self.out.pos);
+            let pos = stored.position(self.out.pos);
             self.pad_to(pos)?;
             self.write_inode(&stored, number, data_block)?;
             data_block += u64::from(stored.blocks);
@@ -354,17 +354,17 @@ impl<W: Write> Image<'_, W> {
             (Body::Chunks { count, .. }, _) => {
                 self.put(&NULL_ADDR.to_le_bytes().repeat(*count as usize))
             }
-            (Body::Runs { size, runs, .. }, _) => {
+            (Body::Extents { size, extents, .. }, _) => {
                 self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
-                let mut chunks = data::chunks(*size, runs, self.map.blocks);
+                let mut chunks = data::chunks(*size, extents, self.map.blocks);
                 chunks.try_for_each(|chunk| self.put(chunk.as_bytes()))
             }
-            (Body::Lz4 { place, parts, .. }, _) => {
+            (Body::Lz4 { start, pclusters, .. }, _) => {
                 self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
                 self.put(ClusterHeader::new_zeroed().as_bytes())?;
                 // `Checked` has looked at the place, and `first_blocks` at the last address that there is.
-                let first = self.map.first_blocks[usize::from(place.device)] + place.block;
-                data::clusters(parts, first, |cluster| self.put(cluster.as_bytes()))
+                let first = self.map.first_blocks[usize::from(start.device)] + start.block;
+                data::clusters(pclusters, first, |cluster| self.put(cluster.as_bytes()))
             }
             _ => Ok(()),
         }
@@ -382,7 +382,7 @@ impl<W: Write> Image<'_, W> {
         let mut end = inodes_start(self.plan);
         for at in self.plan.nodes() {
             let mut stored = Stored::new(self.plan, self.attrs, &at);
-            let pos = stored.place(end);
+            let pos = stored.position(end);
             end = pos + stored.len();
             if stored.blocks == 0 {
                 continue;
@@ -490,8 +490,10 @@ fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     Ok(match stored.body {
         Body::Device(rdev) => rdev,
         // How many blocks there are.
-        Body::Lz4 { parts, .. } => u32::try_from(parts.len()).map_err(|_| WriteError::TooLarge)?,
-        Body::Runs { chunk_bits, .. } => {
+        Body::Lz4 { pclusters, .. } => {
+            u32::try_from(pclusters.len()).map_err(|_| WriteError::TooLarge)?
+        }
+        Body::Extents { chunk_bits, .. } => {
             u32::from(CHUNK_INDEXES) | u32::from(chunk_bits - BLOCK_BITS)
         }
         Body::Chunks { chunk_bits, .. } => {
