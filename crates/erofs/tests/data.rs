@@ -322,7 +322,7 @@ fn files_without_content_are_named() {
             None => devices.contents.remove(&digest),
         };
         let error = devices.write(&tree).unwrap_err();
-        assert_eq!(error.to_string(), "/file: the devices do not have its content");
+        assert_eq!(error.to_string(), "/file: its content is missing or invalid on the devices");
     };
     let run = |device, block, blocks| Extent { at: Some(BlockAddr { device, block }), blocks };
     let hole = |blocks| Extent { at: None, blocks };

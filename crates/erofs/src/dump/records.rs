@@ -48,8 +48,8 @@ pub enum What<'a> {
     },
 }
 
-/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line at
-/// hand (1 MiB).
+/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line
+/// at hand (1 MiB).
 ///
 /// Each line is checked by itself. The caller checks that paths have directories, that links have
 /// targets, and what a [`Tree`] bounds: names, paths and attributes.

@@ -3,21 +3,21 @@ use super::{Image, Inode, ReadAt, ReadError, fill};
 use crate::format::{ChunkIndex, NULL_ADDR};
 use crate::tree::TARGET_MAX;
 
-/// A run of a file's bytes that lie together.
+/// Contiguous bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Where it begins in the file, in bytes.
     pub offset: u64,
     /// Its length in bytes, at least 1.
     pub len: u64,
-    /// Where its bytes are.
+    /// The location of its bytes.
     pub location: Location,
 }
 
-/// Where the bytes of an extent are.
+/// The location of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// Nowhere: they are zeros. All of a composefs stub file is one.
+    /// A hole. A composefs stub file is one hole.
     Hole,
     /// In the image, from this byte on.
     Image(u64),
@@ -133,8 +133,8 @@ impl<S: ReadAt> Image<S> {
         )
     }
 
-    /// Where byte `offset` of a run of blocks is that starts with `block` of a device (0: the
-    /// image itself).
+    /// The location of byte `offset` in the contiguous blocks from `block` of a device on (device 0
+    /// is the image itself).
     fn locate(
         &self,
         inode: &Inode,
@@ -152,7 +152,10 @@ impl<S: ReadAt> Image<S> {
         if device > 0 {
             let index = usize::from(device) - 1;
             if index >= devices.len() {
-                return Err(ReadError::corrupt(inode.offset, "a chunk is on a device that is not"));
+                return Err(ReadError::corrupt(
+                    inode.offset,
+                    "a chunk refers to a nonexistent device",
+                ));
             }
             return Ok(Location::Device { index, offset: at });
         }
@@ -167,7 +170,7 @@ impl<S: ReadAt> Image<S> {
         Ok(Location::Image(at))
     }
 
-    /// Where the inline tail is; it must not cross a block's end.
+    /// The location of the inline tail, which must not cross a block's end.
     fn tail(&self, inode: &Inode, tail_start: u64, offset: u64) -> Result<Location, ReadError> {
         let start = inode.tail();
         let block_size = self.superblock().block_size;
@@ -177,7 +180,7 @@ impl<S: ReadAt> Image<S> {
         Ok(Location::Image(start + (offset - tail_start)))
     }
 
-    /// Where byte `within` of a chunk is.
+    /// The location of byte `within` of a chunk.
     fn chunk(&self, inode: &Inode, chunk: u64, within: u64) -> Result<Location, ReadError> {
         let Layout::Chunks { indexes, wide, .. } = inode.layout else { return Ok(Location::Hole) };
         let unit = if indexes { 8 } else { 4 };

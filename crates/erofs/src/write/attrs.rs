@@ -1,9 +1,9 @@
-//! The extended attributes that an image stores, and which of them it stores once for all.
+//! The extended attributes of an image, and which of them it shares.
 //!
-//! An image's attributes are the tree's, with `trusted.overlay.*` escaped so that the overlayfs
-//! that mounts it leaves them alone, and with those that tell overlayfs where the content is.
-//! An attribute (name and value) that at least two inodes have goes into the shared table. In an image with devices
-//! the fingerprint of the content takes the place of what overlayfs needs.
+//! A metadata image has the tree's attributes, with `trusted.overlay.*` escaped so that overlayfs
+//! ignores them, and the attributes by which overlayfs finds file data. An image with file data has
+//! fingerprints instead of the latter. An attribute (name and value) of at least two inodes goes
+//! into the shared table.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -42,7 +42,7 @@ pub(super) enum Attr {
     Metacopy(Option<DigestId>),
     /// The path of an object.
     Redirect(DigestId),
-    /// The name of a content for the kernel's page cache sharing.
+    /// The digest of a content for the kernel's page cache sharing.
     Fingerprint(DigestId),
 }
 
@@ -54,8 +54,8 @@ pub(super) struct NodeAttrs {
     redirect: Option<Attr>,
 }
 
-/// A name and a value that the tree has, or that composefs adds, with how often it is used and
-/// where it lies in the shared table.
+/// A name and a value of the tree, or one that composefs adds: its number of uses and its offset in
+/// the shared table.
 struct Pair<'t> {
     name: Cow<'t, [u8]>,
     value: Cow<'t, [u8]>,
@@ -192,7 +192,7 @@ impl<'t> Attrs<'t> {
             return NodeAttrs { group, metacopy: None, redirect: None };
         };
         if self.data.is_some() {
-            // In the place of the other: what the kernel asks of every file.
+            // Instead of a metacopy: the kernel looks for a fingerprint in every file.
             let content = external.object.or(external.digest);
             return NodeAttrs { group, metacopy: content.map(Attr::Fingerprint), redirect: None };
         }
@@ -271,7 +271,7 @@ impl<'t> Attrs<'t> {
     /// What is stored for the name of an attribute: a number, and what follows.
     pub(super) fn split_name<'n>(&self, attr: Attr, name: &'n [u8]) -> (u8, &'n [u8]) {
         match attr {
-            // All of it is the image's one long prefix, number 0.
+            // The image's only long prefix, number 0, is the complete name.
             Attr::Fingerprint(_) => (XATTR_LONG_PREFIX, b""),
             _ => split_xattr_name(name),
         }
@@ -356,7 +356,7 @@ impl<'t> Attrs<'t> {
         }
         let mut list: Vec<(Cow<'t, [u8]>, &'t [u8])> = Vec::new();
         for (name, value) in self.tree.xattr_table().set(set) {
-            // What an image itself calls so names nothing, and the kernel would believe it.
+            // The kernel would trust a fingerprint that the tree brings.
             if self.data.is_none() || name != FINGERPRINT {
                 list.push((escape(name), value));
             }

@@ -1,18 +1,20 @@
-//! Where the content of files is, in an image that is mounted by itself.
+//! File data in an image that is mounted by itself.
 //!
-//! Content lies in blocks behind the image, or on devices besides it: files of whole blocks, such as segments, each
-//! content once. In the image a file is a table of places, one for each chunk of the largest size that fits its pieces:
-//! one that lies in one piece has one entry. A compressed file has an entry for each 4 KiB of its content.
+//! File data lies in blocks behind the metadata, or on extra devices: files of whole blocks, such
+//! as segments. Each blob is stored once. An uncompressed file has a table of chunks, all of the
+//! largest size with which no chunk spans two extents: a file with one extent has one entry. A
+//! compressed file has an entry for each 4 KiB of its content.
 //!
 //! ```text
 //! | metadata | blocks behind it |    | device 1 |    | device 2 |    number 0 is the image itself
 //! ```
 //!
-//! Each device also has its blocks in one address space with the image and the others, in the order of the devices. What
-//! is compressed has no other addresses (`z_erofs_map_blocks_iter` names no device). The kernel follows them; fsck.erofs
-//! 1.9 reads the image itself there (`erofs_map_dev` of erofs-utils finds the device and forgets it). So plain content is
-//! addressed by device and block, though a file in one piece could do without a table; and an image with compressed
-//! content on devices is checked by fsck.erofs as one file, with the devices behind the image and no table of devices.
+//! The blocks of the image and then those of the devices, in order, also form one address space.
+//! Compressed files use it, because their entries name no device (`z_erofs_map_blocks_iter`). The
+//! kernel finds the device. fsck.erofs 1.9 does not: it reads from the image itself
+//! (`erofs_map_dev` finds the device, and the result is not used). So uncompressed files name
+//! device and block, even where one extent would need no table. Tests check an image with
+//! compressed files on devices as one file: the devices appended to the image, and no device table.
 
 use zerocopy::little_endian::{U16, U32};
 
@@ -24,25 +26,25 @@ use crate::format::{
 };
 use crate::tree::{Content, InodeId, Tree};
 
-/// A file or block device with content.
+/// A file or block device with file data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// What it is called in the image's table of devices, such as its digest in hexadecimal digits; zeros behind it.
+    /// Its name in the device table, such as a digest in hexadecimal digits, padded with zeros.
     pub tag: [u8; 64],
     /// Its size in blocks of 4 KiB.
     pub blocks: u32,
 }
 
-/// Blocks of a file that lie together.
+/// Contiguous blocks of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Where they are; nowhere if they are zeros.
+    /// The address of the first one; `None` for a hole.
     pub at: Option<BlockAddr>,
-    /// How many they are, at least one.
+    /// Number of blocks, at least one.
     pub blocks: u32,
 }
 
-/// A block of a device.
+/// The address of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockAddr {
     /// The device, from 1; 0 for the blocks behind the image.
@@ -51,49 +53,49 @@ pub struct BlockAddr {
     pub block: u32,
 }
 
-/// How a content is kept.
+/// How a blob is stored.
 #[derive(Clone, Copy, Debug)]
 pub enum Form<'a> {
-    /// All of its blocks from the first to the last, which is filled up with zeros. Neighbours that go on where the
-    /// other ends should be one, or the table gets larger than it need be.
+    /// As it is: its extents in order, the last block padded with zeros. Contiguous extents should
+    /// be merged, since each boundary between two can make the table larger.
     Extents(&'a [Extent]),
-    /// As [`lz4::compress`](super::lz4::compress) has written it.
+    /// Compressed by [`lz4::compress`](super::lz4::compress).
     Lz4 {
-        /// The first block.
+        /// The address of the first pcluster.
         start: BlockAddr,
-        /// What is in that and the following ones.
+        /// All pclusters, one block each, in order.
         pclusters: &'a [Pcluster],
     },
 }
 
-/// What is known of one content.
+/// The content of a file, stored once for all files that have it.
 #[derive(Clone, Copy, Debug)]
 pub struct Blob<'a> {
-    /// Its SHA-256, by which the kernel lets files share their page cache. A content without one goes
-    /// by its fs-verity digest.
+    /// Its SHA-256, by which the kernel lets files share their page cache. A content without one
+    /// goes by its fs-verity digest.
     pub sha256: Option<[u8; 32]>,
-    /// Where and how it is kept.
+    /// How it is stored, and where.
     pub form: Form<'a>,
 }
 
-/// Knows where contents are.
+/// Finds blobs.
 pub trait Blobs {
-    /// Where the content of this fs-verity digest is, if it is on a device.
+    /// The blob with this fs-verity digest, if it is stored.
     fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>>;
 }
 
-/// The devices, and what is on them.
+/// The devices of an image and the blobs on them.
 #[derive(Clone, Copy)]
 pub struct Data<'a> {
-    /// In the order in which they are given to a mount.
+    /// The devices, in the order of a mount's `device=` options.
     pub devices: &'a [Device],
-    /// How many blocks whoever writes the image puts behind it.
+    /// Number of blocks that the caller appends to the image.
     pub own_blocks: u32,
-    /// What is on all of them.
+    /// The blobs on all devices and behind the image.
     pub blobs: &'a dyn Blobs,
 }
 
-/// Data that have all that the files of a tree need.
+/// [`Data`] that was checked to hold all files of a tree.
 pub(super) struct Checked<'a> {
     pub(super) data: Data<'a>,
     /// Some file is compressed.
@@ -101,7 +103,7 @@ pub(super) struct Checked<'a> {
 }
 
 impl<'a> Checked<'a> {
-    /// Everything that the tree's files need must be there, and as large as the files are.
+    /// Checks that each file has a blob of its size, and each blob valid addresses.
     pub(super) fn new(data: &Data<'a>, tree: &Tree) -> Result<Checked<'a>, WriteError> {
         let mut lz4 = false;
         for visit in tree.walk() {
@@ -131,7 +133,7 @@ impl<'a> Checked<'a> {
         Ok(Checked { data: *data, lz4 })
     }
 
-    /// Where the content of a file is; `None` for one that has none outside of the image.
+    /// The blob of a file; `None` for a file with inline content.
     pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Blob<'a>> {
         let external = tree.external(inode)?;
         let digest = external.object.or(external.digest)?;
@@ -161,7 +163,8 @@ impl Data<'_> {
         let whole = |pcluster: &Pcluster| {
             u64::from(pcluster.len) >= BLOCK_SIZE + u64::from(pcluster.compressed)
         };
-        // Only the last one may be less, and what is compressed must go beyond a page: or a page would have two ends.
+        // Only the last pcluster may have less than a block. A compressed one must have more, or
+        // two pclusters could end in one page, which EROFS does not allow.
         let Some((last, others)) = pclusters.split_last() else { return false };
         let long = others.iter().all(whole) && last.len > 0 && (whole(last) || !last.compressed);
         let plain_fits = pclusters
@@ -173,12 +176,12 @@ impl Data<'_> {
     }
 }
 
-/// Logarithm of the size of chunks, in bytes: the largest with which no chunk is in two pieces.
+/// Logarithm of the chunk size in bytes: the largest with which no chunk spans two extents.
 pub(super) fn table_bits(size: u64, extents: &[Extent]) -> u8 {
     let mut bits = chunk_bits(size);
     let mut end = 0_u64;
     for extent in extents {
-        // Where one begins another ends; of the first and the last one that does not matter.
+        // Chunks must end at each boundary between two extents.
         if end > 0 {
             let zeros = u8::try_from(end.trailing_zeros()).unwrap_or(u8::MAX);
             bits = bits.min(BLOCK_BITS.saturating_add(zeros));
@@ -206,7 +209,7 @@ pub(super) fn chunks(
     extents.iter().flat_map(move |extent| {
         (0..u64::from(extent.blocks).div_ceil(chunk)).map(move |i| {
             let (device, block) = match extent.at {
-                // `Checked` has looked at every place: no number is larger than it may be.
+                // `Checked` has bounded every address.
                 Some(BlockAddr { device, block }) => {
                     let start = if device == 0 { own_start } else { 0 };
                     (device, start + block + u32::try_from(i * chunk).unwrap_or(u32::MAX))
@@ -222,8 +225,9 @@ pub(super) fn chunks(
     })
 }
 
-/// The entries of a compressed file: for each 4 KiB of its content whether a pcluster begins there, and where; or how far
-/// it is to the one before and to the next. `first` is the block of the first pcluster.
+/// The entries of a compressed file, one for each 4 KiB of its content: the pcluster that begins in
+/// it, or the distances to the previous and the next pcluster. `first` is the block of the first
+/// one.
 pub(super) fn clusters(
     pclusters: &[Pcluster],
     first: u32,
@@ -239,7 +243,7 @@ pub(super) fn clusters(
         for i in 1..whole {
             each(ClusterIndex::inner(i, whole - i))?;
         }
-        // A last pcluster that ends in the 4 KiB in which it begins leaves nothing to be told.
+        // A last pcluster that ends in the 4 KiB in which it begins needs no further entry.
         offset = if whole == 0 { 0 } else { end & ((1 << BLOCK_BITS) - 1) };
     }
     if offset > 0 {
@@ -249,8 +253,8 @@ pub(super) fn clusters(
     Ok(())
 }
 
-/// The first block of each device in the address space that spans all: of what is behind the image, which begins with
-/// number `own_start`, and then of the devices in their order.
+/// The first block of each device in the address space that spans all: of the blocks behind the
+/// image, which begin at `own_start`, and then of the devices in order.
 pub(super) fn first_blocks(own_start: u32, data: &Data<'_>) -> Result<Vec<u32>, WriteError> {
     let mut end = own_start;
     let mut firsts = Vec::with_capacity(1 + data.devices.len());

@@ -1,4 +1,4 @@
-//! How large an inode is and where it goes.
+//! The size and the offset of each inode.
 
 use super::attrs::{Attrs, NodeAttrs};
 use super::data::{BlockAddr, Extent, Form, chunk_bits, table_bits};
@@ -12,10 +12,10 @@ use crate::tree::{Content, InodeId, Meta, S_IFMT, S_IFREG};
 
 const BLOCK: u64 = BLOCK_SIZE;
 const CHUNK_INDEX_SIZE: u64 = size_of::<ChunkIndex>() as u64;
-/// The table of a file's places begins at a multiple of an entry's size.
+/// A table of chunks or clusters begins at a multiple of an entry's size.
 pub(super) const TABLE_ALIGN: u64 = 8;
 
-/// What is stored of one inode, as far as it can be told without its place.
+/// What an image stores of one inode, before the inode has an offset.
 pub(super) struct Stored<'a> {
     pub(super) meta: Meta,
     /// `st_mode`; a whiteout is stored as a regular file.
@@ -45,13 +45,13 @@ pub(super) enum Body<'a> {
         chunk_bits: u8,
         count: u32,
     },
-    /// Content on devices, in pieces.
+    /// Uncompressed file data, in extents.
     Extents {
         size: u64,
         chunk_bits: u8,
         extents: &'a [Extent],
     },
-    /// Compressed content, from this block on.
+    /// Compressed file data, from this block on.
     Lz4 {
         size: u64,
         start: BlockAddr,
@@ -127,7 +127,7 @@ impl<'a> Stored<'a> {
         self.inode_size() + self.xattr_size + u64::from(self.tail)
     }
 
-    /// Data layout of the inode, once it has its place.
+    /// Data layout of the inode, once it has its offset.
     pub(super) fn layout(&self) -> u16 {
         match self.body {
             Body::Chunks { .. } | Body::Extents { .. } => LAYOUT_CHUNK_BASED,
@@ -141,21 +141,21 @@ impl<'a> Stored<'a> {
         if self.compact { 32 } else { 64 }
     }
 
-    /// Puts the inode at the first good place from `end` on, and returns that place. Data that is
-    /// to follow the inode moves to a block of its own where it would cross a block's end.
+    /// The offset of the inode: the first one from `end` on that the format allows. Inline data
+    /// moves to a block of its own where it would cross a block's end.
     pub(super) fn position(&mut self, end: u64) -> u64 {
         let pos = end.next_multiple_of(SLOT_SIZE);
         match self.body {
             Body::Symlink(_) => self.place_symlink(pos),
-            // A table may be in many blocks, and in any number of pieces.
+            // A table may cross blocks.
             Body::Extents { .. } | Body::Lz4 { .. } => pos,
             _ => self.place_other(pos),
         }
     }
 
-    /// A symbolic link lies in one block with its target, unless the two are larger than that.
-    /// (The place is chosen with the target even where the target then leaves: so does
-    /// libcomposefs, and the digest depends on it.)
+    /// A symbolic link lies in one block with its target, unless the two are larger than that. (The
+    /// offset is chosen as if the target were inline even where it then moves out: libcomposefs
+    /// does so, and the digest depends on it.)
     fn place_symlink(&mut self, pos: u64) -> u64 {
         let len = self.len();
         let crosses = pos / BLOCK != (pos + len - 1) / BLOCK;
@@ -189,7 +189,7 @@ impl<'a> Stored<'a> {
 }
 
 impl Body<'_> {
-    /// Whole blocks, and bytes behind the inode, before it is known whether these fit there.
+    /// Whole blocks, and bytes that follow the inode if they fit.
     fn extent(&self) -> (u32, u32) {
         match self {
             Body::Dir(names) => dir_extent(names),

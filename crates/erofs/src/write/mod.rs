@@ -1,9 +1,9 @@
 //! A tree to the bytes of a composefs metadata image, byte for byte what mkcomposefs 1.0.8 makes
-//! of the same tree; or to those of an image that is mounted by itself, with its data on devices.
+//! of the same tree; or to those of an image with file data, which is mounted by itself.
 //!
 //! The image is streamed. A first pass over the tree orders it (`plan`), a second counts
-//! attributes (`attrs`), a third finds every inode its place (`layout`); then inodes, shared
-//! attributes and data blocks are written front to back, each pass computing the same places
+//! attributes (`attrs`), a third assigns an offset to every inode (`layout`); then inodes, shared
+//! attributes and data blocks are written front to back, each pass computing the same offsets
 //! again. So memory stays at some 12 bytes per name, whatever the size of the image.
 
 mod attrs;
@@ -80,8 +80,8 @@ pub enum WriteError {
     /// The tree needs more than the format can address.
     #[error("the image would be larger than its format can address")]
     TooLarge,
-    /// A file whose content is on no device, or not as it should be.
-    #[error("{}: the devices do not have its content", path.escape_ascii())]
+    /// A file whose blob is missing, has another size, or has invalid addresses.
+    #[error("{}: its content is missing or invalid on the devices", path.escape_ascii())]
     NoContent {
         /// The file in the tree.
         path: Box<[u8]>,
@@ -117,13 +117,13 @@ pub fn write(
     write_planned(&plan, version, sink)
 }
 
-/// Writes an image of a tree that is mounted by itself, with the devices that hold the content of its files. The kernel
-/// can share the page cache of files with the same content between such images.
+/// Writes an image with file data, which is mounted by itself with its devices. The kernel can
+/// share the page cache of files with the same content between such images.
 ///
-/// What is to be behind the image ([`Data::own_blocks`]) the caller writes there, right after the last byte.
+/// The caller appends [`Data::own_blocks`] to the image, right after its last byte.
 ///
-/// Attributes `trusted.overlay.*` of the tree get names that overlayfs leaves alone, as in a metadata image, since a
-/// writable mount has the image below an overlay.
+/// The tree's attributes `trusted.overlay.*` are escaped as in a metadata image, since a writable
+/// mount has an overlay over the image.
 ///
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
@@ -136,7 +136,8 @@ pub fn write_data(
     write_planned(&Plan::with_data(tree, &checked), 0, sink)
 }
 
-/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]): its whiteouts are whiteouts.
+/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]), with unescaped
+/// whiteouts.
 ///
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
@@ -163,7 +164,7 @@ fn write_planned(
 /// A block, as a length in memory.
 const BLOCK: usize = 1 << BLOCK_BITS;
 
-/// Where everything is.
+/// Offsets and addresses of the image.
 struct Map {
     /// By inode of the tree, in slots of 32 bytes.
     nids: Vec<u32>,
@@ -173,9 +174,10 @@ struct Map {
     data_start: u64,
     /// Blocks that are written.
     blocks: u32,
-    /// Those and the ones that others put behind them.
+    /// Those and the ones that the caller appends.
     all_blocks: u32,
-    /// Where in the address space that spans all devices each begins; what is behind the image is the first.
+    /// The first block of each device in the address space that spans all; the blocks behind the
+    /// image come first.
     first_blocks: Vec<u32>,
 }
 
@@ -362,7 +364,7 @@ impl<W: Write> Image<'_, W> {
             (Body::Lz4 { start, pclusters, .. }, _) => {
                 self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
                 self.put(ClusterHeader::new_zeroed().as_bytes())?;
-                // `Checked` has looked at the place, and `first_blocks` at the last address that there is.
+                // `Checked` has bounded the address, and `first_blocks` the last address of all.
                 let first = self.map.first_blocks[usize::from(start.device)] + start.block;
                 data::clusters(pclusters, first, |cluster| self.put(cluster.as_bytes()))
             }
@@ -481,7 +483,7 @@ enum DirPart {
     Tail,
 }
 
-/// The field that means something else for every type.
+/// The `i_u` field, whose meaning depends on the file type.
 fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     let block = match stored.blocks {
         0 => 0,
@@ -489,7 +491,7 @@ fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     };
     Ok(match stored.body {
         Body::Device(rdev) => rdev,
-        // How many blocks there are.
+        // The number of blocks.
         Body::Lz4 { pclusters, .. } => {
             u32::try_from(pclusters.len()).map_err(|_| WriteError::TooLarge)?
         }

@@ -1,12 +1,13 @@
-//! An image as one file that carries all of it: EROFS, for mounts without a store, and for virtual machines.
+//! An image as one file that carries all of it: EROFS, for mounts without a store, and for virtual
+//! machines.
 //!
 //! ```text
 //! metadata image ─▶ tree ────────────────────────────────┐
 //! object, hashed ─▶ [LZ4] ─▶ blocks in an unnamed file ─▶ metadata | blocks ─▶ FILE
 //! ```
 //!
-//! Each content is in it once. Its files have fingerprints, so that Linux 7.0 can share their page cache with that of
-//! other such images (`inode_share`).
+//! Each content is in it once. Its files have fingerprints, so that Linux 7.0 can share their page
+//! cache with that of other such images (`inode_share`).
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -158,7 +159,8 @@ impl Write for Hashed<'_> {
     }
 }
 
-/// Writes to a file whose zeros are to take no room: they are stepped over. At the end the file may be too short.
+/// Writes to a file whose zeros are to take no room: they are stepped over. At the end the file may
+/// be too short.
 fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
     let zeros = |block: &[u8]| block.iter().all(|&byte| byte == 0);
     while let Some(first) = data.chunks(BLOCK).next() {
