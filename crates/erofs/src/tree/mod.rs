@@ -354,8 +354,8 @@ impl Tree {
             .map(EntryId)
     }
 
-    /// Inodes that had names and have none any more, in the order in which they came; their content is
-    /// still known.
+    /// Inodes that had names and have none any more, in the order in which they came; their content
+    /// is still known.
     pub fn nameless(&self) -> impl Iterator<Item = InodeId> + '_ {
         let ids = 0u32..;
         ids.zip(&self.inodes).filter(|(_, i)| i.flags & DEAD != 0).map(|(id, _)| InodeId(id))
