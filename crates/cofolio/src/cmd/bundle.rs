@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -15,10 +16,10 @@ use crate::trust::TrustArgs;
 
 /// Make an OCI runtime bundle of an image, for `runc run` and `crun run`
 ///
-/// Mounts the image at DIR/rootfs (writable; changes are gone after umount) and writes DIR/config.json from
-/// the image's config: command, environment, user and groups as the image's own /etc/passwd and /etc/group
-/// have them, working directory, and the capabilities and mounts that containerd gives a container.
-/// `cofolio umount DIR/rootfs` takes the mount away again.
+/// Mounts the image at DIR/rootfs (writable; umount discards the changes) and writes DIR/config.json from the
+/// image's config: command, environment, user and groups by the image's own /etc/passwd and /etc/group, working
+/// directory, and the capabilities and mounts that containerd gives a container. Only root may be able to write
+/// to DIR. `cofolio umount DIR/rootfs` unmounts it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio bundle redis:7.0.15 /run/redis && \
     runc run --bundle /run/redis redis\n  \
@@ -27,7 +28,7 @@ use crate::trust::TrustArgs;
 pub(crate) struct Args {
     /// Ref or first digits of a digest
     image: String,
-    /// Directory of the bundle; made if it is missing
+    /// Directory of the bundle, created if missing
     dir: PathBuf,
     /// Arguments in place of the image's own; its entry point stays
     #[arg(last = true)]
@@ -55,10 +56,13 @@ pub(crate) struct Args {
     workdir: Option<String>,
     #[arg(help = "Host name inside [default: the name of DIR]", long, value_name = "NAME")]
     hostname: Option<String>,
+    /// Overwrite DIR/config.json
+    #[arg(long)]
+    replace: bool,
     /// Give the process a terminal
     #[arg(long, short)]
     tty: bool,
-    /// Share the host's network instead of having none
+    /// Use the host's network instead of none
     #[arg(long)]
     host_network: bool,
     #[command(flatten)]
@@ -66,6 +70,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    if args.rootfs.is_none() {
+        context.needs_root()?;
+    }
     let domain = context.domain()?;
     let image = args.trust.image(Some(&args.image), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
@@ -73,7 +80,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         args.trust.check(&image, Need::Run(config), Some(&args.image), &domain, context)?;
     let config = match config {
         Some(text) => ImageConfig::parse(text)?,
-        // A directory that was imported has no config: the caller says what to run.
+        // An imported directory has no config: the caller says what to run.
         None => ImageConfig::default(),
     };
     for entry in &args.env {
@@ -82,11 +89,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     }
     let options = options(args, &image);
-    // Before anything is made or mounted: a bundle without a command is the usual mistake.
+    // The usual mistake, before anything is made or mounted.
     bundle::command(&config, &options)?;
 
     let made = !args.dir.exists();
-    fs::create_dir_all(&args.dir).with_context(|| format!("creating {}", args.dir.display()))?;
+    let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(&args.dir);
+    created.with_context(|| format!("creating {}", args.dir.display()))?;
+    bundle::check(&args.dir, args.replace)?;
     let written = match &args.rootfs {
         Some(rootfs) => bundle::write(&args.dir, rootfs, &config, &options, Path::new("/")),
         None => {
@@ -102,7 +111,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             };
             let mounted = mounter.mount(&request).inspect_err(|_| {
                 if made {
-                    // Only if nothing is in it.
+                    // If it is empty.
                     let _ = fs::remove_dir(&args.dir);
                 }
             })?;
@@ -110,7 +119,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             if written.is_err() {
                 mounter
                     .umount(Path::new(&mounted.id), &UmountOptions::default())
-                    .with_context(|| format!("taking {} away again", rootfs.display()))?;
+                    .with_context(|| format!("unmounting {}", rootfs.display()))?;
                 if made {
                     let _ = fs::remove_dir(&args.dir);
                 }

@@ -311,7 +311,7 @@ fn runtime(args: &Args, context: &Context<'_>) -> anyhow::Result<Runtime> {
 fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
     let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
         Some(text) => ImageConfig::parse(text)?,
-        // A directory that was imported has no config: the caller says what to run.
+        // An imported directory has no config: the caller says what to run.
         None => ImageConfig::default(),
     };
     let mut annotations = BTreeMap::new();
@@ -359,7 +359,7 @@ fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
         match entry.split_once('=') {
             Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
             Some(_) => env.push(entry.clone()),
-            // As Docker does it: what is not set here is not set there.
+            // As Docker does it: a name without a value here is not set there.
             None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
         }
     }
@@ -368,13 +368,12 @@ fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
 
 fn bind(text: &str) -> anyhow::Result<Bind> {
     let wrong = |why: &str| Fail::usage(format!("--volume {text}: {why}"));
-    let (rest, readonly) = match text.rsplit_once(':') {
-        Some((rest, "ro")) => (rest, true),
-        Some((rest, "rw")) => (rest, false),
-        _ => (text, false),
+    let (source, target, readonly) = match text.split(':').collect::<Vec<_>>()[..] {
+        [source, target] | [source, target, "rw"] => (source, target, false),
+        [source, target, "ro"] => (source, target, true),
+        [_, _, _] => return Err(wrong("the options are `ro` and `rw`").into()),
+        _ => return Err(wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro").into()),
     };
-    let (source, target) =
-        rest.split_once(':').ok_or_else(|| wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro"))?;
     if !target.starts_with('/') {
         return Err(wrong("the target is not an absolute path").into());
     }
@@ -449,8 +448,13 @@ mod tests {
         assert_eq!((bound.source.as_path(), bound.readonly), (Path::new("/etc"), true));
         assert_eq!(bound.target, "/srv/etc");
         assert!(!bind("/etc:/x:rw").unwrap().readonly);
-        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x"] {
+        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x", "/etc:/x:ro:rw"] {
             assert!(bind(text).is_err(), "{text}");
+        }
+        // What other engines take as an option was taken for a part of the target: `/data:Z`.
+        for text in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
+            let error = bind(text).unwrap_err().to_string();
+            assert_eq!(error, format!("--volume {text}: the options are `ro` and `rw`"));
         }
     }
 

@@ -3,21 +3,27 @@
 //! ```text
 //! <bundle>/config.json        written here
 //! <bundle>/rootfs             the image, mounted by the caller (or any directory the caller names)
-//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only
+//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only; `/` in
+//!                             the path is written `%2F`, so that no volume is inside another
 //! ```
+//!
+//! A bundle belongs to the user who makes it, which is root: what other users can change in it could
+//! lead root's writes and mounts elsewhere.
 //!
 //! What becomes what follows the image specification's `conversion.md`; capabilities, mounts, masked
 //! and read-only paths are those that `containerd` and `runc spec` start an ordinary container with.
-//! Seccomp is left to the runtime's operator. Users are looked up in the image's own `/etc/passwd` and
+//! The seccomp profile is Docker's default one. Users are looked up in the image's own `/etc/passwd` and
 //! `/etc/group`, which are opened so that no symbolic link of the image can lead outside it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -29,6 +35,7 @@ use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 mod accounts;
 #[cfg(fuzzing)]
 pub mod fuzz;
+mod seccomp;
 
 pub use accounts::{User, resolve_user_in};
 
@@ -109,7 +116,18 @@ pub enum BundleError {
         /// The offending path.
         path: String,
     },
-    /// An account file is too large to be one.
+    /// The bundle has a `config.json`, perhaps an edited one.
+    #[error("{} exists", .0.display())]
+    Exists(PathBuf),
+    /// Another user could change the bundle while it is made.
+    #[error("{}: {why}", path.display())]
+    Unsafe {
+        /// The bundle's directory, or what is in it.
+        path: PathBuf,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// An account file is larger than any real one.
     #[error("{0} of the image is larger than {ACCOUNT_FILE_BYTES_MAX} bytes")]
     AccountFileTooLarge(&'static str),
     /// The operating system refused.
@@ -259,13 +277,54 @@ pub struct Bind {
     pub readonly: bool,
 }
 
-/// Write `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
+/// Checks that a bundle can be made in a directory: that only its owner, who must be the caller, can
+/// change it, that its `rootfs` is a directory or missing, and, unless `replace`, that it has no
+/// `config.json`.
 ///
-/// `rootfs` must be there already, mounted if it is to be: users and mount points are looked up in it.
+/// # Errors
+/// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
+pub fn check(dir: &Path, replace: bool) -> Result<()> {
+    let fd = open_own(dir)?;
+    let beneath = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match rustix::fs::openat2(&fd, "rootfs", flags, Mode::empty(), beneath) {
+        Ok(_) | Err(Errno::NOENT) => {}
+        Err(Errno::LOOP | Errno::NOTDIR) => {
+            let why = "not a directory; remove it";
+            return Err(BundleError::Unsafe { path: dir.join("rootfs"), why });
+        }
+        Err(errno) => return Err(io_error("opening", &dir.join("rootfs"))(errno.into())),
+    }
+    match rustix::fs::statat(&fd, "config.json", AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(_) if !replace => Err(BundleError::Exists(dir.join("config.json"))),
+        _ => Ok(()),
+    }
+}
+
+/// Opens a directory that nobody but the caller can change.
+fn open_own(dir: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(dir, flags, Mode::empty());
+    let fd = fd.map_err(|errno| io_error("opening", dir)(errno.into()))?;
+    let stat = rustix::fs::fstat(&fd).map_err(|errno| io_error("reading", dir)(errno.into()))?;
+    let why = if stat.st_uid != rustix::process::geteuid().as_raw() {
+        "belongs to another user, who could redirect writes and mounts in it"
+    } else if stat.st_mode & 0o022 != 0 {
+        "other users can write to it, and could redirect writes and mounts in it"
+    } else {
+        return Ok(fd);
+    };
+    Err(BundleError::Unsafe { path: dir.to_owned(), why })
+}
+
+/// Writes `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
+/// An existing `config.json` is replaced; [`check`] tells whether there is one.
+///
+/// `rootfs` must exist, and be mounted if it is an image: users and mount points are looked up in it.
 /// `host_root` is where the host's `/sys` is found (`/` outside of tests). Returns what was written.
 ///
 /// # Errors
-/// [`BundleError`]; nothing is left behind but directories that were empty.
+/// [`BundleError`]; nothing is left behind but empty directories.
 pub fn write(
     bundle: &Path,
     rootfs: &Path,
@@ -278,7 +337,7 @@ pub fn write(
     let config = generate(&bundle, &rootfs, image, options, host_root)?;
     let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
     text.push(b'\n');
-    replace_file(&bundle.join("config.json"), &text)?;
+    replace_config(&bundle, &text)?;
     Ok(config)
 }
 
@@ -326,6 +385,7 @@ pub(crate) fn generate(
         "namespaces": namespaces,
         "maskedPaths": MASKED_PATHS,
         "readonlyPaths": READONLY_PATHS,
+        "seccomp": seccomp::profile(std::env::consts::ARCH),
     });
     if let Some(cgroup) = &options.cgroup {
         linux["cgroupsPath"] = json!(cgroup);
@@ -496,9 +556,20 @@ fn mounts(
         ));
     }
     if options.host_network {
-        for file in ["/etc/resolv.conf", "/etc/hosts"] {
-            // Without a file to mount on, a writable root gets one from the runtime.
-            if Path::new(file).exists() && (!options.readonly || root.exists(file)) {
+        let files = ["/etc/resolv.conf", "/etc/hosts"];
+        let files = files.map(|file| (file, root.exists(file)));
+        // A writable root gets a missing file to mount on from the runtime. A read-only one gets its
+        // `/etc` in memory, with what the image has there.
+        if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
+            mounts.push(mount(
+                "/etc",
+                "tmpfs",
+                "tmpfs",
+                &["nosuid", "nodev", "tmpcopyup", "mode=755"],
+            ));
+        }
+        for (file, exists) in files {
+            if Path::new(file).exists() && (exists || !options.readonly || root.exists("/etc")) {
                 mounts.push(mount(file, "bind", file, &["bind", "ro"]));
             }
         }
@@ -548,47 +619,54 @@ fn below_a_mount(mounts: &[Value], path: &str) -> bool {
 }
 
 /// The directory on the host behind a volume: empty at first, owned as the image's directory is.
+///
+/// A volume inside another one would be a path through a directory that containers write to, who could
+/// put a symbolic link to the host there. So all are beside each other.
 fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
         .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
-    let io = |doing, path: &Path| {
-        let path = path.to_path_buf();
-        move |source: io::Error| BundleError::Io { doing, path, source }
-    };
     let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
-        .map_err(|errno| io("reading", Path::new(path))(errno.into()))?;
+        .map_err(|errno| io_error("reading", Path::new(path))(errno.into()))?;
     let components = path.split('/').filter(|component| !component.is_empty());
-    let directory = below.join(components.collect::<Vec<_>>().join("/"));
+    let directory = below
+        .join(components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F"));
     if !directory.exists() {
-        fs::create_dir_all(&directory).map_err(io("creating", &directory))?;
+        fs::create_dir_all(&directory).map_err(io_error("creating", &directory))?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
-            .map_err(io("setting the mode of", &directory))?;
-        let have = fs::metadata(&directory).map_err(io("reading", &directory))?;
+            .map_err(io_error("setting the mode of", &directory))?;
+        let have = fs::metadata(&directory).map_err(io_error("reading", &directory))?;
         if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
             std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
-                .map_err(io("setting the owner of", &directory))?;
+                .map_err(io_error("setting the owner of", &directory))?;
         }
     }
     Ok(directory)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
-    fs::canonicalize(path).map_err(|source| BundleError::Io {
-        doing: "resolving",
-        path: path.to_owned(),
-        source,
-    })
+    fs::canonicalize(path).map_err(io_error("resolving", path))
 }
 
-/// Replace a file in one step: a runtime that starts meanwhile sees the old one or the new one.
-fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
-    let io = |source| BundleError::Io { doing: "writing", path: path.to_owned(), source };
-    let temporary = path.with_extension("json.new");
-    let mut file = File::create(&temporary).map_err(io)?;
-    file.write_all(content).map_err(io)?;
-    file.sync_all().map_err(io)?;
-    fs::rename(&temporary, path).map_err(io)
+/// Replaces `config.json` in one step: a runtime that starts meanwhile sees the old one or the new one.
+fn replace_config(bundle: &Path, content: &[u8]) -> Result<()> {
+    const NEW: &str = "config.json.new";
+    let dir = open_own(bundle)?;
+    let write = || -> io::Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let _ = rustix::fs::unlinkat(&dir, NEW, AtFlags::empty());
+        let mode = Mode::from_raw_mode(0o644);
+        let mut file = File::from(rustix::fs::openat(&dir, NEW, flags, mode)?);
+        file.write_all(content)?;
+        file.sync_all()?;
+        Ok(rustix::fs::renameat(&dir, NEW, &dir, "config.json")?)
+    };
+    write().map_err(io_error("writing", &bundle.join("config.json")))
+}
+
+fn io_error(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BundleError {
+    let path = path.to_path_buf();
+    move |source| BundleError::Io { doing, path, source }
 }
 
 #[cfg(test)]
