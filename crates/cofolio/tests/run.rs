@@ -462,12 +462,16 @@ fn a_detached_container_leaves_output_and_status() {
         assert_eq!(machine.sh(runtime, &["--name", "short"], "echo again").ok(), "again\n");
         machine.assert_clean();
         machine.sh(runtime, &["-d", "--name", "killed"], "kill -9 $$; sleep 1; exit 1").ok();
-        let killed =
-            machine.run(&["run", "-d", "--name", "killed2", "box:1", "--", "sleep", "100"]);
-        killed.ok();
+        machine.run(&["run", "-d", "--name", "killed2", "box:1", "--", "sleep", "100"]).ok();
         machine.run(&["stop", "killed2"]).ok();
         machine.run(&["stop", "killed"]).ok();
         machine.assert_clean();
+        // One that ends before its runtime does.
+        for _ in 0..5 {
+            machine.sh(runtime, &["-d", "--name", "short"], "exit 7").ok();
+            assert_eq!(ended()["exit_status"], 7, "{runtime}");
+        }
+        machine.run(&["stop", "short"]).ok();
         machine.sh(runtime, &["-d", "--rm", "--name", "short"], "exit 7").ok();
         until("it is removed", || machine.containers().is_empty().then_some(()));
         machine.assert_clean();

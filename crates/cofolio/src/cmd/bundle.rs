@@ -42,18 +42,8 @@ pub(crate) struct Args {
     /// Hash the image and all its files before mounting
     #[arg(long)]
     verify: bool,
-    /// Program in place of the image's entry point; empty for none
-    #[arg(long, value_name = "PROGRAM")]
-    entrypoint: Option<String>,
-    /// Set or add to the environment; may be given several times
-    #[arg(long, short, value_name = "NAME=VALUE")]
-    env: Vec<String>,
-    /// User to run as, by name or number
-    #[arg(long, short, value_name = "USER[:GROUP]")]
-    user: Option<String>,
-    /// Working directory
-    #[arg(long, short, value_name = "DIR")]
-    workdir: Option<String>,
+    #[command(flatten)]
+    process: ProcessArgs,
     #[arg(help = "Host name inside [default: the name of DIR]", long, value_name = "NAME")]
     hostname: Option<String>,
     /// Overwrite DIR/config.json
@@ -69,6 +59,69 @@ pub(crate) struct Args {
     trust: TrustArgs,
 }
 
+/// What a process of an image is started with, for `run` and `bundle`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ProcessArgs {
+    /// Program in place of the image's entry point; empty for none
+    #[arg(long, value_name = "PROGRAM")]
+    entrypoint: Option<String>,
+    /// Set or add to the environment; NAME alone takes the caller's value
+    #[arg(long, short, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// User to run as, by name or number
+    #[arg(long, short, value_name = "USER[:GROUP]")]
+    user: Option<String>,
+    /// Working directory
+    #[arg(long, short, value_name = "DIR")]
+    workdir: Option<String>,
+}
+
+impl ProcessArgs {
+    /// The options of a bundle of `image` whose arguments are `args`.
+    pub(crate) fn options(
+        &self,
+        args: &[String],
+        image: &Named,
+    ) -> anyhow::Result<bundle::Options> {
+        let mut annotations = BTreeMap::new();
+        annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
+        if let Some(name) = &image.ref_name {
+            annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
+        }
+        Ok(bundle::Options {
+            args: args.to_vec(),
+            entrypoint: self.entrypoint.as_ref().map(|program| match program.as_str() {
+                "" => Vec::new(),
+                program => vec![program.to_owned()],
+            }),
+            env: environment(&self.env)?,
+            user: self.user.clone(),
+            working_dir: self.workdir.clone(),
+            annotations,
+            ..bundle::Options::default()
+        })
+    }
+}
+
+fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
+    let mut env = Vec::with_capacity(entries.len());
+    for entry in entries {
+        match entry.split_once('=') {
+            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
+            Some(_) => env.push(entry.clone()),
+            // As Docker does it: a name without a value here is not set there.
+            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
+        }
+    }
+    Ok(env)
+}
+
+/// The config of an image. An imported directory has none: the caller says what to run.
+pub(crate) fn image_config(image: &Named) -> anyhow::Result<ImageConfig> {
+    let config = image.record.as_ref().and_then(|record| record.config.as_deref());
+    Ok(config.map(ImageConfig::parse).transpose()?.unwrap_or_default())
+}
+
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.rootfs.is_none() {
         context.needs_root()?;
@@ -78,17 +131,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
     let measure =
         args.trust.check(&image, Need::Run(config), Some(&args.image), &domain, context)?;
-    let config = match config {
-        Some(text) => ImageConfig::parse(text)?,
-        // An imported directory has no config: the caller says what to run.
-        None => ImageConfig::default(),
+    let config = image_config(&image)?;
+    let options = bundle::Options {
+        hostname: args.hostname.clone(),
+        terminal: args.tty,
+        host_network: args.host_network,
+        readonly: args.read_only,
+        ..args.process.options(&args.args, &image)?
     };
-    for entry in &args.env {
-        if !entry.contains('=') {
-            return Err(Fail::usage(format!("--env {entry}: not NAME=VALUE")).into());
-        }
-    }
-    let options = options(args, &image);
     // The usual mistake, before anything is made or mounted.
     bundle::command(&config, &options)?;
 
@@ -147,28 +197,4 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     }
     Ok(Exit::Ok)
-}
-
-fn options(args: &Args, image: &Named) -> bundle::Options {
-    let mut annotations = BTreeMap::new();
-    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
-    if let Some(name) = &image.ref_name {
-        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
-    }
-    bundle::Options {
-        args: args.args.clone(),
-        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
-            "" => Vec::new(),
-            program => vec![program.to_owned()],
-        }),
-        env: args.env.clone(),
-        user: args.user.clone(),
-        working_dir: args.workdir.clone(),
-        hostname: args.hostname.clone(),
-        terminal: args.tty,
-        host_network: args.host_network,
-        readonly: args.read_only,
-        annotations,
-        ..bundle::Options::default()
-    }
 }

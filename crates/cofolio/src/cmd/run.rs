@@ -1,4 +1,3 @@
-use std::collections::BTreeMap;
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -9,7 +8,7 @@ use cofolio_image::import::ImportOptions;
 use cofolio_image::reference::Reference;
 use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
-use cofolio_node::container::bundle::{self, Bind, ImageConfig};
+use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
     Containers, Reason, Request, RunError, Runtime, Streams, exit_status,
 };
@@ -24,6 +23,7 @@ use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
+use crate::cmd::bundle::{ProcessArgs, image_config};
 use crate::cmd::import;
 use crate::cmd::pull::RegistryArgs;
 use crate::config::Size;
@@ -106,21 +106,11 @@ pub(crate) struct Args {
     /// Limit of its CPU time, as 0.5 or 2 CPUs
     #[arg(long, value_parser = cpu_millis, value_name = "NUMBER")]
     cpus: Option<u64>,
-    /// Set or add to the environment; NAME alone takes the caller's value
-    #[arg(long, short, value_name = "NAME=VALUE")]
-    env: Vec<String>,
     /// Directory or file of the host to show inside; may be given several times
     #[arg(long, short, value_name = "SOURCE:TARGET[:ro]")]
     volume: Vec<String>,
-    /// Working directory
-    #[arg(long, short, value_name = "DIR")]
-    workdir: Option<String>,
-    /// User to run as, by name or number
-    #[arg(long, short, value_name = "USER[:GROUP]")]
-    user: Option<String>,
-    /// Program in place of the image's entry point; empty for none
-    #[arg(long, value_name = "PROGRAM")]
-    entrypoint: Option<String>,
+    #[command(flatten)]
+    process: ProcessArgs,
     /// Its network
     #[arg(long, value_name = "NETWORK", default_value = "none")]
     network: Network,
@@ -309,38 +299,19 @@ fn runtime(args: &Args, context: &Context<'_>) -> anyhow::Result<Runtime> {
 }
 
 fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
-    let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
-        Some(text) => ImageConfig::parse(text)?,
-        // An imported directory has no config: the caller says what to run.
-        None => ImageConfig::default(),
-    };
-    let mut annotations = BTreeMap::new();
-    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
-    if let Some(name) = &image.ref_name {
-        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
-    }
     let options = bundle::Options {
-        args: args.args.clone(),
-        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
-            "" => Vec::new(),
-            program => vec![program.to_owned()],
-        }),
-        env: environment(&args.env)?,
-        user: args.user.clone(),
-        working_dir: args.workdir.clone(),
         terminal: args.tty,
         host_network: args.network == Network::Host,
-        annotations,
         binds: args.volume.iter().map(|text| bind(text)).collect::<anyhow::Result<_>>()?,
         idmap: args.userns.as_deref().map(id_map).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
-        ..bundle::Options::default()
+        ..args.process.options(&args.args, image)?
     };
     Ok(Request {
         image: image.digest,
         image_name: image.shown(),
-        config,
+        config: image_config(image)?,
         name: args.name.clone(),
         options,
         writable: args.rw,
@@ -351,19 +322,6 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         require_verity: args.trust.require_verity,
         runtime: runtime(args, context)?,
     })
-}
-
-fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
-    let mut env = Vec::with_capacity(entries.len());
-    for entry in entries {
-        match entry.split_once('=') {
-            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
-            Some(_) => env.push(entry.clone()),
-            // As Docker does it: a name without a value here is not set there.
-            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
-        }
-    }
-    Ok(env)
 }
 
 fn bind(text: &str) -> anyhow::Result<Bind> {

@@ -10,8 +10,8 @@
 //! A bundle belongs to the user who makes it, which is root: what other users can change in it could
 //! lead root's writes and mounts elsewhere.
 //!
-//! What becomes what follows the image specification's `conversion.md`; capabilities, mounts, masked
-//! and read-only paths are those that `containerd` and `runc spec` start an ordinary container with.
+//! The conversion follows the image specification's `conversion.md`. Capabilities, mounts, masked and
+//! read-only paths are the defaults of `containerd` and `runc spec`.
 //! The seccomp profile is Docker's default one. Users are looked up in the image's own `/etc/passwd` and
 //! `/etc/group`, which are opened so that no symbolic link of the image can lead outside it.
 
@@ -19,7 +19,6 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
@@ -35,14 +34,15 @@ use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 mod accounts;
 #[cfg(fuzzing)]
 pub mod fuzz;
+mod mounts;
 mod seccomp;
 
 pub use accounts::{User, resolve_user_in};
 
-/// The search path of a container whose image sets none.
+/// The search path of a container whose image has no `PATH`.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What containerd and Docker leave an ordinary container.
+/// The default capabilities of containerd and Docker.
 const CAPABILITIES: [&str; 14] = [
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
@@ -60,7 +60,7 @@ const CAPABILITIES: [&str; 14] = [
     "CAP_AUDIT_WRITE",
 ];
 
-/// Files of `/proc` and `/sys` that tell a container about the host (containerd's list).
+/// Files of `/proc` and `/sys` that reveal the host (containerd's list).
 const MASKED_PATHS: [&str; 11] = [
     "/proc/acpi",
     "/proc/asound",
@@ -79,23 +79,20 @@ const MASKED_PATHS: [&str; 11] = [
 const READONLY_PATHS: [&str; 5] =
     ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// Writable scratch that programs expect even of a read-only root; mounted where the image has them.
-const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
-
 /// Why no bundle was made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BundleError {
-    /// The image config is not what the OCI image specification says.
+    /// The image config is not one of the OCI image specification.
     #[error("image config: {0}")]
     Config(#[source] serde_json::Error),
-    /// The image is of another operating system, so that no process of it could run here.
+    /// The image is of another operating system.
     #[error("image config: operating system `{0}`, not linux")]
     OperatingSystem(String),
-    /// Neither the image nor the caller says what to run.
+    /// Neither the image nor the caller gives a command.
     #[error("the image has no command (no Entrypoint, no Cmd) and none was given")]
     NoCommand,
-    /// A user or group that the image's account files do not have.
+    /// The image's account files lack a user or group.
     #[error("{kind} `{name}` is not in the image's {file}")]
     UnknownAccount {
         /// `user` or `group`.
@@ -105,7 +102,7 @@ pub enum BundleError {
         /// `/etc/passwd` or `/etc/group`.
         file: &'static str,
     },
-    /// A read-only root lacks a directory that something has to be mounted on.
+    /// A read-only root lacks a directory to mount on.
     #[error("read-only root: the image has no {0} to mount on")]
     MissingMountPoint(String),
     /// A path in the image config is not absolute or steps outside with `..`.
@@ -195,7 +192,7 @@ impl ImageConfig {
         entrypoint.chain(execution.cmd.iter().flatten()).cloned().collect()
     }
 
-    /// The user that the image wants to run as; empty is root.
+    /// The image's user; empty is root.
     pub fn user(&self) -> &str {
         self.config.as_ref().and_then(|c| c.user.as_deref()).unwrap_or_default()
     }
@@ -229,10 +226,10 @@ impl ImageConfig {
     }
 }
 
-/// What the caller wants otherwise than the image says.
+/// What the caller sets besides the image config, or in its place.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Arguments in place of the image's `Cmd`; the entry point stays. Empty: the image's.
+    /// Arguments in place of the image's `Cmd`, with its entry point. Empty: the image's.
     pub args: Vec<String>,
     /// In place of the image's `Entrypoint`, whose `Cmd` then no longer applies. `Some(vec![])` removes it.
     pub entrypoint: Option<Vec<String>>,
@@ -248,11 +245,11 @@ pub struct Options {
     pub terminal: bool,
     /// Share the host's network instead of an empty network namespace.
     pub host_network: bool,
-    /// The root is not writable: scratch directories and volumes get mounts of their own.
+    /// The root is read-only: scratch directories and volumes get mounts of their own.
     pub readonly: bool,
     /// Added to the annotations.
     pub annotations: BTreeMap<String, String>,
-    /// Directories and files of the host that appear inside.
+    /// Directories and files of the host to show inside.
     pub binds: Vec<Bind>,
     /// Where the directories behind the image's volumes are; below the bundle where absent.
     pub volumes: Option<PathBuf>,
@@ -260,9 +257,9 @@ pub struct Options {
     pub idmap: Option<IdMap>,
     /// The container's cgroup, absolute; the runtime's choice where absent.
     pub cgroup: Option<String>,
-    /// Bytes of memory that it may use, page cache that it fills included.
+    /// Limit of its memory in bytes, including the page cache that it fills.
     pub memory_bytes: Option<u64>,
-    /// How much of the machine's CPUs it may use, in thousandths of one CPU.
+    /// Limit of its CPU time, in thousandths of one CPU.
     pub cpu_millis: Option<u64>,
 }
 
@@ -341,7 +338,7 @@ pub fn write(
     Ok(config)
 }
 
-/// What [`write()`] writes; both paths are resolved already.
+/// Makes the `config.json` that [`write()`] writes, from resolved paths.
 pub(crate) fn generate(
     bundle: &Path,
     rootfs: &Path,
@@ -357,7 +354,7 @@ pub(crate) fn generate(
     let user = resolve_user(root, options.user.as_deref().unwrap_or_else(|| image.user()))?;
     let cwd = working_dir(options.working_dir.as_deref().unwrap_or_else(|| image.working_dir()))?;
     let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
-    let mounts = mounts(bundle, root, image, options, unified)?;
+    let mounts = mounts::mounts(bundle, root, image, options, unified)?;
     let hostname = options.hostname.clone().or_else(|| {
         bundle.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
     });
@@ -374,7 +371,7 @@ pub(crate) fn generate(
     }
     let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
 
-    // A root filesystem beside the config is named relative to it, so that the bundle can be moved.
+    // A relative path to a root filesystem in the bundle, so that the bundle can be moved.
     let root_path = match rootfs.strip_prefix(bundle) {
         Ok(inside) => inside.to_path_buf(),
         Err(_) => rootfs.to_path_buf(),
@@ -423,7 +420,7 @@ pub(crate) fn generate(
 }
 
 fn resources(options: &Options) -> Value {
-    /// In microseconds; what every container tool uses.
+    /// In microseconds; every container tool uses this period.
     const CPU_PERIOD_US: u64 = 100_000;
     let mut resources = json!({"devices": [{"allow": false, "access": "rwm"}]});
     if let Some(bytes) = options.memory_bytes {
@@ -453,7 +450,7 @@ pub fn command(image: &ImageConfig, options: &Options) -> Result<Vec<String>> {
     };
     let mut command = entrypoint;
     command.extend(if options.args.is_empty() { cmd } else { options.args.clone() });
-    // An empty first word is what `exec` would fail on, with a message that names nothing.
+    // `exec` would refuse an empty first word without naming anything.
     if command.first().is_none_or(String::is_empty) {
         return Err(BundleError::NoCommand);
     }
@@ -513,135 +510,6 @@ fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, Strin
     }
     annotations.extend(options.annotations.clone());
     annotations
-}
-
-fn mounts(
-    bundle: &Path,
-    root: &Rootfs,
-    image: &ImageConfig,
-    options: &Options,
-    unified: bool,
-) -> Result<Vec<Value>> {
-    let mount = |destination: &str, kind: &str, source: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": source, "options": options});
-    let mut mounts = vec![
-        mount("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
-        mount("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-        mount(
-            "/dev/pts",
-            "devpts",
-            "devpts",
-            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
-        ),
-        mount(
-            "/dev/shm",
-            "tmpfs",
-            "shm",
-            &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"],
-        ),
-        mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
-    ];
-    // A process in the host's network namespace must not get a sysfs of its own: its owner would be
-    // the initial user namespace and the mount is refused; the host's, read-only, shows the same.
-    mounts.push(if options.host_network {
-        mount("/sys", "bind", "/sys", &["rbind", "nosuid", "noexec", "nodev", "ro"])
-    } else {
-        mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"])
-    });
-    if !options.host_network || !unified {
-        mounts.push(mount(
-            "/sys/fs/cgroup",
-            "cgroup",
-            "cgroup",
-            &["nosuid", "noexec", "nodev", "relatime", "ro"],
-        ));
-    }
-    if options.host_network {
-        let files = ["/etc/resolv.conf", "/etc/hosts"];
-        let files = files.map(|file| (file, root.exists(file)));
-        // A writable root gets a missing file to mount on from the runtime. A read-only one gets its
-        // `/etc` in memory, with what the image has there.
-        if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
-            mounts.push(mount(
-                "/etc",
-                "tmpfs",
-                "tmpfs",
-                &["nosuid", "nodev", "tmpcopyup", "mode=755"],
-            ));
-        }
-        for (file, exists) in files {
-            if Path::new(file).exists() && (exists || !options.readonly || root.exists("/etc")) {
-                mounts.push(mount(file, "bind", file, &["bind", "ro"]));
-            }
-        }
-    }
-    if options.readonly {
-        for path in ["/proc", "/dev", "/sys"] {
-            if !root.exists(path) {
-                return Err(BundleError::MissingMountPoint(path.to_owned()));
-            }
-        }
-        let volumes: Vec<&str> = image.volumes().collect();
-        for path in SCRATCH_PATHS {
-            if root.exists(path) && !volumes.contains(&path) {
-                let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
-                mounts.push(mount(path, "tmpfs", "tmpfs", &["nosuid", "nodev", "tmpcopyup", mode]));
-            }
-        }
-        for path in volumes {
-            plain_path("volume", path)?;
-            // A directory of the host's in its place.
-            if options.binds.iter().any(|bind| bind.target == path) {
-                continue;
-            }
-            let below = options.volumes.clone().unwrap_or_else(|| bundle.join("volumes"));
-            let source = volume(&below, root, path)?;
-            mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
-        }
-    }
-    for bind in &options.binds {
-        plain_path("volume", &bind.target)?;
-        if options.readonly && !root.exists(&bind.target) && !below_a_mount(&mounts, &bind.target) {
-            return Err(BundleError::MissingMountPoint(bind.target.clone()));
-        }
-        let mode = if bind.readonly { "ro" } else { "rw" };
-        let source = bind.source.to_string_lossy();
-        mounts.push(mount(&bind.target, "bind", &source, &["rbind", "rprivate", mode]));
-    }
-    Ok(mounts)
-}
-
-/// Whether a path lies in something that is mounted over the image and can be written to.
-fn below_a_mount(mounts: &[Value], path: &str) -> bool {
-    mounts.iter().filter_map(|mount| mount["destination"].as_str()).any(|above| {
-        SCRATCH_PATHS.contains(&above)
-            && path.strip_prefix(above).is_some_and(|rest| rest.starts_with('/'))
-    })
-}
-
-/// The directory on the host behind a volume: empty at first, owned as the image's directory is.
-///
-/// A volume inside another one would be a path through a directory that containers write to, who could
-/// put a symbolic link to the host there. So all are beside each other.
-fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
-    let inside = root
-        .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
-        .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
-    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
-        .map_err(|errno| io_error("reading", Path::new(path))(errno.into()))?;
-    let components = path.split('/').filter(|component| !component.is_empty());
-    let directory = below
-        .join(components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F"));
-    if !directory.exists() {
-        fs::create_dir_all(&directory).map_err(io_error("creating", &directory))?;
-        fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
-            .map_err(io_error("setting the mode of", &directory))?;
-        let have = fs::metadata(&directory).map_err(io_error("reading", &directory))?;
-        if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
-            std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
-                .map_err(io_error("setting the owner of", &directory))?;
-        }
-    }
-    Ok(directory)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
