@@ -18,8 +18,8 @@ use crate::trust::TrustArgs;
 ///
 /// Mounts the image at DIR/rootfs (writable; umount discards the changes) and writes DIR/config.json from the
 /// image's config: command, environment, user and groups by the image's own /etc/passwd and /etc/group, working
-/// directory, and the capabilities and mounts that containerd gives a container. Only root may be able to write
-/// to DIR. `cofolio umount DIR/rootfs` unmounts it.
+/// directory, the capabilities and mounts that containerd gives a container, and Docker's default seccomp profile.
+/// Only root may be able to write to DIR. `cofolio umount DIR/rootfs` unmounts it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio bundle redis:7.0.15 /run/redis && \
     runc run --bundle /run/redis redis\n  \

@@ -44,7 +44,7 @@ const NO_PROGRAM: u8 = 127;
 /// the container.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
-/// those that containerd gives a container.
+/// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
 ///
 /// The exit status is the container's, or 128 and the number of the signal that ended it; 125 if the container
 /// could not be started, 126 if its program cannot be executed, 127 if the program does not exist; 2 for wrong
