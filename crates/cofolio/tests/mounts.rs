@@ -352,8 +352,17 @@ fn runc_and_crun_start_a_bundle() {
         sandbox.run(&["umount", &format!("{dir}/rootfs")]).ok();
 
         // Read-only, as root, other arguments: the volume and /tmp can be written to, the rest not.
-        let args =
-            ["bundle", "--read-only", "--user", "0", "--env", "COLOR=red", "--hostname", "box"];
+        let args = [
+            "bundle",
+            "--replace",
+            "--read-only",
+            "--user",
+            "0",
+            "--env",
+            "COLOR=red",
+            "--hostname",
+            "box",
+        ];
         let args: Vec<&str> =
             args.into_iter().chain([image.as_str(), dir, "--", "a", "b c"]).collect();
         sandbox.run(&args).ok();
@@ -436,6 +445,43 @@ fn a_full_filesystem_is_told_with_what_was_missing() {
 }
 
 /// What fails leaves neither a mount nor a directory.
+/// `bundle` overwrote an edited `config.json`, and mounted where a planted link `DIR/rootfs` led.
+#[test]
+fn a_bundle_keeps_what_is_in_its_directory() {
+    const TEST: &str = "a_bundle_keeps_what_is_in_its_directory";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (dir, elsewhere) = (sandbox.dir("bundle"), sandbox.dir("elsewhere"));
+    let bundle = |options: &[&str]| {
+        let mut args = vec!["bundle"];
+        args.extend(options);
+        args.extend(["box:1", dir.to_str().unwrap(), "--", "sh"]);
+        sandbox.run(&args)
+    };
+    let config = dir.join("config.json");
+    fs::write(&config, "edited").unwrap();
+    let refused = bundle(&[]);
+    refused.fails_with(2);
+    assert!(refused.stderr.contains("--replace"), "{}", refused.stderr);
+    assert_eq!(fs::read(&config).unwrap(), b"edited");
+
+    std::os::unix::fs::symlink(&elsewhere, dir.join("rootfs")).unwrap();
+    bundle(&["--replace"]).fails_with(1);
+    fs::remove_file(dir.join("rootfs")).unwrap();
+    std::os::unix::fs::chown(&dir, Some(1000), None).unwrap();
+    bundle(&["--replace"]).fails_with(1);
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    assert_eq!(fs::read(&config).unwrap(), b"edited");
+
+    std::os::unix::fs::chown(&dir, Some(0), None).unwrap();
+    bundle(&["--replace"]).ok();
+    assert_ne!(fs::read(&config).unwrap(), b"edited");
+    sandbox.run(&["umount", dir.join("rootfs").to_str().unwrap()]).ok();
+}
+
 #[test]
 fn a_bundle_that_cannot_be_leaves_nothing() {
     const TEST: &str = "a_bundle_that_cannot_be_leaves_nothing";
