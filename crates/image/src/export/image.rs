@@ -9,6 +9,7 @@ use super::error::ExportError;
 use super::pack::{Packed, Packer};
 use super::{Exported, assemble, tar};
 use crate::compose::contents::open_image;
+use crate::digest::DiffId;
 use crate::source::Platform;
 
 /// What there is to give out.
@@ -83,7 +84,7 @@ impl<'a> Image<'a> {
     }
 
     /// The config: byte for byte as it came, or one that says the least that it can.
-    pub(crate) fn config<'b>(&self, diff_ids: impl Iterator<Item = &'b str>) -> Cow<'a, str> {
+    pub(crate) fn config<'b>(&self, diff_ids: impl Iterator<Item = &'b DiffId>) -> Cow<'a, str> {
         match self.record.and_then(|record| record.config.as_deref()) {
             Some(config) => config.into(),
             None => new_config(&diff_ids.collect::<Vec<_>>()).into(),
@@ -127,7 +128,7 @@ impl<'a> Image<'a> {
 }
 
 /// No time in it: the same image gives the same bytes tomorrow.
-fn new_config(diff_ids: &[&str]) -> String {
+fn new_config(diff_ids: &[&DiffId]) -> String {
     let Platform { os, architecture, variant } = Platform::host();
     let mut config = json!({
         "architecture": architecture,

@@ -37,7 +37,7 @@ pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
 pub use pack::Compression;
 pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
 
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
 use archive::{Archive, Style};
 use image::Image;
@@ -147,14 +147,14 @@ pub type OnProgress<'a> = &'a mut dyn FnMut(ExportProgress) -> ControlFlow<()>;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportReport {
     /// fs-verity digest of the image.
-    pub image: String,
+    pub image: Digest,
     /// What it is called at the destination.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Digest of the manifest that was written.
-    pub manifest: String,
+    pub manifest: BlobDigest,
     /// Digest of the config: the image id of other engines.
-    pub config: String,
+    pub config: BlobDigest,
     /// The layers, lowest first.
     pub layers: Vec<ExportedLayer>,
 }
@@ -163,11 +163,11 @@ pub struct ExportReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportedLayer {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Digest of the archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// Size of the archive in bytes.
     pub uncompressed: u64,
 }
@@ -252,8 +252,7 @@ fn write(
         }
         Ok::<_, ExportError>(packed)
     })?;
-    let diff_ids: Vec<_> = packed.iter().map(|layer| layer.diff_id.to_string()).collect();
-    let config = image.config(diff_ids.iter().map(String::as_str));
+    let config = image.config(packed.iter().map(|layer| &layer.diff_id));
     let config_digest = target.put(Part::Config, config.as_bytes())?;
     let blobs = packed.iter().map(|layer| Descriptor {
         media_type: compression.media_type().to_owned(),
@@ -274,16 +273,16 @@ fn write(
     };
     target.publish(&finished)?;
     let exported = packed.iter().map(|layer| ExportedLayer {
-        digest: layer.digest.to_string(),
+        digest: layer.digest.clone(),
         size: layer.size,
-        diff_id: layer.diff_id.to_string(),
+        diff_id: layer.diff_id.clone(),
         uncompressed: layer.uncompressed,
     });
     Ok(ExportReport {
-        image: image.digest.to_string(),
+        image: *image.digest,
         name: finished.name,
-        manifest: manifest_digest.to_string(),
-        config: finished.config.to_string(),
+        manifest: manifest_digest,
+        config: finished.config,
         layers: exported.collect(),
     })
 }

@@ -9,10 +9,11 @@ use std::io::{self, Write};
 use std::thread::Scope;
 
 use crossbeam_channel as channel;
+use sha2::{Digest as _, Sha256};
 
 use super::assemble::Sink;
 use super::error::ExportError;
-use crate::digest::{BlobDigest, BlobHasher};
+use crate::digest::{BlobDigest, BlobHasher, DiffId};
 use crate::threads::{NoThread, spawn_up_to};
 
 /// What a member or frame holds, in bytes.
@@ -100,7 +101,7 @@ impl Compressors {
 /// A layer that was written.
 #[derive(Debug, Clone)]
 pub(crate) struct Packed {
-    pub(crate) diff_id: BlobDigest,
+    pub(crate) diff_id: DiffId,
     /// Bytes of the archive.
     pub(crate) uncompressed: u64,
     pub(crate) digest: BlobDigest,
@@ -114,7 +115,7 @@ pub(crate) struct Packer<'a> {
     sink: &'a mut Sink<'a>,
     chunk: Vec<u8>,
     under_way: VecDeque<channel::Receiver<io::Result<Vec<u8>>>>,
-    diff_id: BlobHasher,
+    diff_id: Sha256,
     uncompressed: u64,
     digest: BlobHasher,
     size: u64,
@@ -127,7 +128,7 @@ impl<'a> Packer<'a> {
             sink,
             chunk: Vec::with_capacity(CHUNK),
             under_way: VecDeque::new(),
-            diff_id: BlobHasher::new(),
+            diff_id: Sha256::new(),
             uncompressed: 0,
             digest: BlobHasher::new(),
             size: 0,
@@ -183,7 +184,7 @@ impl<'a> Packer<'a> {
     /// The archive is complete; `check` says whether it is the right one.
     pub(crate) fn finish(
         mut self,
-        check: impl FnOnce(&BlobDigest) -> Result<(), ExportError>,
+        check: impl FnOnce(&DiffId) -> Result<(), ExportError>,
     ) -> Result<Packed, ExportError> {
         let plain = self.compressors.compression == Compression::None;
         // No archive at all is one member as well, not an empty file.
@@ -194,9 +195,9 @@ impl<'a> Packer<'a> {
         while !self.under_way.is_empty() {
             self.receive()?;
         }
-        let diff_id = self.diff_id.finish();
+        let diff_id = DiffId::of(self.diff_id);
         check(&diff_id)?;
-        let digest = if plain { diff_id.clone() } else { self.digest.finish() };
+        let digest = if plain { diff_id.as_blob().clone() } else { self.digest.finish() };
         Ok(Packed { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
     }
 }

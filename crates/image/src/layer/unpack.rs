@@ -131,7 +131,7 @@ impl Unpacking<'_, '_> {
         let diff_id = self.reader.input().content().diff_id();
         self.take_results(true)?;
         let actual = diff_id.ok_or_else(|| self.corrupt("the hashing thread is gone"))?;
-        if actual != self.layer.diff_id {
+        if actual != *self.layer.diff_id.as_blob() {
             return Err(ImportError::DiffId {
                 digest: self.layer.blob.digest.to_string(),
                 expected: self.layer.diff_id.to_string(),

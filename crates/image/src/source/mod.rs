@@ -15,7 +15,7 @@ use std::sync::Arc;
 use self::manifest::{
     Config, Descriptor, DockerImage, INDEX_DEPTH_MAX, Index, LAYERS_MAX, Leads, Manifest,
 };
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, ChainId, DiffId};
 use crate::error::EngineError;
 use crate::error::ImportError;
 use crate::layer::blob::Blob;
@@ -610,7 +610,7 @@ fn open_whole(path: &Path) -> Result<Option<(Arc<File>, u64, u64)>, ImportError>
 fn stored_layers(
     storage: &Storage,
     image: &containers_storage::Image,
-    diff_ids: &[BlobDigest],
+    diff_ids: &[DiffId],
 ) -> Result<Vec<(Blob, String)>, ImportError> {
     let wrong = |what: String| ImportError::Document {
         what_blob: "image",
@@ -627,22 +627,17 @@ fn stored_layers(
         let size = u64::try_from(layer.diff_size).ok().filter(|&size| size > 0);
         let size = size.ok_or_else(|| wrong(format!("layer {} has no size", layer.id)))?;
         let content = UnpackedLayer { tar_split, files: storage.files(layer) };
-        let blob = Blob::new(diff_id.clone(), size, Arc::new(content));
+        let blob = Blob::new(diff_id.as_blob().clone(), size, Arc::new(content));
         blobs.push((blob, manifest::OCI_LAYER.to_owned()));
     }
     Ok(blobs)
 }
 
 /// Joins blobs and diff-ids, and computes the chain.
-fn chain(blobs: Vec<(Blob, String)>, diff_ids: Vec<BlobDigest>) -> Vec<FoundLayer> {
-    let mut above: Option<BlobDigest> = None;
-    let mut layers = Vec::with_capacity(blobs.len());
+fn chain(blobs: Vec<(Blob, String)>, diff_ids: Vec<DiffId>) -> Vec<FoundLayer> {
+    let mut layers: Vec<FoundLayer> = Vec::with_capacity(blobs.len());
     for ((blob, media_type), diff_id) in blobs.into_iter().zip(diff_ids) {
-        let chain_id = match &above {
-            None => diff_id.clone(),
-            Some(chain) => chain.chain(&diff_id),
-        };
-        above = Some(chain_id.clone());
+        let chain_id = ChainId::over(layers.last().map(|below| &below.chain_id), &diff_id);
         layers.push(FoundLayer { blob, media_type, diff_id, chain_id });
     }
     layers
@@ -653,7 +648,7 @@ fn check_config(
     digest: &str,
     bytes: Vec<u8>,
     layers: usize,
-) -> Result<(String, Vec<BlobDigest>), ImportError> {
+) -> Result<(String, Vec<DiffId>), ImportError> {
     let fail = |what: String| ImportError::Document {
         what_blob: "config",
         digest: digest.to_owned(),
@@ -681,9 +676,8 @@ fn check_config(
         .diff_ids
         .iter()
         .map(|id| {
-            BlobDigest::parse(id)
-                .filter(BlobDigest::is_sha256)
-                .ok_or_else(|| fail(format!("diff_id {id:?} is not a sha256 digest")))
+            let diff_id = id.parse::<DiffId>();
+            diff_id.map_err(|_| fail(format!("diff_id {id:?} is not a sha256 digest")))
         })
         .collect::<Result<_, _>>()?;
     let text = String::from_utf8(bytes).map_err(|_| fail("not UTF-8".into()))?;
@@ -852,14 +846,14 @@ impl Members {
         &self,
         offset: u64,
         size: u64,
-        diff_id: &BlobDigest,
+        diff_id: &DiffId,
     ) -> Result<BlobDigest, ImportError> {
         let mut magic = [0u8; 265];
         let got = self.file.read_at(&mut magic, offset).map_err(|e| io_error(&self.path, e))?;
         if got as u64 >= BLOCK as u64 / 2 && &magic[257..262] == b"ustar" {
-            return Ok(diff_id.clone());
+            return Ok(diff_id.as_blob().clone());
         }
-        let blob = file::in_file(diff_id.clone(), self.file.clone(), offset, size);
+        let blob = file::in_file(diff_id.as_blob().clone(), self.file.clone(), offset, size);
         let mut hasher = crate::digest::BlobHasher::new();
         let mut section = blob.open(Arc::default());
         let mut buffer = vec![0; 1 << 17];
