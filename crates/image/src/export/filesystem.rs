@@ -88,12 +88,7 @@ pub fn export_filesystem(
             other => bad(other.to_string()),
         })?;
     new.publish()?;
-    Ok(FilesystemReport {
-        image: *image,
-        digest,
-        size,
-        content: blocks.content,
-    })
+    Ok(FilesystemReport { image: *image, digest, size, content: blocks.content })
 }
 
 /// Writes metadata and blocks; gives the digest of it all and its size.

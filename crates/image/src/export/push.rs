@@ -242,7 +242,13 @@ impl Known {
                 Some(diff_id) => {
                     if let (Some(manifest), Some(record)) = (&manifest, record) {
                         let said = &manifest.layers[number];
-                        add(&said.digest, said.size, &said.media_type, diff_id, came_from(record, to));
+                        add(
+                            &said.digest,
+                            said.size,
+                            &said.media_type,
+                            diff_id,
+                            came_from(record, to),
+                        );
                     }
                     // Its own record goes first.
                     for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
@@ -499,8 +505,7 @@ impl Push<'_> {
             }
         };
         let digest = BlobDigest::sha256(&bytes);
-        let is_new =
-            self.repository.put_manifest(tag, &media_type, &digest.to_string(), &bytes)?;
+        let is_new = self.repository.put_manifest(tag, &media_type, &digest.to_string(), &bytes)?;
         let layers = layers.iter().map(|layer| PushedLayer {
             digest: layer.blob.digest.clone(),
             size: layer.blob.size,

@@ -123,9 +123,7 @@ pub fn import(
         Source::Directory { path } => import_directory(domain, path, source, options, progress)?,
         _ => import_image(domain, source, options, progress)?,
     };
-    if options.repair.is_none()
-        && domain.backend()? == Backend::Overlay
-    {
+    if options.repair.is_none() && domain.backend()? == Backend::Overlay {
         // The image is here, whatever comes of this.
         match find_bases(domain, &report.image) {
             Ok(based) => report.based = based,

@@ -407,6 +407,9 @@ fn others_understand_what_was_pushed() {
         command.arg("--root").arg(bench.path("podman")).arg("--runroot").arg(bench.path("run"));
         command.args(["--storage-driver", "vfs", "pull", "-q", "--tls-verify=false"]);
         let id = run(command.arg("--signature-policy").arg(&policy).arg(&from));
-        assert_eq!(format!("sha256:{}", String::from_utf8(id).unwrap().trim()), report.config.to_string());
+        assert_eq!(
+            format!("sha256:{}", String::from_utf8(id).unwrap().trim()),
+            report.config.to_string()
+        );
     }
 }
