@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use cofolio_store::{Digest, Domain, Ref};
 use serde_json::json;
 
+use super::compress::{BlobWriter, LayerBlob};
 use super::error::ExportError;
-use super::pack::{Packed, Packer};
 use super::{Exported, assemble, tar};
 use crate::compose::contents::open_image;
 use crate::digest::DiffId;
@@ -91,22 +91,22 @@ impl<'a> Image<'a> {
         }
     }
 
-    /// Gives a layer's archive to a packer, and checks that it is the right one. `step` hears how far the
+    /// Writes a layer's archive as a blob, and checks that it is the right one. `step` hears how far the
     /// archive has come, in bytes.
-    pub(crate) fn pack(
+    pub(crate) fn write_layer(
         &self,
         layer: &Layer,
-        mut packer: Packer<'_>,
+        mut writer: BlobWriter<'_>,
         step: &mut dyn FnMut(u64) -> Result<(), ExportError>,
-    ) -> Result<Packed, ExportError> {
+    ) -> Result<LayerBlob, ExportError> {
         let mut push = |bytes: &[u8]| {
-            packer.push(bytes)?;
-            step(packer.uncompressed())
+            writer.push(bytes)?;
+            step(writer.uncompressed())
         };
         match layer {
             Layer::Split { chain_id, diff_id } => {
                 assemble::layer(self.domain, chain_id, &mut push)?;
-                packer.finish(|actual| match actual.to_string() {
+                writer.finish(|actual| match actual.to_string() {
                     actual if actual == *diff_id => Ok(()),
                     actual => Err(ExportError::DiffId {
                         layer: chain_id.clone(),
@@ -121,7 +121,7 @@ impl<'a> Image<'a> {
                 let image = open_image(&file).map_err(|error| bad(error.to_string()))?;
                 let tree = image.to_tree().map_err(|error| bad(error.to_string()))?;
                 tar::write(self.domain, &tree, &format!("image {}", self.digest), &mut push)?;
-                packer.finish(|_| Ok(()))
+                writer.finish(|_| Ok(()))
             }
         }
     }

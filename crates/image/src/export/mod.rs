@@ -15,11 +15,11 @@
 mod archive;
 mod aside;
 mod assemble;
+mod compress;
 mod error;
 mod filesystem;
 mod image;
 mod layout;
-mod pack;
 mod push;
 mod tar;
 mod target;
@@ -32,18 +32,18 @@ use serde::Serialize;
 use serde_json::json;
 
 pub use aside::OutputFile;
+pub use compress::Compression;
 pub use error::ExportError;
 pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
-pub use pack::Compression;
 pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
 
 use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
 use archive::{Archive, Style};
+use compress::{BlobWriter, Compressors, LayerBlob};
 use image::Image;
 use layout::Layout;
-use pack::{Compressors, Packed, Packer};
-use target::{Descriptor, Finished, Part, Target};
+use target::{BlobKind, Descriptor, Finished, Target};
 
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
@@ -232,12 +232,12 @@ fn write(
     on_progress: OnProgress<'_>,
 ) -> Result<ExportReport, ExportError> {
     let layers = image.layers.len();
-    let packed = std::thread::scope(|scope| {
+    let blobs = std::thread::scope(|scope| {
         let compressors = Compressors::start(scope, compression, threads, 1)?;
-        let mut packed: Vec<Packed> = Vec::new();
+        let mut blobs: Vec<LayerBlob> = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
-            let before: u64 = packed.iter().map(|layer| layer.uncompressed).sum();
-            target.begin(Part::Layer)?;
+            let before: u64 = blobs.iter().map(|layer| layer.uncompressed).sum();
+            target.begin(BlobKind::Layer)?;
             let mut sink = |bytes: &[u8]| target.write(bytes);
             let mut step = |bytes| {
                 let bytes = before + bytes;
@@ -246,21 +246,22 @@ fn write(
                     ControlFlow::Break(()) => Err(ExportError::Stopped),
                 }
             };
-            let done = image.pack(layer, Packer::new(&compressors, &mut sink), &mut step)?;
+            let done =
+                image.write_layer(layer, BlobWriter::new(&compressors, &mut sink), &mut step)?;
             target.end(&done.digest, done.size)?;
-            packed.push(done);
+            blobs.push(done);
         }
-        Ok::<_, ExportError>(packed)
+        Ok::<_, ExportError>(blobs)
     })?;
-    let config = image.config(packed.iter().map(|layer| &layer.diff_id));
-    let config_digest = target.put(Part::Config, config.as_bytes())?;
-    let blobs = packed.iter().map(|layer| Descriptor {
+    let config = image.config(blobs.iter().map(|layer| &layer.diff_id));
+    let config_digest = target.put(BlobKind::Config, config.as_bytes())?;
+    let descriptors = blobs.iter().map(|layer| Descriptor {
         media_type: compression.media_type().to_owned(),
         digest: layer.digest.clone(),
         size: layer.size,
     });
-    let manifest = manifest(&config_digest, config.len(), &blobs.collect::<Vec<_>>());
-    let manifest_digest = target.put(Part::Manifest, &manifest)?;
+    let manifest = manifest(&config_digest, config.len(), &descriptors.collect::<Vec<_>>());
+    let manifest_digest = target.put(BlobKind::Manifest, &manifest)?;
     let finished = Finished {
         manifest: Descriptor {
             media_type: MANIFEST.to_owned(),
@@ -268,11 +269,11 @@ fn write(
             size: manifest.len() as u64,
         },
         config: config_digest,
-        layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
+        layers: blobs.iter().map(|layer| layer.digest.clone()).collect(),
         name: name.map(str::to_owned),
     };
     target.publish(&finished)?;
-    let exported = packed.iter().map(|layer| ExportedLayer {
+    let exported = blobs.iter().map(|layer| ExportedLayer {
         digest: layer.digest.clone(),
         size: layer.size,
         diff_id: layer.diff_id.clone(),

@@ -21,9 +21,9 @@ use cofolio_store::{Digest, Domain, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
 
+use super::compress::{BlobWriter, Compressors, LayerBlob};
 use super::error::ExportError;
 use super::image::{Image, Layer};
-use super::pack::{Compressors, Packed, Packer};
 use super::target::Descriptor;
 use super::{Compression, Exported, MANIFEST, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
@@ -455,7 +455,7 @@ impl Push<'_> {
         making: &Making<'_, '_, '_>,
         number: usize,
         session: Option<Session>,
-    ) -> Result<(Packed, How), ExportError> {
+    ) -> Result<(LayerBlob, How), ExportError> {
         let mut tries = self.repository.tries(0, self.repository.stop());
         let mut upload = Upload { push: self, number, session, packed: None };
         loop {
@@ -578,11 +578,11 @@ struct Upload<'a, 'b> {
     number: usize,
     session: Option<Session>,
     /// What it is, once it was made to its end.
-    packed: Option<Packed>,
+    packed: Option<LayerBlob>,
 }
 
 impl Upload<'_, '_> {
-    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(Packed, How), Attempt> {
+    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(LayerBlob, How), Attempt> {
         let repository = &self.push.repository;
         if let Some(packed) = &self.packed
             && repository.has_blob(&packed.digest.to_string(), packed.size)?
@@ -644,7 +644,7 @@ impl Upload<'_, '_> {
     }
 
     /// Sends a blob that is at hand, in one piece.
-    fn small(&mut self, packed: Packed, blob: &[u8]) -> Result<(Packed, How), Attempt> {
+    fn small(&mut self, packed: LayerBlob, blob: &[u8]) -> Result<(LayerBlob, How), Attempt> {
         let repository = &self.push.repository;
         let is_first = self.packed.is_none();
         self.packed = Some(packed.clone());
@@ -704,9 +704,9 @@ impl<'scope> Making<'_, 'scope, '_> {
                     rest => to_us.send(rest.to_vec()).map_err(|_| ExportError::Stopped),
                 }
             };
-            let packer = Packer::new(&compressors, &mut sink);
+            let writer = BlobWriter::new(&compressors, &mut sink);
             let stop = push.repository.stop();
-            push.image.pack(layer, packer, &mut |_| match stop.load(Ordering::Relaxed) {
+            push.image.write_layer(layer, writer, &mut |_| match stop.load(Ordering::Relaxed) {
                 true => Err(ExportError::Stopped),
                 false => Ok(()),
             })
@@ -720,12 +720,12 @@ struct Pieces<'scope> {
     pieces: channel::Receiver<Vec<u8>>,
     current: Vec<u8>,
     at: usize,
-    maker: ScopedJoinHandle<'scope, Result<Packed, ExportError>>,
+    maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
 }
 
 impl Pieces<'_> {
     /// What it is, if all of it was taken. [`ExportError::Stopped`] if not.
-    fn end(self) -> Result<Packed, ExportError> {
+    fn end(self) -> Result<LayerBlob, ExportError> {
         drop(self.pieces);
         self.maker.join().unwrap_or(Err(ExportError::Stopped))
     }

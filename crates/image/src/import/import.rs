@@ -23,11 +23,10 @@ use crate::error::{ImportError, shown};
 use crate::layer::DEFAULT_DIR;
 use crate::layer::FoundLayer;
 use crate::layer::blob::{Budget, Pool};
+use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
-use crate::layer::overlay::Overlay;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, commit_error, keep, known_layer, objects, overlay, store_error,
-    unpack,
+    Counts, Shared, Unpacked, commit_error, dumped, keep, known_layer, objects, store_error, unpack,
 };
 use crate::progress::{LayerStart, Phase, Progress};
 use crate::reference::check_image_name;
@@ -454,12 +453,12 @@ fn record_of(layer: &FoundLayer) -> Layer {
 /// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
 const KEEP_BYTES_MIN: u64 = 1 << 20;
 
-/// What becomes of a layer.
-enum Part {
+/// A layer that waits to be merged.
+enum Unmerged {
     /// The first one, just unpacked: its tree becomes the merged one.
     Base(Tree),
     /// Any other: it is merged from its dump.
-    Over(Overlay),
+    Over(DumpedLayer),
 }
 
 /// Unpacks the layers that are not known, several at a time, and merges them in order.
@@ -524,7 +523,7 @@ fn build(
                         let there =
                             known.then(|| known_layer(staging.domain(), &chain_id)).flatten();
                         if let Some(layer) = there {
-                            return Ok((None, Vec::new(), Part::Over(layer)));
+                            return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
                         // What came over the network is worth keeping even if the rest does not come.
                         let own = jobs.filter(|_| {
@@ -540,11 +539,11 @@ fn build(
                         let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
                         counts.kept = kept;
                         let part = match (index, kept) {
-                            (0, _) => Part::Base(tree),
-                            (_, None) => Part::Over(overlay(staging, layer, tree)?),
+                            (0, _) => Unmerged::Base(tree),
+                            (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                Part::Over(
+                                Unmerged::Over(
                                     known_layer(staging.domain(), &chain_id)
                                         .ok_or_else(vanished)?,
                                 )
@@ -582,8 +581,8 @@ fn build(
                     counts.kept.iter().for_each(|stats| add_stats(report, stats));
                 }
                 let result = match part {
-                    Part::Base(tree) => merge::base(tree).map(|tree| merged = tree),
-                    Part::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
+                    Unmerged::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Unmerged::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
             });

@@ -21,8 +21,8 @@
 
 mod acl;
 pub(crate) mod blob;
+pub(crate) mod dumped;
 pub(crate) mod objects;
-pub(crate) mod overlay;
 mod pax;
 pub(crate) mod split;
 pub(crate) mod tar;

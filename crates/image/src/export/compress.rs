@@ -100,7 +100,7 @@ impl Compressors {
 
 /// A layer that was written.
 #[derive(Debug, Clone)]
-pub(crate) struct Packed {
+pub(crate) struct LayerBlob {
     pub(crate) diff_id: DiffId,
     /// Bytes of the archive.
     pub(crate) uncompressed: u64,
@@ -110,7 +110,7 @@ pub(crate) struct Packed {
 }
 
 /// Takes a layer's archive and gives its blob to a sink.
-pub(crate) struct Packer<'a> {
+pub(crate) struct BlobWriter<'a> {
     compressors: &'a Compressors,
     sink: &'a mut Sink<'a>,
     chunk: Vec<u8>,
@@ -121,7 +121,7 @@ pub(crate) struct Packer<'a> {
     size: u64,
 }
 
-impl<'a> Packer<'a> {
+impl<'a> BlobWriter<'a> {
     pub(crate) fn new(compressors: &'a Compressors, sink: &'a mut Sink<'a>) -> Self {
         Self {
             compressors,
@@ -185,7 +185,7 @@ impl<'a> Packer<'a> {
     pub(crate) fn finish(
         mut self,
         check: impl FnOnce(&DiffId) -> Result<(), ExportError>,
-    ) -> Result<Packed, ExportError> {
+    ) -> Result<LayerBlob, ExportError> {
         let plain = self.compressors.compression == Compression::None;
         // No archive at all is one member as well, not an empty file.
         if !self.chunk.is_empty() || (!plain && self.uncompressed == 0) {
@@ -198,6 +198,6 @@ impl<'a> Packer<'a> {
         let diff_id = DiffId::of(self.diff_id);
         check(&diff_id)?;
         let digest = if plain { diff_id.as_blob().clone() } else { self.digest.finish() };
-        Ok(Packed { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
+        Ok(LayerBlob { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
     }
 }
