@@ -63,7 +63,7 @@ fn measure(dir: &Path, containers: usize, image: Option<&str>) -> Result<serde_j
             let source = Source::parse(image)?;
             let report =
                 import::import(&domain, &source, &import::ImportOptions::default(), &Silent)?;
-            (report.image.parse()?, usize::try_from(report.entries)?)
+            (report.image, usize::try_from(report.entries)?)
         }
         None => build(&domain)?,
     };

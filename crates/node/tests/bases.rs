@@ -47,7 +47,7 @@ fn import(bench: &Bench, name: &str, layers: &[&Blob]) -> (Digest, Vec<Based>) {
     let layout = Layout::image(bench.path(name), &layers);
     let report = bench.import(&layout.source()).unwrap();
     assert_eq!(report.not_based, None);
-    (report.image.parse().unwrap(), report.based)
+    (report.image, report.based)
 }
 
 fn base_of(bench: &Bench, image: &Digest) -> Option<Digest> {

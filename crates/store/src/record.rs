@@ -83,6 +83,9 @@ pub struct PackedLayer {
     pub size: u64,
     /// Media type of the blob.
     pub media_type: String,
+    /// Repositories that it was pushed to, as `host/name`, the last one first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub repositories: Vec<String>,
 }
 
 /// What kind of thing keeps something alive.

@@ -126,9 +126,8 @@ pub(crate) fn fetch(
     interrupt::published();
     if domain.backend()? == Backend::InodeShare {
         // It may be here from a time before that was the domain's backend.
-        let image = report.image.parse()?;
         let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
-        pack_one(context, &domain, &image, &options)
+        pack_one(context, &domain, &report.image, &options)
             .context("the image is here, but it could not be packed")?;
     }
     if let Some(problem) = &report.not_based {
@@ -137,8 +136,10 @@ pub(crate) fn fetch(
         ));
     }
     // What was known already has not made the store larger.
-    let imported = report.image.parse().ok().filter(|_| !report.known);
-    let over_limit = imported.and_then(|image| trim::after_import(context, &domain, &image));
+    let over_limit = match report.known {
+        true => None,
+        false => trim::after_import(context, &domain, &report.image),
+    };
     Ok((report, over_limit))
 }
 
@@ -165,12 +166,18 @@ pub(crate) fn bring_in(
     }
     if report.known {
         context.ui.line(format!("here already, nothing was read ({} ms)", report.duration_ms))?;
-        return Ok(Exit::Ok);
     }
     let mut table = Table::plain();
     let mut row = |name: &str, value: String| {
         table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
     };
+    if let Some(config) = &report.config {
+        row("image id", config.to_string());
+    }
+    if report.known {
+        context.ui.table(&table)?;
+        return Ok(Exit::Ok);
+    }
     if !report.layers.is_empty() {
         let known = report.layers.iter().filter(|layer| layer.known).count();
         row("layers", format!("{}, {known} of them here already", report.layers.len()));

@@ -40,9 +40,9 @@ const READ_SIZE: usize = 256 << 10;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FilesystemReport {
     /// fs-verity digest of the image in the store.
-    pub image: String,
+    pub image: Digest,
     /// fs-verity digest of the file. The same image gives the same file every time.
-    pub digest: String,
+    pub digest: Digest,
     /// Size of the file in bytes.
     pub size: u64,
     /// Bytes of all contents, each counted once.
@@ -90,12 +90,7 @@ pub fn export_filesystem(
             other => bad(other.to_string()),
         })?;
     new.publish()?;
-    Ok(FilesystemReport {
-        image: image.to_string(),
-        digest: digest.to_string(),
-        size,
-        content: blocks.content,
-    })
+    Ok(FilesystemReport { image: *image, digest, size, content: blocks.content })
 }
 
 /// Writes metadata and blocks; gives the digest of it all and its size.
