@@ -13,10 +13,13 @@ use cofolio_image::error::RegistryError;
 use cofolio_image::error::TrustError;
 use cofolio_image::export::ExportError;
 use cofolio_image::pack::PackError;
+use cofolio_node::backend::BackendError;
 use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
 use cofolio_node::container::bundle::BundleError;
 use cofolio_node::mount::MountError;
+use cofolio_node::upkeep::UpkeepError;
+use cofolio_store::task::Cancelled;
 
 use crate::ui::Ui;
 
@@ -204,12 +207,7 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
         return of_registry(error);
     }
     if let Some(error) = cause.downcast_ref::<PackError>() {
-        return match error {
-            PackError::Image { .. } => (Some(Exit::Corrupt), None),
-            PackError::Stopped => (Some(Exit::Interrupted), None),
-            PackError::Store(error) => of_store(error),
-            _ => (None, None),
-        };
+        return of_pack(error);
     }
     if let Some(error) = cause.downcast_ref::<MountError>() {
         return of_mount(error);
@@ -225,6 +223,15 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     }
     if let Some(error) = cause.downcast_ref::<ConfigError>() {
         return of_config(error);
+    }
+    if let Some(error) = cause.downcast_ref::<BackendError>() {
+        return of_backend(error);
+    }
+    if let Some(error) = cause.downcast_ref::<UpkeepError>() {
+        return of_upkeep(error);
+    }
+    if cause.is::<Cancelled>() {
+        return (Some(Exit::Interrupted), None);
     }
     if let Some(error) = cause.downcast_ref::<RunError>() {
         return of_run(error);
@@ -305,6 +312,10 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
             let hint = "nothing was kept; `cofolio gc` frees what nothing uses any more (1 % of the \
                         filesystem, at most 1 GiB, is left free for others)";
             (Some(Exit::NoSpace), Some(hint.to_owned()))
+        }
+        ImportError::Cancelled(_) => {
+            let hint = "no image was published; layers that came whole from a registry are kept for the next try";
+            (Some(Exit::Interrupted), Some(hint.to_owned()))
         }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
         ImportError::Thread(_) => (Some(Exit::Busy), None),
@@ -412,7 +423,7 @@ fn of_export(error: &ExportError) -> (Option<Exit>, Option<String>) {
             Exit::NotFound,
             Some("an earlier version imported it: import the image again from where it came"),
         ),
-        ExportError::Stopped => (Exit::Interrupted, None),
+        ExportError::Cancelled(_) => (Exit::Interrupted, None),
         ExportError::Store(error) => return of_store(error),
         ExportError::Registry(error) => return of_registry(error),
         error if error.is_corrupt() => (Exit::Corrupt, Some(DAMAGED)),
@@ -446,6 +457,7 @@ fn of_diff(error: &DiffError) -> (Option<Exit>, Option<String>) {
     use io::ErrorKind::{InvalidData, UnexpectedEof};
     match error {
         DiffError::Store(error) => of_store(error),
+        DiffError::Cancelled(_) => (Some(Exit::Interrupted), None),
         DiffError::Object { source, .. }
             if [InvalidData, UnexpectedEof].contains(&source.kind()) =>
         {
@@ -487,6 +499,47 @@ fn of_config(error: &ConfigError) -> (Option<Exit>, Option<String>) {
         }
     };
     (Some(Exit::Usage), Some(hint))
+}
+
+fn of_backend(error: &BackendError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        BackendError::NotCompressed => (Exit::Usage, None),
+        BackendError::PlainPacks { .. } => {
+            (Exit::Usage, Some("`cofolio backend inode-share --lz4` makes all of them anew"))
+        }
+        BackendError::Mounted { .. } => (Exit::Busy, Some("`cofolio umount --all` unmounts them")),
+        BackendError::Kernel { .. } => (
+            Exit::Missing,
+            Some(
+                "it takes Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE; `overlay` shares as much",
+            ),
+        ),
+        BackendError::Mount(error) => return of_mount(error),
+        BackendError::Pack(error) => return of_pack(error),
+        BackendError::Store(error) => return of_store(error),
+        _ => (Exit::Failure, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
+}
+
+fn of_upkeep(error: &UpkeepError) -> (Option<Exit>, Option<String>) {
+    match error {
+        UpkeepError::Container(error) => of_run(error),
+        UpkeepError::Mount(error) => of_mount(error),
+        UpkeepError::Pack(error) => of_pack(error),
+        UpkeepError::Store(error) => of_store(error),
+        UpkeepError::Cancelled(_) => (Some(Exit::Interrupted), None),
+        _ => (Some(Exit::Failure), None),
+    }
+}
+
+fn of_pack(error: &PackError) -> (Option<Exit>, Option<String>) {
+    match error {
+        PackError::Image { .. } => (Some(Exit::Corrupt), None),
+        PackError::Cancelled(_) => (Some(Exit::Interrupted), None),
+        PackError::Store(error) => of_store(error),
+        _ => (None, None),
+    }
 }
 
 fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {

@@ -166,8 +166,6 @@ pub(crate) enum Command {
     Config(cmd::config::Args),
     Completions(cmd::completions::Args),
     Man(cmd::man::Args),
-    #[command(hide = true)]
-    CollectStaging(cmd::collect_staging::Args),
     Mkcomposefs(cmd::mkcomposefs::Args),
 }
 

@@ -8,9 +8,9 @@ use anyhow::Context as _;
 use cofolio_erofs::dump;
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{WriteOptions, WriteReport, write};
-use cofolio_image::progress::Progress;
 use cofolio_image::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
 use cofolio_store::Digest;
+use cofolio_store::task::Task;
 use cofolio_store::verity::Hasher;
 
 /// Read a dump; `-` is standard input.
@@ -59,11 +59,11 @@ pub(crate) fn tree_from_directory(
     path: &Path,
     options: &ScanOptions,
     digest_store: Option<&Path>,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> anyhow::Result<Tree> {
     let scanned = match digest_store {
-        Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, progress)?,
-        None => tree_scan::scan(path, options, &DigestOnly, progress)?,
+        Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, task)?,
+        None => tree_scan::scan(path, options, &DigestOnly, task)?,
     };
     Ok(scanned.tree)
 }

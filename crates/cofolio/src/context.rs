@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
+use cofolio_node::upkeep::Upkeep;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
 
 use crate::cli::Global;
@@ -137,8 +138,16 @@ impl Context<'_> {
 
     /// Mounts images of a domain; its state is below the run directory.
     pub(crate) fn mounter<'d>(&self, domain: &'d Domain) -> Mounter<'d> {
-        let run = RunDir::at(self.global.run_dir.join(domain.store().id()));
-        Mounter::new(domain, run, &ImageContents)
+        Mounter::new(domain, self.run_dir(domain), &ImageContents)
+    }
+
+    /// Keeps a domain in order.
+    pub(crate) fn upkeep<'d>(&self, domain: &'d Domain) -> Upkeep<'d> {
+        Upkeep::new(domain, self.run_dir(domain), self.config.config.store.limit.clone())
+    }
+
+    fn run_dir(&self, domain: &Domain) -> RunDir {
+        RunDir::at(self.global.run_dir.join(domain.store().id()))
     }
 
     /// Where an image of this domain is mounted.

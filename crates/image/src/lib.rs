@@ -9,8 +9,8 @@
 //! compose, registry          layers made one tree, bases and deltas; the client for registries
 //! reference, trust, layer    names in registries; signatures and policy; one layer
 //! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
-//! error, limits, progress,   a directory tree; errors, limits, progress; files of the store;
-//! stored, threads            threads that may be refused
+//! error, limits, stored,     a directory tree; errors, limits; files of the store;
+//! threads                    threads that may be refused
 //! ```
 
 pub mod compose;
@@ -23,7 +23,6 @@ mod layer;
 mod lease;
 pub mod limits;
 pub mod pack;
-pub mod progress;
 pub mod reference;
 pub mod registry;
 pub mod source;

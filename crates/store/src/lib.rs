@@ -50,6 +50,7 @@ pub mod sim;
 mod sizes;
 mod staging;
 mod store;
+pub mod task;
 mod trim;
 mod used;
 mod uses;

@@ -10,7 +10,7 @@ use crate::cmd::Outcome;
 use crate::compose;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Bar;
+use crate::progress::Work;
 use crate::ui::human_size;
 
 /// Build a metadata image file from a directory or a composefs dump
@@ -92,8 +92,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             threads: args.threads.unwrap_or(0),
             ..ScanOptions::like_mkcomposefs()
         };
-        let bar = Bar::new(context.ui, "reading");
-        compose::tree_from_directory(&args.source, &options, args.digest_store.as_deref(), &bar)?
+        let work = Work::begin(context.ui, "reading", "file")?;
+        let objects = args.digest_store.as_deref();
+        compose::tree_from_directory(&args.source, &options, objects, &work.task)?
     };
 
     let options = WriteOptions { min_version: args.min_version, max_version: args.max_version };

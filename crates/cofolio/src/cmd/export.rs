@@ -8,8 +8,7 @@ use cofolio_image::export::{
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::interrupt;
-use crate::progress::Counter;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_size};
 
 /// Write an image to an OCI layout or archive, or as a filesystem in a file
@@ -128,13 +127,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         threads: args.compress.threads,
         replace: args.replace,
     };
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "exporting");
-    let report = export(&domain, exported, &destination, &options, &mut |done| {
-        counter.set(done.bytes, || format!("layer {} of {}", done.layer + 1, done.layers));
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
+    let work = Work::begin(context.ui, "exporting", "layer")?;
+    let report = export(&domain, exported, &destination, &options, &work.task)?;
+    drop(work);
     if to_stdout {
         context.ui.note(report.manifest.to_string());
         return Ok(Exit::Ok);
@@ -177,14 +172,10 @@ fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome 
     let to_stdout = is_stdout(path, context)?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?.digest;
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "exporting");
     let options = FilesystemOptions { compress: args.lz4, replace: args.replace };
-    let report = export_filesystem(&domain, &image, path, options, &mut |done| {
-        counter.set(done.bytes, || "files".to_owned());
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
+    let work = Work::begin(context.ui, "exporting", "file")?;
+    let report = export_filesystem(&domain, &image, path, options, &work.task)?;
+    drop(work);
     if to_stdout {
         context.ui.note(report.digest.to_string());
         return Ok(Exit::Ok);

@@ -1,11 +1,12 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use cofolio_image::compose::base::find_bases;
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::import::{self, ImportOptions};
 use cofolio_image::source::Source;
 use cofolio_node::mount::MountState;
+use cofolio_node::upkeep::bases;
+use cofolio_store::task::{Event, Task};
 use cofolio_store::{
     Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport, Store,
 };
@@ -14,8 +15,7 @@ use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::interrupt;
-use crate::progress::{Bar, Counter};
+use crate::progress::{Shown, Work};
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Check the store for missing, truncated and altered content
@@ -53,12 +53,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
     }
     let domain = context.domain()?;
-    let counter = Counter::new(context.ui, "checking");
+    let shown = Shown::new(context.ui, "checking", "object");
     let mut report =
         domain.fsck(&ImageContents, FsckOptions { rehash: !args.quick }, &|objects, bytes| {
-            counter.set(bytes, || format!("{} objects", human_count(objects)));
+            shown.show(Event::Done { bytes, bytes_total: None, items: objects, items_total: None });
         })?;
-    drop(counter);
+    drop(shown);
     let unpacked = match args.repair && report.findings.iter().any(|it| it.kind.is_derived()) {
         true => remove_derived(&domain, &mut report)?,
         false => Vec::new(),
@@ -187,16 +187,15 @@ fn repair(
     let before = std::mem::take(report);
     let mut damage = domain.damage(&before, &ImageContents)?;
     let first = damage.clone();
-    let _until_here = interrupt::end_on_signal(context.ui, &context.global.store, false)?;
     for source in sources {
         if damage.is_empty() {
             break;
         }
         let registry = RegistryArgs::default().options(source, &context.config.config)?;
         let options = ImportOptions { repair: Some(damage), registry, ..ImportOptions::default() };
-        let bar = Bar::new(context.ui, "repairing");
-        import::import(domain, source, &options, &bar)?;
-        drop(bar);
+        let work = Work::begin(context.ui, "repairing", "file")?;
+        import::import(domain, source, &options, &work.task)?;
+        drop(work);
         let left = domain.recheck(&first, &ImageContents)?;
         damage = domain.damage(&left, &ImageContents)?;
     }
@@ -224,9 +223,7 @@ fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Ve
         |it: &Finding| matches!(it.kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
     if report.findings.iter().any(is_base) {
         // Bases are made again here and now; where that fails, images are mounted without.
-        for (_, record) in domain.readable_refs()? {
-            let _ = find_bases(domain, &record.image);
-        }
+        let _ = bases::find(domain, &Task::default());
     }
     report.findings.retain(|finding| !finding.kind.is_derived());
     Ok(images.into_iter().collect())

@@ -2,17 +2,15 @@ use std::collections::BTreeMap;
 
 use anyhow::Context as _;
 use cofolio_image::import::{self, ImportOptions, ImportReport, check_name};
-use cofolio_image::pack::PackOptions;
 use cofolio_image::source::{Platform, Source};
-use cofolio_store::{Backend, TrimPlan};
+use cofolio_node::backend;
+use cofolio_store::TrimPlan;
 
 use crate::cmd::Outcome;
-use crate::cmd::pack::pack_one;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
-use crate::exit::{Exit, Fail};
-use crate::interrupt;
-use crate::progress::Bar;
+use crate::exit::{self, Exit, Fail};
+use crate::progress::Work;
 use crate::trim;
 use crate::trust::ArrivalArgs;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
@@ -116,31 +114,26 @@ pub(crate) fn fetch(
     context: &Context<'_>,
 ) -> anyhow::Result<(ImportReport, Option<TrimPlan>)> {
     let domain = context.domain_or_create()?;
-    let resumes = matches!(source, Source::Registry(_));
-    let _until_here = interrupt::end_on_signal(context.ui, &context.global.store, resumes)?;
-    let bar = Bar::new(context.ui, doing);
-    let mut options = options.clone();
-    options.registry.remark = bar.remark();
-    let report = import::import(&domain, source, &options, &bar)?;
-    drop(bar);
-    interrupt::published();
-    if domain.backend()? == Backend::InodeShare {
-        // It may be here from a time before that was the domain's backend.
-        let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
-        pack_one(context, &domain, &report.image, &options)
-            .context("the image is here, but it could not be packed")?;
+    let work = Work::begin(context.ui, doing, "file")?;
+    let report = import::import(&domain, source, options, &work.task)?;
+    drop(work);
+    let image = report.image;
+    let work = Work::begin(context.ui, "packing", "file")?;
+    backend::pack_imported(&domain, &image, &work.task)
+        .context("the image is here, but it could not be packed")?;
+    drop(work);
+    if report.known {
+        // It has not made the store larger.
+        return Ok((report, None));
     }
-    if let Some(problem) = &report.not_based {
-        context.ui.note(format!(
-            "images that have layers in common with it do not share a base: {problem}"
-        ));
-    }
-    // What was known already has not made the store larger.
-    let over_limit = match report.known {
-        true => None,
-        false => trim::after_import(context, &domain, &report.image),
-    };
-    Ok((report, over_limit))
+    // The import is done and stays done: what goes wrong now changes no exit code.
+    let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, false);
+    let trimmed = context.upkeep(&domain).trim_to_limit(image, &announce).unwrap_or_else(|error| {
+        let what = "the store may be over its limit and was not trimmed";
+        exit::report(&anyhow::Error::new(error).context(what), context.ui);
+        None
+    });
+    Ok((report, trimmed))
 }
 
 /// Imports, and says what became of it.

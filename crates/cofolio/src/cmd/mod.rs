@@ -4,7 +4,6 @@ pub(crate) mod backend;
 pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
-pub(crate) mod collect_staging;
 pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod diff;
@@ -83,7 +82,6 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Config(args) => config::run(&args, &context),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args, &context),
-        Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),
     };
     exit.map(Ended::from)

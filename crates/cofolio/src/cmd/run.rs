@@ -195,6 +195,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     // From here on signals are for the container, also those that come before it has started.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
+    crate::interrupt::release();
     let streams = match args.tty {
         true => Streams::Terminal,
         false => Streams::Ours { input: args.interactive },

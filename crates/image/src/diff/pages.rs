@@ -13,6 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, Domain, Stretch, stretch_at};
 use serde::Serialize;
 
@@ -47,7 +48,6 @@ pub struct PageReport {
 }
 
 /// Hashes the pages of both images' contents on all processors, with about `memory_max` bytes for hashes.
-/// `progress` is told how many bytes have been dealt with, of how many.
 ///
 /// # Errors
 /// [`DiffError::Store`] if an object is missing, [`DiffError::Object`] if it cannot be read or is not as long
@@ -56,7 +56,7 @@ pub fn compare(
     domain: &Domain,
     diff: &Diff,
     memory_max: usize,
-    progress: &(dyn Fn(u64, u64) + Sync),
+    task: &Task,
 ) -> Result<PageReport, DiffError> {
     let _lock = domain.lock_shared()?;
     let most = memory_max / size_of::<u64>();
@@ -80,9 +80,10 @@ pub fn compare(
         each(&diff.contents, |(object, content)| {
             let file = open(domain, object, content)?;
             let of_object = |source| DiffError::Object { object: *object, source };
-            let bytes = hash_pages(&file, content, &wanted, &hashes).map_err(of_object)?;
+            let hashed = hash_pages(&file, content, &wanted, &hashes, &task.cancel);
+            let bytes = hashed.map_err(|error| task.reason(of_object(error)))?;
             read.fetch_add(bytes, Relaxed);
-            progress(done.fetch_add(content.size, Relaxed) + content.size, total);
+            task.done(done.fetch_add(content.size, Relaxed) + content.size, total);
             Ok(())
         })?;
         let mut hashes = hashes.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -226,6 +227,7 @@ fn hash_pages(
     content: &Content,
     wanted: &Wanted<'_>,
     hashes: &Mutex<Hashes>,
+    cancel: &Cancel,
 ) -> io::Result<u64> {
     let owner = match content.names {
         [_, 0] => ONLY_A,
@@ -237,6 +239,7 @@ fn hash_pages(
     let (mut offset, mut read) = (0, 0);
     // `offset` is always at the beginning of a page.
     while offset < content.size {
+        cancel.check().map_err(io::Error::other)?;
         let left = content.size - offset;
         match stretch_at(file, offset)? {
             Stretch::Hole(len) if len >= PAGE_SIZE.min(left) => {

@@ -7,6 +7,8 @@ mod trust;
 use std::io;
 use std::path::PathBuf;
 
+use cofolio_store::task::Cancelled;
+
 pub use engine::EngineError;
 pub use registry::RegistryError;
 pub(crate) use registry::quoted;
@@ -159,6 +161,9 @@ pub enum ImportError {
         /// Bytes of objects and metadata that could not be written, in whole blocks.
         missing_bytes: u64,
     },
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
     /// A registry did not give what was asked of it.
     #[error(transparent)]
     Registry(#[from] RegistryError),

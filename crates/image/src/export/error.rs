@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::Digest;
+use cofolio_store::task::Cancelled;
 
 use crate::error::{NoThread, RegistryError};
 
@@ -91,9 +92,9 @@ pub enum ExportError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
-    /// The caller wanted it to end.
-    #[error("interrupted; at the destination all is as it was before")]
-    Stopped,
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
 }
 
 impl ExportError {

@@ -12,13 +12,13 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::lz4::{self, Pcluster};
 use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Extent, Form, WriteError, write_data};
+use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain, Piece, SHA256_SIZE_MAX, Stretch, granule, stretch_at};
 use serde::Serialize;
@@ -27,7 +27,6 @@ use sha2::Digest as _;
 use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
-use super::{ExportProgress, OnProgress};
 use crate::compose::contents::open_image;
 use crate::lease::Lease;
 
@@ -67,7 +66,7 @@ pub fn export_filesystem(
     image: &Digest,
     path: &Path,
     options: FilesystemOptions,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<FilesystemReport, ExportError> {
     let lease = Lease::take(domain, image, Vec::new(), "export")?;
     let bad = |what: String| ExportError::Image { image: *image, what };
@@ -76,16 +75,14 @@ pub fn export_filesystem(
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
     let new = OutputFile::create(path, options.replace)?;
     let mut blocks = Blocks::new(new.aside(), options.compress)?;
-    blocks.put_all(domain, image, &tree, &mut |bytes| {
+    blocks.put_all(domain, image, &tree, &task.cancel, &mut |bytes| {
         lease.renew();
-        match on_progress(ExportProgress { layer: 0, layers: 1, bytes }) {
-            ControlFlow::Continue(()) => Ok(()),
-            ControlFlow::Break(()) => Err(ExportError::Stopped),
-        }
+        task.tell(Event::Done { bytes, bytes_total: None, items: 1, items_total: None });
     })?;
     // What is wrong with the tree is the image's fault, the rest the destination's.
     let (digest, size) =
-        write_file(new.file(), &tree, &mut blocks).map_err(|error| match error {
+        write_file(new.file(), &tree, &mut blocks, &task.cancel).map_err(|error| match error {
+            _ if task.check().is_err() => Cancelled.into(),
             WriteError::Sink(source) => io_error(path)(source),
             other => bad(other.to_string()),
         })?;
@@ -94,12 +91,17 @@ pub fn export_filesystem(
 }
 
 /// Writes metadata and blocks; gives the digest of it all and its size.
-fn write_file(file: &File, tree: &Tree, blocks: &mut Blocks) -> Result<(Digest, u64), WriteError> {
+fn write_file(
+    file: &File,
+    tree: &Tree,
+    blocks: &mut Blocks,
+    cancel: &Cancel,
+) -> Result<(Digest, u64), WriteError> {
     use WriteError::Sink;
     let mut sink = Hashed { file, hasher: Hasher::new() };
     let data = Data { devices: &[], own_blocks: blocks.count, blobs: &*blocks };
     write_data(tree, &data, &mut sink)?;
-    blocks.copy_to(&mut sink).map_err(Sink)?;
+    blocks.copy_to(&mut sink, cancel).map_err(Sink)?;
     let size = sink.hasher.size();
     file.set_len(size).map_err(Sink)?;
     Ok((sink.hasher.finish(), size))
@@ -189,7 +191,7 @@ impl Blocks {
     }
 
     /// Writes all of them behind the metadata; holes are not read.
-    fn copy_to(&mut self, sink: &mut Hashed<'_>) -> io::Result<()> {
+    fn copy_to(&mut self, sink: &mut Hashed<'_>, cancel: &Cancel) -> io::Result<()> {
         let end = u64::from(self.count) * BLOCK as u64;
         let mut buffer = vec![0; READ_SIZE];
         let mut at = 0;
@@ -202,6 +204,7 @@ impl Blocks {
                 Stretch::Data(len) => {
                     let data_end = end.min(at.saturating_add(len));
                     while at < data_end {
+                        cancel.check().map_err(io::Error::other)?;
                         let len = usize::try_from(data_end - at).unwrap_or(READ_SIZE);
                         let bytes = &mut buffer[..len.min(READ_SIZE)];
                         self.file.read_exact_at(bytes, at)?;
@@ -220,7 +223,8 @@ impl Blocks {
         domain: &Domain,
         image: &Digest,
         tree: &Tree,
-        step: &mut dyn FnMut(u64) -> Result<(), ExportError>,
+        cancel: &Cancel,
+        step: &mut dyn FnMut(u64),
     ) -> Result<(), ExportError> {
         let user = format!("image {image}");
         for visit in tree.walk() {
@@ -229,10 +233,10 @@ impl Blocks {
             // One that names no object the writer refuses, with its path.
             let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
             let Some(digest) = new else { continue };
-            let object = Object::open(domain, Digest(*digest), size, &user)?;
+            let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;
             self.put(*digest, size, object)?;
             self.content += size;
-            step(self.content)?;
+            step(self.content);
         }
         Ok(())
     }

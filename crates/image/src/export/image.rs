@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Domain, Ref};
 use serde_json::json;
 
@@ -97,15 +98,17 @@ impl<'a> Image<'a> {
         &self,
         layer: &Layer,
         mut writer: BlobWriter<'_>,
-        step: &mut dyn FnMut(u64) -> Result<(), ExportError>,
+        cancel: &Cancel,
+        step: &mut dyn FnMut(u64),
     ) -> Result<LayerBlob, ExportError> {
         let mut push = |bytes: &[u8]| {
             writer.push(bytes)?;
-            step(writer.uncompressed())
+            step(writer.uncompressed());
+            Ok(())
         };
         match layer {
             Layer::Split { chain_id, diff_id } => {
-                assemble::layer(self.domain, chain_id, &mut push)?;
+                assemble::layer(self.domain, chain_id, cancel, &mut push)?;
                 writer.finish(|actual| match actual.to_string() {
                     actual if actual == *diff_id => Ok(()),
                     actual => Err(ExportError::DiffId {
@@ -120,7 +123,8 @@ impl<'a> Image<'a> {
                 let file = self.domain.open_image(self.digest)?;
                 let image = open_image(&file).map_err(|error| bad(error.to_string()))?;
                 let tree = image.to_tree().map_err(|error| bad(error.to_string()))?;
-                tar::write(self.domain, &tree, &format!("image {}", self.digest), &mut push)?;
+                let user = format!("image {}", self.digest);
+                tar::write(self.domain, &tree, (&user, cancel), &mut push)?;
                 writer.finish(|_| Ok(()))
             }
         }

@@ -24,9 +24,9 @@ mod push;
 mod tar;
 mod target;
 
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use cofolio_store::task::{Event, Task};
 use cofolio_store::{Digest, Domain, Ref};
 use serde::Serialize;
 use serde_json::json;
@@ -35,7 +35,7 @@ pub use aside::OutputFile;
 pub use compress::Compression;
 pub use error::ExportError;
 pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
-pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
+pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
 use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
@@ -129,20 +129,6 @@ pub struct ExportOptions {
     pub replace: bool,
 }
 
-/// How far an export has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExportProgress {
-    /// The layer at hand, 0 is the lowest.
-    pub layer: usize,
-    /// Layers of the image.
-    pub layers: usize,
-    /// Bytes of archives so far, of all layers together.
-    pub bytes: u64,
-}
-
-/// Hears how an export goes on; `Break` ends it.
-pub type OnProgress<'a> = &'a mut dyn FnMut(ExportProgress) -> ControlFlow<()>;
-
 /// What an export wrote.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportReport {
@@ -192,7 +178,7 @@ pub fn export(
     exported: Exported<'_>,
     destination: &Destination,
     options: &ExportOptions,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let image = Image::of(domain, exported);
     let lease = Lease::take(domain, image.digest, image.chain_ids(), "export")?;
@@ -209,11 +195,8 @@ pub fn export(
         }
     };
     let name = tag.as_deref().or(exported.name);
-    let mut on_progress = |progress| {
-        lease.renew();
-        on_progress(progress)
-    };
-    write(&image, target, name, compression, threads(options.threads), &mut on_progress)
+    let how = (compression, threads(options.threads));
+    write(&image, target, name, how, &|| lease.renew(), task)
 }
 
 /// So many threads compress.
@@ -227,9 +210,9 @@ fn write(
     image: &Image<'_>,
     mut target: Box<dyn Target>,
     name: Option<&str>,
-    compression: Compression,
-    threads: usize,
-    on_progress: OnProgress<'_>,
+    (compression, threads): (Compression, usize),
+    renew: &dyn Fn(),
+    task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let layers = image.layers.len();
     let blobs = std::thread::scope(|scope| {
@@ -240,14 +223,17 @@ fn write(
             target.begin(BlobKind::Layer)?;
             let mut sink = |bytes: &[u8]| target.write(bytes);
             let mut step = |bytes| {
+                renew();
+                let (items, items_total) = (number as u64 + 1, Some(layers as u64));
                 let bytes = before + bytes;
-                match on_progress(ExportProgress { layer: number, layers, bytes }) {
-                    ControlFlow::Continue(()) => Ok(()),
-                    ControlFlow::Break(()) => Err(ExportError::Stopped),
-                }
+                task.tell(Event::Done { bytes, bytes_total: None, items, items_total });
             };
-            let done =
-                image.write_layer(layer, BlobWriter::new(&compressors, &mut sink), &mut step)?;
+            let done = image.write_layer(
+                layer,
+                BlobWriter::new(&compressors, &mut sink),
+                &task.cancel,
+                &mut step,
+            )?;
             target.end(&done.digest, done.size)?;
             blobs.push(done);
         }

@@ -12,11 +12,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Instant;
 
+use cofolio_store::task::{Cancelled, Event, LayerState, Task};
 use cofolio_store::{Digest, Domain, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
@@ -55,20 +56,7 @@ pub struct PushOptions {
     pub threads: usize,
     /// How to talk to the registry. Mirrors are not asked.
     pub registry: RegistryOptions,
-    /// Ends the push when it is set; a push that fails sets it as well.
-    pub stop: Arc<AtomicBool>,
 }
-
-/// Hears how a push goes on. Called from several threads, often: be quick.
-pub trait PushProgress: Sync {
-    /// It is settled how the registry comes to a layer; of one to send, `blob` has only what is known.
-    fn layer(&self, _number: usize, _count: usize, _how: How, _blob: Option<(&str, u64)>) {}
-    /// So many bytes of a layer's blob were sent; fewer than before if it had to begin again.
-    fn sent(&self, _number: usize, _bytes: u64) {}
-}
-
-/// Tells nobody.
-impl PushProgress for () {}
 
 /// How a registry came to a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -127,7 +115,7 @@ pub fn push(
     exported: Exported<'_>,
     to: &Reference,
     options: &PushOptions,
-    progress: &dyn PushProgress,
+    task: &Task,
 ) -> Result<PushReport, ExportError> {
     let started = Instant::now();
     let Some(tag) = to.tag() else {
@@ -140,9 +128,10 @@ pub fn push(
     let refs = domain.readable_refs().unwrap_or_default();
     let known = Known::of(&image, exported.record, &refs, to);
     let others: Vec<_> = known.places().into_iter().collect();
-    let stop = options.stop.clone();
-    let repository = Repository::for_push(to, &options.registry, &others, stop.clone());
-    let push = Push { image, lease, known, repository, progress };
+    // One layer that fails ends the others.
+    let own = task.cancelled_by(task.cancel.child());
+    let repository = Repository::for_push(to, &options.registry, &others, own);
+    let push = Push { image, lease, known, repository, task, sent: Mutex::default() };
     let outcome = push.layers(options).and_then(|layers| {
         let report = push.publish(tag, &layers)?;
         if let Some(name) = exported.name {
@@ -150,10 +139,8 @@ pub fn push(
         }
         Ok(report)
     });
-    let mut report = outcome.map_err(|error| match error {
-        ExportError::Registry(RegistryError::GivenUp) => ExportError::Stopped,
-        other => other,
-    })?;
+    // What fails after it was cancelled fails because of that.
+    let mut report = outcome.map_err(|error| task.reason(error))?;
     report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     Ok(report)
 }
@@ -322,7 +309,9 @@ struct Push<'a> {
     lease: Lease<'a>,
     known: Known,
     repository: Repository,
-    progress: &'a dyn PushProgress,
+    task: &'a Task,
+    /// Bytes that were sent of each layer.
+    sent: Mutex<BTreeMap<usize, u64>>,
 }
 
 /// A layer that the registry has.
@@ -363,7 +352,7 @@ impl Push<'_> {
                 let (work, next, done, failed) = (&work, &next, &done, &failed);
                 move || {
                     while let Some(&number) = work.get(next.fetch_add(1, Ordering::Relaxed))
-                        && !stop.load(Ordering::Relaxed)
+                        && !stop.is_cancelled()
                     {
                         match self.layer(scope, &compressors, compression, number) {
                             Ok(layer) => {
@@ -375,7 +364,7 @@ impl Push<'_> {
                                     failed.lock().unwrap_or_else(PoisonError::into_inner);
                                 // What fails afterwards does so because it was given up.
                                 failed.get_or_insert(error);
-                                stop.store(true, Ordering::Relaxed);
+                                stop.cancel();
                             }
                         }
                     }
@@ -387,7 +376,7 @@ impl Push<'_> {
         }
         let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         let all = same.iter().map(|number| done.get(number).cloned());
-        all.collect::<Option<_>>().ok_or(ExportError::Stopped)
+        all.collect::<Option<_>>().ok_or(ExportError::Cancelled(Cancelled))
     }
 
     /// Brings one layer there.
@@ -398,10 +387,9 @@ impl Push<'_> {
         compression: Compression,
         number: usize,
     ) -> Result<Done, ExportError> {
-        let count = self.image.layers.len();
         let known = |blob: &KnownBlob, how| {
             let digest = blob.digest.to_string();
-            self.progress.layer(number, count, how, Some((&digest, blob.size)));
+            self.tell_layer(number, how, Some((&digest, blob.size)));
             Done {
                 blob: Descriptor {
                     media_type: blob.media_type.clone(),
@@ -435,7 +423,7 @@ impl Push<'_> {
         }
         let layer = &self.image.layers[number];
         self.image.check_splits([layer])?;
-        self.progress.layer(number, count, How::Sent, None);
+        self.tell_layer(number, How::Sent, None);
         let making = Making { push: self, scope, compressors: compressors.clone(), layer };
         let (packed, how) = self.upload(&making, number, session)?;
         Ok(Done {
@@ -447,6 +435,23 @@ impl Push<'_> {
             diff_id: packed.diff_id,
             how,
         })
+    }
+
+    fn tell_layer(&self, index: usize, how: How, blob: Option<(&str, u64)>) {
+        let state = match how {
+            How::There => LayerState::There,
+            How::Mounted => LayerState::Mounted,
+            How::Sent => LayerState::Sent,
+        };
+        self.task.tell(Event::Layer { index, count: self.image.layers.len(), state, blob });
+    }
+
+    /// Tells how much of all layers was sent; `bytes` of this one, fewer than before if it began again.
+    fn tell_sent(&self, number: usize, bytes: u64) {
+        let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        sent.insert(number, bytes);
+        let (bytes, items) = (sent.values().sum(), sent.len() as u64);
+        self.task.tell(Event::Done { bytes, bytes_total: None, items, items_total: None });
     }
 
     /// Makes a layer's blob and sends it, again and again if need be.
@@ -602,11 +607,11 @@ impl Upload<'_, '_> {
         }
         let mut session = self.session()?;
         let mut sent = session.at();
-        let (progress, number, lease) = (self.push.progress, self.number, &self.push.lease);
+        let (push, number) = (self.push, self.number);
         let mut count = |bytes| {
             sent += bytes;
-            lease.renew();
-            progress.sent(number, sent);
+            push.lease.renew();
+            push.tell_sent(number, sent);
         };
         let mut reader = head.chain(&mut pieces);
         let mut body = Body::new(repository, &mut reader, &mut count);
@@ -614,7 +619,9 @@ impl Upload<'_, '_> {
         let at = session.at();
         self.session = Some(session);
         match (pieces.end(), result) {
-            (Err(error), _) if !matches!(error, ExportError::Stopped) => Err(Attempt::Fatal(error)),
+            (Err(error), _) if !matches!(error, ExportError::Cancelled(_)) => {
+                Err(Attempt::Fatal(error))
+            }
             (_, Err(failure)) => Err(failure.into()),
             (Err(error), Ok(())) => Err(Attempt::Fatal(error)),
             (Ok(packed), Ok(())) => {
@@ -655,7 +662,7 @@ impl Upload<'_, '_> {
         let mut sent = 0;
         let mut count = |bytes| {
             sent += bytes;
-            self.push.progress.sent(self.number, sent);
+            self.push.tell_sent(self.number, sent);
         };
         self.push.put_in(&session, &packed.digest, blob, &mut count)?;
         Ok((packed, How::Sent))
@@ -701,15 +708,12 @@ impl<'scope> Making<'_, 'scope, '_> {
                 match &bytes[left_out..] {
                     [] => Ok(()),
                     // Nobody wants it any more.
-                    rest => to_us.send(rest.to_vec()).map_err(|_| ExportError::Stopped),
+                    rest => to_us.send(rest.to_vec()).map_err(|_| Cancelled.into()),
                 }
             };
             let writer = BlobWriter::new(&compressors, &mut sink);
             let stop = push.repository.stop();
-            push.image.write_layer(layer, writer, &mut |_| match stop.load(Ordering::Relaxed) {
-                true => Err(ExportError::Stopped),
-                false => Ok(()),
-            })
+            push.image.write_layer(layer, writer, stop, &mut |_| ())
         })?;
         Ok(Pieces { pieces, current: Vec::new(), at: 0, maker })
     }
@@ -724,10 +728,10 @@ struct Pieces<'scope> {
 }
 
 impl Pieces<'_> {
-    /// What it is, if all of it was taken. [`ExportError::Stopped`] if not.
+    /// What it is, if all of it was taken. [`ExportError::Cancelled`] if not.
     fn end(self) -> Result<LayerBlob, ExportError> {
         drop(self.pieces);
-        self.maker.join().unwrap_or(Err(ExportError::Stopped))
+        self.maker.join().unwrap_or(Err(Cancelled.into()))
     }
 }
 

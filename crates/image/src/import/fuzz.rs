@@ -7,13 +7,13 @@
 
 use std::io::Read;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, EXTERNAL_MAX, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_store::Digest;
+use cofolio_store::task::Cancel;
 
 use crate::compose::merge;
 use crate::digest::BlobDigest;
@@ -273,7 +273,7 @@ pub fn tar_split(data: &[u8]) {
 struct InMemory(Arc<[u8]>);
 
 impl Bytes for InMemory {
-    fn open(&self, _: &BlobDigest, _: u64, _: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+    fn open(&self, _: &BlobDigest, _: u64, _: Option<&Cancel>) -> Box<dyn Read + Send> {
         Box::new(std::io::Cursor::new(self.0.clone()))
     }
 }

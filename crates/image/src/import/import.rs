@@ -8,14 +8,13 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
+use cofolio_store::task::{Event, LayerState, Phase, Task};
 use cofolio_store::{
-    Backend, Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
-    StoredFile,
+    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats, StoredFile,
 };
 use serde::Serialize;
 
 use super::{ImportOptions, Limits};
-use crate::compose::base::{Based, find_bases};
 use crate::compose::merge::{self, Hidden, MergeError};
 use crate::digest::{BlobDigest, ChainId, DiffId, NoDigest};
 use crate::error::TrustError;
@@ -28,7 +27,6 @@ use crate::layer::objects::Workers;
 use crate::layer::unpack::{
     Counts, Shared, Unpacked, commit_error, dumped, keep, known_layer, objects, store_error, unpack,
 };
-use crate::progress::{LayerStart, Phase, Progress};
 use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
 use crate::source::manifest::is_whole_name;
@@ -72,12 +70,6 @@ pub struct ImportReport {
     /// Names left out because they belong to sockets in use, or to filesystems mounted below a
     /// directory that was to be imported without them.
     pub skipped: u64,
-    /// Images, this one or others, that are mounted over a base from now on.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub based: Vec<Based>,
-    /// Why it shares no base with the images that it has layers in common with, if that went wrong.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub not_based: Option<String>,
     /// How long it took, in milliseconds.
     pub duration_ms: u64,
 }
@@ -103,8 +95,6 @@ pub struct LayerReport {
 
 /// Imports an image into a domain and publishes it as a ref.
 ///
-/// Where images are mounted over bases, it and those that have layers in common with it get one.
-///
 /// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id is
 /// known is not unpacked again, and an object that is known not written again.
 ///
@@ -114,21 +104,16 @@ pub fn import(
     domain: &Domain,
     source: &Source,
     options: &ImportOptions,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
     let started = Instant::now();
     options.name.as_deref().map_or(Ok(()), check_name)?;
-    let mut report = match source {
-        Source::Directory { path } => import_directory(domain, path, source, options, progress)?,
-        _ => import_image(domain, source, options, progress)?,
+    let imported = match source {
+        Source::Directory { path } => import_directory(domain, path, source, options, task),
+        _ => import_image(domain, source, options, task),
     };
-    if options.repair.is_none() && domain.backend()? == Backend::Overlay {
-        // The image is here, whatever comes of this.
-        match find_bases(domain, &report.image) {
-            Ok(based) => report.based = based,
-            Err(error) => report.not_based = Some(error.to_string()),
-        }
-    }
+    // What fails after it was cancelled fails because of that.
+    let mut report = imported.map_err(|error| task.reason(error))?;
     report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     Ok(report)
 }
@@ -141,13 +126,13 @@ fn worth_another_try(error: &ImportError) -> bool {
 /// Retries once under the lock, trusting no cached layer. `attempt` hears whether it is the second try.
 fn twice(
     attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
     attempt(false).or_else(|error| {
         if !worth_another_try(&error) {
             return Err(error);
         }
-        progress.phase(Phase::Again);
+        task.tell(Event::Phase(Phase::Again));
         attempt(true)
     })
 }
@@ -157,35 +142,35 @@ fn import_directory(
     path: &Path,
     source: &Source,
     options: &ImportOptions,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
     let name = name_for(source, None, options)?;
     let attempt = |hold_lock| {
         let staging = begin(domain, options, hold_lock)?;
-        progress.phase(Phase::Unpack);
+        task.tell(Event::Phase(Phase::Unpack));
         let scan = tree_scan::ScanOptions {
             threads: options.threads,
             ..tree_scan::ScanOptions::for_import()
         };
-        let scanned = tree_scan::scan(path, &scan, &staging, progress)?;
+        let scanned = tree_scan::scan(path, &scan, &staging, task)?;
         let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
         let mut record = Ref::new(Digest([0; 32]));
         record.labels = labels(domain, &name, options)?;
         let gate = Gate { options, brought: Vec::new() };
-        finish(staging, &scanned.tree, &Hidden::new(), record, &gate, progress, &mut report)?;
+        finish(staging, &scanned.tree, &Hidden::new(), record, &gate, task, &mut report)?;
         Ok(report)
     };
-    twice(attempt, progress)
+    twice(attempt, task)
 }
 
 fn import_image(
     domain: &Domain,
     source: &Source,
     options: &ImportOptions,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
-    progress.phase(Phase::Resolve);
-    let opened = Opened::open(source, &options.registry)?;
+    task.tell(Event::Phase(Phase::Resolve));
+    let opened = Opened::open(source, &options.registry, task)?;
     let chosen = opened.choose(&options.platform, options.limits.document_bytes)?;
     let called = match &chosen {
         Chosen::Docker { image, .. } => image.repo_tags.as_ref().and_then(|tags| tags.first()),
@@ -203,7 +188,7 @@ fn import_image(
     if let Some(record) = &known {
         damage = damage_of(domain, record)?;
         if damage.is_empty()
-            && let Some(report) = publish_known(domain, source, &name, record, &gate, progress)?
+            && let Some(report) = publish_known(domain, source, &name, record, &gate, task)?
         {
             return Ok(report);
         }
@@ -220,7 +205,7 @@ fn import_image(
         };
         let staging = Arc::new(begin(domain, options, again)?);
         let (tree, hidden) =
-            build(&staging, &image, options, opened.jobs(), !again, progress, &mut report)?;
+            build(&staging, &image, options, opened.jobs(), !again, task, &mut report)?;
         let staging = Arc::into_inner(staging)
             .ok_or_else(|| ImportError::Image { what: "the staging is still in use".into() })?;
         let mut record = Ref::new(Digest([0; 32]));
@@ -230,19 +215,19 @@ fn import_image(
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &tree, &hidden, record, gate, progress, &mut report)?;
+        finish(staging, &tree, &hidden, record, gate, task, &mut report)?;
         Ok(report)
     };
     if let Some(record) = known.filter(|_| !damage.is_empty()) {
         let options = ImportOptions { repair: Some(damage), ..options.clone() };
         let mended = attempt(&Gate { options: &options, brought: Vec::new() }, false)?;
         if damage_of(domain, &record)?.is_empty()
-            && publish_known(domain, source, &name, &record, &gate, progress)?.is_some()
+            && publish_known(domain, source, &name, &record, &gate, task)?.is_some()
         {
             return Ok(mended);
         }
     }
-    twice(|again| attempt(&gate, again), progress)
+    twice(|again| attempt(&gate, again), task)
 }
 
 /// Where the image is to be had again.
@@ -344,9 +329,9 @@ fn publish_known(
     name: &str,
     record: &Ref,
     gate: &Gate<'_>,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<Option<ImportReport>, ImportError> {
-    progress.phase(Phase::Commit);
+    task.tell(Event::Phase(Phase::Commit));
     let mut record =
         Ref { source: in_registry(source).or(record.source.clone()), ..record.clone() };
     let signatures = gate.admit(domain, name, &record)?;
@@ -422,8 +407,6 @@ fn empty_report(name: &str) -> ImportReport {
         image_bytes: 0,
         foreign_xattrs: 0,
         skipped: 0,
-        based: Vec::new(),
-        not_based: None,
         duration_ms: 0,
     }
 }
@@ -456,12 +439,13 @@ fn build(
     options: &ImportOptions,
     jobs: Option<usize>,
     trust_known: bool,
-    progress: &dyn Progress,
+    task: &Task,
     report: &mut ImportReport,
 ) -> Result<(Tree, Hidden), ImportError> {
-    progress.phase(Phase::Unpack);
+    task.tell(Event::Phase(Phase::Unpack));
     let Limits { uncompressed_bytes, ratio_from_bytes, ratio, .. } = options.limits;
-    let budget = Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1));
+    let budget =
+        Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1), task.cancel.child());
     let entries = AtomicU64::new(0);
     let shared = Shared {
         budget: &budget,
@@ -475,8 +459,7 @@ fn build(
     // Some of them wait for the disk.
     let writers = (threads * 2).clamp(1, 8);
     let at_a_time = jobs.unwrap_or(threads.clamp(1, 4));
-    let on_read: Vec<_> =
-        (0..count).map(|index| move |bytes: u64| progress.bytes(index, bytes)).collect();
+    let on_read = |bytes| task.tell(Event::Read(bytes));
 
     std::thread::scope(|scope| {
         let workers = Workers::start(scope, writers)?;
@@ -489,7 +472,7 @@ fn build(
             // Layers begin in order, and few at a time.
             while running.len() < at_a_time {
                 let Some((index, layer)) = waiting.next() else { break };
-                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
+                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read);
                 let chain_id = layer.chain_id.to_string();
                 let damage = options.repair.as_ref();
                 let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
@@ -499,13 +482,10 @@ fn build(
                     && !damaged
                     && domain.has_layer(&chain_id)?
                     && (damage.is_some() || domain.has_split(&chain_id)?);
-                progress.layer(&LayerStart {
-                    index,
-                    count,
-                    digest: &layer.blob.digest.to_string(),
-                    size: layer.blob.size,
-                    known,
-                });
+                let state = if known { LayerState::Known } else { LayerState::Read };
+                let digest = layer.blob.digest.to_string();
+                let blob = Some((digest.as_str(), layer.blob.size));
+                task.tell(Event::Layer { index, count, state, blob });
                 let started = spawn(scope, move || {
                     let result = (|| -> Result<_, ImportError> {
                         let there =
@@ -577,7 +557,6 @@ fn build(
             if result.is_err() {
                 return Err(reason(&budget));
             }
-            progress.layer_done(done);
             done += 1;
         }
         Ok((merged, hidden))
@@ -617,10 +596,10 @@ fn finish(
     hidden: &Hidden,
     mut record: Ref,
     gate: &Gate<'_>,
-    progress: &dyn Progress,
+    task: &Task,
     report: &mut ImportReport,
 ) -> Result<(), ImportError> {
-    progress.phase(Phase::Image);
+    task.tell(Event::Phase(Phase::Image));
     let mut writer = staging.image_writer()?;
     let written =
         write::write(tree, &WriteOptions::default(), &mut writer).map_err(|e| match e {
@@ -640,7 +619,7 @@ fn finish(
         true => gate.admit(&domain, &report.name, &record)?,
         false => Vec::new(),
     };
-    progress.phase(Phase::Commit);
+    task.tell(Event::Phase(Phase::Commit));
     let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
     let publish = match whole {
         true => Publish::named(report.name.clone(), record),

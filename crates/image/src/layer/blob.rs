@@ -14,10 +14,12 @@
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Scope;
+
+use cofolio_store::task::Cancel;
 
 use crate::digest::{BlobDigest, BlobHasher};
 use crate::error::ImportError;
@@ -46,8 +48,9 @@ pub(crate) struct Blob {
 /// Where blobs are. A reader gives the bytes from the first to the last; what went wrong in getting them
 /// may travel in its errors as a [`RegistryError`].
 pub(crate) trait Content: fmt::Debug + Send + Sync {
-    /// Begins to read a blob. A reader that waits does so no longer once `stop` is set.
-    fn open(&self, digest: &BlobDigest, size: u64, stop: Arc<AtomicBool>) -> Box<dyn Read + Send>;
+    /// Begins to read a blob. A reader ends soon after `stop` (else what the source is opened with) is
+    /// cancelled.
+    fn open(&self, digest: &BlobDigest, size: u64, stop: Option<&Cancel>) -> Box<dyn Read + Send>;
 }
 
 impl Blob {
@@ -55,7 +58,7 @@ impl Blob {
         Self { digest, size, content }
     }
 
-    pub(crate) fn open(&self, stop: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+    pub(crate) fn open(&self, stop: Option<&Cancel>) -> Box<dyn Read + Send> {
         self.content.open(&self.digest, self.size, stop)
     }
 
@@ -73,7 +76,7 @@ impl Blob {
             });
         }
         let mut content = Vec::new();
-        let mut reader = self.open(Arc::default());
+        let mut reader = self.open(None);
         reader.read_to_end(&mut content).map_err(|e| self.failed(0, e))?;
         if content.len() as u64 != self.size {
             return Err(self.corrupt(content.len() as u64, "ends early".into()));
@@ -113,20 +116,20 @@ pub(crate) struct Budget {
     /// Uncompressed bytes for one compressed byte.
     pub(crate) ratio_max: u64,
     used: AtomicU64,
-    /// Set when one layer failed: the others need not go on.
-    stop: Arc<AtomicBool>,
+    /// Cancelled with the import, or when one layer failed: the others need not go on.
+    stop: Cancel,
     /// Why the first one failed; what the others say then is only a consequence.
     reason: Mutex<Option<ImportError>>,
 }
 
 impl Budget {
-    pub(crate) fn new(total_max: u64, ratio_from: u64, ratio_max: u64) -> Self {
+    pub(crate) fn new(total_max: u64, ratio_from: u64, ratio_max: u64, stop: Cancel) -> Self {
         Self {
             total_max,
             ratio_from,
             ratio_max,
             used: AtomicU64::new(0),
-            stop: Arc::default(),
+            stop,
             reason: Mutex::new(None),
         }
     }
@@ -134,14 +137,14 @@ impl Budget {
     /// Has all layers stop, and keeps the reason if it is the first.
     pub(crate) fn stop(&self, reason: ImportError) {
         let mut first = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.stop.swap(true, Ordering::Relaxed) {
+        if self.stop.cancel() {
             *first = Some(reason);
         }
     }
 
     /// Whether a layer has failed.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
+        self.stop.is_cancelled()
     }
 
     /// Why the first layer failed that did.
@@ -413,7 +416,7 @@ fn unpack(
     on_read: OnRead<'_>,
     to_parser: &SyncSender<Result<Message, ImportError>>,
 ) -> Result<Option<BlobDigest>, ImportError> {
-    let inner = blob.open(budget.stop.clone());
+    let inner = blob.open(Some(&budget.stop));
     let tap = Tap { inner, hasher: Some(blob.digest.hasher()), count: 0, on_read };
     let mut unpacker = Unpacker::new(tap).map_err(|e| blob.failed(0, e))?;
     // The blob's digest is the diff-id of a layer that is not compressed (and diff-ids are SHA-256).
@@ -480,7 +483,7 @@ fn chunks(
                 option: "ratio",
             });
         }
-        if budget.stop.load(Ordering::Relaxed) || !send(chunk) {
+        if budget.stop.is_cancelled() || !send(chunk) {
             return Ok(None);
         }
     }

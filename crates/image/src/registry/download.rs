@@ -2,9 +2,9 @@
 
 use std::io::{self, Read};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use cofolio_store::task::Cancel;
 use ureq::BodyReader;
 use ureq::http::Method;
 
@@ -27,7 +27,7 @@ pub(crate) struct Download {
     repository: Arc<Repository>,
     digest: String,
     size: u64,
-    stop: Arc<AtomicBool>,
+    stop: Cancel,
     /// How far we are.
     at: u64,
     body: Option<Connection>,
@@ -67,19 +67,14 @@ impl std::fmt::Debug for Download {
 }
 
 impl Download {
-    pub(crate) fn new(
-        repository: Arc<Repository>,
-        digest: &str,
-        size: u64,
-        stop: Arc<AtomicBool>,
-    ) -> Self {
+    pub(crate) fn new(repository: Arc<Repository>, digest: &str, size: u64, stop: &Cancel) -> Self {
         let endpoints = repository.order();
-        let tries = repository.tries(endpoints[0], &stop);
+        let tries = repository.tries(endpoints[0], stop);
         Self {
             repository,
             digest: digest.to_owned(),
             size,
-            stop,
+            stop: stop.clone(),
             at: 0,
             body: None,
             endpoints,

@@ -28,9 +28,7 @@ mod upload;
 mod url;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) use pace::Failure;
@@ -66,34 +64,6 @@ pub struct RegistryOptions {
     /// Directories with a directory for each host: `*.crt` are further authorities, `*.cert` with
     /// `*.key` is what to show of ourselves. Default: `/etc/containers/certs.d`, `/etc/docker/certs.d`.
     pub certs_dirs: Vec<PathBuf>,
-    /// Hears why something is tried again, in words for people. Default: nobody.
-    pub remark: Remark,
-}
-
-/// Somebody who hears remarks; called from several threads.
-#[derive(Clone, Default)]
-pub struct Remark(Option<Arc<Hear>>);
-
-type Hear = dyn Fn(&str) + Send + Sync;
-
-impl Remark {
-    /// Tells them to `hear`.
-    #[must_use]
-    pub fn to(hear: impl Fn(&str) + Send + Sync + 'static) -> Self {
-        Self(Some(Arc::new(hear)))
-    }
-
-    fn tell(&self, what: impl FnOnce() -> String) {
-        if let Some(hear) = &self.0 {
-            hear(&what());
-        }
-    }
-}
-
-impl fmt::Debug for Remark {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "Remark(…)" } else { "Remark(nobody)" })
-    }
 }
 
 /// What is particular about one registry.
@@ -119,7 +89,6 @@ impl Default for RegistryOptions {
             rate_min: 1024,
             auth_files: Self::auth_files_of_environment(),
             certs_dirs: vec!["/etc/containers/certs.d".into(), "/etc/docker/certs.d".into()],
-            remark: Remark::default(),
         }
     }
 }

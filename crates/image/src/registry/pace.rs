@@ -1,11 +1,12 @@
 //! How fast and how often: the limit on bytes per second, and the pauses between tries.
 
 use std::hash::{BuildHasher, Hasher};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{RegistryOptions, Remark};
+use cofolio_store::task::{Cancel, Event, Task};
+
+use super::RegistryOptions;
 use crate::error::RegistryError;
 
 /// How long a sleeper goes without looking whether it is still wanted.
@@ -34,7 +35,7 @@ impl Limiter {
     }
 
     /// Says that `bytes` were read; returns when that was in order.
-    pub(crate) fn take(&self, bytes: usize, stop: &AtomicBool) -> Result<(), RegistryError> {
+    pub(crate) fn take(&self, bytes: usize, stop: &Cancel) -> Result<(), RegistryError> {
         if self.rate == 0 {
             return Ok(());
         }
@@ -119,15 +120,14 @@ pub(crate) struct Tries {
     max: u32,
     pause: Duration,
     pause_max: Duration,
-    remark: Remark,
-    stop: Arc<AtomicBool>,
+    /// What hears why it is tried again, and ends the waiting.
+    task: Task,
 }
 
 impl Tries {
-    pub(crate) fn new(options: &RegistryOptions, stop: Arc<AtomicBool>) -> Self {
+    pub(crate) fn new(options: &RegistryOptions, task: Task) -> Self {
         let RegistryOptions { tries_max, pause, pause_max, .. } = *options;
-        let remark = options.remark.clone();
-        Self { count: 0, max: tries_max.max(1), pause, pause_max, remark, stop }
+        Self { count: 0, max: tries_max.max(1), pause, pause_max, task }
     }
 
     /// It got on: what failed before does not count any more.
@@ -149,16 +149,17 @@ impl Tries {
         let pause = failure.pause.map_or(own, |asked| asked.max(own).min(self.pause_max));
         let (next, of) = (self.count + 1, self.max);
         let seconds = pause.as_secs_f32();
-        self.remark.tell(|| format!("{}; try {next} of {of} in {seconds:.1} s", failure.error));
-        sleep(pause, &self.stop)
+        let remark = format!("{}; try {next} of {of} in {seconds:.1} s", failure.error);
+        self.task.tell(Event::Remark(&remark));
+        sleep(pause, &self.task.cancel)
     }
 }
 
 /// Sleeps, unless nobody waits for it any more.
-fn sleep(how_long: Duration, stop: &AtomicBool) -> Result<(), RegistryError> {
+fn sleep(how_long: Duration, stop: &Cancel) -> Result<(), RegistryError> {
     let end = Instant::now() + how_long;
     loop {
-        if stop.load(Ordering::Relaxed) {
+        if stop.is_cancelled() {
             return Err(RegistryError::GivenUp);
         }
         match end.saturating_duration_since(Instant::now()) {
@@ -190,8 +191,8 @@ mod tests {
             pause_max: Duration::from_millis(4),
             ..RegistryOptions::default()
         };
-        let stop = Arc::new(AtomicBool::new(false));
-        let mut tries = Tries::new(&options, stop.clone());
+        let task = Task::default();
+        let mut tries = Tries::new(&options, task.clone());
         for _ in 0..10 {
             tries.wait(failure()).expect("first");
             tries.wait(failure()).expect("second");
@@ -202,10 +203,10 @@ mod tests {
         tries.wait(failure()).expect("second");
         let error = tries.wait(failure()).expect_err("third");
         assert_eq!(error.to_string(), "u: w (tried 3 times)");
-        let mut tries = Tries::new(&RegistryOptions::default(), stop.clone());
+        let mut tries = Tries::new(&RegistryOptions::default(), task.clone());
         let refused = Failure { again: false, ..failure() };
         assert_eq!(tries.wait(refused).expect_err("at once").to_string(), "u: w");
-        stop.store(true, Ordering::Relaxed);
+        task.cancel.cancel();
         assert!(matches!(tries.wait(failure()), Err(RegistryError::GivenUp)));
     }
 

@@ -131,7 +131,7 @@ impl Members {
         }
         let blob = file::in_file(diff_id.as_blob().clone(), self.file.clone(), offset, size);
         let mut hasher = BlobHasher::new();
-        let mut section = blob.open(Arc::default());
+        let mut section = blob.open(None);
         let mut buffer = vec![0; 1 << 17];
         loop {
             match section.read(&mut buffer).map_err(|e| io_error(&self.path, e))? {

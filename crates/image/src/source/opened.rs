@@ -13,6 +13,8 @@ use super::manifest::{
 };
 use super::members::Members;
 use super::{Source, file, io_error, remote};
+use cofolio_store::task::Task;
+
 use crate::digest::{BlobDigest, ChainId, DiffId};
 use crate::error::{EngineError, ImportError};
 use crate::layer::FoundLayer;
@@ -73,7 +75,11 @@ pub(crate) enum Chosen {
 
 impl Opened {
     /// Opens a layout or archive, or gets ready to ask a registry.
-    pub(crate) fn open(source: &Source, registry: &RegistryOptions) -> Result<Self, ImportError> {
+    pub(crate) fn open(
+        source: &Source,
+        registry: &RegistryOptions,
+        task: &Task,
+    ) -> Result<Self, ImportError> {
         let (path, tag, docker) = match source {
             Source::Directory { path } => {
                 return Err(ImportError::Source {
@@ -92,7 +98,7 @@ impl Opened {
                 return Ok(Self {
                     path: reference.to_string().into(),
                     tag: None,
-                    blobs: Blobs::Registry(Repository::open(reference, registry)?),
+                    blobs: Blobs::Registry(Repository::open(reference, registry, task)?),
                     docker: false,
                 });
             }

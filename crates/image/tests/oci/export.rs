@@ -2,17 +2,18 @@
 //! byte by [`Bench::layers`], so by all tests that import any; here is the rest.
 
 use std::fs;
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::export::{
     Compression, Destination, ExportError, ExportOptions, Exported, export,
 };
 use cofolio_image::import::ImportOptions;
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::{Cancel, Cancelled, Task};
 use cofolio_store::{Digest, FsckOptions, GcOptions, RootKind};
 use serde_json::Value;
 
@@ -92,9 +93,7 @@ fn an_image_comes_out_as_itself() {
             let path = bench.path(&format!("out-{threads}"));
             let destination = Destination::Layout { path: path.clone(), tag: None };
             let options = ExportOptions { compression, threads, ..Default::default() };
-            let again = export(&bench.domain, exported, &destination, &options, &mut |_| {
-                ControlFlow::Continue(())
-            });
+            let again = export(&bench.domain, exported, &destination, &options, &Task::default());
             assert_eq!(again.unwrap().manifest, report.manifest);
             fs::remove_dir_all(path).unwrap();
         }
@@ -159,9 +158,7 @@ fn altered_content_is_not_given_out() {
         Destination::DockerArchive { path: out.join("docker"), tag: None },
     ] {
         let options = ExportOptions::default();
-        let result = export(&bench.domain, exported, &destination, &options, &mut |_| {
-            ControlFlow::Continue(())
-        });
+        let result = export(&bench.domain, exported, &destination, &options, &Task::default());
         match result {
             Err(ExportError::Object { digest, user, .. }) => {
                 assert_eq!(digest, text);
@@ -174,12 +171,15 @@ fn altered_content_is_not_given_out() {
     // The same when the caller wants it to end.
     damage(&path, |path| fs::write(path, "text").unwrap());
     let destination = Destination::Layout { path: out.join("layout"), tag: None };
-    let mut calls = 0;
-    let result = export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
-        calls += 1;
-        if calls > 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    let (cancel, calls) = (Cancel::default(), AtomicU64::new(0));
+    let cancels = cancel.clone();
+    let task = Task::new(cancel, move |_| {
+        if calls.fetch_add(1, Ordering::Relaxed) == 3 {
+            cancels.cancel();
+        }
     });
-    assert!(matches!(result, Err(ExportError::Stopped)), "{result:?}");
+    let result = export(&bench.domain, exported, &destination, &Default::default(), &task);
+    assert!(matches!(result, Err(ExportError::Cancelled(Cancelled))), "{result:?}");
     assert_eq!(names(&out), [""; 0]);
 }
 
@@ -192,17 +192,18 @@ fn garbage_is_collected_while_an_export_runs() {
     let record = bench.domain.get_ref("image").unwrap().unwrap();
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
     let destination = Destination::Layout { path: bench.path("out"), tag: None };
-    let mut leases = 0;
-    export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
-        if leases == 0 {
-            leases = bench.domain.roots(RootKind::Lease).unwrap().len();
-            bench.domain.remove_ref("image").unwrap();
-            let options = GcOptions { wait: false, now: record.created + 60, ..Default::default() };
-            bench.domain.gc(&ImageContents, &|| Ok(Vec::new()), &options).unwrap();
+    let leases = Arc::new(AtomicU64::new(0));
+    let (domain, seen, created) = (bench.domain.clone(), leases.clone(), record.created);
+    let task = Task::new(Cancel::default(), move |_| {
+        if seen.load(Ordering::Relaxed) == 0 {
+            seen.store(domain.roots(RootKind::Lease).unwrap().len() as u64, Ordering::Relaxed);
+            domain.remove_ref("image").unwrap();
+            let options = GcOptions { wait: false, now: created + 60, ..Default::default() };
+            domain.gc(&ImageContents, &|| Ok(Vec::new()), &options).unwrap();
         }
-        ControlFlow::Continue(())
-    })
-    .unwrap();
+    });
+    export(&bench.domain, exported, &destination, &Default::default(), &task).unwrap();
+    let leases = leases.load(Ordering::Relaxed);
     assert_eq!((leases, bench.domain.roots(RootKind::Lease).unwrap().len()), (1, 0));
     gc(&bench);
     assert_eq!(bench.domain.images().unwrap(), []);
@@ -256,7 +257,8 @@ fn layers_without_a_split_get_one_with_the_next_import() {
     damage_split(&file);
     let damage = bench.domain.damage(&fsck(), &ImageContents).unwrap();
     let options = ImportOptions { repair: Some(damage), ..ImportOptions::default() };
-    let report = cofolio_image::import::import(&bench.domain, &layout.source(), &options, &Silent);
+    let report =
+        cofolio_image::import::import(&bench.domain, &layout.source(), &options, &Task::default());
     assert!(report.unwrap().layers[0].known);
     assert_eq!(fsck().findings, []);
     bench.export("image", &bench.path("repaired"), Compression::None).unwrap();
@@ -326,9 +328,7 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
         let record = bench.domain.get_ref(name).unwrap().unwrap();
         let exported = Exported { image: &record.image, record: Some(&record), name: None };
         let destination = Destination::Layout { path: to.clone(), tag: Some(tag.into()) };
-        export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
-            ControlFlow::Continue(())
-        })
+        export(&bench.domain, exported, &destination, &Default::default(), &Task::default())
     };
     let tags = || {
         let index: Value =
@@ -354,9 +354,9 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
         let record = bench.domain.get_ref(name).unwrap().unwrap();
         let exported = Exported { image: &record.image, record: Some(&record), name: None };
         let destination = Destination::Layout { path: bench.path("unnamed"), tag: None };
-        let mut go_on = |_| ControlFlow::Continue(());
+
         let options = ExportOptions::default();
-        export(&bench.domain, exported, &destination, &options, &mut go_on).unwrap().manifest
+        export(&bench.domain, exported, &destination, &options, &Task::default()).unwrap().manifest
     };
     let digests = [unnamed("one"), unnamed("two"), unnamed("two")];
     let index = fs::read(bench.path("unnamed").join("index.json")).unwrap();
@@ -455,10 +455,7 @@ fn what_a_killed_export_left_goes_with_the_next() {
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
     let to = |path| Destination::Archive { path, tag: None };
     let options = ExportOptions::default();
-    export(&bench.domain, exported, &to(out.join("a.tar")), &options, &mut |_| {
-        ControlFlow::Continue(())
-    })
-    .unwrap();
+    export(&bench.domain, exported, &to(out.join("a.tar")), &options, &Task::default()).unwrap();
     let expected = [
         ".a.tar".to_owned(),
         format!(".a.tar.cofolio-{}", dead - 2),
@@ -504,10 +501,7 @@ fn archives_are_read_again() {
         for _ in 0..2 {
             // The second time over the first.
             let options = ExportOptions { replace: true, ..Default::default() };
-            export(&bench.domain, exported, &destination, &options, &mut |_| {
-                ControlFlow::Continue(())
-            })
-            .unwrap();
+            export(&bench.domain, exported, &destination, &options, &Task::default()).unwrap();
         }
         let other = Bench::new();
         assert_eq!(other.import(&source).unwrap().image, image, "{source:?}");

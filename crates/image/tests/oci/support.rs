@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::Write as _;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -15,8 +14,8 @@ use cofolio_image::export::{
     Compression, Destination, ExportError, ExportOptions, ExportReport, Exported, export,
 };
 use cofolio_image::import::{ImportOptions, ImportReport, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::Task;
 use cofolio_store::{DEFAULT_DOMAIN, Digest, Domain, InitOptions, Store};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -286,7 +285,7 @@ impl Bench {
     }
 
     pub fn import(&self, source: &Source) -> Result<ImportReport, ImportError> {
-        import(&self.domain, source, &ImportOptions::default(), &Silent)
+        import(&self.domain, source, &ImportOptions::default(), &Task::default())
     }
 
     /// Imports an image of these layers and looks at it. Whatever the layers are: each of them must come out
@@ -310,7 +309,7 @@ impl Bench {
             Exported { image: &record.image, record: Some(&record), name: Some("exported:1") };
         let destination = Destination::Layout { path: to.to_owned(), tag: None };
         let options = ExportOptions { compression, threads: 2, ..Default::default() };
-        export(&self.domain, exported, &destination, &options, &mut |_| ControlFlow::Continue(()))
+        export(&self.domain, exported, &destination, &options, &Task::default())
     }
 
     fn check_export(&self, report: &ImportReport, layers: &[Blob]) {

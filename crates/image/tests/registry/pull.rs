@@ -80,7 +80,7 @@ fn platforms_tags_and_digests_lead_to_the_image() {
             &bench.domain,
             &source,
             &options,
-            &cofolio_image::progress::Silent,
+            &cofolio_store::task::Task::default(),
         )
     };
     let by_tag = get(&app(fake.address)).unwrap();

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cofolio_image::export::{Compression, ExportError, How, PushOptions, PushReport};
-use cofolio_image::registry::{RegistryOptions, Remark};
+use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
 use cofolio_store::RootKind;
+use cofolio_store::task::{Cancel, Event, Task};
 use serde_json::Value;
 
 use crate::server::{Answer, Asked, Cutter, Fake};
@@ -65,7 +66,8 @@ fn what_is_not_there_is_sent_once() {
         let bench = with_image(&layers);
         let fake = Fake::honest();
         let options = PushOptions { compression, registry: options(), ..PushOptions::default() };
-        let report = push_with(&bench, "image", &app(fake.address), &options).unwrap();
+        let report =
+            push_with(&bench, "image", &app(fake.address), &options, &Task::default()).unwrap();
         assert_eq!(how(&report), [How::Sent; 4]);
         assert!(!report.original);
         for (layer, blob) in report.layers.iter().zip(&layers) {
@@ -83,13 +85,14 @@ fn what_is_not_there_is_sent_once() {
         let config = |bench: &Bench| bench.domain.refs().unwrap().remove(0).1.config;
         assert_eq!(config(&bench), config(&other));
 
-        let again = push_with(&bench, "image", &app(fake.address), &options).unwrap();
+        let again =
+            push_with(&bench, "image", &app(fake.address), &options, &Task::default()).unwrap();
         assert_eq!((&again.manifest, again.known), (&report.manifest, true));
         assert_eq!(how(&again), [How::There; 4]);
         assert_eq!(sent(&fake), sent_first);
         // Another compression does not make another blob of what is there.
         let zstd = PushOptions { compression: Compression::Zstd, ..options };
-        push_with(&bench, "image", &app(fake.address), &zstd).unwrap();
+        push_with(&bench, "image", &app(fake.address), &zstd, &Task::default()).unwrap();
         assert_eq!(sent(&fake), sent_first);
     }
 }
@@ -135,10 +138,15 @@ fn an_upload_goes_on_where_the_connection_was_cut() {
     let cutter = Cutter::of_uploads(fake.address, 1_000_000, 5);
     let remarks = Arc::new(Mutex::new(Vec::new()));
     let heard = remarks.clone();
-    let remark = Remark::to(move |text| heard.lock().unwrap().push(text.to_owned()));
-    let options = RegistryOptions { tries_max: 3, remark, ..options() };
+    let task = Task::new(Cancel::default(), move |event| {
+        if let Event::Remark(text) = event {
+            heard.lock().unwrap().push(text.to_owned());
+        }
+    });
+    let registry = RegistryOptions { tries_max: 3, ..options() };
+    let options = PushOptions { registry, threads: 2, ..PushOptions::default() };
     let to = app(cutter.address);
-    let report = push(&bench, "image", &to, options).unwrap();
+    let report = push_with(&bench, "image", &to, &options, &task).unwrap();
     let log = fake.log();
     let parts: Vec<&Asked> = log.iter().filter(|asked| asked.method == "PATCH").collect();
     assert!(parts.len() >= 6, "{}", parts.len());
@@ -372,18 +380,18 @@ fn altered_content_is_not_pushed() {
 #[test]
 fn a_push_ends_when_it_is_told_to() {
     let bench = with_image(&[layer(1, 6_000_000)]);
-    let stop = Arc::new(AtomicBool::new(false));
-    let stops = stop.clone();
+    let task = Task::default();
+    let cancel = task.cancel.clone();
     let fake = Fake::new(move |asked, answer| match asked.method == "PATCH" {
         true => {
-            stops.store(true, Ordering::Relaxed);
+            cancel.cancel();
             Answer::error(503, "later")
         }
         false => answer,
     });
-    let options = PushOptions { registry: options(), stop, ..PushOptions::default() };
-    let error = push_with(&bench, "image", &app(fake.address), &options).unwrap_err();
-    assert!(matches!(error, ExportError::Stopped), "{error}");
+    let options = PushOptions { registry: options(), ..PushOptions::default() };
+    let error = push_with(&bench, "image", &app(fake.address), &options, &task).unwrap_err();
+    assert!(matches!(error, ExportError::Cancelled(_)), "{error}");
 }
 
 /// A limited push, which would take hours, is not done after three unlimited ones of the same image.
@@ -397,19 +405,20 @@ fn the_rate_is_limited() {
         }
         answer
     });
-    let stop = Arc::new(AtomicBool::new(false));
+    let task = Task::default();
     let registry = RegistryOptions { rate_max: 100, ..options() };
-    let limited = PushOptions { registry, stop: stop.clone(), ..PushOptions::default() };
+    let limited = PushOptions { registry, ..PushOptions::default() };
+    let to = app(slow.address);
     std::thread::scope(|scope| {
-        let pushed = scope.spawn(|| push_with(&bench, "image", &app(slow.address), &limited));
+        let pushed = scope.spawn(|| push_with(&bench, "image", &to, &limited, &task));
         begun.recv().unwrap();
         for _ in 0..3 {
             let fast = Fake::honest();
             push(&bench, "image", &app(fast.address), options()).unwrap();
         }
-        stop.store(true, Ordering::Relaxed);
+        task.cancel.cancel();
         let error = pushed.join().unwrap().unwrap_err();
-        assert!(matches!(error, ExportError::Stopped), "{error}");
+        assert!(matches!(error, ExportError::Cancelled(_)), "{error}");
     });
 }
 

@@ -12,6 +12,7 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use cofolio_image::export::{Compression, How, PushOptions, PushReport};
 use cofolio_image::registry::RegistryOptions;
+use cofolio_store::task::Task;
 use serde_json::{Value, json};
 
 use crate::server::Cutter;
@@ -385,7 +386,7 @@ fn others_understand_what_was_pushed() {
         record.packed.clear();
         bench.domain.put_ref("image", &record).unwrap();
         let options = PushOptions { compression, registry: options(), ..PushOptions::default() };
-        let report = push_with(&bench, "image", &to, &options).unwrap();
+        let report = push_with(&bench, "image", &to, &options, &Task::default()).unwrap();
         let from = format!("docker://{to}");
         let mut command = Command::new("skopeo");
         let inspected = run(command.args(["inspect", "--tls-verify=false", &from]));

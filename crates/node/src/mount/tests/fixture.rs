@@ -198,8 +198,8 @@ impl Fixture {
     }
 
     fn pack(&self, image: &Digest) {
-        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-        pack(&self.domain, image, &PackOptions::default(), go_on).unwrap();
+        let task = cofolio_store::task::Task::default();
+        pack(&self.domain, image, &PackOptions::default(), &task).unwrap();
     }
 
     /// Another image with the same objects, packed.
