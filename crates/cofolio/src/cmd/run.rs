@@ -262,10 +262,9 @@ fn attend(
     std::io::stdout().flush()?;
     ready.write_all(b".")?;
     drop(ready);
-    // From here on nobody hears of an error.
+    // From here on errors have no reader.
     let _ = cofolio_sys::process::silence();
     let _ = rustix::process::setsid();
-    let _ = std::env::set_current_dir("/");
     let (container, status, _) = running.wait();
     match status {
         Ok(status) if !args.rm => containers.retire(container, status)?,

@@ -139,8 +139,8 @@ impl Containers<'_> {
         };
         let failed = |source| container.failed(source);
         let copies = streams.connect(&mut command).map_err(failed)?;
-        // If we are killed while the runtime starts the container, nobody takes that for one that has
-        // ended: the runtime has the lock as well.
+        // The runtime has the lock as well. If this process is killed while the runtime starts the
+        // container, no other process takes that for one that has ended.
         let lock = container.lock.try_clone().map_err(failed)?;
         cofolio_sys::process::inherit(&mut command, lock);
         Ok((container.record.runtime.spawn(&mut command).map_err(failed)?, copies))

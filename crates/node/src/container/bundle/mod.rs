@@ -298,7 +298,7 @@ pub fn check(dir: &Path, replace: bool) -> Result<()> {
     }
 }
 
-/// Opens a directory that nobody but the caller can change.
+/// Opens a directory that only the caller can change.
 fn open_own(dir: &Path) -> Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = rustix::fs::open(dir, flags, Mode::empty());

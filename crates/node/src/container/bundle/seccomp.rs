@@ -72,7 +72,9 @@ const EPERM: u32 = 1;
 /// [`std::env::consts::ARCH`] names it.
 pub(super) fn profile(architecture: &str) -> Value {
     let architectures: &[&str] = match architecture {
-        "x86_64" => &["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"],
+        // Docker adds x32, which distributions' kernels do not run. Without a cache crun 1.8 compiles the
+        // profile at every start: 2 ms of processor time for x86_64, 7 with x86, 13 with x32 as well.
+        "x86_64" => &["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"],
         "aarch64" => &["SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"],
         // Runtimes take their own.
         _ => &[],
@@ -124,7 +126,7 @@ mod tests {
     #[test]
     fn each_architecture_has_its_32_bit_one() {
         let of = |architecture| profile(architecture)["architectures"].clone();
-        assert_eq!(of("x86_64"), json!(["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"]));
+        assert_eq!(of("x86_64"), json!(["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"]));
         assert_eq!(of("aarch64"), json!(["SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"]));
     }
 }
