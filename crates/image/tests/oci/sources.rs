@@ -71,7 +71,7 @@ fn forms_and_autodetection() {
     fs::write(bench.path("cut.tar"), &fs::read(&oci).unwrap()[..1600]).unwrap();
     assert!(matches!(
         Source::parse(&text(&bench.path("cut.tar"))),
-        Err(ImportError::Source { .. })
+        Err(ImportError::Archive { .. })
     ));
 
     let report = bench.import(&source(text(&path))).unwrap();

@@ -554,7 +554,7 @@ fn what_was_pushed_is_mounted_in_the_next_repository() {
         Some(path) if asked.method == "POST" && !path.contains("mount=") => {
             Answer::new(202, "").with("Location", "/v2/other/blobs/uploads/0")
         }
-        Some(_) => Answer::new(201, ""),
+        Some(_) => Answer::new(201, "").with("Docker-Content-Digest", sha256(&asked.body)),
     });
     let bench = with_image(&[layer(1, 100_000), layer(2, 6_000_000)]);
     let first = push(&bench, "image", &app(fake.address), options()).unwrap();
