@@ -165,7 +165,7 @@ fn fsck_names_every_kind_of_damage() {
         (|d| d.remove(&d.layer), "ref-dangling", 4, 4),
         (|d| fs::write(d.domain.join("roots/lease/a.json"), "").unwrap(), "root-unreadable", 4, 4),
         (|d| d.fake_root(), "root-dangling", 4, 4),
-        (|d| fs::remove_dir(d.domain.join("roots/vm")).unwrap(), "directory-missing", 4, 4),
+        (|d| fs::remove_dir(d.domain.join("roots/lease")).unwrap(), "directory-missing", 4, 4),
         (|d| d.signature(d.image_digest(), "x"), "signature-altered", 4, 4),
         (|d| d.signature(&"0".repeat(64), "x"), "signature-orphaned", 0, 0),
         (|d| d.open_up(&d.object), "permissions", 0, 0),

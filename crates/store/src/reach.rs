@@ -137,7 +137,6 @@ fn is_stale(root: &Root, options: &GcOptions) -> bool {
             (Some(theirs), Some(ours)) => theirs != ours,
             _ => false,
         },
-        RootKind::Ref | RootKind::Snapshot | RootKind::Vm => false,
     }
 }
 
