@@ -1,6 +1,6 @@
 # The commands of README.md. Everything they do is in tools/ and corpus/.
 
-.PHONY: build demo test soak corpus install install-built uninstall static deb clean
+.PHONY: build demo check test soak corpus install install-built uninstall static deb clean
 
 build:
 	tools/setup build
@@ -10,6 +10,11 @@ build:
 demo:
 	tools/demo $(OLD) $(NEW)
 
+# The inner loop: format, lints, unit tests and those of the store.
+check:
+	tools/check
+
+# Everything. STRICT=1 excuses no skip that `tools/setup` could have seen to.
 test:
 	tools/test
 

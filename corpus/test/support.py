@@ -22,7 +22,8 @@ class Case(unittest.TestCase):
         return os.path.join(self.scratch, *parts)
 
     def skip(self, reason):
-        print(f"SKIP {self.id()}: {reason}", file=sys.stderr)
+        # unittest has not ended its line of dots.
+        print(f"\nSKIP {self.id()}: {reason}", file=sys.stderr)
         self.skipTest(reason)
 
     def need_root(self):

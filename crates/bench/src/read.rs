@@ -6,7 +6,6 @@ use std::{
     ffi::CString,
     fs::{self, File},
     io::{self, Read as _, Write},
-    ops::ControlFlow,
     os::unix::{ffi::OsStrExt as _, fs::FileExt as _},
     path::{Path, PathBuf},
     process::Command,
@@ -17,13 +16,14 @@ use anyhow::{Context, Result, bail, ensure};
 use cofolio_erofs::tree::Content;
 use cofolio_image::{
     compose::contents::{ImageContents, open_image},
-    export::export_filesystem,
+    export::{FilesystemOptions, export_filesystem},
     pack::{PackOptions, pack},
 };
 use cofolio_node::{
     mount::{MountRequest, Mounter, RunDir, UmountOptions},
     probe::{self, Presence},
 };
+use cofolio_store::task::Task;
 use cofolio_store::{Backend, Contents as _, Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
@@ -311,7 +311,7 @@ fn domains(
                 own.copy_ref_from(domain, name, &ImageContents)?;
             }
             let options = PackOptions { form, ..PackOptions::default() };
-            pack(&own, image, &options, &mut |_, _| ControlFlow::Continue(()))?;
+            pack(&own, image, &options, &Task::default())?;
         }
         Ok((own, form, called))
     };
@@ -330,7 +330,8 @@ fn ways<'a>(
     let mut ways = Vec::new();
     for (file, compress, name) in [("plain", false, PLAIN), ("lz4", true, "EROFS, LZ4")] {
         let file = dir.join(file).with_extension("erofs");
-        export_filesystem(domain, image, &file, compress, &mut |_| ControlFlow::Continue(()))?;
+        let options = FilesystemOptions { compress, replace: true };
+        export_filesystem(domain, image, &file, options, &Task::default())?;
         ways.push(by_hand(dir, name, &file, &[])?);
     }
     match mkfs(dir, &ways[0].top) {

@@ -10,7 +10,6 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source as ImageSource;
 use cofolio_image::{
     import,
@@ -18,6 +17,7 @@ use cofolio_image::{
     pack::{PackOptions, pack},
 };
 use cofolio_node::mount::Access;
+use cofolio_store::task::Task;
 use cofolio_store::{Backend, Digest, Domain, Form};
 use cofolio_sys::cache::page_size;
 
@@ -170,8 +170,8 @@ impl Pair {
         if domain.backend()? == Backend::InodeShare {
             let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
             for image in &images {
-                let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-                pack(domain, image, &options, go_on)?;
+                let task = Task::default();
+                pack(domain, image, &options, &task)?;
             }
         }
         let (unpacked, configs) = ([old.unpacked, new.unpacked], [old_config, new_config]);
@@ -236,13 +236,13 @@ fn import(
             }),
             ..ImportOptions::default()
         };
-        let report = import::import(domain, &ImageSource::parse(path)?, &options, &Silent)?;
+        let report =
+            import::import(domain, &ImageSource::parse(path)?, &options, &Task::default())?;
         say(&format!(
             "imported {}: {} objects written, {} there already, {} ms",
             about.name, report.objects_new, report.objects_known, report.duration_ms
         ));
-        let digest = report.image.parse();
-        let digest = digest.with_context(|| format!("{} is no digest", report.image))?;
+        let digest = report.image;
         Ok((digest, domain.get_ref(&report.name)?.and_then(|record| record.config)))
     };
     Ok([one(images[0])?, one(images[1])?])

@@ -13,9 +13,13 @@ use cofolio_image::error::RegistryError;
 use cofolio_image::error::TrustError;
 use cofolio_image::export::ExportError;
 use cofolio_image::pack::PackError;
+use cofolio_node::backend::BackendError;
+use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
 use cofolio_node::container::bundle::BundleError;
 use cofolio_node::mount::MountError;
+use cofolio_node::upkeep::UpkeepError;
+use cofolio_store::task::Cancelled;
 
 use crate::ui::Ui;
 
@@ -203,12 +207,7 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
         return of_registry(error);
     }
     if let Some(error) = cause.downcast_ref::<PackError>() {
-        return match error {
-            PackError::Image { .. } => (Some(Exit::Corrupt), None),
-            PackError::Stopped => (Some(Exit::Interrupted), None),
-            PackError::Store(error) => of_store(error),
-            _ => (None, None),
-        };
+        return of_pack(error);
     }
     if let Some(error) = cause.downcast_ref::<MountError>() {
         return of_mount(error);
@@ -221,6 +220,18 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
     }
     if let Some(error) = cause.downcast_ref::<TrustError>() {
         return of_trust(error);
+    }
+    if let Some(error) = cause.downcast_ref::<ConfigError>() {
+        return of_config(error);
+    }
+    if let Some(error) = cause.downcast_ref::<BackendError>() {
+        return of_backend(error);
+    }
+    if let Some(error) = cause.downcast_ref::<UpkeepError>() {
+        return of_upkeep(error);
+    }
+    if cause.is::<Cancelled>() {
+        return (Some(Exit::Interrupted), None);
     }
     if let Some(error) = cause.downcast_ref::<RunError>() {
         return of_run(error);
@@ -239,12 +250,12 @@ fn classify_one(cause: &(dyn std::error::Error + 'static)) -> (Option<Exit>, Opt
         return (Some(Exit::Corrupt), None);
     }
     if let Some(error) = cause.downcast_ref::<io::Error>() {
-        return (io_exit(error), None);
+        return (io_exit(error), io_hint(error));
     }
     (None, None)
 }
 
-/// For damage in the store. Importing an image again is no help: what is known is not written again.
+/// For damage in the store. Importing an image again mends the image's own files, but no objects.
 const DAMAGED: &str =
     "`cofolio fsck` says what else is damaged; `fsck --repair --from SOURCE` restores it";
 
@@ -255,13 +266,19 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         Error::NotAStore { .. } => Some(
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is",
         ),
-        Error::NoSpace { .. } => Some("`cofolio gc` frees what nothing uses any more"),
+        Error::NoSpace { .. } | Error::NoInodes { .. } => {
+            Some("`cofolio gc` frees what nothing uses any more")
+        }
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
         Error::NoSuchPack(_) => Some("`cofolio pack IMAGE` makes one"),
         Error::NoSuchSegment(_) => Some(
             "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again",
         ),
         Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),
+        Error::Corrupt { path, .. } if path == "meta.json" => {
+            Some("`cofolio fsck --repair` makes it again")
+        }
+        Error::Io { .. } if error.is_unreadable() => Some(DAMAGED),
         Error::Corrupt { path, .. } if path.contains("/refs/") => Some(
             "importing the image again under its name writes its record again; `rm --force` removes it",
         ),
@@ -296,7 +313,15 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
                         filesystem, at most 1 GiB, is left free for others)";
             (Some(Exit::NoSpace), Some(hint.to_owned()))
         }
+        ImportError::Cancelled(_) => {
+            let hint = "no image was published; layers that came whole from a registry are kept for the next try";
+            (Some(Exit::Interrupted), Some(hint.to_owned()))
+        }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
+        ImportError::Thread(_) => (Some(Exit::Busy), None),
+        ImportError::Name { .. } => {
+            (Some(Exit::Usage), Some("--name REF gives the image another name".to_owned()))
+        }
         ImportError::Registry(error) => of_registry(error),
         ImportError::Engine(error) => of_engine(error),
         ImportError::Trust(error) => of_trust(error),
@@ -346,14 +371,16 @@ fn of_registry(error: &RegistryError) -> (Option<Exit>, Option<String>) {
 }
 
 fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
-    use cofolio_node::mount::ErrorKind;
+    use cofolio_node::mount::Code;
     let hint = match error {
         MountError::Busy { target } => {
             let target = target.display();
             let hint = format!("`fuser -vm {target}` says who; `umount --force` detaches it");
             return (Some(Exit::Busy), Some(hint));
         }
-        MountError::Target { .. } => Some("--create makes the directory (its parent must exist)"),
+        MountError::TargetMissing { .. } => {
+            Some("--create makes the directory (its parent must exist)")
+        }
         MountError::NoFilesystem { .. } | MountError::NoFeature { .. } => {
             Some("`cofolio doctor` says what this machine offers")
         }
@@ -366,29 +393,23 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
         MountError::PackInvalid { .. } => {
             Some("`cofolio fsck --repair` removes it, `cofolio pack` makes it again")
         }
-        MountError::BaseNotProven { .. } => Some(
-            "`cofolio mounts` says by whom; once it is unmounted everywhere it is mounted without that base",
-        ),
         MountError::NotShared { .. } => Some("`cofolio pack --again IMAGE` makes its pack anew"),
         MountError::NotMounted(_) => Some("`cofolio mounts` lists what is mounted"),
         MountError::IdMap { .. } => Some("INSIDE:OUTSIDE:COUNT, as 0:100000:65536"),
+        error if error.code() == Code::Corrupt => Some(DAMAGED),
         _ => None,
     };
-    let exit = match (error, error.kind()) {
-        (
-            MountError::AlreadyMounted { .. }
-            | MountError::Covered { .. }
-            | MountError::PinnedWithoutVerity { .. },
-            _,
-        ) => Some(Exit::Busy),
-        (MountError::NotMounted(_), _) => Some(Exit::NotFound),
-        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
-        (MountError::OtherNamespace { .. }, _) | (_, ErrorKind::Machine) => Some(Exit::Missing),
-        (_, ErrorKind::Corrupt) => Some(Exit::Corrupt),
-        // The cause decides.
+    let exit = match (error, error.code()) {
         (MountError::Store(error), _) => return of_store(error),
-        (_, ErrorKind::Io) => None,
-        (_, ErrorKind::Request) => Some(Exit::Failure),
+        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
+        (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
+        (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
+        | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
+        (_, Code::NotFound) => Some(Exit::NotFound),
+        (_, Code::Corrupt) => Some(Exit::Corrupt),
+        // The cause decides.
+        (_, Code::Io) => None,
+        (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
     };
     (exit, hint.map(str::to_owned))
 }
@@ -396,11 +417,13 @@ fn of_mount(error: &MountError) -> (Option<Exit>, Option<String>) {
 fn of_export(error: &ExportError) -> (Option<Exit>, Option<String>) {
     let (exit, hint) = match error {
         ExportError::Destination { .. } => (Exit::Usage, None),
+        ExportError::Thread(_) => (Exit::Busy, None),
+        ExportError::Exists { .. } => (Exit::Usage, Some("--replace replaces it")),
         ExportError::NoSplit { .. } => (
             Exit::NotFound,
             Some("an earlier version imported it: import the image again from where it came"),
         ),
-        ExportError::Stopped => (Exit::Interrupted, None),
+        ExportError::Cancelled(_) => (Exit::Interrupted, None),
         ExportError::Store(error) => return of_store(error),
         ExportError::Registry(error) => return of_registry(error),
         error if error.is_corrupt() => (Exit::Corrupt, Some(DAMAGED)),
@@ -420,6 +443,10 @@ fn of_bundle(error: &BundleError) -> (Option<Exit>, Option<String>) {
         BundleError::UnknownAccount { .. } => {
             (Exit::NotFound, Some("--user UID:GID takes numbers, which need no account"))
         }
+        BundleError::Exists(_) => (Exit::Usage, Some("--replace overwrites it")),
+        BundleError::Unsafe { .. } => {
+            (Exit::Failure, Some("use a directory of root's that only root can write to"))
+        }
         BundleError::Io { .. } => return (None, None),
         _ => (Exit::Failure, None),
     };
@@ -430,6 +457,7 @@ fn of_diff(error: &DiffError) -> (Option<Exit>, Option<String>) {
     use io::ErrorKind::{InvalidData, UnexpectedEof};
     match error {
         DiffError::Store(error) => of_store(error),
+        DiffError::Cancelled(_) => (Some(Exit::Interrupted), None),
         DiffError::Object { source, .. }
             if [InvalidData, UnexpectedEof].contains(&source.kind()) =>
         {
@@ -458,6 +486,62 @@ fn of_trust(error: &TrustError) -> (Option<Exit>, Option<String>) {
     (Some(exit), hint.map(str::to_owned))
 }
 
+fn of_config(error: &ConfigError) -> (Option<Exit>, Option<String>) {
+    let hint = match error {
+        // The cause decides.
+        ConfigError::Io { .. } => return (None, None),
+        ConfigError::Invalid { meant: Some(key), .. } => format!("did you mean `{key}`?"),
+        ConfigError::Invalid { meant: None, .. } => {
+            "`cofolio config default` prints every key with its default".to_owned()
+        }
+        _ => {
+            "as in names of images, in lower case: `docker.io`, `registry.example:5000`".to_owned()
+        }
+    };
+    (Some(Exit::Usage), Some(hint))
+}
+
+fn of_backend(error: &BackendError) -> (Option<Exit>, Option<String>) {
+    let (exit, hint) = match error {
+        BackendError::NotCompressed => (Exit::Usage, None),
+        BackendError::PlainPacks { .. } => {
+            (Exit::Usage, Some("`cofolio backend inode-share --lz4` makes all of them anew"))
+        }
+        BackendError::Mounted { .. } => (Exit::Busy, Some("`cofolio umount --all` unmounts them")),
+        BackendError::Kernel { .. } => (
+            Exit::Missing,
+            Some(
+                "it takes Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE; `overlay` shares as much",
+            ),
+        ),
+        BackendError::Mount(error) => return of_mount(error),
+        BackendError::Pack(error) => return of_pack(error),
+        BackendError::Store(error) => return of_store(error),
+        _ => (Exit::Failure, None),
+    };
+    (Some(exit), hint.map(str::to_owned))
+}
+
+fn of_upkeep(error: &UpkeepError) -> (Option<Exit>, Option<String>) {
+    match error {
+        UpkeepError::Container(error) => of_run(error),
+        UpkeepError::Mount(error) => of_mount(error),
+        UpkeepError::Pack(error) => of_pack(error),
+        UpkeepError::Store(error) => of_store(error),
+        UpkeepError::Cancelled(_) => (Some(Exit::Interrupted), None),
+        _ => (Some(Exit::Failure), None),
+    }
+}
+
+fn of_pack(error: &PackError) -> (Option<Exit>, Option<String>) {
+    match error {
+        PackError::Image { .. } => (Some(Exit::Corrupt), None),
+        PackError::Cancelled(_) => (Some(Exit::Interrupted), None),
+        PackError::Store(error) => of_store(error),
+        _ => (None, None),
+    }
+}
+
 fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {
     let (exit, hint) = match error {
         RunError::Mount(error) => return of_mount(error),
@@ -469,13 +553,30 @@ fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {
         RunError::Exists(_) => {
             (Exit::Busy, Some("`cofolio ps` lists containers, `cofolio stop NAME` ends one"))
         }
-        RunError::NotFound(_) => (Exit::NotFound, Some("`cofolio ps` lists containers")),
+        RunError::NotFound(_) | RunError::NotRunning(_) => {
+            (Exit::NotFound, Some("`cofolio ps` lists containers"))
+        }
+        RunError::Record { .. } => (
+            Exit::Corrupt,
+            Some(
+                "if no process of the container runs: `cofolio umount` its rootfs and remove its directory",
+            ),
+        ),
         RunError::StillRunning(_) => (Exit::Busy, None),
         RunError::Name(_) | RunError::NoRoot(_) => (Exit::Usage, None),
         RunError::Io { .. } => return (None, None),
         _ => (Exit::Failure, None),
     };
     (Some(exit), hint.map(str::to_owned))
+}
+
+/// EMFILE, the same number on every architecture of Linux.
+const TOO_MANY_OPEN_FILES: i32 = 24;
+
+fn io_hint(error: &io::Error) -> Option<String> {
+    (error.raw_os_error() == Some(TOO_MANY_OPEN_FILES)).then(|| {
+        "this process may open no more files: `ulimit -n 1024` raises the limit".to_owned()
+    })
 }
 
 fn io_exit(error: &io::Error) -> Option<Exit> {

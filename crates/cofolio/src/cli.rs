@@ -1,10 +1,13 @@
 //! Every flag, once: parsing, `--help`, man pages and completions all come from these definitions.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use clap::{Args, Parser, Subcommand};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, Parser, Subcommand};
 
+use cofolio_cli::exit::Fail;
 use cofolio_cli::ui::ColorWhen;
+use cofolio_node::config::{DEFAULT_PATH, DEFAULT_RUN_DIR, DEFAULT_STORE, Loaded, Origin};
 
 use crate::cmd;
 use crate::exit;
@@ -33,12 +36,6 @@ pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
 }
-
-/// Where the store is unless somebody says otherwise.
-pub(crate) const DEFAULT_STORE: &str = "/var/lib/cofolio";
-
-/// Where runtime state lies unless somebody says otherwise.
-pub(crate) const DEFAULT_RUN_DIR: &str = "/run/cofolio";
 
 /// Options that every command takes. What the configuration file says of them is settled before a command
 /// sees them.
@@ -88,6 +85,52 @@ pub(crate) struct Global {
     pub(crate) color: ColorWhen,
 }
 
+impl Global {
+    /// Reads the configuration file, and settles it with these options: afterwards both have the values
+    /// in force.
+    pub(crate) fn load(&mut self, matches: &ArgMatches) -> anyhow::Result<Loaded> {
+        let mut loaded = match &self.config {
+            Some(path) => Loaded::read(path)?.ok_or_else(|| {
+                let what = format!("no configuration file {}", path.display());
+                Fail::not_found(what).hint("--config and COFOLIO_CONFIG name a file that exists")
+            })?,
+            None => Loaded::read(Path::new(DEFAULT_PATH))?.unwrap_or_default(),
+        };
+        let store = &mut loaded.config.store;
+        let origins = [
+            ("store.path", settle(matches, "store", &mut self.store, &mut store.path)),
+            ("store.domain", settle(matches, "domain", &mut self.domain, &mut store.domain)),
+            ("store.run_dir", settle(matches, "run_dir", &mut self.run_dir, &mut store.run_dir)),
+        ];
+        for (key, origin) in origins {
+            if let Some(origin) = origin {
+                loaded.set_origin(key, origin);
+            }
+        }
+        Ok(loaded)
+    }
+}
+
+/// Gives an option and its setting one value: the option's if it was given, else the setting's. Returns
+/// what overrides the setting, if anything does.
+fn settle<T: Clone>(
+    matches: &ArgMatches,
+    id: &str,
+    option: &mut T,
+    setting: &mut T,
+) -> Option<Origin> {
+    let origin = match matches.value_source(id) {
+        Some(ValueSource::CommandLine) => Origin::Flag,
+        Some(ValueSource::EnvVariable) => Origin::Env,
+        _ => {
+            option.clone_from(setting);
+            return None;
+        }
+    };
+    setting.clone_from(option);
+    Some(origin)
+}
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Import(cmd::import::Args),
@@ -114,6 +157,7 @@ pub(crate) enum Command {
     Fsck(cmd::fsck::Args),
     Du(cmd::du::Args),
     Run(cmd::run::Args),
+    Exec(cmd::exec::Args),
     Ps(cmd::ps::Args),
     Stop(cmd::stop::Args),
     Survey(cmd::survey::Args),
@@ -122,8 +166,6 @@ pub(crate) enum Command {
     Config(cmd::config::Args),
     Completions(cmd::completions::Args),
     Man(cmd::man::Args),
-    #[command(hide = true)]
-    CollectStaging(cmd::collect_staging::Args),
     Mkcomposefs(cmd::mkcomposefs::Args),
 }
 

@@ -1,16 +1,16 @@
 //! Making a metadata image from a directory or a dump: what `build` and `mkcomposefs` share.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context as _;
 use cofolio_erofs::dump;
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{WriteOptions, WriteReport, write};
-use cofolio_image::progress::Progress;
 use cofolio_image::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
 use cofolio_store::Digest;
+use cofolio_store::task::Task;
 use cofolio_store::verity::Hasher;
 
 /// Read a dump; `-` is standard input.
@@ -59,11 +59,11 @@ pub(crate) fn tree_from_directory(
     path: &Path,
     options: &ScanOptions,
     digest_store: Option<&Path>,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> anyhow::Result<Tree> {
     let scanned = match digest_store {
-        Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, progress)?,
-        None => tree_scan::scan(path, options, &DigestOnly, progress)?,
+        Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, task)?,
+        None => tree_scan::scan(path, options, &DigestOnly, task)?,
     };
     Ok(scanned.tree)
 }
@@ -71,48 +71,4 @@ pub(crate) fn tree_from_directory(
 /// How many threads to use where the user does not say: as many as there are processors to run on.
 pub(crate) fn default_threads() -> u32 {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count().max(1))
-}
-
-/// A file that goes away unless it is given its name.
-pub(crate) struct Temporary {
-    pub(crate) file: File,
-    path: PathBuf,
-    kept: bool,
-}
-
-impl Temporary {
-    /// Create one in a directory.
-    pub(crate) fn create(directory: &Path) -> anyhow::Result<Self> {
-        // Names are unique in this process; another process' name is found out by O_EXCL.
-        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
-        for _ in 0..1000 {
-            let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let path = directory.join(format!(".tmp-{}-{number}", std::process::id()));
-            match File::options().write(true).create_new(true).open(&path) {
-                Ok(file) => return Ok(Self { file, path, kept: false }),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => {
-                    return Err(error)
-                        .with_context(|| format!("creating a file in {}", directory.display()));
-                }
-            }
-        }
-        anyhow::bail!("{} is full of leftover .tmp- files", directory.display())
-    }
-
-    /// Give it its name, replacing what has it.
-    pub(crate) fn persist(mut self, target: &Path) -> io::Result<()> {
-        fs::rename(&self.path, target)?;
-        self.kept = true;
-        Ok(())
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if !self.kept {
-            // Nothing better can be done with a file that cannot be removed.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
 }

@@ -5,12 +5,13 @@ use std::path::PathBuf;
 
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
+use cofolio_node::upkeep::Upkeep;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
 
 use crate::cli::Global;
-use crate::config::Loaded;
 use crate::exit::{self, Exit, Fail};
 use crate::ui::Ui;
+use cofolio_node::config::Loaded;
 
 /// Fewest digits of a digest that name an image.
 const PREFIX_DIGITS_MIN: usize = 4;
@@ -45,6 +46,15 @@ impl Context<'_> {
         match self.ui.json {
             true => Err(Fail::usage(format!("no --json here: {why}")).into()),
             false => Ok(()),
+        }
+    }
+
+    /// For commands that mount and start containers: an error of their first system call would not say
+    /// what to do.
+    pub(crate) fn needs_root(&self) -> anyhow::Result<()> {
+        match rustix::process::geteuid().is_root() {
+            true => Ok(()),
+            false => Err(Fail::new(Exit::Missing, "not permitted").hint("run as root").into()),
         }
     }
 
@@ -128,8 +138,16 @@ impl Context<'_> {
 
     /// Mounts images of a domain; its state is below the run directory.
     pub(crate) fn mounter<'d>(&self, domain: &'d Domain) -> Mounter<'d> {
-        let run = RunDir::at(self.global.run_dir.join(domain.store().id()));
-        Mounter::new(domain, run, &ImageContents)
+        Mounter::new(domain, self.run_dir(domain), &ImageContents)
+    }
+
+    /// Keeps a domain in order.
+    pub(crate) fn upkeep<'d>(&self, domain: &'d Domain) -> Upkeep<'d> {
+        Upkeep::new(domain, self.run_dir(domain), self.config.config.store.limit.clone())
+    }
+
+    fn run_dir(&self, domain: &Domain) -> RunDir {
+        RunDir::at(self.global.run_dir.join(domain.store().id()))
     }
 
     /// Where an image of this domain is mounted.
@@ -176,9 +194,8 @@ pub(crate) fn short(digest: &Digest) -> String {
 /// What keeps an image alive besides refs and mounts, for messages: `lease/build-7`.
 pub(crate) fn other_roots(domain: &Domain, image: &Digest) -> anyhow::Result<Vec<String>> {
     let mut names = Vec::new();
-    for kind in [RootKind::Ref, RootKind::Lease, RootKind::Snapshot, RootKind::Vm] {
-        let roots = domain.roots(kind)?.into_iter().filter(|root| root.images.contains(image));
-        names.extend(roots.map(|root| format!("{}/{}", kind.as_str(), root.id)));
-    }
+    let roots = domain.roots(RootKind::Lease)?.into_iter();
+    let roots = roots.filter(|root| root.images.contains(image));
+    names.extend(roots.map(|root| format!("{}/{}", RootKind::Lease.as_str(), root.id)));
     Ok(names)
 }

@@ -6,7 +6,6 @@
 mod cli;
 mod cmd;
 mod compose;
-mod config;
 mod context;
 mod image;
 mod mkcomposefs;
@@ -24,7 +23,6 @@ use clap::{CommandFactory, FromArgMatches};
 use cofolio_cli::{exit, interrupt, ui};
 
 use crate::cli::Cli;
-use crate::config::Loaded;
 use crate::exit::Exit;
 
 fn main() -> ExitCode {
@@ -60,9 +58,8 @@ fn main() -> ExitCode {
     };
     let ui = ui::Ui::new(cli.global.json, cli.global.quiet, cli.global.color);
     // What is still in the buffer at exit would be lost without a word if it cannot be written.
-    let ended = Loaded::load(&mut cli.global, &matches)
-        .and_then(|config| cmd::run(cli, config, &ui))
-        .and_then(|exit| {
+    let ended =
+        cli.global.load(&matches).and_then(|config| cmd::run(cli, config, &ui)).and_then(|exit| {
             std::io::stdout().flush().context("writing the output")?;
             Ok(exit)
         });

@@ -14,8 +14,8 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use cofolio_erofs::write::WriteOptions;
-use cofolio_image::progress::Silent;
 use cofolio_image::tree_scan::ScanOptions;
+use cofolio_store::task::Task;
 
 use crate::compose;
 
@@ -254,7 +254,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
             anyhow::bail!("cannot write file: {} is a symbolic link", source.display());
         }
         let store = arguments.digest_store.as_deref();
-        compose::tree_from_directory(source, &options, store, &Silent)?
+        compose::tree_from_directory(source, &options, store, &Task::default())?
     };
 
     // mkcomposefs keeps versions in 32 bits without a sign, so a negative one is simply too large.

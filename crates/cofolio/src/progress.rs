@@ -1,16 +1,14 @@
 //! Progress: bars on a terminal, plain lines in a log, nothing with `--quiet` or `--json`.
 
-use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cofolio_image::export::{How, PushProgress};
-use cofolio_image::progress::{LayerStart, Phase, Progress};
-use cofolio_image::registry::Remark;
+use cofolio_cli::interrupt::Cancellable;
+use cofolio_store::task::{Event, LayerState, Phase, Task};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::ui::{Ui, human_size};
+use crate::ui::{Ui, human_count, human_size, plural};
 
 /// In a log, one line each that often.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -57,115 +55,83 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 /// A line of progress. Nobody has to be there to read it.
-fn tell(line: &str) {
+fn print(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
-/// Bytes done of something, with a word on what else was done.
-pub(crate) struct Counter {
+/// Work that takes long: shows how it goes on, and Ctrl-C cancels it, until this is dropped.
+pub(crate) struct Work {
+    /// To be handed to what does the work.
+    pub(crate) task: Task,
+    shown: Arc<Shown>,
+    _signals: Cancellable,
+}
+
+impl Work {
+    /// `doing` says what is done: `packing`. `item` is one of what is counted beside bytes: `file`.
+    pub(crate) fn begin(ui: &Ui, doing: &'static str, item: &'static str) -> io::Result<Self> {
+        let signals = Cancellable::begin()?;
+        let shown = Arc::new(Shown::new(ui, doing, item));
+        let shows = shown.clone();
+        let task = Task::new(signals.cancel.clone(), move |event| shows.show(event));
+        Ok(Self { task, shown, _signals: signals })
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.shown.bar.finish_and_clear();
+    }
+}
+
+/// How a task goes on, on a terminal or in a log. Only shown; it cannot be cancelled.
+pub(crate) struct Shown {
     mode: Mode,
-    what: &'static str,
+    doing: &'static str,
+    item: &'static str,
     bar: ProgressBar,
-    last_line: Mutex<Instant>,
+    last: Mutex<Instant>,
 }
 
-impl Counter {
-    pub(crate) fn new(ui: &Ui, what: &'static str) -> Self {
-        let mode = Mode::of(ui);
-        Self { mode, what, bar: mode.bar(what), last_line: Mutex::new(Instant::now()) }
-    }
-
-    /// So many bytes are done.
-    pub(crate) fn set(&self, bytes: u64, message: impl FnOnce() -> String) {
-        self.tell(bytes, None, message);
-    }
-
-    /// So many bytes of so many are done.
-    pub(crate) fn set_of(&self, bytes: u64, total: u64, message: impl FnOnce() -> String) {
-        self.tell(bytes, Some(total), message);
-    }
-
-    fn tell(&self, bytes: u64, total: Option<u64>, message: impl FnOnce() -> String) {
-        match self.mode {
-            Mode::Silent => {}
-            Mode::Bar => {
-                if let Some(total) = total.filter(|_| self.bar.length().is_none()) {
-                    self.bar.set_length(total);
-                    self.bar.set_style(style(STYLE_OF));
-                }
-                self.bar.set_position(bytes);
-                // Called for every file; texts are made only as often as somebody can read them.
-                if self.is_due(Duration::from_millis(100)) {
-                    self.bar.set_message(message());
-                }
-            }
-            Mode::Lines => {
-                if self.is_due(LINE_INTERVAL) {
-                    let of = total.map(|total| format!(" of {}", human_size(total)));
-                    let of = of.unwrap_or_default();
-                    tell(&format!("{}: {}{of}, {}", self.what, human_size(bytes), message()));
-                }
-            }
-        }
-    }
-
-    fn is_due(&self, interval: Duration) -> bool {
-        // Whoever finds it locked need not tell: somebody else just does.
-        let Ok(mut last) = self.last_line.try_lock() else { return false };
-        let due = last.elapsed() >= interval;
-        if due {
-            *last = Instant::now();
-        }
-        due
-    }
-}
-
-impl Drop for Counter {
+impl Drop for Shown {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }
 }
 
-/// The progress of reading an image or a directory.
-pub(crate) struct Bar {
-    mode: Mode,
-    bar: ProgressBar,
-    layers: Mutex<Vec<Layer>>,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Layer {
-    size: u64,
-    started: bool,
-}
-
-impl Bar {
-    pub(crate) fn new(ui: &Ui, what: &'static str) -> Self {
+impl Shown {
+    pub(crate) fn new(ui: &Ui, doing: &'static str, item: &'static str) -> Self {
         let mode = Mode::of(ui);
-        Self { mode, bar: mode.bar(what), layers: Mutex::new(Vec::new()) }
+        Self { mode, doing, item, bar: mode.bar(doing), last: Mutex::new(Instant::now()) }
     }
-}
 
-impl Bar {
-    /// Where remarks go, so that they do not get in the way of the bar.
-    pub(crate) fn remark(&self) -> Remark {
-        remark(self.mode, &self.bar)
+    /// Shows an event. Called from several threads, for every file.
+    pub(crate) fn show(&self, event: Event<'_>) {
+        if self.mode == Mode::Silent {
+            return;
+        }
+        match event {
+            Event::Phase(phase) => self.phase(phase),
+            Event::Layer { index, count, state, blob } => self.layer(index, count, state, blob),
+            Event::Read(bytes) => self.bar.inc(bytes),
+            Event::Done { bytes, bytes_total, items, items_total } => {
+                self.done(bytes, bytes_total, || self.counted(items, items_total));
+            }
+            Event::Remark(text) => self.say(text),
+            _ => {}
+        }
     }
-}
 
-fn remark(mode: Mode, bar: &ProgressBar) -> Remark {
-    let bar = bar.clone();
-    Remark::to(move |text| match mode {
-        Mode::Silent => {}
-        Mode::Bar => bar.println(text),
-        Mode::Lines => tell(text),
-    })
-}
+    /// A line beside the bar.
+    fn say(&self, text: &str) {
+        match self.mode {
+            Mode::Bar => self.bar.println(text),
+            _ => print(text),
+        }
+    }
 
-impl Progress for Bar {
     fn phase(&self, phase: Phase) {
         let text = match phase {
-            Phase::Resolve | Phase::Unpack => return,
             Phase::Image => "writing the metadata image",
             Phase::Commit => "making it durable",
             Phase::Again => {
@@ -174,101 +140,71 @@ impl Progress for Bar {
             _ => return,
         };
         match self.mode {
-            Mode::Silent => {}
             Mode::Bar => self.bar.set_message(text),
-            Mode::Lines => tell(text),
+            _ => print(text),
         }
     }
 
-    fn layer(&self, layer: &LayerStart<'_>) {
-        if self.mode == Mode::Silent {
-            return;
+    fn layer(&self, index: usize, count: usize, state: LayerState, blob: Option<(&str, u64)>) {
+        let which = blob.map(|(digest, size)| {
+            let digest: String = digest.chars().take(19).collect();
+            format!(" {digest} {}", human_size(size))
+        });
+        let state_words = match state {
+            LayerState::Known => ", here already",
+            LayerState::There => ", there already",
+            LayerState::Mounted => ", mounted from another repository",
+            LayerState::Sent => ", to be sent",
+            _ => "",
+        };
+        self.say(&format!("layer {}/{count}{}{state_words}", index + 1, which.unwrap_or_default()));
+        if state == LayerState::Read {
+            // Layers start one by one, so the end moves away as they do.
+            let size = blob.map_or(0, |(_, size)| size);
+            self.set_total(self.bar.length().unwrap_or(0) + size);
         }
-        let digest: String = layer.digest.chars().take(19).collect();
-        let known = if layer.known { ", here already" } else { "" };
-        let line = format!(
-            "layer {}/{} {digest} {}{known}",
-            layer.index + 1,
-            layer.count,
-            human_size(layer.size)
-        );
-        match self.mode {
-            Mode::Bar => self.bar.println(line),
-            _ => tell(&line),
-        }
-        if layer.known {
-            return;
-        }
-        let Ok(mut layers) = self.layers.lock() else { return };
-        let count = layers.len().max(layer.index + 1);
-        layers.resize(count, Layer::default());
-        layers[layer.index] = Layer { size: layer.size, started: true };
-        // Layers start one by one, so the end moves away as they do.
-        let total = layers.iter().filter(|layer| layer.started).map(|layer| layer.size).sum();
+    }
+
+    fn set_total(&self, total: u64) {
         if self.bar.length().is_none() {
             self.bar.set_style(style(STYLE_OF));
         }
         self.bar.set_length(total);
     }
 
-    fn bytes(&self, _index: usize, bytes: u64) {
+    fn counted(&self, items: u64, total: Option<u64>) -> String {
+        match (items, total) {
+            (0, _) => format!("{}s", self.item),
+            (items, None) => plural(items, self.item),
+            (items, Some(total)) => {
+                format!("{} of {}", human_count(items), plural(total, self.item))
+            }
+        }
+    }
+
+    fn done(&self, bytes: u64, total: Option<u64>, message: impl FnOnce() -> String) {
         if self.mode == Mode::Bar {
-            self.bar.inc(bytes);
-        }
-    }
-}
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
-    }
-}
-
-/// The progress of a push: bytes sent of what nobody knows the size of.
-pub(crate) struct Pushing {
-    counter: Counter,
-    /// Bytes of each layer.
-    sent: Mutex<BTreeMap<usize, u64>>,
-}
-
-impl Pushing {
-    pub(crate) fn new(ui: &Ui) -> Self {
-        Self { counter: Counter::new(ui, "pushing"), sent: Mutex::default() }
-    }
-
-    /// Where remarks go, so that they do not get in the way of the bar.
-    pub(crate) fn remark(&self) -> Remark {
-        remark(self.counter.mode, &self.counter.bar)
-    }
-}
-
-impl PushProgress for Pushing {
-    fn layer(&self, number: usize, count: usize, how: How, blob: Option<(&str, u64)>) {
-        let how = match how {
-            How::There => "there already",
-            How::Mounted => "mounted from another repository",
-            How::Sent => "to be sent",
-        };
-        let which = blob.map(|(digest, size)| {
-            let digest: String = digest.chars().take(19).collect();
-            format!(" {digest} {}", human_size(size))
-        });
-        let which = which.unwrap_or_default();
-        let line = format!("layer {}/{count}{which}, {how}", number + 1);
-        match self.counter.mode {
-            Mode::Silent => {}
-            Mode::Bar => self.counter.bar.println(line),
-            Mode::Lines => tell(&line),
+            if let Some(total) = total.filter(|total| self.bar.length() != Some(*total)) {
+                self.set_total(total);
+            }
+            self.bar.set_position(bytes);
+            // Texts are made only as often as a person can read them.
+            if self.is_due(Duration::from_millis(100)) {
+                self.bar.set_message(message());
+            }
+        } else if self.is_due(LINE_INTERVAL) {
+            let of = total.map_or_else(String::new, |total| format!(" of {}", human_size(total)));
+            print(&format!("{}: {}{of}, {}", self.doing, human_size(bytes), message()));
         }
     }
 
-    fn sent(&self, number: usize, bytes: u64) {
-        let Ok(mut sent) = self.sent.lock() else { return };
-        sent.insert(number, bytes);
-        let all = sent.values().sum();
-        self.counter.set(all, || match sent.len() {
-            1 => "1 layer".to_owned(),
-            count => format!("{count} layers"),
-        });
+    fn is_due(&self, interval: Duration) -> bool {
+        // Another thread that holds the lock is about to show something newer.
+        let Ok(mut last) = self.last.try_lock() else { return false };
+        let due = last.elapsed() >= interval;
+        if due {
+            *last = Instant::now();
+        }
+        due
     }
 }

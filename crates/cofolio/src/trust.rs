@@ -4,7 +4,9 @@
 use std::path::PathBuf;
 
 use cofolio_image::source::Source;
-use cofolio_image::trust::{Arrival, Need, Policy, Rule, Subject};
+use cofolio_image::trust::{Arrival, Need, Subject};
+use cofolio_node::mount::Check;
+use cofolio_node::policy;
 use cofolio_store::{Digest, Domain};
 
 use crate::cmd::sign::read_signature;
@@ -53,37 +55,30 @@ impl TrustArgs {
         }
     }
 
-    /// Asks whether the image may be used now; an error says that it may not. The answer is whether its
-    /// metadata is to be measured before it is mounted, also where it is mounted already: where it is one
-    /// digest that was asked for or vouched for.
+    /// Asks whether the image may be used now; an error says that it may not. The answer is what to
+    /// check before it is mounted. Where one digest was asked for or vouched for, its metadata is
+    /// measured at least. `verify` asks for all of it.
     pub(crate) fn check(
         &self,
         image: &Named,
         need: Need<'_>,
         name: Option<&str>,
+        verify: bool,
         domain: &Domain,
         context: &Context<'_>,
-    ) -> anyhow::Result<bool> {
-        let mut policy = policy(context)?;
-        if !self.trust.is_empty() {
-            policy.demand(&self.trust, &[], "--trust")?;
-        }
+    ) -> anyhow::Result<Check> {
+        let policy = policy::policy(&context.config.config.trust, &self.trust, &[])?;
         // What was asked for by digest has not been asked for by the name that it happens to have.
         let name = name.filter(|name| image.ref_name.as_deref() == Some(*name));
-        let vouched = policy.check(domain, &Subject { name, image: image.digest, need })?;
-        Ok(vouched || self.digest.is_some())
+        let subject = Subject { name, image: image.digest, need };
+        let measure = policy::admit(&policy, domain, &subject, self.digest.is_some())?;
+        Ok(match (self.require_verity, verify) {
+            (true, _) => Check::RequireVerity,
+            (false, true) => Check::Verify,
+            _ if measure => Check::Measure,
+            _ => Check::None,
+        })
     }
-}
-
-/// The configuration's policy.
-fn policy(context: &Context<'_>) -> anyhow::Result<Policy> {
-    let trust = &context.config.config.trust;
-    let default = Rule {
-        require: trust.require,
-        signed_by: trust.signed_by.clone(),
-        cosign_keys: trust.cosign_keys.clone(),
-    };
-    Ok(Policy::new(&default, &trust.refs)?)
 }
 
 /// What is asked of an image that is brought in.
@@ -111,13 +106,8 @@ impl ArrivalArgs {
             let fail = Fail::usage("--cosign-key is for docker:// sources only");
             return Err(fail.hint("--trust with --signature is for all sources").into());
         }
-        let mut policy = policy(context)?;
-        if !self.trust.is_empty() {
-            policy.demand(&self.trust, &[], "--trust")?;
-        }
-        if !self.cosign_key.is_empty() {
-            policy.demand(&[], &self.cosign_key, "--cosign-key")?;
-        }
+        let trust = &context.config.config.trust;
+        let policy = policy::policy(trust, &self.trust, &self.cosign_key)?;
         let signature = self.signature.as_deref().map(read_signature).transpose()?;
         Ok(Arrival { policy: policy.into(), signature })
     }

@@ -22,12 +22,13 @@ fn check(test: &str, sandbox: &Sandbox, image: &str) {
     for how in [&[] as &[&str], &["--lz4"]] {
         let file = sandbox.path("image.erofs");
         let to = format!("erofs:{}", file.display());
-        let exported = sandbox.run(&[&["export", "--json", image, &to], how].concat()).json();
+        let exported =
+            sandbox.run(&[&["export", "--json", "--replace", image, &to], how].concat()).json();
         let bytes = fs::read(&file).unwrap();
         assert_eq!(exported["digest"], cofolio_store::verity::digest(&bytes).to_string());
         assert_eq!(exported["size"], bytes.len());
         // The same every time, also over one that is there.
-        let again = sandbox.run(&[&["export", "--quiet", image, &to], how].concat());
+        let again = sandbox.run(&[&["export", "--quiet", "--replace", image, &to], how].concat());
         assert_eq!(again.ok().trim(), exported["digest"]);
         assert!(fs::read(&file).unwrap() == bytes);
         sizes.push(bytes.len());
@@ -174,7 +175,7 @@ fn a_file_is_complete_or_as_it_was() {
     let object = format!("store/domains/default/objects/{}/{}", &object[..2], &object[2..]);
     common::overwrite(&sandbox.path(&object), b"nodE\n").unwrap();
     for how in [&[] as &[&str], &["--lz4"]] {
-        let failed = sandbox.run(&[&["export", "box:1", &to], how].concat());
+        let failed = sandbox.run(&[&["export", "--replace", "box:1", &to], how].concat());
         failed.fails_with(4);
         assert!(failed.stderr.contains("its content has digest"), "{}", failed.stderr);
     }

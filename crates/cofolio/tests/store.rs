@@ -6,7 +6,7 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use common::{Sandbox, Tar, write_layout};
 use serde_json::json;
@@ -165,7 +165,7 @@ fn fsck_names_every_kind_of_damage() {
         (|d| d.remove(&d.layer), "ref-dangling", 4, 4),
         (|d| fs::write(d.domain.join("roots/lease/a.json"), "").unwrap(), "root-unreadable", 4, 4),
         (|d| d.fake_root(), "root-dangling", 4, 4),
-        (|d| fs::remove_dir(d.domain.join("roots/vm")).unwrap(), "directory-missing", 4, 4),
+        (|d| fs::remove_dir(d.domain.join("roots/lease")).unwrap(), "directory-missing", 4, 4),
         (|d| d.signature(d.image_digest(), "x"), "signature-altered", 4, 4),
         (|d| d.signature(&"0".repeat(64), "x"), "signature-orphaned", 0, 0),
         (|d| d.open_up(&d.object), "permissions", 0, 0),
@@ -359,6 +359,66 @@ fn layers_are_known_the_second_time() {
     sandbox.run(&["import", &source, "--label", "x"]).fails_with(2);
 }
 
+/// `export IMG erofs:/dev/null` turned the device into a regular file, `oci-archive:/dev/stdout` replaced
+/// the symbolic link, and a file that was there was gone without a word.
+#[test]
+fn only_regular_files_are_replaced_and_only_when_asked() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let tree = sandbox.path("tree").display().to_string();
+    let out = sandbox.dir("out");
+    let path = |name: &str| out.join(name).display().to_string();
+    fs::write(out.join("file"), "before").unwrap();
+    std::os::unix::fs::symlink("file", out.join("link")).unwrap();
+    assert!(Command::new("mkfifo").arg(out.join("pipe")).status().unwrap().success());
+    fs::create_dir(out.join("directory")).unwrap();
+    let kinds = || {
+        let mut kinds: Vec<_> = fs::read_dir(&out)
+            .unwrap()
+            .map(|entry| entry.map(|e| (e.file_name(), e.file_type().unwrap())).unwrap())
+            .collect();
+        kinds.sort_by(|a, b| a.0.cmp(&b.0));
+        kinds
+    };
+    let before = kinds();
+    let write = |form: &str, name: &str, more: &[&str]| {
+        let path = path(name);
+        let to = format!("{form}:{path}");
+        let args: [&str; 3] = match form {
+            "build" => ["build", &tree, &path],
+            _ => ["export", "box:1", &to],
+        };
+        sandbox.run(&[&args, more].concat())
+    };
+    for form in ["oci-archive", "docker-archive", "erofs", "build"] {
+        for name in ["link", "pipe", "directory"] {
+            for more in [&[] as &[&str], &["--replace"]] {
+                let refused = write(form, name, more);
+                refused.fails_with(2);
+                assert!(refused.stderr.contains("not a regular file"), "{}", refused.stderr);
+            }
+        }
+        let refused = write(form, "file", &[]);
+        refused.fails_with(2);
+        assert!(refused.stderr.contains("--replace"), "{}", refused.stderr);
+        assert_eq!(fs::read(out.join("file")).unwrap(), b"before", "{form}");
+        assert_eq!(kinds(), before, "{form}");
+
+        write(form, "file", &["--replace"]).ok();
+        let replaced = fs::read(out.join("file")).unwrap();
+        // Standard output takes the same bytes, and nothing else.
+        let to = format!("{form}:-");
+        let piped = match form {
+            "build" => sandbox.run(&["build", &tree, "-"]),
+            _ => sandbox.run(&["export", "box:1", &to]),
+        };
+        piped.ok();
+        assert!(piped.bytes == replaced, "{form}: {} bytes", piped.bytes.len());
+        fs::write(out.join("file"), "before").unwrap();
+    }
+    sandbox.run(&["export", "box:1", "erofs:-", "--json"]).fails_with(2);
+}
+
 #[test]
 fn build_writes_what_mkcomposefs_writes() {
     let sandbox = Sandbox::new();
@@ -387,7 +447,8 @@ fn build_writes_what_mkcomposefs_writes() {
     assert_eq!(again.ok(), built.stdout);
 
     sandbox.run(&["build", tree]).fails_with(2);
-    sandbox.run(&["build", sandbox.text("nothing").as_str(), &theirs]).fails_with(3);
+    let nothing = sandbox.text("nothing");
+    sandbox.run(&["build", &nothing, "--replace", &theirs]).fails_with(3);
     let bad = sandbox.run_with_input(&["build", "-", "--print-digest"], b"/ nonsense\n");
     bad.fails_with(4);
     sandbox.run(&["ls", tree]).fails_with(1);

@@ -89,6 +89,7 @@ fn what_is_asked_for_by_digest_is_not_shown_as_another_image() {
             sandbox.run(&["import", "--json", "--name", &name, layout.to_str().unwrap()]).json();
         ran["image"].as_str().unwrap().to_owned()
     });
+    sandbox.run(&["gc"]).ok();
     let records = sandbox.path("store/domains/default/bases");
     fs::copy(records.join(&two), records.join(&one)).unwrap();
     sandbox.run(&["fsck"]).ok();

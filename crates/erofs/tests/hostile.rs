@@ -1,13 +1,12 @@
-//! Bytes that somebody changed: always an answer or an error, soon, in little memory.
+//! Bytes that somebody changed: always an answer or an error, in little memory.
 //!
 //! The story behind: a reader that trusts one length in an image panics, loops or asks for all of
-//! the memory, and the image came from the network.
+//! the memory, and the image came from the network. A reader that loops hangs these tests. The fuzz
+//! targets also bound the time of each input.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 mod common;
-
-use std::time::{Duration, Instant};
 
 use cofolio_erofs::dump;
 use cofolio_erofs::read::{Image, ReadError};
@@ -15,8 +14,9 @@ use cofolio_erofs::write::WriteOptions;
 use common::random::{self, Rng};
 use common::{image, parse, rounds};
 
-/// No single input of these sizes may take longer, not even in a debug build on a busy machine.
-const TIME_MAX: Duration = Duration::from_secs(10);
+mod linear {
+    include!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/linear.rs"));
+}
 
 /// Does with an image all that can be done; returns whether it could be read to the end.
 fn exercise(bytes: &[u8]) -> bool {
@@ -105,13 +105,11 @@ fn changed_images_give_an_answer_or_an_error() {
         let mut rng = Rng::new(seed);
         let mut bytes = images[rng.index(images.len())].clone();
         mutate(&mut bytes, &mut rng);
-        let start = Instant::now();
         if exercise(&bytes) {
             read += 1;
         } else {
             refused += 1;
         }
-        assert!(start.elapsed() < TIME_MAX, "seed {seed} took {:?}", start.elapsed());
     }
     println!("{read} read, {refused} refused");
     assert!(read > 0 && refused > 0);
@@ -138,7 +136,6 @@ fn changed_dumps_give_a_tree_or_an_error() {
                 }
             }
         }
-        let start = Instant::now();
         match dump::parse(&text[..]) {
             Ok(tree) => {
                 let bytes = image(&tree, &WriteOptions::default());
@@ -147,7 +144,6 @@ fn changed_dumps_give_a_tree_or_an_error() {
             }
             Err(_) => refused += 1,
         }
-        assert!(start.elapsed() < TIME_MAX, "seed {seed} took {:?}", start.elapsed());
     }
     println!("{read} read, {refused} refused");
     assert!(read > 0 && refused > 0);
@@ -201,9 +197,8 @@ fn a_tree_that_doubles_at_every_level_is_refused() {
             bytes[at..at + 8].copy_from_slice(&a.to_le_bytes());
         }
     }
-    let start = Instant::now();
+    // A reader that walked all of it would not come back.
     assert!(!exercise(&bytes));
-    assert!(start.elapsed() < TIME_MAX);
 }
 
 #[test]
@@ -321,15 +316,15 @@ fn paths_longer_than_the_kernel_takes_are_refused() {
 /// start for every file would take minutes.
 #[test]
 fn many_shared_attributes_take_linear_time() {
-    let mut text = String::from("/ 0 40755 2 0 0 0 0.0 - - -\n");
-    for i in 0..50_000 {
-        let (a, b) = (i, (i + 1) % 50_000);
-        text +=
-            &format!("/{i} 0 100644 1 0 0 0 0.0 - - - user.n{a}=v user.n{b}=v user.v={}\n", i / 2);
-    }
-    let start = Instant::now();
-    let bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
-    let tree = Image::open(&bytes).unwrap().to_tree().unwrap();
-    assert!(image(&tree, &WriteOptions::default()) == bytes);
-    assert!(start.elapsed() < 3 * TIME_MAX, "{:?}", start.elapsed());
+    linear::assert_linear(50_000, |count| {
+        let mut text = String::from("/ 0 40755 2 0 0 0 0.0 - - -\n");
+        for i in 0..count {
+            let (a, b, c) = (i, (i + 1) % count, i / 2);
+            text +=
+                &format!("/{i} 0 100644 1 0 0 0 0.0 - - - user.n{a}=v user.n{b}=v user.v={c}\n");
+        }
+        let bytes = image(&parse(text.as_bytes()), &WriteOptions::default());
+        let tree = Image::open(&bytes).unwrap().to_tree().unwrap();
+        assert!(image(&tree, &WriteOptions::default()) == bytes);
+    });
 }

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use cofolio_image::import::{ImportOptions, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::Task;
 use cofolio_store::{DEFAULT_DOMAIN, InitOptions, Store};
 
 #[allow(clippy::print_stdout, reason = "a program that prints")]
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let domain = store.domain_or_create(DEFAULT_DOMAIN)?;
     let options = ImportOptions { name: args.next(), ..ImportOptions::default() };
     let started = Instant::now();
-    let report = import(&domain, &Source::parse(&source)?, &options, &Silent)?;
+    let report = import(&domain, &Source::parse(&source)?, &options, &Task::default())?;
     let seconds = started.elapsed().as_secs_f64();
     println!("{}", serde_json::to_string_pretty(&report)?);
     let status = std::fs::read_to_string("/proc/self/status")?;

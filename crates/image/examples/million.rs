@@ -14,8 +14,8 @@ use std::time::Instant;
 
 use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::limits::Limits;
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::Task;
 use cofolio_store::{DEFAULT_DOMAIN, InitOptions, Store};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let limits = Limits::default();
     let options = ImportOptions { limits, ..ImportOptions::default() };
     let source = Source::Layout { path: image, tag: None };
-    let report = import(&domain, &source, &options, &Silent)?;
+    let report = import(&domain, &source, &options, &Task::default())?;
     let peak = peak_kib()?;
     println!(
         "{} entries in {layers} layers, {} objects, image {} MiB: {:.1} s, VmHWM {peak} kB (before the \

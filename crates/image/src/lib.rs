@@ -9,7 +9,8 @@
 //! compose, registry          layers made one tree, bases and deltas; the client for registries
 //! reference, trust, layer    names in registries; signatures and policy; one layer
 //! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
-//! error, limits, progress    a directory tree; errors, limits, progress
+//! error, limits, stored,     a directory tree; errors, limits; files of the store;
+//! threads                    threads that may be refused
 //! ```
 
 pub mod compose;
@@ -22,10 +23,10 @@ mod layer;
 mod lease;
 pub mod limits;
 pub mod pack;
-pub mod progress;
 pub mod reference;
 pub mod registry;
 pub mod source;
 mod stored;
+mod threads;
 pub mod tree_scan;
 pub mod trust;

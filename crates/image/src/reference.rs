@@ -13,6 +13,8 @@ use crate::error::RegistryError;
 pub(crate) const DOCKER_HUB: &str = "docker.io";
 /// Longest repository name, host not counted (distribution's `NameTotalLengthMax`).
 const REPOSITORY_MAX: usize = 255;
+/// Longest name of an image in the store, in bytes: the store's own limit.
+const IMAGE_NAME_MAX: usize = 1024;
 /// Longest tag.
 const TAG_MAX: usize = 128;
 /// The tag that is meant if none is given.
@@ -129,6 +131,29 @@ impl fmt::Display for Reference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "docker://{}", self.given)
     }
+}
+
+/// Checks a name that an image is to have in the store. Any name of an image in a registry is one.
+///
+/// # Errors
+/// In words, what is wrong: blank, too long, with control characters, or what commands take for a path.
+pub(crate) fn check_image_name(name: &str) -> Result<(), &'static str> {
+    if name.trim().is_empty() {
+        return Err("it is blank");
+    }
+    if name.trim() != name {
+        return Err("it begins or ends with a blank");
+    }
+    if name.len() > IMAGE_NAME_MAX {
+        return Err("it is longer than 1024 bytes");
+    }
+    if name.chars().any(char::is_control) {
+        return Err("it has control characters");
+    }
+    if ["/", "./", "../"].iter().any(|start| name.starts_with(start)) {
+        return Err("it is a path, and commands would take it for a file");
+    }
+    Ok(())
 }
 
 fn check_tag(tag: &str) -> Result<(), String> {

@@ -4,7 +4,23 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 
 use cofolio_erofs::read::ReadAt;
-use cofolio_store::StoredFile;
+use cofolio_store::verity::Hasher;
+use cofolio_store::{Digest, StoredFile};
+
+/// The fs-verity digest of a file's content, which is read for it.
+///
+/// # Errors
+/// Those of reading.
+pub(crate) fn digest_of(file: &StoredFile) -> io::Result<Digest> {
+    let mut hasher = Hasher::new();
+    let mut buffer = vec![0; 4 * BLOCK];
+    loop {
+        match file.read_at(&mut buffer, hasher.size())? {
+            0 => return Ok(hasher.finish()),
+            count => hasher.update(&buffer[..count]),
+        }
+    }
+}
 
 /// The bytes of an image or a split of the store. Readers of images ask for a few bytes at a time, tens of thousands
 /// of times for a small image, so they are read in blocks of which the last few are kept.

@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
 use cofolio_store::{Buffer, Staging, Stretch, stretch_at, verity};
@@ -27,7 +27,8 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 use crate::error::ImportError;
-use crate::progress::Progress;
+use crate::threads::spawn_up_to;
+use cofolio_store::task::{Event, Task};
 
 /// Files up to this size are read whole before they are stored.
 const SMALL_MAX: usize = 1 << 20;
@@ -276,7 +277,7 @@ pub fn scan(
     path: &Path,
     options: &ScanOptions,
     sink: &dyn ObjectSink,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<Scanned, ImportError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| match e {
@@ -290,25 +291,25 @@ pub fn scan(
     // Some of them wait for the disk.
     let threads =
         if options.threads == 0 { (processors * 4).min(8) } else { options.threads.min(64) };
-    let stop = AtomicBool::new(false);
+    let stop = task.cancel.child();
     let (jobs, queue) = channel::bounded::<Job>(QUEUE);
     let (to_us, results) = channel::unbounded();
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        spawn_up_to(scope, threads, || {
             let (queue, to_us, stop) = (queue.clone(), to_us.clone(), &stop);
-            scope.spawn(move || {
+            move || {
                 let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     // After a failure the queue is only emptied.
-                    if stop.load(Ordering::Relaxed) {
+                    if stop.is_cancelled() {
                         continue;
                     }
                     let inode = job.inode;
-                    let result = job.read(options.inline_max, &mut buffer, sink, progress);
+                    let result = job.read(options.inline_max, &mut buffer, sink, task);
                     let _ = to_us.send((inode, result));
                 }
-            });
-        }
+            }
+        })?;
         drop((queue, to_us));
         let mut walk = Walk {
             root_path: path,
@@ -326,7 +327,7 @@ pub fn scan(
         };
         let walked = walk.run(&stat);
         if walked.is_err() {
-            stop.store(true, Ordering::Relaxed);
+            stop.cancel();
         }
         walked?;
         let Walk { tree, objects, object_bytes, skipped, .. } = walk;
@@ -354,7 +355,7 @@ impl Job {
         inline_max: u64,
         buffer: &mut Buffer,
         sink: &dyn ObjectSink,
-        progress: &dyn Progress,
+        task: &Task,
     ) -> Result<Stored, ImportError> {
         let size = u64::try_from(self.stat.st_size).unwrap_or(0);
         // Filesystems that compress or keep small files in their inodes have few blocks without holes,
@@ -375,7 +376,7 @@ impl Job {
                     }
                 }
             }
-            progress.bytes(0, total);
+            task.tell(Event::Read(total));
             self.check(total)?;
             let content = buffer.filled();
             if size <= inline_max {
@@ -414,7 +415,8 @@ impl Job {
                 Piece::End => 0,
             };
             total = total.saturating_add(length);
-            progress.bytes(0, length);
+            task.tell(Event::Read(length));
+            task.check()?;
             if piece == Piece::End || total > size {
                 self.check(total)?;
             }

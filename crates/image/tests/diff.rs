@@ -4,17 +4,18 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use cofolio_image::diff::{Diff, pages};
 use cofolio_image::import::{ImportOptions, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::{Cancel, Event, Task};
 use cofolio_store::{Digest, Domain, InitOptions, Store};
 
 fn image(domain: &Domain, tree: &Path) -> Digest {
     let source = Source::parse(tree.to_str().unwrap()).unwrap();
-    import(domain, &source, &ImportOptions::default(), &Silent).unwrap().image.parse().unwrap()
+    import(domain, &source, &ImportOptions::default(), &Task::default()).unwrap().image
 }
 
 /// 12,000 pages that repeat: with 1,024 hashes at a time the figures are those of one pass.
@@ -41,20 +42,22 @@ fn many_passes_find_what_one_finds() {
     let diff = Diff::of(&domain, [&images[0], &images[1]], &mut |_| {}).unwrap();
     // The last ten files repeat the first ten, and 20 of `a` are files of `b`.
     assert_eq!((diff.a.files, diff.a.content.objects, diff.shared.objects), (60, 50, 20));
-    let one = pages::compare(&domain, &diff, pages::MEMORY_DEFAULT, &|_, _| {}).unwrap();
+    let one = pages::compare(&domain, &diff, pages::MEMORY_DEFAULT, &Task::default()).unwrap();
     assert_eq!((one.passes, one.distinct_pages), (1, 8000));
     assert_eq!((one.a_in_b_pages, one.b_in_a_pages), (0, 0));
 
-    let seen = AtomicU64::new(0);
-    let progress = |done: u64, total: u64| {
-        assert!(done <= total);
-        seen.fetch_max(done, Relaxed);
-    };
-    let many = pages::compare(&domain, &diff, 8192, &progress).unwrap();
+    let seen = Arc::new(AtomicU64::new(0));
+    let sees = seen.clone();
+    let task = Task::new(Cancel::default(), move |event| {
+        let Event::Done { bytes, bytes_total, .. } = event else { panic!("{event:?}") };
+        assert!(Some(bytes) <= bytes_total);
+        sees.fetch_max(bytes, Relaxed);
+    });
+    let many = pages::compare(&domain, &diff, 8192, &task).unwrap();
     assert!(many.passes >= 8000 / 1024, "{many:?}");
     assert!(many.memory_bytes <= 2 * 8192, "{many:?}");
     assert_eq!(many.read_bytes, many.passes * one.read_bytes);
-    assert_eq!(seen.into_inner(), many.read_bytes);
+    assert_eq!(seen.load(Relaxed), many.read_bytes);
     let figures = |report: &pages::PageReport| {
         (report.distinct_pages, report.a_in_b_pages, report.b_in_a_pages)
     };

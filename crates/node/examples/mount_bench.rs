@@ -19,10 +19,10 @@ use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::import::{self};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::Hierarchy;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store};
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
@@ -61,9 +61,13 @@ fn measure(dir: &Path, containers: usize, image: Option<&str>) -> Result<serde_j
     let (image, entries) = match image {
         Some(image) => {
             let source = Source::parse(image)?;
-            let report =
-                import::import(&domain, &source, &import::ImportOptions::default(), &Silent)?;
-            (report.image.parse()?, usize::try_from(report.entries)?)
+            let report = import::import(
+                &domain,
+                &source,
+                &import::ImportOptions::default(),
+                &Task::default(),
+            )?;
+            (report.image, usize::try_from(report.entries)?)
         }
         None => build(&domain)?,
     };

@@ -1,7 +1,12 @@
-//! What Cofolio knows of this machine: mounting, containers, the ledger, surveys, probes.
+//! What Cofolio knows of this machine: mounting, containers, upkeep, the ledger, surveys, probes,
+//! configuration and policy.
 
+pub mod backend;
+pub mod config;
 pub mod container;
 pub mod ledger;
 pub mod mount;
+pub mod policy;
 pub mod probe;
 pub mod survey;
+pub mod upkeep;

@@ -19,11 +19,11 @@ use cache::{SIZE, all_pages, content, forget, resident};
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::import;
 use cofolio_image::pack::{PackOptions, pack};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::probe::{self, Presence};
+use cofolio_store::task::Task;
 use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
 use cofolio_sys::cache::{FileMap, PrivateMap, page_size};
 use rustix::fs::Advice;
@@ -100,14 +100,13 @@ fn import(domain: &Domain, dir: &Path, (backend, form): How) -> [Digest; 2] {
             name: Some(name.to_owned()),
             ..import::ImportOptions::default()
         };
-        let image = import::import(domain, &source, &options, &Silent).unwrap().image;
-        image.parse().unwrap()
+        import::import(domain, &source, &options, &Task::default()).unwrap().image
     });
     if backend == Backend::InodeShare {
         for image in &images {
-            let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+            let task = Task::default();
             let options = PackOptions { form, ..PackOptions::default() };
-            pack(domain, image, &options, go_on).unwrap();
+            pack(domain, image, &options, &task).unwrap();
         }
         domain.set_backend_over(backend, form).unwrap();
     }

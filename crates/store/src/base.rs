@@ -13,14 +13,12 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use serde::{Deserialize, Serialize};
 
 use crate::disk::{Kind, Purpose};
-use crate::domain::{is_absent, to_json};
+use crate::domain::to_json;
 use crate::error::{At, Result};
 use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
-/// Compatible: `bases/` is kept. Who does not know it collects bases and deltas, which costs memory and nothing else.
-pub(crate) const FEATURE: &str = "bases";
 /// Directory of the records.
 pub(crate) const DIRECTORY: &str = "bases";
 
@@ -93,7 +91,6 @@ impl Domain {
 
     /// Writes a record to a temporary file; gives it and its later place.
     pub(crate) fn prepare_base(&self, image: &Digest, base: &Base) -> Result<(String, String)> {
-        self.store().enable_compatible(FEATURE)?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         self.disk().sync_dir(self.base()).at("sync", self.base())?;
@@ -102,28 +99,11 @@ impl Domain {
         Ok((self.store().write_temporary(&directory, &json, Purpose::Record, false)?, path))
     }
 
-    /// Removes the records that name an image that is not `kept`, and what was left of writing some: with the lock held
-    /// alone, before any of those images is removed. Durable on return.
-    pub(crate) fn sweep_bases(&self, kept: impl Fn(&Digest) -> bool) -> Result<()> {
-        for (name, kind) in self.base_entries()? {
-            if name.starts_with(TEMPORARY) {
-                let path = format!("{}/{DIRECTORY}/{name}", self.base());
-                remove_entry(self.disk(), &path, kind)?;
-            }
-        }
-        self.drop_bases(|image, base| kept(image) && kept(&base.base) && kept(&base.delta))
-    }
-
     /// Removes the records of what is not all there any more.
     pub(crate) fn drop_broken_bases(&self) -> Result<()> {
-        self.drop_bases(|_, _| true)
-    }
-
-    /// Removes all records but those of what is all there and is to stay.
-    fn drop_bases(&self, stays: impl Fn(&Digest, &Base) -> bool) -> Result<()> {
         let mut dropped = false;
         for (image, path) in self.base_records()? {
-            if !self.base_of(&image)?.is_some_and(|base| stays(&image, &base)) {
+            if self.base_of(&image)?.is_none() {
                 remove_entry(self.disk(), &path, Kind::File)?;
                 dropped = true;
             }
@@ -137,7 +117,7 @@ impl Domain {
 
     /// Records that cannot be read, or name what is not there.
     pub(crate) fn fsck_bases(&self, report: &mut FsckReport) -> Result<()> {
-        for (name, kind) in self.base_entries()? {
+        for (name, kind) in self.entries(DIRECTORY)? {
             let path = format!("{}/{DIRECTORY}/{name}", self.base());
             let image = Digest::from_lower_hex(name.as_bytes()).filter(|_| kind == Kind::File);
             let Some(image) = image else {
@@ -148,9 +128,9 @@ impl Domain {
             };
             let detail = match self.read_record::<Base>(&path) {
                 Ok(Some(base)) => {
-                    match self.missing_parts(&[image, base.base, base.delta], [].into_iter())? {
+                    match self.missing_files(&[image, base.base, base.delta], [].into_iter())? {
                         missing if missing.is_empty() => continue,
-                        missing => format!("{} is not there", missing[0]),
+                        missing => format!("{} is missing", missing[0]),
                     }
                 }
                 Ok(None) => continue,
@@ -165,17 +145,9 @@ impl Domain {
         format!("{}/{DIRECTORY}/{image}", self.base())
     }
 
-    fn base_entries(&self) -> Result<Vec<(String, Kind)>> {
-        let directory = format!("{}/{DIRECTORY}", self.base());
-        match self.disk().list(&directory) {
-            Err(error) if is_absent(&error) => Ok(Vec::new()),
-            other => other.at("list", &directory),
-        }
-    }
-
     /// Images with a record, and its file.
-    fn base_records(&self) -> Result<Vec<(Digest, String)>> {
-        let entries = self.base_entries()?.into_iter();
+    pub(crate) fn base_records(&self) -> Result<Vec<(Digest, String)>> {
+        let entries = self.entries(DIRECTORY)?.into_iter();
         let images = entries.filter_map(|(name, _)| Digest::from_lower_hex(name.as_bytes()));
         Ok(images.map(|image| (image, self.base_file(&image))).collect())
     }

@@ -3,7 +3,8 @@
 //! 1. everything staged is made durable (one sync for all of it);
 //! 2. the domain's lock is taken, shared: from here on nothing is collected;
 //! 3. every object, image and layer that is to be published is checked to be there, with its size;
-//! 4. the records are written to temporary files, the objects move into place;
+//! 4. the records are written to temporary files, a collection that runs is told what comes, the objects
+//!    move into place;
 //! 5. that is made durable: from here on the objects cannot be lost;
 //! 6. layers and images move into place, and their directories are synced: whoever sees an image, also
 //!    after a crash, sees all its objects; then segments, and then packs, likewise;
@@ -15,18 +16,16 @@
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
+use crate::Digest;
 use crate::base::Base;
 use crate::disk::{Disk, Kind, StoredFile};
-use crate::domain::SPLIT_SUFFIX;
-use crate::error::{At, Error, Result};
-use crate::meta::{SEGMENT_FEATURE, SPLIT_FEATURE};
+use crate::error::{At, Error, Result, is_damage, is_full};
+use crate::examine::hash_file;
+use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::record::{Ref, Root};
-use crate::segment::{Pack, SEGMENT_SUFFIX};
 use crate::staging::{Staging, StagingStats};
 use crate::store::remove_entry;
-use crate::verify::hash_file;
-use crate::{Digest, name};
 
 /// What a directory or a record needs at least, in bytes.
 const BLOCK: u64 = 4096;
@@ -34,6 +33,8 @@ const BLOCK: u64 = 4096;
 /// Objects that are listed in memory to be looked at by all processors, and how many one takes at a time.
 const CHECKED_AT_ONCE: usize = 1 << 14;
 const CHECKED_AT_A_TIME: usize = 1 << 7;
+/// How often a file is replaced before whoever makes it immutable in between is given up on.
+const REPLACE_ATTEMPTS: u32 = 100;
 
 /// What becomes visible with a commit, all of it complete.
 #[derive(Clone, Debug, Default)]
@@ -71,15 +72,22 @@ impl Staging {
         objects: impl IntoIterator<Item = (Digest, u64)>,
     ) -> Result<StagingStats> {
         self.check_for_commit()?;
-        self.enable_features().map_err(no_space)?;
+        let domain = self.domain.clone();
+        let no_space = |error| no_space(domain.disk(), error);
         let disk = self.disk();
         disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
         let _lock = match self.held.take() {
             Some(lock) => lock,
             None => self.domain.lock_shared()?,
         };
+        let staged = self.staged()?;
+        let needed = publish.files(&staged)?;
         let mut missing = self.check_objects(objects.into_iter())?;
-        self.check_parts(publish, &mut missing)?;
+        for file in &needed {
+            if !staged.contains(file) && self.domain.named_size(file)?.is_none() {
+                missing.add(|| file.to_string());
+            }
+        }
         missing.result()?;
 
         let mut records = Records { staging: &self, pending: Vec::new() };
@@ -92,34 +100,36 @@ impl Staging {
         for (image, base) in &publish.bases {
             records.pending.push(self.domain.prepare_base(image, base).map_err(no_space)?);
         }
+        // Of what is in place, only what records name; of what is staged, everything.
+        self.domain.note_new(&staged).map_err(no_space)?;
+        let in_place: Vec<_> =
+            needed.iter().filter(|file| !staged.contains(file)).cloned().collect();
+        self.domain.note_in_place(&in_place).map_err(no_space)?;
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
         self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
-        let mut published = self.publish_parts().map_err(no_space)?;
+        self.publish_files(&staged, |kind| kind.names() == Some(FileKind::Object))
+            .map_err(no_space)?;
         self.domain.sync_parts()?;
-        published.extend(self.publish_packs().map_err(no_space)?);
-        self.protect(publish, &published)?;
+        self.publish_files(&staged, |kind| kind == FileKind::Segment).map_err(no_space)?;
+        self.publish_files(&staged, |kind| kind == FileKind::Pack).map_err(no_space)?;
+        self.protect(&needed)?;
         records.publish()?;
         Ok(self.stats())
     }
 
-    /// Has the store say what it holds, before it gets the first of it.
-    fn enable_features(&self) -> Result<()> {
-        for (part, suffix, feature) in
-            [("layers", SPLIT_SUFFIX, SPLIT_FEATURE), ("segments", "", SEGMENT_FEATURE)]
-        {
-            if self.staged(part)?.iter().any(|file| file.ends_with(suffix)) {
-                self.domain.store().enable_compatible(feature)?;
+    /// The staged files other than objects.
+    fn staged(&self) -> Result<Vec<FileName>> {
+        let mut staged = Vec::new();
+        for directory in ["images", "layers", "segments"] {
+            let path = format!("{}/{directory}", self.directory);
+            for (file, _) in self.disk().list(&path).at("list", &path)? {
+                let name = FileName::of_file(directory, &file);
+                let path = format!("{path}/{file}");
+                staged.push(name.ok_or_else(|| Error::corrupt(path, "it has no name of ours"))?);
             }
         }
-        Ok(())
-    }
-
-    /// Names of the staged files of one kind.
-    fn staged(&self, part: &str) -> Result<Vec<String>> {
-        let path = format!("{}/{part}", self.directory);
-        let staged = self.disk().list(&path).at("list", &path)?;
-        Ok(staged.into_iter().map(|(file, _)| file).collect())
+        Ok(staged)
     }
 
     /// Looks at each object; what is not there is no error here.
@@ -156,45 +166,6 @@ impl Staging {
         Ok(())
     }
 
-    /// Images and layers of the records must be staged or in place.
-    fn check_parts(&self, publish: &Publish, missing: &mut Missing) -> Result<()> {
-        let refs = publish.refs.iter().map(|(_, record)| record);
-        let images = refs.clone().map(|record| &record.image);
-        let bases = publish.bases.iter();
-        let bases = bases.flat_map(|(image, base)| [image, &base.base, &base.delta]);
-        let rooted = publish.roots.iter().flat_map(|root| &root.images);
-        for image in images.chain(rooted).chain(bases) {
-            if self.domain.file_size(&self.image_file(image))?.is_none()
-                && !self.domain.has_image(image)?
-            {
-                missing.add(|| format!("image {image}"));
-            }
-        }
-        let layers = refs.flat_map(|record| record.layers.iter().map(|layer| &layer.chain_id));
-        for chain_id in layers.chain(publish.roots.iter().flat_map(|root| &root.layers)) {
-            let file = name::encode("chain id", chain_id)? + crate::domain::LAYER_SUFFIX;
-            if self.domain.file_size(&format!("{}/layers/{file}", self.directory))?.is_none()
-                && !self.domain.has_layer(chain_id)?
-            {
-                missing.add(|| format!("layer {chain_id}"));
-            }
-        }
-        for segment in &publish.segments {
-            let file = format!("{}/segments/{segment}{SEGMENT_SUFFIX}", self.directory);
-            if self.domain.file_size(&file)?.is_none()
-                && self.domain.file_size(&self.domain.segment_file(segment))?.is_none()
-            {
-                missing.add(|| format!("segment {segment}"));
-            }
-        }
-        for pack in self.staged("segments")?.iter().filter_map(|file| Pack::of_file(file)) {
-            if !self.domain.has_image(&pack.image)? {
-                missing.add(|| format!("image {}", pack.image));
-            }
-        }
-        Ok(())
-    }
-
     /// Moves the staged objects into place, shard by shard. A shard that the domain does not have yet
     /// moves as a whole: a first import of a million objects is 256 renames.
     fn publish_objects(&self) -> Result<()> {
@@ -211,7 +182,9 @@ impl Staging {
                     move_files(disk, &from, &to, |placed, staged| {
                         let placed_size = self.domain.file_size(placed)?;
                         let same_size = placed_size == self.domain.file_size(staged)?;
-                        Ok(same_size && (!self.repair || self.is_as_named(placed, shard)?))
+                        let digest = placed.rsplit_once('/').map_or("", |(_, name)| name);
+                        let digest = Digest::from_object_path(shard, digest);
+                        Ok(same_size && (!self.repair || self.is_as_named(placed, digest)?))
                     })?;
                 }
                 other => other.at("publish", &to)?,
@@ -223,79 +196,109 @@ impl Staging {
         })
     }
 
-    /// Moves layers and images into place; gives their paths.
-    fn publish_parts(&self) -> Result<Vec<String>> {
-        let mut published = Vec::new();
-        for part in ["layers", "images"] {
-            let from = format!("{}/{part}", self.directory);
-            let to = format!("{}/{part}", self.domain.base());
-            published.extend(self.staged(part)?.iter().map(|name| format!("{to}/{name}")));
-            // A layer that is there is only written again by an importer that could not use it.
-            move_files(self.disk(), &from, &to, |placed, _| match part {
-                "layers" => Ok(false),
-                _ => self.is_as_named(placed, ""),
+    /// Moves the staged files of some kinds into place. Of segments and packs the names are durable on
+    /// return; a pack takes the place of those that its image had before.
+    fn publish_files(&self, staged: &[FileName], which: impl Fn(FileKind) -> bool) -> Result<()> {
+        let disk = self.disk();
+        let mut published = false;
+        for name in staged.iter().filter(|name| which(name.kind())) {
+            let (from, to) = (self.named_file(name), self.domain.named_file(name));
+            move_file(disk, &from, &to, |placed, staged| match name.digest() {
+                Some(_) => self.is_as_named(placed, name.digest()),
+                // An import that came at the same time has written the same. Otherwise it is only written
+                // again by an importer that could not use what is there.
+                None => is_same(self.disk(), placed, staged),
             })?;
-        }
-        Ok(published)
-    }
-
-    /// Moves segments into place, then the packs over them, in place of what was there; gives their paths.
-    fn publish_packs(&self) -> Result<Vec<String>> {
-        let staged = self.staged("segments")?;
-        if staged.is_empty() {
-            return Ok(Vec::new());
-        }
-        let (disk, to) = (self.disk(), format!("{}/segments", self.domain.base()));
-        let (packs, segments): (Vec<_>, Vec<_>) =
-            staged.into_iter().partition(|file| Pack::of_file(file).is_some());
-        let mut published = Vec::new();
-        for files in [segments, packs] {
-            for file in files {
-                let (from, to) =
-                    (format!("{}/segments/{file}", self.directory), format!("{to}/{file}"));
-                move_file(disk, &from, &to, |placed, _| self.is_as_named(placed, ""))?;
-                if let Some(new) = Pack::of_file(&file) {
-                    for old in self.domain.packs_of(&new.image)?.iter().filter(|old| **old != new) {
-                        remove_entry(disk, &self.domain.pack_file(old), Kind::File)?;
+            published = true;
+            if name.kind() == FileKind::Pack {
+                for old in self.domain.named(FileKind::Pack)? {
+                    if old.image() == name.image() && old != *name {
+                        remove_entry(disk, &self.domain.named_file(&old), Kind::File)?;
                     }
                 }
-                published.push(to);
             }
-            disk.sync_dir(&to).at("sync", &to)?;
+            if self.domain.protection().immutable {
+                protect_file(disk, &to)?;
+            }
         }
-        Ok(published)
+        if published && which(FileKind::Segment) != which(FileKind::Pack) {
+            let directory = format!("{}/{}", self.domain.base(), FileKind::Segment.directory());
+            disk.sync_dir(&directory).at("sync", &directory)?;
+        }
+        Ok(())
     }
 
-    /// Whether a file has the digest that its name says; `shard` goes before the name.
-    fn is_as_named(&self, path: &str, shard: &str) -> Result<bool> {
-        let file = StoredFile::new(self.disk().open(path).at("open", path)?, path.to_owned());
-        let name = path.rsplit_once('/').map_or(path, |(_, name)| name);
-        let found = hash_file(&file)?;
-        if let Some(pack) = Pack::of_file(name) {
-            return Ok(pack.digest == found);
+    /// Whether a file can be read and has the digest that its name says.
+    fn is_as_named(&self, path: &str, digest: Option<Digest>) -> Result<bool> {
+        match self.disk().open(path).at("open", path) {
+            Ok(file) => is_sound(hash_file(&StoredFile::new(file, path.to_owned())), digest),
+            Err(error) => is_sound(Err(error), digest),
         }
-        let stem = name.split_once('.').map_or(name, |(stem, _)| stem);
-        Ok(format!("{shard}{stem}") == found.to_string())
     }
 
-    /// Objects are protected as they are published; this is the rest.
-    fn protect(&self, publish: &Publish, published: &[String]) -> Result<()> {
+    /// What was in place before may lack its flag, after an import that was interrupted before it set it.
+    fn protect(&self, files: &[FileName]) -> Result<()> {
         if !self.domain.protection().immutable {
             return Ok(());
         }
-        published.iter().try_for_each(|path| protect_file(self.disk(), path))?;
-        // What was in place before may lack it, after an import that was interrupted here.
-        for (_, record) in &publish.refs {
-            protect_file(self.disk(), &self.domain.image_file(&record.image))?;
-            for layer in &record.layers {
-                protect_file(self.disk(), &self.domain.layer_file(&layer.chain_id)?)?;
-                if self.domain.has_split(&layer.chain_id)? {
-                    protect_file(self.disk(), &self.domain.split_file(&layer.chain_id)?)?;
-                }
+        for name in files {
+            protect_file(self.disk(), &self.domain.named_file(name))?;
+            let split = name.with_kind(FileKind::Split);
+            if name.kind() == FileKind::Layer && self.domain.named_size(&split)?.is_some() {
+                protect_file(self.disk(), &self.domain.named_file(&split))?;
             }
         }
         Ok(())
     }
+}
+
+impl Publish {
+    /// The files that must be there for what is published: images and layers that records name, segments
+    /// that packs need, and the images of staged packs.
+    fn files(&self, staged: &[FileName]) -> Result<Vec<FileName>> {
+        let image = |image: &Digest| FileName::content(FileKind::Image, image);
+        let packed = staged.iter().filter(|name| name.kind() == FileKind::Pack);
+        let mut files: Vec<_> =
+            packed.filter_map(FileName::image).map(|packed| image(&packed)).collect();
+        for (_, record) in &self.refs {
+            files.push(image(&record.image));
+            for layer in &record.layers {
+                files.push(FileName::chain(FileKind::Layer, &layer.chain_id)?);
+            }
+        }
+        for root in &self.roots {
+            files.extend(root.images.iter().map(image));
+            for chain_id in &root.layers {
+                files.push(FileName::chain(FileKind::Layer, chain_id)?);
+            }
+        }
+        for (over, base) in &self.bases {
+            files.extend([over, &base.base, &base.delta].map(image));
+        }
+        let segments = self.segments.iter();
+        files.extend(segments.map(|segment| FileName::content(FileKind::Segment, segment)));
+        files.sort_unstable();
+        files.dedup();
+        Ok(files)
+    }
+}
+
+/// Whether a digest was found, and is the right one.
+fn is_sound(found: Result<Digest>, digest: Option<Digest>) -> Result<bool> {
+    match found {
+        Err(error) if is_damage(&error) => Ok(false),
+        found => Ok(Some(found?) == digest),
+    }
+}
+
+/// Whether two files have the same content.
+fn is_same(disk: &dyn Disk, a: &str, b: &str) -> Result<bool> {
+    let hash = |path: &str| {
+        let file = disk.open(path).at("open", path)?;
+        hash_file(&StoredFile::new(file, path.to_owned()))
+    };
+    let b = hash(b)?;
+    is_sound(hash(a), Some(b))
 }
 
 /// Sets the immutable flag. Only after the rename: a file that has it can be neither renamed nor linked
@@ -333,13 +336,20 @@ fn move_file(
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => return other.at("publish", to),
     }
-    if !is_good(to, from)? {
+    if is_good(to, from)? {
+        return Ok(());
+    }
+    // Another import, or a collection, may make it immutable between the two calls.
+    for _ in 1..REPLACE_ATTEMPTS {
         if disk.stat(to).at("look at", to)?.immutable {
             disk.set_immutable(to, false).at("clear the immutable flag of", to)?;
         }
-        disk.rename(from, to, false).at("replace", to)?;
+        match disk.rename(from, to, false) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+            other => return other.at("replace", to),
+        }
     }
-    Ok(())
+    disk.rename(from, to, false).at("replace", to)
 }
 
 /// Records in temporary files, which are removed again unless they are published.
@@ -353,12 +363,14 @@ impl Records<'_> {
     fn publish(&mut self) -> Result<()> {
         let disk = self.staging.disk();
         let mut directories: Vec<String> = Vec::new();
-        for (temporary, path) in self.pending.drain(..) {
-            disk.rename(&temporary, &path, false).at("publish", &path)?;
+        // What is left after an error is removed when this is dropped.
+        while let Some((temporary, path)) = self.pending.first() {
+            disk.rename(temporary, path, false).at("publish", path)?;
             let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
             if !directories.iter().any(|known| known == directory) {
                 directories.push(directory.to_owned());
             }
+            self.pending.remove(0);
         }
         directories.iter().try_for_each(|path| disk.sync_dir(path).at("sync", path))
     }
@@ -393,11 +405,12 @@ impl Missing {
 }
 
 /// A filesystem that fills up while the import is published: directories and records need room too.
-fn no_space(error: Error) -> Error {
+fn no_space(disk: &dyn Disk, error: Error) -> Error {
     match error {
-        Error::Io { ref source, .. } if crate::error::is_full(source) => {
-            Error::NoSpace { missing: BLOCK }
-        }
+        Error::Io { ref source, .. } if is_full(source) => match disk.free_files() {
+            Ok(0) => Error::NoInodes { files: 1 },
+            _ => Error::NoSpace { missing: BLOCK },
+        },
         other => other,
     }
 }

@@ -1,6 +1,7 @@
 //! What the store cannot know itself: which objects an image or a layer names.
 
-use crate::error::{BoxError, Error, Result};
+use crate::error::{BoxError, Error};
+use crate::kinds::{FileKind, FileName};
 use crate::{Digest, Domain, StoredFile};
 
 /// Reads images and layers for the store, which does not know their formats.
@@ -9,7 +10,7 @@ pub trait Contents: Sync {
     /// the object has; in any order, with repetitions as they come.
     ///
     /// # Errors
-    /// Whatever is wrong with the image. Nothing is collected then, so an image that cannot be read in
+    /// Whatever is wrong with the image. No object is collected then, so an image that cannot be read in
     /// full must be an error and never end early.
     fn image_objects(
         &self,
@@ -43,40 +44,56 @@ pub trait Contents: Sync {
     /// # Errors
     /// Whatever is wrong with the pack. It is as good as not there then.
     fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError>;
-}
 
-/// An image, a layer, or the split of one.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Part {
-    Image(Digest),
-    Layer(String),
-    Split(String),
-}
-
-impl Part {
-    /// The image, if it is one.
-    pub(crate) fn image(&self) -> Option<Digest> {
-        match self {
-            Self::Image(digest) => Some(*digest),
-            Self::Layer(_) | Self::Split(_) => None,
-        }
+    /// Calls `found` with the path of each file of an image whose content is one of the `wanted` objects.
+    /// Used to say what damage hits; nothing depends on it.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the image.
+    fn image_paths(
+        &self,
+        image: &StoredFile,
+        wanted: &dyn Fn(&Digest) -> bool,
+        found: &mut dyn FnMut(Digest, &[u8]),
+    ) -> Result<(), BoxError> {
+        let _ = (image, wanted, found);
+        Ok(())
     }
 
-    /// Visits the objects of the part.
+    /// Reads a segment as one; its blocks are not looked at.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the segment.
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError>;
+}
+
+impl FileName {
+    /// Visits what the file names: objects with their sizes, or segments of a pack. Objects and segments
+    /// name nothing.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the file: see [`crate::error::is_damage`].
     pub(crate) fn visit(
         &self,
         domain: &Domain,
         contents: &dyn Contents,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
-        match self {
-            Self::Image(digest) => contents.image_objects(&domain.open_image(digest)?, visit),
-            Self::Layer(chain_id) => contents.layer_objects(&domain.open_layer(chain_id)?, visit),
-            Self::Split(chain_id) => contents.split_objects(&domain.open_split(chain_id)?, visit),
+        let file = domain.open_named(self)?;
+        match self.kind() {
+            FileKind::Object | FileKind::Segment => Ok(()),
+            FileKind::Image => contents.image_objects(&file, visit),
+            FileKind::Layer => contents.layer_objects(&file, visit),
+            FileKind::Split => contents.split_objects(&file, visit),
+            FileKind::Pack => {
+                let segments = contents.pack_segments(&file)?;
+                segments.into_iter().for_each(|segment| visit(segment, 0));
+                Ok(())
+            }
         }
     }
 
-    /// The same; of a layer also those of its split, if it has one.
+    /// The same; of a layer also what its split names, if it has one.
     pub(crate) fn visit_whole(
         &self,
         domain: &Domain,
@@ -84,27 +101,13 @@ impl Part {
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
         self.visit(domain, contents, visit)?;
-        match self {
-            Self::Layer(chain_id) if domain.has_split(chain_id)? => Self::Split(chain_id.clone())
-                .visit(domain, contents, visit)
-                .map_err(|error| format!("its split: {error}").into()),
-            _ => Ok(()),
+        let split = self.with_kind(FileKind::Split);
+        if self.kind() != FileKind::Layer || domain.named_size(&split)?.is_none() {
+            return Ok(());
         }
-    }
-
-    /// An error that names the part and who keeps it.
-    pub(crate) fn unreadable(&self, kept_by: &str, source: BoxError) -> Error {
-        Error::Unreadable { what: format!("{self} (kept by {kept_by})"), source }
-    }
-}
-
-impl std::fmt::Display for Part {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Image(digest) => write!(f, "image {digest}"),
-            Self::Layer(chain_id) => write!(f, "layer {chain_id}"),
-            Self::Split(chain_id) => write!(f, "split of layer {chain_id}"),
-        }
+        split.visit(domain, contents, visit).map_err(|error| {
+            Error::Unreadable { what: "its split".to_owned(), source: error }.into()
+        })
     }
 }
 
@@ -138,7 +141,7 @@ impl DigestSet {
         }
     }
 
-    /// To be called after the last `insert` and before the first `contains`.
+    /// To be called after the last `insert` and before the next `contains`.
     pub(crate) fn seal(&mut self) {
         self.shards.iter_mut().for_each(Shard::sort);
     }
@@ -151,6 +154,9 @@ impl DigestSet {
 
 impl Shard {
     fn sort(&mut self) {
+        if self.sorted == self.list.len() {
+            return;
+        }
         self.list.sort_unstable();
         self.list.dedup();
         self.sorted = self.list.len();

@@ -9,8 +9,8 @@ use std::io::Write;
 use crate::contents::Contents;
 use crate::disk::Piece;
 use crate::error::{At, BoxError, Error, Result};
+use crate::examine::hash_file;
 use crate::staging::{Staging, Stored};
-use crate::verify::hash_file;
 use crate::{Digest, Domain, ImportOptions, Publish, Ref, StoredFile};
 
 /// How much is copied at once, in bytes.

@@ -142,6 +142,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn reflink(&self, from: &str, to: &str) -> io::Result<()>;
     /// What the filesystem offers.
     fn protection(&self) -> Protection;
+    /// Lets only the owner into the directory of the store.
+    fn restrict(&self) -> io::Result<()>;
+    /// Files that may still be made; `u64::MAX` where the filesystem does not say.
+    fn free_files(&self) -> io::Result<u64>;
     /// Bytes that an import may still write. The filesystem is not filled up to the last byte.
     fn room_bytes(&self) -> io::Result<u64>;
     /// 16 bytes that nobody can guess and no other import has.

@@ -1,5 +1,6 @@
 //! [`Domain`]: one trust domain. Nothing in it shares an inode with another domain.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 
@@ -7,25 +8,22 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, StoredFile};
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, ErrorKind, Result};
+use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
-use crate::store::{DOMAINS, Store, TEMPORARY};
+use crate::store::{DOMAINS, Store, TEMPORARY, remove_entry};
 use crate::{Digest, name};
 
 /// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
-/// Suffix of image files.
-pub(crate) const IMAGE_SUFFIX: &str = ".erofs";
-/// Suffix of layer trees.
-pub(crate) const LAYER_SUFFIX: &str = ".dump.zst";
-/// Suffix of layer splits.
-pub(crate) const SPLIT_SUFFIX: &str = ".split";
 /// Suffix of refs and roots.
 pub(crate) const RECORD_SUFFIX: &str = ".json";
+/// Directory of the roots.
+pub(crate) const ROOTS: &str = "roots";
 
 /// The directories that every domain has, parents first.
 pub(crate) fn directories() -> impl Iterator<Item = String> {
-    let plain = ["objects", "images", "refs", "layers", "roots", "segments"].map(String::from);
+    let plain = ["objects", "images", "refs", "layers", ROOTS, "segments"].map(String::from);
     plain.into_iter().chain(RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str())))
 }
 
@@ -111,7 +109,7 @@ impl Domain {
 
     /// The file of an image, whether it exists or not. `None` on a simulated disk.
     pub fn image_path(&self, digest: &Digest) -> Option<PathBuf> {
-        self.real(&format!("images/{digest}{IMAGE_SUFFIX}"))
+        self.real(&FileName::content(FileKind::Image, digest).path())
     }
 
     fn real(&self, below: &str) -> Option<PathBuf> {
@@ -126,21 +124,12 @@ impl Domain {
         format!("{}/objects/{}", self.base, digest.object_path())
     }
 
-    pub(crate) fn image_file(&self, digest: &Digest) -> String {
-        format!("{}/images/{digest}{IMAGE_SUFFIX}", self.base)
+    /// Path of a file below the store.
+    pub(crate) fn named_file(&self, name: &FileName) -> String {
+        format!("{}/{}", self.base, name.path())
     }
 
-    pub(crate) fn layer_file(&self, chain_id: &str) -> Result<String> {
-        let encoded = name::encode("chain id", chain_id)?;
-        Ok(format!("{}/layers/{encoded}{LAYER_SUFFIX}", self.base))
-    }
-
-    pub(crate) fn split_file(&self, chain_id: &str) -> Result<String> {
-        let encoded = name::encode("chain id", chain_id)?;
-        Ok(format!("{}/layers/{encoded}{SPLIT_SUFFIX}", self.base))
-    }
-
-    fn ref_file(&self, ref_name: &str) -> Result<String> {
+    pub(crate) fn ref_file(&self, ref_name: &str) -> Result<String> {
         let encoded = name::encode("ref name", ref_name)?;
         Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.base))
     }
@@ -183,7 +172,7 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn has_image(&self, digest: &Digest) -> Result<bool> {
-        Ok(self.file_size(&self.image_file(digest))?.is_some())
+        Ok(self.named_size(&FileName::content(FileKind::Image, digest))?.is_some())
     }
 
     /// Opens a metadata image for reading.
@@ -191,7 +180,7 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchImage`], [`Error::Io`].
     pub fn open_image(&self, digest: &Digest) -> Result<StoredFile> {
-        self.open_file(self.image_file(digest))?.ok_or(Error::NoSuchImage(*digest))
+        self.open_named(&FileName::content(FileKind::Image, digest))
     }
 
     /// Digests of all images, sorted. What is here for others only ([`Domain::derived_images`]) is left out.
@@ -205,11 +194,7 @@ impl Domain {
 
     /// The same with nothing left out.
     pub(crate) fn all_images(&self) -> Result<Vec<Digest>> {
-        let files = self.files("images", IMAGE_SUFFIX)?;
-        let mut images: Vec<_> =
-            files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();
-        images.sort_unstable();
-        Ok(images)
+        Ok(self.named(FileKind::Image)?.iter().filter_map(FileName::image).collect())
     }
 
     /// Whether the tree of a layer chain is here.
@@ -217,7 +202,7 @@ impl Domain {
     /// # Errors
     /// [`Error::BadName`], [`Error::Io`].
     pub fn has_layer(&self, chain_id: &str) -> Result<bool> {
-        Ok(self.file_size(&self.layer_file(chain_id)?)?.is_some())
+        Ok(self.named_size(&FileName::chain(FileKind::Layer, chain_id)?)?.is_some())
     }
 
     /// Opens a layer's tree (composefs dump text, zstd) for reading.
@@ -225,16 +210,15 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
     pub fn open_layer(&self, chain_id: &str) -> Result<StoredFile> {
-        let path = self.layer_file(chain_id)?;
-        self.open_file(path)?.ok_or_else(|| Error::NoSuchLayer(chain_id.to_owned()))
+        self.open_named(&FileName::chain(FileKind::Layer, chain_id)?)
     }
 
-    /// Whether the split of a layer is here. A layer that an earlier program imported has none.
+    /// Whether the split of a layer is here. A layer that was unpacked from no archive has none.
     ///
     /// # Errors
     /// [`Error::BadName`], [`Error::Io`].
     pub fn has_split(&self, chain_id: &str) -> Result<bool> {
-        Ok(self.file_size(&self.split_file(chain_id)?)?.is_some())
+        Ok(self.named_size(&FileName::chain(FileKind::Split, chain_id)?)?.is_some())
     }
 
     /// Opens a layer's split (its archive without the content of its files) for reading.
@@ -242,19 +226,71 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchSplit`], [`Error::BadName`], [`Error::Io`].
     pub fn open_split(&self, chain_id: &str) -> Result<StoredFile> {
-        let path = self.split_file(chain_id)?;
-        self.open_file(path)?.ok_or_else(|| Error::NoSuchSplit(chain_id.to_owned()))
+        self.open_named(&FileName::chain(FileKind::Split, chain_id)?)
     }
 
-    /// Chain ids of all layers, sorted.
+    /// Chain ids of all layers, sorted; without those that are too long to be read back from a file name.
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn layers(&self) -> Result<Vec<String>> {
-        let files = self.files("layers", LAYER_SUFFIX)?;
-        let mut layers: Vec<_> = files.iter().filter_map(|stem| name::decode(stem)).collect();
+        let mut layers: Vec<_> =
+            self.named(FileKind::Layer)?.iter().filter_map(FileName::chain_id).collect();
         layers.sort_unstable();
         Ok(layers)
+    }
+
+    // Files by kind.
+
+    /// All files of a kind, sorted; of objects none: see [`Domain::each_object`].
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn named(&self, kind: FileKind) -> Result<Vec<FileName>> {
+        if kind == FileKind::Object {
+            return Ok(Vec::new());
+        }
+        let stems = self.files(kind.directory(), kind.suffix())?;
+        let mut names: Vec<_> =
+            stems.iter().filter_map(|stem| FileName::of_stem(kind, stem)).collect();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchObject`], [`Error::NoSuchImage`] and so on, by its kind; [`Error::Io`].
+    pub fn open_named(&self, name: &FileName) -> Result<StoredFile> {
+        self.open_file(self.named_file(name))?.ok_or_else(|| no_such(name))
+    }
+
+    /// Removes files that can be made again. Who has one open keeps it. Durable on return.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], [`Error::Io`].
+    pub fn remove_named(&self, names: &[FileName]) -> Result<()> {
+        self.store.check_writable()?;
+        let _lock = self.lock_shared()?;
+        let mut directories = BTreeSet::new();
+        for name in names.iter().filter(|name| name.kind().is_derived()) {
+            remove_entry(self.disk(), &self.named_file(name), Kind::File)?;
+            directories.insert(format!("{}/{}", self.base, name.kind().directory()));
+        }
+        directories.iter().try_for_each(|path| self.disk().sync_dir(path).at("sync", path))
+    }
+
+    /// The file of this machine. `None` on a simulated disk.
+    pub fn named_path(&self, name: &FileName) -> Option<PathBuf> {
+        self.real(&name.path())
+    }
+
+    /// Size in bytes; `None` if it is not here.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if something else than a file is in its place; [`Error::Io`].
+    pub fn named_size(&self, name: &FileName) -> Result<Option<u64>> {
+        self.file_size(&self.named_file(name))
     }
 
     pub(crate) fn open_file(&self, path: String) -> Result<Option<StoredFile>> {
@@ -262,6 +298,18 @@ impl Domain {
             Ok(file) => Ok(Some(StoredFile::new(file, path))),
             Err(error) if is_absent(&error) => Ok(None),
             Err(error) => Err(error).at("open", &path),
+        }
+    }
+
+    /// Entries of a directory of the domain; none if it does not exist.
+    pub(crate) fn entries(&self, directory: &str) -> Result<Vec<(String, Kind)>> {
+        let path = match directory {
+            "" => self.base.clone(),
+            directory => format!("{}/{directory}", self.base),
+        };
+        match self.disk().list(&path) {
+            Err(error) if is_absent(&error) => Ok(Vec::new()),
+            other => other.at("list", &path),
         }
     }
 
@@ -344,7 +392,9 @@ impl Domain {
         let path = self.ref_file(ref_name)?;
         let json = ref_json(ref_name, record)?;
         let _lock = self.lock_shared()?;
-        self.check_present(&[record.image], record.layers.iter().map(|l| l.chain_id.as_str()))?;
+        let layers = || record.layers.iter().map(|layer| layer.chain_id.as_str());
+        self.check_present(&[record.image], layers())?;
+        self.note_named(&[record.image], layers())?;
         self.sync_parts()?;
         self.store.replace_file(&format!("{}/refs", self.base), &path, &json, true)
     }
@@ -407,12 +457,21 @@ impl Domain {
         let json = to_json(&path, root)?;
         let _lock = self.lock_shared()?;
         self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
+        self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
         let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
         let durable = root.kind != RootKind::Mount;
         if durable {
             self.sync_parts()?;
         }
-        self.store.replace_file(&directory, &path, &json, durable)
+        match self.store.replace_file(&directory, &path, &json, durable) {
+            // A read-only mount of an image that is here must not need room.
+            Err(error)
+                if !durable && error.kind() == ErrorKind::Space && self.store.use_reserve() =>
+            {
+                self.store.replace_file(&directory, &path, &json, durable)
+            }
+            other => other,
+        }
     }
 
     /// Removes a root; says whether it was there.
@@ -555,6 +614,20 @@ fn check_own_name(path: &str, own_name: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::corrupt(path, format!("it holds the record of {own_name:?}")))
+}
+
+fn no_such(name: &FileName) -> Error {
+    // Only those that are named by content come here with a digest, and the others have a chain.
+    let digest = name.digest().unwrap_or(Digest([0; 32]));
+    let chain_id = || name.chain_id().unwrap_or_else(|| name.to_string());
+    match name.kind() {
+        FileKind::Object => Error::NoSuchObject(digest),
+        FileKind::Image => Error::NoSuchImage(digest),
+        FileKind::Layer => Error::NoSuchLayer(chain_id()),
+        FileKind::Split => Error::NoSuchSplit(chain_id()),
+        FileKind::Segment => Error::NoSuchSegment(digest),
+        FileKind::Pack => Error::NoSuchPack(name.image().unwrap_or(digest)),
+    }
 }
 
 /// The file is not there, or a directory on the way to it is not.

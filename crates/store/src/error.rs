@@ -49,6 +49,14 @@ pub enum Error {
         /// Bytes of new content that did not fit.
         missing: u64,
     },
+    /// The filesystem has room, but no inodes; the store is as it was before.
+    #[error(
+        "no inodes left on the store's filesystem: {files} more files were needed; the store is unchanged"
+    )]
+    NoInodes {
+        /// New files that could not be made.
+        files: u64,
+    },
     /// An earlier operation on this staging failed, so that it cannot be published any more.
     #[error("this import failed earlier and cannot go on: {first}")]
     Poisoned {
@@ -154,8 +162,8 @@ pub enum Error {
         /// Bytes of the file.
         found: u64,
     },
-    /// An image or layer that must be kept cannot be read, so nothing can be collected safely.
-    #[error("cannot tell what {what} uses, so nothing was collected")]
+    /// An image, a layer or the list of live mounts cannot be read.
+    #[error("cannot tell what {what} uses")]
     Unreadable {
         /// `image <digest>` or `layer <chain-id>`, and what keeps it.
         what: String,
@@ -177,17 +185,32 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether what is on the disk cannot be read: a bad sector, or with fs-verity an altered byte. What else fails to be
-    /// read (no memory, too many files) says nothing about it.
+    /// Whether it says that something on the disk is missing, malformed or cannot be read, as
+    /// [`is_damage`] tells; otherwise the run has to end.
     pub fn is_unreadable(&self) -> bool {
-        let eio = rustix::io::Errno::IO.raw_os_error();
-        matches!(self, Self::Io { source, .. } if source.raw_os_error() == Some(eio))
+        is_damage(self)
+    }
+
+    /// Whether something that was there is gone because garbage collection took it, or was replaced,
+    /// meanwhile: doing the same again with the lock held ([`crate::ImportOptions::hold_lock`]) can succeed.
+    pub fn is_race(&self) -> bool {
+        matches!(
+            self,
+            Self::Vanished { .. }
+                | Self::SizeMismatch { .. }
+                | Self::NoSuchImage(_)
+                | Self::NoSuchObject(_)
+                | Self::NoSuchLayer(_)
+                | Self::NoSuchSplit(_)
+                | Self::NoSuchSegment(_)
+                | Self::NoSuchPack(_)
+        )
     }
 
     /// Whose fault it is.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::NoSpace { .. } => ErrorKind::Space,
+            Self::NoSpace { .. } | Self::NoInodes { .. } => ErrorKind::Space,
             Self::Io { source, .. } if is_full(source) => ErrorKind::Space,
             Self::Io { .. } | Self::Poisoned { .. } => ErrorKind::Io,
             Self::NotAStore { .. }
@@ -216,6 +239,42 @@ impl Error {
     }
 }
 
+/// Whether an error that came up while content was read is a finding about that content: a malformed file,
+/// a missing one, or one that the disk does not give any more (a bad sector, or with fs-verity an altered
+/// byte). Anything else that the system answers, such as out of memory or too many open files, says nothing
+/// about the content and ends the run.
+pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(io) = error.downcast_ref::<io::Error>() {
+            if let Some(code) = io.raw_os_error() {
+                return is_medium_error(code);
+            }
+            if let Some(inner) = io.get_ref() {
+                next = Some(inner);
+                continue;
+            }
+            return !matches!(io.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::Interrupted);
+        }
+        if let Some(errno) = error.downcast_ref::<rustix::io::Errno>() {
+            return is_medium_error(errno.raw_os_error());
+        }
+        next = error.source();
+    }
+    true
+}
+
+/// EIO is also what a mismatch of fs-verity gives; EUCLEAN and EBADMSG say that the filesystem's own
+/// structures are damaged; ENODATA and EREMOTEIO are what disks answer for bad sectors; the last four come
+/// where something else than a file is in its place.
+fn is_medium_error(code: i32) -> bool {
+    use rustix::io::Errno;
+    let medium =
+        [Errno::IO, Errno::UCLEAN, Errno::BADMSG, Errno::NODATA, Errno::REMOTEIO, Errno::ILSEQ];
+    let no_file = [Errno::ISDIR, Errno::NOTDIR, Errno::LOOP, Errno::NXIO];
+    medium.iter().chain(&no_file).any(|errno| errno.raw_os_error() == code)
+}
+
 /// Whether an I/O error means that there is no room: a full filesystem or a quota.
 pub(crate) fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
@@ -229,5 +288,40 @@ pub(crate) trait At<T> {
 impl<T> At<T> for io::Result<T> {
     fn at(self, action: &'static str, path: &str) -> Result<T> {
         self.map_err(|source| Error::Io { action, path: path.to_owned(), source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::io::Errno;
+
+    /// ENOMEM and EMFILE counted as damage in a scrub: a busy machine lost content that was all right.
+    #[test]
+    fn only_what_the_medium_answers_is_damage() {
+        let io =
+            |errno: Errno| Error::Io { action: "read", path: "a".into(), source: errno.into() };
+        for errno in [Errno::IO, Errno::UCLEAN, Errno::BADMSG] {
+            assert!(is_damage(&io(errno)), "{errno}");
+        }
+        for errno in [
+            Errno::NOMEM,
+            Errno::MFILE,
+            Errno::NFILE,
+            Errno::INTR,
+            Errno::AGAIN,
+            Errno::ACCESS,
+            Errno::PERM,
+            Errno::NOSPC,
+        ] {
+            assert!(!is_damage(&io(errno)), "{errno}");
+            // As a decoder wraps it, or another crate.
+            let wrapped = io::Error::other(io(errno));
+            assert!(!is_damage(&wrapped), "{errno}");
+            let unreadable = Error::Unreadable { what: "image".into(), source: Box::new(wrapped) };
+            assert!(!is_damage(&unreadable), "{errno}");
+        }
+        assert!(is_damage(&Error::corrupt("a", "torn")));
+        assert!(is_damage(&io::Error::from(io::ErrorKind::UnexpectedEof)));
     }
 }

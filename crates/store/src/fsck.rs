@@ -1,21 +1,21 @@
 //! fsck: what is wrong with a domain. It changes nothing.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use crate::contents::{Contents, Part};
-use crate::disk::{Kind, Stat};
-use crate::domain::{self, IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
-use crate::error::{At, Result};
+use crate::contents::Contents;
+use crate::disk::Kind;
+use crate::domain::{self, RECORD_SUFFIX};
+use crate::error::{At, Error, Result, is_damage};
+use crate::examine::{Examiner, Reading, Seen};
+use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::record::RootKind;
-use crate::segment::{Pack, SEGMENT_SUFFIX};
 use crate::store::TEMPORARY;
-use crate::verify::hash_file;
-use crate::{Digest, Domain, name};
+use crate::{Digest, Domain};
 
 /// Findings kept in a report; beyond that they are only counted.
 const FINDINGS_MAX: usize = 10_000;
@@ -31,6 +31,8 @@ pub enum FindingKind {
     ObjectTruncated,
     /// An object's content has another digest than its name.
     ObjectAltered,
+    /// An object cannot be read: the disk, or fs-verity, refuses to give its content.
+    ObjectUnreadable,
     /// An image's content has another digest than its name.
     ImageAltered,
     /// An image cannot be read as one.
@@ -82,6 +84,7 @@ impl FindingKind {
             Self::ObjectMissing => "object-missing",
             Self::ObjectTruncated => "object-truncated",
             Self::ObjectAltered => "object-altered",
+            Self::ObjectUnreadable => "object-unreadable",
             Self::ImageAltered => "image-altered",
             Self::ImageUnreadable => "image-unreadable",
             Self::BaseAltered => "base-altered",
@@ -147,6 +150,12 @@ pub struct Finding {
     /// The image or layer that is hit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
+    /// Names of images that are hit, as far as that is known; at most 8.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refs: Vec<String>,
+    /// Files of images that are hit: name or digest of the image, and the path in it; at most 8.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<String>,
     /// What was found, for people.
     pub detail: String,
 }
@@ -157,7 +166,15 @@ impl Finding {
         path: impl Into<String>,
         detail: impl Into<String>,
     ) -> Self {
-        Self { kind, path: path.into(), digest: None, user: None, detail: detail.into() }
+        Self {
+            kind,
+            path: path.into(),
+            digest: None,
+            user: None,
+            refs: Vec::new(),
+            files: Vec::new(),
+            detail: detail.into(),
+        }
     }
 
     pub(crate) fn about(mut self, digest: &Digest) -> Self {
@@ -240,6 +257,9 @@ impl Domain {
     ) -> Result<FsckReport> {
         let _lock = self.lock_shared()?;
         let mut report = FsckReport::default();
+        if let Some(detail) = self.store().open_to_others()? {
+            report.add(Finding::new(FindingKind::Permissions, ".", detail));
+        }
         for directory in domain::directories() {
             let path = format!("{}/{directory}", self.base());
             match self.disk().stat(&path) {
@@ -254,13 +274,20 @@ impl Domain {
         if report.is_damaged() {
             return Ok(report);
         }
-        let (users, mut named) = self.fsck_parts(contents, options, &mut report)?;
+        let threads = self.disk().parallelism();
+        let reading = |threads| match options.rehash {
+            true => Reading::Cached(threads),
+            false => Reading::No,
+        };
+        let mut one = Examiner::new(self, contents, reading(1));
+        one.derived = self.derived_images()?;
+        let (users, mut named) = one.fsck_images_and_layers(&mut report)?;
         self.fsck_bases(&mut report)?;
-        self.fsck_packs(contents, options, &mut report)?;
+        Examiner::new(self, contents, reading(threads)).fsck_packs(&mut report)?;
         self.fsck_refs(&mut report)?;
         self.fsck_roots(&mut report)?;
         self.fsck_signatures(&mut report)?;
-        self.fsck_objects(&users, &mut named, options, progress, &mut report)?;
+        one.fsck_objects(&users, &mut named, progress, &mut report)?;
         for id in self.store().orphaned_staging()? {
             let path = format!("{}/{id}", crate::store::STAGING);
             report.add(Finding::new(FindingKind::StagingOrphaned, path, "no process holds it"));
@@ -269,122 +296,19 @@ impl Domain {
         report.findings.retain(|finding| {
             let mut again = FsckReport::default();
             finding.kind != FindingKind::Unprotected
-                || self.fsck_file(&finding.path, &mut again).is_err()
+                || self.fsck_again(&finding.path, &mut again).is_err()
                 || again.findings.iter().any(|now| now.kind == FindingKind::Unprotected)
         });
+        self.add_hit(contents, &mut report)?;
         report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
         Ok(report)
     }
 
-    /// Images and layers: their own content, and what they name.
-    fn fsck_parts(
-        &self,
-        contents: &dyn Contents,
-        options: FsckOptions,
-        report: &mut FsckReport,
-    ) -> Result<(Vec<Part>, HashMap<Digest, Named>)> {
-        let mut users = Vec::new();
-        for directory in ["images", "layers"] {
-            let path = format!("{}/{directory}", self.base());
-            for (entry, kind) in self.disk().list(&path).at("list", &path)? {
-                let path = format!("{path}/{entry}");
-                match part_of(directory, &entry).filter(|_| kind == Kind::File) {
-                    Some(part) => users.push(part),
-                    None => report.add(Finding::new(FindingKind::UnexpectedEntry, &path, "")),
-                }
-                if kind == Kind::File {
-                    self.fsck_file(&path, report)?;
-                }
-            }
-        }
-        let derived = self.derived_images()?;
-        let mut named: HashMap<Digest, Named> = HashMap::new();
-        for (user, part) in users.iter().enumerate() {
-            let (path, unreadable) = match part {
-                Part::Image(digest) => {
-                    report.images += 1;
-                    let path = self.image_file(digest);
-                    let (altered, unreadable) = match derived.contains(digest) {
-                        true => (FindingKind::BaseAltered, FindingKind::BaseAltered),
-                        false => (FindingKind::ImageAltered, FindingKind::ImageUnreadable),
-                    };
-                    if options.rehash {
-                        let file = self.open_image(digest)?;
-                        report.hashed_bytes += file.size().at("look at", &path)?;
-                        let actual = hash_file(&file)?;
-                        if actual != *digest {
-                            let detail = format!("its content has digest {actual}");
-                            report.add(Finding::new(altered, path, detail).about(digest));
-                            // What an altered image names means nothing.
-                            continue;
-                        }
-                    }
-                    (path, unreadable)
-                }
-                Part::Layer(chain_id) => {
-                    report.layers += 1;
-                    (self.layer_file(chain_id)?, FindingKind::LayerUnreadable)
-                }
-                Part::Split(chain_id) => (self.split_file(chain_id)?, FindingKind::LayerUnreadable),
-            };
-            let mut disagree = Vec::new();
-            let read = part.visit(self, contents, &mut |digest, size| {
-                let entry = named.entry(digest).or_insert(Named { size, user, seen: false });
-                if entry.size != size {
-                    disagree.push((digest, size, entry.size));
-                }
-            });
-            if let Err(error) = read {
-                report.add(Finding::new(unreadable, path, error.to_string()));
-            } else if let Some((digest, size, other)) = disagree.first() {
-                let detail = format!("says that {digest} has {size} bytes, another says {other}");
-                report.add(Finding::new(unreadable, path, detail));
-            }
-        }
-        Ok((users, named))
-    }
-
-    /// Segments, and the packs over them.
-    fn fsck_packs(
-        &self,
-        contents: &dyn Contents,
-        options: FsckOptions,
-        report: &mut FsckReport,
-    ) -> Result<()> {
-        let directory = format!("{}/segments", self.base());
-        let (mut segments, mut packs) = (Vec::new(), Vec::new());
-        for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
-            let path = format!("{directory}/{entry}");
-            let stem = entry.strip_suffix(SEGMENT_SUFFIX).map(str::as_bytes);
-            let (pack, segment) = (Pack::of_file(&entry), stem.and_then(Digest::from_lower_hex));
-            if kind != Kind::File || (pack.is_none() && segment.is_none()) {
-                report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
-                continue;
-            }
-            self.fsck_file(&path, report)?;
-            packs.extend(pack);
-            segments.extend(segment);
-        }
-        report.segments += segments.len() as u64;
-        report.packs += packs.len() as u64;
-        let rehash = options.rehash.then(|| self.disk().parallelism());
-        let mut sound = HashSet::new();
-        for segment in segments {
-            match self.check_segment(&segment, rehash)? {
-                Some(finding) => report.add(finding),
-                None => drop(sound.insert(segment)),
-            }
-            if options.rehash {
-                let path = self.segment_file(&segment);
-                report.hashed_bytes += self.file_size(&path)?.unwrap_or(0);
-            }
-        }
-        for pack in packs {
-            if let Some(finding) = self.check_pack(&pack, contents, &sound, options.rehash)? {
-                report.add(finding);
-            }
-        }
-        Ok(())
+    fn fsck_again(&self, path: &str, report: &mut FsckReport) -> Result<()> {
+        let below = path.strip_prefix(self.base()).unwrap_or(path).trim_start_matches('/');
+        let (directory, file) = below.rsplit_once('/').unwrap_or_default();
+        let kind = FileName::of_file(directory, file).map_or(FileKind::Object, |it| it.kind());
+        self.fsck_attributes(path, kind, report)
     }
 
     fn fsck_refs(&self, report: &mut FsckReport) -> Result<()> {
@@ -395,9 +319,9 @@ impl Domain {
                 Ok(None) => {}
                 Ok(Some((_, record))) => {
                     let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
-                    let missing = self.missing_parts(&[record.image], layers)?;
-                    for part in missing {
-                        let detail = format!("{part} is not there");
+                    let missing = self.missing_files(&[record.image], layers)?;
+                    for file in missing {
+                        let detail = format!("{file} is missing");
                         report.add(Finding::new(FindingKind::RefDangling, &path, detail));
                     }
                 }
@@ -419,8 +343,8 @@ impl Domain {
                     Ok(None) => {}
                     Ok(Some(root)) => {
                         let layers = root.layers.iter().map(String::as_str);
-                        for part in self.missing_parts(&root.images, layers)? {
-                            let detail = format!("{part} is not there");
+                        for file in self.missing_files(&root.images, layers)? {
+                            let detail = format!("{file} is missing");
                             report.add(Finding::new(FindingKind::RootDangling, &path, detail));
                         }
                     }
@@ -452,93 +376,38 @@ impl Domain {
         Ok(stems)
     }
 
-    pub(crate) fn missing_parts<'a>(
+    /// Images and layers of these that are not here.
+    pub(crate) fn missing_files<'a>(
         &self,
         images: &[Digest],
         layers: impl Iterator<Item = &'a str>,
-    ) -> Result<Vec<Part>> {
-        let mut missing = Vec::new();
-        for image in images {
-            if !self.has_image(image)? {
-                missing.push(Part::Image(*image));
-            }
-        }
+    ) -> Result<Vec<FileName>> {
+        let mut files: Vec<_> =
+            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
         for chain_id in layers {
-            if !self.has_layer(chain_id)? {
-                missing.push(Part::Layer(chain_id.to_owned()));
+            files.push(FileName::chain(FileKind::Layer, chain_id)?);
+        }
+        let mut missing = Vec::new();
+        for file in files {
+            if self.named_size(&file)?.is_none() {
+                missing.push(file);
             }
         }
         Ok(missing)
     }
 
-    /// Every object that is there, and every one that should be.
-    fn fsck_objects(
-        &self,
-        users: &[Part],
-        named: &mut HashMap<Digest, Named>,
-        options: FsckOptions,
-        progress: &(dyn Fn(u64, u64) + Sync),
-        report: &mut FsckReport,
-    ) -> Result<()> {
-        let objects = format!("{}/objects", self.base());
-        let mut present = Vec::new();
-        for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {
-            let directory = format!("{objects}/{shard}");
-            if kind != Kind::Directory {
-                report.add(Finding::new(FindingKind::UnexpectedEntry, directory, ""));
-                continue;
-            }
-            for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
-                match Digest::from_object_path(&shard, &entry).filter(|_| kind == Kind::File) {
-                    Some(digest) => present.push(digest),
-                    None => {
-                        let path = format!("{directory}/{entry}");
-                        report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
-                    }
-                }
-            }
+    /// Permissions and protection of a file that must never change.
+    fn fsck_file(&self, path: &str, kind: FileKind, report: &mut FsckReport) -> Result<()> {
+        match self.fsck_attributes(path, kind, report) {
+            // Whoever looks at the content says more, and names the file.
+            Err(error) if is_damage(&error) => Ok(()),
+            // Replaced or removed since it was listed.
+            Err(Error::Io { source, .. }) if domain::is_absent(&source) => Ok(()),
+            other => other,
         }
-        for digest in &present {
-            if let Some(named) = named.get_mut(digest) {
-                named.seen = true;
-            }
-        }
-        let user_of = |named: &Named| Some(users.get(named.user)?.to_string());
-        for (digest, entry) in named.iter().filter(|(_, entry)| !entry.seen) {
-            let path = self.object_file(digest);
-            let mut finding = Finding::new(FindingKind::ObjectMissing, path, "").about(digest);
-            finding.user = user_of(entry);
-            report.add(finding);
-        }
-        let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-        let collected = Mutex::new(&mut *report);
-        for_each(self.disk().parallelism(), &present, |digest| {
-            let entry = named.get(digest);
-            let mut own = FsckReport::default();
-            let size = self.fsck_file(&self.object_file(digest), &mut own)?.size;
-            if let Some(mut finding) = self.check_object(
-                digest,
-                entry.map(|entry| entry.size),
-                options.rehash.then_some(1),
-            )? {
-                finding.user = entry.and_then(user_of);
-                own.add(finding);
-            }
-            let hashed = if options.rehash { size } else { 0 };
-            let bytes = bytes.fetch_add(hashed, Relaxed) + hashed;
-            progress(count.fetch_add(1, Relaxed) + 1, bytes);
-            if let Ok(mut report) = collected.lock() {
-                own.findings.into_iter().for_each(|finding| report.add(finding));
-            }
-            Ok(())
-        })?;
-        report.objects = count.into_inner();
-        report.hashed_bytes += bytes.into_inner();
-        Ok(())
     }
 
-    /// Permissions and protection of a file that must never change.
-    fn fsck_file(&self, path: &str, report: &mut FsckReport) -> Result<Stat> {
+    fn fsck_attributes(&self, path: &str, kind: FileKind, report: &mut FsckReport) -> Result<()> {
         let stat = self.disk().stat(path).at("look at", path)?;
         let own = self.disk().stat(self.base()).at("look at", self.base())?;
         let mut wrong = Vec::new();
@@ -560,9 +429,8 @@ impl Domain {
         if protection.immutable && !stat.immutable {
             lacks.push("no immutable flag");
         }
-        let is_layer = path.ends_with(LAYER_SUFFIX) || path.ends_with(SPLIT_SUFFIX);
         if protection.verity
-            && !is_layer
+            && kind.is_named_by_content()
             && self.disk().measure_verity(path).at("measure", path)?.is_none()
         {
             lacks.push("no fs-verity");
@@ -570,18 +438,148 @@ impl Domain {
         if !lacks.is_empty() {
             report.add(Finding::new(FindingKind::Unprotected, path, lacks.join(", ")));
         }
-        Ok(stat)
+        Ok(())
     }
 }
 
-/// What a file in `images/` or `layers/` is by its name.
-fn part_of(directory: &str, file: &str) -> Option<Part> {
-    if directory == "images" {
-        let stem = file.strip_suffix(IMAGE_SUFFIX)?;
-        return Digest::from_lower_hex(stem.as_bytes()).map(Part::Image);
+impl Examiner<'_> {
+    /// The files in a directory, with permissions and protection checked; what is none is reported.
+    fn fsck_directory(&self, directory: &str, report: &mut FsckReport) -> Result<Vec<FileName>> {
+        let mut names = Vec::new();
+        let path = format!("{}/{directory}", self.domain.base());
+        for (entry, kind) in self.domain.disk().list(&path).at("list", &path)? {
+            let path = format!("{path}/{entry}");
+            match FileName::of_file(directory, &entry).filter(|_| kind == Kind::File) {
+                Some(name) => {
+                    self.domain.fsck_file(&path, name.kind(), report)?;
+                    names.push(name);
+                }
+                None => report.add(Finding::new(FindingKind::UnexpectedEntry, &path, "")),
+            }
+        }
+        Ok(names)
     }
-    match file.strip_suffix(SPLIT_SUFFIX) {
-        Some(stem) => name::decode(stem).map(Part::Split),
-        None => name::decode(file.strip_suffix(LAYER_SUFFIX)?).map(Part::Layer),
+
+    /// Images and layers: their own content, and what they name.
+    fn fsck_images_and_layers(
+        &self,
+        report: &mut FsckReport,
+    ) -> Result<(Vec<FileName>, HashMap<Digest, Named>)> {
+        let mut users = Vec::new();
+        for directory in ["images", "layers"] {
+            users.extend(self.fsck_directory(directory, report)?);
+        }
+        let mut named: HashMap<Digest, Named> = HashMap::new();
+        for (user, name) in users.iter().enumerate() {
+            match name.kind() {
+                FileKind::Image => report.images += 1,
+                FileKind::Layer => report.layers += 1,
+                _ => {}
+            }
+            let (seen, hashed) = self.look(name, None)?;
+            report.hashed_bytes += hashed;
+            let Seen::Sound = seen else {
+                // What an altered image names means nothing.
+                seen.finding().into_iter().for_each(|finding| report.add(finding));
+                continue;
+            };
+            let mut disagree = Vec::new();
+            let seen = self.read(name, &mut |digest, size| {
+                let entry = named.entry(digest).or_insert(Named { size, user, seen: false });
+                if entry.size != size {
+                    disagree.push((digest, size, entry.size));
+                }
+            })?;
+            if let Some(finding) = seen.finding() {
+                report.add(finding);
+            } else if let Some((digest, size, other)) = disagree.first() {
+                let detail = format!("says that {digest} has {size} bytes, another says {other}");
+                report.add(self.unreadable_finding(name, detail));
+            }
+        }
+        Ok((users, named))
+    }
+
+    /// Segments, and the packs over them.
+    fn fsck_packs(&self, report: &mut FsckReport) -> Result<()> {
+        let names = self.fsck_directory(FileKind::Segment.directory(), report)?;
+        let (packs, segments): (Vec<_>, Vec<_>) =
+            names.into_iter().partition(|name| name.kind() == FileKind::Pack);
+        report.segments += segments.len() as u64;
+        report.packs += packs.len() as u64;
+        let mut sound = HashSet::new();
+        for segment in segments {
+            let (seen, hashed) = self.segment(&segment)?;
+            report.hashed_bytes += hashed;
+            match seen {
+                Seen::Sound => sound.extend(segment.digest()),
+                seen => seen.finding().into_iter().for_each(|finding| report.add(finding)),
+            }
+        }
+        for pack in packs {
+            self.pack(&pack, &sound)?.into_iter().for_each(|finding| report.add(finding));
+        }
+        Ok(())
+    }
+
+    /// Every object that is there, and every one that should be.
+    fn fsck_objects(
+        &self,
+        users: &[FileName],
+        named: &mut HashMap<Digest, Named>,
+        progress: &(dyn Fn(u64, u64) + Sync),
+        report: &mut FsckReport,
+    ) -> Result<()> {
+        let domain = self.domain;
+        let objects = format!("{}/{}", domain.base(), FileKind::Object.directory());
+        let mut present = Vec::new();
+        for (shard, kind) in domain.disk().list(&objects).at("list", &objects)? {
+            let directory = format!("{objects}/{shard}");
+            if kind != Kind::Directory {
+                report.add(Finding::new(FindingKind::UnexpectedEntry, directory, ""));
+                continue;
+            }
+            for (entry, kind) in domain.disk().list(&directory).at("list", &directory)? {
+                match Digest::from_object_path(&shard, &entry).filter(|_| kind == Kind::File) {
+                    Some(digest) => present.push(digest),
+                    None => {
+                        let path = format!("{directory}/{entry}");
+                        report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                    }
+                }
+            }
+        }
+        for digest in &present {
+            if let Some(named) = named.get_mut(digest) {
+                named.seen = true;
+            }
+        }
+        let user_of = |named: &Named| Some(users.get(named.user)?.to_string());
+        for (digest, entry) in named.iter().filter(|(_, entry)| !entry.seen) {
+            let mut finding = self.missing_object(digest);
+            finding.user = user_of(entry);
+            report.add(finding);
+        }
+        let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        let collected = Mutex::new(&mut *report);
+        for_each(domain.disk().parallelism(), &present, |digest| {
+            let entry = named.get(digest);
+            let mut own = FsckReport::default();
+            let name = FileName::content(FileKind::Object, digest);
+            domain.fsck_file(&domain.named_file(&name), FileKind::Object, &mut own)?;
+            let (seen, hashed) = self.look(&name, entry.map(|entry| entry.size))?;
+            if let Some(mut finding) = seen.finding() {
+                finding.user = entry.and_then(user_of);
+                own.add(finding);
+            }
+            let bytes = bytes.fetch_add(hashed, Relaxed) + hashed;
+            progress(count.fetch_add(1, Relaxed) + 1, bytes);
+            let mut report = collected.lock().unwrap_or_else(PoisonError::into_inner);
+            own.findings.into_iter().for_each(|finding| report.add(finding));
+            Ok(())
+        })?;
+        report.objects = count.into_inner();
+        report.hashed_bytes += bytes.into_inner();
+        Ok(())
     }
 }

@@ -1,36 +1,42 @@
-//! Garbage collection: what no ref, root or live mount keeps goes.
+//! Garbage collection: what no ref, root or live mount keeps goes. Imports and mounts go on meanwhile: see
+//! [`crate::collector`] for how, and why that is safe.
 //!
-//! Under the domain's exclusive lock, so that nothing is published meanwhile:
-//!
-//! 1. mark: refs, roots and what the caller says is mounted give the images and layers to keep; those
-//!    give the objects to keep. Whatever cannot be read ends the run before anything is changed;
-//! 2. leases that have run out and mounts of an earlier boot go;
-//! 3. images, layers and packs that are not marked go, and that is made durable: no image that is in place ever
-//!    lacks an object, after a crash either, and no pack a segment;
+//! 1. mark: refs, roots and what the caller says is mounted give the images and layers to keep; those give
+//!    the objects and segments to keep. What cannot be read keeps what it might need, is reported, and
+//!    blocks nothing else: see [`Reachability`];
+//! 2. what interrupted imports and writes left goes, leases that have run out, mounts of an earlier boot;
+//! 3. images, layers, splits and packs that are not marked go, and that is made durable: no image that is in
+//!    place ever lacks an object, after a crash either, and no pack a segment;
 //! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it.
+//!
+//! Time and the number of system calls grow with the number of files, records, and names in images and
+//! layers; memory with the number of kept objects, 31 bytes each.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-use crate::base::with_bases;
-use crate::contents::{Contents, DigestSet, Part};
-use crate::disk::{Kind, LockMode};
-use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
-use crate::error::{At, BoxError, Error, Result};
+use crate::base;
+use crate::collector::{Collector, Suspect, Swept};
+use crate::contents::Contents;
+use crate::disk::Kind;
+use crate::domain::ROOTS;
+use crate::error::{At, BoxError, Result};
+use crate::kinds::FileKind;
 use crate::parallel::for_each;
-use crate::record::{Root, RootKind};
-use crate::segment::Pack;
-use crate::store::{TEMPORARY, remove_entry};
-use crate::{Digest, Domain, name};
+use crate::record::RootKind;
+use crate::signatures;
+use crate::store::TEMPORARY;
+use crate::used;
+use crate::{Digest, Domain, Unreadable};
 
 /// How a garbage collection is run.
 #[derive(Clone, Debug, Default)]
 pub struct GcOptions {
     /// Change nothing, only say what would be.
     pub dry_run: bool,
-    /// Wait for imports that are being published; otherwise [`Error::Busy`].
+    /// Wait for imports that are being published, and for another collection; otherwise
+    /// [`crate::Error::Busy`].
     pub wait: bool,
     /// Seconds since 1970: leases that expire before are dropped. 0 drops none.
     pub now: i64,
@@ -76,6 +82,9 @@ pub struct GcReport {
     pub kept_layers: u64,
     /// Segments and packs kept.
     pub kept_segments: u64,
+    /// What cannot be read, and what was kept because of it. `fsck --repair` mends it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<Unreadable>,
 }
 
 impl GcReport {
@@ -89,335 +98,209 @@ impl GcReport {
     }
 }
 
-/// What is kept, and which roots are not roots any more.
-struct Marks {
-    /// Images and layers with one of those that keep them, for messages.
-    parts: BTreeMap<Part, String>,
-    /// What a pack is made from is all there: one that cannot be used is not worth keeping, and must not stand in the
-    /// way of anything.
-    packs: Vec<Pack>,
-    /// Objects and segments.
-    objects: DigestSet,
-    stale_roots: StaleRoots,
-}
-
-/// Roots by what they are called in messages.
-type LiveRoots = Vec<(String, Root)>;
-/// Roots that are none any more: what they are called, and the file.
-type StaleRoots = Vec<(String, String)>;
-
 impl Domain {
-    /// Collects what nothing keeps. `live` is asked, with the lock held, which images are mounted or
-    /// otherwise in use beyond what the roots say; it must not take the domain's lock itself.
+    /// Collects what nothing keeps. `live` says which images are mounted or otherwise in use beyond what the
+    /// roots say.
+    ///
+    /// Imports and mounts go on meanwhile. Another collection, or a trim, does not.
     ///
     /// # Errors
-    /// [`Error::Unreadable`] or [`Error::Corrupt`] naming a record, image or layer that cannot be read:
-    /// nothing was collected. [`Error::Busy`], [`Error::ReadOnly`], [`Error::Io`].
+    /// [`crate::Error::Unreadable`] if `live` fails, or for lack of memory or the like: nothing was
+    /// collected. [`crate::Error::Busy`], [`crate::Error::ReadOnly`], [`crate::Error::Io`]: what was removed
+    /// so far was garbage. What cannot be read is no error: see [`GcReport::unreadable`].
     pub fn gc(
         &self,
         contents: &dyn Contents,
         live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
         options: &GcOptions,
     ) -> Result<GcReport> {
-        if !options.dry_run {
-            self.store().check_writable()?;
-        }
-        let Some(_lock) = self.lock(LockMode::Exclusive, options.wait)? else {
-            return Err(Error::Busy { domain: self.name().to_owned() });
-        };
-        self.gc_locked(contents, live, options, &BTreeSet::new())
-    }
-
-    /// The garbage collection itself, with the exclusive lock held, as if the refs `without` were gone.
-    pub(crate) fn gc_locked(
-        &self,
-        contents: &dyn Contents,
-        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
-        options: &GcOptions,
-        without: &BTreeSet<String>,
-    ) -> Result<GcReport> {
-        let marks = self.mark(contents, live, options, without)?;
-        let mut report = GcReport { dry_run: options.dry_run, ..GcReport::default() };
-        // Before anything is protected again: a crash in the middle of a rename can leave a file with its
-        // old name in staging too, and removing that name takes the flag from the file.
-        self.sweep_leftovers(&mut report)?;
-        for (root, path) in &marks.stale_roots {
-            self.sweep(path, options.dry_run)?;
-            report.roots.push(root.clone());
-        }
-        if !options.dry_run {
-            self.sweep_bases(|image| marks.parts.contains_key(&Part::Image(*image)))?;
-        }
-        self.sweep_parts(&marks, &mut report)?;
-        self.sweep_packs(&marks.packs, &mut report)?;
-        if !options.dry_run {
-            self.disk().sync_all().at("sync", self.base())?;
-        }
-        self.sweep_segments(&marks.objects, &mut report)?;
-        self.sweep_objects(&marks.objects, &mut report)?;
-        if !options.dry_run {
-            self.sweep_used()?;
-            self.sweep_signatures()?;
-        }
-        Ok(report)
-    }
-
-    fn mark(
-        &self,
-        contents: &dyn Contents,
-        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
-        options: &GcOptions,
-        without: &BTreeSet<String>,
-    ) -> Result<Marks> {
-        let mut parts = BTreeMap::new();
-        for (name, record) in self.refs()? {
-            if without.contains(&name) {
-                continue;
-            }
-            let by = format!("ref `{name}`");
-            parts.entry(Part::Image(record.image)).or_insert_with(|| by.clone());
-            for layer in record.layers {
-                parts.entry(Part::Layer(layer.chain_id)).or_insert_with(|| by.clone());
-            }
-        }
-        let (roots, stale_roots) = self.live_roots(options)?;
-        for (shown, root) in roots {
-            for image in root.images {
-                parts.entry(Part::Image(image)).or_insert_with(|| shown.clone());
-            }
-            for layer in root.layers {
-                parts.entry(Part::Layer(layer)).or_insert_with(|| shown.clone());
-            }
-        }
-        let live = live().map_err(|source| Error::Unreadable {
-            what: "this machine's live mounts".to_owned(),
-            source,
-        })?;
-        for image in live {
-            parts.entry(Part::Image(image)).or_insert_with(|| "a live mount".to_owned());
-        }
-        let mut objects = DigestSet::new();
-        for (part, kept_by) in &parts {
-            part.visit_whole(self, contents, &mut |digest, _| objects.insert(digest))
-                .map_err(|source| part.unreadable(kept_by, source))?;
-        }
-        let images: Vec<_> = parts.keys().filter_map(Part::image).collect();
-        for image in with_bases(images, &self.bases()?) {
-            let (part, mut named) = (Part::Image(image), Vec::new());
-            // What only others are mounted over is derived: if it cannot be read, it is not worth keeping.
-            if !parts.contains_key(&part)
-                && part.visit(self, contents, &mut |digest, _| named.push(digest)).is_ok()
-            {
-                named.into_iter().for_each(|digest| objects.insert(digest));
-                parts.insert(part, "an image over it".to_owned());
-            }
-        }
-        let mut packs = Vec::new();
-        for (pack, segments) in self.packs_with_segments(contents)? {
-            let segments = segments.filter(|_| parts.contains_key(&Part::Image(pack.image)));
-            let Some(segments) = segments.filter(|segments| self.are_there(segments)) else {
-                continue;
-            };
-            segments.into_iter().for_each(|segment| objects.insert(segment));
-            packs.push(pack);
-        }
-        objects.seal();
-        Ok(Marks { parts, packs, objects, stale_roots })
-    }
-
-    /// Roots that keep something, and those that do not any more; by what they are called in messages,
-    /// the latter with their files.
-    pub(crate) fn live_roots(&self, options: &GcOptions) -> Result<(LiveRoots, StaleRoots)> {
-        let (mut roots, mut stale) = (Vec::new(), Vec::new());
-        for kind in RootKind::ALL {
-            for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
-                let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base(), kind.as_str());
-                let shown = format!("{}/{}", kind.as_str(), name::decode(&stem).unwrap_or(stem));
-                match self.read_root(&path) {
-                    Ok(None) => {}
-                    Ok(Some(root)) if is_stale(&root, options) => stale.push((shown, path)),
-                    Ok(Some(root)) => roots.push((shown, root)),
-                    // Mount records are not synced. A torn one was written shortly before a crash, and
-                    // its mount went with that crash.
-                    Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
-                        stale.push((shown, path));
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-        }
-        Ok((roots, stale))
-    }
-
-    fn sweep_parts(&self, marks: &Marks, report: &mut GcReport) -> Result<()> {
-        let immutable = self.protection().immutable && !report.dry_run;
-        for stem in self.files("images", IMAGE_SUFFIX)? {
-            let path = format!("{}/images/{stem}{IMAGE_SUFFIX}", self.base());
-            let digest = Digest::from_lower_hex(stem.as_bytes());
-            if digest.is_some_and(|digest| marks.parts.contains_key(&Part::Image(digest))) {
-                report.kept_images += 1;
-                if immutable {
-                    self.protect_again(&path)?;
-                }
-                continue;
-            }
-            report.image_bytes += self.sweep(&path, report.dry_run)?;
-            report.images += 1;
-        }
-        // A long chain id is hashed into its file name, so compare encoded.
-        let is_kept = |stem: &str| {
-            marks.parts.keys().any(|part| match part {
-                Part::Layer(chain_id) => name::matches(stem, chain_id),
-                Part::Image(_) | Part::Split(_) => false,
-            })
-        };
-        for stem in self.files("layers", LAYER_SUFFIX)? {
-            let path = format!("{}/layers/{stem}{LAYER_SUFFIX}", self.base());
-            if is_kept(&stem) {
-                report.kept_layers += 1;
-                if immutable {
-                    self.protect_again(&path)?;
-                }
-                continue;
-            }
-            report.layer_bytes += self.sweep(&path, report.dry_run)?;
-            report.layers += 1;
-        }
-        for stem in self.files("layers", SPLIT_SUFFIX)? {
-            let path = format!("{}/layers/{stem}{SPLIT_SUFFIX}", self.base());
-            if !is_kept(&stem) {
-                report.layer_bytes += self.sweep(&path, report.dry_run)?;
-            } else if immutable {
-                self.protect_again(&path)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn sweep_packs(&self, keep: &[Pack], report: &mut GcReport) -> Result<()> {
-        for pack in self.packs()? {
-            let path = self.pack_file(&pack);
-            if keep.contains(&pack) {
-                report.kept_segments += 1;
-                self.keep_protected(&path, report)?;
-            } else {
-                report.segment_bytes += self.sweep(&path, report.dry_run)?;
-                report.packs += 1;
-            }
-        }
-        Ok(())
-    }
-
-    fn sweep_segments(&self, keep: &DigestSet, report: &mut GcReport) -> Result<()> {
-        for segment in self.segments()? {
-            let path = self.segment_file(&segment);
-            if keep.contains(&segment) {
-                report.kept_segments += 1;
-                self.keep_protected(&path, report)?;
-            } else {
-                report.segment_bytes += self.sweep(&path, report.dry_run)?;
-                report.segments += 1;
-            }
-        }
-        Ok(())
-    }
-
-    fn are_there(&self, segments: &[Digest]) -> bool {
-        let size = |segment| self.file_size(&self.segment_file(segment));
-        segments.iter().all(|segment| size(segment).is_ok_and(|size| size.is_some()))
-    }
-
-    fn keep_protected(&self, path: &str, report: &GcReport) -> Result<()> {
-        match self.protection().immutable && !report.dry_run {
-            true => self.protect_again(path),
-            false => Ok(()),
-        }
-    }
-
-    fn sweep_objects(&self, keep: &DigestSet, report: &mut GcReport) -> Result<()> {
-        let objects = format!("{}/objects", self.base());
-        let shards = self.disk().list(&objects).at("list", &objects)?;
-        let dry_run = report.dry_run;
-        let immutable = self.protection().immutable && !dry_run;
-        let total = Mutex::new(&mut *report);
-        for_each(self.disk().parallelism(), &shards, |(shard, kind)| {
-            if *kind != Kind::Directory {
-                return Ok(());
-            }
-            let directory = format!("{objects}/{shard}");
-            let (mut removed, mut bytes, mut kept) = (0, 0, 0);
-            for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
-                match Digest::from_object_path(shard, &entry) {
-                    Some(digest) if kind == Kind::File && !keep.contains(&digest) => {
-                        bytes += self.sweep(&format!("{directory}/{entry}"), dry_run)?;
-                        removed += 1;
-                    }
-                    Some(_) => {
-                        kept += 1;
-                        if immutable && kind == Kind::File {
-                            self.protect_again(&format!("{directory}/{entry}"))?;
-                        }
-                    }
-                    // Not ours: fsck reports it.
-                    None => {}
-                }
-            }
-            let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
-            total.objects += removed;
-            total.object_bytes += bytes;
-            total.kept_objects += kept;
-            Ok(())
-        })
-    }
-
-    /// An import that was interrupted after publishing its content may not have got to protecting it.
-    fn protect_again(&self, path: &str) -> Result<()> {
-        if self.disk().stat(path).at("look at", path)?.immutable {
-            return Ok(());
-        }
-        self.disk().set_immutable(path, true).at("make immutable", path)
-    }
-
-    /// Temporary files (with the exclusive lock held nobody is writing one) and dead staging.
-    fn sweep_leftovers(&self, report: &mut GcReport) -> Result<()> {
-        let kinds = RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str()));
-        let below = kinds.iter().map(String::as_str).chain(["refs"]);
-        let below = below.map(|directory| format!("{}/{directory}", self.base()));
-        for directory in below.chain([self.base().to_owned()]) {
-            for (entry, _) in self.disk().list(&directory).at("list", &directory)? {
-                if entry.starts_with(TEMPORARY) {
-                    report.leftover_bytes +=
-                        self.sweep(&format!("{directory}/{entry}"), report.dry_run)?;
-                    report.leftovers += 1;
-                }
-            }
-        }
-        if report.dry_run {
-            report.leftovers += self.store().orphaned_staging()?.len() as u64;
-        } else {
-            let (count, bytes) = self.store().collect_staging()?;
-            report.leftovers += count;
-            report.leftover_bytes += bytes;
-        }
-        Ok(())
-    }
-
-    /// Removes a file (unless it is a dry run) and says how many bytes it had allocated.
-    fn sweep(&self, path: &str, dry_run: bool) -> Result<u64> {
-        if dry_run {
-            return Ok(self.disk().stat(path).at("look at", path)?.allocated);
-        }
-        remove_entry(self.disk(), path, Kind::File)
+        Collector::begin(self, contents, options)?.collect(live, &BTreeSet::new())
     }
 }
 
-fn is_stale(root: &Root, options: &GcOptions) -> bool {
-    match root.kind {
-        RootKind::Lease => root.expires.is_some_and(|expires| expires < options.now),
-        RootKind::Mount => match (&root.boot_id, &options.boot_id) {
-            (Some(theirs), Some(ours)) => theirs != ours,
-            _ => false,
-        },
-        RootKind::Ref | RootKind::Snapshot | RootKind::Vm => false,
+impl Collector<'_> {
+    /// The collection itself, as if the refs `without` were gone.
+    pub(crate) fn collect(
+        mut self,
+        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
+        without: &BTreeSet<String>,
+    ) -> Result<GcReport> {
+        let domain = self.domain;
+        let mut keepers = domain.keepers(live, self.options)?;
+        keepers.refs.retain(|(name, _)| !without.contains(name));
+        self.reach.mark(&keepers)?;
+        let mut report = GcReport { dry_run: self.options.dry_run, ..GcReport::default() };
+        // Before anything is protected again: a crash in the middle of a rename can leave a file with its
+        // old name in staging too, and removing that name takes the flag from the file.
+        self.sweep_leftovers(&mut report)?;
+        let stale: Vec<_> = std::mem::take(&mut keepers.stale)
+            .into_iter()
+            .map(|root| Suspect { path: root.path.clone(), kind: Kind::File, what: root })
+            .collect();
+        self.sweep(&stale, |this, root| this.domain.is_still_stale(root, this.options))?;
+        report.roots.extend(stale.into_iter().map(|root| root.what.shown));
+        self.sweep_bases()?;
+        let has_names = |kind: &FileKind| kind.names().is_some();
+        for kind in FileKind::NAMED.into_iter().filter(has_names) {
+            self.sweep_kind(kind, &mut report)?;
+        }
+        if !self.options.dry_run {
+            domain.disk().sync_all().at("sync", domain.base())?;
+        }
+        for kind in FileKind::NAMED.into_iter().filter(|kind| !has_names(kind)) {
+            self.sweep_kind(kind, &mut report)?;
+        }
+        self.sweep_objects(&mut report)?;
+        self.sweep_hints()?;
+        if !self.options.dry_run {
+            // There may be room for it now.
+            let _ = domain.store().keep_reserve();
+        }
+        let Self { reach, .. } = &mut self;
+        report.unreadable = reach.take_unreadable();
+        Ok(report)
+    }
+
+    /// Removes the files of a kind that are not kept.
+    fn sweep_kind(&mut self, kind: FileKind, report: &mut GcReport) -> Result<()> {
+        let mut suspects = Vec::new();
+        let mut kept = 0;
+        for name in self.domain.named(kind)? {
+            let path = self.domain.named_file(&name);
+            if self.reach.keeps(&name) {
+                self.protect(&path)?;
+                kept += 1;
+            } else {
+                suspects.push(Suspect { what: name, path, kind: Kind::File });
+            }
+        }
+        let swept = self.sweep(&suspects, |this, name| Ok(!this.reach.keeps(name)))?;
+        kept += suspects.len() as u64 - swept.count;
+        report.add(kind, kept, swept);
+        Ok(())
+    }
+
+    /// The same for objects, a directory at a time.
+    fn sweep_objects(&mut self, report: &mut GcReport) -> Result<()> {
+        let domain = self.domain;
+        let objects = format!("{}/{}", domain.base(), FileKind::Object.directory());
+        for (shard, kind) in domain.disk().list(&objects).at("list", &objects)? {
+            if kind != Kind::Directory {
+                continue;
+            }
+            let directory = format!("{objects}/{shard}");
+            let (mut suspects, mut kept) = (Vec::new(), Vec::new());
+            for (entry, kind) in domain.disk().list(&directory).at("list", &directory)? {
+                // What is not ours fsck reports.
+                let Some(digest) = Digest::from_object_path(&shard, &entry) else { continue };
+                let path = format!("{directory}/{entry}");
+                if kind != Kind::File || self.reach.keeps_content(FileKind::Object, &digest) {
+                    kept.push((path, kind));
+                } else {
+                    suspects.push(Suspect { what: digest, path, kind });
+                }
+            }
+            let this = &*self;
+            for_each(domain.disk().parallelism(), &kept, |(path, kind)| {
+                if *kind == Kind::File { this.protect(path) } else { Ok(()) }
+            })?;
+            let swept = self.sweep(&suspects, |this, digest| {
+                Ok(!this.reach.keeps_content(FileKind::Object, digest))
+            })?;
+            let kept = (kept.len() + suspects.len()) as u64 - swept.count;
+            report.add(FileKind::Object, kept, swept);
+        }
+        Ok(())
+    }
+
+    /// Removes records of bases that name an image that goes, durably: before any of those images goes.
+    fn sweep_bases(&mut self) -> Result<()> {
+        let mut suspects = Vec::new();
+        for (image, path) in self.domain.base_records()? {
+            if !self.keeps_base(&image)? {
+                suspects.push(Suspect { what: image, path, kind: Kind::File });
+            }
+        }
+        if self.options.dry_run || suspects.is_empty() {
+            return Ok(());
+        }
+        self.sweep(&suspects, |this, image| Ok(!this.keeps_base(image)?))?;
+        let directory = format!("{}/{}", self.domain.base(), base::DIRECTORY);
+        self.domain.disk().sync_dir(&directory).at("sync", &directory)
+    }
+
+    fn keeps_base(&self, image: &Digest) -> Result<bool> {
+        let Some(base) = self.domain.base_of(image)? else { return Ok(false) };
+        Ok([image, &base.base, &base.delta].iter().all(|image| self.reach.keeps_image(image)))
+    }
+
+    /// Temporary files and dead staging. Whoever writes a temporary file holds the domain's lock, so one
+    /// that is there when the collection holds it alone belongs to nobody.
+    fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
+        let domain = self.domain;
+        let roots = RootKind::ALL.map(|kind| format!("{ROOTS}/{}", kind.as_str()));
+        let mut directories = vec![String::new(), "refs".to_owned(), used::DIRECTORY.to_owned()];
+        directories.push(base::DIRECTORY.to_owned());
+        directories.extend(roots);
+        for (image, kind) in domain.entries(signatures::DIRECTORY)? {
+            if kind == Kind::Directory {
+                directories.push(format!("{}/{image}", signatures::DIRECTORY));
+            }
+        }
+        let mut suspects = Vec::new();
+        for directory in directories {
+            for (entry, kind) in domain.entries(&directory)? {
+                if entry.starts_with(TEMPORARY) {
+                    let below = if directory.is_empty() { "" } else { "/" };
+                    let path = format!("{}/{directory}{below}{entry}", domain.base());
+                    suspects.push(Suspect { what: (), path, kind });
+                }
+            }
+        }
+        let mut swept = self.sweep(&suspects, |_, ()| Ok(true))?;
+        swept += domain.store().leftovers(self.options.dry_run)?;
+        report.leftovers += swept.count;
+        report.leftover_bytes += swept.bytes;
+        Ok(())
+    }
+
+    /// Removes when images were used, and signatures of images, that are gone.
+    fn sweep_hints(&mut self) -> Result<()> {
+        if self.options.dry_run {
+            return Ok(());
+        }
+        let mut suspects = Vec::new();
+        for directory in [used::DIRECTORY, signatures::DIRECTORY] {
+            for (entry, kind) in self.domain.entries(directory)? {
+                let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
+                if !self.domain.has_image(&image)? {
+                    let path = format!("{}/{directory}/{entry}", self.domain.base());
+                    suspects.push(Suspect { what: image, path, kind });
+                }
+            }
+        }
+        self.sweep(&suspects, |this, image| Ok(!this.domain.has_image(image)?)).map(drop)
+    }
+}
+
+impl GcReport {
+    fn add(&mut self, kind: FileKind, kept: u64, swept: Swept) {
+        let (removed, bytes, stays) = match kind {
+            FileKind::Object => (&mut self.objects, &mut self.object_bytes, &mut self.kept_objects),
+            FileKind::Image => (&mut self.images, &mut self.image_bytes, &mut self.kept_images),
+            FileKind::Layer => (&mut self.layers, &mut self.layer_bytes, &mut self.kept_layers),
+            // Counted with the layer's tree.
+            FileKind::Split => {
+                self.layer_bytes += swept.bytes;
+                return;
+            }
+            FileKind::Segment => {
+                (&mut self.segments, &mut self.segment_bytes, &mut self.kept_segments)
+            }
+            FileKind::Pack => (&mut self.packs, &mut self.segment_bytes, &mut self.kept_segments),
+        };
+        *removed += swept.count;
+        *bytes += swept.bytes;
+        *stays += kept;
     }
 }

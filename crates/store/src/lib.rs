@@ -20,6 +20,7 @@
 
 mod base;
 mod buffer;
+mod collector;
 mod commit;
 mod contents;
 mod copy;
@@ -28,11 +29,15 @@ pub mod disk;
 mod domain;
 mod du;
 mod error;
+mod examine;
 mod fsck;
 mod gc;
+mod hit;
+mod kinds;
 mod meta;
 mod name;
 mod parallel;
+mod reach;
 mod real;
 mod record;
 mod repair;
@@ -42,10 +47,13 @@ mod settings;
 mod signatures;
 #[cfg(feature = "sim")]
 pub mod sim;
+mod sizes;
 mod staging;
 mod store;
+pub mod task;
 mod trim;
 mod used;
+mod uses;
 mod verify;
 pub mod verity;
 
@@ -57,10 +65,12 @@ pub use digest::{Digest, ParseDigestError};
 pub use disk::{Piece, Protection, StoredFile, Stretch};
 pub use domain::{Domain, DomainLock, Refs, UnreadableRef};
 pub use du::{DuReport, ImageUsage};
-pub use error::{BoxError, Error, ErrorKind, Result};
+pub use error::{BoxError, Error, ErrorKind, Result, is_damage};
 pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 pub use gc::{GcOptions, GcReport};
+pub use kinds::{FileKind, FileName};
 pub use meta::{Features, Meta};
+pub use reach::Unreadable;
 pub use real::stretch_at;
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
 pub use repair::Damage;
@@ -71,6 +81,7 @@ pub use segment::{
 };
 pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
+pub use sizes::SizesReport;
 pub use staging::{
     ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
 };

@@ -69,6 +69,12 @@ pub(crate) fn decode(encoded: &str) -> Option<String> {
     (encode("name", &name).ok()? == encoded).then_some(name)
 }
 
+/// Whether [`encode`] can have made this file name, of a name that is known or of one that it hashed.
+pub(crate) fn is_encoded(file: &str) -> bool {
+    let hashed = file.strip_prefix('~').and_then(|hash| Digest::from_lower_hex(hash.as_bytes()));
+    hashed.is_some() || decode(file).is_some()
+}
+
 /// Whether a file with this name may hold the record of `name`.
 pub(crate) fn matches(file: &str, name: &str) -> bool {
     encode("name", name).is_ok_and(|encoded| encoded == file)

@@ -290,6 +290,16 @@ impl Disk for RealDisk {
         *self.protection.get_or_init(|| self.probe())
     }
 
+    fn restrict(&self) -> io::Result<()> {
+        Ok(fs::fchmod(&self.root, ROOT_MODE)?)
+    }
+
+    fn free_files(&self) -> io::Result<u64> {
+        let stat = fs::fstatvfs(&self.root)?;
+        // Filesystems that make inodes as they need them say 0 of 0.
+        Ok(if stat.f_files == 0 { u64::MAX } else { stat.f_favail })
+    }
+
     fn room_bytes(&self) -> io::Result<u64> {
         let stat = fs::fstatvfs(&self.root)?;
         if stat.f_blocks == 0 {

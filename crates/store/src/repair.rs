@@ -1,19 +1,22 @@
 //! Repair: from what fsck found to an import that brings back only that.
+//!
+//! fsck's lock is gone by then, so what it found is only a hint where to look: everything is looked at again
+//! with the lock held before it is removed.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::contents::{Contents, Part};
-use crate::disk::Kind;
-use crate::domain::{IMAGE_SUFFIX, LAYER_SUFFIX, RECORD_SUFFIX, SPLIT_SUFFIX};
-use crate::error::{At, Error, Result};
+use crate::contents::Contents;
+use crate::disk::{Kind, LockMode};
+use crate::domain::{RECORD_SUFFIX, Refs};
+use crate::error::{At, Error, Result, is_damage};
+use crate::examine::{Examiner, Reading, Seen, hash_file};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
+use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::segment::Pack;
 use crate::staging::Staging;
 use crate::store::remove_entry;
-use crate::verify::hash_file;
-use crate::{Digest, Domain, ImportOptions, RootKind, name};
+use crate::{Digest, Domain, ImportOptions, RootKind};
 
 /// What is missing from a domain or is not what its name says.
 #[derive(Clone, Debug, Default)]
@@ -45,31 +48,40 @@ impl Domain {
             match finding.kind {
                 FindingKind::ObjectMissing
                 | FindingKind::ObjectTruncated
-                | FindingKind::ObjectAltered => damage.objects.extend(finding.digest),
+                | FindingKind::ObjectAltered
+                | FindingKind::ObjectUnreadable => damage.objects.extend(finding.digest),
                 FindingKind::ImageAltered | FindingKind::ImageUnreadable => {
-                    let stem = stem(&finding.path, IMAGE_SUFFIX);
-                    damage.images.extend(stem.and_then(|s| Digest::from_lower_hex(s.as_bytes())));
+                    damage.images.extend(self.name_of(&finding.path).and_then(|name| name.image()));
                 }
                 FindingKind::LayerUnreadable => {
-                    let layer = stem(&finding.path, LAYER_SUFFIX)
-                        .or_else(|| stem(&finding.path, SPLIT_SUFFIX));
-                    damage.layers.extend(layer.and_then(name::decode));
+                    let name = self.name_of(&finding.path);
+                    damage.layers.extend(name.and_then(|name| name.chain_id()));
                 }
                 _ => {}
             }
         }
-        self.missing_parts_of_records(&mut damage)?;
-        for chain_id in self.layers()? {
+        self.missing_files_of_records(&mut damage)?;
+        for layer in self.named(FileKind::Layer)? {
             let mut hit = false;
-            let part = Part::Layer(chain_id.clone());
-            let read = part.visit_whole(self, contents, &mut |digest, _| {
+            let read = layer.visit_whole(self, contents, &mut |digest, _| {
                 hit |= damage.objects.contains(&digest);
             });
-            if hit || read.is_err() {
-                damage.layers.insert(chain_id);
+            match read {
+                Err(source) if !is_damage(&*source) => {
+                    return Err(Error::Unreadable { what: layer.to_string(), source });
+                }
+                Ok(()) if !hit => {}
+                _ => damage.layers.extend(layer.chain_id()),
             }
         }
         Ok(damage)
+    }
+
+    /// What a file is by its path below the store.
+    pub(crate) fn name_of(&self, path: &str) -> Option<FileName> {
+        let below = path.strip_prefix(self.base())?.strip_prefix('/')?;
+        let (directory, file) = below.rsplit_once('/')?;
+        FileName::of_file(directory, file)
     }
 
     /// Begins an import of which only what is damaged is kept; everything else counts as known. It holds
@@ -86,26 +98,99 @@ impl Domain {
     }
 
     /// Removes what is derived among the findings: it can be made again from images and objects, and is worth nothing as it
-    /// is. Gives the images that had a pack and have none now.
+    /// is. What has become right since the report was made, or is named by a ref or root now, stays. Gives the images
+    /// that had a pack and have none now.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
-    pub fn remove_derived(&self, report: &FsckReport) -> Result<BTreeSet<Digest>> {
+    pub fn remove_derived(
+        &self,
+        report: &FsckReport,
+        contents: &dyn Contents,
+    ) -> Result<BTreeSet<Digest>> {
         self.store().check_writable()?;
-        let _lock = self.lock_shared()?;
-        let mut images = BTreeSet::new();
         let derived = report.findings.iter().filter(|finding| finding.kind.is_derived());
-        for path in derived.map(|finding| &finding.path) {
-            remove_entry(self.disk(), path, Kind::File)?;
-            let pack = path.rsplit('/').next().and_then(Pack::of_file);
-            images.extend(pack.map(|pack| pack.image));
+        let mut names: Vec<_> = derived.filter_map(|finding| self.name_of(&finding.path)).collect();
+        // Packs before the segments that they need.
+        names.sort_by_key(|name| (name.kind().names().is_none(), name.clone()));
+        let damaged: HashSet<_> = names
+            .iter()
+            .filter(|name| name.kind() == FileKind::Segment)
+            .filter_map(FileName::digest)
+            .collect();
+        let segments = self.named(FileKind::Segment)?;
+        let sound = segments.iter().filter_map(FileName::digest);
+        let sound = sound.filter(|segment| !damaged.contains(segment)).collect();
+        let mut examiner =
+            Examiner::new(self, contents, Reading::Cached(self.disk().parallelism()));
+        examiner.derived = self.derived_images()?;
+        let mut images = BTreeSet::new();
+        for name in &names {
+            if self.remove_if_damaged(name, &examiner, &sound)? && name.kind() == FileKind::Pack {
+                images.extend(name.image());
+            }
         }
+        let _lock = self.lock(LockMode::Exclusive, true)?;
         self.drop_broken_bases()?;
         for directory in ["segments", "images"] {
             let directory = format!("{}/{directory}", self.base());
             self.disk().sync_dir(&directory).at("sync", &directory)?;
         }
         Ok(images)
+    }
+
+    /// Looks at a derived file once more and removes it if it is damaged; says whether it went. It is read
+    /// with the lock held shared. Only when it is removed is it held alone: then the file must still be the
+    /// same one, and no ref or root may name it.
+    fn remove_if_damaged(
+        &self,
+        name: &FileName,
+        examiner: &Examiner<'_>,
+        sound: &HashSet<Digest>,
+    ) -> Result<bool> {
+        let path = self.named_file(name);
+        let inode = || match self.disk().stat(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            other => other.map(|stat| Some(stat.inode)).at("look at", &path),
+        };
+        let shared = self.lock_shared()?;
+        let Some(before) = inode()? else { return Ok(false) };
+        let is_damaged = match name.kind() {
+            FileKind::Pack => examiner.pack(name, sound)?.is_some(),
+            FileKind::Segment => matches!(examiner.segment(name)?.0, Seen::Damaged(_)),
+            _ => match examiner.look(name, None)?.0 {
+                Seen::Sound => matches!(examiner.read(name, &mut |_, _| ())?, Seen::Damaged(_)),
+                seen => matches!(seen, Seen::Damaged(_)),
+            },
+        };
+        drop(shared);
+        let _lock = self.lock(LockMode::Exclusive, true)?;
+        let is_named = match name.kind() {
+            FileKind::Image => name.image().map_or(Ok(true), |image| self.is_named(&image))?,
+            _ => false,
+        };
+        if !is_damaged || is_named || inode()? != Some(before) {
+            return Ok(false);
+        }
+        remove_entry(self.disk(), &path, Kind::File).map(|_| true)
+    }
+
+    /// Whether a ref or root names an image, or a record that cannot be read might.
+    fn is_named(&self, image: &Digest) -> Result<bool> {
+        let Refs { readable, unreadable } = self.all_refs()?;
+        if !unreadable.is_empty() || readable.iter().any(|(_, record)| record.image == *image) {
+            return Ok(true);
+        }
+        for kind in RootKind::ALL {
+            let roots = match self.roots(kind) {
+                Err(Error::Corrupt { .. }) => return Ok(true),
+                other => other?,
+            };
+            if roots.iter().any(|root| root.images.contains(image)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Gives content in place the protection that this store gives and that it lacks: fs-verity, if the filesystem
@@ -118,36 +203,20 @@ impl Domain {
     pub fn protect_all(&self) -> Result<u64> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
+        if self.store().open_to_others()?.is_some() {
+            self.store().restrict()?;
+        }
         let mut files = Vec::new();
-        for digest in self.all_images()? {
-            files.push((self.image_file(&digest), Some(digest)));
+        for kind in FileKind::NAMED {
+            files.extend(self.named(kind)?);
         }
-        for suffix in [LAYER_SUFFIX, SPLIT_SUFFIX] {
-            let stems = self.files("layers", suffix)?;
-            files.extend(
-                stems.iter().map(|stem| (format!("{}/layers/{stem}{suffix}", self.base()), None)),
-            );
-        }
-        for segment in self.segments()? {
-            files.push((self.segment_file(&segment), Some(segment)));
-        }
-        for pack in self.packs()? {
-            files.push((self.pack_file(&pack), Some(pack.digest)));
-        }
-        let objects = format!("{}/objects", self.base());
-        for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {
-            let directory = format!("{objects}/{shard}");
-            let entries = match kind {
-                Kind::Directory => self.disk().list(&directory).at("list", &directory)?,
-                _ => continue,
-            };
-            let digests =
-                entries.iter().filter_map(|(name, _)| Digest::from_object_path(&shard, name));
-            files.extend(digests.map(|digest| (self.object_file(&digest), Some(digest))));
-        }
+        self.each_object(&mut |digest, _| {
+            files.push(FileName::content(FileKind::Object, &digest))
+        })?;
         let count = AtomicU64::new(0);
-        for_each(self.disk().parallelism(), &files, |(path, digest)| {
-            count.fetch_add(self.protect_file(path, digest.as_ref())?.into(), Relaxed);
+        for_each(self.disk().parallelism(), &files, |name| {
+            let path = self.named_file(name);
+            count.fetch_add(self.protect_file(&path, name.digest().as_ref())?.into(), Relaxed);
             Ok(())
         })?;
         if count.load(Relaxed) > 0 {
@@ -169,8 +238,10 @@ impl Domain {
         }
         if let Some(digest) = digest {
             let Some(file) = self.open_file(path.to_owned())? else { return Ok(false) };
-            if hash_file(&file)? != *digest {
-                return Ok(false);
+            match hash_file(&file) {
+                Ok(found) if found == *digest => {}
+                Err(error) if !is_damage(&error) => return Err(error),
+                _ => return Ok(false),
             }
         }
         let mut measured = Ok(digest.map(|digest| digest.0));
@@ -196,26 +267,16 @@ impl Domain {
     /// As [`Domain::fsck`].
     pub fn recheck(&self, damage: &Damage, contents: &dyn Contents) -> Result<FsckReport> {
         let mut report = self.fsck(contents, FsckOptions { rehash: false }, &|_, _| ())?;
-        for digest in &damage.objects {
-            // Missing and truncated ones are known already.
-            match self.check_object(digest, None, Some(1))? {
-                Some(finding) if finding.kind == FindingKind::ObjectAltered => {
-                    report.findings.push(finding);
-                }
-                _ => {}
-            }
-        }
-        for digest in &damage.images {
-            if !self.has_image(digest)? {
-                continue;
-            }
-            let file = self.open_image(digest)?;
-            let actual = hash_file(&file)?;
-            if actual != *digest {
-                let detail = format!("its content has digest {actual}");
-                let finding = Finding::new(FindingKind::ImageAltered, file.path(), detail);
-                report.findings.push(finding.about(digest));
-            }
+        let examiner = Examiner::new(self, contents, Reading::Cached(1));
+        let content = |kind| move |digest| FileName::content(kind, digest);
+        let objects = damage.objects.iter().map(content(FileKind::Object));
+        for name in objects.chain(damage.images.iter().map(content(FileKind::Image))) {
+            // Missing and truncated ones, and what cannot be read as an image, are known already.
+            let finding = examiner.look(&name, None)?.0.finding();
+            let damage = report.findings.iter().filter(|known| known.kind.is_damage());
+            let is_known = |new: &Finding| damage.clone().any(|known| known.path == new.path);
+            let finding = finding.filter(|finding| !is_known(finding));
+            report.findings.extend(finding);
         }
         report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
         Ok(report)
@@ -223,7 +284,7 @@ impl Domain {
 
     /// Images and layers that a ref or root names and that are not there. A record that cannot be read is
     /// a finding of its own.
-    fn missing_parts_of_records(&self, damage: &mut Damage) -> Result<()> {
+    fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
         let mut named = Vec::new();
         for stem in self.files("refs", RECORD_SUFFIX)? {
             let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base());
@@ -241,18 +302,11 @@ impl Domain {
             }
         }
         for (images, layers) in named {
-            for part in self.missing_parts(&images, layers.iter().map(String::as_str))? {
-                match part {
-                    Part::Image(image) => damage.images.insert(image),
-                    Part::Layer(chain_id) | Part::Split(chain_id) => damage.layers.insert(chain_id),
-                };
+            for file in self.missing_files(&images, layers.iter().map(String::as_str))? {
+                damage.images.extend(file.image());
+                damage.layers.extend(file.chain_id());
             }
         }
         Ok(())
     }
-}
-
-/// The file's name without its directory and suffix.
-fn stem<'a>(path: &'a str, suffix: &str) -> Option<&'a str> {
-    path.rsplit('/').next()?.strip_suffix(suffix)
 }

@@ -2,30 +2,25 @@
 //! there is still a source to repair from.
 //!
 //! A scrub may take days, so it holds no lock (garbage collection goes on), remembers how far it has come,
-//! and leaves the page cache as it was: it reads past the cache where the filesystem can (which is what
-//! tells what the disk has, and not what memory has), and takes out again what came in where it cannot.
+//! and leaves the page cache as it was: it reads past the cache where the filesystem can (which shows what
+//! the disk has, and not what memory has), and takes out again what came in where it cannot.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use cofolio_sys::cache::cachestat;
-use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
 use serde::{Deserialize, Serialize};
 
-use crate::contents::{Contents, Part};
-use crate::error::{At, Error, Result};
-use crate::fsck::{Finding, FindingKind};
+use crate::contents::Contents;
+use crate::error::{Error, Result};
+use crate::examine::{Examiner, Quiet, Reader, Reading, Seen};
+use crate::fsck::Finding;
+use crate::kinds::{FileKind, FileName};
 use crate::store::mkdir_if_missing;
-use crate::verity::{self, Hasher};
-use crate::{Digest, Domain, StoredFile};
+use crate::{Digest, Domain, verity};
 
 /// Directory of what scrubs remember, one file per selection of images.
 const DIRECTORY: &str = "scrub";
-/// How much is read at once, in bytes.
-const READ_SIZE: usize = 1 << 20;
-/// What memory and offsets are aligned to for reading past the cache: enough for every block size there is.
-const ALIGN: usize = 4096;
 /// How often is noted how far it has come. What was read since is read again after a kill.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 /// Largest record that is read, in bytes.
@@ -90,19 +85,20 @@ impl Domain {
             Some(images) => images.clone(),
             None => self.all_images()?,
         };
-        let mut reader = Reader::new(options.rate);
+        let reader = Mutex::new(Reader::new(options.rate));
+        let mut examiner = Examiner::new(self, contents, Reading::Direct(reader));
+        examiner.derived = self.derived_images()?;
         let mut objects = BTreeMap::new();
         // Metadata is little, and read every time: it says which objects there have to be.
-        let mut findings =
-            self.scrub_parts(contents, options, &images, &mut reader, &mut objects)?;
-        let mut segments = self.scrub_packs(contents, &images, &mut findings)?;
+        let mut findings = examiner.scrub_metadata(options, &images, &mut objects)?;
+        let mut segments = examiner.scrub_packs(&images, &mut findings)?;
         findings.append(&mut report.findings);
         report.findings = findings;
         if options.images.is_none() {
             self.each_object(&mut |digest, _| {
                 objects.entry(digest).or_insert(None);
             })?;
-            segments.extend(self.segments()?);
+            segments.extend(self.named(FileKind::Segment)?.iter().filter_map(FileName::digest));
         }
         objects.extend(segments.iter().map(|segment| (*segment, None)));
         report.objects_total = objects.len() as u64;
@@ -111,20 +107,25 @@ impl Domain {
             if after.is_some_and(|after| digest <= after) {
                 continue;
             }
-            let (finding, bytes) = match segments.contains(&digest) {
-                true => self.scrub_segment(&mut reader, &digest)?,
-                false => self.scrub_object(&mut reader, &digest, size)?,
+            let kind = match segments.contains(&digest) {
+                true => FileKind::Segment,
+                false => FileKind::Object,
             };
-            match finding {
-                Some(finding) if finding.kind == FindingKind::ObjectMissing => {
-                    // Without the lock: it may have been collected, with an image that we know of.
-                    match images.iter().all(|image| self.has_image(image).unwrap_or(true)) {
-                        true if size.is_some() => report.add(finding),
-                        _ => report.gone += 1,
+            let (seen, bytes) = examiner.look(&FileName::content(kind, &digest), size)?;
+            match seen {
+                Seen::Sound => {}
+                Seen::Damaged(finding) => report.add(finding),
+                // Of a segment that is missing, its pack is the finding. An object may have been collected,
+                // with an image that we know of: there is no lock.
+                Seen::Missing if kind == FileKind::Segment => {}
+                Seen::Missing => {
+                    let lost = size.is_some()
+                        && images.iter().all(|image| self.has_image(image).unwrap_or(true));
+                    match lost {
+                        true => report.add(examiner.missing_object(&digest)),
+                        false => report.gone += 1,
                     }
                 }
-                Some(finding) => report.add(finding),
-                None => {}
             }
             report.objects += 1;
             report.bytes += bytes;
@@ -140,119 +141,6 @@ impl Domain {
         report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
         report.findings.dedup();
         Ok(report)
-    }
-
-    /// Images and, if everything is scrubbed, layers; gives what is wrong with them, and adds the objects
-    /// that the images name.
-    fn scrub_parts(
-        &self,
-        contents: &dyn Contents,
-        options: &ScrubOptions,
-        images: &[Digest],
-        reader: &mut Reader,
-        objects: &mut BTreeMap<Digest, Option<u64>>,
-    ) -> Result<Vec<Finding>> {
-        let mut findings = Vec::new();
-        for image in images {
-            let file = match self.open_image(image) {
-                // Collected since it was listed.
-                Err(Error::NoSuchImage(_)) if options.images.is_none() => continue,
-                other => other?,
-            };
-            if let Some(detail) = reader.check(&file, image)? {
-                let finding = Finding::new(FindingKind::ImageAltered, file.path(), detail);
-                findings.push(finding.about(image));
-                // What an altered image names means nothing.
-                continue;
-            }
-            let quiet = Quiet::begin(&file, 0, 0);
-            let read = contents.image_objects(&file, &mut |digest, size| {
-                objects.insert(digest, Some(size));
-            });
-            drop(quiet);
-            if let Err(error) = read {
-                let finding =
-                    Finding::new(FindingKind::ImageUnreadable, file.path(), error.to_string());
-                findings.push(finding.about(image));
-            }
-        }
-        if options.images.is_some() {
-            return Ok(findings);
-        }
-        for chain_id in self.layers()? {
-            let file = match self.open_layer(&chain_id) {
-                Err(Error::NoSuchLayer(_)) => continue,
-                other => other?,
-            };
-            let _quiet = Quiet::begin(&file, 0, 0);
-            let read = Part::Layer(chain_id).visit(self, contents, &mut |_, _| ());
-            if let Err(error) = read {
-                let path = file.path();
-                findings.push(Finding::new(FindingKind::LayerUnreadable, path, error.to_string()));
-            }
-        }
-        Ok(findings)
-    }
-
-    /// What is wrong with an object, and how many bytes were read to know.
-    fn scrub_object(
-        &self,
-        reader: &mut Reader,
-        digest: &Digest,
-        size: Option<u64>,
-    ) -> Result<(Option<Finding>, u64)> {
-        if let Some(finding) = self.check_object(digest, size, None)? {
-            return Ok((Some(finding), 0));
-        }
-        let file = match self.open_object(digest) {
-            Err(Error::NoSuchObject(_)) => {
-                let path = self.object_file(digest);
-                let finding = Finding::new(FindingKind::ObjectMissing, path, "").about(digest);
-                return Ok((Some(finding), 0));
-            }
-            other => other?,
-        };
-        let bytes = file.size().at("look at", file.path())?;
-        let altered = reader.check(&file, digest)?.map(|detail| {
-            Finding::new(FindingKind::ObjectAltered, file.path(), detail).about(digest)
-        });
-        Ok((altered, bytes))
-    }
-
-    /// Packs of the images; gives the segments that they need, and adds what is wrong with the packs.
-    fn scrub_packs(
-        &self,
-        contents: &dyn Contents,
-        images: &[Digest],
-        findings: &mut Vec<Finding>,
-    ) -> Result<BTreeSet<Digest>> {
-        let there = self.segments()?.into_iter().collect();
-        let images: HashSet<_> = images.iter().collect();
-        let mut needed = BTreeSet::new();
-        for pack in self.packs()?.iter().filter(|pack| images.contains(&pack.image)) {
-            findings.extend(self.check_pack(pack, contents, &there, true)?);
-            let segments = self.open_pack(pack).map(|file| contents.pack_segments(&file));
-            needed.extend(segments.into_iter().flatten().flatten());
-        }
-        Ok(needed)
-    }
-
-    /// What is wrong with a segment, and how many bytes were read to know. One that is not there is no finding: its
-    /// pack is one.
-    fn scrub_segment(
-        &self,
-        reader: &mut Reader,
-        digest: &Digest,
-    ) -> Result<(Option<Finding>, u64)> {
-        let file = match self.open_segment(digest) {
-            Err(Error::NoSuchSegment(_)) => return Ok((None, 0)),
-            other => other?,
-        };
-        let bytes = file.size().at("look at", file.path())?;
-        let altered = reader.check(&file, digest)?.map(|detail| {
-            Finding::new(FindingKind::SegmentAltered, file.path(), detail).about(digest)
-        });
-        Ok((altered, bytes))
     }
 
     fn scrub_file(&self, scope: &str) -> String {
@@ -275,6 +163,69 @@ impl Domain {
     }
 }
 
+impl Examiner<'_> {
+    /// Images and, if everything is scrubbed, layers and splits; gives what is wrong with them, and adds the
+    /// objects that the images name.
+    fn scrub_metadata(
+        &self,
+        options: &ScrubOptions,
+        images: &[Digest],
+        objects: &mut BTreeMap<Digest, Option<u64>>,
+    ) -> Result<Vec<Finding>> {
+        let mut files: Vec<_> =
+            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
+        if options.images.is_none() {
+            files.extend(self.domain.named(FileKind::Layer)?);
+            files.extend(self.domain.named(FileKind::Split)?);
+        }
+        let mut findings = Vec::new();
+        for name in files {
+            let seen = match self.look(&name, None)?.0 {
+                Seen::Sound => {
+                    let Ok(file) = self.domain.open_named(&name) else { continue };
+                    let _quiet = Quiet::begin(&file, 0, 0);
+                    self.read(&name, &mut |digest, size| {
+                        if name.kind() == FileKind::Image {
+                            objects.insert(digest, Some(size));
+                        }
+                    })?
+                }
+                seen => seen,
+            };
+            match seen {
+                Seen::Missing if options.images.is_some() => {
+                    let image = name.image().unwrap_or(Digest([0; 32]));
+                    return Err(Error::NoSuchImage(image));
+                }
+                // Collected since it was listed, if it is missing.
+                seen => findings.extend(seen.finding()),
+            }
+        }
+        Ok(findings)
+    }
+
+    /// Packs of the images; gives the segments that they need, and adds what is wrong with the packs.
+    fn scrub_packs(
+        &self,
+        images: &[Digest],
+        findings: &mut Vec<Finding>,
+    ) -> Result<BTreeSet<Digest>> {
+        let present = self.domain.named(FileKind::Segment)?;
+        let present = present.iter().filter_map(FileName::digest).collect();
+        let images: HashSet<_> = images.iter().copied().collect();
+        let mut needed = BTreeSet::new();
+        for pack in self.domain.named(FileKind::Pack)? {
+            if pack.image().is_some_and(|image| images.contains(&image)) {
+                findings.extend(self.pack(&pack, &present)?);
+                self.read(&pack, &mut |segment, _| {
+                    needed.insert(segment);
+                })?;
+            }
+        }
+        Ok(needed)
+    }
+}
+
 impl ScrubReport {
     fn add(&mut self, finding: Finding) {
         if self.findings.len() < FINDINGS_MAX {
@@ -290,131 +241,4 @@ fn scope(images: Option<&[Digest]>) -> String {
     names.sort_unstable();
     names.dedup();
     verity::digest(names.join("\n").as_bytes()).to_string()
-}
-
-/// Reads files past the page cache, at a rate.
-struct Reader {
-    buffer: Vec<u8>,
-    /// Where the aligned part of the buffer begins.
-    start: usize,
-    rate: Option<u64>,
-    /// What was read since `since`.
-    bytes: u64,
-    since: Instant,
-}
-
-impl Reader {
-    fn new(rate: Option<u64>) -> Self {
-        // Pieces of a quarter of a second, so that a low rate is one and not a row of bursts.
-        let piece = rate.map_or(READ_SIZE, |rate| usize::try_from(rate / 4).unwrap_or(READ_SIZE));
-        let len = piece.clamp(ALIGN, READ_SIZE).next_multiple_of(ALIGN);
-        let buffer = vec![0; len + ALIGN];
-        let start = buffer.as_ptr().align_offset(ALIGN).min(ALIGN);
-        Self { buffer, start, rate, bytes: 0, since: Instant::now() }
-    }
-
-    /// What is wrong with the content of a file, if anything is.
-    fn check(&mut self, file: &StoredFile, expected: &Digest) -> Result<Option<String>> {
-        let hashed = self.hash(file);
-        // Whoever reads the file next reads what is not aligned.
-        file.descriptor().into_iter().for_each(|descriptor| set_direct(descriptor, false));
-        match hashed {
-            Ok(actual) if actual == *expected => Ok(None),
-            Ok(actual) => Ok(Some(format!("its content has digest {actual}"))),
-            // The disk, or fs-verity, gives it no more: that is what a scrub is there to find.
-            Err(Error::Io { source, .. }) => Ok(Some(format!("it cannot be read: {source}"))),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The fs-verity digest of a file's content, as the disk has it where the filesystem lets us past the
-    /// cache.
-    fn hash(&mut self, file: &StoredFile) -> Result<Digest> {
-        if let Some(descriptor) = file.descriptor() {
-            // Otherwise what was asked for is all that is read where the cache is in the way.
-            let _ = fadvise(descriptor, 0, None, Advice::Random);
-            set_direct(descriptor, true);
-        }
-        let mut hasher = Hasher::new();
-        loop {
-            let len = self.buffer.len() - ALIGN;
-            let quiet = Quiet::begin(file, hasher.size(), len as u64);
-            let buffer = &mut self.buffer[self.start..self.start + len];
-            let read = match file.read_at(buffer, hasher.size()) {
-                // A filesystem that accepts the flag and then does not do it, or not so.
-                Err(error)
-                    if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
-                {
-                    if let Some(descriptor) = file.descriptor() {
-                        set_direct(descriptor, false);
-                    }
-                    file.read_at(buffer, hasher.size())
-                }
-                other => other,
-            };
-            let n = read.at("read", file.path())?;
-            drop(quiet);
-            if n == 0 {
-                return Ok(hasher.finish());
-            }
-            hasher.update(&self.buffer[self.start..self.start + n]);
-            self.wait(n as u64);
-            // The file ended at an offset that is not aligned: there is nothing behind it.
-            if !n.is_multiple_of(ALIGN)
-                && hasher.size() >= file.size().at("look at", file.path())?
-            {
-                return Ok(hasher.finish());
-            }
-        }
-    }
-
-    /// Sleeps until so many bytes are due.
-    fn wait(&mut self, bytes: u64) {
-        let Some(rate) = self.rate.filter(|rate| *rate > 0) else { return };
-        self.bytes += bytes;
-        #[expect(clippy::cast_precision_loss, reason = "a sleep is not that precise")]
-        let due = Duration::from_secs_f64(self.bytes as f64 / rate as f64);
-        let passed = self.since.elapsed();
-        if let Some(early) = due.checked_sub(passed) {
-            std::thread::sleep(early);
-        } else if passed - due > Duration::from_secs(1) {
-            // The disk was slower than the rate; that is no credit for later.
-            (self.bytes, self.since) = (0, Instant::now());
-        }
-    }
-}
-
-/// Where the filesystem cannot, the file is read through the cache.
-fn set_direct(descriptor: BorrowedFd<'_>, on: bool) {
-    if let Ok(mut flags) = fcntl_getfl(descriptor) {
-        flags.set(OFlags::DIRECT, on);
-        let _ = fcntl_setfl(descriptor, flags);
-    }
-}
-
-/// A range of a file whose pages, if it had none in the cache before, has none there afterwards.
-struct Quiet<'a> {
-    file: &'a StoredFile,
-    offset: u64,
-    len: u64,
-    was_empty: bool,
-}
-
-impl<'a> Quiet<'a> {
-    /// `len` 0 means to the end.
-    fn begin(file: &'a StoredFile, offset: u64, len: u64) -> Self {
-        let cached = file.descriptor().and_then(|fd| cachestat(fd, offset, len).ok());
-        // If nobody knows, nothing is taken away.
-        let was_empty = cached.is_some_and(|stat| stat.cached == 0);
-        Self { file, offset, len, was_empty }
-    }
-}
-
-impl Drop for Quiet<'_> {
-    fn drop(&mut self) {
-        if let Some(descriptor) = self.file.descriptor().filter(|_| self.was_empty) {
-            let len = std::num::NonZeroU64::new(self.len);
-            let _ = fadvise(descriptor, self.offset, len, Advice::DontNeed);
-        }
-    }
 }

@@ -9,14 +9,11 @@ use std::io;
 use sha2::{Digest as _, Sha256};
 
 use crate::disk::Kind;
-use crate::domain::is_absent;
 use crate::error::{At, Error, Result};
 use crate::fsck::{Finding, FindingKind, FsckReport};
-use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
+use crate::store::{TEMPORARY, mkdir_if_missing};
 use crate::{Digest, Domain};
 
-/// Compatible: `signatures/` is kept. Who does not know it leaves those of images that are gone.
-const FEATURE: &str = "signatures";
 /// Directory of the signatures, with a directory for each image that has some.
 pub(crate) const DIRECTORY: &str = "signatures";
 /// Largest signature that is kept or read, in bytes.
@@ -55,7 +52,6 @@ impl Domain {
             let what = format!("image {image} has {SIGNATURES_MAX} signatures already");
             return Err(Error::TooMany { what });
         }
-        self.store().enable_compatible(FEATURE)?;
         mkdir_if_missing(self.disk(), &parent)?;
         mkdir_if_missing(self.disk(), &directory)?;
         self.store().replace_file(&directory, &path, signature, true)?;
@@ -96,11 +92,7 @@ impl Domain {
     /// Signatures that are not what their names say, of images that are not here, and what is no signature.
     pub(crate) fn fsck_signatures(&self, report: &mut FsckReport) -> Result<()> {
         let parent = format!("{}/{DIRECTORY}", self.base());
-        let entries = match self.disk().list(&parent) {
-            Err(error) if is_absent(&error) => return Ok(()),
-            other => other.at("list", &parent)?,
-        };
-        for (entry, kind) in entries {
+        for (entry, kind) in self.entries(DIRECTORY)? {
             let directory = format!("{parent}/{entry}");
             let image = Digest::from_lower_hex(entry.as_bytes());
             let Some(image) = image.filter(|_| kind == Kind::Directory) else {
@@ -139,37 +131,10 @@ impl Domain {
     }
 
     fn signature_files(&self, image: &Digest) -> Result<Vec<String>> {
-        let directory = format!("{}/{DIRECTORY}/{image}", self.base());
-        let entries = match self.disk().list(&directory) {
-            Err(error) if is_absent(&error) => return Ok(Vec::new()),
-            other => other.at("list", &directory)?,
-        };
-        let ours = entries.into_iter().filter(|(name, kind)| {
+        let directory = format!("{DIRECTORY}/{image}");
+        let ours = self.entries(&directory)?.into_iter().filter(|(name, kind)| {
             *kind == Kind::File && Digest::from_lower_hex(name.as_bytes()).is_some()
         });
         Ok(ours.map(|(name, _)| name).collect())
-    }
-
-    /// Removes the signatures of images that are gone, and what was left of writing some.
-    pub(crate) fn sweep_signatures(&self) -> Result<()> {
-        let parent = format!("{}/{DIRECTORY}", self.base());
-        let entries = match self.disk().list(&parent) {
-            Err(error) if is_absent(&error) => return Ok(()),
-            other => other.at("list", &parent)?,
-        };
-        for (entry, kind) in entries {
-            let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
-            let directory = format!("{parent}/{entry}");
-            if !self.has_image(&image)? {
-                remove_entry(self.disk(), &directory, kind)?;
-                continue;
-            }
-            for (name, kind) in self.disk().list(&directory).at("list", &directory)? {
-                if name.starts_with(TEMPORARY) && kind == Kind::File {
-                    remove_entry(self.disk(), &format!("{directory}/{name}"), kind)?;
-                }
-            }
-        }
-        Ok(())
     }
 }

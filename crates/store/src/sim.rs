@@ -459,7 +459,10 @@ impl Disk for SimDisk {
                 let names = state.names_of(inode, ROOT);
                 (Kind::File, data.len() as u64, allocated, *mode, *immutable, names)
             }
-            _ => (Kind::Directory, BLOCK as u64, BLOCK as u64, 0o755, false, 2),
+            _ => {
+                let mode = if inode == ROOT { 0o700 } else { 0o755 };
+                (Kind::Directory, BLOCK as u64, BLOCK as u64, mode, false, 2)
+            }
         };
         Ok(Stat { kind, size, allocated, mode, uid: 0, inode, nlink, immutable })
     }
@@ -604,6 +607,14 @@ impl Disk for SimDisk {
 
     fn protection(&self) -> Protection {
         Protection { verity: false, immutable: true, reflink: false }
+    }
+
+    fn restrict(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn free_files(&self) -> io::Result<u64> {
+        Ok(u64::MAX)
     }
 
     fn room_bytes(&self) -> io::Result<u64> {

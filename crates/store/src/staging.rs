@@ -22,14 +22,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::buffer::Buffer;
 use crate::copy::check_file;
 use crate::disk::{Disk, DiskFile, Lock, Purpose, StoredFile};
-use crate::domain::{Domain, DomainLock, IMAGE_SUFFIX, LAYER_SUFFIX, SPLIT_SUFFIX, is_absent};
-use crate::error::{At, Error, Result, is_full};
+use crate::domain::{Domain, DomainLock, is_absent};
+use crate::error::{At, Error, Result, is_damage, is_full};
+use crate::examine::hash_file;
+use crate::kinds::{FileKind, FileName};
 use crate::repair::Damage;
-use crate::segment::Pack;
 use crate::store::remove_entry;
-use crate::verify::hash_file;
+
+use crate::Digest;
 use crate::verity::{self, Hasher};
-use crate::{Digest, name};
 
 /// [`ImportOptions::buffer_bytes_max`] unless said otherwise.
 const BUFFER_BYTES_MAX: usize = 1 << 20;
@@ -121,7 +122,7 @@ pub struct Staging {
     known_objects: AtomicU64,
     known_bytes: AtomicU64,
     /// Last, so that the directory is gone before its lock is.
-    _lock: Box<dyn Lock>,
+    lock: Option<Box<dyn Lock>>,
 }
 
 enum Health {
@@ -168,7 +169,7 @@ impl Domain {
             new_bytes: AtomicU64::new(0),
             known_objects: AtomicU64::new(0),
             known_bytes: AtomicU64::new(0),
-            _lock: lock,
+            lock: Some(lock),
         };
         for part in ["objects", "images", "layers", "segments", "tmp"] {
             let path = format!("{}/{part}", staging.directory);
@@ -238,7 +239,7 @@ impl Staging {
     /// # Errors
     /// [`Error::BadName`], and as [`Staging::put_object`].
     pub fn layer_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
-        self.layer_part_writer(chain_id, LAYER_SUFFIX)
+        self.chain_writer(FileKind::Layer, chain_id)
     }
 
     /// A writer for a layer's split: its archive without the content of its files.
@@ -246,12 +247,11 @@ impl Staging {
     /// # Errors
     /// As [`Staging::layer_writer`].
     pub fn split_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
-        self.layer_part_writer(chain_id, SPLIT_SUFFIX)
+        self.chain_writer(FileKind::Split, chain_id)
     }
 
-    fn layer_part_writer(&self, chain_id: &str, suffix: &str) -> Result<LayerWriter<'_>> {
-        let name = name::encode("chain id", chain_id)?;
-        let target = format!("{}/layers/{name}{suffix}", self.directory);
+    fn chain_writer(&self, kind: FileKind, chain_id: &str) -> Result<LayerWriter<'_>> {
+        let target = self.named_file(&FileName::chain(kind, chain_id)?);
         Ok(LayerWriter { file: Spilled::new(self)?, target })
     }
 
@@ -261,8 +261,7 @@ impl Staging {
     /// # Errors
     /// [`Error::BadName`], [`Error::Io`].
     pub fn open_layer(&self, chain_id: &str) -> Result<Option<StoredFile>> {
-        let name = name::encode("chain id", chain_id)?;
-        let path = format!("{}/layers/{name}{LAYER_SUFFIX}", self.directory);
+        let path = self.named_file(&FileName::chain(FileKind::Layer, chain_id)?);
         match self.disk().open(&path) {
             Ok(file) => Ok(Some(StoredFile::new(file, path))),
             Err(error) if is_absent(&error) => Ok(None),
@@ -371,9 +370,12 @@ impl Staging {
         if self.domain.object_size(digest)? != Some(size) {
             return Ok(false);
         }
-        match self.repair.then(|| self.domain.open_object(digest)) {
-            None => Ok(true),
-            Some(file) => Ok(hash_file(&file?)? == *digest),
+        if !self.repair {
+            return Ok(true);
+        }
+        match hash_file(&self.domain.open_object(digest)?) {
+            Err(error) if is_damage(&error) => Ok(false),
+            found => Ok(found? == *digest),
         }
     }
 
@@ -447,8 +449,9 @@ impl Staging {
         format!("{}/objects/{}", self.directory, digest.object_path())
     }
 
-    pub(crate) fn image_file(&self, digest: &Digest) -> String {
-        format!("{}/images/{digest}{IMAGE_SUFFIX}", self.directory)
+    /// Path of a staged file below the store.
+    pub(crate) fn named_file(&self, name: &FileName) -> String {
+        format!("{}/{}", self.directory, name.path())
     }
 
     pub(crate) fn disk(&self) -> &dyn Disk {
@@ -501,7 +504,14 @@ impl Staging {
     pub(crate) fn check_for_commit(&self) -> Result<()> {
         match &*self.health() {
             Health::Working => Ok(()),
-            Health::Counting { missing, .. } => Err(Error::NoSpace { missing: *missing }),
+            Health::Counting { missing, seen } => {
+                let files = (seen.len() as u64).max(1);
+                // Whether it is room or inodes that are missing, the kernel's answer does not say.
+                match self.disk().free_files() {
+                    Ok(0) => Err(Error::NoInodes { files }),
+                    _ => Err(Error::NoSpace { missing: *missing }),
+                }
+            }
             Health::Failed(first) => Err(Error::Poisoned { first: first.clone() }),
         }
     }
@@ -539,8 +549,13 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // What cannot be removed now is recognised as orphaned later: the lock goes with us.
-        let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+        let remove = || remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+        // Looking into the directory takes a descriptor. If there is none to be had, that of the lock is.
+        // What cannot be removed now is recognised as orphaned later.
+        if remove().is_err() {
+            drop(self.lock.take());
+            let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
+        }
     }
 }
 
@@ -796,12 +811,10 @@ impl ImageWriter<'_> {
         if staging.wanted.as_ref().is_some_and(|wanted| !wanted.images.contains(&digest)) {
             return Ok(digest);
         }
-        let target = match packed {
-            None => staging.image_file(&digest),
-            Some(image) => {
-                format!("{}/segments/{}", staging.directory, Pack { image, digest }.file_name())
-            }
-        };
+        let target = staging.named_file(&match packed {
+            None => FileName::content(FileKind::Image, &digest),
+            Some(image) => FileName::of_image(FileKind::Pack, &image, &digest),
+        });
         let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
         if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
             staging.count_missing_bytes(written);

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::collector::{Swept, allocated};
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
-use crate::meta::{self, META_PATH, META_SIZE_MAX, Meta};
+use crate::meta::{META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
 
 /// Directory of the trust domains.
@@ -17,6 +18,10 @@ pub(crate) const STAGING: &str = "staging";
 pub const DEFAULT_DOMAIN: &str = "default";
 /// Beginning of names of files that are being written; under an exclusive lock they are garbage.
 pub(crate) const TEMPORARY: &str = ".tmp.";
+/// A file that only takes room: see [`Store::use_reserve`].
+const RESERVE: &str = "reserve";
+/// Its size in bytes: enough for the records of some tens of mounts.
+const RESERVE_SIZE: usize = 256 << 10;
 /// Where runtime state lies unless `COFOLIO_RUN` says otherwise.
 const RUN: &str = "/run/cofolio";
 
@@ -98,11 +103,13 @@ impl Store {
         // Two that make the same store at once: the second waits, and then finds it.
         let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", &shown)?;
         for (entry, _) in disk.list("").at("list", &shown)? {
-            let ours = [DOMAINS, STAGING, "lost+found"].contains(&entry.as_str());
+            let ours = [DOMAINS, STAGING, RESERVE, "lost+found"].contains(&entry.as_str());
             if !ours && !entry.starts_with(TEMPORARY) {
                 return Err(Error::InTheWay { path: shown, entry });
             }
         }
+        // A directory that was there already, such as that of a mounted volume, may let everybody in.
+        disk.restrict().at("set mode 700 on", &shown)?;
         let domain = format!("{DOMAINS}/{DEFAULT_DOMAIN}");
         for directory in [DOMAINS, STAGING, &domain] {
             mkdir_if_missing(&*disk, directory)?;
@@ -117,6 +124,7 @@ impl Store {
         let json = serde_json::to_vec_pretty(&store.inner.meta)
             .map_err(|error| Error::corrupt(META_PATH, error))?;
         let temporary = store.write_temporary("", &json, Purpose::Record, false)?;
+        let _ = store.keep_reserve();
         let disk = store.disk();
         disk.sync_all().at("sync", &shown)?;
         disk.rename(&temporary, META_PATH, false).at("replace", META_PATH)?;
@@ -133,23 +141,67 @@ impl Store {
         Ok(Self { inner: Arc::new(Inner { disk, meta }) })
     }
 
-    /// Upgrades the store, if need be, to one that says that it uses a compatible feature. To be called
-    /// before the first thing of that feature is written: whoever finds such a thing finds the feature.
+    /// Makes `meta.json` again if it is damaged: with the store's id if the file still says it, or else with
+    /// a new one, by which runtime state of mounts from before is not found any more. Says whether there was something to do.
     ///
-    /// Nothing is upgraded when a store is opened: reading one must be possible without writing to it.
-    pub(crate) fn enable_compatible(&self, feature: &str) -> Result<()> {
-        self.check_writable()?;
-        if self.inner.meta.has_compatible(feature) {
+    /// # Errors
+    /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound and of a
+    /// newer program, [`Error::Io`].
+    pub fn mend_meta(path: &Path) -> Result<bool> {
+        match Self::open(path) {
+            Err(Error::Corrupt { .. }) => {}
+            other => return other.map(|_| false),
+        }
+        let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
+        let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
+        let damaged = read_meta(&disk).unwrap_or_default();
+        let immutable = disk.protection().immutable;
+        let fresh = disk.random().at("get random bytes for", META_PATH)?;
+        let meta = Meta::mended(&damaged, fresh, immutable);
+        let json = serde_json::to_vec_pretty(&meta).map_err(|it| Error::corrupt(META_PATH, it))?;
+        let store = Self { inner: Arc::new(Inner { disk: Arc::new(disk), meta }) };
+        store.replace_file("", META_PATH, &json, true).map(|()| true)
+    }
+
+    /// What is wrong with the mode of the store's directory: others than its owner could look into images,
+    /// whose secrets are readable for all inside.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open_to_others(&self) -> Result<Option<String>> {
+        let mode = self.disk().stat("").at("look at", "the store")?.mode;
+        Ok((mode & 0o077 != 0)
+            .then(|| format!("mode {mode:o} and not 700: others can look into it")))
+    }
+
+    /// Sets the mode of the store's directory as it must be.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn restrict(&self) -> Result<()> {
+        self.disk().restrict().at("set mode 700 on", "the store")
+    }
+
+    /// Makes the reserve if it is missing and there is room. It may fail: then there is none.
+    pub(crate) fn keep_reserve(&self) -> Result<()> {
+        if self.disk().stat(RESERVE).is_ok_and(|stat| stat.size > 0) {
             return Ok(());
         }
-        // Somebody else may add another feature, or this one, at the same time.
-        let _lock = self.disk().lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
-        let json = read_meta(&*self.inner.disk)?;
-        if Meta::parse(&json)?.has_compatible(feature) {
+        let disk = self.disk();
+        if disk.room_bytes().at("look at the room for", RESERVE)? < RESERVE_SIZE as u64 {
             return Ok(());
         }
-        let json = meta::with_compatible(&json, feature)?;
-        self.replace_file("", META_PATH, &json, true)
+        // Not zeros, which a filesystem may not keep.
+        let content: Vec<u8> = (0..RESERVE_SIZE as u32 / 4)
+            .flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes())
+            .collect();
+        self.replace("", RESERVE, &content, Purpose::Secret, false)
+    }
+
+    /// Gives up the reserve, so that on a full disk there is room for records of mounts: nothing else that
+    /// a read-only mount does needs any. Says whether there was a reserve. [`Domain::gc`] makes it again.
+    pub(crate) fn use_reserve(&self) -> bool {
+        self.disk().unlink(RESERVE).is_ok()
     }
 
     /// Removes a store with everything in it, immutable files included. The directory itself stays,
@@ -270,30 +322,43 @@ impl Store {
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn collect_staging(&self) -> Result<(u64, u64)> {
         self.check_writable()?;
-        let (mut count, mut bytes) = (0, 0);
+        let swept = self.leftovers(false)?;
+        Ok((swept.count, swept.bytes))
+    }
+
+    /// The same; a dry run only says what there is.
+    pub(crate) fn leftovers(&self, dry_run: bool) -> Result<Swept> {
+        let mut swept = Swept::default();
+        let mut take = |path: &str, kind| {
+            let bytes = match dry_run {
+                true => allocated(self.disk(), path, kind)?,
+                false => remove_entry(self.disk(), path, kind)?,
+            };
+            swept += Swept { count: 1, bytes };
+            Ok(())
+        };
         for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
             let path = format!("{STAGING}/{id}");
-            if kind == Kind::Directory {
-                let Some(_lock) = self.lock_orphan(&path)? else { continue };
-                bytes += remove_entry(self.disk(), &path, kind)?;
-            } else {
-                bytes += remove_entry(self.disk(), &path, kind)?;
-            }
-            count += 1;
-        }
-        // An init or an upgrade that was interrupted. Whoever is at one holds the lock.
-        let lock = self.disk().lock("", LockMode::Exclusive, false).at("lock", META_PATH)?;
-        let entries = match lock {
-            Some(_) => self.disk().list("").at("list", "")?,
-            None => Vec::new(),
-        };
-        for (entry, kind) in entries {
-            if entry.starts_with(TEMPORARY) {
-                bytes += remove_entry(self.disk(), &entry, kind)?;
-                count += 1;
+            // Held until it is removed.
+            let lock = match kind {
+                Kind::Directory => self.lock_orphan(&path)?,
+                _ => None,
+            };
+            if kind != Kind::Directory || lock.is_some() {
+                take(&path, kind)?;
             }
         }
-        Ok((count, bytes))
+        // An init or a repair that was interrupted. Whoever is at one holds the lock.
+        if let Some(_lock) =
+            self.disk().lock("", LockMode::Exclusive, false).at("lock", META_PATH)?
+        {
+            for (entry, kind) in self.disk().list("").at("list", "")? {
+                if entry.starts_with(TEMPORARY) {
+                    take(&entry, kind)?;
+                }
+            }
+        }
+        Ok(swept)
     }
 
     /// The lock of a staging directory whose process is gone; `None` while it lives.
@@ -318,7 +383,11 @@ impl Store {
                 Ok(Some(lock)) if disk.stat(&path).is_ok() => return Ok((path, lock)),
                 Ok(_) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error).at("lock", &path),
+                Err(error) => {
+                    // No descriptor to be had, for instance.
+                    let _ = disk.rmdir(&path);
+                    return Err(error).at("lock", &path);
+                }
             }
         }
     }

@@ -1,18 +1,23 @@
 //! Trimming: names of images go, least recently used first, until the domain is small enough.
 //!
-//! All of it happens with the domain's exclusive lock held: what is announced is what is done. First it is
-//! worked out who keeps what: every image and layer counts those that keep it, every object the images and
-//! layers that name it. Taking a name away then says exactly what that frees. The names that are to go are
-//! removed durably, and an ordinary garbage collection does the rest.
+//! First it is worked out who keeps what: every image and layer counts those that keep it, every object the
+//! images and layers that name it. Taking a name away then says exactly what that frees. The names that are
+//! to go are removed durably, and an ordinary garbage collection does the rest. Like that, it lets imports
+//! and mounts go on: a name that was given to another image meanwhile stays, and so does one of an image
+//! that came into use.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::Serialize;
 
 use crate::base::with_bases;
-use crate::contents::{Contents, Part};
-use crate::disk::LockMode;
-use crate::error::{At, BoxError, Error, Result};
+use crate::collector::{Collector, Suspect};
+use crate::contents::Contents;
+use crate::disk::Kind;
+use crate::error::{At, BoxError, Result};
+use crate::kinds::{FileKind, FileName};
+use crate::reach::Keepers;
+use crate::uses::Uses;
 use crate::{Digest, Domain, GcOptions, GcReport, Ref};
 
 /// Label of a ref that is never trimmed, whatever its value.
@@ -90,33 +95,24 @@ struct Candidate<'a> {
     names: Vec<&'a (String, Ref)>,
 }
 
-/// How an object, a pack or a segment is used.
-struct Object {
-    /// Images and layers that name it and are kept.
-    users: u32,
-    /// The one that counted it last: one that names an object twice uses it once.
-    last: u32,
-    allocated: u64,
-}
-
 /// Who keeps what.
-struct Uses {
+struct Kept {
     /// Images and layers by how many keep them.
-    parts: BTreeMap<Part, u32>,
-    objects: HashMap<Digest, Object>,
+    files: BTreeMap<FileName, u32>,
+    uses: Uses,
     /// Packs and their segments, by image.
     packed: HashMap<Digest, Vec<Digest>>,
-    turn: u32,
 }
 
 impl Domain {
     /// Removes names of images as `options` says, then collects what nothing keeps any more. `announce` is
-    /// told what will be done before it is, with the lock held. `live` is as for [`Domain::gc`].
+    /// told what will be done before it is. `live` is as for [`Domain::gc`].
     ///
     /// Never goes: a name of an image that a root, a live mount or another pinned name keeps.
     ///
     /// # Errors
-    /// Those of [`Domain::gc`]; nothing was changed then, except that an I/O error in the middle leaves
+    /// Those of [`Domain::gc`], and [`Error::Unreadable`] or [`Error::Corrupt`] for an image, layer or record
+    /// that cannot be read: what goes with a name is not known then. Nothing was changed, except that an I/O error in the middle leaves
     /// some of the names removed.
     pub fn trim(
         &self,
@@ -125,67 +121,45 @@ impl Domain {
         options: &TrimOptions,
         announce: &dyn Fn(&TrimPlan),
     ) -> Result<(TrimPlan, GcReport)> {
-        if !options.gc.dry_run {
-            self.store().check_writable()?;
+        let mut collector = Collector::begin(self, contents, &options.gc)?;
+        let mut keepers = self.keepers(live, &options.gc)?;
+        // What such a record names is not known, so neither is what goes with another name.
+        if let Some(error) = keepers.unreadable.pop() {
+            return Err(error);
         }
-        let Some(_lock) = self.lock(LockMode::Exclusive, options.gc.wait)? else {
-            return Err(Error::Busy { domain: self.name().to_owned() });
-        };
-        let live = live().map_err(|source| Error::Unreadable {
-            what: "this machine's live mounts".to_owned(),
-            source,
-        })?;
-        let plan = self.plan_trim(contents, &live, options)?;
+        let mut plan = self.plan_trim(contents, &keepers, options)?;
         announce(&plan);
-        let gone: BTreeSet<String> =
-            plan.victims.iter().flat_map(|victim| victim.refs.iter().cloned()).collect();
         if !options.gc.dry_run {
-            for name in &gone {
-                self.remove_ref(name)?;
-            }
+            collector.remove_names(&mut plan)?;
         }
-        let report = self.gc_locked(contents, &|| Ok(live.clone()), &options.gc, &gone)?;
+        // Those that went are gone; a dry run looks as if they were.
+        let victims = plan.victims.iter().filter(|_| options.gc.dry_run);
+        let gone = victims.flat_map(|victim| victim.refs.iter().cloned()).collect();
+        let report = collector.collect(live, &gone)?;
         Ok((plan, report))
     }
 
     fn plan_trim(
         &self,
         contents: &dyn Contents,
-        live: &[Digest],
+        keepers: &Keepers,
         options: &TrimOptions,
     ) -> Result<TrimPlan> {
-        let refs = self.refs()?;
-        let (roots, _) = self.live_roots(&options.gc)?;
-        let mut in_use: BTreeSet<Digest> = live.iter().copied().collect();
-        let mut uses = self.uses_of_nothing()?;
-        for (pack, segments) in self.packs_with_segments(contents)? {
-            // What cannot be used is not kept.
-            let Some(segments) = segments else { continue };
-            uses.packed
-                .entry(pack.image)
-                .or_default()
-                .extend(segments.into_iter().chain([pack.digest]));
-        }
+        let refs = &keepers.refs;
+        let used = keepers.roots.iter().flat_map(|(_, root)| &root.images);
+        let in_use: BTreeSet<Digest> = used.chain(&keepers.live).copied().collect();
+        let mut kept = self.kept_by(contents, keepers)?;
         let bases = self.bases()?;
-        let over = |images: &[Digest]| with_bases(images.iter().copied(), &bases);
-        for (_, root) in &roots {
-            in_use.extend(&root.images);
-            uses.keep(over(&root.images), root.layers.iter());
-        }
-        uses.keep(over(live), [].iter());
-        for (_, record) in &refs {
-            uses.keep(over(&[record.image]), record.layers.iter().map(|l| &l.chain_id));
-        }
-        let bytes_before = uses.objects.values().map(|object| object.allocated).sum::<u64>()
-            + self.parts_bytes()?;
-        let mut bytes = self.count_kept(contents, &mut uses)?;
+        let bytes_before =
+            self.files_bytes()? + kept.uses.iter().map(|object| object.allocated).sum::<u64>();
+        let mut bytes = kept.count(self, contents)?;
         let mut plan = TrimPlan {
             bytes_before,
             garbage_bytes: bytes_before.saturating_sub(bytes),
             size: options.size,
             ..TrimPlan::default()
         };
-        for Candidate { image, last_used, names } in self.by_last_use(&refs)? {
+        for Candidate { image, last_used, names } in self.by_last_use(refs)? {
             let too_large = options.size.is_some_and(|size| bytes > size);
             let too_old = options.unused_since.is_some_and(|since| last_used < since);
             if !too_large && !too_old {
@@ -209,12 +183,13 @@ impl Domain {
             }
             let mut freed = 0;
             for (_, record) in &names {
-                for image in over(&[image]) {
-                    freed += self.release(contents, &mut uses, Part::Image(image))?;
+                for image in with_bases([image], &bases) {
+                    let file = FileName::content(FileKind::Image, &image);
+                    freed += kept.release(self, contents, file)?;
                 }
                 for layer in &record.layers {
-                    let part = Part::Layer(layer.chain_id.clone());
-                    freed += self.release(contents, &mut uses, part)?;
+                    let file = FileName::chain(FileKind::Layer, &layer.chain_id)?;
+                    freed += kept.release(self, contents, file)?;
                 }
             }
             bytes = bytes.saturating_sub(freed);
@@ -246,47 +221,70 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn bytes(&self) -> Result<u64> {
-        let objects = self.uses_of_nothing()?.objects;
-        let objects: u64 = objects.values().map(|object| object.allocated).sum();
-        Ok(objects + self.parts_bytes()?)
-    }
-
-    fn uses_of_nothing(&self) -> Result<Uses> {
-        let mut objects = HashMap::new();
-        let mut add = |digest, allocated| {
-            objects.insert(digest, Object { users: 0, last: 0, allocated });
-        };
-        self.each_object(&mut add)?;
-        let segments = self.segments()?;
-        let segments = segments.iter().map(|segment| (*segment, self.segment_file(segment)));
-        let packs = self.packs()?;
-        let packs = packs.iter().map(|pack| (pack.digest, self.pack_file(pack)));
-        for (digest, path) in segments.chain(packs) {
-            add(digest, self.disk().stat(&path).at("look at", &path)?.allocated);
-        }
-        Ok(Uses { parts: BTreeMap::new(), objects, packed: HashMap::new(), turn: 0 })
-    }
-
-    /// What all images and layers take themselves.
-    fn parts_bytes(&self) -> Result<u64> {
-        let mut bytes = 0;
-        for directory in ["images", "layers"] {
-            let path = format!("{}/{directory}", self.base());
-            for (entry, _) in self.disk().list(&path).at("list", &path)? {
-                let path = format!("{path}/{entry}");
-                bytes += self.disk().stat(&path).at("look at", &path)?.allocated;
-            }
+        let objects = Uses::of_objects(self)?;
+        let mut bytes = self.files_bytes()?;
+        bytes += objects.iter().map(|object| object.allocated).sum::<u64>();
+        for kind in [FileKind::Segment, FileKind::Pack] {
+            bytes += self.allocated_for(kind)?.1;
         }
         Ok(bytes)
     }
 
-    /// Counts the users of every object; gives the bytes of all that is kept.
-    fn count_kept(&self, contents: &dyn Contents, uses: &mut Uses) -> Result<u64> {
-        let parts: Vec<Part> = uses.parts.keys().cloned().collect();
+    /// What all images and layers take themselves.
+    fn files_bytes(&self) -> Result<u64> {
         let mut bytes = 0;
-        for part in parts {
-            bytes += self.part_bytes(&part)?;
-            uses.visit(self, contents, &part, |object| {
+        for kind in [FileKind::Image, FileKind::Layer, FileKind::Split] {
+            bytes += self.allocated_for(kind)?.1;
+        }
+        Ok(bytes)
+    }
+
+    /// What the keepers keep; no object is counted yet.
+    fn kept_by(&self, contents: &dyn Contents, keepers: &Keepers) -> Result<Kept> {
+        let mut uses = Uses::of_objects(self)?;
+        let mut packed: HashMap<Digest, Vec<Digest>> = HashMap::new();
+        for kind in [FileKind::Segment, FileKind::Pack] {
+            for name in self.named(kind)? {
+                let Some(digest) = name.digest() else { continue };
+                uses.add(digest, self.allocated(&self.named_file(&name))?);
+                let Some(image) = name.image() else { continue };
+                let mut segments = vec![digest];
+                // A pack that cannot be used is not kept.
+                if name.visit(self, contents, &mut |segment, _| segments.push(segment)).is_ok() {
+                    packed.entry(image).or_default().extend(segments);
+                }
+            }
+        }
+        let bases = self.bases()?;
+        let mut files = BTreeMap::new();
+        let bad = keepers.each(|file, _| match file.image() {
+            None => *files.entry(file).or_insert(0) += 1,
+            Some(image) => {
+                for image in with_bases([image], &bases) {
+                    *files.entry(FileName::content(FileKind::Image, &image)).or_insert(0) += 1;
+                }
+            }
+        });
+        bad.into_iter().next().map_or(Ok(Kept { files, uses, packed }), Err)
+    }
+
+    /// What an image or a layer takes itself.
+    fn own_bytes(&self, file: &FileName) -> Result<u64> {
+        let mut bytes = self.allocated(&self.named_file(file))?;
+        if file.kind() == FileKind::Layer {
+            bytes += self.allocated(&self.named_file(&file.with_kind(FileKind::Split)))?;
+        }
+        Ok(bytes)
+    }
+}
+
+impl Kept {
+    /// Counts the users of every object; gives the bytes of all that is kept.
+    fn count(&mut self, domain: &Domain, contents: &dyn Contents) -> Result<u64> {
+        let mut bytes = 0;
+        for file in self.files.keys() {
+            bytes += domain.own_bytes(file)?;
+            self.uses.visit(domain, contents, file, also(&self.packed, file), |object| {
                 object.users += 1;
                 bytes += if object.users == 1 { object.allocated } else { 0 };
             })?;
@@ -294,68 +292,58 @@ impl Domain {
         Ok(bytes)
     }
 
-    /// One that kept a part does so no more; gives the bytes that this frees.
-    fn release(&self, contents: &dyn Contents, uses: &mut Uses, part: Part) -> Result<u64> {
-        match uses.parts.get_mut(&part) {
+    /// One that kept a file does so no more; gives the bytes that this frees.
+    fn release(&mut self, domain: &Domain, contents: &dyn Contents, file: FileName) -> Result<u64> {
+        match self.files.get_mut(&file) {
             Some(keepers) if *keepers > 1 => {
                 *keepers -= 1;
                 return Ok(0);
             }
-            _ => uses.parts.remove(&part),
+            _ => self.files.remove(&file),
         };
-        let mut freed = self.part_bytes(&part)?;
-        uses.visit(self, contents, &part, |object| {
+        let mut freed = domain.own_bytes(&file)?;
+        self.uses.visit(domain, contents, &file, also(&self.packed, &file), |object| {
             object.users -= 1;
             freed += if object.users == 0 { object.allocated } else { 0 };
         })?;
         Ok(freed)
     }
-
-    fn part_bytes(&self, part: &Part) -> Result<u64> {
-        // One that is missing is an error of its own, told when it is read.
-        let allocated = |path: &str| self.disk().stat(path).map_or(0, |stat| stat.allocated);
-        Ok(match part {
-            Part::Image(digest) => allocated(&self.image_file(digest)),
-            Part::Split(chain_id) => allocated(&self.split_file(chain_id)?),
-            Part::Layer(chain_id) => {
-                allocated(&self.layer_file(chain_id)?) + allocated(&self.split_file(chain_id)?)
-            }
-        })
-    }
 }
 
-impl Uses {
-    fn keep<'a>(
-        &mut self,
-        images: impl IntoIterator<Item = Digest>,
-        layers: impl Iterator<Item = &'a String>,
-    ) {
-        let parts = images.into_iter().map(Part::Image);
-        for part in parts.chain(layers.map(|chain_id| Part::Layer(chain_id.clone()))) {
-            *self.parts.entry(part).or_insert(0) += 1;
-        }
-    }
+/// What an image keeps besides what it names: its packs and their segments.
+fn also<'a>(packed: &'a HashMap<Digest, Vec<Digest>>, file: &FileName) -> &'a [Digest] {
+    file.image().and_then(|image| packed.get(&image)).map_or(&[], Vec::as_slice)
+}
 
-    /// Calls `change` with every object that a part names, once; of an image also with its pack and segments.
-    fn visit(
-        &mut self,
-        domain: &Domain,
-        contents: &dyn Contents,
-        part: &Part,
-        mut change: impl FnMut(&mut Object),
-    ) -> Result<()> {
-        self.turn += 1;
-        let (turn, objects) = (self.turn, &mut self.objects);
-        let mut visit = |digest, _| {
-            if let Some(object) = objects.get_mut(&digest).filter(|object| object.last != turn) {
-                object.last = turn;
-                change(object);
+impl Collector<'_> {
+    /// Removes the names that are to go, durably. One that stands for another image now stays, and so do
+    /// all names of an image that came into use since: it is no victim any more.
+    fn remove_names(&mut self, plan: &mut TrimPlan) -> Result<()> {
+        let mut names = Vec::new();
+        for victim in &plan.victims {
+            for name in &victim.refs {
+                let path = self.domain.ref_file(name)?;
+                names.push(Suspect { what: (victim.image, name), path, kind: Kind::File });
             }
-        };
-        if let Part::Image(image) = part {
-            self.packed.get(image).into_iter().flatten().for_each(|digest| visit(*digest, 0));
         }
-        part.visit_whole(domain, contents, &mut visit)
-            .map_err(|source| part.unreadable("the domain", source))
+        self.sweep(&names, |this, (image, name)| {
+            let record = this.domain.get_ref(name)?;
+            Ok(!this.noted.contains(image) && record.is_some_and(|record| record.image == *image))
+        })?;
+        let refs = format!("{}/refs", self.domain.base());
+        self.domain.disk().sync_dir(&refs).at("sync", &refs)?;
+        let (noted, spared) = (&self.noted, &mut plan.spared);
+        let (bytes_after, all) = (&mut plan.bytes_after, std::mem::take(&mut plan.victims));
+        plan.victims = all
+            .into_iter()
+            .filter(|victim| {
+                if noted.contains(&victim.image) {
+                    spared.push((victim.image, Spared::InUse));
+                    *bytes_after += victim.bytes;
+                }
+                !noted.contains(&victim.image)
+            })
+            .collect();
+        Ok(())
     }
 }

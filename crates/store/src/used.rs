@@ -3,13 +3,10 @@
 //! This says which image goes first when a domain is too large. It is a hint and treated as one: not
 //! synced, and a record that is missing or torn means that nobody knows.
 
-use crate::domain::is_absent;
-use crate::error::{At, Result};
-use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
-use crate::{Digest, Domain, disk::Kind};
+use crate::error::Result;
+use crate::store::mkdir_if_missing;
+use crate::{Digest, Domain};
 
-/// Compatible: `used/` is kept. Who does not know it leaves times that are too old.
-const FEATURE: &str = "last-used";
 /// Directory of the records.
 pub(crate) const DIRECTORY: &str = "used";
 /// A record that is at most so old is not written again, in seconds: starting a thousand containers of one
@@ -31,7 +28,7 @@ impl Domain {
         {
             return Ok(());
         }
-        self.store().enable_compatible(FEATURE)?;
+        self.store().check_writable()?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         let path = format!("{directory}/{image}");
@@ -47,24 +44,5 @@ impl Domain {
         let Some(file) = self.open_file(path)? else { return Ok(None) };
         let text = file.read_all(SIZE_MAX).ok().and_then(|bytes| String::from_utf8(bytes).ok());
         Ok(text.and_then(|text| text.parse().ok()))
-    }
-
-    /// Removes the records of images that are gone, and what was left of writing some.
-    pub(crate) fn sweep_used(&self) -> Result<()> {
-        let directory = format!("{}/{DIRECTORY}", self.base());
-        let entries = match self.disk().list(&directory) {
-            Err(error) if is_absent(&error) => return Ok(()),
-            other => other.at("list", &directory)?,
-        };
-        for (entry, kind) in entries {
-            let gone = match Digest::from_lower_hex(entry.as_bytes()) {
-                Some(image) => !self.has_image(&image)?,
-                None => entry.starts_with(TEMPORARY),
-            };
-            if gone && kind == Kind::File {
-                remove_entry(self.disk(), &format!("{directory}/{entry}"), kind)?;
-            }
-        }
-        Ok(())
     }
 }

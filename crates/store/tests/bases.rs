@@ -117,7 +117,7 @@ fn damage_to_a_base_is_told_and_removed() {
 
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
         assert!(domain.damage(&report, &Lines).unwrap().is_empty(), "{damaged}");
-        domain.remove_derived(&report).unwrap();
+        domain.remove_derived(&report, &Lines).unwrap();
         assert_eq!(domain.base_of(&image).unwrap(), None);
         assert_eq!(gc(&domain).kept_images, 1, "{damaged}");
         assert_eq!(findings(&domain), [], "{damaged}");

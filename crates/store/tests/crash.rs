@@ -12,13 +12,14 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
 use std::sync::Arc;
 
 use cofolio_store::disk::Disk;
 use cofolio_store::sim::{Fault, SimDisk};
 use cofolio_store::{
     Backend, Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions,
-    InitOptions, Ref, Root, RootKind, Store, TrimOptions, verity,
+    InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
 };
 use common::{Lines, content, import_split as import, nothing_live, replaced};
 
@@ -164,6 +165,17 @@ struct Operation {
     after: fn(&mut Refs),
 }
 
+/// The store's own error, of a failure inside a callback.
+fn inner(error: Error) -> Error {
+    match error {
+        Error::Unreadable { source, what } => match source.downcast() {
+            Ok(error) => *error,
+            Err(source) => Error::Unreadable { what, source },
+        },
+        other => other,
+    }
+}
+
 const OPERATIONS: &[Operation] = &[
     Operation {
         name: "import",
@@ -261,6 +273,34 @@ const OPERATIONS: &[Operation] = &[
         },
     },
     Operation {
+        name: "an import while what it needs is collected as garbage",
+        run: |domain| {
+            // All of it, without a name.
+            let staging = domain.begin_import(OPTIONS)?;
+            let mut objects = Vec::new();
+            for piece in image_pieces("c") {
+                let stored = staging.put_object(&piece)?;
+                objects.push((stored.digest, stored.size));
+            }
+            let mut image = staging.image_writer()?;
+            for (digest, size) in &objects {
+                let line = format!("{digest} {size}\n");
+                image.write_all(line.as_bytes()).map_err(|error| error.downcast().unwrap())?;
+            }
+            image.write_all(b"end\n").map_err(|error| error.downcast::<Error>().unwrap())?;
+            image.finish()?;
+            staging.commit(&Publish::default(), objects)?;
+            let live = || {
+                import(domain, "c", &image_pieces("c"), Some("sha256:lc"), OPTIONS)?;
+                Ok(Vec::new())
+            };
+            domain.gc(&Lines, &live, &GcOptions::default()).map(drop).map_err(inner)
+        },
+        after: |refs| {
+            refs.insert("c".into(), expected_image("c"));
+        },
+    },
+    Operation {
         name: "trim, with a time of last use noted before",
         run: |domain| {
             // The first note of a store upgrades it.
@@ -292,7 +332,7 @@ const OPERATIONS: &[Operation] = &[
     Operation {
         name: "root keeps an image whose ref goes",
         run: |domain| {
-            let mut root = Root::new(RootKind::Snapshot, "s");
+            let mut root = Root::new(RootKind::Lease, "s");
             root.images.push(expected_image("b"));
             domain.put_root(&root)?;
             domain.remove_ref("b")?;
@@ -463,7 +503,7 @@ fn what_cannot_be_read_of_segments_and_packs_is_told() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
         let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);
-        assert_eq!(domain.remove_derived(&report).unwrap(), [expected_image("a")].into());
+        assert_eq!(domain.remove_derived(&report, &Lines).unwrap(), [expected_image("a")].into());
         check_clean(&disk, suffix);
     }
 }
@@ -480,7 +520,7 @@ fn a_failed_write_poisons_the_import() {
     disk.clear_fault();
     assert!(matches!(staging.put_object(b"two"), Err(Error::Poisoned { .. })));
     assert!(matches!(staging.image_writer(), Err(Error::Poisoned { .. })));
-    let result = staging.commit(&cofolio_store::Publish::default(), []);
+    let result = staging.commit(&Publish::default(), []);
     assert!(matches!(result, Err(Error::Poisoned { .. })));
     check_clean(&disk, "poisoned");
 }

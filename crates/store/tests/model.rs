@@ -55,6 +55,13 @@ enum Operation {
     Gc {
         dry_run: bool,
     },
+    /// An image comes under a name while garbage is collected, and goes again or not.
+    GcBeside {
+        name: usize,
+        contents: BTreeSet<u8>,
+        layer: bool,
+        stays: bool,
+    },
     /// The image of a name was used at a time.
     Use {
         name: usize,
@@ -82,6 +89,9 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => (0..2usize).prop_map(|id| Operation::EndLease { id }),
         1 => contents().prop_map(|contents| Operation::Abandon { contents }),
         2 => any::<bool>().prop_map(|dry_run| Operation::Gc { dry_run }),
+        2 => (0..NAMES, contents(), any::<bool>(), any::<bool>()).prop_map(
+            |(name, contents, layer, stays)| Operation::GcBeside { name, contents, layer, stays }
+        ),
         1 => (0..NAMES, time()).prop_map(|(name, at)| Operation::Use { name, at }),
         1 => time().prop_map(|unused_since| Operation::Trim { unused_since }),
     ]
@@ -187,6 +197,23 @@ fn apply(operation: &Operation, domain: &Domain, model: &mut Model) {
                 model.forget();
                 nothing_is_left_over(domain, model);
             }
+        }
+        Operation::GcBeside { name, contents, layer, stays } => {
+            let import =
+                Operation::Import { name: *name, contents: contents.clone(), layer: *layer };
+            let shared = std::cell::RefCell::new(&mut *model);
+            let live = || {
+                apply(&import, domain, &mut shared.borrow_mut());
+                if !stays {
+                    apply(&Operation::Remove { name: *name }, domain, &mut shared.borrow_mut());
+                }
+                Ok(Vec::new())
+            };
+            domain.gc(&Lines, &live, &gc_options(false)).unwrap();
+            // What came under the name before may have gone with it or not: the next collection says.
+            domain.gc(&Lines, &nothing_live, &gc_options(false)).unwrap();
+            model.forget();
+            nothing_is_left_over(domain, model);
         }
         Operation::Use { name, at } => {
             let Some((contents, _)) = model.names.get(&name_of(*name)) else { return };

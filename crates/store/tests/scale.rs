@@ -1,26 +1,31 @@
-//! An import's memory does not grow with its number of objects: the store keeps no list of them.
+//! An import's memory does not grow with its number of objects: the store keeps no list of them. And how
+//! long garbage collection takes, and keeps others waiting, in a large domain.
 //!
-//! `COFOLIO_SOAK_OBJECTS=1000000` measures that many, and prints the time too.
+//! `COFOLIO_SOAK_OBJECTS=1000000` measures an import of that many, and prints the time too.
+//! `cargo test --release -p cofolio-store --test scale -- --ignored --nocapture gc_` measures a collection.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "the figures are what one runs it for")]
 
 mod common;
 
+use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::process::Command;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use cofolio_store::{Digest, ImportOptions, Publish, Ref, Store};
-use common::Scratch;
+use cofolio_store::{Digest, GcOptions, ImportOptions, InitOptions, Layer, Publish, Ref, Store};
+use common::{Lines, Scratch, nothing_live};
 
 const COUNT: &str = "COFOLIO_STORE_SCALE_COUNT";
 const PLACE: &str = "COFOLIO_STORE_SCALE_STORE";
 
 /// Not a test by itself: the processes of the test below run this.
 #[test]
+#[ignore = "worker: started by memory_does_not_grow_with_the_number_of_objects"]
 fn worker() {
-    let Ok(count) = std::env::var(COUNT) else { return };
-    let count: u64 = count.parse().unwrap();
+    let count: u64 = std::env::var(COUNT).unwrap().parse().unwrap();
     let start = Instant::now();
     let store = Store::open(std::env::var_os(PLACE).unwrap().as_ref()).unwrap();
     let domain = store.domain("default").unwrap();
@@ -59,7 +64,7 @@ fn peak_kb(count: u64) -> u64 {
     let scratch = Scratch::new("scale");
     drop(scratch.store());
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
+        .args(["worker", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
         .env(COUNT, count.to_string())
         .env(PLACE, &scratch.path)
         .output()
@@ -81,4 +86,78 @@ fn memory_does_not_grow_with_the_number_of_objects() {
     let processors = std::thread::available_parallelism().unwrap().get() as u64;
     let allowed = few + 1024 + 640 + processors * many / 256 * 200 / 1024;
     assert!(lots < allowed, "{lots} kB for {many} objects, {few} kB for 100");
+}
+
+/// Fills a domain with so many objects and layers, half of which are garbage, and collects; meanwhile somebody
+/// takes the lock every few milliseconds, as mounts do. Says how long that waited, and how long it took.
+fn measure_gc(objects: u64, layers: u64) {
+    let scratch = Scratch::new("gc-scale");
+    let store = Store::init(&scratch.path, &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let mut seen = BTreeMap::new();
+    for half in ["kept", "garbage"] {
+        let staging = domain.begin_import(ImportOptions::default()).unwrap();
+        let mut record = Ref::new(Digest([0; 32]));
+        let per_layer = objects / layers;
+        let mut image = staging.image_writer().unwrap();
+        for number in 0..layers / 2 {
+            let chain_id = format!("sha256:{half}-{number:060}");
+            let mut layer = staging.layer_writer(&chain_id).unwrap();
+            for object in 0..per_layer {
+                let stored = staging.put_object(format!("{half} {number} {object}").as_bytes());
+                let stored = stored.unwrap();
+                let line = format!("{} {}\n", stored.digest, stored.size);
+                layer.write_all(line.as_bytes()).unwrap();
+                image.write_all(line.as_bytes()).unwrap();
+                seen.insert(stored.digest, stored.size);
+            }
+            layer.write_all(b"end\n").unwrap();
+            layer.finish().unwrap();
+            record.layers.push(Layer { chain_id, ..Layer::default() });
+        }
+        image.write_all(b"end\n").unwrap();
+        record.image = image.finish().unwrap();
+        let objects = std::mem::take(&mut seen);
+        staging.commit(&Publish::named(half, record), objects).unwrap();
+    }
+    domain.remove_ref("garbage").unwrap();
+    let done = AtomicBool::new(false);
+    let (took, report, mut waits) = std::thread::scope(|scope| {
+        let mounter = scope.spawn(|| {
+            let mut waits = Vec::new();
+            while !done.load(Ordering::Relaxed) {
+                let start = Instant::now();
+                drop(domain.lock_shared().unwrap());
+                waits.push(start.elapsed());
+                std::thread::sleep(Duration::from_millis(3));
+            }
+            waits
+        });
+        let start = Instant::now();
+        let options = GcOptions { wait: true, ..GcOptions::default() };
+        let report = domain.gc(&Lines, &nothing_live, &options);
+        let took = start.elapsed();
+        done.store(true, Ordering::Relaxed);
+        (took, report.unwrap(), mounter.join().unwrap())
+    });
+    assert_eq!((report.objects, report.layers), (objects / 2, layers / 2));
+    waits.sort();
+    let at = |part: usize| waits[(waits.len() - 1) * part / 100].as_secs_f64() * 1e3;
+    println!(
+        "{objects} objects, {layers} layers: collected half in {:.2} s; meanwhile {} took the lock and \
+         waited: p50 {:.2} ms, p99 {:.2} ms, longest {:.2} ms",
+        took.as_secs_f64(),
+        waits.len(),
+        at(50),
+        at(99),
+        at(100)
+    );
+}
+
+/// Not part of the usual run: minutes of writing. It asserts what was collected; the times are to be read.
+#[test]
+#[ignore = "a measurement; see the top of the file"]
+fn gc_of_a_large_domain() {
+    measure_gc(50_000, 1250);
+    measure_gc(200_000, 5000);
 }

@@ -323,7 +323,7 @@ fn damage_is_told_and_taken_away() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
         assert!(report.is_damaged());
         assert_eq!(
-            domain.remove_derived(&report).unwrap().into_iter().collect::<Vec<_>>(),
+            domain.remove_derived(&report, &Lines).unwrap().into_iter().collect::<Vec<_>>(),
             [image]
         );
         assert_eq!(findings(&domain), [], "after {what}");

@@ -4,6 +4,7 @@ pub mod cache;
 pub mod memory;
 pub mod mount;
 pub mod priority;
+pub mod process;
 pub mod quota;
 pub mod reflink;
 pub mod resident;

@@ -208,6 +208,30 @@ pub fn namespace_id(namespace: impl AsFd) -> Option<u64> {
     unsafe { ioctl::ioctl(namespace, Getter::<NS_GET_MNTNS_ID, u64>::new()) }.ok()
 }
 
+/// `struct fs_sysfs_path` of `include/uapi/linux/fs.h`.
+#[repr(C)]
+struct SysfsPath {
+    len: u8,
+    name: [u8; 128],
+}
+
+/// `FS_IOC_GETFSSYSFSPATH` of the same header: `_IOR(0x15, 1, struct fs_sysfs_path)`.
+const FS_IOC_GETFSSYSFSPATH: Opcode = opcode::read::<SysfsPath>(0x15, 1);
+
+/// Where a superblock is below `/sys/fs`, such as `erofs/erofs-7`. `file` lies on it and is open
+/// for reading. The entry exists exactly as long as the superblock.
+///
+/// # Errors
+/// `ENOTTY` before Linux 6.10 and for filesystems without an entry.
+pub fn sysfs_path(file: impl AsFd) -> io::Result<PathBuf> {
+    // SAFETY: the kernel writes one `struct fs_sysfs_path`, and that is what `Getter` makes room
+    // for; every byte of it is valid as any value.
+    let path: SysfsPath =
+        unsafe { ioctl::ioctl(file, Getter::<FS_IOC_GETFSSYSFSPATH, SysfsPath>::new())? };
+    let length = usize::from(path.len).min(path.name.len());
+    Ok(PathBuf::from(OsStr::from_bytes(&path.name[..length])))
+}
+
 /// `LOOP_CTL_GET_FREE` and `LOOP_CONFIGURE` of `include/uapi/linux/loop.h`.
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
@@ -326,6 +350,7 @@ mod tests {
     #[test]
     fn the_request_number_is_that_of_the_header() {
         assert_eq!(NS_GET_MNTNS_ID, 0x8008_b705);
+        assert_eq!(FS_IOC_GETFSSYSFSPATH, 0x8081_1501);
     }
 
     #[test]

@@ -14,10 +14,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
 use cofolio_image::{import, import::ImportOptions};
 use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy};
+use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain};
 use serde::Serialize;
 
@@ -216,8 +216,8 @@ pub(super) fn find(text: &str, domain: &Domain) -> Result<(String, Digest)> {
         return Ok((text.to_owned(), record.image));
     }
     let source = Source::parse(text)?;
-    let report = import::import(domain, &source, &ImportOptions::default(), &Silent)?;
-    let image = report.image.parse()?;
+    let report = import::import(domain, &source, &ImportOptions::default(), &Task::default())?;
+    let image = report.image;
     Ok((report.name, image))
 }
 

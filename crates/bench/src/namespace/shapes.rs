@@ -9,14 +9,15 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use cofolio_image::{
-    compose::base::find_bases,
     compose::contents::ImageContents,
     pack::{PackOptions, pack},
 };
 use cofolio_node::{
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
     probe::{self, Presence},
+    upkeep::bases,
 };
+use cofolio_store::task::Task;
 use cofolio_store::{Backend, Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
@@ -99,12 +100,12 @@ pub(super) fn shapes<'a>(
             images.rotate_left(usize::from(on_base));
             for image in &images {
                 if backend == Backend::InodeShare {
-                    let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-                    pack(&own, image, &PackOptions::default(), go_on)?;
+                    let task = Task::default();
+                    pack(&own, image, &PackOptions::default(), &task)?;
                 }
-                if on_base {
-                    find_bases(&own, image)?;
-                }
+            }
+            if on_base {
+                bases::find(&own, &Task::default())?;
             }
             let name = match (backend, on_base) {
                 (Backend::Overlay, false) => "cofolio overlay",

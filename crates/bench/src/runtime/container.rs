@@ -22,6 +22,7 @@ use cofolio_node::{
     container::bundle::{self, Bind, ImageConfig, Options},
     ledger::cgroup::{Cgroup, Charge, Hierarchy},
 };
+use cofolio_store::task::Cancel;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::{
@@ -53,8 +54,8 @@ pub(super) struct Host {
     pub(super) hierarchy: Hierarchy,
     /// Bundles and logs.
     dir: PathBuf,
-    /// Set by a signal.
-    stop: Arc<AtomicBool>,
+    /// Cancelled by a signal.
+    stop: Cancel,
 }
 
 impl Host {
@@ -62,7 +63,7 @@ impl Host {
         runtime: Runtime,
         hierarchy: Hierarchy,
         work: &Path,
-        stop: Arc<AtomicBool>,
+        stop: Cancel,
     ) -> Result<Self> {
         let dir = work.join("runtime");
         let host = Self { runtime, hierarchy, dir, stop };
@@ -96,7 +97,7 @@ impl Host {
 
     /// Fails once somebody wants us to end.
     pub(super) fn go_on(&self) -> Result<()> {
-        match self.stop.load(Relaxed) {
+        match self.stop.is_cancelled() {
             true => Err(Fail::new(Exit::Interrupted, "interrupted; containers are gone").into()),
             false => Ok(()),
         }
@@ -164,8 +165,11 @@ impl<'a> Container<'a> {
         let mut command = Command::new(&host.runtime.path);
         command.arg("--root").arg(STATE).args(["run", "--detach", "--bundle"]).arg(&dir);
         command.arg("--pid-file").arg(dir.join("pid")).arg(&name);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints);
-        let started = host.runtime.spawn(&mut command, &[]).and_then(|mut child| child.wait());
+        // Pipes: crun changes the owner of what it is given, of the host's /dev/null for one.
+        let ((empty, _), (mut said, output)) = (std::io::pipe()?, std::io::pipe()?);
+        thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+        command.stdin(empty).stdout(output).stderr(complaints);
+        let started = host.runtime.spawn(&mut command).and_then(|mut child| child.wait());
         let started = started.with_context(|| format!("cannot start {}", host.runtime.name()))?;
         ensure!(started.success(), "{} does not start: {}", container.what(), container.said());
         Ok(container)

@@ -37,7 +37,7 @@ use super::{
 };
 use crate::Outcome;
 use cofolio_cli::args::BackendArg;
-use cofolio_cli::{exit::Exit, interrupt};
+use cofolio_cli::{exit::Exit, interrupt::Cancellable};
 
 /// Memory of two images that run at the same time, with and without sharing
 ///
@@ -105,7 +105,8 @@ pub(super) fn run(args: &Args) -> Outcome {
         Shared::new(&work, &domain, images, Access::Writable, [&old, &new], &expected)?;
     let holders = [Holders::unpacked([&old, &new]), Holders::one_each(shared.content())];
     let runtime_name = runtime.name();
-    let host = Host::new(runtime, hierarchy, &work, interrupt::flag()?)?;
+    let signals = Cancellable::begin()?;
+    let host = Host::new(runtime, hierarchy, &work, signals.cancel.clone())?;
     let time = Duration::from_secs(args.seconds);
     let bench = Bench { host, load, configs: &configs, own: OwnFiles::find()?, time };
     let runs = measure_all(&bench, [&mut unshared, &mut shared], &holders, args.runs, &say)?;

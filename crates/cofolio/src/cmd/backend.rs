@@ -1,14 +1,12 @@
 use cofolio_cli::args::BackendArg;
-use cofolio_image::pack::PackOptions;
-use cofolio_node::mount::MountState;
-use cofolio_node::probe::{self, Presence};
-use cofolio_store::{Backend, Domain, Form};
+use cofolio_node::backend;
+use cofolio_store::{Backend, Form};
 use serde_json::json;
 
-use crate::cmd::{Outcome, pack};
+use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::{Exit, Fail};
-use crate::ui::plural;
+use crate::exit::Exit;
+use crate::progress::Work;
 
 /// Show or set how images of this trust domain are mounted
 ///
@@ -42,7 +40,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     if let Some(how) = args.backend {
         let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
-        set(context, &domain, how.into(), form)?;
+        let work = Work::begin(context.ui, "packing", "file")?;
+        backend::set(&context.mounter(&domain), how.into(), form, &work.task)?;
     }
     let (backend, form) = (domain.backend()?, domain.pack_form()?);
     if context.ui.json {
@@ -58,55 +57,5 @@ pub(crate) fn shown(backend: Backend, form: Form) -> String {
     match (backend, form) {
         (Backend::InodeShare, Form::Lz4) => format!("{backend}, packs compressed with LZ4"),
         _ => backend.to_string(),
-    }
-}
-
-fn set(context: &Context<'_>, domain: &Domain, backend: Backend, form: Form) -> anyhow::Result<()> {
-    if backend == Backend::Overlay && form != Form::Plain {
-        let what = "`overlay` mounts the files of the store, which are not compressed";
-        return Err(Fail::new(Exit::Usage, what).into());
-    }
-    // A record that cannot be read is replaced.
-    let now = domain.backend().and_then(|now| Ok((now, domain.pack_form()?)));
-    if now.is_ok_and(|now| now == (backend, form)) {
-        return Ok(());
-    }
-    let list = context.mounter(domain).list()?;
-    let own = |name: &str| name == domain.name();
-    let mounts = list.mounts.iter().filter(|it| own(&it.record.domain));
-    let mounts = mounts.filter(|it| it.state != MountState::Gone).count();
-    if mounts > 0 || list.pins.iter().any(|pin| own(&pin.domain)) {
-        let what =
-            format!("images of {} are mounted ({})", domain.name(), plural(mounts as u64, "mount"));
-        return Err(Fail::new(Exit::Busy, what)
-            .hint("`cofolio umount --all` unmounts them")
-            .into());
-    }
-    if backend != Backend::InodeShare {
-        return Ok(domain.set_backend_over(backend, form)?);
-    }
-    check_kernel()?;
-    let options = PackOptions { form, ..PackOptions::default() };
-    let images = domain.images()?;
-    for image in &images {
-        pack::pack_one(context, domain, image, &options)?;
-    }
-    domain.set_backend_over(backend, form)?;
-    // What was imported meanwhile.
-    for image in domain.images()?.iter().filter(|image| !images.contains(image)) {
-        pack::pack_one(context, domain, image, &options)?;
-    }
-    Ok(())
-}
-
-fn check_kernel() -> anyhow::Result<()> {
-    let report = probe::probe(&probe::Options::default());
-    match report.get("inode-share") {
-        Some(feature) if feature.presence == Presence::Absent => {
-            let what = format!("this kernel cannot do inode-share: {}", feature.detail);
-            let hint = "it takes Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE; `overlay` shares as much";
-            Err(Fail::new(Exit::Missing, what).hint(hint).into())
-        }
-        _ => Ok(()),
     }
 }

@@ -1,15 +1,16 @@
-use std::io::{self, IsTerminal};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::PathBuf;
 
 use anyhow::Context as _;
 use cofolio_erofs::write::{VERSION_MAX, WriteOptions};
+use cofolio_image::export::OutputFile;
 use cofolio_image::tree_scan::ScanOptions;
 
 use crate::cmd::Outcome;
-use crate::compose::{self, Temporary};
+use crate::compose;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Bar;
+use crate::progress::Work;
 use crate::ui::human_size;
 
 /// Build a metadata image file from a directory or a composefs dump
@@ -26,6 +27,9 @@ pub(crate) struct Args {
     source: PathBuf,
     /// Image file to write; `-` is standard output; may be left out with --print-digest
     image: Option<PathBuf>,
+    /// Replace IMAGE if it exists
+    #[arg(long, requires = "image")]
+    replace: bool,
     /// Print the image's fs-verity digest
     #[arg(long)]
     print_digest: bool,
@@ -68,6 +72,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if dump && args.digest_store.is_some() {
         return Err(Fail::usage("--digest-store needs a directory: a dump has no content").into());
     }
+    let to_stdout = args.image.as_deref().is_some_and(|path| path.as_os_str() == "-");
+    if to_stdout && (args.print_digest || context.ui.json) {
+        let what = "the image and its digest cannot both go to standard output";
+        return Err(Fail::usage(what).into());
+    }
+    // A destination that cannot be written to ends it before anything is read.
+    let output = args.image.as_deref().map(|path| OutputFile::create(path, args.replace));
+    let output = output.transpose()?;
     let tree = if dump {
         compose::tree_from_dump(&args.source)
             .with_context(|| format!("reading {}", args.source.display()))?
@@ -80,35 +92,18 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             threads: args.threads.unwrap_or(0),
             ..ScanOptions::like_mkcomposefs()
         };
-        let bar = Bar::new(context.ui, "reading");
-        compose::tree_from_directory(&args.source, &options, args.digest_store.as_deref(), &bar)?
+        let work = Work::begin(context.ui, "reading", "file")?;
+        let objects = args.digest_store.as_deref();
+        compose::tree_from_directory(&args.source, &options, objects, &work.task)?
     };
 
     let options = WriteOptions { min_version: args.min_version, max_version: args.max_version };
-    let (report, digest) = match args.image.as_deref() {
+    let (report, digest) = match output {
         None => compose::write_image(&tree, &options, io::sink())?,
-        Some(path) if path.as_os_str() == "-" => {
-            let stdout = io::stdout();
-            if stdout.is_terminal() {
-                return Err(Fail::usage("an image does not go to a terminal").into());
-            }
-            if args.print_digest || context.ui.json {
-                let what = "the image and its digest cannot both go to standard output";
-                return Err(Fail::usage(what).into());
-            }
-            compose::write_image(&tree, &options, stdout.lock())?
-        }
-        Some(path) => {
-            // Complete or not there at all: nobody mounts half an image.
-            let directory = match path.parent() {
-                Some(parent) if !parent.as_os_str().is_empty() => parent,
-                _ => Path::new("."),
-            };
-            let temporary = Temporary::create(directory)?;
-            let written = compose::write_image(&tree, &options, &temporary.file)
-                .with_context(|| format!("writing {}", path.display()))?;
-            temporary.file.sync_all().with_context(|| format!("writing {}", path.display()))?;
-            temporary.persist(path).with_context(|| format!("creating {}", path.display()))?;
+        Some(output) => {
+            let written = compose::write_image(&tree, &options, output.file())
+                .context("writing the image file")?;
+            output.publish()?;
             written
         }
     };

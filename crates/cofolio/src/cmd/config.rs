@@ -2,10 +2,10 @@ use clap::Subcommand;
 use serde_json::{Value, json};
 
 use crate::cmd::Outcome;
-use crate::config::{self, Origin};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::ui::{Cell, Table, Tone};
+use cofolio_node::config::{self, Origin};
 
 /// Show the settings in force and where they come from
 ///

@@ -10,7 +10,7 @@ use crate::cmd::Outcome;
 use crate::context::{Context, Named, short};
 use crate::exit::Exit;
 use crate::image::kind_word;
-use crate::progress::Counter;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, percent, plural, printable};
 
 /// Compare two images: what they share, what differs, what sharing saves
@@ -83,10 +83,8 @@ fn pages_of(
     context: &Context<'_>,
 ) -> anyhow::Result<(PageReport, f64)> {
     let started = Instant::now();
-    let counter = Counter::new(context.ui, "hashing pages");
-    let report = pages::compare(domain, diff, pages::MEMORY_DEFAULT, &|bytes, total| {
-        counter.set_of(bytes, total, String::new);
-    })?;
+    let work = Work::begin(context.ui, "hashing pages", "file")?;
+    let report = pages::compare(domain, diff, pages::MEMORY_DEFAULT, &work.task)?;
     Ok((report, started.elapsed().as_secs_f64()))
 }
 

@@ -146,7 +146,9 @@ impl Store {
                 }
                 (false, false) => {
                     "at import, by `verify` and `mount --verify` only (no fs-verity, no \
-                                   immutable files here)"
+                                   immutable files here), so the first mount of an image asks \
+                                   for the size of every object: 2 us each, and their inodes \
+                                   take kernel memory"
                         .to_owned()
                 }
             },
@@ -183,6 +185,13 @@ impl Store {
                 lines.push(("images", format!("{images}, under {names}")));
                 errors.extend(unreadable.into_iter().map(|unreadable| text(unreadable.error)));
             }
+            Err(error) => errors.push(text(error)),
+        }
+        match store.open_to_others() {
+            Ok(Some(problem)) => {
+                lines.push(("permissions", format!("{problem} (`cofolio fsck --repair` mends it)")))
+            }
+            Ok(None) => {}
             Err(error) => errors.push(text(error)),
         }
         match store.orphaned_staging() {

@@ -2,14 +2,13 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use cofolio_image::export::{
-    Compression, Destination, ExportOptions, Exported, export, export_filesystem,
+    Compression, Destination, ExportOptions, Exported, FilesystemOptions, export, export_filesystem,
 };
 
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::interrupt;
-use crate::progress::Counter;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_size};
 
 /// Write an image to an OCI layout or archive, or as a filesystem in a file
@@ -17,8 +16,11 @@ use crate::ui::{Cell, Table, Tone, human_size};
 /// The layers' archives and the config are those that were imported, to the byte, so other engines know the
 /// image by the same id; blobs are compressed anew, so its manifest has another digest than the one that
 /// it came from; those of a docker-archive are never compressed. An image that was imported from a directory
-/// becomes one layer. All content is checked on the way, and nothing is to be seen at the destination before
-/// it is complete. The same image gives the same bytes every time.
+/// becomes one layer. All content is checked on the way, and the destination appears only once it is complete.
+/// The same image gives the same bytes every time.
+///
+/// A FILE that exists is replaced only with --replace, and only if it is a regular file. `-` as FILE is
+/// standard output. An OCI layout that exists gets the image in addition.
 ///
 /// `erofs:FILE` is an EROFS filesystem with all of the image's files in it, to be mounted without a store (`mount -o loop,ro
 /// FILE DIR`), by a virtual machine for instance. Each content is in it once, and has a fingerprint, by which Linux 7.0 shares
@@ -28,7 +30,7 @@ use crate::ui::{Cell, Table, Tone, human_size};
 #[command(after_help = "Example:\n  \
     cofolio export redis:7.0.15 oci:layouts/redis:7.0.15\n  \
     cofolio export redis:7.0.15 oci-archive:redis.tar --compress zstd\n  \
-    cofolio export redis:7.0.15 docker-archive:redis.tar && docker load -i redis.tar\n  \
+    cofolio export redis:7.0.15 docker-archive:- | docker load\n  \
     cofolio export redis:7.0.15 erofs:redis.erofs --lz4")]
 pub(crate) struct Args {
     /// Ref, or first digits of a digest
@@ -42,6 +44,9 @@ pub(crate) struct Args {
     /// plain ones.
     #[arg(long)]
     lz4: bool,
+    /// Replace FILE if it exists
+    #[arg(long)]
+    replace: bool,
     #[command(flatten)]
     compress: CompressArgs,
 }
@@ -100,6 +105,16 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return write_filesystem(args, path, context);
     }
     let destination = Destination::parse(&args.destination)?;
+    let to_stdout = match &destination {
+        Destination::Layout { .. } if args.replace => {
+            let what = "--replace is for files; an OCI layout gets the image in addition";
+            return Err(Fail::usage(what).into());
+        }
+        Destination::Layout { .. } => false,
+        Destination::Archive { path, .. } | Destination::DockerArchive { path, .. } => {
+            is_stdout(path, context)?
+        }
+    };
     let domain = context.domain()?;
     let named = context.image(&domain, &args.image)?;
     let exported = Exported {
@@ -107,20 +122,23 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         record: named.record.as_ref(),
         name: named.ref_name.as_deref(),
     };
-    let options =
-        ExportOptions { compression: args.compress.compression(), threads: args.compress.threads };
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "exporting");
-    let report = export(&domain, exported, &destination, &options, &mut |done| {
-        counter.set(done.bytes, || format!("layer {} of {}", done.layer + 1, done.layers));
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
+    let options = ExportOptions {
+        compression: args.compress.compression(),
+        threads: args.compress.threads,
+        replace: args.replace,
+    };
+    let work = Work::begin(context.ui, "exporting", "layer")?;
+    let report = export(&domain, exported, &destination, &options, &work.task)?;
+    drop(work);
+    if to_stdout {
+        context.ui.note(report.manifest.to_string());
+        return Ok(Exit::Ok);
+    }
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);
     }
-    context.ui.line(&report.manifest)?;
+    context.ui.line(report.manifest.to_string())?;
     if context.ui.quiet {
         return Ok(Exit::Ok);
     }
@@ -131,7 +149,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if let Some(name) = &report.name {
         row("name", name.clone());
     }
-    row("image id", report.config.clone());
+    row("image id", report.config.to_string());
     let size = report.layers.iter().map(|layer| layer.size).sum();
     let uncompressed = report.layers.iter().map(|layer| layer.uncompressed).sum();
     let layers = report.layers.len();
@@ -140,21 +158,33 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     Ok(Exit::Ok)
 }
 
+/// Whether the file itself goes to standard output, which then takes nothing else.
+fn is_stdout(path: &Path, context: &Context<'_>) -> anyhow::Result<bool> {
+    let to_stdout = path.as_os_str() == "-";
+    if to_stdout && context.ui.json {
+        let what = "the file and its report cannot both go to standard output";
+        return Err(Fail::usage(what).into());
+    }
+    Ok(to_stdout)
+}
+
 fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome {
+    let to_stdout = is_stdout(path, context)?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?.digest;
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "exporting");
-    let report = export_filesystem(&domain, &image, path, args.lz4, &mut |done| {
-        counter.set(done.bytes, || "files".to_owned());
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
+    let options = FilesystemOptions { compress: args.lz4, replace: args.replace };
+    let work = Work::begin(context.ui, "exporting", "file")?;
+    let report = export_filesystem(&domain, &image, path, options, &work.task)?;
+    drop(work);
+    if to_stdout {
+        context.ui.note(report.digest.to_string());
+        return Ok(Exit::Ok);
+    }
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);
     }
-    context.ui.line(&report.digest)?;
+    context.ui.line(report.digest.to_string())?;
     if !context.ui.quiet {
         let (size, content) = (human_size(report.size), human_size(report.content));
         context.ui.line(format!("  {}: {size} for {content} of files", path.display()))?;

@@ -1,26 +1,26 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use cofolio_image::compose::base::find_bases;
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::import::{self, ImportOptions};
 use cofolio_image::source::Source;
 use cofolio_node::mount::MountState;
+use cofolio_node::upkeep::bases;
+use cofolio_store::task::{Event, Task};
 use cofolio_store::{
-    Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport,
+    Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport, Store,
 };
 
 use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::interrupt;
-use crate::progress::{Bar, Counter};
+use crate::progress::{Shown, Work};
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Check the store for missing, truncated and altered content
 ///
-/// Reads and hashes everything, unless --quick. Changes nothing, unless --repair. Exit code 4 if something
+/// Reads and hashes everything, unless --quick, and names the refs and files that damage hits. Changes nothing, unless --repair. Exit code 4 if something
 /// that was stored is lost or wrong; what is merely untidy is listed and does not count.
 ///
 /// With --repair, objects, images and layers that are missing, truncated or altered are brought back from
@@ -48,13 +48,17 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let sources: Vec<_> =
         args.from.iter().map(|text| Source::parse(text)).collect::<Result<_, _>>()?;
+    if args.repair && Store::mend_meta(&context.global.store)? {
+        let done = context.ui.paint(Tone::Good, "repaired");
+        context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
+    }
     let domain = context.domain()?;
-    let counter = Counter::new(context.ui, "checking");
+    let shown = Shown::new(context.ui, "checking", "object");
     let mut report =
         domain.fsck(&ImageContents, FsckOptions { rehash: !args.quick }, &|objects, bytes| {
-            counter.set(bytes, || format!("{} objects", human_count(objects)));
+            shown.show(Event::Done { bytes, bytes_total: None, items: objects, items_total: None });
         })?;
-    drop(counter);
+    drop(shown);
     let unpacked = match args.repair && report.findings.iter().any(|it| it.kind.is_derived()) {
         true => remove_derived(&domain, &mut report)?,
         false => Vec::new(),
@@ -64,7 +68,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         true => Some(repair(context, &domain, &sources, &mut report)?),
         false => None,
     };
-    let unprotected = |finding: &Finding| finding.kind == FindingKind::Unprotected;
+    let unprotected = |finding: &Finding| {
+        finding.kind == FindingKind::Unprotected
+            || (finding.kind == FindingKind::Permissions && finding.path == ".")
+    };
     let protected =
         match args.repair && (report.more > 0 || report.findings.iter().any(unprotected)) {
             true => protect(&domain, &mut report)?,
@@ -118,10 +125,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
         for finding in &report.findings {
             let tone = if finding.kind.is_damage() { Tone::Bad } else { Tone::Warn };
-            let detail = match &finding.user {
+            let mut detail = match &finding.user {
                 Some(user) => format!("{} (used by {user})", finding.detail),
                 None => finding.detail.clone(),
             };
+            for (what, names) in [("refs", &finding.refs), ("files", &finding.files)] {
+                if !names.is_empty() {
+                    detail.push_str(&format!("; {what}: {}", names.join(", ")));
+                }
+            }
             table.row(vec![
                 Cell::left(finding.kind.as_str()).tone(tone),
                 Cell::left(&finding.path),
@@ -175,16 +187,15 @@ fn repair(
     let before = std::mem::take(report);
     let mut damage = domain.damage(&before, &ImageContents)?;
     let first = damage.clone();
-    let _until_here = interrupt::end_on_signal(context.ui, &context.global.store, false)?;
     for source in sources {
         if damage.is_empty() {
             break;
         }
         let registry = RegistryArgs::default().options(source, &context.config.config)?;
         let options = ImportOptions { repair: Some(damage), registry, ..ImportOptions::default() };
-        let bar = Bar::new(context.ui, "repairing");
-        import::import(domain, source, &options, &bar)?;
-        drop(bar);
+        let work = Work::begin(context.ui, "repairing", "file")?;
+        import::import(domain, source, &options, &work.task)?;
+        drop(work);
         let left = domain.recheck(&first, &ImageContents)?;
         damage = domain.damage(&left, &ImageContents)?;
     }
@@ -207,14 +218,12 @@ fn repair(
 /// Removes what is derived and damaged; gives the images that have no pack any more. Afterwards `report` says
 /// what is left.
 fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Vec<Digest>> {
-    let images = domain.remove_derived(report)?;
+    let images = domain.remove_derived(report, &ImageContents)?;
     let is_base =
         |it: &Finding| matches!(it.kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
     if report.findings.iter().any(is_base) {
         // Bases are made again here and now; where that fails, images are mounted without.
-        for (_, record) in domain.readable_refs()? {
-            let _ = find_bases(domain, &record.image);
-        }
+        let _ = bases::find(domain, &Task::default());
     }
     report.findings.retain(|finding| !finding.kind.is_derived());
     Ok(images.into_iter().collect())
@@ -225,7 +234,7 @@ fn protect(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<u64> {
     let protected = domain.protect_all()?;
     let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &|_, _| ())?;
     let still = |finding: &Finding| {
-        finding.kind != FindingKind::Unprotected
+        !matches!(finding.kind, FindingKind::Unprotected | FindingKind::Permissions)
             || now
                 .findings
                 .iter()

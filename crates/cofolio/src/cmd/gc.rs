@@ -1,25 +1,25 @@
-use cofolio_image::compose::contents::ImageContents;
-use cofolio_image::pack::{self, RewriteReport};
-use cofolio_node::container::Containers;
-use cofolio_store::{Domain, Error, GcOptions, GcReport};
+use cofolio_node::config::Size;
+use cofolio_node::upkeep::{self, Report};
+use cofolio_store::{GcReport, TrimPlan};
 
 use crate::cmd::Outcome;
-use crate::config::Size;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::interrupt;
-use crate::progress::Counter;
-use crate::trim::{self, Goal};
+use crate::progress::Work;
+use crate::trim;
 use crate::ui::{Cell, Table, human_count, human_size, plural};
 
 /// Remove what no name, mount or lease keeps
 ///
-/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. An image, layer
-/// or record that cannot be read stops it before anything is removed. Leftovers of interrupted imports go
-/// too.
+/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. If an image, layer
+/// or record cannot be read, everything that it might need stays, it is named, and the exit code is 4.
+/// Leftovers of interrupted imports go too. Imports and mounts go on meanwhile.
 ///
 /// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of one: their images
 /// are packed again first. Segments of images that are mounted stay, as their room would not come back.
+///
+/// Images that share layers get a base: what they have in common is in memory once from their next mount
+/// on.
 ///
 /// With --to or --older-than, names of images go first: those whose last import, mount or unmount is
 /// longest ago. Images that are mounted, leased, pinned (`cofolio tag --keep`), or used by a snapshot or a
@@ -44,82 +44,56 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let mounter = context.mounter(&domain);
-    let options = trim::gc_options(args.dry_run, !args.no_wait);
-    // What killed processes left would count as in use.
-    if !args.dry_run {
-        let mut failed = Vec::new();
-        Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
-        failed.extend(mounter.reconcile()?.failed);
-        for failed in failed {
-            context.ui.error(&format!("could not be cleaned up: {failed}"), None);
-        }
+    let options = upkeep::Options {
+        dry_run: args.dry_run,
+        wait: !args.no_wait,
+        size: args.to.map(|size| size.0),
+        older_than_days: args.older_than,
+    };
+    let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, args.dry_run);
+    let work = Work::begin(context.ui, "packing anew", "file")?;
+    let report = context.upkeep(&domain).run(&options, &announce, &work.task)?;
+    drop(work);
+    for failed in &report.failed {
+        context.ui.error(&format!("could not be cleaned up: {failed}"), None);
     }
-    if args.to.is_some() || args.older_than.is_some() {
-        let goal = Goal { size: args.to, older_than_days: args.older_than, keep: Vec::new() };
-        let (plan, mut report) = trim::trim(context, &domain, &goal, options.clone())?;
-        let rewritten = rewrite_segments(context, &domain, &options, &mut report)?;
-        if context.ui.json {
-            let mut value = json(&report, &rewritten)?;
-            value["trim"] = serde_json::to_value(&plan)?;
-            context.ui.json(&value)?;
-            return Ok(Exit::Ok);
-        }
-        return show(context, &report, &rewritten);
-    }
-    let mut report = domain.gc(&ImageContents, &|| Ok(mounter.live_images()?), &options)?;
-    let rewritten = rewrite_segments(context, &domain, &options, &mut report)?;
-    if context.ui.json {
-        context.ui.json(&json(&report, &rewritten)?)?;
-        return Ok(Exit::Ok);
-    }
-    show(context, &report, &rewritten)
-}
-
-/// Packs what is over segments of which little is used anew, and collects these.
-fn rewrite_segments(
-    context: &Context<'_>,
-    domain: &Domain,
-    options: &GcOptions,
-    report: &mut GcReport,
-) -> anyhow::Result<RewriteReport> {
-    let mounter = context.mounter(domain);
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "packing anew");
-    let live = mounter.live_images()?;
-    let rewritten = pack::rewrite(domain, &live, options.dry_run, &mut |done, total| {
-        counter.set_of(done, total, || "files".to_owned());
-        interrupt::go_on(&stop)
-    })?;
-    drop(counter);
-    for (image, reason) in &rewritten.failed {
+    for (image, reason) in &report.rewritten.failed {
         context.ui.error(&format!("image {image} could not be packed anew: {reason}"), None);
     }
-    if !options.dry_run && !rewritten.images.is_empty() {
-        match domain.gc(&ImageContents, &|| Ok(mounter.live_images()?), options) {
-            Ok(after) => {
-                report.segments += after.segments;
-                report.segment_bytes += after.segment_bytes;
-                report.kept_segments = after.kept_segments;
-            }
-            // With --no-wait. The next one finds that nothing needs them.
-            Err(Error::Busy { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
+    for reason in &report.bases.failed {
+        context.ui.note(format!("images share no base: {reason}"));
     }
-    Ok(rewritten)
+    if context.ui.json {
+        context.ui.json(&json(&report)?)?;
+        return Ok(exit(&report.gc));
+    }
+    show(context, &report)
 }
 
-fn json(report: &GcReport, rewritten: &RewriteReport) -> anyhow::Result<serde_json::Value> {
-    let mut value = serde_json::to_value(report)?;
-    value["bytes"] = report.bytes().into();
-    value["rewritten"] = serde_json::to_value(rewritten)?;
+fn json(report: &Report) -> anyhow::Result<serde_json::Value> {
+    let mut value = serde_json::to_value(&report.gc)?;
+    value["bytes"] = report.gc.bytes().into();
+    value["rewritten"] = serde_json::to_value(&report.rewritten)?;
+    value["based"] = serde_json::to_value(&report.bases.based)?;
+    if let Some(plan) = &report.trim {
+        value["trim"] = serde_json::to_value(plan)?;
+    }
     Ok(value)
 }
 
-fn show(context: &Context<'_>, report: &GcReport, rewritten: &RewriteReport) -> Outcome {
+/// What cannot be read is damage, though the collection did what it could.
+fn exit(report: &GcReport) -> Exit {
+    if report.unreadable.is_empty() { Exit::Ok } else { Exit::Corrupt }
+}
+
+fn show(context: &Context<'_>, report: &Report) -> Outcome {
+    let Report { gc: report, rewritten, bases, .. } = report;
+    for it in &report.unreadable {
+        let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
+        context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
+    }
     if context.ui.quiet {
-        return Ok(Exit::Ok);
+        return Ok(exit(report));
     }
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
@@ -153,7 +127,11 @@ fn show(context: &Context<'_>, report: &GcReport, rewritten: &RewriteReport) -> 
             ),
         })?;
     }
+    if !bases.based.is_empty() {
+        let images = plural(bases.based.len() as u64, "image");
+        context.ui.line(format!("{images} mounted over a base from now on"))?;
+    }
     let verb = if report.dry_run { "would be freed" } else { "freed" };
     context.ui.line(format!("{} {verb}", human_size(report.bytes())))?;
-    Ok(Exit::Ok)
+    Ok(exit(report))
 }

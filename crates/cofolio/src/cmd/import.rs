@@ -1,18 +1,16 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
-use cofolio_image::import::{self, ImportOptions, ImportReport};
-use cofolio_image::pack::PackOptions;
+use cofolio_image::import::{self, ImportOptions, ImportReport, check_name};
 use cofolio_image::source::{Platform, Source};
-use cofolio_store::{Backend, TrimPlan};
+use cofolio_node::backend;
+use cofolio_store::TrimPlan;
 
 use crate::cmd::Outcome;
-use crate::cmd::pack::pack_one;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
-use crate::exit::{Exit, Fail};
-use crate::interrupt;
-use crate::progress::Bar;
+use crate::exit::{self, Exit, Fail};
+use crate::progress::Work;
 use crate::trim;
 use crate::trust::ArrivalArgs;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
@@ -102,6 +100,7 @@ impl HowArgs {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    args.name.as_deref().map_or(Ok(()), check_name)?;
     let source = Source::parse(&args.source)?;
     let options = args.how.options(args.name.as_ref(), &source, context)?;
     bring_in(&source, &options, "importing", context)
@@ -115,30 +114,26 @@ pub(crate) fn fetch(
     context: &Context<'_>,
 ) -> anyhow::Result<(ImportReport, Option<TrimPlan>)> {
     let domain = context.domain_or_create()?;
-    let resumes = matches!(source, Source::Registry(_));
-    let _until_here = interrupt::end_on_signal(context.ui, &context.global.store, resumes)?;
-    let bar = Bar::new(context.ui, doing);
-    let mut options = options.clone();
-    options.registry.remark = bar.remark();
-    let report = import::import(&domain, source, &options, &bar)?;
-    drop(bar);
-    interrupt::published();
-    if domain.backend()? == Backend::InodeShare {
-        // It may be here from a time before that was the domain's backend.
-        let image = report.image.parse()?;
-        let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
-        pack_one(context, &domain, &image, &options)
-            .context("the image is here, but it could not be packed")?;
+    let work = Work::begin(context.ui, doing, "file")?;
+    let report = import::import(&domain, source, options, &work.task)?;
+    drop(work);
+    let image = report.image;
+    let work = Work::begin(context.ui, "packing", "file")?;
+    backend::pack_imported(&domain, &image, &work.task)
+        .context("the image is here, but it could not be packed")?;
+    drop(work);
+    if report.known {
+        // It has not made the store larger.
+        return Ok((report, None));
     }
-    if let Some(problem) = &report.not_based {
-        context.ui.note(format!(
-            "images that have layers in common with it do not share a base: {problem}"
-        ));
-    }
-    // What was known already has not made the store larger.
-    let imported = report.image.parse().ok().filter(|_| !report.known);
-    let over_limit = imported.and_then(|image| trim::after_import(context, &domain, &image));
-    Ok((report, over_limit))
+    // The import is done and stays done: what goes wrong now changes no exit code.
+    let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, false);
+    let trimmed = context.upkeep(&domain).trim_to_limit(image, &announce).unwrap_or_else(|error| {
+        let what = "the store may be over its limit and was not trimmed";
+        exit::report(&anyhow::Error::new(error).context(what), context.ui);
+        None
+    });
+    Ok((report, trimmed))
 }
 
 /// Imports, and says what became of it.
@@ -164,12 +159,18 @@ pub(crate) fn bring_in(
     }
     if report.known {
         context.ui.line(format!("here already, nothing was read ({} ms)", report.duration_ms))?;
-        return Ok(Exit::Ok);
     }
     let mut table = Table::plain();
     let mut row = |name: &str, value: String| {
         table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
     };
+    if let Some(config) = &report.config {
+        row("image id", config.to_string());
+    }
+    if report.known {
+        context.ui.table(&table)?;
+        return Ok(Exit::Ok);
+    }
     if !report.layers.is_empty() {
         let known = report.layers.iter().filter(|layer| layer.known).count();
         row("layers", format!("{}, {known} of them here already", report.layers.len()));

@@ -4,13 +4,13 @@ pub(crate) mod backend;
 pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
-pub(crate) mod collect_staging;
 pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod diff;
 pub(crate) mod doctor;
 pub(crate) mod du;
 pub(crate) mod dump;
+pub(crate) mod exec;
 pub(crate) mod export;
 pub(crate) mod fsck;
 pub(crate) mod gc;
@@ -36,10 +36,10 @@ pub(crate) mod umount;
 pub(crate) mod verify;
 
 use crate::cli::{Cli, Command};
-use crate::config::Loaded;
 use crate::context::Context;
 use crate::exit::{Ended, Exit};
 use crate::ui::Ui;
+use cofolio_node::config::Loaded;
 
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;
@@ -50,6 +50,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
     let exit = match cli.command {
         // It ends as its container does.
         Command::Run(args) => return Ok(run::run(&args, &context)),
+        Command::Exec(args) => return exec::run(&args, &context),
         Command::Ps(args) => ps::run(&args, &context),
         Command::Stop(args) => stop::run(&args, &context),
         Command::Import(args) => import::run(&args, &context),
@@ -81,7 +82,6 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Config(args) => config::run(&args, &context),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args, &context),
-        Command::CollectStaging(args) => collect_staging::run(&args, &context),
         Command::Mkcomposefs(args) => mkcomposefs::run(&args),
     };
     exit.map(Ended::from)

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", requires = "rw", conflicts_with = "keep")]
     upper: Option<PathBuf>,
     /// Hash the image and all its files before mounting
-    #[arg(long)]
+    #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
     /// Id map: INSIDE:OUTSIDE:COUNT, several with commas; u: or g: before one for users or groups only
     #[arg(long, value_name = "MAP")]
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         None => (None, &args.first),
     };
     let image = args.trust.image(name, &domain, context)?;
-    let measure = args.trust.check(&image, Need::Files, name, &domain, context)?;
+    let check = args.trust.check(&image, Need::Files, name, args.verify, &domain, context)?;
     let access = match (&args.upper, args.rw, args.keep) {
         (Some(dir), ..) => Access::WritableAt(dir.clone()),
         (None, true, true) => Access::WritableKept,
@@ -83,14 +83,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let request = MountRequest {
         create_target: args.create,
         access,
-        verify: args.verify,
-        measure,
-        require_verity: args.trust.require_verity,
+        check,
         idmap: args.idmap.as_deref().map(str::parse::<IdMap>).transpose()?,
         label: args.context.clone(),
         nosuid: args.nosuid,
         nodev: args.nodev,
         noexec: args.noexec,
+        name: image.ref_name.clone(),
         ..MountRequest::new(image.digest, Path::new(target))
     };
     let record = context.mounter(&domain).mount(&request)?;

@@ -1,11 +1,11 @@
 use cofolio_image::pack::{PackOptions, PackReport, pack};
-use cofolio_store::{Backend, Digest, Domain, Form};
+use cofolio_node::backend;
+use cofolio_store::Form;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::interrupt;
-use crate::progress::Counter;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_size, plural};
 
 /// Pack an image: make of it one that carries its data, over segments
@@ -48,21 +48,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
         return Ok(Exit::Ok);
     }
-    let form = match (domain.backend()?, domain.pack_form()?) {
-        (Backend::InodeShare, Form::Plain) if args.lz4 => {
-            let what =
-                format!("the packs of {} are plain, and share nothing with others", domain.name());
-            let hint = "`cofolio backend inode-share --lz4` makes all of them anew";
-            return Err(Fail::new(Exit::Usage, what).hint(hint).into());
-        }
-        (Backend::InodeShare, form) => form,
-        (Backend::Overlay, _) if args.lz4 => Form::Lz4,
-        (Backend::Overlay, _) => Form::Plain,
-    };
+    let form = backend::form(&domain, args.lz4)?;
     let options = PackOptions { again: args.again, form, ..PackOptions::default() };
     let mut reports = Vec::new();
     for image in &images {
-        let report = pack_one(context, &domain, &image.digest, &options)?;
+        let work = Work::begin(context.ui, "packing", "file")?;
+        let report = pack(&domain, &image.digest, &options, &work.task)?;
+        drop(work);
         if !context.ui.json {
             show(context, &report)?;
         }
@@ -72,22 +64,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.json(&reports)?;
     }
     Ok(Exit::Ok)
-}
-
-/// Packs an image, and shows how it goes on.
-pub(crate) fn pack_one(
-    context: &Context<'_>,
-    domain: &Domain,
-    image: &Digest,
-    options: &PackOptions,
-) -> anyhow::Result<PackReport> {
-    let stop = interrupt::flag()?;
-    let counter = Counter::new(context.ui, "packing");
-    let report = pack(domain, image, options, &mut |done, total| {
-        counter.set_of(done, total, || "files".to_owned());
-        interrupt::go_on(&stop)
-    })?;
-    Ok(report)
 }
 
 fn show(context: &Context<'_>, report: &PackReport) -> anyhow::Result<()> {

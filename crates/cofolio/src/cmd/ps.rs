@@ -2,39 +2,48 @@ use cofolio_node::container::{Containers, State};
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
-use crate::exit::Exit;
+use crate::exit::{self, Exit};
 use crate::ui::{Cell, Table, Tone, ago};
 
 /// List the containers that `run` started
 ///
-/// STATE is `running` while `cofolio run` or its runtime waits for the container's end, `unattended` where nobody
-/// does (it was started with --detach, or both were killed), `ended` for what the next `run`, `stop` or `gc`
-/// removes. To enter one: `crun --root /run/cofolio/STORE-ID/crun exec -t NAME sh`; --json says `runtime_root`.
+/// STATE is `running` while a process waits for the container's end, `unattended` if that process was killed, and
+/// `ended`, with the exit status of a detached container. --json names the file with a detached container's output.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  cofolio ps\n  cofolio ps --json | jq -r '.[].name'")]
+#[command(after_help = "Example:\n  cofolio ps\n  \
+    cofolio ps --json | jq -r '.[] | select(.name == \"cache\").output'")]
 pub(crate) struct Args {}
 
 pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain));
-    let list = containers.list()?;
+    let mut failed = Vec::new();
+    let list = containers.list(&mut failed)?;
+    let exit = match failed.is_empty() {
+        true => Exit::Ok,
+        false => Exit::Corrupt,
+    };
+    for error in failed {
+        exit::report(&error.into(), context.ui);
+    }
     if context.ui.json {
         context.ui.json(&list)?;
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
     if list.is_empty() {
         context.ui.note("no containers");
-        return Ok(Exit::Ok);
+        return Ok(exit);
     }
     let mut table = Table::new(&["NAME", "IMAGE", "STATE", "PID", "SINCE", "COMMAND"]);
     for status in &list {
-        let (word, tone) = match status.state {
-            State::Running => ("running", Tone::Good),
-            State::Unattended => ("unattended", Tone::Good),
-            State::Ended => ("ended", Tone::Dim),
+        let (word, tone) = match (status.state, status.exit_status) {
+            (State::Running, _) => ("running".to_owned(), Tone::Good),
+            (State::Unattended, _) => ("unattended".to_owned(), Tone::Good),
+            (State::Ended, None) => ("ended".to_owned(), Tone::Dim),
+            (State::Ended, Some(status)) => (format!("ended ({status})"), Tone::Dim),
         };
         let record = &status.record;
-        // A digest is shown as everywhere; a ref is what it is.
+        // A digest is shortened as everywhere, a ref is not.
         let image = match record.image_name.is_empty() {
             true => short(&record.image),
             false => record.image_name.clone(),
@@ -50,5 +59,5 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         ]);
     }
     context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    Ok(exit)
 }

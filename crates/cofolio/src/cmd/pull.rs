@@ -1,11 +1,12 @@
+use cofolio_image::import::check_name;
 use cofolio_image::reference::Reference;
-use cofolio_image::registry::{HostOptions, RegistryOptions};
+use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
 
 use crate::cmd::{Outcome, import};
-use crate::config::{Config, Size};
 use crate::context::Context;
 use crate::exit::Fail;
+use cofolio_node::config::{Config, Size};
 
 /// Bring an image from a registry into the store
 ///
@@ -76,21 +77,7 @@ impl RegistryArgs {
         reference: &Reference,
         config: &Config,
     ) -> anyhow::Result<RegistryOptions> {
-        let mut options = RegistryOptions::default();
-        for (host, said) in &config.registry {
-            // One that no name leads to would be passed over without a word.
-            let as_in_names = Reference::parse(&format!("{host}/x"));
-            if as_in_names.map_or(true, |name| name.host() != host) {
-                let what =
-                    format!("the configuration's [registry.{host:?}]: not a registry's host");
-                let hint =
-                    "as in names of images, in lower case: `docker.io`, `registry.example:5000`";
-                return Err(Fail::usage(what).hint(hint).into());
-            }
-            let HostOptions { mirrors, insecure } = options.hosts.entry(host.clone()).or_default();
-            mirrors.clone_from(&said.mirrors);
-            *insecure = said.insecure;
-        }
+        let mut options = config.registry_options()?;
         options.jobs = self.jobs.map_or(0, usize::from);
         options.rate_max = self.limit_rate.map_or(0, |rate| rate.0);
         if self.insecure {
@@ -101,6 +88,7 @@ impl RegistryArgs {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    args.name.as_deref().map_or(Ok(()), check_name)?;
     let name = args.image.strip_prefix("docker://").unwrap_or(&args.image);
     let source = Source::Registry(Reference::parse(name)?);
     let options = args.how.options(args.name.as_ref(), &source, context)?;

@@ -6,8 +6,7 @@ use crate::cmd::pull::RegistryArgs;
 use crate::cmd::{Outcome, import};
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::interrupt;
-use crate::progress::Pushing;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_size};
 
 /// Give an image to a registry
@@ -45,17 +44,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         record: named.record.as_ref(),
         name: named.ref_name.as_deref(),
     };
-    let mut registry = args.registry.for_registry(&to, &context.config.config)?;
-    let progress = Pushing::new(context.ui);
-    registry.remark = progress.remark();
+    let registry = args.registry.for_registry(&to, &context.config.config)?;
     let options = PushOptions {
         compression: args.compress.compression(),
         threads: args.compress.threads,
         registry,
-        stop: interrupt::flag()?,
     };
-    let report = export::push(&domain, exported, &to, &options, &progress)?;
-    drop(progress);
+    let work = Work::begin(context.ui, "pushing", "layer")?;
+    let report = export::push(&domain, exported, &to, &options, &work.task)?;
+    drop(work);
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);
@@ -69,7 +66,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mut row = |name: &str, value: String| {
         table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
     };
-    row("image id", report.config.clone());
+    row("image id", report.config.to_string());
     row("manifest", if report.original { "as it came" } else { "new" }.to_owned());
     let of = |how: How| report.layers.iter().filter(move |layer| layer.how == how);
     let sent = of(How::Sent).map(|layer| layer.size).sum();

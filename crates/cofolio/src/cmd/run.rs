@@ -1,9 +1,6 @@
-use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::IsTerminal as _;
-use std::os::unix::process::ExitStatusExt as _;
+use std::fs;
+use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
@@ -11,42 +8,55 @@ use cofolio_image::import::ImportOptions;
 use cofolio_image::reference::Reference;
 use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
-use cofolio_node::container::bundle::{self, Bind, ImageConfig};
-use cofolio_node::container::{Container, Containers, Reason, Request, RunError, Runtime};
-use cofolio_node::mount::IdMap;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use cofolio_node::container::bundle::{self, Bind};
+use cofolio_node::container::{
+    Containers, Reason, Request, RunError, Runtime, Streams, exit_status,
+};
+use cofolio_node::mount::{Check, IdMap};
+use cofolio_sys::process::Fork;
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal, waitpid,
+};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
+use crate::cmd::bundle::{ProcessArgs, image_config};
 use crate::cmd::import;
 use crate::cmd::pull::RegistryArgs;
-use crate::config::Size;
 use crate::context::{Context, Named};
-use crate::exit::{self, Ended, Fail};
+use crate::exit::{self, Ended, Exit, Fail};
 use crate::trust::{ArrivalArgs, TrustArgs};
+use cofolio_node::config::Size;
 
-/// Docker's numbers for what keeps a container from starting.
+/// Docker's exit statuses of containers that could not be started.
 const NOT_STARTED: u8 = 125;
 const NOT_EXECUTABLE: u8 = 126;
 const NO_PROGRAM: u8 = 127;
 
 /// Start a container of an image, with crun or runc
 ///
-/// Mounts the image, starts the container, waits for its end and takes everything away again; --keep leaves
-/// its changes in place, --detach does not wait. Its root is read-only unless --rw: containers of one image
-/// are then clones of one mount. /tmp, /var/tmp and /run are in memory, and the image's volumes are
-/// directories of the store's that go with the container.
+/// Mounts the image, starts the container, waits for its end and removes it; --keep keeps its changes,
+/// --detach does not wait. Its root is read-only unless --rw: containers of one image are then clones of one
+/// mount. /tmp, /var/tmp and /run are in memory. The image's volumes are directories of the store, removed with
+/// the container.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
-/// those that containerd gives a container.
+/// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
 ///
 /// The exit status is the container's, or 128 and the number of the signal that ended it; 125 if the container
-/// could not be started, 126 if its program cannot be executed, 127 if there is no such program; 2 for wrong
-/// options. Signals to `cofolio run` are passed on. If it is killed the container goes on: `cofolio ps` shows
-/// it, `cofolio stop` ends it, and the next `run` or `gc` removes what is left once it has ended.
+/// could not be started, 126 if its program cannot be executed, 127 if the program does not exist; 2 for wrong
+/// options, 5 without root. Signals to `cofolio run` are passed on.
+///
+/// The container writes into pipes, never into the caller's terminal or file: `cofolio run` copies. If `cofolio
+/// run` is killed the container goes on without output: `cofolio ps` shows it, `cofolio stop` ends it, and the
+/// next `run` or `gc` removes it once it has ended.
+///
+/// With --detach, a process stays in the background and waits. Of a container that has ended it keeps the exit
+/// status, which `cofolio ps` shows, and the last 1 to 2 MiB of output in a file that `cofolio ps --json` names.
+/// `cofolio stop NAME` removes these, and so does a new container of that name.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio run redis:7.0.15 -- redis-server --version\n  \
     cofolio run -it --rw debian:13 -- bash\n  \
@@ -55,7 +65,7 @@ const NO_PROGRAM: u8 = 127;
     cofolio run --userns auto --rw --size 1G -v /srv/in:/in:ro builder -- make")]
 pub(crate) struct Args {
     #[arg(
-        help = "Ref, first digits of a digest, or docker://NAME, which is pulled if it is not here"
+        help = "Ref, first digits of a digest, or docker://NAME, which is pulled if the store lacks it"
     )]
     image: String,
     /// Arguments in place of the image's own; its entry point stays
@@ -67,16 +77,16 @@ pub(crate) struct Args {
     /// Give it a terminal, which standard input must be
     #[arg(long, short, conflicts_with = "detach")]
     tty: bool,
-    /// Return when it runs and print its name; what it says is discarded unless --output
+    /// Return when it runs and print its name
     #[arg(long, short, conflicts_with = "interactive")]
     detach: bool,
-    /// With --detach: append what it says to this file
+    /// With --detach: append its output to this file, whatever size that gets
     #[arg(long, value_name = "FILE", requires = "detach")]
     output: Option<PathBuf>,
-    /// Remove it when it has ended; this is what happens anyway
+    /// With --detach: keep neither exit status nor output; without, the default
     #[arg(long)]
     rm: bool,
-    /// With --rw: leave its changes in place when it has ended, and say where
+    /// With --rw: keep its changes when it has ended, and print their directory
     #[arg(long, requires = "rw", conflicts_with_all = ["rm", "detach"])]
     keep: bool,
     #[arg(help = "Name, also the host name inside [default: made from the image's]", long)]
@@ -87,66 +97,57 @@ pub(crate) struct Args {
     /// Leave its root read-only, which is the default
     #[arg(long, conflicts_with = "rw")]
     read_only: bool,
-    /// With --rw: what its changes may take, as 512M or 2G; by project quota or a filesystem of that size, which goes
-    /// with the container: not with --keep
+    /// With --rw: limit of its changes, as 512M or 2G, by project quota or a filesystem of that size; not with --keep
     #[arg(long, requires = "rw", conflicts_with = "keep")]
     size: Option<Size>,
-    /// Memory that it may use, as 512M or 2G, page cache that it is first to fill included
+    /// Limit of its memory, as 512M or 2G, including the page cache that it is the first to fill
     #[arg(long, short)]
     memory: Option<Size>,
-    /// CPUs that it may use, as 0.5 or 2
+    /// Limit of its CPU time, as 0.5 or 2 CPUs
     #[arg(long, value_parser = cpu_millis, value_name = "NUMBER")]
     cpus: Option<u64>,
-    /// Set or add to the environment; NAME alone takes the value from here
-    #[arg(long, short, value_name = "NAME=VALUE")]
-    env: Vec<String>,
     /// Directory or file of the host to show inside; may be given several times
     #[arg(long, short, value_name = "SOURCE:TARGET[:ro]")]
     volume: Vec<String>,
-    /// Working directory
-    #[arg(long, short, value_name = "DIR")]
-    workdir: Option<String>,
-    /// User to run as, by name or number
-    #[arg(long, short, value_name = "USER[:GROUP]")]
-    user: Option<String>,
-    /// Program in place of the image's entry point; empty for none
-    #[arg(long, value_name = "PROGRAM")]
-    entrypoint: Option<String>,
-    /// What network it has
+    #[command(flatten)]
+    process: ProcessArgs,
+    /// Its network
     #[arg(long, value_name = "NETWORK", default_value = "none")]
     network: Network,
-    /// User namespace: an id map as of `mount --idmap`, or `auto` for what /etc/subuid and /etc/subgid give
-    /// the user `containers` (else root)
+    /// User namespace: an id map as of `mount --idmap`, or `auto` for the ids of the user `containers`, else
+    /// root, in /etc/subuid and /etc/subgid
     #[arg(long, value_name = "MAP")]
     userns: Option<String>,
     /// Program that starts it, by name or path [default: crun, else runc]
     #[arg(long)]
     runtime: Option<String>,
     /// Hash the image and all its files before mounting
-    #[arg(long)]
+    #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
     #[command(flatten)]
     trust: TrustArgs,
 }
 
-/// What network a container has.
+/// The network of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Network {
-    /// A loopback device of its own and nothing else
+    /// Only a loopback device of its own
     None,
-    /// The host's, as it is: every port that it listens on is the host's
+    /// The host's, with its /etc/resolv.conf and /etc/hosts
     Host,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Ended {
-    match start(args, context) {
-        Ok(ended) => ended,
-        Err(error) => {
-            exit::report(&error, context.ui);
-            let refused = error.downcast_ref::<RunError>().map(status_of);
-            Ended::Container(refused.unwrap_or(NOT_STARTED))
-        }
+    if let Err(error) = context.needs_root() {
+        return exit::report(&error, context.ui).into();
     }
+    start(args, context).unwrap_or_else(|error| {
+        let exit = exit::report(&error, context.ui);
+        match error.downcast_ref::<RunError>().map_or(NOT_STARTED, status_of) {
+            NOT_STARTED if exit == Exit::Usage => exit.into(),
+            status => Ended::Container(status),
+        }
+    })
 }
 
 fn status_of(error: &RunError) -> u8 {
@@ -162,6 +163,14 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         let fail = Fail::usage("--tty: standard input is not a terminal");
         return Err(fail.hint("--interactive alone passes a pipe or a file on").into());
     }
+    // While there is one thread.
+    let background = match args.detach {
+        true => Some(background()?),
+        false => None,
+    };
+    if let Some(Side::Foreground(ended)) = background {
+        return Ok(ended);
+    }
     let name = match args.image.strip_prefix("docker://") {
         Some(name) => here_or_pulled(&Reference::parse(name)?, args, context)?,
         None => args.image.clone(),
@@ -169,42 +178,102 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let domain = context.domain()?;
     let image = args.trust.image(Some(&name), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
-    let measure = args.trust.check(&image, Need::Run(config), Some(&name), &domain, context)?;
-    let request = Request { measure, ..request(args, context, &image)? };
+    let need = Need::Run(config);
+    let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
+    let request = Request { check, ..request(args, context, &image)? };
     let containers = Containers::new(context.mounter(&domain));
-    // What killed ones left. It does not concern this one if something of it cannot be removed.
+    // Leftovers of killed processes. If one cannot be removed, this container starts nevertheless.
     let mut failed = Vec::new();
     containers.reconcile(&mut failed)?;
     for failed in failed {
         context.ui.note(format!("could not be cleaned up: {failed}"));
     }
-    if args.detach {
-        return detach(args, context, &containers, &request);
+    if let Some(Side::Background(ready)) = background {
+        return attend(args, context, &containers, &request, ready);
     }
 
-    // From here on a signal is the container's, also one that comes before there is a container.
+    // From here on signals are for the container, also those that come before it has started.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
-    let input = match args.interactive || args.tty {
-        true => Stdio::inherit(),
-        false => Stdio::null(),
+    crate::interrupt::release();
+    let streams = match args.tty {
+        true => Streams::Terminal,
+        false => Streams::Ours { input: args.interactive },
     };
-    let (container, mut child) = containers.start(&request, input)?;
-    let ended = pass_on(signals, &child).and_then(|()| wait(&container, &mut child));
+    let running = containers.start(&request, &streams)?;
+    let passed_on = pass_on(signals, running.runtime_id());
+    let (container, status, refusal) = running.wait();
     let left = containers.remove(container);
-    let ended = ended?;
-    // How the container ended counts, whatever is left of it: the next command clears that away.
-    match left.map(|left| left.changes) {
+    passed_on?;
+    let status = status.context("waiting for the runtime")?;
+    // The container's end counts. The next command removes what is left.
+    match left {
         Ok(None) => {}
         Ok(Some(changes)) => context.ui.note(format!("changes are in {}", changes.display())),
         Err(error) => {
             context.ui.note(format!("the container has ended, but is not removed: {error}"))
         }
     }
-    Ok(ended)
+    // The runtime has printed its error already.
+    Ok(Ended::Container(refusal.as_ref().map_or(status, status_of)))
 }
 
-/// What an image in a registry is called in the store, into which it is pulled if it is not there.
+/// The process that the user waits for, or the one that waits for a detached container.
+enum Side {
+    /// The container runs, or could not be started.
+    Foreground(Ended),
+    /// A byte into the pipe says that the container runs.
+    Background(PipeWriter),
+}
+
+fn background() -> anyhow::Result<Side> {
+    let (mut running, ready) = std::io::pipe()?;
+    let child = match cofolio_sys::process::fork().context("going into the background")? {
+        Fork::Child => return Ok(Side::Background(ready)),
+        Fork::Parent(child) => child,
+    };
+    drop(ready);
+    if running.read(&mut [0])? == 1 {
+        return Ok(Side::Foreground(Ended::Container(0)));
+    }
+    let ended = rustix::io::retry_on_intr(|| waitpid(Some(child), WaitOptions::empty()))?;
+    let status = ended.map(|(_, status)| status);
+    let code = status.and_then(|status| status.exit_status());
+    let signal = status.and_then(|status| status.terminating_signal());
+    Ok(Side::Foreground(Ended::Container(exit_status(code, signal))))
+}
+
+/// Starts a detached container, and waits for its end in a session of its own.
+fn attend(
+    args: &Args,
+    context: &Context<'_>,
+    containers: &Containers<'_>,
+    request: &Request,
+    mut ready: PipeWriter,
+) -> anyhow::Result<Ended> {
+    let output = args.output.as_ref().map(std::path::absolute).transpose()?;
+    let running = containers.start_detached(request, output)?;
+    let container = &running.container;
+    if context.ui.json {
+        context.ui.json(&json!({"name": container.name(), "rootfs": container.rootfs()}))?;
+    } else {
+        context.ui.line(container.name())?;
+    }
+    std::io::stdout().flush()?;
+    ready.write_all(b".")?;
+    drop(ready);
+    // From here on errors have no reader.
+    let _ = cofolio_sys::process::silence();
+    let _ = rustix::process::setsid();
+    let (container, status, _) = running.wait();
+    match status {
+        Ok(status) if !args.rm => containers.retire(container, status)?,
+        _ => drop(containers.remove(container)?),
+    }
+    Ok(Ended::Container(0))
+}
+
+/// The ref of an image of a registry, which is pulled if the store does not have it.
 fn here_or_pulled(
     reference: &Reference,
     args: &Args,
@@ -230,95 +299,38 @@ fn runtime(args: &Args, context: &Context<'_>) -> anyhow::Result<Runtime> {
     Ok(Runtime::find(wanted, Path::new("/"))?)
 }
 
-fn detach(
-    args: &Args,
-    context: &Context<'_>,
-    containers: &Containers<'_>,
-    request: &Request,
-) -> anyhow::Result<Ended> {
-    let output = || -> anyhow::Result<Stdio> {
-        let Some(path) = &args.output else { return Ok(Stdio::null()) };
-        let file = File::options().create(true).append(true).open(path);
-        Ok(file.with_context(|| format!("opening {}", path.display()))?.into())
-    };
-    let (output, errors) = (output()?, output()?);
-    let container = containers.start_detached(request, output, errors)?;
-    let name = container.name();
-    if context.ui.json {
-        context.ui.json(&json!({"name": name, "rootfs": container.rootfs()}))?;
-    } else {
-        context.ui.line(name)?;
-    }
-    Ok(Ended::Container(0))
-}
-
 fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
-    let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
-        Some(text) => ImageConfig::parse(text)?,
-        // A directory that was imported has no config: the caller says what to run.
-        None => ImageConfig::default(),
-    };
-    let mut annotations = BTreeMap::new();
-    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
-    if let Some(name) = &image.ref_name {
-        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
-    }
     let options = bundle::Options {
-        args: args.args.clone(),
-        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
-            "" => Vec::new(),
-            program => vec![program.to_owned()],
-        }),
-        env: environment(&args.env)?,
-        user: args.user.clone(),
-        working_dir: args.workdir.clone(),
         terminal: args.tty,
         host_network: args.network == Network::Host,
-        annotations,
         binds: args.volume.iter().map(|text| bind(text)).collect::<anyhow::Result<_>>()?,
         idmap: args.userns.as_deref().map(id_map).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
-        ..bundle::Options::default()
+        ..args.process.options(&args.args, image)?
     };
     Ok(Request {
         image: image.digest,
         image_name: image.shown(),
-        config,
+        config: image_config(image)?,
         name: args.name.clone(),
         options,
         writable: args.rw,
         keep: args.keep,
         size_bytes: args.size.map(|size| size.0),
-        verify: args.verify,
-        measure: false,
-        require_verity: args.trust.require_verity,
+        check: Check::None,
         runtime: runtime(args, context)?,
     })
 }
 
-fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
-    let mut env = Vec::with_capacity(entries.len());
-    for entry in entries {
-        match entry.split_once('=') {
-            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
-            Some(_) => env.push(entry.clone()),
-            // As Docker does it: what is not set here is not set there.
-            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
-        }
-    }
-    Ok(env)
-}
-
 fn bind(text: &str) -> anyhow::Result<Bind> {
     let wrong = |why: &str| Fail::usage(format!("--volume {text}: {why}"));
-    let (rest, readonly) = match text.rsplit_once(':') {
-        Some((rest, "ro")) => (rest, true),
-        Some((rest, "rw")) => (rest, false),
-        _ => (text, false),
+    let (source, target, readonly) = match text.split(':').collect::<Vec<_>>()[..] {
+        [source, target] | [source, target, "rw"] => (source, target, false),
+        [source, target, "ro"] => (source, target, true),
+        [_, _, _] => return Err(wrong("the options are `ro` and `rw`").into()),
+        _ => return Err(wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro").into()),
     };
-    let (source, target) =
-        rest.split_once(':').ok_or_else(|| wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro"))?;
     if !target.starts_with('/') {
         return Err(wrong("the target is not an absolute path").into());
     }
@@ -365,13 +377,13 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
 }
 
 /// From now on signals go to the runtime, which passes them on to the container.
-fn pass_on(mut signals: SignalsInfo<WithOrigin>, child: &Child) -> anyhow::Result<()> {
-    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("no process id")?;
+pub(super) fn pass_on(mut signals: SignalsInfo<WithOrigin>, runtime: u32) -> anyhow::Result<()> {
+    let pid = i32::try_from(runtime).ok().and_then(Pid::from_raw).context("no process id")?;
     // Unlike its number, it cannot come to mean another process.
     let runtime = pidfd_open(pid, PidfdFlags::empty()).context("holding on to the runtime")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for Origin { signal, cause, .. } in signals.forever() {
-            // What comes from the terminal, Ctrl-C for one, the runtime gets as well.
+            // The terminal sends its signals, Ctrl-C for one, to the runtime as well.
             if cause == Cause::Kernel {
                 continue;
             }
@@ -381,20 +393,6 @@ fn pass_on(mut signals: SignalsInfo<WithOrigin>, child: &Child) -> anyhow::Resul
         }
     })?;
     Ok(())
-}
-
-fn wait(container: &Container, child: &mut Child) -> anyhow::Result<Ended> {
-    let status = child.wait().context("waiting for the runtime")?;
-    if let Some(signal) = status.signal() {
-        let status = u8::try_from(128 + signal).unwrap_or(NOT_STARTED);
-        return Ok(Ended::Container(status));
-    }
-    let status = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(NOT_STARTED);
-    // Runtimes end with 1 when they fail, which a container may do as well. What was wrong they have said.
-    match container.refusal() {
-        Some(refusal) if status != 0 => Ok(Ended::Container(status_of(&refusal))),
-        _ => Ok(Ended::Container(status)),
-    }
 }
 
 #[cfg(test)]
@@ -407,8 +405,13 @@ mod tests {
         assert_eq!((bound.source.as_path(), bound.readonly), (Path::new("/etc"), true));
         assert_eq!(bound.target, "/srv/etc");
         assert!(!bind("/etc:/x:rw").unwrap().readonly);
-        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x"] {
+        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x", "/etc:/x:ro:rw"] {
             assert!(bind(text).is_err(), "{text}");
+        }
+        // What other engines take as an option was taken for a part of the target: `/data:Z`.
+        for text in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
+            let error = bind(text).unwrap_err().to_string();
+            assert_eq!(error, format!("--volume {text}: the options are `ro` and `rw`"));
         }
     }
 

@@ -8,7 +8,8 @@ use crate::exit::Exit;
 
 /// End containers that `run` started, and remove them
 ///
-/// Sends the signal that the image names (else SIGTERM), and SIGKILL if the container has not ended in time.
+/// Sends the image's stop signal (else SIGTERM), and SIGKILL if the container has not ended in time. Removes a
+/// detached container that has ended, with its exit status and output.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio stop cache\n  cofolio stop --time 0 cache worker")]
 pub(crate) struct Args {
@@ -21,12 +22,13 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.needs_root()?;
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain));
     let patience = Duration::from_secs(args.time.into());
     let mut first = None;
     for name in &args.names {
-        // One that does not end does not keep the others alive.
+        // If one does not end, the others are stopped nevertheless.
         if let Err(error) = containers.stop(name, patience) {
             match first {
                 None => first = Some(error),

@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Counter;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Say what Cofolio would save on this machine
@@ -130,11 +130,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     });
     let stores = stores(args, &mounts)?;
     let dirs: Vec<PathBuf> = stores.iter().flat_map(|store| store.layers.clone()).collect();
-    let bar = Counter::new(context.ui, "surveying");
-    let progress =
-        |bytes, files| bar.set(bytes, || format!("{}, nothing is changed", plural(files, "file")));
-    let found = survey::look(&dirs, args.threads, &progress);
-    drop(bar);
+    let work = Work::begin(context.ui, "surveying", "file")?;
+    let found = survey::look(&dirs, args.threads, &work.task)?;
+    drop(work);
 
     unseen.extend(stores.iter().flat_map(|store| store.unseen.clone()));
     unseen.extend(found.reasons.iter().cloned());

@@ -1,5 +1,6 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use cofolio_image::import::check_name;
 use cofolio_store::{KEEP_LABEL, Ref};
 use serde_json::json;
 
@@ -39,6 +40,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.keep {
         record.labels.insert(KEEP_LABEL.to_owned(), "true".to_owned());
     }
+    check_name(&args.name)?;
     domain.put_ref(&args.name, &record)?;
     if context.ui.json {
         context.ui.json(&json!({"name": args.name, "image": image.digest, "keep": args.keep}))?;

@@ -1,12 +1,13 @@
 use cofolio_image::compose::contents::ImageContents;
+use cofolio_store::task::Event;
 use cofolio_store::{Domain, Finding, ScrubOptions};
 
 use crate::cmd::Outcome;
-use crate::config::Size;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Counter;
-use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
+use crate::progress::Shown;
+use crate::ui::{Cell, Table, Tone, human_size, plural};
+use cofolio_node::config::Size;
 
 /// Hash an image and every file of it again, and compare
 ///
@@ -44,17 +45,16 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Err(Fail::usage("one image at a time").hint("--scrub takes several").into());
     };
     let image = context.image(&domain, image)?;
-    let counter = Counter::new(context.ui, "verifying");
+    let shown = Shown::new(context.ui, "verifying", "file");
     let report = domain.verify_image(&image.digest, &ImageContents, &|progress| {
-        counter.set_of(progress.bytes, progress.bytes_total, || {
-            format!(
-                "{} of {} files",
-                human_count(progress.objects),
-                human_count(progress.objects_total)
-            )
+        shown.show(Event::Done {
+            bytes: progress.bytes,
+            bytes_total: Some(progress.bytes_total),
+            items: progress.objects,
+            items_total: Some(progress.objects_total),
         });
     })?;
-    drop(counter);
+    drop(shown);
     if context.ui.json {
         let sound = report.findings.is_empty();
         let mut value = serde_json::to_value(&report)?;
@@ -77,14 +77,17 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
     // Both are requests to the kernel's schedulers: where they are refused the rate is what is left.
     let _ = cofolio_sys::priority::set_idle_io();
     let _ = rustix::process::nice(19);
-    let counter = Counter::new(context.ui, "scrubbing");
+    let shown = Shown::new(context.ui, "scrubbing", "object");
     let options = ScrubOptions { images, rate: args.rate.map(|rate| rate.0) };
     let report = domain.scrub(&ImageContents, &options, &|done| {
-        counter.set(done.bytes, || {
-            format!("{} of {} objects", human_count(done.objects), human_count(done.objects_total))
+        shown.show(Event::Done {
+            bytes: done.bytes,
+            bytes_total: None,
+            items: done.objects,
+            items_total: Some(done.objects_total),
         });
     })?;
-    drop(counter);
+    drop(shown);
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
         value["sound"] = report.findings.is_empty().into();

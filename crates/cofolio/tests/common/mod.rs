@@ -45,16 +45,21 @@ pub(crate) fn has_inode_share(test: &str) -> bool {
     if !can_mount(test) {
         return false;
     }
+    let lacks = lacks_inode_share();
+    if let Some(detail) = &lacks {
+        skip(test, &format!("this kernel has no inode_share ({detail})"));
+    }
+    lacks.is_none()
+}
+
+/// Why this kernel has no inode_share; `None` if it has.
+pub(crate) fn lacks_inode_share() -> Option<String> {
     /// The same for all tests, and emulated it takes its time.
     static DOCTOR: OnceLock<Value> = OnceLock::new();
     let doctor = DOCTOR.get_or_init(|| Sandbox::new().run(&["doctor", "--json"]).json());
     let features = doctor["features"].as_array().unwrap();
     let feature = features.iter().find(|feature| feature["name"] == "inode-share").unwrap();
-    if feature["presence"] != "present" {
-        skip(test, &format!("this kernel has no inode_share ({})", feature["detail"]));
-        return false;
-    }
-    true
+    (feature["presence"] != "present").then(|| feature["detail"].to_string())
 }
 
 /// The layout of a real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out); says why not.
@@ -250,8 +255,15 @@ impl Sandbox {
         Replaced { path: path.to_owned(), aside, flags }
     }
 
-    /// What the kernel has mounted below the sandbox, outermost first.
+    /// What the kernel has mounted below the sandbox, outermost first, but for run directories, which
+    /// stay mounts of their own.
     pub(crate) fn mounted(&self) -> Vec<PathBuf> {
+        let mut mounted = self.all_mounted();
+        mounted.retain(|target| !target.join("locks/run").is_file());
+        mounted
+    }
+
+    fn all_mounted(&self) -> Vec<PathBuf> {
         let dir = fs::canonicalize(self.dir.path()).unwrap();
         let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let targets = table.lines().filter_map(|line| line.split(' ').nth(4));
@@ -262,7 +274,7 @@ impl Sandbox {
 impl Drop for Sandbox {
     fn drop(&mut self) {
         let flags = rustix::mount::UnmountFlags::DETACH;
-        for target in self.mounted().iter().rev() {
+        for target in self.all_mounted().iter().rev() {
             let _ = rustix::mount::unmount(target, flags);
         }
         release(&self.path("store"));

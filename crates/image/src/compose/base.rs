@@ -9,12 +9,9 @@
 //! Where the chains of two images part, or the chain of one ends, is a base: an image of its own, whether it has a name or
 //! not. What is over it follows from the two trees ([`cofolio_erofs::tree::delta`]), whatever the layers between them did.
 
-use std::collections::{BTreeSet, HashMap};
-
 use cofolio_erofs::tree::{Tree, delta};
-use cofolio_erofs::write::{WriteError, WriteOptions, WriteReport, write, write_layer};
-use cofolio_store::verity::Hasher;
-use cofolio_store::{Base, Digest, Domain, Error, Publish, Ref, Staging, StoredFile};
+use cofolio_erofs::write::{WriteError, WriteOptions, write, write_layer};
+use cofolio_store::{Base, Digest, Domain, Error, Publish, Staging};
 use serde::Serialize;
 
 use super::merge::merged;
@@ -28,8 +25,6 @@ const BASE_INODES_MIN: u64 = 1000;
 const BASE_SHARE: u64 = 4;
 /// An image with more inodes gets none: its tree, the base's and the delta's are in memory together, 120 bytes an inode each.
 const IMAGE_INODES_MAX: u64 = 500_000;
-/// Deltas that are made at once. An import is not to wait for all images of a store that has had none before.
-const AT_ONCE: usize = 8;
 
 /// An image that got a base.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -70,222 +65,90 @@ impl From<ImportError> for BaseError {
     }
 }
 
-/// Gives an image, and those that have layers in common with it, a base where that is worth it.
-///
-/// # Errors
-/// [`BaseError`].
-pub fn find_bases(domain: &Domain, image: &Digest) -> Result<Vec<Based>, BaseError> {
-    let chain = |record: Ref| record.layers.into_iter().map(|layer| layer.chain_id).collect();
-    let refs = domain.readable_refs()?.into_iter();
-    let chains: Vec<(Digest, Vec<String>)> =
-        refs.map(|(_, record)| (record.image, chain(record))).collect();
-    let fork = Fork::new(&chains);
-    // Only there something can have changed.
-    let own = chains.iter().filter(|(other, _)| other == image);
-    let bases: BTreeSet<&[String]> = own
-        .flat_map(|(_, chain)| (1..=chain.len()).map(move |length| &chain[..length]))
-        .filter(|chain| fork.is_base(chain))
-        .collect();
-    let mut done = Vec::new();
-    for base in bases {
-        let mut over = Over { domain, fork: &fork, chain: base, known: None };
-        for child in fork.above(base) {
-            if done.len() < AT_ONCE {
-                done.extend(over.put(child)?);
-            }
-        }
-    }
-    Ok(done)
-}
-
-/// Proves that a delta over a base shows what an image shows: it is the one that [`find_bases`] would make of the two. The
-/// digests of both files were checked. The base must be, byte for byte, what is written of its tree, or the kernel could see
-/// another tree there than we do.
-///
-/// # Errors
-/// What is not proven, and why.
-pub fn prove(
-    image: &StoredFile,
-    (base_file, base): (&StoredFile, &Digest),
-    delta_digest: &Digest,
-) -> Result<(), String> {
-    let (image, base_tree) = (tree_to_prove(image)?, tree_to_prove(base_file)?);
-    let written = digest_of(|sink| write(&base_tree, &WriteOptions::default(), sink))?;
-    if written != *base {
-        return Err(format!("base {base} is not as this version writes it"));
-    }
-    let found = delta(&base_tree, &image).map_err(|error| format!("delta: {error}"))?;
-    let found = found.ok_or_else(|| format!("nothing over base {base} shows it"))?;
-    let found = digest_of(|sink| write_layer(&found.tree, sink))?;
-    if found != *delta_digest {
-        return Err(format!("delta {delta_digest} should be {found}"));
-    }
-    Ok(())
-}
-
-fn tree_to_prove(file: &StoredFile) -> Result<Tree, String> {
-    let unreadable = |error| format!("{}: {error}", file.path());
-    let image = open_image(file).map_err(unreadable)?;
-    if image.superblock().inodes > IMAGE_INODES_MAX {
-        return Err(format!("{} has too many inodes for a base", file.path()));
-    }
-    image.to_tree().map_err(unreadable)
-}
-
-/// The digest of what is written.
-fn digest_of(
-    written: impl FnOnce(&mut Hasher) -> Result<WriteReport, WriteError>,
-) -> Result<Digest, String> {
-    let mut hasher = Hasher::new();
-    written(&mut hasher).map_err(|error| error.to_string())?;
-    Ok(hasher.finish())
-}
-
-/// Where chains of layers part.
-struct Fork<'c> {
-    chains: &'c [(Digest, Vec<String>)],
-    nodes: HashMap<&'c str, Node<'c>>,
-}
-
-#[derive(Default)]
-struct Node<'c> {
-    /// The image that ends here.
-    image: Option<Digest>,
-    next: BTreeSet<&'c str>,
-}
-
-impl<'c> Fork<'c> {
-    fn new(chains: &'c [(Digest, Vec<String>)]) -> Self {
-        let mut nodes: HashMap<&str, Node<'_>> = HashMap::new();
-        for (image, chain) in chains {
-            for pair in chain.windows(2) {
-                nodes.entry(&pair[0]).or_default().next.insert(&pair[1]);
-            }
-            if let Some(last) = chain.last() {
-                nodes.entry(last).or_default().image = Some(*image);
-            }
-        }
-        Self { chains, nodes }
-    }
-
-    fn image(&self, chain: &[String]) -> Option<Digest> {
-        self.nodes.get(chain.last()?.as_str())?.image
-    }
-
-    fn is_base(&self, chain: &[String]) -> bool {
-        let node = chain.last().and_then(|last| self.nodes.get(last.as_str()));
-        node.is_some_and(|node| node.next.len() + usize::from(node.image.is_some()) > 1)
-    }
-
-    /// Whether a base is next below an image, by one of the chains that the image has.
-    fn rests(&self, image: &Digest, base_id: &str) -> bool {
-        let own = self.chains.iter().filter(|(other, _)| other == image);
-        own.filter_map(|(_, chain)| {
-            let mut below = (1..chain.len()).rev().map(|end| &chain[..end]);
-            below.find(|chain| self.is_base(chain))?.last()
-        })
-        .any(|last| last == base_id)
-    }
-
-    /// Chains of the images and bases that are next above a base.
-    fn above(&self, base: &[String]) -> BTreeSet<&'c [String]> {
-        let longer = self.chains.iter().map(|(_, chain)| chain.as_slice());
-        let longer = longer.filter(|c| c.len() > base.len() && c.starts_with(base));
-        longer
-            .map(|chain| {
-                let ends = base.len() + 1..chain.len();
-                let mut below = ends.map(|end| &chain[..end]);
-                let first = below.find(|chain| self.is_base(chain));
-                first.unwrap_or(chain)
-            })
-            .collect()
-    }
-}
-
-/// A base, and putting images over it.
-struct Over<'a> {
+/// The image at the end of a chain of layers, and putting other images over it.
+pub struct Over<'a> {
     domain: &'a Domain,
-    fork: &'a Fork<'a>,
     chain: &'a [String],
-    /// Its tree, and its digest if it is in the store.
-    known: Option<(Tree, Option<Digest>)>,
+    /// The image, if the store has it.
+    image: Option<Digest>,
+    /// Its tree, once it was needed.
+    tree: Option<Tree>,
 }
 
-impl Over<'_> {
-    /// Puts an image over the base, unless it is there already or that is not worth it.
-    fn put(&mut self, chain: &[String]) -> Result<Option<Based>, BaseError> {
-        let (domain, base_id) = (self.domain, self.chain.last().cloned().unwrap_or_default());
-        let image = self.digest(chain)?;
-        if let Some(image) = image {
-            let rests =
-                |has: Base| has.chain_id == base_id || self.fork.rests(&image, &has.chain_id);
-            if domain.base_of(&image)?.is_some_and(rests) || !self.is_worth_it(&image)? {
-                return Ok(None);
-            }
-        }
-        let tree = self.tree(chain, image)?;
-        let base_image = self.digest(self.chain)?;
-        let (base_tree, base_image) = match self.known.take() {
-            Some(known) => known,
-            None => (self.tree(self.chain, base_image)?, base_image),
-        };
-        let worth = base_tree.inode_count() as u64 >= BASE_INODES_MIN
-            && (image.is_none() || image != base_image);
-        if !worth {
-            self.known = Some((base_tree, base_image));
+impl<'a> Over<'a> {
+    /// For the image of `chain`, which is `image` if the store has it.
+    pub fn new(domain: &'a Domain, chain: &'a [String], image: Option<Digest>) -> Self {
+        Self { domain, chain, image, tree: None }
+    }
+
+    /// Puts the image of a longer chain over it; `image` if the store has that. `None` if it is not worth
+    /// it.
+    ///
+    /// # Errors
+    /// [`BaseError`].
+    pub fn put(
+        &mut self,
+        chain: &[String],
+        image: Option<Digest>,
+    ) -> Result<Option<Based>, BaseError> {
+        let domain = self.domain;
+        if image.is_some() && image == self.image {
             return Ok(None);
         }
-        let found = delta(&base_tree, &tree)
+        // Trees are read only where the numbers of inodes do not speak against it already.
+        let own = image.map(|image| inodes(domain, &image)).transpose()?;
+        let is_worth_it = |base: u64| {
+            base >= BASE_INODES_MIN
+                && own.is_none_or(|own| own <= IMAGE_INODES_MAX && base >= own / BASE_SHARE)
+        };
+        if let Some(base) = self.image
+            && !is_worth_it(inodes(domain, &base)?)
+        {
+            return Ok(None);
+        }
+        let base_tree = match self.tree.take() {
+            Some(tree) => tree,
+            None => read_tree(domain, self.chain, self.image)?,
+        };
+        let base_tree = &*self.tree.insert(base_tree);
+        if !is_worth_it(base_tree.inode_count() as u64) {
+            return Ok(None);
+        }
+        let tree = read_tree(domain, chain, image)?;
+        let found = delta(base_tree, &tree)
             .map_err(|error| BaseError::Unreadable { what: format!("delta: {error}") })?;
         let names = tree.entry_count();
         let share = usize::try_from(BASE_SHARE).unwrap_or(usize::MAX);
         let Some(found) = found.filter(|found| found.shared >= names / share) else {
-            self.known = Some((base_tree, base_image));
             return Ok(None);
         };
         let staging = domain.begin_import(Default::default())?;
-        let base = put_image(&staging, &base_tree, base_image)?;
+        let base = put_image(&staging, base_tree, self.image)?;
         let image = put_image(&staging, &tree, image)?;
         let mut writer = staging.image_writer()?;
         write_layer(&found.tree, &mut writer).map_err(|error| sink_error(&image, error))?;
         let digest = writer.finish()?;
-        let record = Base { base, delta: digest, chain_id: base_id };
+        let chain_id = self.chain.last().cloned().unwrap_or_default();
+        let record = Base { base, delta: digest, chain_id };
         let publish = Publish { bases: vec![(image, record)], ..Publish::default() };
-        staging.commit(&publish, objects(&base_tree).chain(objects(&tree)))?;
-        self.known = Some((base_tree, Some(base)));
+        staging.commit(&publish, objects(base_tree).chain(objects(&tree)))?;
+        self.image = Some(base);
         Ok(Some(Based { image, base, delta: digest, names, shared: found.shared }))
     }
+}
 
-    /// The image of a chain, if the store has it.
-    fn digest(&self, chain: &[String]) -> Result<Option<Digest>, BaseError> {
-        if let Some(image) = self.fork.image(chain) {
-            return Ok(Some(image));
-        }
-        let mut bases = self.domain.bases()?.into_values();
-        Ok(bases.find(|base| chain.last() == Some(&base.chain_id)).map(|base| base.base))
-    }
+/// The tree of a chain of layers; `image` if the store has it as an image.
+fn read_tree(domain: &Domain, chain: &[String], image: Option<Digest>) -> Result<Tree, BaseError> {
+    let Some(image) = image else { return Ok(merged(domain, chain)?) };
+    let file = domain.open_image(&image)?;
+    let read = open_image(&file).and_then(|image| image.to_tree());
+    read.map_err(|error| BaseError::Unreadable { what: format!("image {image}: {error}") })
+}
 
-    fn tree(&self, chain: &[String], image: Option<Digest>) -> Result<Tree, BaseError> {
-        let Some(image) = image else { return Ok(merged(self.domain, chain)?) };
-        let file = self.domain.open_image(&image)?;
-        let read = open_image(&file).and_then(|image| image.to_tree());
-        read.map_err(|error| BaseError::Unreadable { what: format!("image {image}: {error}") })
-    }
-
-    /// As far as the numbers of inodes tell.
-    fn is_worth_it(&self, image: &Digest) -> Result<bool, BaseError> {
-        let inodes = |image: &Digest| -> Result<u64, BaseError> {
-            let file = self.domain.open_image(image)?;
-            let opened = open_image(&file).map(|image| image.superblock().inodes);
-            opened
-                .map_err(|error| BaseError::Unreadable { what: format!("image {image}: {error}") })
-        };
-        let own = inodes(image)?;
-        let Some(base) = self.digest(self.chain)? else { return Ok(own <= IMAGE_INODES_MAX) };
-        let base = inodes(&base)?;
-        let enough = base >= BASE_INODES_MIN && base >= own / BASE_SHARE;
-        Ok(enough && own <= IMAGE_INODES_MAX)
-    }
+fn inodes(domain: &Domain, image: &Digest) -> Result<u64, BaseError> {
+    let file = domain.open_image(image)?;
+    let opened = open_image(&file).map(|image| image.superblock().inodes);
+    opened.map_err(|error| BaseError::Unreadable { what: format!("image {image}: {error}") })
 }
 
 /// Stages the metadata image of a tree, unless the store has it; gives its digest.

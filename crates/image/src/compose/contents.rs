@@ -2,10 +2,10 @@
 
 use std::io::BufReader;
 
-use cofolio_erofs::dump;
+use cofolio_erofs::dump::{Records, What};
 use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
 use cofolio_erofs::tree::{Content, Payload};
-use cofolio_store::{BoxError, Contents, Digest, StoredFile};
+use cofolio_store::{BoxError, Contents, Digest, Segment, StoredFile};
 
 use crate::layer::split;
 use crate::stored::StoredImage;
@@ -39,16 +39,20 @@ impl Contents for ImageContents {
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
         let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
-        let tree = dump::parse(BufReader::with_capacity(256 << 10, decoder))?;
-        for found in tree.walk() {
-            if let Content::External { size, payload, .. } = tree.content(found.inode) {
-                let digest = match payload {
-                    Payload::Object(digest) => Some(Digest(*digest)),
-                    Payload::Path(path) => object_at(path),
-                    Payload::None => None,
-                };
-                visit(digest.ok_or_else(|| NoObject(found.name.to_vec()))?, size);
-            }
+        // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted must
+        // be readable here, or garbage collection could not tell what the layer needs.
+        let mut records = Records::new(BufReader::with_capacity(256 << 10, decoder));
+        while let Some(record) = records.next()? {
+            let What::Inode { content: Content::External { size, payload, .. }, .. } = record.what
+            else {
+                continue;
+            };
+            let digest = match payload {
+                Payload::Object(digest) => Some(Digest(*digest)),
+                Payload::Path(path) => object_at(path),
+                Payload::None => None,
+            };
+            visit(digest.ok_or_else(|| NoObject(record.path.to_vec()))?, size);
         }
         Ok(())
     }
@@ -64,6 +68,26 @@ impl Contents for ImageContents {
     fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
         let image = open_image(pack)?;
         image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
+    }
+
+    fn image_paths(
+        &self,
+        image: &StoredFile,
+        wanted: &dyn Fn(&Digest) -> bool,
+        found: &mut dyn FnMut(Digest, &[u8]),
+    ) -> Result<(), BoxError> {
+        let image = open_image(image)?;
+        let mut walk = image.walk()?;
+        while let Some(file) = walk.advance()? {
+            if let Some(digest) = object_of(&image, &file.inode)?.filter(wanted) {
+                found(digest, file.path);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
+        Ok(Segment::check(segment)?)
     }
 }
 

@@ -9,6 +9,7 @@ mod paths;
 use std::collections::{HashMap, HashSet};
 
 use cofolio_erofs::read::{Image, Inode};
+use cofolio_store::task::Cancelled;
 use cofolio_store::{BoxError, Digest, Domain};
 use serde::Serialize;
 
@@ -42,6 +43,9 @@ pub enum DiffError {
         /// Why.
         source: std::io::Error,
     },
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
 }
 
 /// Objects, by count and size.

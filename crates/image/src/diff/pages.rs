@@ -13,10 +13,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, Domain, Stretch, stretch_at};
 use serde::Serialize;
 
 use super::{Content, Diff, DiffError, PAGE_SIZE};
+use crate::threads::spawn_up_to;
 
 /// Bytes of memory for hashes unless somebody says otherwise: enough for 100 GiB of content in one pass.
 pub const MEMORY_DEFAULT: usize = 256 << 20;
@@ -46,7 +48,6 @@ pub struct PageReport {
 }
 
 /// Hashes the pages of both images' contents on all processors, with about `memory_max` bytes for hashes.
-/// `progress` is told how many bytes have been dealt with, of how many.
 ///
 /// # Errors
 /// [`DiffError::Store`] if an object is missing, [`DiffError::Object`] if it cannot be read or is not as long
@@ -55,7 +56,7 @@ pub fn compare(
     domain: &Domain,
     diff: &Diff,
     memory_max: usize,
-    progress: &(dyn Fn(u64, u64) + Sync),
+    task: &Task,
 ) -> Result<PageReport, DiffError> {
     let _lock = domain.lock_shared()?;
     let most = memory_max / size_of::<u64>();
@@ -79,9 +80,10 @@ pub fn compare(
         each(&diff.contents, |(object, content)| {
             let file = open(domain, object, content)?;
             let of_object = |source| DiffError::Object { object: *object, source };
-            let bytes = hash_pages(&file, content, &wanted, &hashes).map_err(of_object)?;
+            let hashed = hash_pages(&file, content, &wanted, &hashes, &task.cancel);
+            let bytes = hashed.map_err(|error| task.reason(of_object(error)))?;
             read.fetch_add(bytes, Relaxed);
-            progress(done.fetch_add(content.size, Relaxed) + content.size, total);
+            task.done(done.fetch_add(content.size, Relaxed) + content.size, total);
             Ok(())
         })?;
         let mut hashes = hashes.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -144,18 +146,19 @@ fn each<T: Sync>(
     let failed = Mutex::new(None);
     std::thread::scope(|scope| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
-                    if let Err(error) = work(item) {
-                        next.store(items.len(), Relaxed);
-                        if let Ok(mut failed) = failed.lock() {
-                            failed.get_or_insert(error);
-                        }
+        let run = || {
+            while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
+                if let Err(error) = work(item) {
+                    next.store(items.len(), Relaxed);
+                    if let Ok(mut failed) = failed.lock() {
+                        failed.get_or_insert(error);
                     }
                 }
-            });
-        }
+            }
+        };
+        // This thread works as well, so it goes on without others.
+        let _ = spawn_up_to(scope, threads - 1, || run);
+        run();
     });
     failed.into_inner().unwrap_or_default().map_or(Ok(()), Err)
 }
@@ -224,6 +227,7 @@ fn hash_pages(
     content: &Content,
     wanted: &Wanted<'_>,
     hashes: &Mutex<Hashes>,
+    cancel: &Cancel,
 ) -> io::Result<u64> {
     let owner = match content.names {
         [_, 0] => ONLY_A,
@@ -235,6 +239,7 @@ fn hash_pages(
     let (mut offset, mut read) = (0, 0);
     // `offset` is always at the beginning of a page.
     while offset < content.size {
+        cancel.check().map_err(io::Error::other)?;
         let left = content.size - offset;
         match stretch_at(file, offset)? {
             Stretch::Hole(len) if len >= PAGE_SIZE.min(left) => {

@@ -7,10 +7,14 @@ mod trust;
 use std::io;
 use std::path::PathBuf;
 
+use cofolio_store::task::Cancelled;
+
 pub use engine::EngineError;
 pub use registry::RegistryError;
 pub(crate) use registry::quoted;
 pub use trust::TrustError;
+
+pub use crate::threads::NoThread;
 
 /// Why an import failed. The store is as it was before, whichever it is.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +24,22 @@ pub enum ImportError {
     #[error("{what}")]
     Source {
         /// What was asked for and what there is.
+        what: String,
+    },
+    /// A name that no image may have.
+    #[error("{name:?} cannot be the name of an image: {what}")]
+    Name {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// An archive that is damaged or was cut off.
+    #[error("{path}: {what}")]
+    Archive {
+        /// The archive.
+        path: PathBuf,
+        /// What is wrong, and where.
         what: String,
     },
     /// Reading the source failed.
@@ -141,6 +161,9 @@ pub enum ImportError {
         /// Bytes of objects and metadata that could not be written, in whole blocks.
         missing_bytes: u64,
     },
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
     /// A registry did not give what was asked of it.
     #[error(transparent)]
     Registry(#[from] RegistryError),
@@ -153,6 +176,9 @@ pub enum ImportError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
+    /// The machine gives no thread.
+    #[error(transparent)]
+    Thread(#[from] NoThread),
     /// The image cannot be described as a metadata image.
     #[error("the image cannot be written: {what}")]
     Image {
@@ -167,7 +193,8 @@ impl ImportError {
     pub fn is_corrupt(&self) -> bool {
         matches!(
             self,
-            Self::Digest { .. }
+            Self::Archive { .. }
+                | Self::Digest { .. }
                 | Self::Size { .. }
                 | Self::Missing { .. }
                 | Self::DiffId { .. }

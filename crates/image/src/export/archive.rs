@@ -1,20 +1,19 @@
 //! An image in one tar archive: an OCI layout, or what `docker save` writes.
 //!
 //! A member's header comes before its content, and says digest and size, which are known after it: room is
-//! left for it and filled in afterwards. So the archive is a file, never a pipe.
+//! left for it and filled in afterwards. So the archive is written to a file, also on its way to a pipe.
 
-use std::fs::{self, File};
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::json;
 
-use super::aside;
+use super::aside::OutputFile;
 use super::error::{ExportError, io_error};
 use super::layout::{OCI_LAYOUT, index};
 use super::tar::header;
-use super::target::{Finished, Part, Target};
+use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 use crate::layer::tar::{BLOCK, pad};
 
@@ -25,48 +24,44 @@ pub(crate) enum Style {
     Docker,
 }
 
-/// An archive that is being written, under a temporary name.
+/// An archive that is being written.
 pub(crate) struct Archive {
     style: Style,
-    path: PathBuf,
-    aside: PathBuf,
-    file: File,
+    output: OutputFile,
     /// Where the member at hand begins, and what it is.
     member: u64,
-    part: Part,
+    kind: BlobKind,
     /// Where the next byte goes.
     at: u64,
     members: Vec<String>,
-    published: bool,
 }
 
 impl Archive {
-    pub(crate) fn create(path: &Path, style: Style) -> Result<Self, ExportError> {
-        if path.is_dir() {
-            let what = format!("{}: it is a directory, and an archive is a file", path.display());
-            return Err(ExportError::Destination { what });
-        }
-        let (file, aside) = aside::create_file(path)?;
-        let (path, part, members) = (path.to_owned(), Part::Layer, Vec::new());
-        Ok(Self { style, path, aside, file, member: 0, part, at: 0, members, published: false })
+    pub(crate) fn create(path: &Path, style: Style, replace: bool) -> Result<Self, ExportError> {
+        let output = OutputFile::create(path, replace)?;
+        Ok(Self { style, output, member: 0, kind: BlobKind::Layer, at: 0, members: Vec::new() })
     }
 
-    fn name(&self, part: Part, digest: &BlobDigest) -> String {
+    fn failed(&self, error: io::Error) -> ExportError {
+        io_error(self.output.aside())(error)
+    }
+
+    fn name(&self, kind: BlobKind, digest: &BlobDigest) -> String {
         let hex = || digest.to_string().split(':').next_back().unwrap_or_default().to_owned();
-        match (self.style, part) {
+        match (self.style, kind) {
             (Style::Oci, _) => digest.layout_path(),
-            (Style::Docker, Part::Layer) => format!("{}.tar", hex()),
+            (Style::Docker, BlobKind::Layer) => format!("{}.tar", hex()),
             (Style::Docker, _) => format!("{}.json", hex()),
         }
     }
 
     /// Whether there is no such thing in an archive of this style.
-    fn leaves_out(&self, part: Part) -> bool {
-        self.style == Style::Docker && part == Part::Manifest
+    fn leaves_out(&self, kind: BlobKind) -> bool {
+        self.style == Style::Docker && kind == BlobKind::Manifest
     }
 
     fn member(&mut self, name: &str, content: &[u8]) -> Result<(), ExportError> {
-        self.begin(Part::Config)?;
+        self.begin(BlobKind::Config)?;
         self.write(content)?;
         self.close(name.to_owned(), content.len() as u64)
     }
@@ -77,37 +72,41 @@ impl Archive {
             self.at = self.member;
         } else {
             let head = header(&name, size);
-            self.file.write_all_at(&head, self.member).map_err(io_error(&self.aside))?;
+            self.output
+                .file()
+                .write_all_at(&head, self.member)
+                .map_err(|error| self.failed(error))?;
             self.write(&[0; BLOCK][..pad(size)])?;
             self.members.push(name);
         }
-        self.file.set_len(self.at).map_err(io_error(&self.aside))?;
-        self.file.seek(SeekFrom::Start(self.at)).map_err(io_error(&self.aside)).map(drop)
+        let mut file = self.output.file();
+        let cut = file.set_len(self.at).and_then(|()| file.seek(SeekFrom::Start(self.at)));
+        cut.map_err(|error| self.failed(error)).map(drop)
     }
 }
 
 impl Target for Archive {
-    fn begin(&mut self, part: Part) -> Result<(), ExportError> {
-        (self.member, self.part) = (self.at, part);
-        if self.leaves_out(part) {
+    fn begin(&mut self, kind: BlobKind) -> Result<(), ExportError> {
+        (self.member, self.kind) = (self.at, kind);
+        if self.leaves_out(kind) {
             return Ok(());
         }
         self.write(&[0; BLOCK])
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError> {
-        if self.leaves_out(self.part) {
+        if self.leaves_out(self.kind) {
             return Ok(());
         }
         self.at += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(io_error(&self.aside))
+        self.output.file().write_all(bytes).map_err(|error| self.failed(error))
     }
 
     fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError> {
-        if self.leaves_out(self.part) {
+        if self.leaves_out(self.kind) {
             return Ok(());
         }
-        self.close(self.name(self.part, digest), size)
+        self.close(self.name(self.kind, digest), size)
     }
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
@@ -118,26 +117,15 @@ impl Target for Archive {
             }
             Style::Docker => {
                 let layers: Vec<_> =
-                    image.layers.iter().map(|layer| self.name(Part::Layer, layer)).collect();
+                    image.layers.iter().map(|layer| self.name(BlobKind::Layer, layer)).collect();
                 let tags = image.name.as_ref().map(|name| [tagged(name)]);
-                let config = self.name(Part::Config, &image.config);
+                let config = self.name(BlobKind::Config, &image.config);
                 let list = json!([{"Config": config, "RepoTags": tags, "Layers": layers}]);
                 self.member("manifest.json", list.to_string().as_bytes())?;
             }
         }
         self.write(&[0; 2 * BLOCK])?;
-        self.file.sync_all().map_err(io_error(&self.aside))?;
-        fs::rename(&self.aside, &self.path).map_err(io_error(&self.path))?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for Archive {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.aside);
-        }
+        self.output.publish()
     }
 }
 

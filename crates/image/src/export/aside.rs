@@ -1,18 +1,145 @@
-//! What is not complete yet: beside the place where it goes, on the same filesystem, under a hidden name that says
-//! which process makes it (`.NAME.cofolio-PID`).
+//! Files and directories that are not complete yet. They lie beside their destination, on the same
+//! filesystem, under a hidden name that says which process makes them (`.NAME.cofolio-PID`).
 //!
-//! It is locked as long as it is made. One that is not, and whose process is gone, was left by a process that was
-//! killed: whoever exports to that place next removes it. (Both are asked: a process of another container has a
-//! number that means nothing here, but its lock is seen; the lock is taken a moment after the name is there.)
+//! They are locked while they are written. A killed process leaves one behind without a lock; the next
+//! export to the same destination removes it if that process is gone as well. (Lock and process are both
+//! checked: the number of a process in another container means nothing here, but its lock is visible; and
+//! the lock is taken a moment after the name appears.)
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
+use std::io::{self, IsTerminal, Seek, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, renameat_with};
+use rustix::io::Errno;
 
 use super::error::{ExportError, io_error};
+
+/// A file that appears at its destination complete or not at all. Dropped without
+/// [`OutputFile::publish`] it is removed.
+#[derive(Debug)]
+pub struct OutputFile {
+    file: File,
+    /// Where it lies until it is published.
+    aside: PathBuf,
+    to: To,
+}
+
+#[derive(Debug)]
+enum To {
+    Path {
+        path: PathBuf,
+        replace: bool,
+    },
+    /// The file has no name; its content is copied when it is complete.
+    Stdout,
+    Published,
+}
+
+impl OutputFile {
+    /// Begins a file that will be at `path`; `-` is standard output. A regular file that is there is
+    /// replaced if `replace` says so.
+    ///
+    /// # Errors
+    /// [`ExportError::Exists`] for a file that may not be replaced; [`ExportError::Destination`] for
+    /// anything but a regular file, and for a terminal; [`ExportError::Io`].
+    pub fn create(path: &Path, replace: bool) -> Result<Self, ExportError> {
+        if path.as_os_str() == "-" {
+            if io::stdout().is_terminal() {
+                let what = "binary data does not go to a terminal".to_owned();
+                return Err(ExportError::Destination { what });
+            }
+            let aside = std::env::temp_dir().join("stdout");
+            return Ok(Self { file: unnamed_file(&aside)?, aside, to: To::Stdout });
+        }
+        check_free(path, replace)?;
+        let (file, aside) = create_file(path)?;
+        Ok(Self { file, aside, to: To::Path { path: path.to_owned(), replace } })
+    }
+
+    /// What to write to. The file is empty at first.
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Where it lies until it is published: for error messages, and for further files beside it.
+    pub(super) fn aside(&self) -> &Path {
+        &self.aside
+    }
+
+    /// Puts the complete file at its destination.
+    ///
+    /// # Errors
+    /// As [`OutputFile::create`]; nothing is at the destination then that was not there before.
+    pub fn publish(mut self) -> Result<(), ExportError> {
+        match &self.to {
+            To::Path { path, replace } => {
+                self.file.sync_all().map_err(io_error(&self.aside))?;
+                check_free(path, *replace)?;
+                rename(&self.aside, path, *replace)?;
+            }
+            To::Stdout | To::Published => {
+                let mut stdout = io::stdout().lock();
+                let rewound = self.file.rewind();
+                let copied = rewound.and_then(|()| io::copy(&mut self.file, &mut stdout));
+                copied
+                    .and_then(|_| stdout.flush())
+                    .map_err(io_error(Path::new("standard output")))?;
+            }
+        }
+        self.to = To::Published;
+        Ok(())
+    }
+}
+
+impl Drop for OutputFile {
+    fn drop(&mut self) {
+        if let To::Path { .. } = self.to {
+            // A file that cannot be removed now is removed by the next export to this destination.
+            let _ = fs::remove_file(&self.aside);
+        }
+    }
+}
+
+/// Refuses a destination that may not be replaced: a device, a symbolic link, a directory, and without
+/// `replace` any file.
+fn check_free(path: &Path, replace: bool) -> Result<(), ExportError> {
+    match path.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(io_error(path)(error)),
+        Ok(found) if !found.is_file() => {
+            let what = format!("{}: not a regular file; it is not replaced", path.display());
+            Err(ExportError::Destination { what })
+        }
+        Ok(_) if !replace => Err(ExportError::Exists { path: path.to_owned() }),
+        Ok(_) => Ok(()),
+    }
+}
+
+fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
+    let flags = if replace { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
+    let renamed = match renameat_with(CWD, from, CWD, to, flags) {
+        // This filesystem cannot refuse by itself; the caller has checked a moment ago.
+        Err(Errno::INVAL) if !replace => renameat_with(CWD, from, CWD, to, RenameFlags::empty()),
+        other => other,
+    };
+    match renamed {
+        Err(Errno::EXIST) => Err(ExportError::Exists { path: to.to_owned() }),
+        other => other.map_err(|error| io_error(to)(error.into())),
+    }
+}
+
+/// A file without a name in the directory of `path`, for reading and writing. The kernel removes it
+/// when it is closed.
+pub(super) fn unnamed_file(path: &Path) -> Result<File, ExportError> {
+    let (_, name) = create_file(path)?;
+    let opened = File::options().read(true).write(true).open(&name);
+    fs::remove_file(&name).map_err(io_error(&name))?;
+    opened.map_err(io_error(&name))
+}
 
 /// A new file for what goes to `path`, and its name.
 pub(super) fn create_file(path: &Path) -> Result<(File, PathBuf), ExportError> {

@@ -1,5 +1,6 @@
 //! From a layer's split and its objects back to its tar archive, each object checked on the way.
 
+use cofolio_store::task::Cancel;
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain, Piece};
 
@@ -20,6 +21,7 @@ pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), ExportError> + 'a;
 pub(crate) fn layer(
     domain: &Domain,
     chain_id: &str,
+    cancel: &Cancel,
     sink: &mut Sink<'_>,
 ) -> Result<(), ExportError> {
     let bad = |error: SplitError| ExportError::Split {
@@ -42,7 +44,7 @@ pub(crate) fn layer(
                 sink(&buffer[..count])?;
             },
             Step::Object { digest, size, parts } => {
-                let mut object = Object::open(domain, digest, size, &user)?;
+                let mut object = Object::open(domain, digest, size, (&user, cancel))?;
                 match parts {
                     None => object.take(size, Some(&mut *sink))?,
                     Some(_) => {
@@ -64,6 +66,7 @@ pub(crate) struct Object<'a> {
     file: cofolio_store::StoredFile,
     digest: Digest,
     user: &'a str,
+    cancel: &'a Cancel,
     hasher: Hasher,
     left: u64,
 }
@@ -74,7 +77,7 @@ impl<'a> Object<'a> {
         domain: &Domain,
         digest: Digest,
         size: u64,
-        user: &'a str,
+        (user, cancel): (&'a str, &'a Cancel),
     ) -> Result<Self, ExportError> {
         let file = match domain.open_object(&digest) {
             Ok(file) => file,
@@ -84,7 +87,7 @@ impl<'a> Object<'a> {
             }
             Err(error) => return Err(error.into()),
         };
-        let object = Self { file, digest, user, hasher: Hasher::new(), left: size };
+        let object = Self { file, digest, user, cancel, hasher: Hasher::new(), left: size };
         match object.file.size() {
             Ok(found) if found == size => Ok(object),
             Ok(found) => Err(object.bad(format!("it has {found} bytes and not {size}"))),
@@ -99,12 +102,14 @@ impl<'a> Object<'a> {
         mut sink: Option<&mut Sink<'_>>,
     ) -> Result<(), ExportError> {
         static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        let cancel = self.cancel;
         self.take_pieces(count, |piece| {
             let Some(sink) = &mut sink else { return Ok(()) };
             match piece {
                 Piece::Data(bytes) => sink(bytes),
                 Piece::Hole(mut len) => {
                     while len > 0 {
+                        cancel.check()?;
                         let zeros = usize::try_from(len).unwrap_or(ZEROS.len()).min(ZEROS.len());
                         sink(&ZEROS[..zeros])?;
                         len -= zeros as u64;
@@ -125,8 +130,9 @@ impl<'a> Object<'a> {
         if count > self.left {
             return Err(self.bad("the split takes more of it than there is".to_owned()));
         }
-        let hasher = &mut self.hasher;
+        let (hasher, cancel) = (&mut self.hasher, self.cancel);
         self.file.for_pieces_in(start..start + count, |piece| {
+            cancel.check()?;
             match piece {
                 Piece::Data(bytes) => hasher.update(bytes),
                 Piece::Hole(len) => hasher.zeros(len),

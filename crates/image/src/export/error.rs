@@ -4,8 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::Digest;
+use cofolio_store::task::Cancelled;
 
-use crate::error::RegistryError;
+use crate::error::{NoThread, RegistryError};
 
 /// Why an image could not be given out. Nothing half-written is left at the destination.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +17,12 @@ pub enum ExportError {
     Destination {
         /// What is wrong.
         what: String,
+    },
+    /// A file is at the destination, and nobody asked for its replacement.
+    #[error("{path} exists already")]
+    Exists {
+        /// The file.
+        path: PathBuf,
     },
     /// Writing at the destination failed.
     #[error("cannot write {path}")]
@@ -79,12 +86,15 @@ pub enum ExportError {
     /// The registry did not take it.
     #[error(transparent)]
     Registry(#[from] RegistryError),
+    /// The machine gives no thread.
+    #[error(transparent)]
+    Thread(#[from] NoThread),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
-    /// The caller wanted it to end.
-    #[error("interrupted; at the destination all is as it was before")]
-    Stopped,
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
 }
 
 impl ExportError {

@@ -10,23 +10,23 @@
 //! cache with that of other such images (`inode_share`).
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::lz4::{self, Pcluster};
 use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Extent, Form, WriteError, write_data};
+use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain, Piece, SHA256_SIZE_MAX, Stretch, granule, stretch_at};
 use serde::Serialize;
 use sha2::Digest as _;
 
+use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
-use super::{ExportProgress, OnProgress, aside};
 use crate::compose::contents::open_image;
 use crate::lease::Lease;
 
@@ -39,98 +39,72 @@ const READ_SIZE: usize = 256 << 10;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FilesystemReport {
     /// fs-verity digest of the image in the store.
-    pub image: String,
+    pub image: Digest,
     /// fs-verity digest of the file. The same image gives the same file every time.
-    pub digest: String,
+    pub digest: Digest,
     /// Size of the file in bytes.
     pub size: u64,
     /// Bytes of all contents, each counted once.
     pub content: u64,
 }
 
-/// Writes an image to a file that can be mounted as it is; one that is there is replaced.
+/// How to write the file.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FilesystemOptions {
+    /// Compress the contents with LZ4.
+    pub compress: bool,
+    /// Replace a file that exists.
+    pub replace: bool,
+}
+
+/// Writes an image to a file that can be mounted as it is; the path `-` is standard output.
 ///
 /// # Errors
-/// [`ExportError`]; what was at the path is as before.
+/// [`ExportError`]; the path is as before then.
 pub fn export_filesystem(
     domain: &Domain,
     image: &Digest,
     path: &Path,
-    compress: bool,
-    on_progress: OnProgress<'_>,
+    options: FilesystemOptions,
+    task: &Task,
 ) -> Result<FilesystemReport, ExportError> {
-    if path.is_dir() {
-        let what =
-            format!("{}: it is a directory, and a filesystem goes to a file", path.display());
-        return Err(ExportError::Destination { what });
-    }
     let lease = Lease::take(domain, image, Vec::new(), "export")?;
     let bad = |what: String| ExportError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
-    let new = NewFile::create(path)?;
-    let mut blocks = Blocks::new(path, compress)?;
-    blocks.put_all(domain, image, &tree, &mut |bytes| {
+    let new = OutputFile::create(path, options.replace)?;
+    let mut blocks = Blocks::new(new.aside(), options.compress)?;
+    blocks.put_all(domain, image, &tree, &task.cancel, &mut |bytes| {
         lease.renew();
-        match on_progress(ExportProgress { layer: 0, layers: 1, bytes }) {
-            ControlFlow::Continue(()) => Ok(()),
-            ControlFlow::Break(()) => Err(ExportError::Stopped),
-        }
+        task.tell(Event::Done { bytes, bytes_total: None, items: 1, items_total: None });
     })?;
     // What is wrong with the tree is the image's fault, the rest the destination's.
-    let (digest, size) = new.write(&tree, &mut blocks).map_err(|error| match error {
-        WriteError::Sink(source) => io_error(path)(source),
-        other => bad(other.to_string()),
-    })?;
-    new.publish(path)?;
-    Ok(FilesystemReport {
-        image: image.to_string(),
-        digest: digest.to_string(),
-        size,
-        content: blocks.content,
-    })
+    let (digest, size) =
+        write_file(new.file(), &tree, &mut blocks, &task.cancel).map_err(|error| match error {
+            _ if task.check().is_err() => Cancelled.into(),
+            WriteError::Sink(source) => io_error(path)(source),
+            other => bad(other.to_string()),
+        })?;
+    new.publish()?;
+    Ok(FilesystemReport { image: *image, digest, size, content: blocks.content })
 }
 
-/// The file under its hidden name, removed unless it is published.
-struct NewFile {
-    file: File,
-    aside: PathBuf,
-    published: bool,
-}
-
-impl NewFile {
-    fn create(path: &Path) -> Result<Self, ExportError> {
-        let (file, aside) = aside::create_file(path)?;
-        Ok(Self { file, aside, published: false })
-    }
-
-    /// Writes metadata and blocks; gives the digest of it all and its size.
-    fn write(&self, tree: &Tree, blocks: &mut Blocks) -> Result<(Digest, u64), WriteError> {
-        use WriteError::Sink;
-        let mut sink = Hashed { file: &self.file, hasher: Hasher::new() };
-        let data = Data { devices: &[], own_blocks: blocks.count, blobs: &*blocks };
-        write_data(tree, &data, &mut sink)?;
-        blocks.copy_to(&mut sink).map_err(Sink)?;
-        let size = sink.hasher.size();
-        self.file.set_len(size).map_err(Sink)?;
-        Ok((sink.hasher.finish(), size))
-    }
-
-    fn publish(mut self, path: &Path) -> Result<(), ExportError> {
-        self.file.sync_all().map_err(io_error(&self.aside))?;
-        fs::rename(&self.aside, path).map_err(io_error(path))?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for NewFile {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.aside);
-        }
-    }
+/// Writes metadata and blocks; gives the digest of it all and its size.
+fn write_file(
+    file: &File,
+    tree: &Tree,
+    blocks: &mut Blocks,
+    cancel: &Cancel,
+) -> Result<(Digest, u64), WriteError> {
+    use WriteError::Sink;
+    let mut sink = Hashed { file, hasher: Hasher::new() };
+    let data = Data { devices: &[], own_blocks: blocks.count, blobs: &*blocks };
+    write_data(tree, &data, &mut sink)?;
+    blocks.copy_to(&mut sink, cancel).map_err(Sink)?;
+    let size = sink.hasher.size();
+    file.set_len(size).map_err(Sink)?;
+    Ok((sink.hasher.finish(), size))
 }
 
 /// Writes to a file, and hashes what it writes.
@@ -209,19 +183,15 @@ impl Blobs for Blocks {
 }
 
 impl Blocks {
-    /// In a file without a name, beside the one that is to be.
+    /// In a file without a name, in the directory of `path`.
     fn new(path: &Path, compress: bool) -> Result<Self, ExportError> {
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(".blocks");
-        let (_, name) = aside::create_file(Path::new(&beside))?;
-        let opened = File::options().read(true).write(true).open(&name);
-        fs::remove_file(&name).map_err(io_error(&name))?;
-        let file = opened.map_err(io_error(&name))?;
-        Ok(Self { file, path: name, compress, count: 0, content: 0, kept: HashMap::new() })
+        let file = unnamed_file(path)?;
+        let path = path.to_owned();
+        Ok(Self { file, path, compress, count: 0, content: 0, kept: HashMap::new() })
     }
 
     /// Writes all of them behind the metadata; holes are not read.
-    fn copy_to(&mut self, sink: &mut Hashed<'_>) -> io::Result<()> {
+    fn copy_to(&mut self, sink: &mut Hashed<'_>, cancel: &Cancel) -> io::Result<()> {
         let end = u64::from(self.count) * BLOCK as u64;
         let mut buffer = vec![0; READ_SIZE];
         let mut at = 0;
@@ -234,6 +204,7 @@ impl Blocks {
                 Stretch::Data(len) => {
                     let data_end = end.min(at.saturating_add(len));
                     while at < data_end {
+                        cancel.check().map_err(io::Error::other)?;
                         let len = usize::try_from(data_end - at).unwrap_or(READ_SIZE);
                         let bytes = &mut buffer[..len.min(READ_SIZE)];
                         self.file.read_exact_at(bytes, at)?;
@@ -252,7 +223,8 @@ impl Blocks {
         domain: &Domain,
         image: &Digest,
         tree: &Tree,
-        step: &mut dyn FnMut(u64) -> Result<(), ExportError>,
+        cancel: &Cancel,
+        step: &mut dyn FnMut(u64),
     ) -> Result<(), ExportError> {
         let user = format!("image {image}");
         for visit in tree.walk() {
@@ -261,10 +233,10 @@ impl Blocks {
             // One that names no object the writer refuses, with its path.
             let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
             let Some(digest) = new else { continue };
-            let object = Object::open(domain, Digest(*digest), size, &user)?;
+            let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;
             self.put(*digest, size, object)?;
             self.content += size;
-            step(self.content)?;
+            step(self.content);
         }
         Ok(())
     }

@@ -15,34 +15,35 @@
 mod archive;
 mod aside;
 mod assemble;
+mod compress;
 mod error;
 mod filesystem;
 mod image;
 mod layout;
-mod pack;
 mod push;
 mod tar;
 mod target;
 
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use cofolio_store::task::{Event, Task};
 use cofolio_store::{Digest, Domain, Ref};
 use serde::Serialize;
 use serde_json::json;
 
+pub use aside::OutputFile;
+pub use compress::Compression;
 pub use error::ExportError;
-pub use filesystem::{FilesystemReport, export_filesystem};
-pub use pack::Compression;
-pub use push::{How, PushOptions, PushProgress, PushReport, PushedLayer, push};
+pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
+pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
 use archive::{Archive, Style};
+use compress::{BlobWriter, Compressors, LayerBlob};
 use image::Image;
 use layout::Layout;
-use pack::{Compressors, Packed, Packer};
-use target::{Descriptor, Finished, Part, Target};
+use target::{BlobKind, Descriptor, Finished, Target};
 
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
@@ -61,14 +62,14 @@ pub enum Destination {
     },
     /// An OCI image layout in a tar archive: `oci-archive:FILE[:TAG]`.
     Archive {
-        /// The archive; one that is there is replaced.
+        /// The archive; `-` is standard output.
         path: PathBuf,
         /// What the image is called in it.
         tag: Option<String>,
     },
     /// What `docker load` takes: `docker-archive:FILE[:TAG]`. Its layers are not compressed.
     DockerArchive {
-        /// The archive; one that is there is replaced.
+        /// The archive; `-` is standard output.
         path: PathBuf,
         /// What the image is called in it: `name:tag`.
         tag: Option<String>,
@@ -124,34 +125,22 @@ pub struct ExportOptions {
     pub compression: Compression,
     /// Threads that compress. 0: as many as the machine has processors. The result does not depend on it.
     pub threads: usize,
+    /// Replace an archive that exists.
+    pub replace: bool,
 }
-
-/// How far an export has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExportProgress {
-    /// The layer at hand, 0 is the lowest.
-    pub layer: usize,
-    /// Layers of the image.
-    pub layers: usize,
-    /// Bytes of archives so far, of all layers together.
-    pub bytes: u64,
-}
-
-/// Hears how an export goes on; `Break` ends it.
-pub type OnProgress<'a> = &'a mut dyn FnMut(ExportProgress) -> ControlFlow<()>;
 
 /// What an export wrote.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportReport {
     /// fs-verity digest of the image.
-    pub image: String,
+    pub image: Digest,
     /// What it is called at the destination.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Digest of the manifest that was written.
-    pub manifest: String,
+    pub manifest: BlobDigest,
     /// Digest of the config: the image id of other engines.
-    pub config: String,
+    pub config: BlobDigest,
     /// The layers, lowest first.
     pub layers: Vec<ExportedLayer>,
 }
@@ -160,11 +149,11 @@ pub struct ExportReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportedLayer {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Digest of the archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// Size of the archive in bytes.
     pub uncompressed: u64,
 }
@@ -189,7 +178,7 @@ pub fn export(
     exported: Exported<'_>,
     destination: &Destination,
     options: &ExportOptions,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let image = Image::of(domain, exported);
     let lease = Lease::take(domain, image.digest, image.chain_ids(), "export")?;
@@ -197,18 +186,17 @@ pub fn export(
     let mut compression = options.compression;
     let (target, tag): (Box<dyn Target>, _) = match destination {
         Destination::Layout { path, tag } => (Box::new(Layout::create(path)?), tag),
-        Destination::Archive { path, tag } => (Box::new(Archive::create(path, Style::Oci)?), tag),
+        Destination::Archive { path, tag } => {
+            (Box::new(Archive::create(path, Style::Oci, options.replace)?), tag)
+        }
         Destination::DockerArchive { path, tag } => {
             compression = Compression::None;
-            (Box::new(Archive::create(path, Style::Docker)?), tag)
+            (Box::new(Archive::create(path, Style::Docker, options.replace)?), tag)
         }
     };
     let name = tag.as_deref().or(exported.name);
-    let mut on_progress = |progress| {
-        lease.renew();
-        on_progress(progress)
-    };
-    write(&image, target, name, compression, threads(options.threads), &mut on_progress)
+    let how = (compression, threads(options.threads));
+    write(&image, target, name, how, &|| lease.renew(), task)
 }
 
 /// So many threads compress.
@@ -222,41 +210,44 @@ fn write(
     image: &Image<'_>,
     mut target: Box<dyn Target>,
     name: Option<&str>,
-    compression: Compression,
-    threads: usize,
-    on_progress: OnProgress<'_>,
+    (compression, threads): (Compression, usize),
+    renew: &dyn Fn(),
+    task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let layers = image.layers.len();
-    let packed = std::thread::scope(|scope| {
-        let compressors = Compressors::start(scope, compression, threads, 1);
-        let mut packed: Vec<Packed> = Vec::new();
+    let blobs = std::thread::scope(|scope| {
+        let compressors = Compressors::start(scope, compression, threads, 1)?;
+        let mut blobs: Vec<LayerBlob> = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
-            let before: u64 = packed.iter().map(|layer| layer.uncompressed).sum();
-            target.begin(Part::Layer)?;
+            let before: u64 = blobs.iter().map(|layer| layer.uncompressed).sum();
+            target.begin(BlobKind::Layer)?;
             let mut sink = |bytes: &[u8]| target.write(bytes);
             let mut step = |bytes| {
+                renew();
+                let (items, items_total) = (number as u64 + 1, Some(layers as u64));
                 let bytes = before + bytes;
-                match on_progress(ExportProgress { layer: number, layers, bytes }) {
-                    ControlFlow::Continue(()) => Ok(()),
-                    ControlFlow::Break(()) => Err(ExportError::Stopped),
-                }
+                task.tell(Event::Done { bytes, bytes_total: None, items, items_total });
             };
-            let done = image.pack(layer, Packer::new(&compressors, &mut sink), &mut step)?;
+            let done = image.write_layer(
+                layer,
+                BlobWriter::new(&compressors, &mut sink),
+                &task.cancel,
+                &mut step,
+            )?;
             target.end(&done.digest, done.size)?;
-            packed.push(done);
+            blobs.push(done);
         }
-        Ok::<_, ExportError>(packed)
+        Ok::<_, ExportError>(blobs)
     })?;
-    let diff_ids: Vec<_> = packed.iter().map(|layer| layer.diff_id.to_string()).collect();
-    let config = image.config(diff_ids.iter().map(String::as_str));
-    let config_digest = target.put(Part::Config, config.as_bytes())?;
-    let blobs = packed.iter().map(|layer| Descriptor {
+    let config = image.config(blobs.iter().map(|layer| &layer.diff_id));
+    let config_digest = target.put(BlobKind::Config, config.as_bytes())?;
+    let descriptors = blobs.iter().map(|layer| Descriptor {
         media_type: compression.media_type().to_owned(),
         digest: layer.digest.clone(),
         size: layer.size,
     });
-    let manifest = manifest(&config_digest, config.len(), &blobs.collect::<Vec<_>>());
-    let manifest_digest = target.put(Part::Manifest, &manifest)?;
+    let manifest = manifest(&config_digest, config.len(), &descriptors.collect::<Vec<_>>());
+    let manifest_digest = target.put(BlobKind::Manifest, &manifest)?;
     let finished = Finished {
         manifest: Descriptor {
             media_type: MANIFEST.to_owned(),
@@ -264,21 +255,21 @@ fn write(
             size: manifest.len() as u64,
         },
         config: config_digest,
-        layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
+        layers: blobs.iter().map(|layer| layer.digest.clone()).collect(),
         name: name.map(str::to_owned),
     };
     target.publish(&finished)?;
-    let exported = packed.iter().map(|layer| ExportedLayer {
-        digest: layer.digest.to_string(),
+    let exported = blobs.iter().map(|layer| ExportedLayer {
+        digest: layer.digest.clone(),
         size: layer.size,
-        diff_id: layer.diff_id.to_string(),
+        diff_id: layer.diff_id.clone(),
         uncompressed: layer.uncompressed,
     });
     Ok(ExportReport {
-        image: image.digest.to_string(),
+        image: *image.digest,
         name: finished.name,
-        manifest: manifest_digest.to_string(),
-        config: finished.config.to_string(),
+        manifest: manifest_digest,
+        config: finished.config,
         layers: exported.collect(),
     })
 }

@@ -12,26 +12,28 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Instant;
 
-use cofolio_store::{Domain, PackedLayer, Ref};
+use cofolio_store::task::{Cancelled, Event, LayerState, Task};
+use cofolio_store::{Digest, Domain, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
 
+use super::compress::{BlobWriter, Compressors, LayerBlob};
 use super::error::ExportError;
 use super::image::{Image, Layer};
-use super::pack::{Compressors, Packed, Packer};
 use super::target::Descriptor;
 use super::{Compression, Exported, MANIFEST, manifest, threads};
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
 use crate::lease::Lease;
 use crate::reference::Reference;
 use crate::registry::{Begun, Body, Failure, RegistryOptions, Repository, Session};
 use crate::source::manifest::Manifest;
+use crate::threads::{NoThread, spawn, spawn_up_to};
 
 /// Blobs up to that size are complete before they are sent, so that their digest is known and they may turn
 /// out to be there.
@@ -54,20 +56,7 @@ pub struct PushOptions {
     pub threads: usize,
     /// How to talk to the registry. Mirrors are not asked.
     pub registry: RegistryOptions,
-    /// Ends the push when it is set; a push that fails sets it as well.
-    pub stop: Arc<AtomicBool>,
 }
-
-/// Hears how a push goes on. Called from several threads, often: be quick.
-pub trait PushProgress: Sync {
-    /// It is settled how the registry comes to a layer; of one to send, `blob` has only what is known.
-    fn layer(&self, _number: usize, _count: usize, _how: How, _blob: Option<(&str, u64)>) {}
-    /// So many bytes of a layer's blob were sent; fewer than before if it had to begin again.
-    fn sent(&self, _number: usize, _bytes: u64) {}
-}
-
-/// Tells nobody.
-impl PushProgress for () {}
 
 /// How a registry came to a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -85,17 +74,17 @@ pub enum How {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PushReport {
     /// fs-verity digest of the image.
-    pub image: String,
+    pub image: Digest,
     /// What it is called in the registry.
     pub name: String,
     /// Digest of the manifest.
-    pub manifest: String,
+    pub manifest: BlobDigest,
     /// It is the manifest that the image came with, to the byte.
     pub original: bool,
     /// The tag led there before already.
     pub known: bool,
     /// Digest of the config: the image id of other engines.
-    pub config: String,
+    pub config: BlobDigest,
     /// The layers, lowest first.
     pub layers: Vec<PushedLayer>,
     /// How long it took, in milliseconds.
@@ -106,11 +95,11 @@ pub struct PushReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PushedLayer {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Digest of the archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// How the registry came to it.
     pub how: How,
 }
@@ -126,7 +115,7 @@ pub fn push(
     exported: Exported<'_>,
     to: &Reference,
     options: &PushOptions,
-    progress: &dyn PushProgress,
+    task: &Task,
 ) -> Result<PushReport, ExportError> {
     let started = Instant::now();
     let Some(tag) = to.tag() else {
@@ -139,45 +128,52 @@ pub fn push(
     let refs = domain.readable_refs().unwrap_or_default();
     let known = Known::of(&image, exported.record, &refs, to);
     let others: Vec<_> = known.places().into_iter().collect();
-    let stop = options.stop.clone();
-    let repository = Repository::for_push(to, &options.registry, &others, stop.clone());
-    let push = Push { image, lease, known, repository, progress };
-    let outcome = push.layers(options).and_then(|layers| push.publish(tag, layers));
-    let mut report = outcome.map_err(|error| match error {
-        ExportError::Registry(RegistryError::GivenUp) => ExportError::Stopped,
-        other => other,
-    })?;
-    if let Some(name) = exported.name {
-        remember(domain, name, &push.image, &report, options.compression);
-    }
+    // One layer that fails ends the others.
+    let own = task.cancelled_by(task.cancel.child());
+    let repository = Repository::for_push(to, &options.registry, &others, own);
+    let push = Push { image, lease, known, repository, task, sent: Mutex::default() };
+    let outcome = push.layers(options).and_then(|layers| {
+        let report = push.publish(tag, &layers)?;
+        if let Some(name) = exported.name {
+            remember(domain, name, &push.image, to, &layers);
+        }
+        Ok(report)
+    });
+    // What fails after it was cancelled fails because of that.
+    let mut report = outcome.map_err(|error| task.reason(error))?;
     report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     Ok(report)
 }
 
-/// Notes what was made of layers, so that the next push need not make it again to know what it is called.
+/// Notes which blobs the layers have and which repository has them now. The next push neither makes them
+/// again to know their digests, nor sends to another repository what the registry can mount from this one.
 /// The push has done what it should even where that cannot be noted.
-fn remember(
-    domain: &Domain,
-    name: &str,
-    image: &Image<'_>,
-    report: &PushReport,
-    compression: Compression,
-) {
+fn remember(domain: &Domain, name: &str, image: &Image<'_>, to: &Reference, layers: &[Done]) {
     let Ok(Some(mut record)) = domain.get_ref(name) else { return };
-    let came: BTreeSet<_> = record.layers.iter().filter_map(|layer| layer.blob.clone()).collect();
-    let before = record.packed.len();
-    for layer in report.layers.iter().filter(|layer| layer.how == How::Sent) {
-        let is_new = record.packed.iter().all(|packed| packed.blob != layer.digest);
-        if is_new && !came.contains(&layer.digest) {
-            record.packed.push(PackedLayer {
-                diff_id: layer.diff_id.clone(),
-                blob: layer.digest.clone(),
-                size: layer.size,
-                media_type: compression.media_type().to_owned(),
-            });
-        }
+    if record.image != *image.digest {
+        return;
     }
-    if record.image == *image.digest && record.packed.len() > before {
+    let before = record.packed.clone();
+    let repository = format!("{}/{}", to.host(), to.repository());
+    for Done { blob, diff_id, .. } in layers {
+        let digest = blob.digest.to_string();
+        let at = record.packed.iter().position(|packed| packed.blob == digest);
+        let at = at.unwrap_or_else(|| {
+            record.packed.push(PackedLayer {
+                diff_id: diff_id.to_string(),
+                blob: digest,
+                size: blob.size,
+                media_type: blob.media_type.clone(),
+                repositories: Vec::new(),
+            });
+            record.packed.len() - 1
+        });
+        let repositories = &mut record.packed[at].repositories;
+        repositories.retain(|other| *other != repository);
+        repositories.insert(0, repository.clone());
+        repositories.truncate(PLACES_MAX);
+    }
+    if record.packed != before {
         let _ = domain.put_ref(name, &record);
     }
 }
@@ -196,7 +192,7 @@ struct KnownBlob {
     size: u64,
     media_type: String,
     /// Of a whole image, whose archive nobody knows otherwise.
-    diff_id: String,
+    diff_id: DiffId,
     /// Repositories of the same registry that have had it.
     places: Vec<String>,
 }
@@ -209,22 +205,23 @@ impl Known {
         let mut blobs = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
             let mut found = Vec::new();
-            let mut add = |digest: &str, size: u64, media_type: &str, diff_id: &str, of: &Ref| {
-                let Some(digest) = BlobDigest::parse(digest) else { return };
+            let mut add = |digest: &str, size, media_type: &str, diff_id: &str, places| {
+                let parsed = digest.parse::<BlobDigest>().ok().zip(diff_id.parse::<DiffId>().ok());
+                let Some((digest, diff_id)) = parsed else { return };
                 // `docker save` says nothing of compression.
-                let plain = media_type.is_empty() && digest.to_string() == diff_id;
+                let plain = media_type.is_empty() && digest == *diff_id.as_blob();
                 if (media_type.is_empty() && !plain) || found.len() == KNOWN_MAX {
                     return;
                 }
-                let places = place(of, to);
+                let places: Vec<String> = places;
                 match found.iter_mut().find(|known: &&mut KnownBlob| known.digest == digest) {
                     Some(known) => known.places.extend(places),
                     None => found.push(KnownBlob {
                         digest,
                         size,
                         media_type: oci_layer(media_type).to_owned(),
-                        diff_id: diff_id.to_owned(),
-                        places: places.into_iter().collect(),
+                        diff_id,
+                        places,
                     }),
                 }
             };
@@ -232,17 +229,25 @@ impl Known {
                 Some(diff_id) => {
                     if let (Some(manifest), Some(record)) = (&manifest, record) {
                         let said = &manifest.layers[number];
-                        add(&said.digest, said.size, &said.media_type, diff_id, record);
+                        add(
+                            &said.digest,
+                            said.size,
+                            &said.media_type,
+                            diff_id,
+                            came_from(record, to),
+                        );
                     }
                     // Its own record goes first.
                     for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
                         for layer in record.layers.iter().filter(|other| other.diff_id == diff_id) {
                             if let Some(blob) = &layer.blob {
-                                add(blob, layer.size, &layer.media_type, diff_id, record);
+                                let places = came_from(record, to);
+                                add(blob, layer.size, &layer.media_type, diff_id, places);
                             }
                         }
                         for packed in record.packed.iter().filter(|p| p.diff_id == diff_id) {
-                            add(&packed.blob, packed.size, &packed.media_type, diff_id, record);
+                            let PackedLayer { blob, size, media_type, .. } = packed;
+                            add(blob, *size, media_type, diff_id, went_to(packed, to));
                         }
                     }
                 }
@@ -250,8 +255,8 @@ impl Known {
                     let same = refs.iter().map(|(_, other)| other);
                     for other in same.filter(|other| other.image == *image.digest) {
                         for packed in other.packed.iter().filter(|_| other.config.is_none()) {
-                            let PackedLayer { diff_id, blob, size, media_type } = packed;
-                            add(blob, *size, media_type, diff_id, other);
+                            let PackedLayer { diff_id, blob, size, media_type, .. } = packed;
+                            add(blob, *size, media_type, diff_id, went_to(packed, to));
                         }
                     }
                 }
@@ -271,12 +276,22 @@ impl Known {
     }
 }
 
-/// The repository that an image came from, if it is another one of the same registry.
-fn place(record: &Ref, to: &Reference) -> Option<String> {
-    let source = record.source.as_deref()?.strip_prefix("docker://")?;
-    let source = Reference::parse(source).ok()?;
-    let other = source.host() == to.host() && source.repository() != to.repository();
-    other.then(|| source.repository().to_owned())
+/// The repository that an image came from, if the registry can mount from there.
+fn came_from(record: &Ref, to: &Reference) -> Vec<String> {
+    let source = record.source.as_deref().and_then(|source| source.strip_prefix("docker://"));
+    source.and_then(|source| other_repository(source, to)).into_iter().collect()
+}
+
+/// The repositories that a blob was pushed to and that the registry can mount from.
+fn went_to(packed: &PackedLayer, to: &Reference) -> Vec<String> {
+    packed.repositories.iter().filter_map(|name| other_repository(name, to)).collect()
+}
+
+/// The repository of that name, if it is another one of the same registry.
+fn other_repository(name: &str, to: &Reference) -> Option<String> {
+    let name = Reference::parse(name).ok()?;
+    let other = name.host() == to.host() && name.repository() != to.repository();
+    other.then(|| name.repository().to_owned())
 }
 
 /// The media type of a layer as an OCI manifest has it.
@@ -294,14 +309,16 @@ struct Push<'a> {
     lease: Lease<'a>,
     known: Known,
     repository: Repository,
-    progress: &'a dyn PushProgress,
+    task: &'a Task,
+    /// Bytes that were sent of each layer.
+    sent: Mutex<BTreeMap<usize, u64>>,
 }
 
 /// A layer that the registry has.
 #[derive(Clone)]
 struct Done {
     blob: Descriptor,
-    diff_id: String,
+    diff_id: DiffId,
     how: How,
 }
 
@@ -329,13 +346,13 @@ impl Push<'_> {
             let threads = threads(options.threads);
             let compression = options.compression;
             let compressors =
-                Arc::new(Compressors::start(scope, compression, threads, jobs.max(1)));
-            for _ in 0..jobs {
+                Arc::new(Compressors::start(scope, compression, threads, jobs.max(1))?);
+            spawn_up_to(scope, jobs, || {
                 let compressors = compressors.clone();
                 let (work, next, done, failed) = (&work, &next, &done, &failed);
-                scope.spawn(move || {
+                move || {
                     while let Some(&number) = work.get(next.fetch_add(1, Ordering::Relaxed))
-                        && !stop.load(Ordering::Relaxed)
+                        && !stop.is_cancelled()
                     {
                         match self.layer(scope, &compressors, compression, number) {
                             Ok(layer) => {
@@ -347,19 +364,19 @@ impl Push<'_> {
                                     failed.lock().unwrap_or_else(PoisonError::into_inner);
                                 // What fails afterwards does so because it was given up.
                                 failed.get_or_insert(error);
-                                stop.store(true, Ordering::Relaxed);
+                                stop.cancel();
                             }
                         }
                     }
-                });
-            }
-        });
+                }
+            })
+        })?;
         if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
         let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         let all = same.iter().map(|number| done.get(number).cloned());
-        all.collect::<Option<_>>().ok_or(ExportError::Stopped)
+        all.collect::<Option<_>>().ok_or(ExportError::Cancelled(Cancelled))
     }
 
     /// Brings one layer there.
@@ -370,10 +387,9 @@ impl Push<'_> {
         compression: Compression,
         number: usize,
     ) -> Result<Done, ExportError> {
-        let count = self.image.layers.len();
         let known = |blob: &KnownBlob, how| {
             let digest = blob.digest.to_string();
-            self.progress.layer(number, count, how, Some((&digest, blob.size)));
+            self.tell_layer(number, how, Some((&digest, blob.size)));
             Done {
                 blob: Descriptor {
                     media_type: blob.media_type.clone(),
@@ -407,7 +423,7 @@ impl Push<'_> {
         }
         let layer = &self.image.layers[number];
         self.image.check_splits([layer])?;
-        self.progress.layer(number, count, How::Sent, None);
+        self.tell_layer(number, How::Sent, None);
         let making = Making { push: self, scope, compressors: compressors.clone(), layer };
         let (packed, how) = self.upload(&making, number, session)?;
         Ok(Done {
@@ -416,9 +432,26 @@ impl Push<'_> {
                 digest: packed.digest,
                 size: packed.size,
             },
-            diff_id: packed.diff_id.to_string(),
+            diff_id: packed.diff_id,
             how,
         })
+    }
+
+    fn tell_layer(&self, index: usize, how: How, blob: Option<(&str, u64)>) {
+        let state = match how {
+            How::There => LayerState::There,
+            How::Mounted => LayerState::Mounted,
+            How::Sent => LayerState::Sent,
+        };
+        self.task.tell(Event::Layer { index, count: self.image.layers.len(), state, blob });
+    }
+
+    /// Tells how much of all layers was sent; `bytes` of this one, fewer than before if it began again.
+    fn tell_sent(&self, number: usize, bytes: u64) {
+        let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        sent.insert(number, bytes);
+        let (bytes, items) = (sent.values().sum(), sent.len() as u64);
+        self.task.tell(Event::Done { bytes, bytes_total: None, items, items_total: None });
     }
 
     /// Makes a layer's blob and sends it, again and again if need be.
@@ -427,7 +460,7 @@ impl Push<'_> {
         making: &Making<'_, '_, '_>,
         number: usize,
         session: Option<Session>,
-    ) -> Result<(Packed, How), ExportError> {
+    ) -> Result<(LayerBlob, How), ExportError> {
         let mut tries = self.repository.tries(0, self.repository.stop());
         let mut upload = Upload { push: self, number, session, packed: None };
         loop {
@@ -456,8 +489,8 @@ impl Push<'_> {
     }
 
     /// Config and manifest, when all layers are there.
-    fn publish(&self, tag: &str, layers: Vec<Done>) -> Result<PushReport, ExportError> {
-        let config = self.image.config(layers.iter().map(|layer| layer.diff_id.as_str()));
+    fn publish(&self, tag: &str, layers: &[Done]) -> Result<PushReport, ExportError> {
+        let config = self.image.config(layers.iter().map(|layer| &layer.diff_id));
         let config_digest = BlobDigest::sha256(config.as_bytes());
         self.put(&config_digest, config.as_bytes())?;
         let original = self.known.manifest.as_ref().filter(|manifest| {
@@ -476,21 +509,21 @@ impl Push<'_> {
                 (MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
             }
         };
-        let digest = BlobDigest::sha256(&bytes).to_string();
-        let is_new = self.repository.put_manifest(tag, &media_type, &digest, &bytes)?;
-        let layers = layers.into_iter().map(|layer| PushedLayer {
-            digest: layer.blob.digest.to_string(),
+        let digest = BlobDigest::sha256(&bytes);
+        let is_new = self.repository.put_manifest(tag, &media_type, &digest.to_string(), &bytes)?;
+        let layers = layers.iter().map(|layer| PushedLayer {
+            digest: layer.blob.digest.clone(),
             size: layer.blob.size,
-            diff_id: layer.diff_id,
+            diff_id: layer.diff_id.clone(),
             how: layer.how,
         });
         Ok(PushReport {
-            image: self.image.digest.to_string(),
+            image: *self.image.digest,
             name: self.repository.reference().to_string(),
             manifest: digest,
             original: original.is_some(),
             known: !is_new,
-            config: config_digest.to_string(),
+            config: config_digest,
             layers: layers.collect(),
             duration_ms: 0,
         })
@@ -550,11 +583,11 @@ struct Upload<'a, 'b> {
     number: usize,
     session: Option<Session>,
     /// What it is, once it was made to its end.
-    packed: Option<Packed>,
+    packed: Option<LayerBlob>,
 }
 
 impl Upload<'_, '_> {
-    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(Packed, How), Attempt> {
+    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(LayerBlob, How), Attempt> {
         let repository = &self.push.repository;
         if let Some(packed) = &self.packed
             && repository.has_blob(&packed.digest.to_string(), packed.size)?
@@ -563,7 +596,7 @@ impl Upload<'_, '_> {
             return Ok((packed.clone(), How::Sent));
         }
         let from = self.session.as_ref().map_or(0, Session::at);
-        let mut pieces = making.start(from);
+        let mut pieces = making.start(from).map_err(|error| Attempt::Fatal(error.into()))?;
         let mut head = Vec::new();
         if from == 0 {
             let read = (&mut pieces).take(SMALL as u64 + 1).read_to_end(&mut head);
@@ -574,11 +607,11 @@ impl Upload<'_, '_> {
         }
         let mut session = self.session()?;
         let mut sent = session.at();
-        let (progress, number, lease) = (self.push.progress, self.number, &self.push.lease);
+        let (push, number) = (self.push, self.number);
         let mut count = |bytes| {
             sent += bytes;
-            lease.renew();
-            progress.sent(number, sent);
+            push.lease.renew();
+            push.tell_sent(number, sent);
         };
         let mut reader = head.chain(&mut pieces);
         let mut body = Body::new(repository, &mut reader, &mut count);
@@ -586,7 +619,9 @@ impl Upload<'_, '_> {
         let at = session.at();
         self.session = Some(session);
         match (pieces.end(), result) {
-            (Err(error), _) if !matches!(error, ExportError::Stopped) => Err(Attempt::Fatal(error)),
+            (Err(error), _) if !matches!(error, ExportError::Cancelled(_)) => {
+                Err(Attempt::Fatal(error))
+            }
             (_, Err(failure)) => Err(failure.into()),
             (Err(error), Ok(())) => Err(Attempt::Fatal(error)),
             (Ok(packed), Ok(())) => {
@@ -616,7 +651,7 @@ impl Upload<'_, '_> {
     }
 
     /// Sends a blob that is at hand, in one piece.
-    fn small(&mut self, packed: Packed, blob: &[u8]) -> Result<(Packed, How), Attempt> {
+    fn small(&mut self, packed: LayerBlob, blob: &[u8]) -> Result<(LayerBlob, How), Attempt> {
         let repository = &self.push.repository;
         let is_first = self.packed.is_none();
         self.packed = Some(packed.clone());
@@ -627,7 +662,7 @@ impl Upload<'_, '_> {
         let mut sent = 0;
         let mut count = |bytes| {
             sent += bytes;
-            self.push.progress.sent(self.number, sent);
+            self.push.tell_sent(self.number, sent);
         };
         self.push.put_in(&session, &packed.digest, blob, &mut count)?;
         Ok((packed, How::Sent))
@@ -662,10 +697,10 @@ struct Making<'push, 'scope, 'env> {
 
 impl<'scope> Making<'_, 'scope, '_> {
     /// Makes it in a thread of its own; what comes before `from` is left out.
-    fn start(&self, from: u64) -> Pieces<'scope> {
+    fn start(&self, from: u64) -> Result<Pieces<'scope>, NoThread> {
         let (to_us, pieces) = channel::bounded::<Vec<u8>>(PIECES);
         let (push, layer, compressors) = (self.push, self.layer, self.compressors.clone());
-        let maker = self.scope.spawn(move || {
+        let maker = spawn(self.scope, move || {
             let mut skip = from;
             let mut sink = |bytes: &[u8]| {
                 let left_out = usize::try_from(skip).unwrap_or(usize::MAX).min(bytes.len());
@@ -673,17 +708,14 @@ impl<'scope> Making<'_, 'scope, '_> {
                 match &bytes[left_out..] {
                     [] => Ok(()),
                     // Nobody wants it any more.
-                    rest => to_us.send(rest.to_vec()).map_err(|_| ExportError::Stopped),
+                    rest => to_us.send(rest.to_vec()).map_err(|_| Cancelled.into()),
                 }
             };
-            let packer = Packer::new(&compressors, &mut sink);
+            let writer = BlobWriter::new(&compressors, &mut sink);
             let stop = push.repository.stop();
-            push.image.pack(layer, packer, &mut |_| match stop.load(Ordering::Relaxed) {
-                true => Err(ExportError::Stopped),
-                false => Ok(()),
-            })
-        });
-        Pieces { pieces, current: Vec::new(), at: 0, maker }
+            push.image.write_layer(layer, writer, stop, &mut |_| ())
+        })?;
+        Ok(Pieces { pieces, current: Vec::new(), at: 0, maker })
     }
 }
 
@@ -692,14 +724,14 @@ struct Pieces<'scope> {
     pieces: channel::Receiver<Vec<u8>>,
     current: Vec<u8>,
     at: usize,
-    maker: ScopedJoinHandle<'scope, Result<Packed, ExportError>>,
+    maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
 }
 
 impl Pieces<'_> {
-    /// What it is, if all of it was taken. [`ExportError::Stopped`] if not.
-    fn end(self) -> Result<Packed, ExportError> {
+    /// What it is, if all of it was taken. [`ExportError::Cancelled`] if not.
+    fn end(self) -> Result<LayerBlob, ExportError> {
         drop(self.pieces);
-        self.maker.join().unwrap_or(Err(ExportError::Stopped))
+        self.maker.join().unwrap_or(Err(Cancelled.into()))
     }
 }
 

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
+use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Domain};
 
 use super::assemble::{Object, Sink};
@@ -33,7 +34,7 @@ pub(crate) fn header(name: &str, size: u64) -> [u8; BLOCK] {
 pub(crate) fn write(
     domain: &Domain,
     tree: &Tree,
-    user: &str,
+    (user, cancel): (&str, &Cancel),
     sink: &mut Sink<'_>,
 ) -> Result<(), ExportError> {
     let mut firsts: HashMap<InodeId, Vec<u8>> = HashMap::new();
@@ -84,7 +85,7 @@ pub(crate) fn write(
             Content::External { size, digest, .. } => {
                 let digest = *digest.ok_or_else(|| fail("the image does not name its object"))?;
                 entry(tree, inode, &name, b'0', b"", size, sink)?;
-                let mut object = Object::open(domain, Digest(digest), size, user)?;
+                let mut object = Object::open(domain, Digest(digest), size, (user, cancel))?;
                 object.take(size, Some(&mut *sink))?;
                 object.check()?;
                 sink(&[0; BLOCK][..pad(size)])?;

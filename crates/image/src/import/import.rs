@@ -8,30 +8,31 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
+use cofolio_store::task::{Event, LayerState, Phase, Task};
 use cofolio_store::{
-    Backend, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
+    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats, StoredFile,
 };
 use serde::Serialize;
 
 use super::{ImportOptions, Limits};
-use crate::compose::base::{Based, find_bases};
 use crate::compose::merge::{self, Hidden, MergeError};
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, ChainId, DiffId, NoDigest};
 use crate::error::TrustError;
 use crate::error::{ImportError, shown};
 use crate::layer::DEFAULT_DIR;
 use crate::layer::FoundLayer;
 use crate::layer::blob::{Budget, Pool};
+use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
-use crate::layer::overlay::Overlay;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, commit_error, keep, known_layer, objects, overlay, store_error,
-    unpack,
+    Counts, Shared, Unpacked, commit_error, dumped, keep, known_layer, objects, store_error, unpack,
 };
-use crate::progress::{LayerStart, Phase, Progress};
+use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
 use crate::source::manifest::is_whole_name;
 use crate::source::{Chosen, FoundImage, Opened, Source};
+use crate::stored::digest_of;
+use crate::threads::spawn;
 use crate::tree_scan;
 use crate::trust::Record;
 
@@ -41,10 +42,13 @@ pub struct ImportReport {
     /// Name of the ref.
     pub name: String,
     /// fs-verity digest of the metadata image.
-    pub image: String,
+    pub image: Digest,
     /// Digest of the image's manifest.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub manifest: Option<String>,
+    pub manifest: Option<BlobDigest>,
+    /// Digest of the image config: what podman and docker call the image id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config: Option<BlobDigest>,
     /// The image was there already, and no blob of it was read.
     pub known: bool,
     /// The layers, lowest first. Empty for a directory.
@@ -66,12 +70,6 @@ pub struct ImportReport {
     /// Names left out because they belong to sockets in use, or to filesystems mounted below a
     /// directory that was to be imported without them.
     pub skipped: u64,
-    /// Images, this one or others, that are mounted over a base from now on.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub based: Vec<Based>,
-    /// Why it shares no base with the images that it has layers in common with, if that went wrong.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub not_based: Option<String>,
     /// How long it took, in milliseconds.
     pub duration_ms: u64,
 }
@@ -80,11 +78,11 @@ pub struct ImportReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LayerReport {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Digest of the uncompressed archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// Identity of this layer over those below.
-    pub chain_id: String,
+    pub chain_id: ChainId,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Size of the archive in bytes; 0 if it was known.
@@ -97,8 +95,6 @@ pub struct LayerReport {
 
 /// Imports an image into a domain and publishes it as a ref.
 ///
-/// Where images are mounted over bases, it and those that have layers in common with it get one.
-///
 /// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id is
 /// known is not unpacked again, and an object that is known not written again.
 ///
@@ -108,43 +104,35 @@ pub fn import(
     domain: &Domain,
     source: &Source,
     options: &ImportOptions,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
     let started = Instant::now();
-    let mut report = match source {
-        Source::Directory { path } => import_directory(domain, path, source, options, progress)?,
-        _ => import_image(domain, source, options, progress)?,
+    options.name.as_deref().map_or(Ok(()), check_name)?;
+    let imported = match source {
+        Source::Directory { path } => import_directory(domain, path, source, options, task),
+        _ => import_image(domain, source, options, task),
     };
-    if options.repair.is_none()
-        && domain.backend()? == Backend::Overlay
-        && let Ok(image) = report.image.parse()
-    {
-        // The image is here, whatever comes of this.
-        match find_bases(domain, &image) {
-            Ok(based) => report.based = based,
-            Err(error) => report.not_based = Some(error.to_string()),
-        }
-    }
+    // What fails after it was cancelled fails because of that.
+    let mut report = imported.map_err(|error| task.reason(error))?;
     report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     Ok(report)
 }
 
 /// Whether garbage collection (or damage) took something that the import relied on.
 fn worth_another_try(error: &ImportError) -> bool {
-    use cofolio_store::Error;
-    matches!(error, ImportError::Store(Error::Vanished { .. } | Error::SizeMismatch { .. }))
+    matches!(error, ImportError::Store(error) if error.is_race())
 }
 
-/// Tries, and where it is worth it tries once more, told so: with the lock held, believing nothing known.
+/// Retries once under the lock, trusting no cached layer. `attempt` hears whether it is the second try.
 fn twice(
     attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
     attempt(false).or_else(|error| {
         if !worth_another_try(&error) {
             return Err(error);
         }
-        progress.phase(Phase::Again);
+        task.tell(Event::Phase(Phase::Again));
         attempt(true)
     })
 }
@@ -154,76 +142,92 @@ fn import_directory(
     path: &Path,
     source: &Source,
     options: &ImportOptions,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
-    let name = options.name.clone().unwrap_or_else(|| default_name(source, None));
+    let name = name_for(source, None, options)?;
     let attempt = |hold_lock| {
         let staging = begin(domain, options, hold_lock)?;
-        progress.phase(Phase::Unpack);
+        task.tell(Event::Phase(Phase::Unpack));
         let scan = tree_scan::ScanOptions {
             threads: options.threads,
             ..tree_scan::ScanOptions::for_import()
         };
-        let scanned = tree_scan::scan(path, &scan, &staging, progress)?;
+        let scanned = tree_scan::scan(path, &scan, &staging, task)?;
         let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
         let mut record = Ref::new(Digest([0; 32]));
         record.labels = labels(domain, &name, options)?;
         let gate = Gate { options, brought: Vec::new() };
-        finish(staging, &scanned.tree, &Hidden::new(), record, &gate, progress, &mut report)?;
+        finish(staging, &scanned.tree, &Hidden::new(), record, &gate, task, &mut report)?;
         Ok(report)
     };
-    twice(attempt, progress)
+    twice(attempt, task)
 }
 
 fn import_image(
     domain: &Domain,
     source: &Source,
     options: &ImportOptions,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
-    progress.phase(Phase::Resolve);
-    let opened = Opened::open(source, &options.registry)?;
+    task.tell(Event::Phase(Phase::Resolve));
+    let opened = Opened::open(source, &options.registry, task)?;
     let chosen = opened.choose(&options.platform, options.limits.document_bytes)?;
     let called = match &chosen {
         Chosen::Docker { image, .. } => image.repo_tags.as_ref().and_then(|tags| tags.first()),
         Chosen::Manifest { name, .. } => name.as_ref(),
     };
     let called = called.map(String::as_str);
-    let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
+    let name = name_for(source, called, options)?;
     let brought = cosigned(&opened, &chosen, &name, options)?;
     let gate = Gate { options, brought };
-    if options.repair.is_none()
-        && let Some(record) = known_image(domain, &chosen)?
-    {
-        progress.phase(Phase::Commit);
-        let record = Ref { source: in_registry(source).or(record.source.clone()), ..record };
-        match publish_known(domain, &name, record, &gate) {
-            // Removed and collected since we looked.
-            Err(ImportError::Store(cofolio_store::Error::NoSuchImage(_))) => {}
-            done => return done,
+    let known = match options.repair {
+        None => known_image(domain, &chosen)?,
+        Some(_) => None,
+    };
+    let mut damage = Damage::default();
+    if let Some(record) = &known {
+        damage = damage_of(domain, record)?;
+        if damage.is_empty()
+            && let Some(report) = publish_known(domain, source, &name, record, &gate, task)?
+        {
+            return Ok(report);
         }
     }
     let is_manifest = matches!(chosen, Chosen::Manifest { .. });
     let image = opened.resolve(chosen, options.limits.document_bytes)?;
-    let manifest = is_manifest.then(|| image.manifest.to_string());
-    let attempt = |again: bool| {
-        let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
+    let manifest = is_manifest.then(|| image.manifest.clone());
+    let attempt = |gate: &Gate<'_>, again: bool| {
+        let options = gate.options;
+        let mut report = ImportReport {
+            manifest: manifest.clone(),
+            config: Some(BlobDigest::sha256(image.config.as_bytes())),
+            ..empty_report(&name)
+        };
         let staging = Arc::new(begin(domain, options, again)?);
         let (tree, hidden) =
-            build(&staging, &image, options, opened.jobs(), !again, progress, &mut report)?;
+            build(&staging, &image, options, opened.jobs(), !again, task, &mut report)?;
         let staging = Arc::into_inner(staging)
             .ok_or_else(|| ImportError::Image { what: "the staging is still in use".into() })?;
         let mut record = Ref::new(Digest([0; 32]));
-        record.manifest.clone_from(&manifest);
+        record.manifest = manifest.as_ref().map(BlobDigest::to_string);
         record.document.clone_from(&image.document);
         record.source = in_registry(source);
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
         record.labels = labels(domain, &name, options)?;
-        finish(staging, &tree, &hidden, record, &gate, progress, &mut report)?;
+        finish(staging, &tree, &hidden, record, gate, task, &mut report)?;
         Ok(report)
     };
-    twice(attempt, progress)
+    if let Some(record) = known.filter(|_| !damage.is_empty()) {
+        let options = ImportOptions { repair: Some(damage), ..options.clone() };
+        let mended = attempt(&Gate { options: &options, brought: Vec::new() }, false)?;
+        if damage_of(domain, &record)?.is_empty()
+            && publish_known(domain, source, &name, &record, &gate, task)?.is_some()
+        {
+            return Ok(mended);
+        }
+    }
+    twice(|again| attempt(&gate, again), task)
 }
 
 /// Where the image is to be had again.
@@ -299,50 +303,75 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
             })
         }
     };
-    let Some(record) = record else { return Ok(None) };
-    // A layer that an earlier program imported has no split: it is unpacked once more to get one.
-    for layer in &record.layers {
-        if !domain.has_split(&layer.chain_id)? {
-            return Ok(None);
-        }
-    }
-    Ok(domain.has_image(&record.image)?.then_some(record))
+    Ok(record)
 }
 
+/// Files of a known image that are missing or altered: its metadata image, and its layers' trees and
+/// splits. Objects are not read; `fsck` does that.
+fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
+    let mut damage = Damage::default();
+    let intact = |file: StoredFile| digest_of(&file).is_ok_and(|found| found == record.image);
+    if !domain.open_image(&record.image).is_ok_and(intact) {
+        damage.images.insert(record.image);
+    }
+    for layer in &record.layers {
+        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id).is_none() {
+            damage.layers.insert(layer.chain_id.clone());
+        }
+    }
+    Ok(damage)
+}
+
+/// Gives a known image the name. `None` if it was removed and collected meanwhile.
 fn publish_known(
     domain: &Domain,
+    source: &Source,
     name: &str,
-    mut record: Ref,
+    record: &Ref,
     gate: &Gate<'_>,
-) -> Result<ImportReport, ImportError> {
+    task: &Task,
+) -> Result<Option<ImportReport>, ImportError> {
+    task.tell(Event::Phase(Phase::Commit));
+    let mut record =
+        Ref { source: in_registry(source).or(record.source.clone()), ..record.clone() };
     let signatures = gate.admit(domain, name, &record)?;
-    let layers = record
-        .layers
-        .iter()
-        .map(|layer| LayerReport {
-            digest: layer.blob.clone().unwrap_or_default(),
-            diff_id: layer.diff_id.clone(),
-            chain_id: layer.chain_id.clone(),
-            size: layer.size,
-            uncompressed: 0,
-            known: true,
-            entries: 0,
-        })
-        .collect();
-    let report = ImportReport {
-        image: record.image.to_string(),
-        manifest: record.manifest.clone(),
-        known: true,
-        layers,
-        ..empty_report(name)
-    };
+    let mut report = known_report(name, &record)
+        .map_err(|error| ImportError::Image { what: format!("the record of {name}: {error}") })?;
+    report.known = true;
     record.labels = labels(domain, name, gate.options)?;
     record.created = now();
     for signature in signatures {
         signature.keep(domain, &record.image)?;
     }
-    domain.put_ref(name, &record)?;
-    Ok(report)
+    match domain.put_ref(name, &record) {
+        // Garbage collection removed it since we looked.
+        Err(error) if error.is_race() => Ok(None),
+        done => done.map(|()| Some(report)).map_err(Into::into),
+    }
+}
+
+/// What there is to say of an image that was not read.
+fn known_report(name: &str, record: &Ref) -> Result<ImportReport, NoDigest> {
+    let layer = |layer: &Layer| {
+        let diff_id: DiffId = layer.diff_id.parse()?;
+        let digest = layer.blob.as_deref().map(str::parse).transpose()?;
+        Ok(LayerReport {
+            digest: digest.unwrap_or_else(|| diff_id.as_blob().clone()),
+            diff_id,
+            chain_id: layer.chain_id.parse()?,
+            size: layer.size,
+            uncompressed: 0,
+            known: true,
+            entries: 0,
+        })
+    };
+    Ok(ImportReport {
+        image: record.image,
+        manifest: record.manifest.as_deref().map(str::parse).transpose()?,
+        config: record.config.as_ref().map(|config| BlobDigest::sha256(config.as_bytes())),
+        layers: record.layers.iter().map(layer).collect::<Result<_, _>>()?,
+        ..empty_report(name)
+    })
 }
 
 /// The labels of a ref: those that were asked for, and the pin that it may have already. Importing a newer
@@ -365,8 +394,9 @@ fn labels(
 fn empty_report(name: &str) -> ImportReport {
     ImportReport {
         name: name.to_owned(),
-        image: String::new(),
+        image: Digest([0; 32]),
         manifest: None,
+        config: None,
         known: false,
         layers: Vec::new(),
         entries: 0,
@@ -377,8 +407,6 @@ fn empty_report(name: &str) -> ImportReport {
         image_bytes: 0,
         foreign_xattrs: 0,
         skipped: 0,
-        based: Vec::new(),
-        not_based: None,
         duration_ms: 0,
     }
 }
@@ -396,12 +424,12 @@ fn record_of(layer: &FoundLayer) -> Layer {
 /// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
 const KEEP_BYTES_MIN: u64 = 1 << 20;
 
-/// What becomes of a layer.
-enum Part {
+/// A layer that waits to be merged.
+enum Unmerged {
     /// The first one, just unpacked: its tree becomes the merged one.
     Base(Tree),
     /// Any other: it is merged from its dump.
-    Over(Overlay),
+    Over(DumpedLayer),
 }
 
 /// Unpacks the layers that are not known, several at a time, and merges them in order.
@@ -411,12 +439,13 @@ fn build(
     options: &ImportOptions,
     jobs: Option<usize>,
     trust_known: bool,
-    progress: &dyn Progress,
+    task: &Task,
     report: &mut ImportReport,
 ) -> Result<(Tree, Hidden), ImportError> {
-    progress.phase(Phase::Unpack);
+    task.tell(Event::Phase(Phase::Unpack));
     let Limits { uncompressed_bytes, ratio_from_bytes, ratio, .. } = options.limits;
-    let budget = Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1));
+    let budget =
+        Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1), task.cancel.child());
     let entries = AtomicU64::new(0);
     let shared = Shared {
         budget: &budget,
@@ -430,11 +459,10 @@ fn build(
     // Some of them wait for the disk.
     let writers = (threads * 2).clamp(1, 8);
     let at_a_time = jobs.unwrap_or(threads.clamp(1, 4));
-    let on_read: Vec<_> =
-        (0..count).map(|index| move |bytes: u64| progress.bytes(index, bytes)).collect();
+    let on_read = |bytes| task.tell(Event::Read(bytes));
 
     std::thread::scope(|scope| {
-        let workers = Workers::start(scope, writers);
+        let workers = Workers::start(scope, writers)?;
         let mut running = VecDeque::new();
         let mut waiting = image.layers.iter().enumerate();
         let mut merged = Tree::new(DEFAULT_DIR);
@@ -444,7 +472,7 @@ fn build(
             // Layers begin in order, and few at a time.
             while running.len() < at_a_time {
                 let Some((index, layer)) = waiting.next() else { break };
-                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read[index]);
+                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read);
                 let chain_id = layer.chain_id.to_string();
                 let damage = options.repair.as_ref();
                 let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
@@ -454,18 +482,16 @@ fn build(
                     && !damaged
                     && domain.has_layer(&chain_id)?
                     && (damage.is_some() || domain.has_split(&chain_id)?);
-                progress.layer(&LayerStart {
-                    index,
-                    count,
-                    digest: &layer.blob.digest.to_string(),
-                    size: layer.blob.size,
-                    known,
-                });
-                running.push_back(scope.spawn(move || {
+                let state = if known { LayerState::Known } else { LayerState::Read };
+                let digest = layer.blob.digest.to_string();
+                let blob = Some((digest.as_str(), layer.blob.size));
+                task.tell(Event::Layer { index, count, state, blob });
+                let started = spawn(scope, move || {
                     let result = (|| -> Result<_, ImportError> {
-                        let there = known.then(|| known_layer(staging, layer)).flatten();
+                        let there =
+                            known.then(|| known_layer(staging.domain(), &chain_id)).flatten();
                         if let Some(layer) = there {
-                            return Ok((None, Vec::new(), Part::Over(layer)));
+                            return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
                         // What came over the network is worth keeping even if the rest does not come.
                         let own = jobs.filter(|_| {
@@ -481,19 +507,32 @@ fn build(
                         let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
                         counts.kept = kept;
                         let part = match (index, kept) {
-                            (0, _) => Part::Base(tree),
-                            (_, None) => Part::Over(overlay(staging, layer, tree)?),
+                            (0, _) => Unmerged::Base(tree),
+                            (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                Part::Over(known_layer(staging, layer).ok_or_else(vanished)?)
+                                Unmerged::Over(
+                                    known_layer(staging.domain(), &chain_id)
+                                        .ok_or_else(vanished)?,
+                                )
                             }
                         };
                         Ok((Some(counts), replaced, part))
                     })();
                     result.map_err(|error| shared.budget.stop(error))
-                }));
+                });
+                match started {
+                    Ok(layer) => running.push_back(layer),
+                    Err(error) => {
+                        // The other layers end early.
+                        budget.stop(error.into());
+                        break;
+                    }
+                }
             }
-            let Some(first) = running.pop_front() else { break };
+            let Some(first) = running.pop_front().filter(|_| !budget.is_stopped()) else {
+                return Err(reason(&budget));
+            };
             let layer = &image.layers[done];
             let joined = first.join().unwrap_or_else(|_| {
                 budget.stop(ImportError::Image { what: "a thread panicked".into() });
@@ -510,27 +549,30 @@ fn build(
                     counts.kept.iter().for_each(|stats| add_stats(report, stats));
                 }
                 let result = match part {
-                    Part::Base(tree) => merge::base(tree).map(|tree| merged = tree),
-                    Part::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
+                    Unmerged::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Unmerged::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
             });
             if result.is_err() {
-                let what = "a layer failed without a reason".into();
-                return Err(budget.reason().unwrap_or(ImportError::Image { what }));
+                return Err(reason(&budget));
             }
-            progress.layer_done(done);
             done += 1;
         }
         Ok((merged, hidden))
     })
 }
 
+fn reason(budget: &Budget) -> ImportError {
+    let what = "a layer failed without a reason".into();
+    budget.reason().unwrap_or(ImportError::Image { what })
+}
+
 fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {
     LayerReport {
-        digest: layer.blob.digest.to_string(),
-        diff_id: layer.diff_id.to_string(),
-        chain_id: layer.chain_id.to_string(),
+        digest: layer.blob.digest.clone(),
+        diff_id: layer.diff_id.clone(),
+        chain_id: layer.chain_id.clone(),
         size: layer.blob.size,
         uncompressed: unpacked.map_or(0, |counts| counts.uncompressed),
         known: unpacked.is_none(),
@@ -554,10 +596,10 @@ fn finish(
     hidden: &Hidden,
     mut record: Ref,
     gate: &Gate<'_>,
-    progress: &dyn Progress,
+    task: &Task,
     report: &mut ImportReport,
 ) -> Result<(), ImportError> {
-    progress.phase(Phase::Image);
+    task.tell(Event::Phase(Phase::Image));
     let mut writer = staging.image_writer()?;
     let written =
         write::write(tree, &WriteOptions::default(), &mut writer).map_err(|e| match e {
@@ -567,7 +609,7 @@ fn finish(
     let image = writer.finish()?;
     record.image = image;
     record.created = now();
-    report.image = image.to_string();
+    report.image = image;
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;
     // A repair brings back what this source has; the rest of the damage is somebody else's to mend.
@@ -577,7 +619,7 @@ fn finish(
         true => gate.admit(&domain, &report.name, &record)?,
         false => Vec::new(),
     };
-    progress.phase(Phase::Commit);
+    task.tell(Event::Phase(Phase::Commit));
     let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
     let publish = match whole {
         true => Publish::named(report.name.clone(), record),
@@ -604,6 +646,31 @@ fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
 /// A layer that was published a moment ago is gone: garbage collection was quicker.
 fn vanished() -> ImportError {
     ImportError::Store(cofolio_store::Error::Vanished { count: 1, first: "a layer".into() })
+}
+
+/// What the image is called: as the caller says, or as the source does.
+///
+/// # Errors
+/// [`ImportError::Name`]. A repair gives no name, so there any will do.
+fn name_for(
+    source: &Source,
+    called: Option<&str>,
+    options: &ImportOptions,
+) -> Result<String, ImportError> {
+    let name = options.name.clone().unwrap_or_else(|| default_name(source, called));
+    if options.repair.is_none() {
+        check_name(&name)?;
+    }
+    Ok(name)
+}
+
+/// Checks a name that an image is to have in the store.
+///
+/// # Errors
+/// [`ImportError::Name`] if it is blank, too long, has control characters, or looks like a path.
+pub fn check_name(name: &str) -> Result<(), ImportError> {
+    let bad = |what| ImportError::Name { name: name.chars().take(80).collect(), what };
+    check_image_name(name).map_err(bad)
 }
 
 /// A name from the source: the tag that was asked for, or else what the source calls the image, if that is

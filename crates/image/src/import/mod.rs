@@ -25,7 +25,7 @@ mod import;
 
 use cofolio_store::Damage;
 
-pub use import::{ImportReport, LayerReport, import};
+pub use import::{ImportReport, LayerReport, check_name, import};
 
 use crate::limits::Limits;
 use crate::registry::RegistryOptions;

@@ -14,15 +14,18 @@
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Scope;
+
+use cofolio_store::task::Cancel;
 
 use crate::digest::{BlobDigest, BlobHasher};
 use crate::error::ImportError;
 use crate::error::RegistryError;
 use crate::layer::tar::Input;
+use crate::threads::{NoThread, spawn};
 
 /// Size of a chunk of uncompressed content, in bytes.
 pub(crate) const CHUNK: usize = 256 * 1024;
@@ -45,8 +48,9 @@ pub(crate) struct Blob {
 /// Where blobs are. A reader gives the bytes from the first to the last; what went wrong in getting them
 /// may travel in its errors as a [`RegistryError`].
 pub(crate) trait Content: fmt::Debug + Send + Sync {
-    /// Begins to read a blob. A reader that waits does so no longer once `stop` is set.
-    fn open(&self, digest: &BlobDigest, size: u64, stop: Arc<AtomicBool>) -> Box<dyn Read + Send>;
+    /// Begins to read a blob. A reader ends soon after `stop` (else what the source is opened with) is
+    /// cancelled.
+    fn open(&self, digest: &BlobDigest, size: u64, stop: Option<&Cancel>) -> Box<dyn Read + Send>;
 }
 
 impl Blob {
@@ -54,7 +58,7 @@ impl Blob {
         Self { digest, size, content }
     }
 
-    pub(crate) fn open(&self, stop: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+    pub(crate) fn open(&self, stop: Option<&Cancel>) -> Box<dyn Read + Send> {
         self.content.open(&self.digest, self.size, stop)
     }
 
@@ -72,7 +76,7 @@ impl Blob {
             });
         }
         let mut content = Vec::new();
-        let mut reader = self.open(Arc::default());
+        let mut reader = self.open(None);
         reader.read_to_end(&mut content).map_err(|e| self.failed(0, e))?;
         if content.len() as u64 != self.size {
             return Err(self.corrupt(content.len() as u64, "ends early".into()));
@@ -112,20 +116,20 @@ pub(crate) struct Budget {
     /// Uncompressed bytes for one compressed byte.
     pub(crate) ratio_max: u64,
     used: AtomicU64,
-    /// Set when one layer failed: the others need not go on.
-    stop: Arc<AtomicBool>,
+    /// Cancelled with the import, or when one layer failed: the others need not go on.
+    stop: Cancel,
     /// Why the first one failed; what the others say then is only a consequence.
     reason: Mutex<Option<ImportError>>,
 }
 
 impl Budget {
-    pub(crate) fn new(total_max: u64, ratio_from: u64, ratio_max: u64) -> Self {
+    pub(crate) fn new(total_max: u64, ratio_from: u64, ratio_max: u64, stop: Cancel) -> Self {
         Self {
             total_max,
             ratio_from,
             ratio_max,
             used: AtomicU64::new(0),
-            stop: Arc::default(),
+            stop,
             reason: Mutex::new(None),
         }
     }
@@ -133,9 +137,14 @@ impl Budget {
     /// Has all layers stop, and keeps the reason if it is the first.
     pub(crate) fn stop(&self, reason: ImportError) {
         let mut first = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.stop.swap(true, Ordering::Relaxed) {
+        if self.stop.cancel() {
             *first = Some(reason);
         }
+    }
+
+    /// Whether a layer has failed.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stop.is_cancelled()
     }
 
     /// Why the first layer failed that did.
@@ -218,7 +227,7 @@ impl Piece {
 }
 
 /// What the parser gets.
-enum Part {
+enum Message {
     /// Never empty.
     Chunk(Arc<Chunk>),
     /// The end, after all checks, with the diff-id.
@@ -227,7 +236,7 @@ enum Part {
 
 /// A layer's uncompressed content, to be read by a tar reader.
 pub(crate) struct Stream {
-    parts: Receiver<Result<Part, ImportError>>,
+    parts: Receiver<Result<Message, ImportError>>,
     current: Option<Arc<Chunk>>,
     at: usize,
     ended: bool,
@@ -247,16 +256,16 @@ impl Stream {
         pool: Arc<Pool>,
         budget: &'env Budget,
         on_read: OnRead<'env>,
-    ) -> Self {
+    ) -> Result<Self, NoThread> {
         let (to_parser, parts) = sync_channel(QUEUE);
-        scope.spawn(move || {
+        spawn(scope, move || {
             let result = unpack(&blob, &pool, budget, on_read, &to_parser);
-            if let Some(last) = result.map(|diff_id| diff_id.map(Part::End)).transpose() {
+            if let Some(last) = result.map(|diff_id| diff_id.map(Message::End)).transpose() {
                 // If nobody listens any more, the other side failed first.
                 let _ = to_parser.send(last);
             }
-        });
-        Self { parts, current: None, at: 0, ended: false, failure: None, diff_id: None }
+        })?;
+        Ok(Self { parts, current: None, at: 0, ended: false, failure: None, diff_id: None })
     }
 
     /// Takes up to `max` bytes without copying them. Empty at the end of the stream only.
@@ -297,11 +306,11 @@ impl BufRead for Stream {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         while self.current.is_none() && !self.ended {
             match self.parts.recv() {
-                Ok(Ok(Part::Chunk(chunk))) => {
+                Ok(Ok(Message::Chunk(chunk))) => {
                     self.at = 0;
                     self.current = Some(chunk);
                 }
-                Ok(Ok(Part::End(diff_id))) => {
+                Ok(Ok(Message::End(diff_id))) => {
                     self.diff_id = Some(diff_id);
                     self.ended = true;
                 }
@@ -405,9 +414,9 @@ fn unpack(
     pool: &Arc<Pool>,
     budget: &Budget,
     on_read: OnRead<'_>,
-    to_parser: &SyncSender<Result<Part, ImportError>>,
+    to_parser: &SyncSender<Result<Message, ImportError>>,
 ) -> Result<Option<BlobDigest>, ImportError> {
-    let inner = blob.open(budget.stop.clone());
+    let inner = blob.open(Some(&budget.stop));
     let tap = Tap { inner, hasher: Some(blob.digest.hasher()), count: 0, on_read };
     let mut unpacker = Unpacker::new(tap).map_err(|e| blob.failed(0, e))?;
     // The blob's digest is the diff-id of a layer that is not compressed (and diff-ids are SHA-256).
@@ -418,13 +427,14 @@ fn unpack(
     std::thread::scope(|scope| {
         // Hashing ends when the sender is dropped, on every way out of here.
         let (to_hasher, to_hash) = sync_channel::<Arc<Chunk>>(QUEUE);
-        let hashing = scope.spawn(move || {
+        let hashing = spawn(scope, move || {
             let mut hasher = BlobHasher::new();
             to_hash.iter().for_each(|chunk| hasher.update(chunk.bytes()));
             hasher.finish()
-        });
+        })?;
         let send = |chunk: Arc<Chunk>| {
-            to_hasher.send(chunk.clone()).is_ok() && to_parser.send(Ok(Part::Chunk(chunk))).is_ok()
+            to_hasher.send(chunk.clone()).is_ok()
+                && to_parser.send(Ok(Message::Chunk(chunk))).is_ok()
         };
         let Some(broken) = chunks(blob, &mut unpacker, pool, budget, send)? else {
             return Ok(None);
@@ -473,7 +483,7 @@ fn chunks(
                 option: "ratio",
             });
         }
-        if budget.stop.load(Ordering::Relaxed) || !send(chunk) {
+        if budget.stop.is_cancelled() || !send(chunk) {
             return Ok(None);
         }
     }
@@ -526,8 +536,8 @@ pub(crate) fn fuzz(blob: &Blob, budget: &Budget) -> (Vec<u8>, Result<bool, Impor
     let mut bytes = Vec::new();
     for part in parts {
         match part {
-            Ok(Part::Chunk(chunk)) => bytes.extend_from_slice(chunk.bytes()),
-            Ok(Part::End(_)) => panic!("an end before all checks"),
+            Ok(Message::Chunk(chunk)) => bytes.extend_from_slice(chunk.bytes()),
+            Ok(Message::End(_)) => panic!("an end before all checks"),
             Err(error) => panic!("an error in the queue: {error}"),
         }
     }

@@ -16,6 +16,7 @@ use crossbeam_channel as channel;
 
 use crate::error::ImportError;
 use crate::layer::blob::Piece;
+use crate::threads::{NoThread, spawn_up_to};
 
 /// Files up to this many bytes go in batches.
 pub(crate) const SMALL_MAX: usize = 1 << 20;
@@ -35,7 +36,7 @@ pub(crate) struct FileId {
 }
 
 /// A part of a large file, in order.
-enum Part {
+enum StreamPart {
     Data(Piece),
     Hole(u64),
     /// The file is complete. Without it the stream was cut off and is given up.
@@ -44,7 +45,7 @@ enum Part {
 
 enum Work {
     Batch(Vec<(FileId, Vec<Piece>)>),
-    Stream(FileId, Receiver<Part>),
+    Stream(FileId, Receiver<StreamPart>),
 }
 
 struct Job {
@@ -62,11 +63,17 @@ pub(crate) struct Workers {
 
 impl Workers {
     /// Starts `count` threads; they end when the last clone is dropped.
-    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, count: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`NoThread`].
+    pub(crate) fn start<'scope>(
+        scope: &'scope Scope<'scope, '_>,
+        count: usize,
+    ) -> Result<Self, NoThread> {
         let (jobs, queue) = channel::bounded::<Job>(count * 2);
-        for _ in 0..count {
+        spawn_up_to(scope, count, || {
             let queue = queue.clone();
-            scope.spawn(move || {
+            move || {
                 let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     let result = run(&job.staging, job.work, &mut buffer);
@@ -75,9 +82,9 @@ impl Workers {
                     // Nobody listens any more if the layer failed for another reason.
                     let _ = job.reply.send(result);
                 }
-            });
-        }
-        Self { jobs }
+            }
+        })?;
+        Ok(Self { jobs })
     }
 }
 
@@ -155,24 +162,24 @@ impl Files {
 }
 
 /// A large file on its way. Given up if dropped without [`FileStream::end`].
-pub(crate) struct FileStream(SyncSender<Part>);
+pub(crate) struct FileStream(SyncSender<StreamPart>);
 
 impl FileStream {
     // Sending fails if the worker failed; its reason comes as the result.
 
     /// Adds content; false if nobody wants it any more.
     pub(crate) fn data(&self, piece: Piece) -> bool {
-        self.0.send(Part::Data(piece)).is_ok()
+        self.0.send(StreamPart::Data(piece)).is_ok()
     }
 
     /// Adds a hole.
     pub(crate) fn hole(&self, size: u64) -> bool {
-        size == 0 || self.0.send(Part::Hole(size)).is_ok()
+        size == 0 || self.0.send(StreamPart::Hole(size)).is_ok()
     }
 
     /// The file is complete.
     pub(crate) fn end(self) -> bool {
-        self.0.send(Part::End).is_ok()
+        self.0.send(StreamPart::End).is_ok()
     }
 }
 
@@ -205,9 +212,9 @@ fn run(
             let mut writer = staging.object_writer();
             for part in parts {
                 match part {
-                    Part::Data(piece) => writer.push(piece.bytes())?,
-                    Part::Hole(size) => writer.push_hole(size)?,
-                    Part::End => return Ok(vec![(file, writer.finish()?)]),
+                    StreamPart::Data(piece) => writer.push(piece.bytes())?,
+                    StreamPart::Hole(size) => writer.push_hole(size)?,
+                    StreamPart::End => return Ok(vec![(file, writer.finish()?)]),
                 }
             }
             Ok(Vec::new())

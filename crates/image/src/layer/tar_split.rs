@@ -9,11 +9,10 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use cofolio_store::task::Cancel;
 use flate2::bufread::MultiGzDecoder;
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use serde::Deserialize;
@@ -35,7 +34,7 @@ pub(crate) struct UnpackedLayer {
 }
 
 impl Content for UnpackedLayer {
-    fn open(&self, _: &BlobDigest, _: u64, _: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+    fn open(&self, _: &BlobDigest, _: u64, _: Option<&Cancel>) -> Box<dyn Read + Send> {
         Box::new(Guarded(Archive::open(&self.tar_split, &self.files).map_err(failure)))
     }
 }

@@ -16,13 +16,13 @@ mod rewrite;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::ops::ControlFlow;
 
 use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::lz4;
 use cofolio_erofs::write::{
     self, Blob, Blobs, BlockAddr, Data, Device, Extent, WriteError, write_data,
 };
+use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{
     Contents as _, Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish,
     SHA256_SIZE_MAX, Segment, Staging,
@@ -88,16 +88,13 @@ pub enum PackError {
         /// What is wrong.
         what: String,
     },
-    /// The caller said to stop.
-    #[error("stopped")]
-    Stopped,
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
     /// The store refused.
     #[error(transparent)]
     Store(#[from] Error),
 }
-
-/// Told how many bytes are packed of how many in all; says whether to go on.
-pub type OnProgress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
 
 /// Packs an image.
 ///
@@ -107,14 +104,14 @@ pub fn pack(
     domain: &Domain,
     image: &Digest,
     options: &PackOptions,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<PackReport, PackError> {
     if !options.again
         && let Some(report) = existing(domain, image, options.form)?
     {
         return Ok(report);
     }
-    pack_without(domain, image, options, &BTreeSet::new(), on_progress)
+    pack_without(domain, image, options, &BTreeSet::new(), task)
 }
 
 /// Packs an image, whether it has a pack or not, with nothing in these segments.
@@ -123,30 +120,26 @@ fn pack_without(
     image: &Digest,
     options: &PackOptions,
     without: &BTreeSet<Digest>,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<PackReport, PackError> {
     let lease = Lease::take(domain, image, Vec::new(), "pack")?;
     let bad = |what: String| PackError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
-    let mut on_progress = |done, total| {
-        lease.renew();
-        on_progress(done, total)
-    };
-    let mut attempt = |hold_lock| {
+    let attempt = |hold_lock| {
         // Before it is looked what there is, so that with the lock it stays.
         let staging =
             domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
         let mut plan = Plan::new(&tree, options.form);
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
-        plan.write_segments(domain, &staging, options, &mut on_progress)?;
+        plan.write_segments(domain, &staging, options, &lease, task)?;
         plan.write_pack(staging, image, &tree)
     };
     match attempt(false) {
         // Segments that were to be used were collected meanwhile.
-        Err(PackError::Store(Error::Vanished { .. })) => attempt(true),
+        Err(PackError::Store(error)) if error.is_race() => attempt(true),
         other => other,
     }
 }
@@ -366,7 +359,8 @@ impl Plan {
         domain: &Domain,
         staging: &Staging,
         options: &PackOptions,
-        on_progress: OnProgress<'_>,
+        lease: &Lease<'_>,
+        task: &Task,
     ) -> Result<(), PackError> {
         let wanted = std::mem::take(&mut self.wanted);
         self.new_bytes = wanted.iter().map(|(_, size)| size).sum();
@@ -393,9 +387,9 @@ impl Plan {
                     })?,
                 }
                 done += size;
-                if on_progress(done, self.total).is_break() {
-                    return Err(PackError::Stopped);
-                }
+                lease.renew();
+                task.done(done, self.total);
+                task.check()?;
             }
             let (digest, segment) = pages.add_written(writer.finish()?);
             self.sizes.insert(digest, segment.blocks);

@@ -6,11 +6,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use cofolio_store::task::Task;
 use cofolio_store::{Contents as _, Digest, Domain, Form};
 use serde::Serialize;
 
 use super::usage::{self, Usage};
-use super::{OnProgress, PackError, PackOptions, pack_without};
+use super::{PackError, PackOptions, pack_without};
 use crate::compose::contents::ImageContents;
 
 /// What was done about segments of which little is used.
@@ -38,13 +39,13 @@ struct Needed {
 /// are left have their packs as they were, and the next one goes on.
 ///
 /// # Errors
-/// [`PackError::Stopped`], and [`PackError::Store`] for what cannot be listed. An image that cannot be packed is in the
+/// [`PackError::Cancelled`], and [`PackError::Store`] for what cannot be listed. An image that cannot be packed is in the
 /// report.
 pub fn rewrite(
     domain: &Domain,
     live: &[Digest],
     dry_run: bool,
-    on_progress: OnProgress<'_>,
+    task: &Task,
 ) -> Result<RewriteReport, PackError> {
     let mut sparse = sparse(domain)?;
     sparse.retain(|_, needed| !live.iter().any(|image| needed.images.contains(image)));
@@ -61,12 +62,12 @@ pub fn rewrite(
         }
         let options = PackOptions { form, ..PackOptions::default() };
         let without = report.segments.iter().copied().collect();
-        match pack_without(domain, &image, &options, &without, on_progress) {
+        match pack_without(domain, &image, &options, &without, task) {
             Ok(packed) => {
                 report.images.push(image);
                 report.new_bytes += packed.new_bytes;
             }
-            Err(PackError::Stopped) => return Err(PackError::Stopped),
+            Err(error @ PackError::Cancelled(_)) => return Err(error),
             Err(error) => report.failed.push((image, error.to_string())),
         }
     }

@@ -28,9 +28,7 @@ mod upload;
 mod url;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) use pace::Failure;
@@ -57,40 +55,15 @@ pub struct RegistryOptions {
     pub connect_timeout: Duration,
     /// How long nothing may arrive before the connection counts as broken. Default 30 s.
     pub stall_timeout: Duration,
+    /// Bytes per second that a connection must bring, measured over a `stall_timeout` of waiting; with
+    /// fewer it counts as broken. Default 1024.
+    pub rate_min: u64,
     /// Files with credentials, in docker's and podman's format; the first that has some is used. Missing
     /// ones are passed over. Default: [`RegistryOptions::auth_files_of_environment`].
     pub auth_files: Vec<PathBuf>,
     /// Directories with a directory for each host: `*.crt` are further authorities, `*.cert` with
     /// `*.key` is what to show of ourselves. Default: `/etc/containers/certs.d`, `/etc/docker/certs.d`.
     pub certs_dirs: Vec<PathBuf>,
-    /// Hears why something is tried again, in words for people. Default: nobody.
-    pub remark: Remark,
-}
-
-/// Somebody who hears remarks; called from several threads.
-#[derive(Clone, Default)]
-pub struct Remark(Option<Arc<Hear>>);
-
-type Hear = dyn Fn(&str) + Send + Sync;
-
-impl Remark {
-    /// Tells them to `hear`.
-    #[must_use]
-    pub fn to(hear: impl Fn(&str) + Send + Sync + 'static) -> Self {
-        Self(Some(Arc::new(hear)))
-    }
-
-    fn tell(&self, what: impl FnOnce() -> String) {
-        if let Some(hear) = &self.0 {
-            hear(&what());
-        }
-    }
-}
-
-impl fmt::Debug for Remark {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "Remark(…)" } else { "Remark(nobody)" })
-    }
 }
 
 /// What is particular about one registry.
@@ -113,9 +86,9 @@ impl Default for RegistryOptions {
             pause_max: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(10),
             stall_timeout: Duration::from_secs(30),
+            rate_min: 1024,
             auth_files: Self::auth_files_of_environment(),
             certs_dirs: vec!["/etc/containers/certs.d".into(), "/etc/docker/certs.d".into()],
-            remark: Remark::default(),
         }
     }
 }

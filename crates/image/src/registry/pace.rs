@@ -1,11 +1,12 @@
 //! How fast and how often: the limit on bytes per second, and the pauses between tries.
 
 use std::hash::{BuildHasher, Hasher};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{RegistryOptions, Remark};
+use cofolio_store::task::{Cancel, Event, Task};
+
+use super::RegistryOptions;
 use crate::error::RegistryError;
 
 /// How long a sleeper goes without looking whether it is still wanted.
@@ -34,18 +35,60 @@ impl Limiter {
     }
 
     /// Says that `bytes` were read; returns when that was in order.
-    pub(crate) fn take(&self, bytes: usize, stop: &AtomicBool) -> Result<(), RegistryError> {
+    pub(crate) fn take(&self, bytes: usize, stop: &Cancel) -> Result<(), RegistryError> {
         if self.rate == 0 {
             return Ok(());
         }
+        let now = Instant::now();
+        sleep(self.due(bytes, now).saturating_duration_since(now), stop)
+    }
+
+    /// When `bytes` that are read now will have been due.
+    fn due(&self, bytes: usize, now: Instant) -> Instant {
         let cost = Duration::from_secs_f64(bytes as f64 / self.rate as f64);
-        let until = {
-            let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
-            let floor = Instant::now().checked_sub(Duration::from_millis(250));
-            *due = floor.map_or(*due, |floor| floor.max(*due)) + cost;
-            *due
-        };
-        sleep(until.saturating_duration_since(Instant::now()), stop)
+        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let floor = now.checked_sub(Duration::from_millis(250));
+        *due = floor.map_or(*due, |floor| floor.max(*due)) + cost;
+        *due
+    }
+}
+
+/// Whether a connection is too slow: the bytes that came, and the time spent waiting for them. Time that
+/// the reader took for itself does not count.
+#[derive(Debug)]
+pub(crate) struct Speed {
+    rate_min: u64,
+    window: Duration,
+    bytes: u64,
+    waited: Duration,
+}
+
+impl Speed {
+    pub(crate) fn new(options: &RegistryOptions) -> Self {
+        let RegistryOptions { rate_min, stall_timeout: window, .. } = *options;
+        Self { rate_min, window, bytes: 0, waited: Duration::ZERO }
+    }
+
+    /// Adds what one read brought.
+    ///
+    /// # Errors
+    /// In words, if the minimum was not reached while waiting for as long as the window.
+    pub(crate) fn add(&mut self, bytes: usize, waited: Duration) -> Result<(), String> {
+        self.bytes += bytes as u64;
+        self.waited += waited;
+        if self.waited < self.window {
+            return Ok(());
+        }
+        let enough = self.bytes as f64 >= self.rate_min as f64 * self.waited.as_secs_f64();
+        let (bytes, seconds) = (self.bytes, self.waited.as_secs_f32());
+        (self.bytes, self.waited) = (0, Duration::ZERO);
+        match enough {
+            true => Ok(()),
+            false => Err(format!(
+                "too slow: {bytes} bytes in {seconds:.1} s, less than {} a second",
+                self.rate_min
+            )),
+        }
     }
 }
 
@@ -77,15 +120,14 @@ pub(crate) struct Tries {
     max: u32,
     pause: Duration,
     pause_max: Duration,
-    remark: Remark,
-    stop: Arc<AtomicBool>,
+    /// What hears why it is tried again, and ends the waiting.
+    task: Task,
 }
 
 impl Tries {
-    pub(crate) fn new(options: &RegistryOptions, stop: Arc<AtomicBool>) -> Self {
+    pub(crate) fn new(options: &RegistryOptions, task: Task) -> Self {
         let RegistryOptions { tries_max, pause, pause_max, .. } = *options;
-        let remark = options.remark.clone();
-        Self { count: 0, max: tries_max.max(1), pause, pause_max, remark, stop }
+        Self { count: 0, max: tries_max.max(1), pause, pause_max, task }
     }
 
     /// It got on: what failed before does not count any more.
@@ -107,16 +149,17 @@ impl Tries {
         let pause = failure.pause.map_or(own, |asked| asked.max(own).min(self.pause_max));
         let (next, of) = (self.count + 1, self.max);
         let seconds = pause.as_secs_f32();
-        self.remark.tell(|| format!("{}; try {next} of {of} in {seconds:.1} s", failure.error));
-        sleep(pause, &self.stop)
+        let remark = format!("{}; try {next} of {of} in {seconds:.1} s", failure.error);
+        self.task.tell(Event::Remark(&remark));
+        sleep(pause, &self.task.cancel)
     }
 }
 
 /// Sleeps, unless nobody waits for it any more.
-fn sleep(how_long: Duration, stop: &AtomicBool) -> Result<(), RegistryError> {
+fn sleep(how_long: Duration, stop: &Cancel) -> Result<(), RegistryError> {
     let end = Instant::now() + how_long;
     loop {
-        if stop.load(Ordering::Relaxed) {
+        if stop.is_cancelled() {
             return Err(RegistryError::GivenUp);
         }
         match end.saturating_duration_since(Instant::now()) {
@@ -148,8 +191,8 @@ mod tests {
             pause_max: Duration::from_millis(4),
             ..RegistryOptions::default()
         };
-        let stop = Arc::new(AtomicBool::new(false));
-        let mut tries = Tries::new(&options, stop.clone());
+        let task = Task::default();
+        let mut tries = Tries::new(&options, task.clone());
         for _ in 0..10 {
             tries.wait(failure()).expect("first");
             tries.wait(failure()).expect("second");
@@ -160,27 +203,53 @@ mod tests {
         tries.wait(failure()).expect("second");
         let error = tries.wait(failure()).expect_err("third");
         assert_eq!(error.to_string(), "u: w (tried 3 times)");
-        let mut tries = Tries::new(&RegistryOptions::default(), stop.clone());
+        let mut tries = Tries::new(&RegistryOptions::default(), task.clone());
         let refused = Failure { again: false, ..failure() };
         assert_eq!(tries.wait(refused).expect_err("at once").to_string(), "u: w");
-        stop.store(true, Ordering::Relaxed);
+        task.cancel.cancel();
         assert!(matches!(tries.wait(failure()), Err(RegistryError::GivenUp)));
+    }
+
+    #[test]
+    fn slow_connections_are_noticed() {
+        let window = Duration::from_secs(10);
+        let options =
+            RegistryOptions { rate_min: 100, stall_timeout: window, ..RegistryOptions::default() };
+        let mut speed = Speed::new(&options);
+        let second = Duration::from_secs(1);
+        for _ in 0..100 {
+            speed.add(100, second).expect("just enough");
+        }
+        for _ in 0..9 {
+            speed.add(99, second).expect("not known yet");
+        }
+        assert!(speed.add(99, second).expect_err("too slow").contains("990 bytes in 10.0 s"));
+        // A burst makes up for a pause within one window, and only there.
+        speed.add(1000, Duration::ZERO).expect("a burst");
+        speed.add(0, window).expect("a pause");
+        speed.add(0, window).expect_err("another pause");
     }
 
     #[test]
     fn a_rate_is_kept_by_all_together() {
         let limiter = Limiter::new(1_000_000);
-        let started = Instant::now();
+        // It has not been used for long: a quarter of a second's worth is there.
+        let now = Instant::now() + Duration::from_secs(5);
+        let millis = Duration::from_millis;
+        assert_eq!(limiter.due(200_000, now), now - millis(50));
+        // Whoever takes more waits, also for what others took.
+        assert_eq!(limiter.due(100_000, now), now + millis(50));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..25 {
-                        limiter.take(5_000, &AtomicBool::new(false)).expect("not stopped");
+                        limiter.due(5_000, now);
                     }
                 });
             }
         });
-        // Half a second's worth, of which a quarter is there at the beginning.
-        assert!(started.elapsed() >= Duration::from_millis(240), "{:?}", started.elapsed());
+        assert_eq!(limiter.due(0, now), now + millis(550));
+        // And no more than a quarter is saved up.
+        assert_eq!(limiter.due(0, now + millis(5000)), now + millis(4750));
     }
 }

@@ -1,8 +1,9 @@
 //! A repository wherever it can be had: its mirrors, then the registry itself.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use cofolio_store::task::{Cancel, Event, Task};
 use ureq::http::Method;
 
 use super::download::Download;
@@ -34,8 +35,8 @@ pub(crate) struct Repository {
     endpoints: Vec<Endpoint>,
     /// The one that answered last is asked first.
     preferred: AtomicUsize,
-    /// Nobody waits for it any more.
-    stop: Arc<AtomicBool>,
+    /// What it is opened for.
+    task: Task,
 }
 
 /// A manifest or index, not checked against anything.
@@ -59,6 +60,7 @@ impl Repository {
     pub(crate) fn open(
         reference: &Reference,
         options: &RegistryOptions,
+        task: &Task,
     ) -> Result<Arc<Self>, RegistryError> {
         let http = Arc::new(Http::new(options.clone()));
         let (host, repository) = (reference.host(), reference.repository());
@@ -70,22 +72,22 @@ impl Repository {
             .collect::<Result<Vec<_>, _>>()?;
         endpoints.push(Endpoint::new(http.clone(), host, repository));
         let preferred = AtomicUsize::new(0);
-        let (reference, stop) = (reference.clone(), Arc::default());
-        Ok(Arc::new(Self { reference, http, endpoints, preferred, stop }))
+        let (reference, task) = (reference.clone(), task.clone());
+        Ok(Arc::new(Self { reference, http, endpoints, preferred, task }))
     }
 
     /// One to push to: the registry itself, no mirror. `others` are repositories in it from which blobs may
-    /// be mounted; `stop` ends waiting.
+    /// be mounted.
     pub(crate) fn for_push(
         reference: &Reference,
         options: &RegistryOptions,
         others: &[String],
-        stop: Arc<AtomicBool>,
+        task: Task,
     ) -> Self {
         let http = Arc::new(Http::new(options.clone()));
         let endpoint = Endpoint::new(http.clone(), reference.host(), reference.repository());
         let (reference, preferred) = (reference.clone(), AtomicUsize::new(0));
-        Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, stop }
+        Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, task }
     }
 
     /// What it is the repository of.
@@ -109,9 +111,9 @@ impl Repository {
         &self.http.options
     }
 
-    /// Whether nobody waits for it any more.
-    pub(crate) fn stop(&self) -> &Arc<AtomicBool> {
-        &self.stop
+    /// What ends everything with it.
+    pub(crate) fn stop(&self) -> &Cancel {
+        &self.task.cancel
     }
 
     /// The endpoints in the order in which to ask them, with their numbers.
@@ -131,13 +133,14 @@ impl Repository {
     }
 
     /// Counts tries with an endpoint.
-    pub(crate) fn tries(&self, number: usize, stop: &Arc<AtomicBool>) -> Tries {
+    pub(crate) fn tries(&self, number: usize, stop: &Cancel) -> Tries {
         let options = &self.http.options;
+        let task = self.task.cancelled_by(stop.clone());
         match number + 1 == self.endpoints.len() {
-            true => Tries::new(options, stop.clone()),
+            true => Tries::new(options, task),
             false => {
                 let tries_max = options.tries_max.min(MIRROR_TRIES_MAX);
-                Tries::new(&RegistryOptions { tries_max, ..options.clone() }, stop.clone())
+                Tries::new(&RegistryOptions { tries_max, ..options.clone() }, task)
             }
         }
     }
@@ -150,7 +153,7 @@ impl Repository {
     ) -> Result<T, RegistryError> {
         let mut failed = None;
         for number in self.order() {
-            let mut tries = self.tries(number, &self.stop);
+            let mut tries = self.tries(number, self.stop());
             let result = loop {
                 match ask(&self.endpoints[number]) {
                     Ok(found) => break Ok(found),
@@ -167,7 +170,7 @@ impl Repository {
                 }
                 Err(error) if number + 1 == self.endpoints.len() => failed = Some(error),
                 Err(error) => {
-                    self.http.options.remark.tell(|| format!("{error}; asking elsewhere"));
+                    self.task.tell(Event::Remark(&format!("{error}; asking elsewhere")));
                     failed = failed.or(Some(error));
                 }
             }
@@ -209,19 +212,14 @@ impl Repository {
             let mut response = endpoint.ask(&Method::GET, &path, &[("accept", ACCEPT)], true)?;
             let media_type = media_type(response.header("content-type"));
             let bytes = response.document(max)?;
-            self.limiter().take(bytes.len(), &AtomicBool::new(false))?;
+            self.limiter().take(bytes.len(), self.stop())?;
             Ok(Document { bytes, media_type })
         })
     }
 
     /// A blob as a reader, which goes on where a connection breaks off. Its errors hold a
     /// [`RegistryError`]. `stop` ends it early.
-    pub(crate) fn blob(
-        self: &Arc<Self>,
-        digest: &str,
-        size: u64,
-        stop: Arc<AtomicBool>,
-    ) -> Download {
+    pub(crate) fn blob(self: &Arc<Self>, digest: &str, size: u64, stop: &Cancel) -> Download {
         Download::new(self.clone(), digest, size, stop)
     }
 }

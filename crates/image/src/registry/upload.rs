@@ -3,7 +3,6 @@
 
 use std::cell::RefCell;
 use std::io::{self, Read};
-use std::sync::atomic::Ordering;
 
 use ureq::http::Method;
 
@@ -60,7 +59,7 @@ impl<'a> Body<'a> {
 impl Read for Body<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let (limiter, stop) = (self.repository.limiter(), self.repository.stop());
-        if stop.load(Ordering::Relaxed) {
+        if stop.is_cancelled() {
             return Err(io::Error::other(RegistryError::GivenUp));
         }
         let most = buf.len().min(limiter.portion());

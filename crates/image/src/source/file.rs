@@ -5,8 +5,8 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
+use cofolio_store::task::Cancel;
 use rustix::fs::{Mode, OFlags};
 
 use crate::digest::BlobDigest;
@@ -43,7 +43,7 @@ pub(crate) fn in_file(digest: BlobDigest, file: Arc<File>, offset: u64, size: u6
 }
 
 impl Content for InFile {
-    fn open(&self, _: &BlobDigest, size: u64, _: Arc<AtomicBool>) -> Box<dyn Read + Send> {
+    fn open(&self, _: &BlobDigest, size: u64, _: Option<&Cancel>) -> Box<dyn Read + Send> {
         let file = self.file.clone();
         Box::new(Section { file, at: self.offset, end: self.offset.saturating_add(size) })
     }

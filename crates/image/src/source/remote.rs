@@ -2,10 +2,10 @@
 
 use std::io::Read;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use cofolio_store::task::Cancel;
 use serde::Deserialize;
 
 use crate::digest::BlobDigest;
@@ -26,8 +26,8 @@ const CLAIM_MAX: u64 = 64 << 10;
 const SIGNATURE_MAX: usize = 1 << 10;
 
 impl Content for Arc<Repository> {
-    fn open(&self, digest: &BlobDigest, size: u64, stop: Arc<AtomicBool>) -> Box<dyn Read + Send> {
-        Box::new(self.blob(&digest.to_string(), size, stop))
+    fn open(&self, digest: &BlobDigest, size: u64, stop: Option<&Cancel>) -> Box<dyn Read + Send> {
+        Box::new(self.blob(&digest.to_string(), size, stop.unwrap_or(self.stop())))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::limits::Limits;
-use cofolio_image::progress::Silent;
+use cofolio_store::task::Task;
 
 use crate::support::*;
 use crate::{bad_blob, refused};
@@ -42,7 +42,7 @@ fn limits_stop_bombs() {
     refused(&bench, &hole(b"9223372036854775807"), limits, &["absurd"]);
     if !bench.domain.protection().verity {
         let report = bench.import(&hole(b"1000000000000").source()).unwrap();
-        let image = report.image.parse().unwrap();
+        let image = report.image;
         let contents = cofolio_image::compose::contents::ImageContents;
         let verified = bench.domain.verify_image(&image, &contents, &|_| ()).unwrap();
         assert_eq!((verified.bytes, verified.findings.len()), (1_000_000_000_000, 0));
@@ -57,7 +57,7 @@ fn limits_stop_bombs() {
     refused(&bench, &many, limits, &["entries", "1999"]);
     let limits = Limits { entries: 2000, ..Limits::default() };
     let options = ImportOptions { limits, ..ImportOptions::default() };
-    import(&bench.domain, &many.source(), &options, &Silent).unwrap();
+    import(&bench.domain, &many.source(), &options, &Task::default()).unwrap();
 }
 
 /// Compressed a thousandfold, by each of the formats: the ratio stops it while it is unpacked, whatever the size is.

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::limits::Limits;
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::Task;
 use serde_json::json;
 
 use crate::refused;
@@ -72,7 +72,7 @@ fn blobs_that_are_no_files() {
             let (done, wait) = mpsc::channel();
             std::thread::spawn(move || {
                 let options = ImportOptions::default();
-                let _ = done.send(import(&domain, &source, &options, &Silent).map(|_| ()));
+                let _ = done.send(import(&domain, &source, &options, &Task::default()).map(|_| ()));
             });
             let error = wait.recv_timeout(Duration::from_secs(20)).expect("it hangs").unwrap_err();
             assert_eq!(bench.listing(), before, "{target}: {error}");
@@ -81,7 +81,9 @@ fn blobs_that_are_no_files() {
     for form in ["oci-archive:", "docker-archive:", ""] {
         let text = format!("{form}{}", fifo.display());
         let error = Source::parse(&text)
-            .and_then(|source| import(&bench.domain, &source, &ImportOptions::default(), &Silent))
+            .and_then(|source| {
+                import(&bench.domain, &source, &ImportOptions::default(), &Task::default())
+            })
             .unwrap_err();
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert!(cause.contains("not a regular file"), "{error}: {cause}");

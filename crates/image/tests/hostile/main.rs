@@ -30,7 +30,7 @@ mod support;
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::limits::Limits;
-use cofolio_image::progress::Silent;
+use cofolio_store::task::Task;
 
 use support::*;
 
@@ -38,7 +38,7 @@ use support::*;
 fn refused(bench: &Bench, layout: &Layout, limits: Limits, words: &[&str]) -> ImportError {
     let before = bench.listing();
     let options = ImportOptions { limits, ..ImportOptions::default() };
-    let error = match import(&bench.domain, &layout.source(), &options, &Silent) {
+    let error = match import(&bench.domain, &layout.source(), &options, &Task::default()) {
         Ok(report) => panic!("accepted, expected {words:?}: {report:?}"),
         Err(error) => error,
     };

@@ -130,7 +130,7 @@ fn indexes_in_indexes_end() {
         ..Default::default()
     };
     let source = source(&app(fake.address));
-    let progress = cofolio_image::progress::Silent;
+    let progress = cofolio_store::task::Task::default();
     let error =
         cofolio_image::import::import(&bench.domain, &source, &options, &progress).unwrap_err();
     assert!(error.to_string().contains("indexes in indexes"), "{error}");

@@ -3,14 +3,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, ImportReport, import};
-use cofolio_image::progress::{Phase, Progress};
 use cofolio_image::source::Source;
-use cofolio_store::{Digest, FsckOptions, GcOptions, verity};
+use cofolio_store::task::{Cancel, Event, Phase, Task};
+use cofolio_store::{FsckOptions, GcOptions, verity};
 use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
 
 use crate::support::*;
@@ -19,30 +19,29 @@ const LIBC: &[u8] = b"libc of the base image";
 const APP: &[u8] = b"the application";
 
 /// Does something once, when the import has come to a phase, and notes all phases.
-struct Meanwhile<'a> {
-    at: Phase,
-    work: Mutex<Option<Box<dyn FnOnce() + Send + 'a>>>,
-    phases: Mutex<Vec<Phase>>,
+struct Meanwhile {
+    task: Task,
+    phases: Arc<Mutex<Vec<Phase>>>,
 }
 
-impl<'a> Meanwhile<'a> {
-    fn new(at: Phase, work: impl FnOnce() + Send + 'a) -> Self {
-        Self { at, work: Mutex::new(Some(Box::new(work))), phases: Mutex::default() }
+impl Meanwhile {
+    fn new(at: Phase, work: impl FnOnce() + Send + 'static) -> Self {
+        let (work, phases) = (Mutex::new(Some(work)), Arc::<Mutex<Vec<Phase>>>::default());
+        let seen = phases.clone();
+        let task = Task::new(Cancel::default(), move |event| {
+            let Event::Phase(phase) = event else { return };
+            seen.lock().unwrap().push(phase);
+            if phase == at
+                && let Some(work) = work.lock().unwrap().take()
+            {
+                work();
+            }
+        });
+        Self { task, phases }
     }
 
     fn phases(&self) -> Vec<Phase> {
         self.phases.lock().unwrap().clone()
-    }
-}
-
-impl Progress for Meanwhile<'_> {
-    fn phase(&self, phase: Phase) {
-        self.phases.lock().unwrap().push(phase);
-        if phase == self.at
-            && let Some(work) = self.work.lock().unwrap().take()
-        {
-            work();
-        }
     }
 }
 
@@ -57,10 +56,10 @@ fn run(
     bench: &Bench,
     source: &Source,
     name: &str,
-    progress: &dyn Progress,
+    task: &Task,
 ) -> Result<ImportReport, ImportError> {
     let options = ImportOptions { name: Some(name.to_owned()), ..ImportOptions::default() };
-    import(&bench.domain, source, &options, progress)
+    import(&bench.domain, source, &options, task)
 }
 
 /// `rm` and `gc` by somebody else.
@@ -111,7 +110,7 @@ fn assert_is_app(bench: &Bench, report: &ImportReport) {
     assert_eq!(view.paths(), ["/", "/app", "/usr", "/usr/libc"]);
     assert!(view.is_file("/usr/libc", LIBC) && view.is_file("/app", APP));
     let record = bench.domain.get_ref(&report.name).unwrap().unwrap();
-    assert_eq!(record.image, report.image.parse::<Digest>().unwrap());
+    assert_eq!(record.image, report.image);
     for layer in &record.layers {
         assert!(bench.domain.has_layer(&layer.chain_id).unwrap(), "{}", layer.chain_id);
     }
@@ -121,14 +120,15 @@ fn assert_is_app(bench: &Bench, report: &ImportReport) {
 /// when the import wants to publish an image that names them.
 #[test]
 fn an_image_is_imported_again_when_gc_took_its_known_layer() {
-    let bench = Bench::new();
+    let bench = Arc::new(Bench::new());
     let (base, app) = base_and_app(&bench);
-    run(&bench, &base, "base", &NOTHING).unwrap();
-    let gc = Meanwhile::new(Phase::Image, || {
-        collect(&bench, "base");
-        assert!(!is_there(&bench, LIBC));
+    run(&bench, &base, "base", &Task::default()).unwrap();
+    let inside = bench.clone();
+    let gc = Meanwhile::new(Phase::Image, move || {
+        collect(&inside, "base");
+        assert!(!is_there(&inside, LIBC));
     });
-    let report = run(&bench, &app, "app", &gc).unwrap();
+    let report = run(&bench, &app, "app", &gc.task).unwrap();
     assert_eq!(gc.phases(), twice(true));
     assert!(report.layers.iter().all(|layer| !layer.known), "the second try believes nothing");
     assert_eq!((report.layers.len(), report.objects_new), (2, 2));
@@ -139,18 +139,19 @@ fn an_image_is_imported_again_when_gc_took_its_known_layer() {
 /// As above, but another image keeps the object: only the layer's tree is gone, which the ref would name.
 #[test]
 fn an_image_is_imported_again_when_only_a_layer_went() {
-    let bench = Bench::new();
+    let bench = Arc::new(Bench::new());
     let (base, app) = base_and_app(&bench);
-    run(&bench, &base, "base", &NOTHING).unwrap();
+    run(&bench, &base, "base", &Task::default()).unwrap();
     let tree = bench.path("tree");
     fs::create_dir(&tree).unwrap();
     fs::write(tree.join("same"), LIBC).unwrap();
-    run(&bench, &Source::Directory { path: tree }, "keeper", &NOTHING).unwrap();
-    let gc = Meanwhile::new(Phase::Image, || {
-        collect(&bench, "base");
-        assert!(is_there(&bench, LIBC));
+    run(&bench, &Source::Directory { path: tree }, "keeper", &Task::default()).unwrap();
+    let inside = bench.clone();
+    let gc = Meanwhile::new(Phase::Image, move || {
+        collect(&inside, "base");
+        assert!(is_there(&inside, LIBC));
     });
-    let report = run(&bench, &app, "app", &gc).unwrap();
+    let report = run(&bench, &app, "app", &gc.task).unwrap();
     assert_eq!(gc.phases(), twice(true));
     assert_eq!((report.objects_new, report.objects_known), (1, 1));
     assert_is_app(&bench, &report);
@@ -164,11 +165,12 @@ fn an_image_is_imported_again_when_only_a_layer_went() {
 fn an_image_repairs_objects_of_a_known_layer() {
     for keep in [None, Some(0), Some(LIBC.len() - 1)] {
         for at in [Phase::Resolve, Phase::Image, Phase::Commit] {
-            let bench = Bench::new();
+            let bench = Arc::new(Bench::new());
             let (base, app) = base_and_app(&bench);
-            run(&bench, &base, "base", &NOTHING).unwrap();
-            let loss = Meanwhile::new(at, || damage(&bench, LIBC, keep));
-            let report = run(&bench, &app, "app", &loss).unwrap();
+            run(&bench, &base, "base", &Task::default()).unwrap();
+            let inside = bench.clone();
+            let loss = Meanwhile::new(at, move || damage(&inside, LIBC, keep));
+            let report = run(&bench, &app, "app", &loss.task).unwrap();
             assert_eq!(loss.phases(), twice(true), "{keep:?} at {at:?}");
             assert!(is_there(&bench, LIBC));
             assert_is_app(&bench, &report);
@@ -191,18 +193,19 @@ fn assert_is_directory(bench: &Bench, report: &ImportReport) {
     assert_eq!(view.paths(), ["/", "/app", "/libc"]);
     assert!(view.is_file("/libc", LIBC) && view.is_file("/app", APP));
     let record = bench.domain.get_ref(&report.name).unwrap().unwrap();
-    assert_eq!(record.image, report.image.parse::<Digest>().unwrap());
+    assert_eq!(record.image, report.image);
 }
 
 /// A directory has a file that is in the store, until gc takes it.
 #[test]
 fn a_directory_is_imported_again_when_gc_took_a_known_object() {
-    let bench = Bench::new();
+    let bench = Arc::new(Bench::new());
     let first = directory(&bench, "first", &[("libc", LIBC)]);
     let second = directory(&bench, "second", &[("libc", LIBC), ("app", APP)]);
-    run(&bench, &first, "first", &NOTHING).unwrap();
-    let gc = Meanwhile::new(Phase::Image, || collect(&bench, "first"));
-    let report = run(&bench, &second, "second", &gc).unwrap();
+    run(&bench, &first, "first", &Task::default()).unwrap();
+    let inside = bench.clone();
+    let gc = Meanwhile::new(Phase::Image, move || collect(&inside, "first"));
+    let report = run(&bench, &second, "second", &gc.task).unwrap();
     assert_eq!(gc.phases(), twice(false));
     assert_eq!((report.objects_new, report.objects_known), (2, 0));
     assert_is_directory(&bench, &report);
@@ -214,12 +217,13 @@ fn a_directory_is_imported_again_when_gc_took_a_known_object() {
 fn a_directory_repairs_known_objects() {
     for keep in [None, Some(0), Some(LIBC.len() - 1)] {
         for at in [Phase::Unpack, Phase::Image, Phase::Commit] {
-            let bench = Bench::new();
+            let bench = Arc::new(Bench::new());
             let first = directory(&bench, "first", &[("libc", LIBC)]);
             let second = directory(&bench, "second", &[("libc", LIBC), ("app", APP)]);
-            run(&bench, &first, "first", &NOTHING).unwrap();
-            let loss = Meanwhile::new(at, || damage(&bench, LIBC, keep));
-            let report = run(&bench, &second, "second", &loss).unwrap();
+            run(&bench, &first, "first", &Task::default()).unwrap();
+            let inside = bench.clone();
+            let loss = Meanwhile::new(at, move || damage(&inside, LIBC, keep));
+            let report = run(&bench, &second, "second", &loss.task).unwrap();
             match at {
                 Phase::Unpack => assert!(!loss.phases().contains(&Phase::Again)),
                 _ => assert_eq!(loss.phases(), twice(false), "{keep:?} at {at:?}"),
@@ -235,15 +239,16 @@ fn a_directory_repairs_known_objects() {
 /// what the first one did not need: the blob of the known layer.
 #[test]
 fn there_is_no_third_try() {
-    let bench = Bench::new();
+    let bench = Arc::new(Bench::new());
     let (base, app) = base_and_app(&bench);
-    let report = run(&bench, &base, "base", &NOTHING).unwrap();
-    let blob = bench.path("app/blobs/sha256").join(&report.layers[0].digest[7..]);
-    let gc = Meanwhile::new(Phase::Image, || {
-        collect(&bench, "base");
+    let report = run(&bench, &base, "base", &Task::default()).unwrap();
+    let blob = bench.path("app/blobs/sha256").join(report.layers[0].digest.hex());
+    let inside = bench.clone();
+    let gc = Meanwhile::new(Phase::Image, move || {
+        collect(&inside, "base");
         lose(&blob);
     });
-    let error = run(&bench, &app, "app", &gc).unwrap_err();
+    let error = run(&bench, &app, "app", &gc.task).unwrap_err();
     assert!(!matches!(error, ImportError::Store(_)), "{error}");
     assert_eq!(gc.phases().iter().filter(|phase| **phase == Phase::Again).count(), 1);
     assert_eq!(bench.domain.refs().unwrap(), []);
@@ -259,15 +264,64 @@ fn lose(blob: &Path) {
 /// it does, it is an import like any other and no "no such image".
 #[test]
 fn a_known_image_that_gc_took_is_imported() {
-    let bench = Bench::new();
+    let bench = Arc::new(Bench::new());
     let (_, app) = base_and_app(&bench);
-    let first = run(&bench, &app, "first", &NOTHING).unwrap();
-    let gc = Meanwhile::new(Phase::Commit, || collect(&bench, "first"));
-    let report = run(&bench, &app, "second", &gc).unwrap();
+    let first = run(&bench, &app, "first", &Task::default()).unwrap();
+    let inside = bench.clone();
+    let gc = Meanwhile::new(Phase::Commit, move || collect(&inside, "first"));
+    let report = run(&bench, &app, "second", &gc.task).unwrap();
     assert!(!report.known);
     assert_eq!(report.image, first.image);
     assert_is_app(&bench, &report);
     assert_sound(&bench);
 }
 
-const NOTHING: cofolio_image::progress::Silent = cofolio_image::progress::Silent;
+/// Imports of images that share layers and objects, names that go, and gc, all at once: imports failed with
+/// "no layer" where gc had taken one between two looks at it.
+#[test]
+fn imports_survive_gc_in_a_loop() {
+    const IMAGES: u32 = 4;
+    let bench = Bench::fast();
+    let base = Blob::gzip(&Tar::new().dir("usr").file("usr/libc", LIBC).end());
+    let sources: Vec<Source> = (0..IMAGES)
+        .map(|number| {
+            let own = Tar::new().file("app", APP).file("own", &number.to_le_bytes());
+            let layers = [base.clone(), Blob::gzip(&own.end())];
+            Layout::image(bench.path(&format!("image-{number}")), &layers).source()
+        })
+        .collect();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let (bench, done) = (&bench, &done);
+    std::thread::scope(|scope| {
+        let imports: Vec<_> = sources
+            .iter()
+            .enumerate()
+            .map(|(number, source)| {
+                scope.spawn(move || {
+                    let name = format!("name-{number}");
+                    for round in 0..15 {
+                        let report = run(bench, source, &name, &Task::default());
+                        let report = report.unwrap_or_else(|e| panic!("{name}, {round}: {e:?}"));
+                        let record = bench.domain.get_ref(&name).unwrap().unwrap();
+                        assert_eq!(record.image, report.image);
+                        bench.domain.remove_ref(&name).unwrap();
+                    }
+                })
+            })
+            .collect();
+        scope.spawn(move || {
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                let all = GcOptions::default();
+                match bench.domain.gc(&ImageContents, &|| Ok(Vec::new()), &all) {
+                    // An import is being published.
+                    Ok(_) | Err(cofolio_store::Error::Busy { .. }) => {}
+                    Err(error) => panic!("{error:?}"),
+                }
+            }
+        });
+        let failed = imports.into_iter().filter_map(|import| import.join().err()).count();
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(failed, 0);
+    });
+    assert_sound(bench);
+}

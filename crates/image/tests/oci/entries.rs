@@ -2,6 +2,9 @@
 
 use std::process::Command;
 
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_store::GcOptions;
+
 use crate::support::*;
 
 fn pax_time(view: &View, path: &str) -> (i64, u32) {
@@ -120,6 +123,30 @@ fn attributes_capabilities_and_acls() {
     assert_eq!(access[..12], [2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255]);
     assert_eq!(access[12..20], [2, 0, 7, 0, 0xe8, 3, 0, 0]);
     assert_eq!(shared["system.posix_acl_default"].len(), 4 + 5 * 8);
+}
+
+/// An inode may carry 65,535 bytes of attributes, but garbage collection read layers with a parser that
+/// refused more than 32,767, as mkcomposefs does: after one file with a large attribute had been imported,
+/// every collection of the domain failed with "nothing was collected".
+#[test]
+fn a_file_with_large_attributes_does_not_stop_garbage_collection() {
+    for size in [32_000, 40_000, 65_000] {
+        let bench = Bench::new();
+        let value = vec![b'x'; size];
+        let tar = Tar::new().pax(&[("SCHILY.xattr.user.large", &value)]).file("a", &[7; 100]);
+        let layout = Layout::image(bench.path("large"), &[Blob::plain(tar.end())]);
+        let report = bench.import(&layout.source()).unwrap();
+        assert_eq!(bench.view(&report).get("/a").xattrs["user.large"].len(), size);
+        let gone = Layout::image(
+            bench.path("gone"),
+            &[Blob::plain(Tar::new().file("b", &[8; 100]).end())],
+        );
+        let name = bench.import(&gone.source()).unwrap().name;
+        bench.domain.remove_ref(&name).unwrap();
+        let report =
+            bench.domain.gc(&ImageContents, &|| Ok(Vec::new()), &GcOptions::default()).unwrap();
+        assert_eq!((report.kept_images, report.images, report.objects), (1, 1, 1), "{size}");
+    }
 }
 
 /// The last of two entries counts; a directory over a directory only changes its metadata.

@@ -2,17 +2,18 @@
 //! byte by [`Bench::layers`], so by all tests that import any; here is the rest.
 
 use std::fs;
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::export::{
     Compression, Destination, ExportError, ExportOptions, Exported, export,
 };
 use cofolio_image::import::ImportOptions;
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::{Cancel, Cancelled, Task};
 use cofolio_store::{Digest, FsckOptions, GcOptions, RootKind};
 use serde_json::Value;
 
@@ -29,7 +30,7 @@ fn two_layers() -> Vec<Blob> {
     vec![Blob::gzip(&lower.end()), Blob { ..Blob::plain(upper.end()) }]
 }
 
-fn import(bench: &Bench, name: &str, layers: &[Blob]) -> (Layout, String) {
+fn import(bench: &Bench, name: &str, layers: &[Blob]) -> (Layout, Digest) {
     let layout = Layout::image(bench.path(name), layers);
     let report = bench.import(&layout.source()).unwrap();
     (layout, report.image)
@@ -75,11 +76,11 @@ fn an_image_comes_out_as_itself() {
     for compression in [Compression::Gzip, Compression::Zstd, Compression::None] {
         let to = bench.path("out");
         let report = bench.export("image", &to, compression).unwrap();
-        assert_eq!(report.config, config);
+        assert_eq!(report.config.to_string(), config);
         assert_eq!(document(&to, config), document(&source.0, config));
         for (layer, blob) in report.layers.iter().zip(two_layers()) {
-            assert_eq!(layer.diff_id, blob.diff_id);
-            let size = document(&to, &layer.digest).len() as u64;
+            assert_eq!(layer.diff_id.to_string(), blob.diff_id);
+            let size = document(&to, &layer.digest.to_string()).len() as u64;
             assert_eq!(size, layer.size);
         }
         let other = Bench::new();
@@ -91,10 +92,8 @@ fn an_image_comes_out_as_itself() {
         for threads in [1, 7] {
             let path = bench.path(&format!("out-{threads}"));
             let destination = Destination::Layout { path: path.clone(), tag: None };
-            let options = ExportOptions { compression, threads };
-            let again = export(&bench.domain, exported, &destination, &options, &mut |_| {
-                ControlFlow::Continue(())
-            });
+            let options = ExportOptions { compression, threads, ..Default::default() };
+            let again = export(&bench.domain, exported, &destination, &options, &Task::default());
             assert_eq!(again.unwrap().manifest, report.manifest);
             fs::remove_dir_all(path).unwrap();
         }
@@ -121,7 +120,7 @@ fn files_that_an_archive_replaces_itself_are_kept_for_it() {
     import(&bench, "image", std::slice::from_ref(&blob));
     gc(&bench);
     let report = bench.export("image", &bench.path("out"), Compression::None).unwrap();
-    assert_eq!(document(&bench.path("out"), &report.layers[0].digest), tar);
+    assert_eq!(document(&bench.path("out"), &report.layers[0].digest.to_string()), tar);
     let fsck = || {
         let options = FsckOptions { rehash: true };
         bench.domain.fsck(&ImageContents, options, &|_, _| ()).unwrap().findings
@@ -159,9 +158,7 @@ fn altered_content_is_not_given_out() {
         Destination::DockerArchive { path: out.join("docker"), tag: None },
     ] {
         let options = ExportOptions::default();
-        let result = export(&bench.domain, exported, &destination, &options, &mut |_| {
-            ControlFlow::Continue(())
-        });
+        let result = export(&bench.domain, exported, &destination, &options, &Task::default());
         match result {
             Err(ExportError::Object { digest, user, .. }) => {
                 assert_eq!(digest, text);
@@ -174,12 +171,15 @@ fn altered_content_is_not_given_out() {
     // The same when the caller wants it to end.
     damage(&path, |path| fs::write(path, "text").unwrap());
     let destination = Destination::Layout { path: out.join("layout"), tag: None };
-    let mut calls = 0;
-    let result = export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
-        calls += 1;
-        if calls > 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    let (cancel, calls) = (Cancel::default(), AtomicU64::new(0));
+    let cancels = cancel.clone();
+    let task = Task::new(cancel, move |_| {
+        if calls.fetch_add(1, Ordering::Relaxed) == 3 {
+            cancels.cancel();
+        }
     });
-    assert!(matches!(result, Err(ExportError::Stopped)), "{result:?}");
+    let result = export(&bench.domain, exported, &destination, &Default::default(), &task);
+    assert!(matches!(result, Err(ExportError::Cancelled(Cancelled))), "{result:?}");
     assert_eq!(names(&out), [""; 0]);
 }
 
@@ -192,17 +192,18 @@ fn garbage_is_collected_while_an_export_runs() {
     let record = bench.domain.get_ref("image").unwrap().unwrap();
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
     let destination = Destination::Layout { path: bench.path("out"), tag: None };
-    let mut leases = 0;
-    export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
-        if leases == 0 {
-            leases = bench.domain.roots(RootKind::Lease).unwrap().len();
-            bench.domain.remove_ref("image").unwrap();
-            let options = GcOptions { wait: false, now: record.created + 60, ..Default::default() };
-            bench.domain.gc(&ImageContents, &|| Ok(Vec::new()), &options).unwrap();
+    let leases = Arc::new(AtomicU64::new(0));
+    let (domain, seen, created) = (bench.domain.clone(), leases.clone(), record.created);
+    let task = Task::new(Cancel::default(), move |_| {
+        if seen.load(Ordering::Relaxed) == 0 {
+            seen.store(domain.roots(RootKind::Lease).unwrap().len() as u64, Ordering::Relaxed);
+            domain.remove_ref("image").unwrap();
+            let options = GcOptions { wait: false, now: created + 60, ..Default::default() };
+            domain.gc(&ImageContents, &|| Ok(Vec::new()), &options).unwrap();
         }
-        ControlFlow::Continue(())
-    })
-    .unwrap();
+    });
+    export(&bench.domain, exported, &destination, &Default::default(), &task).unwrap();
+    let leases = leases.load(Ordering::Relaxed);
     assert_eq!((leases, bench.domain.roots(RootKind::Lease).unwrap().len()), (1, 0));
     gc(&bench);
     assert_eq!(bench.domain.images().unwrap(), []);
@@ -256,7 +257,8 @@ fn layers_without_a_split_get_one_with_the_next_import() {
     damage_split(&file);
     let damage = bench.domain.damage(&fsck(), &ImageContents).unwrap();
     let options = ImportOptions { repair: Some(damage), ..ImportOptions::default() };
-    let report = cofolio_image::import::import(&bench.domain, &layout.source(), &options, &Silent);
+    let report =
+        cofolio_image::import::import(&bench.domain, &layout.source(), &options, &Task::default());
     assert!(report.unwrap().layers[0].known);
     assert_eq!(fsck().findings, []);
     bench.export("image", &bench.path("repaired"), Compression::None).unwrap();
@@ -298,7 +300,7 @@ fn a_directory_becomes_a_layer() {
     if have(test, "tar") {
         let to = bench.path("out");
         let exported = bench.export(&report.name, &to, Compression::None).unwrap();
-        let (extracted, blob) = (bench.path("extracted"), &exported.layers[0].digest[7..]);
+        let (extracted, blob) = (bench.path("extracted"), exported.layers[0].digest.hex());
         fs::create_dir(&extracted).unwrap();
         let mut command = Command::new("tar");
         command.args(["--numeric-owner", "--same-owner", "-p", "--xattrs", "--xattrs-include=*"]);
@@ -326,9 +328,7 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
         let record = bench.domain.get_ref(name).unwrap().unwrap();
         let exported = Exported { image: &record.image, record: Some(&record), name: None };
         let destination = Destination::Layout { path: to.clone(), tag: Some(tag.into()) };
-        export(&bench.domain, exported, &destination, &Default::default(), &mut |_| {
-            ControlFlow::Continue(())
-        })
+        export(&bench.domain, exported, &destination, &Default::default(), &Task::default())
     };
     let tags = || {
         let index: Value =
@@ -346,25 +346,25 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
         let source = Source::Layout { path: to.clone(), tag: Some(tag.into()) };
         Bench::new().import(&source).unwrap().image
     };
-    let two = bench.domain.get_ref("two").unwrap().unwrap().image.to_string();
-    assert_eq!((image("a"), image("b")), (two.clone(), two));
+    let two = bench.domain.get_ref("two").unwrap().unwrap().image;
+    assert_eq!((image("a"), image("b")), (two, two));
 
     // Images without a name stay beside each other, but none is there twice.
     let unnamed = |name: &str| {
         let record = bench.domain.get_ref(name).unwrap().unwrap();
         let exported = Exported { image: &record.image, record: Some(&record), name: None };
         let destination = Destination::Layout { path: bench.path("unnamed"), tag: None };
-        let mut go_on = |_| ControlFlow::Continue(());
+
         let options = ExportOptions::default();
-        export(&bench.domain, exported, &destination, &options, &mut go_on).unwrap().manifest
+        export(&bench.domain, exported, &destination, &options, &Task::default()).unwrap().manifest
     };
     let digests = [unnamed("one"), unnamed("two"), unnamed("two")];
     let index = fs::read(bench.path("unnamed").join("index.json")).unwrap();
     let index: Value = serde_json::from_slice(&index).unwrap();
     let entries = index["manifests"].as_array().unwrap().iter();
     assert_eq!(
-        entries.map(|entry| &entry["digest"]).collect::<Vec<_>>(),
-        digests[..2].iter().collect::<Vec<_>>()
+        entries.map(|entry| entry["digest"].as_str().unwrap().to_owned()).collect::<Vec<_>>(),
+        digests[..2].iter().map(ToString::to_string).collect::<Vec<_>>()
     );
 
     let before = (names(&to), names(&to.join("blobs/sha256")));
@@ -419,7 +419,7 @@ fn links_in_a_layout_lead_an_export_nowhere() {
 
     let to = bench.path("blobs");
     let report = bench.export("one", &to, Compression::None).unwrap();
-    let blob = to.join("blobs/sha256").join(&report.layers[0].digest[7..]);
+    let blob = to.join("blobs/sha256").join(report.layers[0].digest.hex());
     let (content, victim) = (fs::read(&blob).unwrap(), bench.path("victim"));
     fs::write(&victim, "mine").unwrap();
     fs::remove_file(&blob).unwrap();
@@ -455,10 +455,7 @@ fn what_a_killed_export_left_goes_with_the_next() {
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
     let to = |path| Destination::Archive { path, tag: None };
     let options = ExportOptions::default();
-    export(&bench.domain, exported, &to(out.join("a.tar")), &options, &mut |_| {
-        ControlFlow::Continue(())
-    })
-    .unwrap();
+    export(&bench.domain, exported, &to(out.join("a.tar")), &options, &Task::default()).unwrap();
     let expected = [
         ".a.tar".to_owned(),
         format!(".a.tar.cofolio-{}", dead - 2),
@@ -489,8 +486,7 @@ fn archives_are_read_again() {
     let twice = [two_layers(), two_layers()].concat();
     let (_, image) = import(&bench, "image", &twice);
     let record = bench.domain.get_ref("image").unwrap().unwrap();
-    let digest: Digest = image.parse().unwrap();
-    let exported = Exported { image: &digest, record: Some(&record), name: Some("name:1") };
+    let exported = Exported { image: &image, record: Some(&record), name: Some("name:1") };
     let (oci, docker) = (bench.path("oci.tar"), bench.path("docker.tar"));
     for (destination, source) in [
         (
@@ -504,11 +500,8 @@ fn archives_are_read_again() {
     ] {
         for _ in 0..2 {
             // The second time over the first.
-            let options = ExportOptions::default();
-            export(&bench.domain, exported, &destination, &options, &mut |_| {
-                ControlFlow::Continue(())
-            })
-            .unwrap();
+            let options = ExportOptions { replace: true, ..Default::default() };
+            export(&bench.domain, exported, &destination, &options, &Task::default()).unwrap();
         }
         let other = Bench::new();
         assert_eq!(other.import(&source).unwrap().image, image, "{source:?}");
@@ -537,7 +530,7 @@ fn skopeo_takes_what_is_exported() {
         let from = format!("oci:{}:exported:1", to.display());
         let inspected = run(Command::new("skopeo").args(["inspect", "--config", &from]));
         let inspected: Value = serde_json::from_slice(&inspected).unwrap();
-        let diff_ids: Vec<_> = report.layers.iter().map(|l| l.diff_id.as_str()).collect();
+        let diff_ids: Vec<_> = report.layers.iter().map(|l| l.diff_id.to_string()).collect();
         assert_eq!(inspected["rootfs"]["diff_ids"], serde_json::json!(diff_ids));
         let copy = bench.path(&format!("{name}-copy"));
         let mut command = Command::new("skopeo");

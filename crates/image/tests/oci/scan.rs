@@ -6,9 +6,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
 use std::path::Path;
 
 use cofolio_image::error::ImportError;
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
 use cofolio_image::tree_scan::{DigestOnly, DigestStore, ScanOptions, scan};
+use cofolio_store::task::Task;
 use rustix::fs::{FileType, Mode, XattrFlags};
 
 use crate::support::*;
@@ -197,7 +197,7 @@ fn holes_of_a_directory_stay_holes() {
     }
     let path = bench.path("digest-store");
     let store = DigestStore::open(&path).unwrap();
-    let tree = scan(&root, &ScanOptions::like_mkcomposefs(), &store, &Silent).unwrap();
+    let tree = scan(&root, &ScanOptions::like_mkcomposefs(), &store, &Task::default()).unwrap();
     assert_eq!((tree.objects, tree.object_bytes), (5, 100_000 + (28 << 20) + 700_000));
     for (content, bytes) in &contents {
         let digest = cofolio_store::verity::digest(content);
@@ -216,7 +216,8 @@ fn options_leave_out_what_they_say() {
     let bench = Bench::new();
     let root = bench.path("tree");
     make_tree(&root);
-    let scanned = |options: &ScanOptions| scan(&root, options, &DigestOnly, &Silent).unwrap();
+    let scanned =
+        |options: &ScanOptions| scan(&root, options, &DigestOnly, &Task::default()).unwrap();
     let like = ScanOptions::like_mkcomposefs();
     let tree = scanned(&ScanOptions { skip_devices: true, use_epoch: true, ..like.clone() });
     assert_eq!(tree.skipped, 2);
@@ -262,7 +263,7 @@ fn byte_identical_with_mkcomposefs() {
             ..ScanOptions::like_mkcomposefs()
         };
         let store = DigestStore::open(&our_store).unwrap();
-        let tree = scan(&root, &options, &store, &Silent).unwrap().tree;
+        let tree = scan(&root, &options, &store, &Task::default()).unwrap().tree;
         let mut ours = Vec::new();
         let write_options = cofolio_erofs::write::WriteOptions::default();
         cofolio_erofs::write::write(&tree, &write_options, &mut ours).unwrap();

@@ -3,12 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
 
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::{Platform, Source};
+use cofolio_store::task::Task;
 use serde_json::json;
 
 use crate::support::*;
@@ -72,7 +71,7 @@ fn forms_and_autodetection() {
     fs::write(bench.path("cut.tar"), &fs::read(&oci).unwrap()[..1600]).unwrap();
     assert!(matches!(
         Source::parse(&text(&bench.path("cut.tar"))),
-        Err(ImportError::Source { .. })
+        Err(ImportError::Archive { .. })
     ));
 
     let report = bench.import(&source(text(&path))).unwrap();
@@ -83,7 +82,7 @@ fn forms_and_autodetection() {
     check(&fresh.view(&fresh.import(&source(text(&oci))).unwrap()));
 }
 
-/// An image that is there is recognised by its manifest: its blobs may be gone, and it takes no time.
+/// An image that is there is recognised by its manifest: its blobs may be gone.
 #[test]
 fn a_known_manifest_is_not_read_again() {
     let bench = Bench::new();
@@ -92,13 +91,10 @@ fn a_known_manifest_is_not_read_again() {
     assert!(!first.known);
     let record = bench.domain.get_ref(&first.name).unwrap().unwrap();
     for layer in &first.layers {
-        fs::remove_file(layout.0.join("blobs/sha256").join(&layer.digest[7..])).unwrap();
+        fs::remove_file(layout.0.join("blobs/sha256").join(layer.digest.hex())).unwrap();
     }
     let options = ImportOptions { name: Some("other:name".into()), ..ImportOptions::default() };
-    let started = Instant::now();
-    let again = import(&bench.domain, &layout.source(), &options, &Silent).unwrap();
-    let took = started.elapsed();
-    assert!(took.as_millis() < 100, "{took:?}");
+    let again = import(&bench.domain, &layout.source(), &options, &Task::default()).unwrap();
     assert!(again.known && again.image == first.image && again.layers.len() == 2);
     let copy = bench.domain.get_ref("other:name").unwrap().unwrap();
     assert_eq!(
@@ -115,12 +111,14 @@ fn the_ref_holds_config_and_layers() {
     let layout = Layout::image(bench.path("image"), &blobs);
     let labels = [("team".to_owned(), "storage".to_owned())].into();
     let options = ImportOptions { name: Some("app:1".into()), labels, ..ImportOptions::default() };
-    let report = import(&bench.domain, &layout.source(), &options, &Silent).unwrap();
+    let report = import(&bench.domain, &layout.source(), &options, &Task::default()).unwrap();
     let record = bench.domain.get_ref("app:1").unwrap().unwrap();
-    assert_eq!(record.image.to_string(), report.image);
-    assert_eq!(record.manifest, report.manifest);
+    assert_eq!(record.image, report.image);
+    assert_eq!(record.manifest, report.manifest.map(|digest| digest.to_string()));
     assert_eq!(record.labels["team"], "storage");
     let config = record.config.unwrap();
+    // Other engines know the image by this id.
+    assert_eq!(report.config.unwrap().to_string(), sha256(config.as_bytes()));
     let path = layout.0.join("blobs/sha256").join(&sha256(config.as_bytes())[7..]);
     assert_eq!(fs::read_to_string(path).unwrap(), config);
     let chain = sha256(format!("{} {}", blobs[0].diff_id, blobs[1].diff_id).as_bytes());
@@ -158,7 +156,7 @@ fn tags_and_platforms() {
         let source = Source::Layout { path: layout.0.clone(), tag: tag.map(str::to_owned) };
         let platform = Platform::parse(platform).unwrap();
         let options = ImportOptions { platform, ..ImportOptions::default() };
-        import(&bench.domain, &source, &options, &Silent)
+        import(&bench.domain, &source, &options, &Task::default())
     };
     assert!(bench.view(&get(Some("multi"), "linux/amd64").unwrap()).has("/for-amd64"));
     assert!(bench.view(&get(Some("multi"), "linux/arm64/v8").unwrap()).has("/for-arm64"));
@@ -192,7 +190,7 @@ fn the_index_names_the_image() {
         image["annotations"] = annotations;
         layout.index(&[image]);
         let source = Source::Layout { path: layout.0.clone(), tag: tag.map(str::to_owned) };
-        import(&bench.domain, &source, &ImportOptions::default(), &Silent).unwrap().name
+        import(&bench.domain, &source, &ImportOptions::default(), &Task::default()).unwrap().name
     };
     const REF: &str = "org.opencontainers.image.ref.name";
     const FULL: &str = "io.containerd.image.name";
@@ -377,7 +375,7 @@ fn a_full_store_is_left_as_it_was() {
     };
     let before = list();
     for image in images {
-        let result = import(&domain, &image.source(), &ImportOptions::default(), &Silent);
+        let result = import(&domain, &image.source(), &ImportOptions::default(), &Task::default());
         // 12 MB do not fit in 4: what is missing is the rest, give or take what the store itself takes.
         match result {
             Err(ImportError::NoSpace { missing_bytes }) => {

@@ -85,7 +85,7 @@ fn bytes_after_the_end_are_hashed_and_ignored() {
 #[test]
 fn the_image_does_not_depend_on_threads_or_compression() {
     use cofolio_image::import::{ImportOptions, import};
-    use cofolio_image::progress::Silent;
+    use cofolio_store::task::Task;
     let (tar, _) = archive();
     let mut digests = Vec::new();
     for (threads, blob) in [
@@ -96,7 +96,9 @@ fn the_image_does_not_depend_on_threads_or_compression() {
         let bench = Bench::new();
         let layout = Layout::image(bench.path("image"), &[blob]);
         let options = ImportOptions { threads, ..ImportOptions::default() };
-        digests.push(import(&bench.domain, &layout.source(), &options, &Silent).unwrap().image);
+        digests.push(
+            import(&bench.domain, &layout.source(), &options, &Task::default()).unwrap().image,
+        );
     }
     assert!(digests.iter().all(|d| *d == digests[0]), "{digests:?}");
 }

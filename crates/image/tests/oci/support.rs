@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::Write as _;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -15,8 +14,8 @@ use cofolio_image::export::{
     Compression, Destination, ExportError, ExportOptions, ExportReport, Exported, export,
 };
 use cofolio_image::import::{ImportOptions, ImportReport, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::source::Source;
+use cofolio_store::task::Task;
 use cofolio_store::{DEFAULT_DOMAIN, Digest, Domain, InitOptions, Store};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -286,7 +285,7 @@ impl Bench {
     }
 
     pub fn import(&self, source: &Source) -> Result<ImportReport, ImportError> {
-        import(&self.domain, source, &ImportOptions::default(), &Silent)
+        import(&self.domain, source, &ImportOptions::default(), &Task::default())
     }
 
     /// Imports an image of these layers and looks at it. Whatever the layers are: each of them must come out
@@ -309,8 +308,8 @@ impl Bench {
         let exported =
             Exported { image: &record.image, record: Some(&record), name: Some("exported:1") };
         let destination = Destination::Layout { path: to.to_owned(), tag: None };
-        let options = ExportOptions { compression, threads: 2 };
-        export(&self.domain, exported, &destination, &options, &mut |_| ControlFlow::Continue(()))
+        let options = ExportOptions { compression, threads: 2, ..Default::default() };
+        export(&self.domain, exported, &destination, &options, &Task::default())
     }
 
     fn check_export(&self, report: &ImportReport, layers: &[Blob]) {
@@ -318,7 +317,7 @@ impl Bench {
         let exported = self.export(&report.name, &to, Compression::None).unwrap();
         assert_eq!(exported.layers.len(), layers.len());
         for (layer, blob) in exported.layers.iter().zip(layers) {
-            let bytes = fs::read(to.join("blobs/sha256").join(&layer.digest[7..])).unwrap();
+            let bytes = fs::read(to.join("blobs/sha256").join(layer.digest.hex())).unwrap();
             // The same digest is the same archive.
             assert_eq!(sha256(&bytes), blob.diff_id);
         }
@@ -332,7 +331,7 @@ impl Bench {
     }
 
     pub fn view(&self, report: &ImportReport) -> View {
-        let image: Digest = report.image.parse().unwrap();
+        let image: Digest = report.image;
         let path = self.domain.image_path(&image).unwrap();
         let tree = Image::open(fs::read(path).unwrap().as_slice()).unwrap().to_tree().unwrap();
         View::of(&tree, &self.domain)

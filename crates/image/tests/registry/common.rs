@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, ImportReport, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::reference::Reference;
 use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
+use cofolio_store::task::Task;
 
 use crate::support::{Bench, Blob, Random, Tar};
 
@@ -34,7 +34,7 @@ pub fn pull(
     registry: RegistryOptions,
 ) -> Result<ImportReport, ImportError> {
     let options = ImportOptions { registry, ..ImportOptions::default() };
-    import(&bench.domain, &source(name), &options, &Silent)
+    import(&bench.domain, &source(name), &options, &Task::default())
 }
 
 /// `app:1` of a server.

@@ -10,9 +10,9 @@ use base64::prelude::BASE64_STANDARD;
 use cofolio_image::error::ImportError;
 use cofolio_image::error::TrustError;
 use cofolio_image::import::{ImportOptions, ImportReport, import};
-use cofolio_image::progress::Silent;
 use cofolio_image::trust::{Arrival, Need, Policy, Record, Require, Rule, Subject, signatures};
 use cofolio_store::Digest;
+use cofolio_store::task::Task;
 use serde_json::{Value, json};
 
 use crate::real::Registry;
@@ -168,11 +168,11 @@ fn pull_signed(
     let policy = Policy::new(&rule(&[key.to_owned()]), &Default::default()).unwrap();
     let trust = Arrival { policy: policy.into(), signature: None };
     let options = ImportOptions { registry: options(), trust, ..ImportOptions::default() };
-    import(&bench.domain, &source(&app(address)), &options, &Silent)
+    import(&bench.domain, &source(&app(address)), &options, &Task::default())
 }
 
 fn image(report: &ImportReport) -> Digest {
-    report.image.parse().unwrap()
+    report.image
 }
 
 /// Whether the image can be used where this key is asked for.
@@ -351,7 +351,8 @@ fn where_another_signature_would_do_the_pull_goes_on() {
     let policy = Policy::new(&both, &Default::default()).unwrap();
     let trust = Arrival { policy: policy.clone().into(), signature: None };
     let options = ImportOptions { registry: options(), trust, ..ImportOptions::default() };
-    let report = import(&bench.domain, &source(&app(fake.address)), &options, &Silent).unwrap();
+    let report =
+        import(&bench.domain, &source(&app(fake.address)), &options, &Task::default()).unwrap();
     let subject = Subject { name: None, image: image(&report), need: Need::Files };
     assert!(matches!(policy.check(&bench.domain, &subject), Err(TrustError::Unsigned { .. })));
 }

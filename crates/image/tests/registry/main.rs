@@ -23,6 +23,7 @@ mod support;
 use cofolio_image::export::{self, ExportError, Exported, PushOptions, PushReport};
 use cofolio_image::reference::Reference;
 use cofolio_image::registry::RegistryOptions;
+use cofolio_store::task::Task;
 
 use common::{app, layer, noise, options, pull, source};
 use support::Bench;
@@ -35,7 +36,7 @@ fn push(
     registry: RegistryOptions,
 ) -> Result<PushReport, ExportError> {
     let options = PushOptions { registry, threads: 2, ..PushOptions::default() };
-    push_with(bench, name, to, &options)
+    push_with(bench, name, to, &options, &Task::default())
 }
 
 fn push_with(
@@ -43,8 +44,9 @@ fn push_with(
     name: &str,
     to: &str,
     options: &PushOptions,
+    task: &Task,
 ) -> Result<PushReport, ExportError> {
     let record = bench.domain.get_ref(name).unwrap().unwrap();
     let exported = Exported { image: &record.image, record: Some(&record), name: Some(name) };
-    export::push(&bench.domain, exported, &Reference::parse(to).unwrap(), options, &())
+    export::push(&bench.domain, exported, &Reference::parse(to).unwrap(), options, task)
 }

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cofolio_image::registry::RegistryOptions;
 
-use crate::server::{Answer, Cutter, Fake};
+use crate::server::{Answer, Cutter, Fake, Hello};
 use crate::support::{Bench, sha256};
 use crate::{app, layer, options, pull};
 
@@ -73,10 +73,9 @@ fn a_stalled_download_is_taken_up_again() {
     });
     fake.tag("1", &fake.image(&[layer(1, 400_000)]));
     let options = RegistryOptions { stall_timeout: Duration::from_millis(300), ..options() };
-    let started = Instant::now();
     pull(&Bench::new(), &app(fake.address), options).unwrap();
-    assert!(started.elapsed() >= Duration::from_millis(600));
-    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    let layer = format!("GET blobs/{}", sha256(&layer(1, 400_000).bytes));
+    assert!(fake.asked().iter().filter(|asked| **asked == layer).count() >= 3);
 }
 
 #[test]
@@ -148,13 +147,88 @@ fn complete_layers_outlive_a_pull_that_fails() {
     assert_eq!(whole.objects_new, 3);
 }
 
+/// A limited pull, which would take hours, is still at its first layer after three unlimited pulls of
+/// the same image. A unit test of `Limiter` shows that all connections share one limit.
 #[test]
-fn the_rate_is_limited_over_all_connections() {
-    let fake = Fake::honest();
-    fake.tag("1", &fake.image(&[layer(1, 500_000), layer(2, 500_000)]));
-    let options = RegistryOptions { rate_max: 1_000_000, ..options() };
-    let started = Instant::now();
-    pull(&Bench::new(), &app(fake.address), options).unwrap();
-    // A megabyte at a megabyte a second, a quarter of it at once.
-    assert!(started.elapsed() >= Duration::from_millis(700), "{:?}", started.elapsed());
+fn the_rate_is_limited() {
+    let layers = [layer(1, 1_000_000), layer(2, 1000)];
+    let second = sha256(&layers[1].bytes);
+    let (asked, first_is_asked) = std::sync::mpsc::channel();
+    let (others_are_done, done) = std::sync::mpsc::channel::<()>();
+    let ends = std::sync::Mutex::new(Some((asked, done)));
+    let fake = Fake::new(move |asked, answer| {
+        if !asked.path.ends_with(&second) {
+            return answer;
+        }
+        // The first pull alone has to wait for its second layer, and does not get it.
+        let ends = ends.lock().unwrap().take();
+        match ends {
+            None => answer,
+            Some((asked, done)) => {
+                asked.send(()).unwrap();
+                done.recv().unwrap();
+                Answer::error(404, "gone")
+            }
+        }
+    });
+    fake.tag("1", &fake.image(&layers));
+    let bench = Bench::new();
+    std::thread::scope(|scope| {
+        let slow = RegistryOptions { rate_max: 100, jobs: 2, ..options() };
+        let pulled = scope.spawn(|| pull(&bench, &app(fake.address), slow));
+        first_is_asked.recv().unwrap();
+        for _ in 0..3 {
+            pull(&Bench::new(), &app(fake.address), options()).unwrap();
+        }
+        others_are_done.send(()).unwrap();
+        let error = pulled.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("gone"), "{error}");
+    });
+    assert_eq!(bench.domain.layers().unwrap(), Vec::<String>::new());
+}
+
+/// A registry that sent a few bytes a second was read for as long as it liked: 35 bytes a second counted as
+/// getting on.
+#[test]
+fn a_registry_that_is_too_slow_is_given_up() {
+    for ranges in [true, false] {
+        let layers = [layer(1, 300_000)];
+        let whole = layers[0].bytes.clone();
+        let fake = Fake::new(move |asked, mut answer| {
+            if asked.is_blob() && answer.body.len() > 1000 {
+                if !ranges {
+                    answer = Answer::new(200, whole.clone());
+                }
+                answer.drip = Some(64);
+            }
+            answer
+        });
+        fake.tag("1", &fake.image(&layers));
+        let options = RegistryOptions {
+            stall_timeout: Duration::from_millis(100),
+            rate_min: 10 << 20,
+            tries_max: 2,
+            ..options()
+        };
+        let error = pull(&Bench::new(), &app(fake.address), options).unwrap_err().to_string();
+        assert!(error.contains("too slow") && error.contains("tried 2 times"), "{error}");
+    }
+}
+
+/// A registry without TLS that waits for a line of text, or hangs up, never says that it has no TLS. It was
+/// asked by TLS until the last try.
+#[test]
+fn a_plain_registry_that_ignores_tls_is_asked_by_http() {
+    for hello in [Hello::Refused, Hello::Ignored, Hello::Closed] {
+        let fake = Fake::with(|_, answer| answer, hello);
+        fake.tag("1", &fake.image(&[layer(1, 5000)]));
+        let options = RegistryOptions {
+            connect_timeout: Duration::from_millis(300),
+            stall_timeout: Duration::from_secs(2),
+            tries_max: 1,
+            ..options()
+        };
+        let report = pull(&Bench::new(), &app(fake.address), options);
+        assert!(report.is_ok(), "{hello:?}: {report:?}");
+    }
 }

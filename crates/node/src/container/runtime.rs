@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
@@ -11,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::RunError;
 
-/// What is looked for, best first: crun starts a container in a third of the time.
+/// Runtimes to look for, best first: crun starts a container in a third of runc's time.
 const NAMES: [&str; 2] = ["crun", "runc"];
-/// Where administrators' programs are, whatever `PATH` says.
+/// Directories of administrators' programs, which `PATH` may lack.
 const PLACES: [&str; 4] = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"];
 
 /// An OCI runtime.
@@ -21,14 +20,14 @@ const PLACES: [&str; 4] = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"];
 pub struct Runtime {
     /// The program.
     pub path: PathBuf,
-    /// A cgroup v2 mount that it must not see: crun refuses a machine that has controllers on both
-    /// versions ("hybrid mode not supported") though it would use the first only.
+    /// A cgroup v2 mount to hide from it: crun refuses a machine that has controllers on both versions
+    /// ("hybrid mode not supported") though it would use the first only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     hidden: Option<PathBuf>,
 }
 
 impl Runtime {
-    /// The one with this name or path, else crun, else runc. `root` is where `/sys` is looked up.
+    /// The runtime with this name or path, else crun, else runc. `/sys` is looked up below `root`.
     ///
     /// # Errors
     /// [`RunError::NoRuntime`].
@@ -50,7 +49,7 @@ impl Runtime {
         Ok(Self { path, hidden })
     }
 
-    /// What it is called.
+    /// Its name, without the directory.
     pub fn name(&self) -> String {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
@@ -60,42 +59,33 @@ impl Runtime {
         self.hidden.as_deref()
     }
 
-    /// Whether it is crun, going by its name.
-    pub(super) fn is_crun(&self) -> bool {
-        is_crun(&self.path)
-    }
-
-    /// Starts it, where it sees what it is to see. What is `kept` stays open in it, under the same numbers.
+    /// Starts it.
     ///
     /// # Errors
     /// Those of starting a program.
-    pub fn spawn(&self, command: &mut Command, kept: &[&OwnedFd]) -> io::Result<Child> {
-        for kept in kept {
-            // It closes what it does not know before it starts the container.
-            rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::empty())?;
-        }
-        let child = self.in_its_world(|| command.spawn());
-        for kept in kept {
-            rustix::io::fcntl_setfd(kept, rustix::io::FdFlags::CLOEXEC)?;
-        }
-        child
+    pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
+        self.with_filtered_mounts(|| command.spawn())
     }
 
-    /// Runs one of its small commands (`delete`, `kill`) to the end; `state` is its `--root`.
+    /// Runs `start`, `kill` or `delete` and waits for its end; `state` is the runtime's `--root`.
     ///
     /// # Errors
-    /// [`RunError::Runtime`] if it cannot be started. How it ended is in the output.
+    /// [`RunError::Runtime`] if it cannot be started. The output has its exit status.
     pub fn ask(&self, state: &Path, args: &[&str]) -> Result<Output, RunError> {
         let mut command = Command::new(&self.path);
         command.arg("--root").arg(state).args(args).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let child = self.in_its_world(|| command.spawn());
+        let child = self.with_filtered_mounts(|| command.spawn());
         let started = child.and_then(Child::wait_with_output);
         started.map_err(|source| RunError::Runtime { path: self.path.clone(), source })
     }
 
-    /// A mount namespace belongs to a thread, and a child gets that of the thread that starts it.
-    fn in_its_world<T: Send>(&self, start: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    /// Calls `start` with the mounts that the runtime may see. A mount namespace belongs to a thread,
+    /// and a child gets that of the thread that starts it.
+    fn with_filtered_mounts<T: Send>(
+        &self,
+        start: impl FnOnce() -> io::Result<T> + Send,
+    ) -> io::Result<T> {
         let Some(hidden) = &self.hidden else { return start() };
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().spawn_scoped(scope, || {

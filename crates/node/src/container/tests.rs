@@ -1,3 +1,5 @@
+use super::error::{complaint, reason};
+use super::start::new_name;
 use super::*;
 
 #[test]
@@ -9,11 +11,11 @@ fn names_are_never_paths() {
         assert!(!is_name(name), "{name}");
     }
     for image in ["redis:7.0.15", "registry:5000/team/app@sha256:ab", "0123456789ab", "/", "ä:1"] {
-        let name = made_up_name(image);
+        let name = new_name(image);
         assert!(is_name(&name), "{image} gives {name}");
     }
-    assert!(made_up_name("registry:5000/team/app:2").starts_with("app-"));
-    assert!(made_up_name(":1").starts_with("box-"));
+    assert!(new_name("registry:5000/team/app:2").starts_with("app-"));
+    assert!(new_name(":1").starts_with("box-"));
 }
 
 /// The words of crun 1.8 and runc 1.1 for what a user gets wrong.
@@ -71,66 +73,116 @@ fn crun_does_not_see_what_it_would_refuse() {
     assert_eq!(missing, "/does/not/exist is not installed");
 }
 
-/// Found by killing `cofolio run` at random moments: a process that is killed while it writes `container.json`
-/// leaves an empty one. Its directory was then neither listed nor removed.
-#[test]
-fn a_record_that_was_cut_short_is_removed() {
-    let dir = tempfile::tempdir().unwrap();
-    let options = cofolio_store::InitOptions::default();
-    let store = cofolio_store::Store::init(&dir.path().join("store"), &options).unwrap();
-    let domain = store.domain_or_create("default").unwrap();
-    let run = crate::mount::RunDir::at(dir.path().join("run"));
-    let containers = Containers::new(Mounter::new(
-        &domain,
-        run,
-        &cofolio_image::compose::contents::ImageContents,
-    ));
-    for text in [None, Some(""), Some("{\"name\": \"box")] {
-        let left = containers.dir().join("box");
-        fs::create_dir_all(&left).unwrap();
-        if let Some(text) = text {
-            fs::write(left.join("container.json"), text).unwrap();
-        }
-        // runc's, of which it makes the pid file.
-        fs::write(left.join(".pid"), "").unwrap();
-        fs::create_dir(left.join("rootfs")).unwrap();
-        let mut failed = Vec::new();
-        assert_eq!(containers.reconcile(&mut failed).unwrap(), ["box"], "{text:?}");
-        assert_eq!(failed, Vec::<String>::new());
-        assert!(!left.exists(), "{text:?}");
-    }
-}
-
-/// Found by killing `cofolio run` and crun right after the container had spoken: crun writes the process
-/// number later, so that the running container was taken for one that had ended.
-#[test]
-fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
+fn in_store(test: impl FnOnce(&Path, Containers<'_>)) {
     let dir = tempfile::tempdir().unwrap();
     let options = cofolio_store::InitOptions::default();
     let store = cofolio_store::Store::init(&dir.path().join("store"), &options).unwrap();
     let domain = store.domain_or_create("default").unwrap();
     let run = crate::mount::RunDir::at(dir.path().join("run"));
     let mounter = Mounter::new(&domain, run, &cofolio_image::compose::contents::ImageContents);
-    let containers = Containers { mounter, root: dir.path().join("host") };
-    let put = |path: PathBuf, text: &str| {
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-    };
-    let record = r#"{"name":"box","image":"DIGEST","image_name":"box:1","domain":"default","command":["x"],
+    let host = dir.path().join("host");
+    test(&host, Containers { mounter, root: host.clone() });
+}
+
+/// A process that is killed before it has written `container.json` leaves a directory without. Nothing
+/// is mounted in it.
+#[test]
+fn a_container_without_a_record_is_removed() {
+    in_store(|_, containers| {
+        let left = containers.dir().join("box");
+        fs::create_dir_all(&left).unwrap();
+        // The half-written record, and runc's file that becomes the pid file.
+        fs::write(left.join("container.new"), "{\"name\": \"box").unwrap();
+        fs::write(left.join(".pid"), "").unwrap();
+        fs::create_dir(left.join("rootfs")).unwrap();
+        let mut failed = Vec::new();
+        assert_eq!(containers.reconcile(&mut failed).unwrap(), ["box"]);
+        assert_eq!(failed, Vec::<String>::new());
+        assert!(!left.exists());
+    });
+}
+
+/// A record that could not be parsed counted as none, so the next `run` or `gc` removed the files of a
+/// container that ran: its config, its lock, its pid.
+#[test]
+fn a_damaged_record_keeps_its_container() {
+    in_store(|_, containers| {
+        for text in ["", "{\"name\": \"box", "[]", "\0\0\0\0"] {
+            let dir = containers.dir().join("box");
+            fs::create_dir_all(&dir).unwrap();
+            for (name, text) in [("container.json", text), ("config.json", "{}"), ("pid", "70")] {
+                fs::write(dir.join(name), text).unwrap();
+            }
+            let mut failed = Vec::new();
+            assert_eq!(containers.reconcile(&mut failed).unwrap(), Vec::<String>::new(), "{text}");
+            assert!(failed[0].contains("box/container.json: damaged"), "{failed:?}");
+            let mut damaged = Vec::new();
+            assert!(containers.list(&mut damaged).unwrap().is_empty());
+            assert!(matches!(damaged[..], [RunError::Record { .. }]), "{damaged:?}");
+            let stopped = containers.stop("box", std::time::Duration::ZERO);
+            assert!(matches!(stopped, Err(RunError::Record { .. })), "{stopped:?}");
+            assert!(containers.living_at(&fs::canonicalize(&dir).unwrap().join("rootfs")).is_err());
+            for name in ["container.json", "config.json", "pid"] {
+                assert!(dir.join(name).exists(), "{text}: {name}");
+            }
+        }
+    });
+}
+
+/// The flag was cleared in this process while it started the runtime: a child that another thread
+/// started at that moment inherited the lock, and the container was locked as long as that child lived.
+#[test]
+fn descriptors_go_to_the_runtime_only() {
+    use std::os::fd::AsRawFd as _;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let file = tempfile::tempfile().unwrap();
+    let done = AtomicBool::new(false);
+    let closed = || rustix::io::fcntl_getfd(&file).unwrap().contains(rustix::io::FdFlags::CLOEXEC);
+    std::thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                assert!(closed(), "another thread's child would inherit it");
+            }
+        });
+        for _ in 0..50 {
+            let mut command = std::process::Command::new("readlink");
+            command.arg(format!("/proc/self/fd/{}", file.as_raw_fd()));
+            let without = command.output().unwrap();
+            assert!(!without.status.success());
+            let lock: OwnedFd = file.try_clone().unwrap().into();
+            command.args(["--", &format!("/proc/self/fd/{}", lock.as_raw_fd())]);
+            cofolio_sys::process::inherit(&mut command, lock);
+            assert!(!command.output().unwrap().stdout.is_empty());
+        }
+        done.store(true, Ordering::Relaxed);
+        watch.join().unwrap();
+    });
+}
+
+/// Found by killing `cofolio run` and crun right after the container had spoken: crun writes the process
+/// number later, so that the running container was taken for one that had ended.
+#[test]
+fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
+    in_store(|host, containers| {
+        let put = |path: PathBuf, text: &str| {
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let record = r#"{"name":"box","image":"DIGEST","image_name":"box:1","domain":"default","command":["x"],
         "runtime":{"path":"/usr/bin/crun"},"stop_signal":"SIGTERM","keep":false,"writable":false,
         "cgroup":"/cofolio/box-1","created":1}"#;
-    let at = containers.dir().join("box");
-    put(at.join("container.json"), &record.replace("DIGEST", &"ab".repeat(32)));
-    let state = || containers.status("box").unwrap().map(|status| (status.state, status.pid));
-    assert_eq!(state(), Some((State::Ended, None)));
-    let host = dir.path().join("host");
-    put(host.join("sys/fs/cgroup/memory/cofolio/box-1/cgroup.procs"), "71\n70\n");
-    assert_eq!(state(), Some((State::Unattended, Some(70))));
-    // With a number that is written down nothing else counts.
-    put(at.join("pid"), "70");
-    assert_eq!(state(), Some((State::Ended, None)));
-    put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-10\n");
-    assert_eq!(state(), Some((State::Ended, None)));
-    put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-1\n0::/\n");
-    assert_eq!(state(), Some((State::Unattended, Some(70))));
+        let at = containers.dir().join("box");
+        put(at.join("container.json"), &record.replace("DIGEST", &"ab".repeat(32)));
+        let state = || containers.status("box").unwrap().map(|status| (status.state, status.pid));
+        assert_eq!(state(), Some((State::Ended, None)));
+        put(host.join("sys/fs/cgroup/memory/cofolio/box-1/cgroup.procs"), "71\n70\n");
+        assert_eq!(state(), Some((State::Unattended, Some(70))));
+        // With a number that is written down nothing else counts.
+        put(at.join("pid"), "70");
+        assert_eq!(state(), Some((State::Ended, None)));
+        put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-10\n");
+        assert_eq!(state(), Some((State::Ended, None)));
+        put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-1\n0::/\n");
+        assert_eq!(state(), Some((State::Unattended, Some(70))));
+    });
 }

@@ -10,7 +10,6 @@ use cofolio_store::{Backend, Base, Digest, Domain};
 
 use super::error::MountError;
 use super::pin::{EROFS_MAGIC, mounted_root};
-use super::proof::Proofs;
 use super::state::{ImageLock, PinRecord, remove_file};
 use super::{Mounter, mark_user};
 
@@ -31,21 +30,15 @@ pub(super) fn image_of_user(user: &str) -> Option<Digest> {
 }
 
 impl Mounter<'_> {
-    /// Pins the base of an image that is about to be pinned, and says there who needs it. With `proofs` only if it is proven.
-    pub(super) fn hold_base(
-        &self,
-        domain: &Domain,
-        image: &Digest,
-        proofs: Option<&Proofs>,
-    ) -> Result<(), MountError> {
-        self.hold_base_below(domain, image, proofs, &mut Vec::new())
+    /// Pins the base of an image that is about to be pinned, and says there who needs it.
+    pub(super) fn hold_base(&self, domain: &Domain, image: &Digest) -> Result<(), MountError> {
+        self.hold_base_below(domain, image, &mut Vec::new())
     }
 
     fn hold_base_below(
         &self,
         domain: &Domain,
         image: &Digest,
-        proofs: Option<&Proofs>,
         above: &mut Vec<Digest>,
     ) -> Result<(), MountError> {
         let at = self.run.image_dir(domain.name(), image).join("erofs");
@@ -53,19 +46,17 @@ impl Mounter<'_> {
         if domain.backend()? != Backend::Overlay || mounted_root(&at, EROFS_MAGIC)?.is_some() {
             return Ok(());
         }
-        let Some(Base { base, delta, .. }) = domain.base_of(image)? else { return Ok(()) };
+        let Some(Base { base, .. }) = domain.base_of(image)? else { return Ok(()) };
         if above.len() >= DEPTH_MAX || above.contains(&base) {
             return Ok(());
         }
-        if proofs.is_some_and(|proofs| proofs.prove(domain, image, &base, &delta).is_err()) {
-            return Ok(());
-        }
-        self.hold_base_below(domain, &base, proofs, above)?;
-        let lock = self.run.prepare_and_lock(&base)?;
-        // By somebody who may have mounted the image over it since, and asked for no proof.
+        self.hold_base_below(domain, &base, above)?;
+        self.run.prepare()?;
+        let lock = self.run.lock_image(&base)?;
+        // By somebody who may have mounted the image over it since.
         let held = self.holds(domain.name(), &base, image);
         mark_user(&self.run, domain.name(), &base, &user_name(image))?;
-        if self.pinned(domain, &base, &lock, proofs).is_err() && !held {
+        if self.pinned(domain, &base, &lock, false).is_err() && !held {
             self.unmark(domain.name(), &base, image)?;
             self.unpin_if_idle(domain.name(), &base, &lock)?;
         }
@@ -77,37 +68,32 @@ impl Mounter<'_> {
         self.run.image_dir(domain, base).join("users").join(user_name(image)).exists()
     }
 
-    /// Mounts what an image has besides its base, detached, if the base is held for it and, with `proofs`, proven.
+    /// Mounts what an image has besides its base, detached, if the base is held for it.
     pub(super) fn mount_delta(
         &self,
         domain: &Domain,
         image: &Digest,
         scratch: BorrowedFd<'_>,
-        proofs: Option<&Proofs>,
     ) -> Result<Option<OverBase>, MountError> {
         let Some(base) = domain.base_of(image)? else { return Ok(None) };
-        let refuted =
-            |proofs: &Proofs| proofs.prove(domain, image, &base.base, &base.delta).is_err();
-        if !self.holds(domain.name(), &base.base, image) || proofs.is_some_and(refuted) {
+        if !self.holds(domain.name(), &base.base, image) {
             return Ok(None);
         }
-        let Ok(layers) = self.mounted_layers(domain, &base.base, proofs) else { return Ok(None) };
+        let Ok(layers) = self.mounted_layers(domain, &base.base) else { return Ok(None) };
         let Ok((mount, record)) = self.mount_image(domain, &base.delta, image, scratch) else {
             return Ok(None);
         };
         let below = self.pin_record(domain.name(), &base.base)?;
         let verity = record.verity && below.is_some_and(|below| below.verity);
-        let record = PinRecord { base: Some(base.base), delta: Some(base.delta), verity, ..record };
+        let record = PinRecord { base: Some(base.base), verity, ..record };
         Ok(Some((mount, record, layers)))
     }
 
-    /// The roots of the EROFS mounts that show a pinned image together, the topmost first. With `proofs` only if that is
-    /// proven.
+    /// The roots of the EROFS mounts that show a pinned image together, the topmost first.
     pub(super) fn mounted_layers(
         &self,
         domain: &Domain,
         image: &Digest,
-        proofs: Option<&Proofs>,
     ) -> Result<Vec<OwnedFd>, MountError> {
         let mut layers = Vec::new();
         let mut next = Some(*image);
@@ -121,9 +107,6 @@ impl Mounter<'_> {
                     "another image is mounted over this one, which is not mounted any more";
                 return Err(MountError::State { path: at, reason: reason.to_owned() });
             };
-            if let Some(proofs) = proofs {
-                proofs.prove_pin(domain, &image, &record)?;
-            }
             layers.push(root);
             next = record.base;
         }

@@ -7,14 +7,22 @@ use cofolio_store::Digest;
 
 use super::kernel::KernelError;
 
-/// Whose business an error is.
+/// What kind of error it is, for services that answer with codes of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ErrorKind {
-    /// The caller asked for something that cannot be.
-    Request,
+pub enum Code {
+    /// What was asked for is wrong in itself.
+    InvalidArgument,
+    /// An image, a mount or a directory does not exist.
+    NotFound,
+    /// Something of ours is mounted there already.
+    AlreadyExists,
+    /// Somebody uses it; trying again later can succeed.
+    Busy,
+    /// Something else has to be done first.
+    FailedPrecondition,
     /// The machine lacks a privilege or a feature.
-    Machine,
-    /// Content is not what its digest says.
+    Unsupported,
+    /// Content is not what its digest says, or a record is damaged.
     Corrupt,
     /// A file or the kernel failed.
     Io,
@@ -73,7 +81,7 @@ pub enum MountError {
         image: Digest,
     },
     /// The metadata image is not what its name says.
-    #[error("image {image} has digest {found}: it was altered; import it again")]
+    #[error("image {image} has digest {found}: it was altered")]
     ImageAltered {
         /// Its name.
         image: Digest,
@@ -102,20 +110,8 @@ pub enum MountError {
         /// Where it was.
         at: PathBuf,
     },
-    /// The image is mounted already, over a base, and nothing proves that it shows what it should.
-    #[error(
-        "image {image} is mounted over {base}, and not proven to show the same there: {reason}"
-    )]
-    BaseNotProven {
-        /// The image.
-        image: Digest,
-        /// The base, or one below it.
-        base: Digest,
-        /// What is not proven, and why.
-        reason: String,
-    },
     /// An object that the image needs is not in the store.
-    #[error("object {object} of image {image} is missing; import the image again")]
+    #[error("object {object} of image {image} is missing")]
     ObjectMissing {
         /// The image.
         image: Digest,
@@ -149,6 +145,12 @@ pub enum MountError {
         target: PathBuf,
         /// What is wrong with it.
         problem: String,
+    },
+    /// The directory to mount at does not exist.
+    #[error("cannot mount at {}: there is no such directory", target.display())]
+    TargetMissing {
+        /// The directory.
+        target: PathBuf,
     },
     /// Something of ours is mounted there already.
     #[error("{} is already a mount of image {image}", target.display())]
@@ -188,6 +190,30 @@ pub enum MountError {
         dir: PathBuf,
         /// What is wrong with it.
         problem: String,
+    },
+    /// The directory for changes is that of another mount.
+    #[error("cannot keep changes in {}: {by} uses it", dir.display())]
+    UpperInUse {
+        /// The directory.
+        dir: PathBuf,
+        /// Which mount, in words.
+        by: String,
+    },
+    /// The changes cannot be kept.
+    #[error(
+        "changes of {} are in a filesystem of limited size that ends with the mount and cannot be \
+         kept: copy what you need out of it first",
+        target.display()
+    )]
+    CannotKeep {
+        /// Where it is mounted.
+        target: PathBuf,
+    },
+    /// A directory that holds no changes that were kept.
+    #[error("{} holds no changes that were kept, or a mount uses it", dir.display())]
+    NotKept {
+        /// The directory.
+        dir: PathBuf,
     },
     /// A security label that cannot be.
     #[error("SELinux does not take {label:?}: its policy has no such label, or none is loaded")]
@@ -243,42 +269,49 @@ pub enum MountError {
 }
 
 impl MountError {
-    /// Whose business it is.
-    pub fn kind(&self) -> ErrorKind {
+    /// What kind of error it is.
+    pub fn code(&self) -> Code {
         match self {
             Self::NoPrivilege { .. }
             | Self::NoFilesystem { .. }
             | Self::NoFeature { .. }
             | Self::NoVerity { .. }
             | Self::NotShared { .. }
-            | Self::NoSizeLimit { .. } => ErrorKind::Machine,
+            | Self::NoSizeLimit { .. } => Code::Unsupported,
             Self::ImageUnprotected { .. }
             | Self::ImageAltered { .. }
             | Self::ImageInvalid { .. }
             | Self::PackInvalid { .. }
-            | Self::BaseNotProven { .. }
             | Self::ObjectMissing { .. }
             | Self::ObjectSize { .. }
             | Self::Altered { .. }
-            | Self::State { .. } => ErrorKind::Corrupt,
+            | Self::State { .. } => Code::Corrupt,
+            Self::NotMounted(_) | Self::NotKept { .. } | Self::TargetMissing { .. } => {
+                Code::NotFound
+            }
+            Self::AlreadyMounted { .. } => Code::AlreadyExists,
+            Self::Busy { .. } | Self::UpperInUse { .. } => Code::Busy,
             Self::NoDirectory
-            | Self::Target { .. }
-            | Self::AlreadyMounted { .. }
             | Self::PinnedWithoutVerity { .. }
-            | Self::Busy { .. }
             | Self::Covered { .. }
-            | Self::NotMounted(_)
-            | Self::OtherNamespace { .. }
+            | Self::CannotKeep { .. }
+            | Self::OtherNamespace { .. } => Code::FailedPrecondition,
+            Self::Target { .. }
             | Self::Upper { .. }
             | Self::Label { .. }
             | Self::SizeLimit(_)
-            | Self::IdMap { .. } => ErrorKind::Request,
-            Self::Store(error) => match error.kind() {
-                cofolio_store::ErrorKind::Corrupt => ErrorKind::Corrupt,
-                cofolio_store::ErrorKind::Io => ErrorKind::Io,
-                _ => ErrorKind::Request,
+            | Self::IdMap { .. } => Code::InvalidArgument,
+            Self::Store(error) => match (error.kind(), error) {
+                (cofolio_store::ErrorKind::Corrupt, _) => Code::Corrupt,
+                (cofolio_store::ErrorKind::Conflict, _) => Code::Busy,
+                (cofolio_store::ErrorKind::Unsupported, _) => Code::Unsupported,
+                (cofolio_store::ErrorKind::Caller, cofolio_store::Error::BadName { .. }) => {
+                    Code::InvalidArgument
+                }
+                (cofolio_store::ErrorKind::Caller, _) => Code::NotFound,
+                _ => Code::Io,
             },
-            Self::Kernel(_) | Self::Io { .. } => ErrorKind::Io,
+            Self::Kernel(_) | Self::Io { .. } => Code::Io,
         }
     }
 

@@ -103,6 +103,11 @@ impl Context {
             .map_err(|errno| self.explain(&format!("{key}=<descriptor>"), errno))
     }
 
+    /// A directory by its descriptor, as kernels take it that know only paths.
+    pub(crate) fn layer(&self, key: &str, layer: BorrowedFd<'_>) -> Result<(), KernelError> {
+        self.string(key, &format!("/proc/self/fd/{}", layer.as_raw_fd()))
+    }
+
     /// Makes the superblock.
     pub(crate) fn create(&self) -> Result<(), KernelError> {
         fsconfig_create(self.fd.as_fd()).map_err(|errno| self.explain("create", errno))

@@ -15,24 +15,44 @@ pub struct KernelMount {
     pub id: u64,
     /// Number of the mount that it is on.
     pub parent: u64,
+    /// Major and minor number of its superblock.
+    #[serde(skip)]
+    pub device: (u32, u32),
+    /// The directory of the filesystem that it shows.
+    #[serde(skip)]
+    pub root: PathBuf,
     /// Where it is.
     pub target: PathBuf,
+    /// Peer groups that it belongs to or follows: it is unmounted where their mounts are.
+    #[serde(skip)]
+    pub groups: Vec<u64>,
     /// `erofs`, `overlay`, …
     pub filesystem: String,
     /// What it was mounted from; ours say `cofolio:<digest>`.
     pub source: String,
-    /// Of an overlay that was given it as a path: the directory of changes.
+    /// Options of the filesystem, with their escapes.
     #[serde(skip)]
-    pub upper: Option<PathBuf>,
-    /// Of an EROFS: its files share inodes with those of others.
-    #[serde(skip)]
-    pub shares_inodes: bool,
+    pub options: Vec<u8>,
 }
 
 impl KernelMount {
     /// The image, for a mount made by Cofolio or a bind of one.
     pub fn image(&self) -> Option<Digest> {
         self.source.strip_prefix(SOURCE_PREFIX)?.parse().ok()
+    }
+
+    /// Whether it has this option.
+    pub(crate) fn has_option(&self, name: &str) -> bool {
+        self.options.split(|&byte| byte == b',').any(|option| option == name.as_bytes())
+    }
+
+    /// The values of an option, each of which is a path.
+    pub(crate) fn paths(&self, name: &str) -> impl Iterator<Item = PathBuf> {
+        let options = self.options.split(|&byte| byte == b',');
+        options.filter_map(move |option| {
+            let value = option.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+            Some(OsString::from_vec(unescape(value)).into())
+        })
     }
 }
 
@@ -56,7 +76,7 @@ pub(crate) fn path(root: &Path) -> PathBuf {
 
 /// Lines that do not look like mountinfo are left out: the format may grow, and one odd mount must
 /// not hide the others.
-fn parse(text: &[u8]) -> Vec<KernelMount> {
+pub(crate) fn parse(text: &[u8]) -> Vec<KernelMount> {
     text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
 }
 
@@ -65,23 +85,26 @@ fn parse_line(line: &[u8]) -> Option<KernelMount> {
     let mut fields = line.split(|&byte| byte == b' ');
     let mut number = || std::str::from_utf8(fields.next()?).ok()?.parse().ok();
     let (id, parent) = (number()?, number()?);
-    // Device, root within the filesystem.
-    let target = fields.nth(2)?;
-    // Options, then any number of optional fields up to a lone dash.
-    fields.find(|field| *field == b"-")?;
+    let (major, minor) = std::str::from_utf8(fields.next()?).ok()?.split_once(':')?;
+    let (root, target) = (fields.next()?, fields.next()?);
+    // Options of the mount, then any number of optional fields up to a lone dash.
+    let groups = fields.by_ref().take_while(|field| *field != b"-").filter_map(|field| {
+        let number = field.strip_prefix(b"shared:").or_else(|| field.strip_prefix(b"master:"))?;
+        std::str::from_utf8(number).ok()?.parse().ok()
+    });
+    let groups = groups.collect();
     let filesystem = fields.next()?;
     let source = fields.next()?;
-    let options = || fields.clone().next().unwrap_or_default().split(|&byte| byte == b',');
-    let upper = options().find_map(|option| option.strip_prefix(b"upperdir="));
-    let shares_inodes = options().any(|option| option == b"inode_share");
     Some(KernelMount {
         id,
         parent,
+        device: (major.parse().ok()?, minor.parse().ok()?),
+        root: OsString::from_vec(unescape(root)).into(),
         target: OsString::from_vec(unescape(target)).into(),
+        groups,
         filesystem: String::from_utf8_lossy(&unescape(filesystem)).into_owned(),
         source: String::from_utf8_lossy(&unescape(source)).into_owned(),
-        upper: upper.map(|path| OsString::from_vec(unescape(path)).into()),
-        shares_inodes,
+        options: fields.next().unwrap_or_default().to_vec(),
     })
 }
 
@@ -122,9 +145,11 @@ mod tests {
         );
         let mounts = parse(text.as_bytes());
         assert_eq!(mounts.len(), 5);
-        assert!(mounts[4].shares_inodes && !mounts[3].shares_inodes);
-        assert_eq!(mounts[3].upper.as_deref(), Some(Path::new("/a b,c")));
-        assert_eq!(mounts[0].upper, None);
+        assert!(mounts[4].has_option("inode_share") && !mounts[3].has_option("inode_share"));
+        assert_eq!(mounts[3].paths("upperdir").collect::<Vec<_>>(), [Path::new("/a b,c")]);
+        assert_eq!(mounts[0].paths("upperdir").next(), None);
+        assert_eq!((mounts[0].device, mounts[1].device), ((98, 0), (0, 5)));
+        assert_eq!((&mounts[0].groups, &mounts[1].groups), (&vec![1, 2], &vec![]));
         assert_eq!(mounts[0].target, Path::new("/mnt x\\y"));
         assert_eq!(mounts[0].filesystem, "overlay");
         assert_eq!(mounts[0].image().unwrap().to_string(), DIGEST);

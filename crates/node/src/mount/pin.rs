@@ -1,21 +1,25 @@
 //! One EROFS superblock per image, and the read-only overlays over it.
 
+use std::collections::HashSet;
+use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Domain, StoredFile, verity};
-use rustix::fs::{AtFlags, CWD, StatxFlags};
+use cofolio_store::{Backend, Digest, Domain, Root, RootKind};
+use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
+use super::check::{check_digest, is_immutable};
 use super::error::{Asked, At as _, MountError};
 use super::idmap::IdMap;
+use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
-use super::proof::Proofs;
+use super::reconcile::Kernel;
 use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
-use super::{Backing, Mounter, Step};
+use super::{Backing, Mounter, Step, is_read_only, mark_user, numbers_at};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -36,6 +40,8 @@ pub struct Pin {
 
 /// An image that is mounted for others to build on.
 pub(crate) struct Pinned {
+    /// Its directory.
+    dir: PathBuf,
     /// The roots of the EROFS mounts that show it together, the topmost first: more than one if it is over a base.
     pub(crate) layers: Vec<OwnedFd>,
     /// How it was mounted.
@@ -44,6 +50,19 @@ pub(crate) struct Pinned {
     pub(crate) verity: bool,
 }
 
+/// What became of a pinned image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unpinned {
+    /// A mount of ours needs it: nothing was done.
+    Needed,
+    /// None of ours does, but somebody else uses its superblock.
+    Elsewhere,
+    /// It is gone.
+    Done,
+}
+
+/// Below an image's directory: the same for its own metadata image, while it is mounted over a base.
+const OWN: &str = "own";
 /// Name of the user that [`Mounter::pin`] is.
 pub(crate) const KEEPER: &str = "keep";
 /// Name of the user that is left of mounts with `inode-share` that were detached while they were in use: until the machine
@@ -55,57 +74,67 @@ pub(super) const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
 const OVERLAY_MAGIC: u32 = 0x794C_7630;
 
 impl Mounter<'_> {
-    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for it. With `proofs` it is
-    /// made over a base only if that is proven; if it is there, that must be proven.
+    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for
+    /// it. Who may write to the store may give an image the delta of another one. So with `measured`
+    /// it is the image's own metadata image, beside the mount over a base if there is one already.
     pub(super) fn pinned(
         &self,
         domain: &Domain,
         image: &Digest,
         lock: &ImageLock,
-        proofs: Option<&Proofs>,
+        measured: bool,
     ) -> Result<Pinned, MountError> {
-        let dir = self.run.image_dir(domain.name(), image);
+        let mut dir = self.run.image_dir(domain.name(), image);
+        if measured && self.pin_record(domain.name(), image)?.is_some_and(|r| r.base.is_some()) {
+            dir.push(OWN);
+        }
         let at = dir.join("erofs");
         let path = dir.join("pin.json");
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             // It is as it was made, whatever the domain's backend is by now.
             let record: Option<PinRecord> = read_json(&path)?;
-            if let Some(proofs) = proofs {
+            if measured && record.is_none() {
                 let reason = "it is missing, so nobody knows what is mounted".to_owned();
-                let known = record.as_ref().ok_or(MountError::State { path, reason })?;
-                proofs.prove_pin(domain, image, known)?;
+                return Err(MountError::State { path, reason });
             }
             let (backend, verity, base) = record.map_or_else(Default::default, |record| {
                 (record.backend, record.verity, record.base)
             });
             let mut layers = vec![root];
             if let Some(base) = base {
-                layers.extend(self.mounted_layers(domain, &base, proofs)?);
+                layers.extend(self.mounted_layers(domain, &base)?);
             }
-            return Ok(Pinned { layers, backend, verity });
+            return Ok(Pinned { dir, layers, backend, verity });
         }
         let scratch = open_dir(&dir).at("open", &dir)?;
         let backend = domain.backend()?;
         let mut below = Vec::new();
         let (mount, record) = match backend {
-            Backend::Overlay => match self.mount_delta(domain, image, scratch.as_fd(), proofs)? {
-                Some((mount, record, layers)) => {
-                    below = layers;
-                    (mount, record)
+            Backend::Overlay => {
+                let over_base = match measured {
+                    true => None,
+                    false => self.mount_delta(domain, image, scratch.as_fd())?,
+                };
+                match over_base {
+                    Some((mount, record, layers)) => {
+                        below = layers;
+                        (mount, record)
+                    }
+                    None => {
+                        if !dir.ends_with(OWN) {
+                            self.release_base(domain.name(), image, None, lock)?;
+                        }
+                        self.mount_image(domain, image, image, scratch.as_fd())?
+                    }
                 }
-                None => {
-                    self.release_base(domain.name(), image, None, lock)?;
-                    self.mount_image(domain, image, image, scratch.as_fd())?
-                }
-            },
+            }
             Backend::InodeShare => {
                 let packed = self.open_pack(domain, image)?;
                 let mount = self.mount_pack(&packed, &source_of(image), scratch.as_fd())?;
                 let record = PinRecord {
                     backend,
                     base: None,
-                    delta: None,
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
@@ -119,7 +148,7 @@ impl Mounter<'_> {
         // Whole or not at all: one that cannot be read would stop every unmount in the domain.
         let temporary = path.with_extension("tmp");
         write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
-        std::fs::rename(&temporary, &path).at("write", &path)?;
+        fs::rename(&temporary, &path).at("write", &path)?;
         self.step(Step::PinMade);
         place(&mount, &at)?;
         self.step(Step::Pinned);
@@ -131,7 +160,7 @@ impl Mounter<'_> {
             reason: "the image does not stay mounted".to_owned(),
         })?;
         let layers = std::iter::once(root).chain(below).collect();
-        Ok(Pinned { layers, backend, verity })
+        Ok(Pinned { dir, layers, backend, verity })
     }
 
     /// Mounts a metadata image, detached, after it and the sizes of its objects were checked. mountinfo will show `shown` as
@@ -147,8 +176,9 @@ impl Mounter<'_> {
         let verity = domain.protection().verity;
         check_digest(&file, image, verity)?;
         let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
-        let objects_checked = if verity {
-            // The kernel compares every block that it reads, and fails what is too short.
+        let objects_checked = if verity || is_immutable(domain, &file)? {
+            // With fs-verity the kernel compares every block that it reads, and fails what is too
+            // short. Nobody cuts short what is immutable.
             0
         } else {
             self.check_sizes(&file, image, &objects)?
@@ -159,7 +189,6 @@ impl Mounter<'_> {
         let record = PinRecord {
             backend: Backend::Overlay,
             base: None,
-            delta: None,
             backing,
             verity,
             objects_checked,
@@ -179,8 +208,7 @@ impl Mounter<'_> {
         idmap: Option<&IdMap>,
         label: Option<&str>,
     ) -> Result<OwnedFd, MountError> {
-        let at =
-            self.run.image_dir(domain.name(), image).join("views").join(view_key(idmap, label));
+        let at = pin.dir.join("views").join(view_key(idmap, label));
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, OVERLAY_MAGIC)? {
             return Ok(root);
@@ -196,6 +224,36 @@ impl Mounter<'_> {
             path: at,
             reason: "the overlay does not stay mounted".to_owned(),
         })
+    }
+
+    /// Takes away read-only overlays that no recorded mount uses, the oldest first, until few are left.
+    /// A mount of one that is not recorded keeps its superblock.
+    pub(super) fn trim_views(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
+        /// An overlay without users is worth keeping for the next container with the same id map.
+        const VIEWS_MAX: usize = 8;
+        let dir = self.run.image_dir(domain, image);
+        for views in [dir.join("views"), dir.join(OWN).join("views")] {
+            let keys = list(&views)?;
+            if keys.len() <= VIEWS_MAX {
+                continue;
+            }
+            let (records, _) = self.run.records()?;
+            let used: HashSet<String> = records
+                .iter()
+                .filter(|record| record.image == *image && record.domain == domain)
+                .map(|record| view_key(record.idmap.as_ref(), record.label.as_deref()))
+                .collect();
+            // Numbers of mounts grow.
+            let age =
+                |path: &Path| numbers_at(path).map_or(0, |found| found.unique.unwrap_or(found.id));
+            let unused = keys.iter().filter(|key| !used.contains(*key)).map(|key| views.join(key));
+            let mut unused: Vec<_> = unused.map(|path| (age(&path), path)).collect();
+            unused.sort();
+            for (_, path) in unused.iter().take(keys.len() - VIEWS_MAX) {
+                take_down(path)?;
+            }
+        }
+        Ok(())
     }
 
     /// An overlay of the image, detached.
@@ -237,64 +295,23 @@ impl Mounter<'_> {
         mapped.collect()
     }
 
-    /// Compares the size of every object with what the image says; returns how many there are.
-    ///
-    /// Without fs-verity an object that was cut short reads short without an error, so this is the
-    /// last moment to notice. A stat takes 2 us of a processor, so that ten thousand objects take it 20 ms,
-    /// once per pin; all processors share in it.
-    fn check_sizes(
-        &self,
-        file: &StoredFile,
-        image: &Digest,
-        objects: &Path,
-    ) -> Result<u64, MountError> {
-        /// Below this another thread takes longer to start than it saves.
-        const OBJECTS_PER_THREAD_MIN: usize = 500;
-        let mut sizes = Vec::new();
-        let visit = &mut |object: Digest, size: u64| sizes.push((object, size));
-        self.contents.image_objects(file, visit).map_err(|error| MountError::ImageInvalid {
-            image: *image,
-            reason: error.to_string(),
-        })?;
-        let dir = open_dir(objects).at("open", objects)?;
-        // A content with several names is looked at as often: remembering it would cost more.
-        let check = |part: &[(Digest, u64)]| {
-            let mut part = part.iter();
-            part.try_for_each(|(object, size)| {
-                check_size(dir.as_fd(), objects, image, object, *size)
-            })
-        };
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = processors.min(sizes.len() / OBJECTS_PER_THREAD_MIN).max(1);
-        std::thread::scope(|scope| {
-            let mut parts = sizes.chunks(sizes.len().div_ceil(threads).max(1));
-            let own = parts.next().unwrap_or_default();
-            let others: Vec<_> = parts.map(|part| scope.spawn(move || check(part))).collect();
-            others.into_iter().fold(check(own), |checked, other| {
-                let other = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                checked.and(other)
-            })
-        })?;
-        Ok(sizes.len() as u64)
-    }
-
-    /// Unmounts what is pinned of an image, unless somebody uses it. Says whether it did.
+    /// Unmounts what is pinned of an image, unless one of our mounts uses it.
     pub(crate) fn unpin_if_idle(
         &self,
         domain: &str,
         image: &Digest,
         lock: &ImageLock,
-    ) -> Result<bool, MountError> {
+    ) -> Result<Unpinned, MountError> {
         if !self.is_idle(domain, image)? {
-            return Ok(false);
+            return Ok(Unpinned::Needed);
         }
         let record = self.pin_record(domain, image)?;
         if record.as_ref().is_some_and(|record| record.backend == Backend::InodeShare) {
             return self.unpin_domain_if_idle(domain, image, lock);
         }
-        self.take_down_pin(domain, image)?;
+        let unpinned = self.take_down_pin(domain, image)?;
         self.release_base(domain, image, record.and_then(|record| record.base), lock)?;
-        Ok(true)
+        Ok(unpinned)
     }
 
     /// With `inode-share` a read of one image may go on by way of another that has the same file, and Linux 7.2 keeps that
@@ -305,21 +322,24 @@ impl Mounter<'_> {
         domain: &str,
         image: &Digest,
         lock: &ImageLock,
-    ) -> Result<bool, MountError> {
+    ) -> Result<Unpinned, MountError> {
         // While it is held nobody becomes a user.
-        let Some(_alone) = self.run.try_lock_domain(domain)? else { return Ok(false) };
+        let Some(_alone) = self.run.try_lock_domain(domain)? else { return Ok(Unpinned::Needed) };
         let pinned = self.pinned_images()?;
         let mut others = Vec::new();
         for (_, other) in pinned.iter().filter(|(name, other)| name == domain && other != image) {
             match self.pin_record(domain, other)?.map(|record| record.backend) {
                 Some(Backend::Overlay) => {}
                 // One that is not pinned yet may be about to be, for a user that has come.
-                _ if !self.is_idle(domain, other)? => return Ok(false),
+                _ if !self.is_idle(domain, other)? => return Ok(Unpinned::Needed),
                 Some(Backend::InodeShare) => others.push(other),
                 None => {}
             }
         }
-        self.take_down_pin(domain, image)?;
+        if self.is_shared_elsewhere(domain, others.iter().copied().chain([image]))? {
+            return Ok(Unpinned::Elsewhere);
+        }
+        let unpinned = self.take_down_pin(domain, image)?;
         for other in others {
             // Whoever has its lock mounts it now, or will look here next.
             let own = if lock.covers(other) { None } else { self.run.try_lock_image(other)? };
@@ -327,13 +347,53 @@ impl Mounter<'_> {
                 self.take_down_pin(domain, other)?;
             }
         }
-        Ok(true)
+        Ok(unpinned)
     }
 
-    /// Whether an image is pinned, and nobody uses it.
+    /// Whether a superblock of these images, which our own mounts do not use, has other users.
+    fn is_shared_elsewhere<'d>(
+        &self,
+        domain: &str,
+        images: impl Iterator<Item = &'d Digest>,
+    ) -> Result<bool, MountError> {
+        let mut devices = HashSet::new();
+        for image in images {
+            if !self.forget_dead(domain, image)? {
+                return Ok(true);
+            }
+            let dir = self.run.image_dir(domain, image);
+            let views = dir.join("views");
+            let views = list(&views)?.into_iter().map(|key| (views.join(key), OVERLAY_MAGIC));
+            for (path, magic) in views.chain([(dir.join("erofs"), EROFS_MAGIC)]) {
+                if let Some(mount) = mounted_root(&path, magic)? {
+                    let found = rustix::fs::fstat(&mount).at("look at", path)?.st_dev;
+                    devices.insert((rustix::fs::major(found), rustix::fs::minor(found)));
+                }
+            }
+        }
+        in_use::is_mounted_elsewhere(&self.root, self.run.path(), &devices)
+            .at("look at the mounts of all processes below", self.root.join("proc"))
+    }
+
+    /// Whether an image is pinned, and none of our mounts uses it.
     fn is_idle(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
         let dir = self.run.image_dir(domain, image);
-        Ok(dir.exists() && list(&dir.join("users"))?.is_empty())
+        let users = list(&dir.join("users"))?;
+        Ok(dir.exists() && users.iter().all(|user| Superblock::from_user(user).is_some()))
+    }
+
+    /// Forgets superblocks of an image that have ended. Says whether all have that are not pinned.
+    fn forget_dead(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        let users = self.run.image_dir(domain, image).join("users");
+        let mut all = true;
+        for user in list(&users)? {
+            match Superblock::from_user(&user) {
+                Some(superblock) if superblock.is_alive(&self.root) => all = false,
+                Some(_) => remove_file(&users.join(user))?,
+                None => {}
+            }
+        }
+        Ok(all)
     }
 
     /// How an image is pinned, if it is.
@@ -345,24 +405,70 @@ impl Mounter<'_> {
         read_json(&self.run.image_dir(domain, image).join("pin.json"))
     }
 
-    /// Unmounts what is pinned of an image, with its lock held.
-    fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
+    /// Unmounts what is pinned of an image, with its lock held. If its superblock has other users
+    /// the image keeps its directory and gets a root, until [`Mounter::reconcile`] finds it ended.
+    fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<Unpinned, MountError> {
         let dir = self.run.image_dir(domain, image);
-        for key in list(&dir.join("views"))? {
-            take_down(&dir.join("views").join(key))?;
+        for dir in [dir.join(OWN), dir.clone()] {
+            if let Some(mount) = mounted_root(&dir.join("erofs"), EROFS_MAGIC)? {
+                // First, so that it is known whoever dies after this.
+                let superblock = Superblock::of(mount, &self.root);
+                mark_user(&self.run, domain, image, &superblock.user())?;
+            }
+            for key in list(&dir.join("views"))? {
+                take_down(&dir.join("views").join(key))?;
+            }
+            take_down(&dir.join("erofs"))?;
+            for name in ["pin.json", "pin.tmp", &source_of(image)] {
+                // The last one is a link that a killed process left (see `mount_erofs`).
+                remove_file(&dir.join(name))?;
+            }
+            remove_dir(&dir.join("views"));
+            if dir.ends_with(OWN) {
+                remove_dir(&dir);
+            }
         }
-        take_down(&dir.join("erofs"))?;
         self.step(Step::Unpinned);
-        for name in ["pin.json", "pin.tmp"] {
-            remove_file(&dir.join(name))?;
+        let id = self.elsewhere_root(image);
+        let domain = self.domain_of(domain)?;
+        if !self.has_ended(domain.name(), image)? {
+            if domain.has_image(image)? {
+                let mut root = Root::new(RootKind::Mount, id);
+                root.images = vec![*image];
+                root.note = "in use elsewhere".to_owned();
+                root.created = super::now();
+                root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
+                match domain.put_root(&root) {
+                    Err(error) if is_read_only(&error) => {}
+                    other => other?,
+                }
+            }
+            return Ok(Unpinned::Elsewhere);
         }
-        for below in ["views", "users"] {
-            remove_dir(&dir.join(below));
+        match domain.remove_root(RootKind::Mount, &id) {
+            Err(error) if is_read_only(&error) => {}
+            other => drop(other?),
         }
-        // A link that a killed process left (see `mount_erofs`).
-        remove_file(&dir.join(source_of(image)))?;
+        remove_dir(&dir.join("users"));
         remove_dir(&dir);
-        Ok(())
+        Ok(Unpinned::Done)
+    }
+
+    /// Whether the superblocks of an image that is not mounted any more have ended. Waits a moment
+    /// for processes that were just forked: they hold our descriptors until they call exec.
+    fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        for milliseconds in [1, 2, 4, 8, 16, 32, 64] {
+            if self.forget_dead(domain, image)? {
+                return Ok(true);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        }
+        self.forget_dead(domain, image)
+    }
+
+    /// Id of the root of an image that is in use by others than our mounts.
+    pub(super) fn elsewhere_root(&self, image: &Digest) -> String {
+        format!("{}-used-{image}", self.run.tag())
     }
 
     /// Images with a directory of their own, by domain.
@@ -392,7 +498,8 @@ impl Mounter<'_> {
             if mounted_root(&path, EROFS_MAGIC).ok().flatten().is_none() {
                 continue;
             }
-            let users = list(&dir.join("users"))?;
+            let mut users = list(&dir.join("users"))?;
+            users.retain(|user| Superblock::from_user(user).is_none());
             let kept = users.iter().any(|user| user == KEEPER);
             let record = read_json(&dir.join("pin.json")).unwrap_or(None);
             let users = users.len() - usize::from(kept);
@@ -400,63 +507,6 @@ impl Mounter<'_> {
         }
         Ok(pins)
     }
-}
-
-/// The image's bytes give its digest. With fs-verity the kernel has done the work. In a store that has
-/// it, an image without it is refused even if its bytes are right today: the mount would be said to
-/// be checked by the kernel, which would not notice if they were altered tomorrow.
-pub(crate) fn check_digest(
-    file: &StoredFile,
-    image: &Digest,
-    verity: bool,
-) -> Result<(), MountError> {
-    use std::io::Read as _;
-    let found = match measured(file)? {
-        Some(digest) => digest,
-        None if verity => return Err(MountError::ImageUnprotected { image: *image }),
-        _ => {
-            let mut hasher = verity::Hasher::new();
-            let mut reader = file.reader();
-            let mut buffer = vec![0; 256 << 10];
-            loop {
-                match reader.read(&mut buffer) {
-                    Ok(0) => break hasher.finish(),
-                    Ok(length) => hasher.update(&buffer[..length]),
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error).at("read", file.path()),
-                }
-            }
-        }
-    };
-    if found == *image { Ok(()) } else { Err(MountError::ImageAltered { image: *image, found }) }
-}
-
-/// The fs-verity digest that the kernel has of a file, if it has one.
-pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> {
-    let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
-    Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
-}
-
-/// Compares the size of one object, below the objects directory `dir`, whose path is `objects`.
-fn check_size(
-    dir: BorrowedFd<'_>,
-    objects: &Path,
-    image: &Digest,
-    object: &Digest,
-    expected: u64,
-) -> Result<(), MountError> {
-    let path = object.object_path();
-    let found = match rustix::fs::statx(dir, &path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::SIZE) {
-        Ok(stat) => stat.stx_size,
-        Err(rustix::io::Errno::NOENT) => {
-            return Err(MountError::ObjectMissing { image: *image, object: path });
-        }
-        Err(errno) => return Err(errno).at("look at", objects.join(path)),
-    };
-    if found == expected {
-        return Ok(());
-    }
-    Err(MountError::ObjectSize { image: *image, object: path, expected, found })
 }
 
 /// Overlays that differ in nothing visible are one.
@@ -470,7 +520,7 @@ fn view_key(idmap: Option<&IdMap>, label: Option<&str>) -> String {
 }
 
 fn make_dir(path: &Path) -> Result<(), MountError> {
-    std::fs::create_dir_all(path).at("create", path)
+    fs::create_dir_all(path).at("create", path)
 }
 
 /// The root of a mount of this kind at `path`, if there is one on top.

@@ -3,20 +3,20 @@
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashSet};
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Digest, Domain, RootKind};
+use cofolio_store::{Backend, Digest, Domain, RootKind};
 use serde::Serialize;
 
 use super::base::image_of_user;
 use super::error::{Asked, At as _, MountError};
+use super::in_use::{self, Superblock};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
-use super::pin::{DETACHED, KEEPER};
+use super::pin::{DETACHED, KEEPER, Unpinned};
 use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
 use super::upper;
-use super::{Mounter, Pin, Step, numbers_at};
+use super::{Kept, Mounter, Pin, Step, is_read_only, mark_user, numbers_at};
 
 /// Where a recorded mount is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,6 +52,9 @@ pub enum MountState {
 pub struct MountStatus {
     /// What was recorded.
     pub record: MountRecord,
+    /// Where it is now, if somebody moved it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moved_to: Option<PathBuf>,
     /// Whether the kernel agrees.
     pub state: MountState,
 }
@@ -67,6 +70,8 @@ pub struct Mounts {
     /// directories beside this one: binds that somebody made of a mount, or mounts whose record was lost.
     /// They are nobody's to clean up.
     pub orphans: Vec<KernelMount>,
+    /// Changes of this domain that were kept, and that nothing is mounted over.
+    pub kept: Vec<Kept>,
     /// Records that cannot be read, in words.
     pub damaged: Vec<String>,
 }
@@ -99,7 +104,9 @@ impl Reconciled {
 #[derive(Debug)]
 pub(crate) struct Forgotten {
     gone: Vec<PathBuf>,
-    pub(crate) unpinned: bool,
+    pub(crate) unpinned: Unpinned,
+    /// Somebody else uses its superblock, or the image's: what they need stays.
+    pub(crate) in_use: bool,
 }
 
 impl Forgotten {
@@ -161,7 +168,7 @@ impl Mounter<'_> {
         let Some(mount) = record.mount else { return Ok(Place::Gone) };
         if let Ok(found) = numbers_at(&record.target)
             && found.is_root
-            && same(mount.id, mount.unique, found.id, found.unique)
+            && mount.is(found.id, found.unique)
         {
             return Ok(Place::At(record.target.clone()));
         }
@@ -172,7 +179,7 @@ impl Mounter<'_> {
         };
         // On top at its place, or below something?
         match numbers_at(&found.target) {
-            Ok(numbers) if same(mount.id, mount.unique, numbers.id, numbers.unique) => {
+            Ok(numbers) if mount.is(numbers.id, numbers.unique) => {
                 Ok(Place::At(found.target.clone()))
             }
             // The number went to another mount of the same image since.
@@ -182,8 +189,8 @@ impl Mounter<'_> {
     }
 
     /// Removes every trace of a mount: takes it down if it is still up at `place`, and gives the
-    /// image back. Every part may already be missing. The record goes last but for the pin, which
-    /// is found by its directory.
+    /// image back. Every part may already be missing. The record goes last, so that an unmount that
+    /// fails or dies before can be repeated.
     ///
     /// The place is given, and not looked up here: of a mount that was just taken down, the kernel
     /// could only be asked by reading all of mountinfo, which takes milliseconds for a thousand
@@ -200,21 +207,33 @@ impl Mounter<'_> {
         }
         let changes = record.upper.as_ref().map(upper::discard).transpose()?.flatten();
         let scratch = record.scratch.as_deref().map(upper::discard_own).transpose()?.flatten();
-        let gone = changes.into_iter().chain(scratch).collect();
         self.step(Step::UpperGone);
-        let domain = self.domain_of(&record.domain)?;
-        domain.remove_root(RootKind::Mount, &record.id)?;
-        self.step(Step::Unrooted);
+        // What is kept is not removed, but may still be written to.
+        let upper = record.upper.as_ref().filter(|upper| !upper.given);
+        let upper = changes.as_deref().or(upper.map(|upper| &*upper.dir));
+        let in_use = upper.map_or(Ok(false), in_use::has_overlay)?;
         if record.created_target {
             remove_dir(&record.target);
+        }
+        if in_use && record.backend == Backend::InodeShare {
+            mark_user(&self.run, &record.domain, &record.image, DETACHED)?;
         }
         let users = self.run.image_dir(&record.domain, &record.image).join("users");
         remove_file(&users.join(&record.id))?;
         self.step(Step::Unmarked);
+        let unpinned = self.unpin_if_idle(&record.domain, &record.image, lock)?;
+        if unpinned == Unpinned::Needed {
+            self.trim_views(&record.domain, &record.image)?;
+        }
+        match self.domain_of(&record.domain)?.remove_root(RootKind::Mount, &record.id) {
+            Err(error) if is_read_only(&error) => {}
+            other => drop(other?),
+        }
+        self.step(Step::Unrooted);
         self.run.remove_record(&record.id)?;
         self.step(Step::Forgotten);
-        let unpinned = self.unpin_if_idle(&record.domain, &record.image, lock)?;
-        Ok(Forgotten { gone, unpinned })
+        let gone = changes.filter(|_| !in_use).into_iter().chain(scratch).collect();
+        Ok(Forgotten { gone, unpinned, in_use: in_use || unpinned == Unpinned::Elsewhere })
     }
 
     /// Takes down a mount at which somebody was at work who died. One that was to be unmounted may be in use, which is
@@ -251,17 +270,38 @@ impl Mounter<'_> {
         let orphans = self.orphans(kernel.mounts()?, &records)?;
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
-            let state = match self.place_of(&record, &kernel)? {
+            let place = self.place_of(&record, &kernel)?;
+            let moved_to = match &place {
+                Place::At(path) if *path != record.target => Some(path.clone()),
+                _ => None,
+            };
+            let state = match place {
                 _ if record.phase != Phase::Mounted => MountState::InFlight,
                 Place::At(_) => MountState::Live,
                 Place::Covered => MountState::Covered,
                 Place::Gone => MountState::Gone,
                 Place::Elsewhere => MountState::OtherNamespace,
             };
-            mounts.push(MountStatus { record, state });
+            mounts.push(MountStatus { record, moved_to, state });
         }
         let damaged = damaged.iter().map(ToString::to_string).collect();
-        Ok(Mounts { mounts, pins: self.pins()?, orphans, damaged })
+        let kept = upper::kept(self.domain, &self.run)?;
+        Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
+    }
+
+    /// Removes changes of this domain that were kept.
+    ///
+    /// # Errors
+    /// [`MountError::NotKept`] if the directory holds none, or a mount uses it; [`MountError::Busy`].
+    pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
+        let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
+        if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
+            return Err(MountError::NotKept { dir: found });
+        }
+        if in_use::has_overlay(&found)? {
+            return Err(MountError::Busy { target: found });
+        }
+        upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
 
     /// Mounts of images of this store that nobody has a record of. The kernel does not say which store a
@@ -373,7 +413,6 @@ impl Mounter<'_> {
                     Err(error) => done.failed.push(in_words(&error)),
                 }
             }
-            self.run.release();
         }
         for name in self.domain.store().domains()? {
             let domain = self.domain_of(&name)?;
@@ -428,6 +467,7 @@ impl Mounter<'_> {
                 None => {
                     user == KEEPER
                         || user == DETACHED
+                        || Superblock::from_user(&user).is_some()
                         || self.run.record(&user)?.is_some_and(|r| r.image == *image)
                 }
             };
@@ -436,7 +476,7 @@ impl Mounter<'_> {
                 *leftovers += 1;
             }
         }
-        self.unpin_if_idle(domain, image, &lock)
+        Ok(self.unpin_if_idle(domain, image, &lock)? == Unpinned::Done)
     }
 
     /// Removes roots of mounts of this run directory that have no record, and those of other boots
@@ -452,6 +492,8 @@ impl Mounter<'_> {
                 let kept = root.images.first().is_some_and(|image| {
                     self.keeper_root(image) == root.id
                         && self.run.image_dir(domain.name(), image).join("users/keep").exists()
+                        || self.elsewhere_root(image) == root.id
+                            && self.run.image_dir(domain.name(), image).exists()
                 });
                 Ok(kept || self.run.record(&root.id)?.is_some())
             };
@@ -464,38 +506,13 @@ impl Mounter<'_> {
     }
 }
 
-/// Whether two pairs of numbers mean one mount.
-fn same(id: u64, unique: Option<u64>, other_id: u64, other_unique: Option<u64>) -> bool {
-    match (unique, other_unique) {
-        (Some(one), Some(other)) => one == other,
-        _ => id == other_id,
-    }
-}
-
 /// Whether a process or thread that we can see lives in the mount namespace. If we cannot see all
 /// of them, we assume so.
 fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
-    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
-    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    let proc = root.join("proc");
-    let inode = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.ino());
-    if inode(&proc.join("thread-self/ns/pid")) != Some(FIRST_PID_NAMESPACE) {
-        return true;
-    }
-    let numbers = |dir: &Path| -> Vec<PathBuf> {
-        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-        entries
-            .filter(|entry| entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit))
-            .map(|entry| entry.path())
-            .collect()
-    };
-    numbers(&proc)
-        .iter()
-        .flat_map(|process| numbers(&process.join("task")))
-        .map(|task| task.join("ns/mnt"))
-        // A look is cheaper than opening, and all but a few are of other namespaces.
-        .filter(|path| inode(path) == Some(namespace.inode))
-        .any(|path| Namespace::at(&path).map_or(true, |found| found.is(namespace)))
+    let Ok(Some(found)) = in_use::namespaces(root) else { return true };
+    // The inode number may be that of another namespace by now.
+    let is = |task: &Path| Namespace::at(&task.join("ns/mnt")).map_or(true, |n| n.is(namespace));
+    found.iter().any(|(inode, task)| *inode == namespace.inode && is(task))
 }
 
 /// An error with what caused it.

@@ -9,10 +9,10 @@ use std::path::Path;
 
 use cofolio_store::{Digest, Domain, Error, Pack, Secret, StoredFile};
 
+use super::check::{check_digest, measured};
 use super::error::{Asked, At as _, MountError};
 use super::kernel::PackOptions;
 use super::mountinfo;
-use super::pin::{check_digest, measured};
 use super::{Mounter, kernel, numbers_at};
 
 /// A pack with all that it needs, checked.
@@ -89,7 +89,7 @@ impl Mounter<'_> {
         // Not by its path, which may lead there by links.
         let id = numbers_at(at).at("look at", at)?.id;
         match mounts.iter().find(|mount| mount.id == id) {
-            Some(mount) if mount.shares_inodes => Ok(()),
+            Some(mount) if mount.has_option("inode_share") => Ok(()),
             _ => Err(MountError::NotShared { at: at.to_owned() }),
         }
     }

@@ -7,7 +7,8 @@
 //!     pin.json                    how it was mounted, what was checked
 //!     erofs/                      its one EROFS superblock is mounted here
 //!     views/<key>/                read-only overlays, one per id map and label
-//!     users/<id>                  an empty file per record that uses it
+//!     own/{pin.json,erofs,views}  the same without its base, for mounts that were measured
+//!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared by whoever adds a user to an image of `inode-share`, alone for whoever takes
@@ -84,6 +85,16 @@ pub struct MountNumbers {
     pub unique: Option<u64>,
 }
 
+impl MountNumbers {
+    /// Whether these numbers mean the same mount.
+    pub(super) fn is(&self, id: u64, unique: Option<u64>) -> bool {
+        match (self.unique, unique) {
+            (Some(one), Some(other)) => one == other,
+            _ => self.id == id,
+        }
+    }
+}
+
 /// A mount namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Namespace {
@@ -146,6 +157,9 @@ pub struct MountRecord {
     /// Nothing can be executed.
     #[serde(default)]
     pub noexec: bool,
+    /// The ref by which it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
     /// How it is mounted.
     #[serde(default)]
     pub backend: Backend,
@@ -180,9 +194,6 @@ pub struct PinRecord {
     /// The image that it is mounted over, if it is only what it has besides.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Digest>,
-    /// What is mounted over that. Records of versions that did not note it have none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub delta: Option<Digest>,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.
@@ -248,7 +259,7 @@ impl RunDir {
         &self.path
     }
 
-    /// Makes it, and makes it a mount of its own.
+    /// Makes it, and makes it a mount of its own, which stays until the machine restarts.
     ///
     /// Where `/` is shared, as systemd has it, every pinned image would otherwise be mounted in
     /// every service's mount namespace as well. So the run directory leaves the peer group of its
@@ -304,18 +315,6 @@ impl RunDir {
         rustix::fs::ftruncate(lock, 0).at("write", &self.path)
     }
 
-    /// Takes the mount that [`RunDir::prepare`] made away again. While an image is pinned below it or
-    /// somebody has a file of it open the kernel refuses, and it stays for them.
-    pub(crate) fn release(&self) {
-        let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev()).ok();
-        let is_mount = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
-        // A filesystem that somebody else mounted here is not ours to take away.
-        let is_ours = self.path.parent().and_then(device) == device(&self.path);
-        if is_ours && is_mount.is_ok_and(|id| id.is_root) {
-            let _ = kernel::unmount(&self.path, false);
-        }
-    }
-
     /// Those of other stores, as far as they are beside this one.
     pub(crate) fn others(&self) -> Result<Vec<Self>, MountError> {
         let Some(parent) = self.path.parent() else { return Ok(Vec::new()) };
@@ -344,30 +343,6 @@ impl RunDir {
 
     fn record_path(&self, id: &str) -> PathBuf {
         self.path.join("mounts").join(format!("{id}.json"))
-    }
-
-    /// As [`RunDir::prepare`] and [`RunDir::lock_image`].
-    pub(crate) fn prepare_and_lock(&self, image: &Digest) -> Result<ImageLock, MountError> {
-        loop {
-            self.prepare()?;
-            let lock = self.lock_image(image)?;
-            // What we would pin on the mount below could be covered. Whoever released the one above it has
-            // finished an unmount, so there is progress.
-            if self.is_kept_by(&lock.file)? {
-                return Ok(lock);
-            }
-        }
-    }
-
-    /// Whether a file, open below it, keeps [`RunDir::release`] from taking its mount away: not if it was
-    /// released just before the file was opened, and perhaps made anew by somebody else since.
-    pub(crate) fn is_kept_by(&self, file: &OwnedFd) -> Result<bool, MountError> {
-        let mount_of = |file: &OwnedFd| {
-            let id = cofolio_sys::mount::mount_id(file, "").at("look at", &self.path)?;
-            Ok::<_, MountError>((id.id, id.is_root))
-        };
-        let (id, is_mount) = mount_of(&open_dir(&self.path).at("open", &self.path)?)?;
-        Ok(is_mount && id == mount_of(file)?.0)
     }
 
     /// Locks everything of an image. Waits.
@@ -450,6 +425,17 @@ impl RunDir {
             && record.target == target
         {
             return Ok(record);
+        }
+        // Somebody may have moved it, or a directory above it.
+        if let Ok(found) = cofolio_sys::mount::mount_id(rustix::fs::CWD, &target)
+            && found.is_root
+        {
+            let is = |record: &MountRecord| {
+                record.mount.is_some_and(|mount| mount.is(found.id, found.unique))
+            };
+            if let Some(record) = self.records()?.0.into_iter().find(is) {
+                return Ok(record);
+            }
         }
         Err(MountError::NotMounted(target_or_id.display().to_string()))
     }
@@ -605,7 +591,11 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, M
         other => other.at("open", path)?,
     };
     let mut text = Vec::new();
-    file.take(RECORD_SIZE_MAX).read_to_end(&mut text).at("read", path)?;
+    file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text).at("read", path)?;
+    if text.len() as u64 > RECORD_SIZE_MAX {
+        let reason = format!("it is longer than {RECORD_SIZE_MAX} bytes");
+        return Err(MountError::State { path: path.to_owned(), reason });
+    }
     let damaged = |error: serde_json::Error| MountError::State {
         path: path.to_owned(),
         reason: error.to_string(),

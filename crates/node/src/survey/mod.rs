@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_sys::cache::page_size;
 use rustix::fs::{FileType, Mode, OFlags};
 use serde::Serialize;
@@ -46,7 +47,8 @@ const REASONS_MAX: usize = 8;
 /// Those of reading `/proc/thread-self/mountinfo`.
 pub fn live_mounts() -> io::Result<LiveMounts> {
     let mounts = mountinfo::read(Path::new("/"))?;
-    Ok(LiveMounts::new(mounts.into_iter().map(|mount| (mount.target, mount.upper))))
+    let uppers: Vec<_> = mounts.iter().flat_map(|mount| mount.paths("upperdir")).collect();
+    Ok(LiveMounts::new(mounts.into_iter().map(|mount| mount.target), uppers))
 }
 
 /// The three ways to count the same bytes.
@@ -85,19 +87,21 @@ pub struct Findings {
     pub reasons: Vec<String>,
 }
 
-/// Looks through directories. `threads` read files (0: as many as processors, up to 4); `progress` is
-/// told now and then how many bytes and files are done.
-#[must_use]
-pub fn look(dirs: &[PathBuf], threads: usize, progress: &(dyn Fn(u64, u64) + Sync)) -> Findings {
-    look_at(dirs, threads, PAGES_MAX, progress)
+/// Looks through directories. `threads` read files (0: as many as processors, up to 4); The
+/// task hears now and then how many bytes and files are done.
+///
+/// # Errors
+/// [`Cancelled`].
+pub fn look(dirs: &[PathBuf], threads: usize, task: &Task) -> Result<Findings, Cancelled> {
+    look_at(dirs, threads, PAGES_MAX, task)
 }
 
 fn look_at(
     dirs: &[PathBuf],
     threads: usize,
     pages_max: usize,
-    progress: &(dyn Fn(u64, u64) + Sync),
-) -> Findings {
+    task: &Task,
+) -> Result<Findings, Cancelled> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if threads == 0 { processors.min(4) } else { threads };
     let tally = Mutex::new(Tally { pages: Pages::new(pages_max), ..Tally::default() });
@@ -107,25 +111,36 @@ fn look_at(
         for _ in 0..threads {
             let (paths, tally, bytes) = (paths.clone(), &tally, &bytes);
             scope.spawn(move || {
-                let mut reader = Reader::new();
+                let mut reader = Reader::new(&task.cancel);
                 for path in paths {
+                    // The queue is only emptied then.
+                    if task.check().is_err() {
+                        continue;
+                    }
                     let result = reader.file(&path, tally, bytes);
                     let mut tally = lock(tally);
                     if let Err(error) = result {
                         tally.unseen(&path, &error);
                     }
-                    progress(bytes.load(Ordering::Relaxed), tally.findings.files);
+                    task.tell(Event::Done {
+                        bytes: bytes.load(Ordering::Relaxed),
+                        bytes_total: None,
+                        items: tally.findings.files,
+                        items_total: None,
+                    });
                 }
             });
         }
         drop(paths);
-        let walk = |dir: &PathBuf| walk(dir, &tally, &|path| drop(to_workers.send(path)));
+        let walk =
+            |dir: &PathBuf| walk(dir, &tally, &task.cancel, &|path| drop(to_workers.send(path)));
         let names = dirs.iter().map(walk).collect();
         drop(to_workers);
         names
     });
+    task.check()?;
     let tally = tally.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Findings { names, ..tally.findings() }
+    Ok(Findings { names, ..tally.findings() })
 }
 
 fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
@@ -133,10 +148,10 @@ fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
 }
 
 /// Hands out the regular files below a directory, and returns how many names there are.
-fn walk(root: &Path, tally: &Mutex<Tally>, found: &dyn Fn(PathBuf)) -> u64 {
+fn walk(root: &Path, tally: &Mutex<Tally>, cancel: &Cancel, found: &dyn Fn(PathBuf)) -> u64 {
     let mut names = 0;
     let mut todo = vec![root.to_owned()];
-    while let Some(dir) = todo.pop() {
+    while let Some(dir) = todo.pop().filter(|_| !cancel.is_cancelled()) {
         let result = (|| -> io::Result<()> {
             for entry in rustix::fs::Dir::new(open(&dir, OFlags::DIRECTORY)?)? {
                 use std::os::unix::ffi::OsStrExt;
@@ -247,13 +262,14 @@ struct Reader {
     buffer: Vec<u8>,
     start: usize,
     pages: Vec<(u64, bool)>,
+    cancel: Cancel,
 }
 
 impl Reader {
-    fn new() -> Self {
+    fn new(cancel: &Cancel) -> Self {
         let buffer = vec![0; READ + ALIGNMENT];
         let start = buffer.as_ptr().align_offset(ALIGNMENT);
-        Self { buffer, start, pages: Vec::new() }
+        Self { buffer, start, pages: Vec::new(), cancel: cancel.clone() }
     }
 
     fn file(&mut self, path: &Path, tally: &Mutex<Tally>, bytes: &AtomicU64) -> io::Result<()> {
@@ -302,6 +318,7 @@ impl Reader {
         let mut at = 0;
         let mut index = 0;
         let result = loop {
+            self.cancel.check().map_err(io::Error::other)?;
             let mut length = 0;
             // Direct reads are whole pages, but for the end of the file.
             let failed = loop {
@@ -363,8 +380,6 @@ mod tests {
 
     use super::*;
 
-    fn silent(_: u64, _: u64) {}
-
     fn page(byte: u8) -> Vec<u8> {
         vec![byte; usize::try_from(page_size()).unwrap()]
     }
@@ -387,7 +402,7 @@ mod tests {
         rustix::fs::sync();
         let dirs = [dirs[0].clone(), temporary.path().join("b")];
         let before = std::fs::metadata(dirs[0].join("both")).unwrap();
-        let found = look(&dirs, 2, &silent);
+        let found = look(&dirs, 2, &Task::default()).unwrap();
         let size = page_size();
         assert_eq!(found.reasons, Vec::<String>::new());
         assert_eq!((found.files, found.contents, found.unseen), (4, 3, 0));
@@ -427,7 +442,7 @@ mod tests {
         }
         let before = count("warm");
         assert!(before >= 3, "{before}");
-        let found = look(std::slice::from_ref(&dir), 1, &silent);
+        let found = look(std::slice::from_ref(&dir), 1, &Task::default()).unwrap();
         assert_eq!((count("warm"), count("cold")), (before, 0));
         let resident = before * page_size();
         assert_eq!((found.resident.bytes, found.resident.by_file_bytes), (resident, resident));
@@ -446,7 +461,7 @@ mod tests {
             content.extend(one);
         }
         std::fs::write(temporary.path().join("f"), content).unwrap();
-        let found = look_at(&[temporary.path().to_owned()], 1, 512, &silent);
+        let found = look_at(&[temporary.path().to_owned()], 1, 512, &Task::default()).unwrap();
         assert!(found.pages_sampled >= 4, "{}", found.pages_sampled);
         let estimate = found.all.by_page_bytes / page_size();
         assert!((1500..2600).contains(&estimate), "{estimate} of 2048");

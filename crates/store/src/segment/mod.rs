@@ -20,12 +20,12 @@
 //!            0  u32 segment: 0 this one, n the n-th other one, 2^32-1 none: zeros
 //!            4  u32 block there
 //!            8  u32 how many blocks
-//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the index, u32 runs, u32 0
+//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the index, u32 runs,
+//!          u32 form: 0 plain, 1 compressed
 //! ```
 //!
-//! Version 3 is plain. In version 2 each block holds as much of one content as fits into it, as EROFS keeps it (one LZ4
-//! block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way. Version 1,
-//! which is read and not written, is plain without pages, others and runs, and has 0 for the number of blocks.
+//! The version is 1. In a compressed segment each block holds as much of one content as fits into it, as EROFS keeps it
+//! (one LZ4 block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way.
 //!
 //! What a plain content has page for page with one that is in a segment already, from a multiple of 64 KiB on and 512 KiB or
 //! more of it, it has there, and does not take again ([`Pages`]). A content of more than 4 GiB does not
@@ -41,19 +41,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::contents::Contents;
-use crate::disk::{Kind, StoredFile};
-use crate::error::{At, Error, Result};
-use crate::store::remove_entry;
-use crate::{Digest, Domain};
+use crate::{Digest, Domain, FileKind, FileName, Result, StoredFile};
 
 use index::Footer;
 pub use write::{Pages, SegmentWriter, Written};
-
-/// Suffix of segments.
-pub(crate) const SEGMENT_SUFFIX: &str = ".segment";
-/// Suffix of packs.
-pub(crate) const PACK_SUFFIX: &str = ".pack";
 
 /// Bytes of a block.
 const BLOCK: u64 = 4096;
@@ -195,14 +186,24 @@ pub struct Pack {
 }
 
 impl Pack {
-    pub(crate) fn file_name(&self) -> String {
-        format!("{}.{}{PACK_SUFFIX}", self.image, self.digest)
+    /// Its file.
+    pub(crate) fn name(self) -> FileName {
+        FileName::of_image(FileKind::Pack, &self.image, &self.digest)
     }
+}
 
-    pub(crate) fn of_file(name: &str) -> Option<Self> {
-        let (image, digest) = name.strip_suffix(PACK_SUFFIX)?.split_once('.')?;
-        let digest_of = |text: &str| Digest::from_lower_hex(text.as_bytes());
-        Some(Self { image: digest_of(image)?, digest: digest_of(digest)? })
+/// The file of a segment.
+pub(crate) fn segment_name(digest: &Digest) -> FileName {
+    FileName::content(FileKind::Segment, digest)
+}
+
+impl Segment {
+    /// Whether a file can be read as a segment. Its blocks are not looked at.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::Io`].
+    pub fn check(file: &StoredFile) -> Result<()> {
+        Self::read(file).map(drop)
     }
 }
 
@@ -212,11 +213,7 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn segments(&self) -> Result<Vec<Digest>> {
-        let files = self.files("segments", SEGMENT_SUFFIX)?;
-        let mut segments: Vec<_> =
-            files.iter().filter_map(|stem| Digest::from_lower_hex(stem.as_bytes())).collect();
-        segments.sort_unstable();
-        Ok(segments)
+        Ok(self.named(FileKind::Segment)?.iter().filter_map(FileName::digest).collect())
     }
 
     /// Opens a segment for reading.
@@ -224,7 +221,7 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchSegment`], [`Error::Io`].
     pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
-        self.open_file(self.segment_file(digest))?.ok_or(Error::NoSuchSegment(*digest))
+        self.open_named(&segment_name(digest))
     }
 
     /// What a segment holds, as it says itself. Its blocks are not looked at.
@@ -248,10 +245,9 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`].
     pub fn packs(&self) -> Result<Vec<Pack>> {
-        let files = self.files("segments", "")?;
-        let mut packs: Vec<_> = files.iter().filter_map(|file| Pack::of_file(file)).collect();
-        packs.sort_unstable();
-        Ok(packs)
+        let names = self.named(FileKind::Pack)?;
+        let pack = |name: &FileName| Some(Pack { image: name.image()?, digest: name.digest()? });
+        Ok(names.iter().filter_map(pack).collect())
     }
 
     /// The packs of an image. There is one, or none; two if an attempt to replace one was interrupted: either will do.
@@ -267,17 +263,7 @@ impl Domain {
     /// # Errors
     /// [`Error::NoSuchPack`], [`Error::Io`].
     pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
-        self.open_file(self.pack_file(pack))?.ok_or(Error::NoSuchPack(pack.image))
-    }
-
-    /// All packs with the segments that they need; none where that cannot be read: such a pack can be made again, and
-    /// keeps nothing.
-    pub(crate) fn packs_with_segments(
-        &self,
-        contents: &dyn Contents,
-    ) -> Result<Vec<(Pack, Option<Vec<Digest>>)>> {
-        let segments = |pack: &Pack| contents.pack_segments(&self.open_pack(pack).ok()?).ok();
-        Ok(self.packs()?.into_iter().map(|pack| (pack, segments(&pack))).collect())
+        self.open_named(&pack.name())
     }
 
     /// Removes the packs of an image; says whether there was one. What only it needed goes with the next
@@ -286,32 +272,18 @@ impl Domain {
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn remove_pack(&self, image: &Digest) -> Result<bool> {
-        self.store().check_writable()?;
-        let _lock = self.lock_shared()?;
-        let packs = self.packs_of(image)?;
-        for pack in &packs {
-            remove_entry(self.disk(), &self.pack_file(pack), Kind::File)?;
-        }
-        let directory = format!("{}/segments", self.base());
-        self.disk().sync_dir(&directory).at("sync", &directory)?;
+        let packs: Vec<_> = self.packs_of(image)?.into_iter().map(Pack::name).collect();
+        self.remove_named(&packs)?;
         Ok(!packs.is_empty())
     }
 
     /// The file of a pack. `None` on a simulated disk.
     pub fn pack_path(&self, pack: &Pack) -> Option<PathBuf> {
-        Some(self.store().path()?.join(self.pack_file(pack)))
+        self.named_path(&pack.name())
     }
 
     /// The file of a segment. `None` on a simulated disk.
     pub fn segment_path(&self, digest: &Digest) -> Option<PathBuf> {
-        Some(self.store().path()?.join(self.segment_file(digest)))
-    }
-
-    pub(crate) fn segment_file(&self, digest: &Digest) -> String {
-        format!("{}/segments/{digest}{SEGMENT_SUFFIX}", self.base())
-    }
-
-    pub(crate) fn pack_file(&self, pack: &Pack) -> String {
-        format!("{}/segments/{}", self.base(), pack.file_name())
+        self.named_path(&segment_name(digest))
     }
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use sha2::{Digest as _, Sha256};
 
 use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
-use super::{BLOCK, Extent, Part, Place, Run, SEGMENT_SUFFIX, SHA256_SIZE_MAX, Segment, granule};
+use super::{BLOCK, Extent, Part, Place, Run, SHA256_SIZE_MAX, Segment, granule, segment_name};
 use crate::buffer::Buffer;
 use crate::disk::{Piece, StoredFile};
 use crate::error::{At, Error, Result};
@@ -546,7 +546,7 @@ impl SegmentWriter<'_> {
         self.flush()?;
         let Self { file, hasher, segment, pages, .. } = self;
         let (staging, written, digest) = (file.staging, file.written, hasher.finish());
-        let target = format!("{}/segments/{digest}{SEGMENT_SUFFIX}", staging.directory);
+        let target = staging.named_file(&segment_name(&digest));
         let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
         if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
             staging.count_missing_bytes(written);

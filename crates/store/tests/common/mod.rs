@@ -120,6 +120,23 @@ impl Contents for Lines {
         Self::read(pack, &mut |digest, _| segments.push(digest))?;
         Ok(segments)
     }
+
+    fn image_paths(
+        &self,
+        image: &StoredFile,
+        wanted: &dyn Fn(&Digest) -> bool,
+        found: &mut dyn FnMut(Digest, &[u8]),
+    ) -> Result<(), BoxError> {
+        Self::read(image, &mut |digest, size| {
+            if wanted(&digest) {
+                found(digest, format!("/a file of {size} bytes").as_bytes());
+            }
+        })
+    }
+
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
+        Ok(Segment::check(segment)?)
+    }
 }
 
 /// Packs an image: its objects go into segments of `count` objects each, unless they are in one already.

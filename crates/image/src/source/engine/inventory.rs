@@ -48,14 +48,12 @@ pub struct LiveMounts {
 }
 
 impl LiveMounts {
-    /// From what is mounted: each mount's target and, of an overlay, its upper directory.
-    pub fn new(mounts: impl IntoIterator<Item = (PathBuf, Option<PathBuf>)>) -> Self {
-        let mut live = Self::default();
-        for (target, upper) in mounts {
-            live.targets.insert(target);
-            live.uppers.extend(upper);
-        }
-        live
+    /// From what is mounted: each mount's target and the upper directories of overlays.
+    pub fn new(
+        targets: impl IntoIterator<Item = PathBuf>,
+        uppers: impl IntoIterator<Item = PathBuf>,
+    ) -> Self {
+        Self { targets: targets.into_iter().collect(), uppers: uppers.into_iter().collect() }
     }
 
     pub(super) fn has_target(&self, path: &Path) -> bool {

@@ -99,6 +99,10 @@ impl Contents for Known {
     fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
         ImageContents.pack_segments(pack)
     }
+
+    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
+        ImageContents.check_segment(segment)
+    }
 }
 
 pub(super) struct Fixture {
@@ -194,8 +198,8 @@ impl Fixture {
     }
 
     fn pack(&self, image: &Digest) {
-        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-        pack(&self.domain, image, &PackOptions::default(), go_on).unwrap();
+        let task = cofolio_store::task::Task::default();
+        pack(&self.domain, image, &PackOptions::default(), &task).unwrap();
     }
 
     /// Another image with the same objects, packed.
@@ -218,6 +222,14 @@ impl Fixture {
 
     pub(super) fn mounter(&self) -> Mounter<'_> {
         Mounter::new(&self.domain, self.run_dir(), &self.known)
+    }
+
+    /// Collects what no root and no mount uses.
+    pub(super) fn gc(&self) -> cofolio_store::GcReport {
+        let mounter = self.mounter();
+        let live = || mounter.live_images().map_err(Into::into);
+        let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
+        self.domain.gc(&self.known, &live, &options).unwrap()
     }
 
     pub(super) fn object_path(&self, number: usize) -> PathBuf {

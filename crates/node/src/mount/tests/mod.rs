@@ -1,7 +1,9 @@
 mod crash;
 mod fixture;
+mod in_use;
 mod measured;
 mod refusals;
+mod upper;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
@@ -68,15 +70,6 @@ fn read_only_mounts_are_clones_of_one_overlay_over_one_erofs() {
     let id = mounter.list().unwrap().mounts[0].record.id.clone();
     assert!(umount(&mounter, Path::new(&id)).unpinned);
     fixture.assert_clean("after the last unmount");
-    // Another test's fork may have held our lock file open just then; reconcile tries again.
-    for _ in 0..100 {
-        if fixture.mounts().is_empty() {
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        mounter.reconcile().unwrap();
-    }
-    panic!("the run directory's own mount is left");
 }
 
 #[test]
@@ -130,7 +123,8 @@ fn changes_can_be_kept_and_mounted_again() {
     // One directory under two mounts would be torn: the kernel only warns.
     let other = MountRequest { access: request.access.clone(), ..read_only(&fixture, "two") };
     let error = mounter.mount(&other).unwrap_err();
-    assert!(matches!(error, MountError::Upper { .. }), "{error}");
+    assert!(matches!(error, MountError::UpperInUse { .. }), "{error}");
+    assert_eq!(error.code(), Code::Busy);
     assert_eq!(umount(&mounter, &request.target).upper.as_ref(), Some(&dir));
     fs::remove_dir_all(dir).unwrap();
 
@@ -225,7 +219,7 @@ fn an_image_whose_base_is_damaged_is_mounted_without() {
         let erofs = fixture.mounts().iter().filter(|m| m.filesystem == "erofs").count();
         assert_eq!(erofs, 1, "{damaged}");
         assert!(umount(&mounter, &request.target).unpinned);
-        let measured = MountRequest { measure: true, ..request };
+        let measured = MountRequest { check: Check::Measure, ..request };
         mounter.mount(&measured).unwrap_or_else(|error| panic!("{damaged}: {error}"));
         fixture.check_content(&measured.target);
         assert!(umount(&mounter, &measured.target).unpinned);
@@ -448,13 +442,7 @@ fn a_run_directory_that_was_made_half_way_leaves_its_peers() {
         assert_eq!(fs::metadata(&lock).unwrap().len(), 0, "killed: {killed}");
         assert_eq!(seen(), 1, "killed: {killed}: the run directory, and nothing in it");
         umount(&mounter, &request.target);
-        // Another test's fork may have held our lock file open just then; reconcile tries again.
-        let gone = (0..100).any(|_| {
-            mounter.reconcile().unwrap();
-            std::thread::sleep(std::time::Duration::from_millis(10));
-            seen() == 0
-        });
-        assert!(gone, "killed: {killed}: the run directory is still a mount among its peers");
+        kernel::unmount(run.path(), false).unwrap();
     }
 }
 
@@ -467,11 +455,7 @@ fn garbage_collection_keeps_what_is_mounted() {
     let request = read_only(&fixture, "one");
     mounter.mount(&request).unwrap();
     fixture.domain.remove_ref("test:1").unwrap();
-    let gc = || {
-        let live = || mounter.live_images().map_err(Into::into);
-        let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
-        fixture.domain.gc(&fixture.known, &live, &options).unwrap()
-    };
+    let gc = || fixture.gc();
     assert_eq!(gc().images, 0);
     fixture.check_content(&request.target);
     // The root lost: the record and the kernel still say so.

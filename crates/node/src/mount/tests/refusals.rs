@@ -41,7 +41,7 @@ fn damaged_content_is_not_mounted() {
     let mut altered = whole.clone();
     altered[10] ^= 1;
     put(&altered);
-    let verified = MountRequest { verify: true, ..request.clone() };
+    let verified = MountRequest { check: Check::Verify, ..request.clone() };
     refused(&fixture, &verified, |e| matches!(e, MountError::Altered { .. }));
     put(&whole);
     let record = fixture.mounter().mount(&verified).unwrap();
@@ -54,7 +54,7 @@ fn damaged_content_is_not_mounted() {
     fs::remove_file(&path).unwrap();
     fs::write(&path, image).unwrap();
     refused(&fixture, &request, |e| matches!(e, MountError::ImageAltered { .. }));
-    assert_eq!(fixture.mounter().mount(&request).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(fixture.mounter().mount(&request).unwrap_err().code(), Code::Corrupt);
 }
 
 /// Somebody asks for an image by its digest while it is mounted: what the store holds under that name is
@@ -69,7 +69,7 @@ fn an_image_asked_for_by_digest_is_measured_although_it_is_mounted() {
     }
     let mounter = fixture.mounter();
     let (first, second) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
-    let measured = MountRequest { measure: true, ..second };
+    let measured = MountRequest { check: Check::Measure, ..second };
     mounter.mount(&first).unwrap();
     mounter.mount(&measured).unwrap();
     umount(&mounter, &measured.target);
@@ -88,14 +88,14 @@ fn an_image_asked_for_by_digest_is_measured_although_it_is_mounted() {
 fn fs_verity_that_is_required_and_missing_is_the_machines_fault() {
     needs_mounts!();
     let fixture = Fixture::new();
-    let required = MountRequest { require_verity: true, ..read_only(&fixture, "one") };
+    let required = MountRequest { check: Check::RequireVerity, ..read_only(&fixture, "one") };
     if fixture.domain.protection().verity {
         assert!(fixture.mounter().mount(&required).unwrap().verity);
         umount(&fixture.mounter(), &required.target);
         return;
     }
     refused(&fixture, &required, |e| {
-        e.kind() == ErrorKind::Machine && e.to_string().contains("no fs-verity")
+        e.code() == Code::Unsupported && e.to_string().contains("no fs-verity")
     });
 }
 
@@ -107,7 +107,7 @@ fn an_image_that_is_not_there_is_the_callers_mistake() {
         MountRequest { image: Digest([9; 32]), create_target: true, ..read_only(&fixture, "one") };
     refused(&fixture, &request, |e| {
         matches!(e, MountError::Store(cofolio_store::Error::NoSuchImage(_)))
-            && e.kind() == ErrorKind::Request
+            && e.code() == Code::NotFound
     });
 }
 
@@ -123,7 +123,10 @@ fn targets_that_cannot_be_are_refused() {
     fs::write(fixture.path("file"), "").unwrap();
     let is_target = |e: &MountError| matches!(e, MountError::Target { .. });
     refused(&fixture, &at(fixture.path("file"), true), is_target);
-    refused(&fixture, &at(fixture.path("missing"), false), is_target);
+    let is_missing = |e: &MountError| {
+        matches!(e, MountError::TargetMissing { .. }) && e.code() == Code::NotFound
+    };
+    refused(&fixture, &at(fixture.path("missing"), false), is_missing);
     refused(&fixture, &at(fixture.path("missing/below"), true), is_target);
     refused(&fixture, &at("/".into(), false), is_target);
     use std::os::unix::ffi::OsStringExt as _;
@@ -183,7 +186,7 @@ fn a_label_needs_selinux() {
     let request = MountRequest { label, ..read_only(&fixture, "one") };
     refused(&fixture, &request, |e| {
         matches!(e, MountError::NoFeature { feature: "security labels", .. })
-            && e.kind() == ErrorKind::Machine
+            && e.code() == Code::Unsupported
     });
 }
 

@@ -1,12 +1,11 @@
 //! The configuration file: what an operator sets once for a machine.
 //!
-//! A flag goes before an environment variable, that before the file, that before the default. Every
-//! setting is a field of [`Config`] or of a struct below it, whose `Default` is the default, and every
-//! one is in `docs/config.toml`; a test compares the two.
+//! A flag overrides an environment variable, a variable the file, the file the default. Every setting is
+//! a field of [`Config`] or of a struct below it, whose `Default` is the default. Every setting is in
+//! `docs/config.toml`; a test compares the two.
 //!
-//! To add a section: a struct (`Serialize`, `Deserialize` with [`deny_unknown_fields`][serde], `Default`),
-//! a field of [`Config`], and its lines in `docs/config.toml`. If options of every command override a
-//! setting, a line in [`Loaded::settle`].
+//! To add a section: a struct (`Serialize`, `Deserialize` with [`deny_unknown_fields`][serde],
+//! `Default`), a field of [`Config`], and its lines in `docs/config.toml`.
 //!
 //! [serde]: https://serde.rs/container-attrs.html#deny_unknown_fields
 
@@ -17,50 +16,57 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::Context as _;
-use clap::ArgMatches;
-use clap::parser::ValueSource;
+use cofolio_image::reference::Reference;
+use cofolio_image::registry::{HostOptions, RegistryOptions};
 use cofolio_image::trust::{Require, Rule};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::cli::{self, Global};
-use crate::exit::Fail;
-
+/// Directory of the store unless a setting says otherwise.
+pub const DEFAULT_STORE: &str = "/var/lib/cofolio";
+/// Directory of the runtime state unless a setting says otherwise.
+pub const DEFAULT_RUN_DIR: &str = "/run/cofolio";
 /// Where the file is unless `--config` or `COFOLIO_CONFIG` says otherwise. It need not exist.
-pub(crate) const DEFAULT_PATH: &str = "/etc/cofolio/config.toml";
+pub const DEFAULT_PATH: &str = "/etc/cofolio/config.toml";
 /// The file with every default, commented.
-pub(crate) const DOCUMENTED: &str = include_str!("../../../docs/config.toml");
+pub const DOCUMENTED: &str = include_str!("../../../docs/config.toml");
 /// Largest file that is read, in bytes.
 const SIZE_MAX: u64 = 1 << 20;
 
 /// All that a configuration file can say.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub(crate) struct Config {
-    pub(crate) store: Store,
-    /// By host, as in names of images.
-    pub(crate) registry: BTreeMap<String, Registry>,
-    pub(crate) run: Run,
-    pub(crate) trust: Trust,
+pub struct Config {
+    /// `[store]`
+    pub store: Store,
+    /// `[registry."HOST"]`, by host as in names of images.
+    pub registry: BTreeMap<String, Registry>,
+    /// `[run]`
+    pub run: Run,
+    /// `[trust]`
+    pub trust: Trust,
 }
 
 /// `[store]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub(crate) struct Store {
-    pub(crate) path: PathBuf,
-    pub(crate) domain: String,
-    pub(crate) run_dir: PathBuf,
-    pub(crate) limit: Limit,
+pub struct Store {
+    /// Directory of the store.
+    pub path: PathBuf,
+    /// Name of the trust domain.
+    pub domain: String,
+    /// Directory of the runtime state.
+    pub run_dir: PathBuf,
+    /// `[store.limit]`
+    pub limit: Limit,
 }
 
 impl Default for Store {
     fn default() -> Self {
         Self {
-            path: cli::DEFAULT_STORE.into(),
+            path: DEFAULT_STORE.into(),
             domain: cofolio_store::DEFAULT_DOMAIN.to_owned(),
-            run_dir: cli::DEFAULT_RUN_DIR.into(),
+            run_dir: DEFAULT_RUN_DIR.into(),
             limit: Limit::default(),
         }
     }
@@ -69,47 +75,52 @@ impl Default for Store {
 /// `[store.limit]`
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub(crate) struct Limit {
+pub struct Limit {
     /// What the domain may take on disk.
-    pub(crate) size: Option<Size>,
+    pub size: Option<Size>,
     /// Images used within so many days stay, even over the size.
-    pub(crate) keep_days: u32,
+    pub keep_days: u32,
 }
 
 /// `[registry."HOST"]`
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub(crate) struct Registry {
+pub struct Registry {
     /// Registries to ask before it: `host[:port][/prefix]`.
-    pub(crate) mirrors: Vec<String>,
+    pub mirrors: Vec<String>,
     /// Plain HTTP may be used.
-    pub(crate) insecure: bool,
+    pub insecure: bool,
 }
 
 /// `[run]`
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub(crate) struct Run {
+pub struct Run {
     /// Name or path of the OCI runtime.
-    pub(crate) runtime: Option<String>,
+    pub runtime: Option<String>,
 }
 
 /// `[trust]`: what is asked of images.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub(crate) struct Trust {
+pub struct Trust {
     /// Of images that no section below is for.
-    pub(crate) require: Require,
-    pub(crate) signed_by: Vec<PathBuf>,
-    pub(crate) cosign_keys: Vec<PathBuf>,
+    pub require: Require,
+    /// Files with ed25519 keys.
+    pub signed_by: Vec<PathBuf>,
+    /// Files with keys of cosign.
+    pub cosign_keys: Vec<PathBuf>,
     /// `[trust.ref."PATTERN"]`
     #[serde(rename = "ref")]
-    pub(crate) refs: BTreeMap<String, Rule>,
+    pub refs: BTreeMap<String, Rule>,
 }
 
 /// A size in bytes, written as `50 GiB` (units of 1024: B, KiB, MiB, GiB, TiB, also K, M, G, T).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Size(pub(crate) u64);
+pub struct Size(
+    /// Bytes.
+    pub u64,
+);
 
 const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -169,15 +180,20 @@ impl<'de> Deserialize<'de> for Size {
 /// Where the value of a setting comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Origin {
+pub enum Origin {
+    /// Nothing sets it.
     Default,
+    /// The configuration file.
     File,
+    /// An environment variable.
     Env,
+    /// A flag of the command line.
     Flag,
 }
 
 impl Origin {
-    pub(crate) fn as_str(self) -> &'static str {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Default => "default",
             Self::File => "file",
@@ -189,70 +205,54 @@ impl Origin {
 
 /// One setting as `config show` prints it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Setting {
+pub struct Setting {
     /// `section.key`, parts quoted where TOML would.
-    pub(crate) key: String,
+    pub key: String,
     /// `null` where nothing is set and there is no default.
-    pub(crate) value: Value,
-    pub(crate) from: Origin,
+    pub value: Value,
+    /// What set it.
+    pub from: Origin,
 }
 
 /// The settings in force, and where each comes from.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Loaded {
-    pub(crate) config: Config,
+pub struct Loaded {
+    /// The settings.
+    pub config: Config,
     /// The file that was read.
-    pub(crate) file: Option<PathBuf>,
+    pub file: Option<PathBuf>,
     in_file: BTreeMap<String, Value>,
     /// Settings that a flag or a variable overrides.
     overridden: BTreeMap<&'static str, Origin>,
 }
 
 impl Loaded {
-    /// Reads the file that the options say, and settles it with the options of every command: afterwards
-    /// both say what is in force.
-    pub(crate) fn load(global: &mut Global, matches: &ArgMatches) -> anyhow::Result<Self> {
-        let mut loaded = match &global.config {
-            Some(path) => Self::read(path)?.ok_or_else(|| {
-                let what = format!("no configuration file {}", path.display());
-                Fail::not_found(what).hint("--config and COFOLIO_CONFIG name a file that exists")
-            })?,
-            None => Self::read(Path::new(DEFAULT_PATH))?.unwrap_or_default(),
-        };
-        loaded.settle(global, matches);
-        Ok(loaded)
-    }
-
-    /// `None` if there is no such file.
-    fn read(path: &Path) -> anyhow::Result<Option<Self>> {
-        let shown = path.display();
+    /// Reads a configuration file. `None` if it does not exist.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
+        let unreadable = |source| ConfigError::Io { path: path.to_owned(), source };
         let text = match read_bounded(path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                return Err(error).with_context(|| format!("reading the configuration {shown}"));
-            }
+            Err(error) => return Err(unreadable(error)),
         };
         let config = parse(&text).map_err(|wrong| wrong.at(path))?;
         // It has just been read as a `Config`, so it is a table.
-        let table: Value = toml::from_str(&text).with_context(|| format!("reading {shown}"))?;
+        let table: Value = toml::from_str(&text).map_err(|error| unreadable(error_of(&error)))?;
         let in_file = flatten(&table);
         Ok(Some(Self { config, file: Some(path.to_owned()), in_file, ..Self::default() }))
     }
 
-    fn settle(&mut self, global: &mut Global, matches: &ArgMatches) {
-        let store = &mut self.config.store;
-        let mut origins = vec![
-            ("store.path", settle(matches, "store", &mut global.store, &mut store.path)),
-            ("store.domain", settle(matches, "domain", &mut global.domain, &mut store.domain)),
-            ("store.run_dir", settle(matches, "run_dir", &mut global.run_dir, &mut store.run_dir)),
-        ];
-        origins.retain(|(_, origin)| matches!(origin, Origin::Env | Origin::Flag));
-        self.overridden.extend(origins);
+    /// Records that a flag or a variable overrides a setting. The caller has put the value into
+    /// [`Loaded::config`].
+    pub fn set_origin(&mut self, key: &'static str, origin: Origin) {
+        self.overridden.insert(key, origin);
     }
 
     /// Every setting, sorted by key.
-    pub(crate) fn settings(&self) -> Vec<Setting> {
+    pub fn settings(&self) -> Vec<Setting> {
         let config = serde_json::to_value(&self.config).unwrap_or_default();
         let settings = flatten(&config).into_iter().map(|(key, value)| {
             let from = match self.overridden.get(key.as_str()) {
@@ -266,18 +266,61 @@ impl Loaded {
     }
 }
 
-/// Whichever of the two goes first is what both say afterwards.
-fn settle<T: Clone>(matches: &ArgMatches, id: &str, option: &mut T, setting: &mut T) -> Origin {
-    let origin = match matches.value_source(id) {
-        Some(ValueSource::CommandLine) => Origin::Flag,
-        Some(ValueSource::EnvVariable) => Origin::Env,
-        _ => {
-            option.clone_from(setting);
-            return Origin::Default;
+impl Config {
+    /// How to talk to registries.
+    ///
+    /// # Errors
+    /// [`ConfigError::Registry`]: a section for a host that no name of an image leads to would be
+    /// ignored silently.
+    pub fn registry_options(&self) -> Result<RegistryOptions, ConfigError> {
+        let mut options = RegistryOptions::default();
+        for (host, settings) in &self.registry {
+            let as_in_names = Reference::parse(&format!("{host}/x"));
+            if as_in_names.map_or(true, |name| name.host() != host) {
+                return Err(ConfigError::Registry { host: host.clone() });
+            }
+            let HostOptions { mirrors, insecure } = options.hosts.entry(host.clone()).or_default();
+            mirrors.clone_from(&settings.mirrors);
+            *insecure = settings.insecure;
         }
-    };
-    setting.clone_from(option);
-    origin
+        Ok(options)
+    }
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("reading the configuration {}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file is not a valid configuration.
+    #[error("{}:{} {message}", path.display(), line.map_or_else(String::new, |line| format!("{line}:")))]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// The line, the first is 1.
+        line: Option<usize>,
+        /// Why.
+        message: String,
+        /// The known key that is most like an unknown one.
+        meant: Option<String>,
+    },
+    /// A section is for something that is not a registry's host.
+    #[error("the configuration's [registry.{host:?}]: not a registry's host")]
+    Registry {
+        /// As the file has it.
+        host: String,
+    },
+}
+
+fn error_of(error: &toml::de::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error.to_string())
 }
 
 fn read_bounded(path: &Path) -> io::Result<String> {
@@ -300,13 +343,9 @@ struct Wrong {
 }
 
 impl Wrong {
-    fn at(self, path: &Path) -> Fail {
-        let line = self.line.map_or_else(String::new, |line| format!("{line}:"));
-        let fail = Fail::usage(format!("{}:{line} {}", path.display(), self.message));
-        match self.meant {
-            Some(key) => fail.hint(format!("did you mean `{key}`?")),
-            None => fail.hint("`cofolio config default` prints every key with its default"),
-        }
+    fn at(self, path: &Path) -> ConfigError {
+        let Self { line, message, meant } = self;
+        ConfigError::Invalid { path: path.to_owned(), line, message, meant }
     }
 }
 

@@ -1,0 +1,40 @@
+//! Starting threads where the machine may refuse them (`ulimit -u`, `pids.max`). `Scope::spawn` and
+//! `thread::spawn` panic then.
+
+use std::io;
+use std::thread::{Builder, Scope, ScopedJoinHandle};
+
+/// The machine gives no more threads.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start a thread (`ulimit -u` and the cgroup's pids.max limit their number)")]
+pub struct NoThread(#[source] io::Error);
+
+/// As [`Scope::spawn`].
+///
+/// # Errors
+/// [`NoThread`].
+pub(crate) fn spawn<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> Result<ScopedJoinHandle<'scope, T>, NoThread> {
+    Builder::new().spawn_scoped(scope, work).map_err(NoThread)
+}
+
+/// Starts `count` threads that do the same work, or fewer if the machine gives no more.
+///
+/// # Errors
+/// [`NoThread`] if it gives none at all.
+pub(crate) fn spawn_up_to<'scope, T: Send + 'scope, W: FnOnce() -> T + Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    count: usize,
+    mut work: impl FnMut() -> W,
+) -> Result<(), NoThread> {
+    for number in 0..count {
+        match spawn(scope, work()) {
+            Err(error) if number == 0 => return Err(error),
+            Err(_) => break,
+            Ok(_) => {}
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,132 @@
+//! How images of a trust domain are mounted, and what that takes: packs of one form, and a kernel that can.
+
+use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
+use cofolio_store::task::Task;
+use cofolio_store::{Backend, Digest, Domain, Error, Form};
+
+use crate::mount::{MountError, MountState, Mounter};
+use crate::probe::{self, Presence};
+
+/// Why a domain's backend was not set, or an image not packed for it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackendError {
+    /// Compressed packs were asked for with a backend that mounts none.
+    #[error("`overlay` mounts the files of the store, which are not compressed")]
+    NotCompressed,
+    /// A compressed pack was asked for in a domain whose packs are plain.
+    #[error("the packs of {domain} are plain, and share nothing with others")]
+    PlainPacks {
+        /// The domain.
+        domain: String,
+    },
+    /// What is mounted was mounted by the backend that is to go.
+    #[error("images of {domain} are mounted (mounts: {mounts})")]
+    Mounted {
+        /// The domain.
+        domain: String,
+        /// How many mounts.
+        mounts: usize,
+    },
+    /// The kernel cannot do it.
+    #[error("this kernel cannot do inode-share: {why}")]
+    Kernel {
+        /// Why not.
+        why: String,
+    },
+    /// Mounts could not be listed.
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    /// An image could not be packed.
+    #[error(transparent)]
+    Pack(#[from] PackError),
+    /// The store refused.
+    #[error(transparent)]
+    Store(#[from] Error),
+}
+
+/// The form of the packs that are made in a domain, if compressed ones are asked for or not.
+///
+/// # Errors
+/// [`BackendError::PlainPacks`], [`BackendError::Store`].
+pub fn form(domain: &Domain, compressed: bool) -> Result<Form, BackendError> {
+    match (domain.backend()?, domain.pack_form()?) {
+        (Backend::InodeShare, Form::Plain) if compressed => {
+            Err(BackendError::PlainPacks { domain: domain.name().to_owned() })
+        }
+        (Backend::InodeShare, form) => Ok(form),
+        (Backend::Overlay, _) if compressed => Ok(Form::Lz4),
+        (Backend::Overlay, _) => Ok(Form::Plain),
+    }
+}
+
+/// Packs an image that has just been imported, if the domain's backend mounts packs. It may have been here
+/// before that was the backend.
+///
+/// # Errors
+/// [`BackendError`].
+pub fn pack_imported(
+    domain: &Domain,
+    image: &Digest,
+    task: &Task,
+) -> Result<Option<PackReport>, BackendError> {
+    if domain.backend()? != Backend::InodeShare {
+        return Ok(None);
+    }
+    let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
+    Ok(Some(pack(domain, image, &options, task)?))
+}
+
+/// Sets the backend of a domain, and the form of its packs; `mounter` is the domain's. With `inode-share` all
+/// its images are packed.
+///
+/// # Errors
+/// [`BackendError`]; the backend is as before then, but some images may have a pack more.
+pub fn set(
+    mounter: &Mounter<'_>,
+    backend: Backend,
+    form: Form,
+    task: &Task,
+) -> Result<(), BackendError> {
+    let domain = mounter.domain();
+    if backend == Backend::Overlay && form != Form::Plain {
+        return Err(BackendError::NotCompressed);
+    }
+    // A record that cannot be read is replaced.
+    let now = domain.backend().and_then(|now| Ok((now, domain.pack_form()?)));
+    if now.is_ok_and(|now| now == (backend, form)) {
+        return Ok(());
+    }
+    let list = mounter.list()?;
+    let own = |name: &str| name == domain.name();
+    let mounts = list.mounts.iter().filter(|it| own(&it.record.domain));
+    let mounts = mounts.filter(|it| it.state != MountState::Gone).count();
+    if mounts > 0 || list.pins.iter().any(|pin| own(&pin.domain)) {
+        return Err(BackendError::Mounted { domain: domain.name().to_owned(), mounts });
+    }
+    if backend != Backend::InodeShare {
+        return Ok(domain.set_backend_over(backend, form)?);
+    }
+    check_kernel()?;
+    let options = PackOptions { form, ..PackOptions::default() };
+    let images = domain.images()?;
+    for image in &images {
+        pack(domain, image, &options, task)?;
+    }
+    domain.set_backend_over(backend, form)?;
+    // What was imported meanwhile.
+    for image in domain.images()?.iter().filter(|image| !images.contains(image)) {
+        pack(domain, image, &options, task)?;
+    }
+    Ok(())
+}
+
+fn check_kernel() -> Result<(), BackendError> {
+    let report = probe::probe(&probe::Options::default());
+    match report.get("inode-share") {
+        Some(feature) if feature.presence == Presence::Absent => {
+            Err(BackendError::Kernel { why: feature.detail.clone() })
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,207 @@
+//! Ending containers, and removing what they leave.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::FlockOperation;
+
+use super::error::At as _;
+use super::{
+    Container, Containers, Result, RunError, is_in, is_name, kept_exit_status, lock, read_record,
+    write_file,
+};
+use crate::mount::{MountError, UmountOptions};
+
+/// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
+const KILLED_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The files of a container that are removed last, in this order.
+const LAST: [&str; 2] = ["container.json", "lock"];
+
+impl Containers<'_> {
+    /// Removes a container whose first process has ended, or was never started. Returns the directory
+    /// with its changes, if these are kept.
+    ///
+    /// # Errors
+    /// [`RunError`]; [`Containers::reconcile`] removes the rest then.
+    pub fn remove(&self, mut container: Container) -> Result<Option<PathBuf>> {
+        let changes = self.take_down(&mut container)?;
+        remove_files(&container.dir)?;
+        Ok(changes)
+    }
+
+    /// Unmounts a container that has ended. Its record, exit status and output stay until
+    /// [`Containers::stop`], or a new container of the same name, removes them.
+    ///
+    /// # Errors
+    /// [`RunError`]; [`Containers::reconcile`] does the rest then.
+    pub fn retire(&self, mut container: Container, exit_status: u8) -> Result<()> {
+        write_file(&container.dir.join("exit"), exit_status.to_string().as_bytes())?;
+        self.take_down(&mut container)?;
+        Ok(())
+    }
+
+    fn take_down(&self, container: &mut Container) -> Result<Option<PathBuf>> {
+        drop(container.busy.take());
+        let record = &container.record;
+        // A runtime that saw the end of its container has removed its state.
+        if container.state.join(&record.name).exists() {
+            record.runtime.ask(&container.state, &["delete", "--force", &record.name])?;
+        }
+        // A runtime that failed half-way may have forgotten the cgroup. The kernel keeps one in use.
+        if container.refusal().is_some() {
+            self.cgroup_dirs(&record.cgroup).for_each(|dir| drop(fs::remove_dir(dir)));
+        }
+        let options = UmountOptions { force: true, keep_upper: false };
+        match self.mounter.umount(&container.rootfs(), &options) {
+            Ok(unmounted) => Ok(unmounted.upper),
+            Err(MountError::NotMounted(_)) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Removes containers that have ended and that no process waits for, but for those that were
+    /// [retired](Containers::retire); returns their names. A container that cannot be removed is
+    /// described in `failed`, and does not stop the others from being removed.
+    ///
+    /// # Errors
+    /// [`RunError::Io`] if the run directory cannot be read.
+    pub fn reconcile(&self, failed: &mut Vec<String>) -> Result<Vec<String>> {
+        let mut removed = Vec::new();
+        for name in self.names()? {
+            match self.settle(&name, false) {
+                Ok(true) => removed.push(name),
+                Ok(false) => {}
+                Err(error) => {
+                    let source = std::error::Error::source(&error);
+                    let why = source.map(|source| format!(": {source}")).unwrap_or_default();
+                    failed.push(format!("container {name}: {error}{why}"));
+                }
+            }
+        }
+        Ok(removed)
+    }
+
+    /// Removes a container if it has ended and no process waits for it, a retired one as well.
+    pub(super) fn remove_ended(&self, name: &str) -> Result<bool> {
+        self.settle(name, true)
+    }
+
+    /// Says whether it removed the container.
+    fn settle(&self, name: &str, retired_too: bool) -> Result<bool> {
+        let dir = self.dir().join(name);
+        let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
+            // If another process removed the container meanwhile, this is not the lock of its name.
+            Ok(Some(lock)) if is_in(&lock, &dir) => lock,
+            Ok(_) => return Ok(false),
+            Err(error) if error.is_missing() => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        let Some(record) = read_record(&dir)? else {
+            // Its starter was killed before it wrote the record, so nothing is mounted.
+            remove_files(&dir)?;
+            return Ok(true);
+        };
+        if self.first_process(&dir, &record).is_some() {
+            return Ok(false);
+        }
+        let state = self.state_dir(&record.runtime);
+        let keep = !retired_too && kept_exit_status(&dir).is_some();
+        let mut container = Container { dir, state, record, lock, busy: None };
+        if !keep {
+            self.remove(container)?;
+            return Ok(true);
+        }
+        // It may have been killed while it unmounted.
+        if container.rootfs().exists() {
+            self.take_down(&mut container)?;
+        }
+        Ok(false)
+    }
+
+    /// Ends a container: asks it to, kills it after `patience`, and removes it.
+    ///
+    /// # Errors
+    /// [`RunError::NotFound`], [`RunError::StillRunning`], [`RunError::Runtime`],
+    /// [`RunError::Record`].
+    pub fn stop(&self, name: &str, patience: Duration) -> Result<()> {
+        if !is_name(name) {
+            return Err(RunError::Name(name.to_owned()));
+        }
+        let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
+        let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
+        if let Some(pid) = found.pid {
+            // Before the signal: afterwards another process may have its number.
+            let handle = pidfd(pid);
+            for (signal, patience) in [(signal, patience), ("KILL", KILLED_PATIENCE)] {
+                let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
+                // A runtime that was killed at its work may not know the container.
+                if let (false, Some(handle)) = (asked.status.success(), &handle) {
+                    let kill = rustix::process::Signal::KILL;
+                    let _ = rustix::process::pidfd_send_signal(handle, kill);
+                }
+                if handle.as_ref().is_none_or(|handle| ends_within(handle, patience)) {
+                    break;
+                }
+            }
+        }
+        // A process that waits for it removes or retires it.
+        let start = Instant::now();
+        let dir = self.dir().join(name);
+        while dir.exists() && !self.remove_ended(name)? {
+            if start.elapsed() > KILLED_PATIENCE {
+                return Err(RunError::StillRunning(name.to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+}
+
+/// Removes a container's directory, in which nothing is mounted: everything but directories that are
+/// not empty, for those are not ours. The record and the lock go last: until then the name is taken.
+pub(super) fn remove_files(dir: &Path) -> Result<()> {
+    // A process that tests meanwhile whether the container has ended may make a new lock.
+    const TRIES: u32 = 3;
+    for _ in 1..TRIES {
+        if remove_files_once(dir).is_ok() {
+            return Ok(());
+        }
+    }
+    remove_files_once(dir)
+}
+
+fn remove_files_once(dir: &Path) -> Result<()> {
+    // Runtimes write further files: runc a `.pid` that becomes the pid file.
+    let names = crate::mount::list(dir)?;
+    let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
+    let gone = |result: io::Result<()>, path: &Path| match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other.at("removing", path),
+    };
+    for name in others.chain(LAST) {
+        let path = dir.join(name);
+        let removed = match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(&path),
+            other => other,
+        };
+        gone(removed, &path)?;
+    }
+    gone(fs::remove_dir(dir), dir)
+}
+
+fn pidfd(pid: u32) -> Option<OwnedFd> {
+    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
+    rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+}
+
+/// Waits for the end of a process.
+fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let Ok(timeout) = Timespec::try_from(patience) else { return false };
+    let mut fds = [PollFd::new(handle, PollFlags::IN)];
+    poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0)
+}

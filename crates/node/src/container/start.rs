@@ -1,0 +1,321 @@
+//! Starting a container, and a process in one.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus};
+
+use rustix::fs::{FlockOperation, Gid, Uid};
+use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
+
+use super::error::At as _;
+use super::{
+    Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, State,
+    Streams, bundle, is_in, is_name, lock, write_file,
+};
+use crate::mount::{Access, IdMap, MountRequest};
+
+impl Containers<'_> {
+    /// Mounts the image and starts the runtime, which ends when the container does. On an error nothing
+    /// is left.
+    ///
+    /// # Errors
+    /// [`RunError`].
+    pub fn start(&self, request: &Request, streams: &Streams) -> Result<Running> {
+        self.launch(request, streams, false)
+    }
+
+    /// Starts a container that this process waits for, without a runtime beside it. Its output is kept in
+    /// its directory, or goes to `output`. From then on this process gets its orphaned descendants as
+    /// children (`PR_SET_CHILD_SUBREAPER`): the container's first process is one.
+    ///
+    /// # Errors
+    /// [`RunError`].
+    pub fn start_detached(&self, request: &Request, output: Option<PathBuf>) -> Result<Running> {
+        set_child_subreaper(Some(getpid())).at("becoming the parent of", "the container")?;
+        let streams = Streams::File {
+            bytes_max: output.as_ref().map_or(super::OUTPUT_BYTES_MAX, |_| u64::MAX),
+            path: output.unwrap_or_else(|| PathBuf::from("output")),
+        };
+        let mut running = self.launch(request, &streams, true)?;
+        match running.container.adopt(&mut running.runtime) {
+            Ok(first) => {
+                running.first = Some(first);
+                Ok(running)
+            }
+            Err(error) => {
+                // The first error says more.
+                let _ = self.remove(running.container);
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts a process in a container that runs. It ends with the process's exit status.
+    ///
+    /// # Errors
+    /// [`RunError::NotFound`], [`RunError::NotRunning`], [`RunError::Runtime`].
+    pub fn exec(
+        &self,
+        name: &str,
+        command: &[String],
+        streams: &Streams,
+    ) -> Result<(Child, Copies)> {
+        if !is_name(name) {
+            return Err(RunError::Name(name.to_owned()));
+        }
+        let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
+        if found.state == State::Ended {
+            return Err(RunError::NotRunning(name.to_owned()));
+        }
+        let runtime = &found.record.runtime;
+        let mut exec = Command::new(&runtime.path);
+        exec.arg("--root").arg(self.state_dir(runtime)).arg("exec");
+        if matches!(streams, Streams::Terminal) {
+            exec.arg("--tty");
+        }
+        exec.arg(name).args(command);
+        let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
+        let copies = streams.connect(&mut exec).map_err(failed)?;
+        Ok((runtime.spawn(&mut exec).map_err(failed)?, copies))
+    }
+
+    fn launch(&self, request: &Request, streams: &Streams, detached: bool) -> Result<Running> {
+        // The usual mistake, before anything is made.
+        let command = bundle::command(&request.config, &request.options)?;
+        let (name, dir, lock) = self.claim(request)?;
+        let record = ContainerRecord {
+            image: request.image,
+            image_name: request.image_name.clone(),
+            domain: self.mounter.domain().name().to_owned(),
+            command,
+            runtime: request.runtime.clone(),
+            stop_signal: request.config.stop_signal().to_owned(),
+            keep: request.keep,
+            writable: request.writable,
+            cgroup: format!("/cofolio/{name}-{}", self.mounter.run_dir().tag()),
+            created: crate::mount::now(),
+            name,
+        };
+        let state = self.state_dir(&request.runtime);
+        let mut container = Container { dir, state, record, lock, busy: None };
+        match self.fill(&mut container, request, streams, detached) {
+            Ok((runtime, copies)) => Ok(Running { container, runtime, first: None, copies }),
+            Err(error) => {
+                // The first error says more.
+                let _ = self.remove(container);
+                Err(error)
+            }
+        }
+    }
+
+    /// Everything after the claim.
+    fn fill(
+        &self,
+        container: &mut Container,
+        request: &Request,
+        streams: &Streams,
+        detached: bool,
+    ) -> Result<(Child, Copies)> {
+        let path = container.dir.join("container.json");
+        let text = serde_json::to_vec(&container.record).map_err(io::Error::other);
+        write_file(&path, &text.at("writing", &path)?)?;
+        if let Some(idmap) = &request.options.idmap {
+            self.open_to(container, idmap)?;
+        }
+        let config = self.mount(container, request)?;
+        let path = container.dir.join("config.json");
+        fs::write(&path, config).at("writing", &path)?;
+
+        let mut command = container.command(detached);
+        let streams = match streams {
+            Streams::File { path, bytes_max } => {
+                Streams::File { path: container.dir.join(path), bytes_max: *bytes_max }
+            }
+            other => other.clone(),
+        };
+        let failed = |source| container.failed(source);
+        let copies = streams.connect(&mut command).map_err(failed)?;
+        // The runtime has the lock as well. If this process is killed while the runtime starts the
+        // container, no other process takes that for one that has ended.
+        let lock = container.lock.try_clone().map_err(failed)?;
+        cofolio_sys::process::inherit(&mut command, lock);
+        Ok((container.record.runtime.spawn(&mut command).map_err(failed)?, copies))
+    }
+
+    /// Takes a name and locks its directory.
+    fn claim(&self, request: &Request) -> Result<(String, PathBuf, OwnedFd)> {
+        const TRIES_MAX: u32 = 100;
+        for _ in 0..TRIES_MAX {
+            let name = match &request.name {
+                Some(name) => name.clone(),
+                None => new_name(&request.image_name),
+            };
+            if !is_name(&name) {
+                return Err(RunError::Name(name));
+            }
+            self.mounter.run_dir().prepare()?;
+            let dir = self.dir().join(&name);
+            match fs::DirBuilder::new().mode(0o700).create(&dir) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    // A container that has ended makes room.
+                    if request.name.is_none() || self.remove_ended(&name)? {
+                        continue;
+                    }
+                    return Err(RunError::Exists(name));
+                }
+                Err(error) => return Err(error).at("creating", &dir),
+            }
+            // Meanwhile another process may have removed it as a leftover.
+            match lock(&dir, FlockOperation::LockExclusive) {
+                Ok(Some(lock)) if is_in(&lock, &dir) => {
+                    return Ok((name, dir, lock));
+                }
+                Err(error) if !error.is_missing() => return Err(error),
+                _ => {}
+            }
+        }
+        Err(RunError::Exists(request.name.clone().unwrap_or_default()))
+    }
+
+    /// Mounts the image and returns the text of `config.json`.
+    fn mount(&self, container: &mut Container, request: &Request) -> Result<Vec<u8>> {
+        let dir = &container.dir;
+        let mut options = request.options.clone();
+        options.readonly = !request.writable;
+        options.cgroup = Some(container.record.cgroup.clone());
+        let rootfs = dir.join("rootfs");
+        let mounted = self.mounter.mount(&MountRequest {
+            create_target: true,
+            access: match (request.writable, request.keep) {
+                (false, _) => Access::ReadOnly,
+                (true, false) => Access::Writable,
+                (true, true) => Access::WritableKept,
+            },
+            size_bytes: request.size_bytes,
+            scratch: !request.writable && request.config.volumes().next().is_some(),
+            check: request.check,
+            idmap: options.idmap.clone(),
+            ..MountRequest::new(request.image, &rootfs)
+        })?;
+        container.busy = Some(crate::mount::open_root(&rootfs)?);
+        options.volumes = mounted.scratch.or(options.volumes);
+        let config = bundle::generate(dir, &mounted.target, &request.config, &options, &self.root)?;
+        let path = dir.join("config.json");
+        serde_json::to_vec(&config).map_err(io::Error::other).at("writing", path)
+    }
+
+    /// Lets root of a user namespace, and no other user, reach its root filesystem.
+    fn open_to(&self, container: &Container, idmap: &IdMap) -> Result<()> {
+        let dir = &container.dir;
+        let (_, group) = idmap.root().ok_or_else(|| RunError::NoRoot(idmap.to_string()))?;
+        rustix::fs::chown(dir, None::<Uid>, Some(Gid::from_raw(group))).at("opening", dir)?;
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o710)).at("opening", dir)?;
+        let run = self.mounter.run_dir().path();
+        for dir in run.parent().into_iter().chain([run, &self.dir()]) {
+            let mode = fs::metadata(dir).at("looking at", dir)?.permissions().mode() & 0o7777;
+            if mode & 0o011 != 0o011 {
+                let open = fs::Permissions::from_mode(mode | 0o011);
+                fs::set_permissions(dir, open).at("opening", dir)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Container {
+    fn command(&self, detached: bool) -> Command {
+        let mut command = Command::new(&self.record.runtime.path);
+        command.arg("--root").arg(&self.state).arg("--log").arg(self.dir.join("log"));
+        command.args(["--log-format", "json", if detached { "create" } else { "run" }]);
+        command.arg("--bundle").arg(&self.dir).arg("--pid-file").arg(self.dir.join("pid"));
+        command.arg(&self.record.name);
+        command
+    }
+
+    /// Waits until the runtime has created the container, whose first process is then a child of this
+    /// process, and starts it. With `run --detach`, crun takes the exit status of a process that ends at
+    /// once.
+    fn adopt(&self, runtime: &mut Child) -> Result<Pid> {
+        let refused = |status: ExitStatus| {
+            let unknown = || self.failed(io::Error::other(status.to_string()));
+            Err(self.refusal().unwrap_or_else(unknown))
+        };
+        let status = runtime.wait().map_err(|source| self.failed(source))?;
+        if !status.success() {
+            return refused(status);
+        }
+        let path = self.dir.join("pid");
+        let written = fs::read_to_string(&path).at("reading", &path)?;
+        let first = written.trim().parse().ok().and_then(Pid::from_raw);
+        let first = first.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData));
+        let log = self.dir.join("log");
+        let log = log.to_string_lossy();
+        let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
+        let started = self.record.runtime.ask(&self.state, &start)?;
+        match started.status.success() {
+            true => first.at("reading", path),
+            false => refused(started.status),
+        }
+    }
+
+    fn failed(&self, source: io::Error) -> RunError {
+        RunError::Runtime { path: self.record.runtime.path.clone(), source }
+    }
+}
+
+impl Running {
+    /// Process id of the runtime, to which signals for the container go.
+    pub fn runtime_id(&self) -> u32 {
+        self.runtime.id()
+    }
+
+    /// Waits for the container's end. Returns the container, its exit status (128 and the number where
+    /// a signal ended it) and the runtime's error, if that is why it ended.
+    pub fn wait(mut self) -> (Container, io::Result<u8>, Option<RunError>) {
+        let status = match self.first {
+            None => self.runtime.wait().map(|status| (status.code(), status.signal())),
+            Some(first) => rustix::io::retry_on_intr(|| waitpid(Some(first), WaitOptions::empty()))
+                .map(|ended| {
+                    let status = ended.map(|(_, status)| status);
+                    let code = status.and_then(|status| status.exit_status());
+                    (code, status.and_then(|status| status.terminating_signal()))
+                })
+                .map_err(Into::into),
+        };
+        self.copies.finish();
+        let status = status.map(|(code, signal)| exit_status(code, signal));
+        let refusal = match status {
+            Ok(0) => None,
+            // Runtimes end with 1 when they fail, as a container may.
+            _ => self.container.refusal(),
+        };
+        (self.container, status, refusal)
+    }
+}
+
+/// What a shell makes of how a process ended.
+pub fn exit_status(code: Option<i32>, signal: Option<i32>) -> u8 {
+    let status = signal.map_or(code, |signal| Some(128 + signal));
+    status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX)
+}
+
+/// `redis-3f9c21`: the image's name, and a random number.
+pub(super) fn new_name(image: &str) -> String {
+    let last = image.rsplit('/').next().unwrap_or_default();
+    let last = last.split([':', '@']).next().unwrap_or_default();
+    let plain = last.chars().filter(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'));
+    let plain: String = plain.take(40).collect();
+    let plain = plain.trim_start_matches(['_', '-']);
+    let mut bytes = [0u8; 4];
+    let random = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    let number = match random {
+        Ok(_) => u32::from_ne_bytes(bytes),
+        Err(_) => std::process::id(),
+    };
+    format!("{}-{:06x}", if plain.is_empty() { "box" } else { plain }, number & 0xFF_FFFF)
+}

@@ -1,0 +1,209 @@
+//! Standard input, output and error of a container: pipes, never a file of the host.
+//!
+//! A runtime hands its own three descriptors to the container's first process. crun also changes the
+//! owner of the files behind them to the container's user, and root inside may change their mode. For
+//! `/dev/null`, a terminal or a regular file that would be the host's own inode. So the container gets
+//! pipes, and threads copy between them and the files.
+
+use std::fs::File;
+use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread::JoinHandle;
+
+use rustix::fs::{FileType, fstat};
+
+/// What a container is connected with.
+#[derive(Debug, Clone)]
+pub enum Streams {
+    /// This process's own three descriptors as they are: the runtime keeps them and gives the
+    /// container a terminal of its own.
+    Terminal,
+    /// This process's output and error, and its input where `input` says so, else an empty one.
+    Ours {
+        /// Whether the container can read this process's standard input.
+        input: bool,
+    },
+    /// Output and error go to a file, input is empty.
+    File {
+        /// The file. It is appended to.
+        path: PathBuf,
+        /// When the file has this size it is renamed to `<path>.1` and a new one is begun.
+        bytes_max: u64,
+    },
+}
+
+/// Threads that copy what a container says.
+#[derive(Debug, Default)]
+pub struct Copies(Vec<JoinHandle<()>>);
+
+impl Copies {
+    /// Waits until everything is copied: until no process has the pipes any more.
+    pub fn finish(self) {
+        for copy in self.0 {
+            // A thread that panicked has copied what it could.
+            let _ = copy.join();
+        }
+    }
+}
+
+impl Streams {
+    /// Sets what `command` is started with. Copying ends when `command` is dropped and the processes
+    /// that it started have ended.
+    ///
+    /// # Errors
+    /// Those of opening the file, making pipes and starting threads.
+    pub(super) fn connect(&self, command: &mut Command) -> io::Result<Copies> {
+        let mut copies = Copies::default();
+        let (empty, _) = io::pipe()?;
+        match self {
+            Self::Terminal => {}
+            Self::Ours { input } => {
+                let (stdin, stdout, stderr) = (io::stdin(), io::stdout(), io::stderr());
+                command.stdin(match *input {
+                    false => Stdio::from(empty),
+                    true if is_pipe(stdin.as_fd()) => Stdio::inherit(),
+                    true => {
+                        let (reader, writer) = io::pipe()?;
+                        let from = File::from(stdin.as_fd().try_clone_to_owned()?);
+                        // Not joined: it may read from a terminal for ever.
+                        copy(from, writer)?;
+                        Stdio::from(reader)
+                    }
+                });
+                let one = same_file(stdout.as_fd(), stderr.as_fd());
+                let output = copies.output(stdout.as_fd())?;
+                // Lines keep their order where both go to one file.
+                command.stderr(match &output {
+                    Some(output) if one => Stdio::from(output.try_clone()?),
+                    _ => copies.output(stderr.as_fd())?.map_or_else(Stdio::inherit, Stdio::from),
+                });
+                command.stdout(output.map_or_else(Stdio::inherit, Stdio::from));
+            }
+            Self::File { path, bytes_max } => {
+                let file = append(path)?;
+                let (reader, writer) = io::pipe()?;
+                let (path, bytes_max) = (path.clone(), *bytes_max);
+                copies.0.push(thread(move || keep(reader, file, &path, bytes_max))?);
+                command.stdin(empty).stdout(writer.try_clone()?).stderr(writer);
+            }
+        }
+        Ok(copies)
+    }
+}
+
+impl Copies {
+    /// A pipe whose content goes to `to`, or nothing if that is one already.
+    fn output(&mut self, to: BorrowedFd<'_>) -> io::Result<Option<PipeWriter>> {
+        if is_pipe(to) {
+            return Ok(None);
+        }
+        let (reader, writer) = io::pipe()?;
+        self.0.push(copy(reader, File::from(to.try_clone_to_owned()?))?);
+        Ok(Some(writer))
+    }
+}
+
+/// Whether a descriptor is a pipe without a name or a socket: no inode that others see.
+fn is_pipe(fd: BorrowedFd<'_>) -> bool {
+    let Ok(stat) = fstat(fd) else { return false };
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Socket => true,
+        // A pipe with a name is on another filesystem than those without.
+        FileType::Fifo => io::pipe()
+            .is_ok_and(|(reader, _)| fstat(reader).is_ok_and(|pipe| pipe.st_dev == stat.st_dev)),
+        _ => false,
+    }
+}
+
+fn same_file(a: BorrowedFd<'_>, b: BorrowedFd<'_>) -> bool {
+    let inode = |fd| fstat(fd).map(|stat| (stat.st_dev, stat.st_ino));
+    inode(a).is_ok_and(|a| inode(b) == Ok(a))
+}
+
+fn thread(work: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name("copy".to_owned()).spawn(work)
+}
+
+fn copy(
+    mut from: impl io::Read + Send + 'static,
+    mut to: impl io::Write + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
+    // When one side is gone the other learns it: both are closed here.
+    thread(move || drop(io::copy(&mut from, &mut to)))
+}
+
+fn append(path: &Path) -> io::Result<File> {
+    File::options().create(true).append(true).open(path)
+}
+
+/// Copies to a file that is begun anew when it has its size. What cannot be written is lost: a
+/// container does not stop because its output has nowhere to go.
+fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) {
+    let mut size = file.metadata().map_or(0, |metadata| metadata.len());
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(length @ 1..) = from.read(&mut buffer) {
+        if size + length as u64 > bytes_max && size > 0 {
+            let mut old = path.as_os_str().to_owned();
+            old.push(".1");
+            let renamed = std::fs::rename(path, old);
+            if let Ok(new) = renamed.and_then(|()| append(path)) {
+                (file, size) = (new, 0);
+            }
+        }
+        size += length as u64;
+        let _ = file.write_all(&buffer[..length]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Only what no other process can find by a name is handed to a container.
+    #[test]
+    fn only_pipes_and_sockets_are_handed_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, FileType::Fifo, mode, 0).unwrap();
+        let (reader, writer) = io::pipe().unwrap();
+        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        for fd in [reader.as_fd(), writer.as_fd(), socket.as_fd()] {
+            assert!(is_pipe(fd));
+        }
+        let fifo = File::options().read(true).write(true).open(fifo).unwrap();
+        let (null, file) = (File::open("/dev/null").unwrap(), tempfile::tempfile().unwrap());
+        for fd in [fifo.as_fd(), null.as_fd(), file.as_fd()] {
+            assert!(!is_pipe(fd));
+        }
+        assert!(same_file(file.as_fd(), file.try_clone().unwrap().as_fd()));
+        assert!(!same_file(file.as_fd(), null.as_fd()));
+    }
+
+    /// The directory is in memory on most machines, so a container that talks for ever must not fill it.
+    #[test]
+    fn kept_output_is_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("output");
+        let (reader, mut writer) = io::pipe().unwrap();
+        let copied = {
+            let (file, path) = (append(&path).unwrap(), path.clone());
+            thread(move || keep(reader, file, &path, 100)).unwrap()
+        };
+        for number in 0..100_000 {
+            writeln!(writer, "line {number}").unwrap();
+        }
+        writer.write_all(b"the end\n").unwrap();
+        drop(writer);
+        copied.join().unwrap();
+        let kept: u64 = std::fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().metadata().unwrap().len())
+            .sum();
+        assert!(std::fs::read_to_string(&path).unwrap().ends_with("the end\n"));
+        // Of a million bytes two files are left, each of at most 100 bytes and one read.
+        assert!(kept <= 2 * (100 + (64 << 10)), "{kept}");
+    }
+}

@@ -1,0 +1,237 @@
+//! Whether a superblock is still in use, in any mount namespace or by an open descriptor.
+//!
+//! mountinfo shows one mount namespace. A container, `unshare -m`, a detached mount whose descriptor
+//! is open, or an overlay over one of our mounts keeps a superblock that mountinfo does not show. So
+//! we ask the kernel about the superblock itself (measured on Linux 6.18, see
+//! `docs/notes/2026-11-23-in-use.md`):
+//!
+//! - **EROFS:** `/sys/fs/erofs/<name>` exists from the creation of the superblock to its end.
+//!   `FS_IOC_GETFSSYSFSPATH` gives the name. The superblock ends with its last user, whoever that is:
+//!   overlays hold private mounts of their lower layers. After our own mounts are gone the entry says
+//!   whether there are other users.
+//! - **A writable overlay** marks the inode of its upper directory as in use (`I_OVL_INUSE`) until its
+//!   superblock ends. With `index=on` the kernel refuses another overlay on that directory with EBUSY.
+//!
+//! Both answers come too late for `inode-share`, where ending one superblock while another one is
+//! read is a bug of Linux 7.2. There we look at all mount namespaces first ([`is_mounted_elsewhere`]).
+//!
+//! In doubt a superblock counts as in use: it costs memory and disk space until the machine restarts.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use super::error::{At as _, MountError};
+use super::kernel::{Context, KernelError, open_dir};
+use super::mountinfo::{self, KernelMount};
+use super::state::Namespace;
+
+/// Prefix of a user of an image that is a superblock with users that we cannot see.
+const PREFIX: &str = "superblock-";
+const SYSFS: &str = "sys/fs/erofs";
+
+/// An EROFS superblock: its name in sysfs and the inode number of that entry. The kernel gives the
+/// name of a loop device again, but not the number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Superblock(Option<(String, u64)>);
+
+impl Superblock {
+    /// The superblock of a mount with this root; `root` is where `/sys` is looked up.
+    pub(super) fn of(mount: impl AsFd, root: &Path) -> Self {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let find = || -> Option<(String, u64)> {
+            let file = rustix::fs::openat(mount, ".", flags, Mode::empty()).ok()?;
+            let name = match cofolio_sys::mount::sysfs_path(&file) {
+                Ok(path) => path.file_name()?.to_str()?.to_owned(),
+                // Before Linux 6.10, where EROFS needs a block device: the entry has its name.
+                Err(_) => {
+                    let device = rustix::fs::fstat(&file).ok()?.st_dev;
+                    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+                    let link = root.join(format!("sys/dev/block/{major}:{minor}"));
+                    fs::read_link(link).ok()?.file_name()?.to_str()?.to_owned()
+                }
+            };
+            let inode = fs::metadata(root.join(SYSFS).join(&name)).ok()?.ino();
+            Some((name, inode))
+        };
+        Self(find())
+    }
+
+    /// The superblock that a user of an image stands for, if it is one.
+    pub(super) fn from_user(user: &str) -> Option<Self> {
+        let (name, inode) = user.strip_prefix(PREFIX)?.rsplit_once('-')?;
+        Some(Self(inode.parse().ok().map(|inode| (name.to_owned(), inode))))
+    }
+
+    /// Name of the user of an image that it is.
+    pub(super) fn user(&self) -> String {
+        match &self.0 {
+            Some((name, inode)) => format!("{PREFIX}{name}-{inode}"),
+            None => format!("{PREFIX}unknown-"),
+        }
+    }
+
+    /// Whether it still exists.
+    pub(super) fn is_alive(&self, root: &Path) -> bool {
+        let sysfs = root.join(SYSFS);
+        let Some((name, inode)) = &self.0 else { return true };
+        match fs::metadata(sysfs.join(name)) {
+            Ok(entry) => entry.ino() == *inode,
+            Err(error) => error.kind() != io::ErrorKind::NotFound || !sysfs.is_dir(),
+        }
+    }
+}
+
+/// Name of the directory, beside `upper`, that [`has_overlay`] gives the kernel as a work directory.
+/// It is made with `upper`, before the disk can be full.
+pub(super) const PROBE: &str = "probe";
+
+/// Whether an overlay whose changes go to `dir/upper` exists.
+///
+/// Tries to make another one over the same directory, which fails while the first one exists. What
+/// that leaves in the directory is removed again.
+///
+/// # Errors
+/// [`MountError::Kernel`] where the kernel gives neither answer; [`MountError::Io`].
+pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
+    let upper = match open_dir(&dir.join("upper")) {
+        Err(Errno::NOENT) => return Ok(false),
+        other => other.at("open", dir)?,
+    };
+    let path = dir.join(PROBE);
+    match fs::DirBuilder::new().mode(0o700).create(&path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            return Err(error).at("create", path);
+        }
+        _ => {}
+    }
+    let probe = open_dir(&path).at("open", &path)?;
+    // Any directory apart from the other two will do as the lower layer.
+    let lower = match open_dir(&dir.join("work")) {
+        Err(Errno::NOENT) => return Ok(false),
+        other => other.at("open", dir)?,
+    };
+    let made = || {
+        let context = Context::open("overlay")?;
+        context.layer("lowerdir", lower.as_fd())?;
+        context.layer("upperdir", upper.as_fd())?;
+        context.layer("workdir", probe.as_fd())?;
+        context.string("index", "on")?;
+        context.create()
+    };
+    let is_busy = |made: &Result<(), KernelError>| {
+        made.as_ref().is_err_and(|error| error.errno == Errno::BUSY)
+    };
+    let mut tried = made();
+    // A process that was just forked holds the descriptors of an earlier try until it calls exec.
+    for milliseconds in [1, 4, 16, 64] {
+        if !is_busy(&tried) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        tried = made();
+    }
+    match tried {
+        Ok(()) => {}
+        Err(error) if error.errno == Errno::BUSY => return Ok(true),
+        // It got past the upper directory, which the kernel takes first.
+        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT) => {}
+        Err(error) => return Err(MountError::Kernel(error)),
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let upper = rustix::fs::openat(&upper, ".", flags, Mode::empty()).at("open", dir)?;
+    for name in ["trusted.overlay.origin", "trusted.overlay.uuid"] {
+        let _ = rustix::fs::fremovexattr(&upper, name);
+    }
+    // One that is left is used again.
+    let _ = fs::remove_dir_all(dir.join(PROBE));
+    Ok(false)
+}
+
+/// Whether a mount of one of these superblocks exists in any mount namespace, other than those below
+/// `run`, and those in other namespaces that are unmounted when the former are.
+///
+/// An overlay may have one of them as a layer without saying so. An overlay that is not ours counts
+/// as a user unless all layers that it names are known to be elsewhere.
+pub(super) fn is_mounted_elsewhere(
+    root: &Path,
+    run: &Path,
+    devices: &HashSet<(u32, u32)>,
+) -> io::Result<bool> {
+    let Some(namespaces) = namespaces(root)? else { return Ok(true) };
+    let own = Namespace::at(&root.join("proc/thread-self/ns/mnt"))?;
+    let ours = mountinfo::read(root)?;
+    let is_pin =
+        |mount: &&KernelMount| devices.contains(&mount.device) && mount.target.starts_with(run);
+    let groups: HashSet<u64> =
+        ours.iter().filter(is_pin).flat_map(|mount| mount.groups.iter().copied()).collect();
+    let uses = |mount: &KernelMount, task: &Path| {
+        let is_foreign = || mount.filesystem == "overlay" && mount.image().is_none();
+        devices.contains(&mount.device)
+            || (is_foreign() && may_have_layer(mount, &task.join("root"), devices))
+    };
+    let thread = root.join("proc/thread-self");
+    if ours.iter().any(|mount| !is_pin(&mount) && uses(mount, &thread)) {
+        return Ok(true);
+    }
+    for (namespace, task) in namespaces {
+        if namespace == own.inode {
+            continue;
+        }
+        // It may have ended since.
+        let Ok(text) = fs::read(task.join("mountinfo")) else { continue };
+        let mounts = mountinfo::parse(&text);
+        let follows = |mount: &KernelMount| mount.groups.iter().any(|group| groups.contains(group));
+        if mounts.iter().any(|mount| !follows(mount) && uses(mount, &task)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)>) -> bool {
+    let lists = mount.paths("lowerdir").flat_map(|list| {
+        let list = list.into_os_string().into_encoded_bytes();
+        let layers = list.split(|&byte| byte == b':').filter(|layer| !layer.is_empty());
+        let path = |layer: &[u8]| PathBuf::from(String::from_utf8_lossy(layer).into_owned());
+        layers.map(path).collect::<Vec<_>>()
+    });
+    let layers = mount.paths("lowerdir+").chain(mount.paths("datadir+"));
+    lists.chain(layers).any(|layer| {
+        // The kernel shows the root of a detached mount as `/`.
+        let Some(below) = layer.to_str().and_then(|path| path.strip_prefix('/')) else {
+            return true;
+        };
+        let Ok(found) = fs::metadata(root.join(below)) else { return true };
+        let device = (rustix::fs::major(found.dev()), rustix::fs::minor(found.dev()));
+        below.is_empty() || devices.contains(&device)
+    })
+}
+
+/// The mount namespaces of all processes and threads, with one of each; `None` if we cannot see all.
+pub(super) fn namespaces(root: &Path) -> io::Result<Option<Vec<(u64, PathBuf)>>> {
+    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
+    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+    let proc = root.join("proc");
+    let inode = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.ino());
+    if inode(&proc.join("thread-self/ns/pid")) != Some(FIRST_PID_NAMESPACE) {
+        return Ok(None);
+    }
+    let numbers = |dir: &Path| -> Vec<PathBuf> {
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        let is_number = |entry: &fs::DirEntry| {
+            entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit)
+        };
+        entries.filter(is_number).map(|entry| entry.path()).collect()
+    };
+    let mut seen = HashSet::new();
+    let tasks = numbers(&proc).into_iter().flat_map(|process| numbers(&process.join("task")));
+    let found = tasks.filter_map(|task| Some((inode(&task.join("ns/mnt"))?, task)));
+    Ok(Some(found.filter(|(namespace, _)| seen.insert(*namespace)).collect()))
+}

@@ -1,0 +1,225 @@
+//! Mounts with users that this mount namespace does not show.
+//!
+//! Each of them was lost: `umount`, removing the ref and `gc` all succeeded, and then the user read
+//! ENOENT, because `gc` had deleted the objects or `umount` the changes under it.
+
+use std::os::fd::AsRawFd as _;
+use std::sync::mpsc;
+
+use super::fixture::{Fixture, needs_inode_share, needs_mounts};
+use super::*;
+
+/// A user of a mount: where it reads, and what ends it.
+struct User {
+    path: PathBuf,
+    end: Box<dyn FnOnce()>,
+}
+
+/// What a user is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Namespace,
+    Bind,
+    Overlay,
+    Descriptor,
+}
+
+const KINDS: [Kind; 4] = [Kind::Namespace, Kind::Bind, Kind::Overlay, Kind::Descriptor];
+
+fn user(kind: Kind, fixture: &Fixture, target: &Path) -> User {
+    match kind {
+        Kind::Namespace => {
+            let (enter, entered) = mpsc::channel();
+            let (end, ended) = mpsc::channel::<()>();
+            let thread = std::thread::spawn(move || {
+                cofolio_sys::mount::unshare_mount_namespace().unwrap();
+                enter.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
+                ended.recv().unwrap();
+            });
+            let root = PathBuf::from(format!("/proc/self/task/{}/root", entered.recv().unwrap()));
+            let path = root.join(target.strip_prefix("/").unwrap());
+            let end = move || {
+                end.send(()).unwrap();
+                thread.join().unwrap();
+            };
+            User { path, end: Box::new(end) }
+        }
+        Kind::Bind => {
+            let path = fixture.target("bound");
+            rustix::mount::mount_bind(target, &path).unwrap();
+            User {
+                path: path.clone(),
+                end: Box::new(move || kernel::unmount(&path, false).unwrap()),
+            }
+        }
+        Kind::Overlay => {
+            let path = fixture.target("over");
+            let layers = [open_dir(target).unwrap(), open_dir(&fixture.target("empty")).unwrap()];
+            let context = kernel::Context::open("overlay").unwrap();
+            let layers = layers.each_ref().map(|fd| format!("/proc/self/fd/{}", fd.as_raw_fd()));
+            context.string("lowerdir", &layers.join(":")).unwrap();
+            context.create().unwrap();
+            attach(context.mount(MountAttrFlags::empty()).unwrap(), open_dir(&path).unwrap())
+                .unwrap();
+            User {
+                path: path.clone(),
+                end: Box::new(move || kernel::unmount(&path, false).unwrap()),
+            }
+        }
+        Kind::Descriptor => {
+            let mount = clone_mount(CWD, target, MountAttrFlags::empty(), None).unwrap();
+            let path = PathBuf::from(format!("/proc/self/fd/{}", mount.as_raw_fd()));
+            User { path, end: Box::new(move || drop(mount)) }
+        }
+    }
+}
+
+fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
+    let story = format!("{kind:?} of {access:?}");
+    let mounter = fixture.mounter();
+    let is_writable = access != Access::ReadOnly;
+    let request = MountRequest { access, ..read_only(fixture, "one") };
+    mounter.mount(&request).unwrap();
+    if is_writable {
+        fs::write(request.target.join("new"), "new").unwrap();
+    }
+    let user = user(kind, fixture, &request.target);
+    let check = |when: &str| {
+        fixture.check_content(&user.path);
+        if is_writable {
+            let new = fs::read(user.path.join("new"));
+            assert_eq!(new.unwrap_or_else(|error| panic!("{story} {when}: {error}")), b"new");
+        }
+    };
+    let unmounted = umount(&mounter, &request.target);
+    assert!(unmounted.in_use && !unmounted.unpinned, "{story}: {unmounted:?}");
+    check("after umount");
+    fixture.domain.remove_ref("test:1").unwrap();
+    assert_eq!(mounter.reconcile().unwrap().failed, [""; 0], "{story}");
+    assert_eq!(fixture.gc().images, 0, "{story}");
+    check("after gc");
+    // A mount of another run directory on the same store, to which only the store speaks.
+    let run = RunDir::at(fixture.path("another-run"));
+    let another = Mounter::new(&fixture.domain, run, &fixture.known);
+    assert_eq!(another.reconcile().unwrap().failed, [""; 0], "{story}");
+    let live = || Ok(Vec::new());
+    let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
+    let report = fixture.domain.gc(&fixture.known, &live, &options).unwrap();
+    assert_eq!(report.images, 0, "{story}: a root names it");
+    // Mounted again meanwhile, it has a superblock of its own, and the other one is not forgotten.
+    mounter.mount(&request).unwrap();
+    fixture.check_content(&request.target);
+    assert!(umount(&mounter, &request.target).in_use, "{story}");
+    check("after another mount");
+    (user.end)();
+    assert_eq!(mounter.reconcile().unwrap().failed, [""; 0], "{story}");
+    fixture.assert_clean(&story);
+    assert_eq!(fixture.gc().images, 1, "{story}");
+}
+
+#[test]
+fn a_read_only_mount_in_use_elsewhere_outlives_umount_and_gc() {
+    needs_mounts!();
+    for kind in KINDS {
+        outlives_umount_and_gc(&Fixture::new(), kind, Access::ReadOnly);
+    }
+}
+
+#[test]
+fn a_writable_mount_in_use_elsewhere_outlives_umount_and_gc() {
+    needs_mounts!();
+    for kind in KINDS {
+        outlives_umount_and_gc(&Fixture::new(), kind, Access::Writable);
+    }
+}
+
+/// The image over a base has two superblocks, and each is in use.
+#[test]
+fn a_base_in_use_elsewhere_outlives_umount_and_gc() {
+    needs_mounts!();
+    let fixture = Fixture::over_base();
+    let mounter = fixture.mounter();
+    let request = read_only(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let user = user(Kind::Namespace, &fixture, &request.target);
+    assert!(umount(&mounter, &request.target).in_use);
+    fixture.domain.remove_ref("test:1").unwrap();
+    assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+    let live = mounter.live_images().unwrap();
+    assert!(live.contains(&fixture.image) && live.contains(&fixture.base()), "{live:?}");
+    assert_eq!(fixture.gc().images, 0);
+    fixture.check_content(&user.path);
+    (user.end)();
+    mounter.reconcile().unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// The mount itself was taken away behind our back while somebody used it elsewhere.
+#[test]
+fn a_mount_that_others_unmounted_is_kept_for_its_users() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    fs::write(request.target.join("new"), "new").unwrap();
+    let user = user(Kind::Bind, &fixture, &request.target);
+    kernel::unmount(&request.target, false).unwrap();
+    assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+    fixture.check_content(&user.path);
+    assert_eq!(fs::read(user.path.join("new")).unwrap(), b"new");
+    (user.end)();
+    mounter.reconcile().unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// With `inode-share` no superblock of the domain may end while another one is read: Linux 7.2
+/// answers that with a BUG.
+#[test]
+fn inode_share_keeps_superblocks_in_use_elsewhere() {
+    needs_mounts!();
+    needs_inode_share!();
+    for kind in [Kind::Namespace, Kind::Bind, Kind::Overlay] {
+        let fixture = Fixture::shared();
+        let mounter = fixture.mounter();
+        let request = read_only(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        let user = user(kind, &fixture, &request.target);
+        assert!(umount(&mounter, &request.target).in_use, "{kind:?}");
+        assert_eq!(mounter.pins().unwrap().len(), 1, "{kind:?}");
+        fixture.check_content(&user.path);
+        (user.end)();
+        mounter.reconcile().unwrap();
+        fixture.assert_clean(&format!("{kind:?}"));
+    }
+}
+
+/// `is_mounted_elsewhere`, which `inode-share` needs, tried where no kernel with it is at hand.
+#[test]
+fn mounts_are_found_in_every_namespace() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = read_only(&fixture, "one");
+    let run = fixture.path("run");
+    for kind in [Kind::Namespace, Kind::Bind, Kind::Overlay] {
+        mounter.mount(&request).unwrap();
+        let device = fs::metadata(&request.target).unwrap().dev();
+        let devices = [(rustix::fs::major(device), rustix::fs::minor(device))].into();
+        let found =
+            || super::super::in_use::is_mounted_elsewhere(Path::new("/"), &run, &devices).unwrap();
+        assert!(found(), "at its target");
+        let user = user(kind, &fixture, &request.target);
+        kernel::unmount(&request.target, true).unwrap();
+        assert!(found(), "{kind:?}");
+        (user.end)();
+        // A namespace ends a moment after its last thread.
+        let gone = (0..100).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            !found()
+        });
+        assert!(gone, "{kind:?}");
+        mounter.reconcile().unwrap();
+        fixture.assert_clean(&format!("{kind:?}"));
+    }
+}

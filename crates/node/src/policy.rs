@@ -1,0 +1,49 @@
+//! Which images this machine hands out: the configuration's policy, and what a request demands besides.
+
+use std::path::PathBuf;
+
+use cofolio_image::error::TrustError;
+use cofolio_image::trust::{Policy, Rule, Subject};
+use cofolio_store::Domain;
+
+use crate::config::Trust;
+
+/// The policy of a configuration, with the keys that a request demands besides: files with ed25519 keys
+/// (`--trust`) and files with keys of cosign (`--cosign-key`).
+///
+/// # Errors
+/// [`TrustError`]: a key cannot be read, or a rule contradicts itself.
+pub fn policy(
+    trust: &Trust,
+    keys: &[PathBuf],
+    cosign_keys: &[PathBuf],
+) -> Result<Policy, TrustError> {
+    let default = Rule {
+        require: trust.require,
+        signed_by: trust.signed_by.clone(),
+        cosign_keys: trust.cosign_keys.clone(),
+    };
+    let mut policy = Policy::new(&default, &trust.refs)?;
+    if !keys.is_empty() {
+        policy.demand(keys, &[], "--trust")?;
+    }
+    if !cosign_keys.is_empty() {
+        policy.demand(&[], cosign_keys, "--cosign-key")?;
+    }
+    Ok(policy)
+}
+
+/// Whether an image may be used now; an error says why not. Returns whether its metadata must be measured
+/// before it is mounted, even where it is mounted already: if a signature vouches for its digest, or the
+/// request named the digest.
+///
+/// # Errors
+/// [`TrustError`].
+pub fn admit(
+    policy: &Policy,
+    domain: &Domain,
+    subject: &Subject<'_>,
+    by_digest: bool,
+) -> Result<bool, TrustError> {
+    Ok(policy.check(domain, subject)? || by_digest)
+}

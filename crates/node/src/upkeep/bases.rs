@@ -1,0 +1,151 @@
+//! Which images of a trust domain get a base: where the chains of layers of two images part, or the chain of
+//! one ends, the image there becomes a base, whether it has a name or not.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use cofolio_image::compose::base::{BaseError, Based, Over};
+use cofolio_store::task::{Cancelled, Task};
+use cofolio_store::{Digest, Domain, Ref};
+use serde::Serialize;
+
+/// What was done about bases.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BasesReport {
+    /// Images that are mounted over a base from now on.
+    pub based: Vec<Based>,
+    /// Why some got none. They are mounted as before.
+    pub failed: Vec<String>,
+}
+
+/// Why bases could not be looked for.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FindError {
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] cofolio_store::Error),
+    /// The caller cancelled it. The deltas that were complete stay.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
+}
+
+/// Gives images that have layers in common a base, where that is worth it. What cannot be read is in the
+/// report and stops nothing.
+///
+/// # Errors
+/// [`FindError`].
+pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, FindError> {
+    let chain = |record: Ref| record.layers.into_iter().map(|layer| layer.chain_id).collect();
+    let refs = domain.readable_refs()?.into_iter();
+    let chains: Vec<(Digest, Vec<String>)> =
+        refs.map(|(_, record)| (record.image, chain(record))).collect();
+    let forks = Forks::of(&chains);
+    let known = domain.bases()?;
+    // Images that have no ref, by the chain that they are the image of.
+    let mut unnamed: HashMap<String, Digest> =
+        known.values().map(|base| (base.chain_id.clone(), base.base)).collect();
+    let mut report = BasesReport::default();
+    for (base, children) in &forks.above {
+        let Some(base_id) = base.last() else { continue };
+        let image_of = |unnamed: &HashMap<String, Digest>, chain: &[String]| {
+            let last = chain.last()?;
+            forks.image(last).or_else(|| unnamed.get(last).copied())
+        };
+        let mut over = Over::new(domain, base, image_of(&unnamed, base));
+        for child in children {
+            task.check()?;
+            let image = image_of(&unnamed, child);
+            let has = image.and_then(|image| Some((image, known.get(&image)?)));
+            if has.is_some_and(|(image, has)| {
+                has.chain_id == *base_id || forks.rests(&image, &has.chain_id)
+            }) {
+                continue;
+            }
+            match over.put(child, image) {
+                Ok(None) => {}
+                Ok(Some(based)) => {
+                    unnamed.insert(base_id.clone(), based.base);
+                    if let Some(last) = child.last() {
+                        unnamed.insert(last.clone(), based.image);
+                    }
+                    report.based.push(based);
+                }
+                Err(BaseError::Store(error))
+                    if error.kind() != cofolio_store::ErrorKind::Corrupt =>
+                {
+                    return Err(error.into());
+                }
+                Err(error) => report.failed.push(error.to_string()),
+            }
+        }
+    }
+    Ok(report)
+}
+
+/// Where chains of layers part.
+struct Forks<'c> {
+    nodes: HashMap<&'c str, Node<'c>>,
+    /// By chain of a base: the chains of the images and bases that are next above it.
+    above: BTreeMap<&'c [String], BTreeSet<&'c [String]>>,
+    /// By image: the ids of the bases that are next below it, by one of its chains each.
+    below: HashMap<Digest, HashSet<&'c str>>,
+}
+
+#[derive(Default)]
+struct Node<'c> {
+    /// The image that ends here.
+    image: Option<Digest>,
+    next: HashSet<&'c str>,
+}
+
+impl Node<'_> {
+    fn is_base(&self) -> bool {
+        self.next.len() + usize::from(self.image.is_some()) > 1
+    }
+}
+
+impl<'c> Forks<'c> {
+    fn of(chains: &'c [(Digest, Vec<String>)]) -> Self {
+        let mut nodes: HashMap<&str, Node<'_>> = HashMap::new();
+        for (image, chain) in chains {
+            for pair in chain.windows(2) {
+                nodes.entry(&pair[0]).or_default().next.insert(&pair[1]);
+            }
+            if let Some(last) = chain.last() {
+                nodes.entry(last).or_default().image = Some(*image);
+            }
+        }
+        let mut above: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        let mut below: HashMap<_, HashSet<_>> = HashMap::new();
+        for (image, chain) in chains {
+            let mut last: Option<&[String]> = None;
+            for end in 1..=chain.len() {
+                let this = &chain[..end];
+                let is_image = end == chain.len();
+                let is_base = nodes.get(this[end - 1].as_str()).is_some_and(Node::is_base);
+                if !is_base && !is_image {
+                    continue;
+                }
+                if let Some(base) = last {
+                    above.entry(base).or_default().insert(this);
+                    if is_image {
+                        let ids = base.last().map(String::as_str);
+                        below.entry(*image).or_default().extend(ids);
+                    }
+                }
+                last = Some(this);
+            }
+        }
+        Self { nodes, above, below }
+    }
+
+    /// The named image whose chain ends in a layer.
+    fn image(&self, chain_id: &str) -> Option<Digest> {
+        self.nodes.get(chain_id)?.image
+    }
+
+    /// Whether a base is next below an image, by one of the chains that the image has.
+    fn rests(&self, image: &Digest, base_id: &str) -> bool {
+        self.below.get(image).is_some_and(|ids| ids.contains(base_id))
+    }
+}

@@ -1,0 +1,203 @@
+//! Keeping a trust domain in order: what processes that were killed left is cleaned up, what nothing keeps
+//! is removed, segments of which little is used are written anew, images that share layers get bases.
+
+pub mod bases;
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::pack::{self, PackError, RewriteReport};
+use cofolio_store::task::{Cancelled, Task};
+use cofolio_store::{Backend, Digest, Domain, Error, GcOptions, GcReport, TrimOptions, TrimPlan};
+
+use crate::config::Limit;
+use crate::container::{Containers, RunError};
+use crate::mount::{MountError, Mounter, RunDir};
+use bases::{BasesReport, FindError};
+
+const DAY_SECONDS: i64 = 86_400;
+
+/// What upkeep is to do.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Only say what would be done.
+    pub dry_run: bool,
+    /// Wait for imports that are being published; else [`Error::Busy`].
+    pub wait: bool,
+    /// Remove images, least recently used first, until the domain takes at most so many bytes on disk.
+    pub size: Option<u64>,
+    /// Remove images that were not used for so many days.
+    pub older_than_days: Option<u32>,
+}
+
+/// What upkeep did, or would do.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// What could not be cleaned up, in words.
+    pub failed: Vec<String>,
+    /// The images that went for a size or an age, if one was asked for.
+    pub trim: Option<TrimPlan>,
+    /// What was removed.
+    pub gc: GcReport,
+    /// Segments that were written anew.
+    pub rewritten: RewriteReport,
+    /// Images that got a base.
+    pub bases: BasesReport,
+}
+
+/// Why upkeep ended early. What was done until then stays done.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum UpkeepError {
+    /// Containers could not be looked at.
+    #[error(transparent)]
+    Container(#[from] RunError),
+    /// Mounts could not be looked at.
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    /// Segments could not be listed.
+    #[error(transparent)]
+    Pack(PackError),
+    /// The store refused.
+    #[error(transparent)]
+    Store(#[from] Error),
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
+}
+
+impl From<PackError> for UpkeepError {
+    fn from(error: PackError) -> Self {
+        match error {
+            PackError::Cancelled(cancelled) => Self::Cancelled(cancelled),
+            PackError::Store(error) => Self::Store(error),
+            other => Self::Pack(other),
+        }
+    }
+}
+
+impl From<FindError> for UpkeepError {
+    fn from(error: FindError) -> Self {
+        match error {
+            FindError::Store(error) => Self::Store(error),
+            FindError::Cancelled(cancelled) => Self::Cancelled(cancelled),
+        }
+    }
+}
+
+/// Upkeep of one trust domain.
+#[derive(Debug)]
+pub struct Upkeep<'a> {
+    domain: &'a Domain,
+    run: RunDir,
+    /// What the configuration says of the domain's size.
+    limit: Limit,
+}
+
+impl<'a> Upkeep<'a> {
+    /// `run` is the run directory of the domain's store.
+    pub fn new(domain: &'a Domain, run: RunDir, limit: Limit) -> Self {
+        Self { domain, run, limit }
+    }
+
+    fn mounter(&self) -> Mounter<'a> {
+        Mounter::new(self.domain, self.run.clone(), &ImageContents)
+    }
+
+    /// Does all of it. `announce` hears which images go before they do.
+    ///
+    /// # Errors
+    /// [`UpkeepError`].
+    pub fn run(
+        &self,
+        options: &Options,
+        announce: &dyn Fn(&TrimPlan),
+        task: &Task,
+    ) -> Result<Report, UpkeepError> {
+        let mut report = Report::default();
+        let mounter = self.mounter();
+        // What killed processes left would count as in use.
+        if !options.dry_run {
+            Containers::new(self.mounter()).reconcile(&mut report.failed)?;
+            report.failed.extend(mounter.reconcile()?.failed);
+        }
+        task.check()?;
+        let gc = gc_options(options.dry_run, options.wait);
+        let live = || Ok(mounter.live_images()?);
+        if options.size.is_some() || options.older_than_days.is_some() {
+            let (plan, removed) = self.trim(options, Vec::new(), &gc, announce)?;
+            (report.trim, report.gc) = (Some(plan), removed);
+        } else {
+            report.gc = self.domain.gc(&ImageContents, &live, &gc)?;
+        }
+        let in_use = mounter.live_images()?;
+        report.rewritten = pack::rewrite(self.domain, &in_use, options.dry_run, task)?;
+        if options.dry_run {
+            return Ok(report);
+        }
+        if !report.rewritten.images.is_empty() {
+            match self.domain.gc(&ImageContents, &live, &gc) {
+                Ok(after) => {
+                    report.gc.segments += after.segments;
+                    report.gc.segment_bytes += after.segment_bytes;
+                    report.gc.kept_segments = after.kept_segments;
+                }
+                // The next one finds that nothing needs them.
+                Err(Error::Busy { .. }) if !options.wait => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if self.domain.backend()? == Backend::Overlay {
+            report.bases = bases::find(self.domain, task)?;
+        }
+        Ok(report)
+    }
+
+    /// Trims the domain if it is over the limit of the configuration; `imported` stays in any case. `None`
+    /// if there was nothing to do. Does not wait for imports that are being published.
+    ///
+    /// # Errors
+    /// [`UpkeepError`].
+    pub fn trim_to_limit(
+        &self,
+        imported: Digest,
+        announce: &dyn Fn(&TrimPlan),
+    ) -> Result<Option<TrimPlan>, UpkeepError> {
+        let Some(size) = self.limit.size.map(|size| size.0) else { return Ok(None) };
+        if self.domain.bytes()? <= size {
+            return Ok(None);
+        }
+        let options = Options { size: Some(size), ..Options::default() };
+        let gc = gc_options(false, false);
+        Ok(Some(self.trim(&options, vec![imported], &gc, announce)?.0))
+    }
+
+    fn trim(
+        &self,
+        options: &Options,
+        keep: Vec<Digest>,
+        gc: &GcOptions,
+        announce: &dyn Fn(&TrimPlan),
+    ) -> Result<(TrimPlan, GcReport), UpkeepError> {
+        let mounter = self.mounter();
+        let days_ago = |days: u32| gc.now - i64::from(days) * DAY_SECONDS;
+        let keep_days = self.limit.keep_days;
+        let options = TrimOptions {
+            size: options.size,
+            unused_since: options.older_than_days.map(days_ago),
+            keep_since: (keep_days > 0).then(|| days_ago(keep_days)),
+            keep,
+            gc: gc.clone(),
+        };
+        let live = || Ok(mounter.live_images()?);
+        Ok(self.domain.trim(&ImageContents, &live, &options, announce)?)
+    }
+}
+
+/// How garbage is collected on this machine now.
+fn gc_options(dry_run: bool, wait: bool) -> GcOptions {
+    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let now = i64::try_from(now).unwrap_or(0);
+    GcOptions { dry_run, wait, now, boot_id: boot_id.map(|id| id.trim().to_owned()) }
+}

@@ -1,0 +1,339 @@
+//! How garbage collection runs beside imports and mounts that go on.
+//!
+//! Whoever publishes content or names it (a commit, a new ref, a new root) does so with the domain's lock
+//! *shared*; a collection removes content with that lock *exclusive*, so the two never overlap. Holding it
+//! exclusively from the first look to the last removal would make every mount wait for seconds, so a
+//! collection holds it for one small batch of removals at a time, and looks for what is used in between,
+//! without the lock. What makes that safe:
+//!
+//! 1. **Begin.** With the lock held exclusively for a moment the collection makes the directory
+//!    `added/`. A writer that had the lock before has finished: all that it published and named is there to
+//!    be seen. A writer that gets the lock later sees the directory.
+//! 2. **Notes.** A writer that sees the directory puts an empty file there for each image, layer, segment
+//!    and pack that it is about to publish or to name, before it does so and before it gives the lock back.
+//!    If it dies in between, a note without content remains, which only keeps too much.
+//! 3. **Mark**, without the lock. Every ref and root is read, then the machine's live mounts. A record that
+//!    changes meanwhile has a note.
+//! 4. **Sweep.** A batch is removed with the lock held exclusively, and only after `added/` was found empty
+//!    with the lock held. If there are notes, the lock is given back, the noted files are read and what they
+//!    name is kept, and the batch is tried again. So in each batch *every* file that is in place is either
+//!    kept with all that it names, or garbage: it was there at the mark or has a note.
+//! 5. **Order.** Images, layers, splits and packs that are garbage go first, and that is made durable.
+//!    Then every one that is in place is kept (or noted), so an object or segment that nothing kept names
+//!    is named by no file at all.
+//!
+//! A writer that relies on content that it found in place before it had the lock looks again once it has
+//! it ([`crate::Staging::commit`]): what a batch took in between is [`Error::Vanished`] there, and the second
+//! attempt holds the lock from its start, which keeps every batch away.
+//!
+//! Only one collection runs at a time: it holds the lock of `roots/` from beginning to end. By that a
+//! writer can tell whether `added/` was left behind by a collection that was killed, and removes it. After a
+//! power loss no collection runs, so notes need not be durable. If there is no room for `added/`, the
+//! collection holds the domain's lock from beginning to end: it is what makes room.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::contents::Contents;
+use crate::disk::{Kind, Lock, LockMode, Purpose};
+use crate::domain::{DomainLock, ROOTS, is_absent};
+use crate::error::{At, Error, Result, is_full};
+use crate::kinds::{FileKind, FileName};
+use crate::parallel::for_each;
+use crate::reach::Reachability;
+use crate::store::remove_entry;
+use crate::{Digest, Domain, GcOptions};
+
+/// Directory of the notes, in the domain, while a collection runs.
+const ADDED: &str = "added";
+/// Removals with the lock held, and notes that are taken with it held: some milliseconds on a disk that has
+/// the directory in memory.
+const BATCH: usize = 64;
+/// Between two batches, so that whoever waits for the lock gets it: `flock` gives it to whoever asks first.
+const PAUSE: Duration = Duration::from_millis(1);
+/// How long a collection that is not to wait tries to get the lock for its next batch, and how often.
+const PATIENCE: u32 = 500;
+const RETRY: Duration = Duration::from_millis(2);
+
+/// Why a note was written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Added {
+    /// A record names a file that is in place.
+    Named,
+    /// A file is published, perhaps in place of a damaged one.
+    New,
+}
+
+impl Added {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Named => "named",
+            Self::New => "new",
+        }
+    }
+}
+
+impl Domain {
+    /// Tells a collection that runs which images and layers are about to be named. To be called with the
+    /// domain's lock held, before it is done.
+    pub(crate) fn note_named<'a>(
+        &self,
+        images: &[Digest],
+        layers: impl Iterator<Item = &'a str>,
+    ) -> Result<()> {
+        let mut files: Vec<_> =
+            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
+        for chain_id in layers {
+            files.push(FileName::chain(FileKind::Layer, chain_id)?);
+        }
+        self.note(Added::Named, &files)
+    }
+
+    /// The same for any files.
+    pub(crate) fn note_in_place(&self, files: &[FileName]) -> Result<()> {
+        self.note(Added::Named, files)
+    }
+
+    /// The same for files that are about to be published.
+    pub(crate) fn note_new(&self, files: &[FileName]) -> Result<()> {
+        self.note(Added::New, files)
+    }
+
+    fn note(&self, added: Added, files: &[FileName]) -> Result<()> {
+        let directory = format!("{}/{ADDED}", self.base());
+        match self.disk().stat(&directory) {
+            Err(error) if is_absent(&error) => return Ok(()),
+            other => other.at("look at", &directory)?,
+        };
+        let roots = format!("{}/{ROOTS}", self.base());
+        if let Some(_none_runs) =
+            self.disk().lock(&roots, LockMode::Shared, false).at("lock", &roots)?
+        {
+            return remove_entry(self.disk(), &directory, Kind::Directory).map(drop);
+        }
+        for file in files {
+            let note = format!("{}-{}-{}", added.as_str(), file.kind().noun(), file.stem());
+            let path = format!("{directory}/{note}");
+            match self.disk().create(&path, Purpose::Record) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                // The collection has just ended.
+                Err(error) if is_absent(&error) => return Ok(()),
+                other => drop(other.at("create", &path)?),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn parse_note(note: &str) -> Option<(Added, FileName)> {
+    let (added, rest) = note.split_once('-')?;
+    let added = [Added::Named, Added::New].into_iter().find(|known| known.as_str() == added)?;
+    let (noun, stem) = rest.split_once('-')?;
+    let kind = FileKind::NAMED.into_iter().find(|kind| kind.noun() == noun)?;
+    Some((added, FileName::of_stem(kind, stem)?))
+}
+
+/// Something that may be garbage.
+#[derive(Debug)]
+pub(crate) struct Suspect<T> {
+    /// What it is, for the question whether it really is garbage.
+    pub(crate) what: T,
+    /// Its path.
+    pub(crate) path: String,
+    /// A file, or a directory with everything in it.
+    pub(crate) kind: Kind,
+}
+
+/// What went: how many, and how many bytes they had allocated.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Swept {
+    pub(crate) count: u64,
+    pub(crate) bytes: u64,
+}
+
+impl std::ops::AddAssign for Swept {
+    fn add_assign(&mut self, other: Self) {
+        self.count += other.count;
+        self.bytes += other.bytes;
+    }
+}
+
+/// A collection that runs.
+pub(crate) struct Collector<'a> {
+    pub(crate) domain: &'a Domain,
+    pub(crate) options: &'a GcOptions,
+    pub(crate) reach: Reachability<'a>,
+    /// Images that were published or named since the beginning.
+    pub(crate) noted: BTreeSet<Digest>,
+    /// If there are no notes: nobody else has changed anything since the beginning.
+    held: Option<DomainLock>,
+    /// Last, so that the notes are gone before another collection can begin.
+    _alone: Option<Box<dyn Lock>>,
+}
+
+impl<'a> Collector<'a> {
+    /// Begins a collection. A dry run keeps collections off, and nothing else.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] if another one runs, or something is being published and the options say not to
+    /// wait; [`Error::ReadOnly`], [`Error::Io`].
+    pub(crate) fn begin(
+        domain: &'a Domain,
+        contents: &'a dyn Contents,
+        options: &'a GcOptions,
+    ) -> Result<Self> {
+        let mut collector = Self {
+            domain,
+            options,
+            reach: Reachability::new(domain, contents),
+            noted: BTreeSet::new(),
+            held: None,
+            _alone: None,
+        };
+        if options.dry_run {
+            collector.held = Some(domain.lock_shared()?);
+            return Ok(collector);
+        }
+        domain.store().check_writable()?;
+        let busy = || Error::Busy { domain: domain.name().to_owned() };
+        let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
+        let alone = disk.lock(&roots, LockMode::Exclusive, options.wait).at("lock", &roots)?;
+        collector._alone = Some(alone.ok_or_else(busy)?);
+        let added = collector.added();
+        // Of a collection that was killed.
+        remove_entry(disk, &added, Kind::Directory)?;
+        let lock = domain.lock(LockMode::Exclusive, options.wait)?.ok_or_else(busy)?;
+        match disk.mkdir(&added) {
+            Err(error) if is_full(&error) => collector.held = Some(lock),
+            other => other.at("create", &added)?,
+        }
+        Ok(collector)
+    }
+
+    /// Gives a file that is kept its immutable flag, if an import that was interrupted after publishing it
+    /// had not got to that.
+    pub(crate) fn protect(&self, path: &str) -> Result<()> {
+        let disk = self.domain.disk();
+        if self.options.dry_run || !self.domain.protection().immutable {
+            return Ok(());
+        }
+        match disk.stat(path) {
+            Ok(stat) if !stat.immutable => {}
+            Err(error) if !is_absent(&error) => return Err(error).at("look at", path),
+            _ => return Ok(()),
+        }
+        match disk.set_immutable(path, true) {
+            // Replaced by a repair at this moment.
+            Err(error) if is_absent(&error) => Ok(()),
+            other => other.at("make immutable", path),
+        }
+    }
+
+    /// Removes those of the suspects that are garbage. That is asked with the lock held, when nothing can
+    /// be published or named any more before they are gone.
+    ///
+    /// # Errors
+    /// [`Error::Busy`], [`Error::Io`], and those of [`Reachability::mark`].
+    pub(crate) fn sweep<T: Sync>(
+        &mut self,
+        suspects: &[Suspect<T>],
+        is_garbage: impl Fn(&Self, &T) -> Result<bool> + Sync,
+    ) -> Result<Swept> {
+        let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        for (number, batch) in suspects.chunks(BATCH).enumerate() {
+            if number > 0 && self.held.is_none() {
+                std::thread::sleep(PAUSE);
+            }
+            let lock = self.section()?;
+            let mut garbage = Vec::with_capacity(batch.len());
+            for suspect in batch {
+                if is_garbage(self, &suspect.what)? {
+                    garbage.push(suspect);
+                }
+            }
+            let (disk, dry_run) = (self.domain.disk(), self.options.dry_run);
+            for_each(disk.parallelism(), &garbage, |suspect| {
+                let freed = match dry_run {
+                    true => allocated(disk, &suspect.path, suspect.kind)?,
+                    false => remove_entry(disk, &suspect.path, suspect.kind)?,
+                };
+                count.fetch_add(1, Relaxed);
+                bytes.fetch_add(freed, Relaxed);
+                Ok(())
+            })?;
+            drop(lock);
+        }
+        Ok(Swept { count: count.into_inner(), bytes: bytes.into_inner() })
+    }
+
+    /// The domain's lock, exclusive, at a moment when there are no notes.
+    fn section(&mut self) -> Result<Option<DomainLock>> {
+        while self.held.is_none() {
+            let lock = self.lock()?;
+            let Some(notes) = self.take_notes()? else { return Ok(Some(lock)) };
+            drop(lock);
+            for (added, file) in &notes {
+                self.noted.extend(file.image());
+                self.reach.add(file, *added == Added::New)?;
+            }
+            self.reach.seal();
+        }
+        Ok(None)
+    }
+
+    fn lock(&self) -> Result<DomainLock> {
+        for _ in 0..PATIENCE {
+            if let Some(lock) = self.domain.lock(LockMode::Exclusive, self.options.wait)? {
+                return Ok(lock);
+            }
+            std::thread::sleep(RETRY);
+        }
+        Err(Error::Busy { domain: self.domain.name().to_owned() })
+    }
+
+    /// Some of the notes, which are removed; `None` if there are none.
+    fn take_notes(&self) -> Result<Option<Vec<(Added, FileName)>>> {
+        let (disk, added) = (self.domain.disk(), self.added());
+        let entries = disk.list(&added).at("list", &added)?;
+        let mut notes = Vec::new();
+        for (note, kind) in entries.iter().take(BATCH) {
+            remove_entry(disk, &format!("{added}/{note}"), *kind)?;
+            notes.extend(parse_note(note));
+        }
+        Ok((!entries.is_empty()).then_some(notes))
+    }
+
+    fn added(&self) -> String {
+        format!("{}/{ADDED}", self.domain.base())
+    }
+}
+
+impl Drop for Collector<'_> {
+    fn drop(&mut self) {
+        if !self.options.dry_run {
+            // What is left is removed by whoever next writes a note.
+            let _ = remove_entry(self.domain.disk(), &self.added(), Kind::Directory);
+        }
+    }
+}
+
+/// What [`remove_entry`] would free.
+pub(crate) fn allocated(disk: &dyn crate::disk::Disk, path: &str, kind: Kind) -> Result<u64> {
+    if kind != Kind::Directory {
+        return match disk.stat(path) {
+            Err(error) if is_absent(&error) => Ok(0),
+            other => Ok(other.at("look at", path)?.allocated),
+        };
+    }
+    let entries = match disk.list(path) {
+        Err(error) if is_absent(&error) => return Ok(0),
+        other => other.at("list", path)?,
+    };
+    let mut bytes = 0;
+    for (name, kind) in entries {
+        bytes += allocated(disk, &format!("{path}/{name}"), kind)?;
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,413 @@
+//! The one examiner: what is wrong with a file of a domain. fsck, verify, scrub and repair differ in which
+//! files they look at, under which lock, and in how they read; not in what they find.
+
+use std::collections::{BTreeMap, HashSet};
+use std::os::fd::BorrowedFd;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use cofolio_sys::cache::cachestat;
+use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
+
+use crate::contents::Contents;
+use crate::disk::Piece;
+use crate::error::{At, Error, Result, is_damage};
+use crate::fsck::{Finding, FindingKind};
+use crate::kinds::{FileKind, FileName};
+use crate::parallel::for_each;
+use crate::reach::text;
+use crate::verity::{Hasher, UNIT};
+use crate::{Digest, Domain, StoredFile};
+
+/// How much is read at once, in bytes.
+const READ_SIZE: usize = 1 << 20;
+/// What memory and offsets are aligned to for reading past the cache: enough for every block size there is.
+const ALIGN: usize = 4096;
+
+/// How the content of a file is read.
+pub(crate) enum Reading {
+    /// Not at all: only sizes are compared, and files parsed.
+    No,
+    /// Through the page cache, large files on so many threads.
+    Cached(usize),
+    /// As the disk has it, past the page cache, at a rate.
+    Direct(Mutex<Reader>),
+}
+
+/// Looks at files.
+pub(crate) struct Examiner<'a> {
+    pub(crate) domain: &'a Domain,
+    pub(crate) contents: &'a dyn Contents,
+    pub(crate) reading: Reading,
+    /// Images that are there for others only ([`Domain::derived_images`]).
+    pub(crate) derived: HashSet<Digest>,
+}
+
+/// What was seen of a file.
+pub(crate) enum Seen {
+    /// It is not there.
+    Missing,
+    /// It is as it must be.
+    Sound,
+    /// It is not.
+    Damaged(Finding),
+}
+
+impl Seen {
+    pub(crate) fn finding(self) -> Option<Finding> {
+        match self {
+            Self::Missing | Self::Sound => None,
+            Self::Damaged(finding) => Some(finding),
+        }
+    }
+}
+
+impl<'a> Examiner<'a> {
+    pub(crate) fn new(domain: &'a Domain, contents: &'a dyn Contents, reading: Reading) -> Self {
+        Self { domain, contents, reading, derived: HashSet::new() }
+    }
+
+    /// Compares size (if the caller knows which it must have) and, as it was asked for, content; says also
+    /// how many bytes were hashed.
+    ///
+    /// # Errors
+    /// What says nothing about the file, such as lack of memory.
+    pub(crate) fn look(&self, name: &FileName, size: Option<u64>) -> Result<(Seen, u64)> {
+        let mut hashed = 0;
+        let seen = self.look_at(name, size, &mut hashed);
+        match seen {
+            Err(error) if error.is_race() => Ok((Seen::Missing, 0)),
+            Err(error) if is_damage(&error) => {
+                let detail = format!("it cannot be read: {}", text(&error));
+                Ok((Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)), hashed))
+            }
+            other => Ok((other?, hashed)),
+        }
+    }
+
+    fn look_at(&self, name: &FileName, size: Option<u64>, hashed: &mut u64) -> Result<Seen> {
+        let file = self.domain.open_named(name)?;
+        let found = file.size().at("look at", file.path())?;
+        if let Some(size) = size.filter(|size| *size != found) {
+            let detail = format!("{found} bytes, its image says {size}");
+            return Ok(Seen::Damaged(self.finding(name, Wrong::Truncated, detail)));
+        }
+        let Some(digest) = name.digest() else { return Ok(Seen::Sound) };
+        let actual = match &self.reading {
+            Reading::No => return Ok(Seen::Sound),
+            Reading::Cached(1) => hash_file(&file)?,
+            Reading::Cached(threads) => hash_large_file(&file, *threads)?,
+            Reading::Direct(reader) => {
+                reader.lock().unwrap_or_else(PoisonError::into_inner).hash(&file)?
+            }
+        };
+        *hashed = found;
+        if actual == digest {
+            return Ok(Seen::Sound);
+        }
+        let detail = format!("its content has digest {actual}");
+        Ok(Seen::Damaged(self.finding(name, Wrong::Altered, detail)))
+    }
+
+    /// Reads a file as what it is, and visits what it names.
+    ///
+    /// # Errors
+    /// As [`Examiner::look`].
+    pub(crate) fn read(&self, name: &FileName, visit: &mut dyn FnMut(Digest, u64)) -> Result<Seen> {
+        let read = match name.kind() {
+            FileKind::Segment => {
+                let segment = self.domain.open_named(name).map_err(Into::into);
+                segment.and_then(|file| self.contents.check_segment(&file))
+            }
+            _ => name.visit(self.domain, self.contents, visit),
+        };
+        match read {
+            Ok(()) => Ok(Seen::Sound),
+            Err(error) => match error.downcast::<Error>().map(|error| *error) {
+                Ok(error) if error.is_race() => Ok(Seen::Missing),
+                Ok(error) => self.unreadable(name, error),
+                Err(source) => {
+                    self.unreadable(name, Error::Unreadable { what: name.to_string(), source })
+                }
+            },
+        }
+    }
+
+    fn unreadable(&self, name: &FileName, error: Error) -> Result<Seen> {
+        if !is_damage(&error) {
+            return Err(error);
+        }
+        let detail = match &error {
+            Error::Unreadable { source, .. } => text(&**source),
+            Error::Corrupt { reason, .. } => reason.clone(),
+            other => text(other),
+        };
+        Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
+    }
+
+    /// A pack, with what it needs: segments that are not among the `sound` ones make it incomplete.
+    ///
+    /// # Errors
+    /// As [`Examiner::look`].
+    pub(crate) fn pack(&self, name: &FileName, sound: &HashSet<Digest>) -> Result<Option<Finding>> {
+        // One that has been replaced since it was listed is no finding.
+        let seen = match self.look(name, None)?.0 {
+            Seen::Sound => {
+                let mut lacks = None;
+                let seen = self.read(name, &mut |segment, _| {
+                    if !sound.contains(&segment) {
+                        lacks.get_or_insert(segment);
+                    }
+                })?;
+                match (seen, lacks) {
+                    (Seen::Sound, Some(segment)) => {
+                        let detail = format!("its segment {segment} is missing or damaged");
+                        Seen::Damaged(self.finding(name, Wrong::Incomplete, detail))
+                    }
+                    (seen, _) => seen,
+                }
+            }
+            seen => seen,
+        };
+        Ok(seen.finding())
+    }
+
+    /// That a file makes no sense.
+    pub(crate) fn unreadable_finding(&self, name: &FileName, detail: String) -> Finding {
+        self.finding(name, Wrong::Unreadable, detail)
+    }
+
+    /// That an object is missing that an image or layer names.
+    pub(crate) fn missing_object(&self, digest: &Digest) -> Finding {
+        let name = FileName::content(FileKind::Object, digest);
+        let path = self.domain.named_file(&name);
+        Finding::new(FindingKind::ObjectMissing, path, "an image names it").about(digest)
+    }
+
+    fn finding(&self, name: &FileName, wrong: Wrong, detail: String) -> Finding {
+        use FindingKind as Kind;
+        let is_base = name.kind() == FileKind::Image
+            && name.image().is_some_and(|it| self.derived.contains(&it));
+        let kind = match (name.kind(), wrong) {
+            (FileKind::Object, Wrong::Altered) => Kind::ObjectAltered,
+            (FileKind::Object, Wrong::Unreadable) => Kind::ObjectUnreadable,
+            (FileKind::Object, Wrong::Truncated | Wrong::Incomplete) => Kind::ObjectTruncated,
+            (FileKind::Image, _) if is_base => Kind::BaseAltered,
+            (FileKind::Image, Wrong::Altered) => Kind::ImageAltered,
+            (FileKind::Image, _) => Kind::ImageUnreadable,
+            (FileKind::Layer | FileKind::Split, _) => Kind::LayerUnreadable,
+            (FileKind::Segment, Wrong::Altered) => Kind::SegmentAltered,
+            (FileKind::Segment, _) => Kind::SegmentUnreadable,
+            (FileKind::Pack, Wrong::Altered) => Kind::PackAltered,
+            (FileKind::Pack, Wrong::Incomplete) => Kind::PackIncomplete,
+            (FileKind::Pack, _) => Kind::PackUnreadable,
+        };
+        let mut finding = Finding::new(kind, self.domain.named_file(name), detail);
+        finding.digest = name.digest();
+        if let (FileKind::Pack, Some(image)) = (name.kind(), name.image()) {
+            finding.user = Some(FileName::content(FileKind::Image, &image).to_string());
+        }
+        finding
+    }
+}
+
+/// What can be wrong with a file.
+#[derive(Clone, Copy)]
+enum Wrong {
+    Truncated,
+    Altered,
+    Unreadable,
+    Incomplete,
+}
+
+/// The fs-verity digest of a file's content as it is now. What the filesystem calls a hole reads as
+/// zeros, so a hole of a terabyte is not read to know that.
+pub(crate) fn hash_file(file: &StoredFile) -> Result<Digest> {
+    let mut hasher = Hasher::new();
+    file.for_pieces(|piece| hasher.piece(piece))?;
+    Ok(hasher.finish())
+}
+
+/// [`hash_file`] on several threads.
+fn hash_large_file(file: &StoredFile, threads: usize) -> Result<Digest> {
+    let size = file.size().at("look at", file.path())?;
+    let count = size / UNIT;
+    let mut whole = Hasher::new();
+    // A few at a time: their number is only bounded by what a file claims to hold.
+    for first in (0..count).step_by(threads) {
+        let units: Vec<u64> = (first..count.min(first + threads as u64)).collect();
+        let done = Mutex::new(BTreeMap::new());
+        for_each(threads, &units, |unit| {
+            let mut hasher = Hasher::new();
+            file.for_pieces_in(unit * UNIT..(unit + 1) * UNIT, |piece| hasher.piece(piece))?;
+            done.lock().unwrap_or_else(PoisonError::into_inner).insert(*unit, hasher);
+            Ok(())
+        })?;
+        for unit in done.into_inner().unwrap_or_else(PoisonError::into_inner).into_values() {
+            if unit.size() < UNIT {
+                // It is being cut while we look.
+                return hash_file(file);
+            }
+            whole.unit(unit);
+        }
+    }
+    file.for_pieces_in(count * UNIT..size, |piece| whole.piece(piece))?;
+    Ok(whole.finish())
+}
+
+impl Hasher {
+    fn piece(&mut self, piece: Piece<'_>) -> Result<()> {
+        match piece {
+            Piece::Data(data) => self.update(data),
+            Piece::Hole(len) => self.zeros(len),
+        }
+        Ok(())
+    }
+}
+
+/// Reads files past the page cache, at a rate.
+pub(crate) struct Reader {
+    buffer: Vec<u8>,
+    /// Where the aligned part of the buffer begins.
+    start: usize,
+    rate: Option<u64>,
+    /// What was read since `since`.
+    bytes: u64,
+    since: Instant,
+}
+
+impl Reader {
+    pub(crate) fn new(rate: Option<u64>) -> Self {
+        // Pieces of a quarter of a second, so that a low rate is one and not a row of bursts.
+        let piece = rate.map_or(READ_SIZE, |rate| usize::try_from(rate / 4).unwrap_or(READ_SIZE));
+        let len = piece.clamp(ALIGN, READ_SIZE).next_multiple_of(ALIGN);
+        let buffer = vec![0; len + ALIGN];
+        let start = buffer.as_ptr().align_offset(ALIGN).min(ALIGN);
+        Self { buffer, start, rate, bytes: 0, since: Instant::now() }
+    }
+
+    /// The fs-verity digest of a file's content, as the disk has it where the filesystem lets us past the
+    /// cache.
+    fn hash(&mut self, file: &StoredFile) -> Result<Digest> {
+        let digest = self.hash_direct(file);
+        // Whoever reads the file next reads what is not aligned.
+        file.descriptor().into_iter().for_each(|descriptor| set_direct(descriptor, false));
+        digest
+    }
+
+    fn hash_direct(&mut self, file: &StoredFile) -> Result<Digest> {
+        if let Some(descriptor) = file.descriptor() {
+            // Otherwise what was asked for is all that is read where the cache is in the way.
+            let _ = fadvise(descriptor, 0, None, Advice::Random);
+            set_direct(descriptor, true);
+        }
+        let mut hasher = Hasher::new();
+        loop {
+            let len = self.buffer.len() - ALIGN;
+            let quiet = Quiet::begin(file, hasher.size(), len as u64);
+            let buffer = &mut self.buffer[self.start..self.start + len];
+            let read = match file.read_at(buffer, hasher.size()) {
+                // A filesystem that accepts the flag and then does not do it, or not so.
+                Err(error)
+                    if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
+                {
+                    if let Some(descriptor) = file.descriptor() {
+                        set_direct(descriptor, false);
+                    }
+                    file.read_at(buffer, hasher.size())
+                }
+                other => other,
+            };
+            let n = read.at("read", file.path())?;
+            drop(quiet);
+            if n == 0 {
+                return Ok(hasher.finish());
+            }
+            hasher.update(&self.buffer[self.start..self.start + n]);
+            self.wait(n as u64);
+            // The file ended at an offset that is not aligned: there is nothing behind it.
+            if !n.is_multiple_of(ALIGN)
+                && hasher.size() >= file.size().at("look at", file.path())?
+            {
+                return Ok(hasher.finish());
+            }
+        }
+    }
+
+    /// Sleeps until so many bytes are due.
+    fn wait(&mut self, bytes: u64) {
+        let Some(rate) = self.rate.filter(|rate| *rate > 0) else { return };
+        self.bytes += bytes;
+        #[expect(clippy::cast_precision_loss, reason = "a sleep is not that precise")]
+        let due = Duration::from_secs_f64(self.bytes as f64 / rate as f64);
+        let passed = self.since.elapsed();
+        if let Some(early) = due.checked_sub(passed) {
+            std::thread::sleep(early);
+        } else if passed - due > Duration::from_secs(1) {
+            // The disk was slower than the rate; that is no credit for later.
+            (self.bytes, self.since) = (0, Instant::now());
+        }
+    }
+}
+
+/// Where the filesystem cannot, the file is read through the cache.
+fn set_direct(descriptor: BorrowedFd<'_>, on: bool) {
+    if let Ok(mut flags) = fcntl_getfl(descriptor) {
+        flags.set(OFlags::DIRECT, on);
+        let _ = fcntl_setfl(descriptor, flags);
+    }
+}
+
+/// A range of a file whose pages, if it had none in the cache before, has none there afterwards.
+pub(crate) struct Quiet<'a> {
+    file: &'a StoredFile,
+    offset: u64,
+    len: u64,
+    was_empty: bool,
+}
+
+impl<'a> Quiet<'a> {
+    /// `len` 0 means to the end.
+    pub(crate) fn begin(file: &'a StoredFile, offset: u64, len: u64) -> Self {
+        let cached = file.descriptor().and_then(|fd| cachestat(fd, offset, len).ok());
+        // If nobody knows, nothing is taken away.
+        let was_empty = cached.is_some_and(|stat| stat.cached == 0);
+        Self { file, offset, len, was_empty }
+    }
+}
+
+impl Drop for Quiet<'_> {
+    fn drop(&mut self) {
+        if let Some(descriptor) = self.file.descriptor().filter(|_| self.was_empty) {
+            let len = std::num::NonZeroU64::new(self.len);
+            let _ = fadvise(descriptor, self.offset, len, Advice::DontNeed);
+        }
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::disk::{Disk, Purpose};
+    use crate::sim::SimDisk;
+
+    /// Content at the seams of the units, holes between, and an end that is no unit.
+    #[test]
+    fn a_large_file_has_one_digest_on_any_number_of_threads() {
+        let disk = SimDisk::new(1);
+        let mut file = disk.create("large", Purpose::Content).unwrap();
+        let mut size = 0;
+        for (hole, data) in [(UNIT - 2, "abcd"), (UNIT, "at a seam"), (2 * UNIT + 4097, "end")] {
+            file.append_hole(hole).unwrap();
+            file.write_all(data.as_bytes()).unwrap();
+            size += hole + data.len() as u64;
+        }
+        drop(file);
+        assert!(size > 4 * UNIT);
+        let file = StoredFile::new(disk.open("large").unwrap(), "large".into());
+        let expected = hash_file(&file).unwrap();
+        for threads in [2, 3, 8] {
+            assert_eq!(hash_large_file(&file, threads).unwrap(), expected, "{threads} threads");
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Reachability: what refs, roots and live mounts keep. Garbage collection, trim and fsck ask here.
+
+use std::collections::{BTreeSet, HashSet};
+
+use serde::Serialize;
+
+use crate::base::with_bases;
+use crate::contents::{Contents, DigestSet};
+use crate::domain::RECORD_SUFFIX;
+use crate::error::{BoxError, Error, Result, is_damage};
+use crate::kinds::{FileKind, FileName};
+use crate::record::{Ref, Root, RootKind};
+use crate::{Digest, Domain, GcOptions, name};
+
+/// Something that keeps images and layers and cannot be read, or an image or layer that is kept and cannot
+/// be read. What it might need is kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Unreadable {
+    /// `image <digest>`, `layer <chain-id>` or the path of a record, and for the former what keeps it.
+    pub what: String,
+    /// What is wrong with it.
+    pub reason: String,
+    /// What is kept because of it.
+    pub kept: String,
+}
+
+/// A root that keeps nothing any more: `<kind>/<id>`, and its file.
+#[derive(Debug)]
+pub(crate) struct StaleRoot {
+    pub(crate) shown: String,
+    pub(crate) path: String,
+    pub(crate) kind: RootKind,
+}
+
+/// Everything that keeps something.
+#[derive(Debug, Default)]
+pub(crate) struct Keepers {
+    pub(crate) refs: Vec<(String, Ref)>,
+    pub(crate) roots: Vec<(String, Root)>,
+    pub(crate) live: Vec<Digest>,
+    pub(crate) stale: Vec<StaleRoot>,
+    /// Records that cannot be read: what they keep, nobody knows.
+    pub(crate) unreadable: Vec<Error>,
+}
+
+impl Domain {
+    /// Reads all records, then asks what is mounted: a mount writes its root before it mounts, and removes
+    /// it after it has unmounted, so it is seen in one of the two.
+    pub(crate) fn keepers(
+        &self,
+        live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
+        options: &GcOptions,
+    ) -> Result<Keepers> {
+        let mut keepers = Keepers::default();
+        let refs = self.all_refs()?;
+        keepers.refs = refs.readable;
+        for unreadable in refs.unreadable {
+            keepers.add_unreadable(unreadable.error)?;
+        }
+        for kind in RootKind::ALL {
+            for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
+                let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base(), kind.as_str());
+                let shown = format!("{}/{}", kind.as_str(), name::decode(&stem).unwrap_or(stem));
+                match self.read_root(&path) {
+                    Ok(None) => {}
+                    Ok(Some(root)) if is_stale(&root, options) => {
+                        keepers.stale.push(StaleRoot { shown, path, kind });
+                    }
+                    Ok(Some(root)) => keepers.roots.push((shown, root)),
+                    // Mount records are not synced. A torn one was written shortly before a crash, and
+                    // its mount went with that crash.
+                    Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
+                        keepers.stale.push(StaleRoot { shown, path, kind });
+                    }
+                    Err(error) => keepers.add_unreadable(error)?,
+                }
+            }
+        }
+        keepers.live = live().map_err(|source| Error::Unreadable {
+            what: "this machine's live mounts".to_owned(),
+            source,
+        })?;
+        Ok(keepers)
+    }
+
+    /// Whether a root that was stale still is: it may have been renewed.
+    pub(crate) fn is_still_stale(&self, root: &StaleRoot, options: &GcOptions) -> Result<bool> {
+        match self.read_root(&root.path) {
+            Ok(None) => Ok(false),
+            Ok(Some(root)) => Ok(is_stale(&root, options)),
+            Err(Error::Corrupt { .. }) => Ok(root.kind == RootKind::Mount),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Keepers {
+    fn add_unreadable(&mut self, error: Error) -> Result<()> {
+        if !is_damage(&error) {
+            return Err(error);
+        }
+        self.unreadable.push(error);
+        Ok(())
+    }
+
+    /// Visits each image and layer that is kept, with what keeps it: `ref NAME`, `<kind>/<id>` of a root, or
+    /// `a live mount`. A chain id that cannot be a name goes to `bad`.
+    pub(crate) fn each(&self, mut visit: impl FnMut(FileName, &str)) -> Vec<Error> {
+        let mut bad = Vec::new();
+        let mut keep = |images: &[Digest], layers: &mut dyn Iterator<Item = &str>, by: &str| {
+            for image in images {
+                visit(FileName::content(FileKind::Image, image), by);
+            }
+            for chain_id in layers {
+                match FileName::chain(FileKind::Layer, chain_id) {
+                    Ok(layer) => visit(layer, by),
+                    Err(error) => bad.push(error),
+                }
+            }
+        };
+        for (name, record) in &self.refs {
+            let mut layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
+            keep(&[record.image], &mut layers, &format!("ref `{name}`"));
+        }
+        for (shown, root) in &self.roots {
+            keep(&root.images, &mut root.layers.iter().map(String::as_str), shown);
+        }
+        keep(&self.live, &mut std::iter::empty(), "a live mount");
+        bad
+    }
+}
+
+fn is_stale(root: &Root, options: &GcOptions) -> bool {
+    match root.kind {
+        RootKind::Lease => root.expires.is_some_and(|expires| expires < options.now),
+        RootKind::Mount => match (&root.boot_id, &options.boot_id) {
+            (Some(theirs), Some(ours)) => theirs != ours,
+            _ => false,
+        },
+    }
+}
+
+/// What is to be kept.
+///
+/// What cannot be read is kept with everything that it might need, and blocks nothing else:
+///
+/// - a ref or root whose record cannot be read may keep any image: no content is collected;
+/// - an image or layer that is kept and cannot be read may need any object: no object is collected, images,
+///   layers, packs and segments are;
+/// - a pack, or an image that only others are mounted over, can be made again: it is not worth keeping.
+pub(crate) struct Reachability<'a> {
+    domain: &'a Domain,
+    contents: &'a dyn Contents,
+    /// Images, layers and packs. The split of a layer goes with its tree.
+    files: BTreeSet<FileName>,
+    /// Objects and segments.
+    content: DigestSet,
+    unreadable: Vec<Unreadable>,
+    any_file: bool,
+    any_object: bool,
+}
+
+impl<'a> Reachability<'a> {
+    /// Nothing is kept yet.
+    pub(crate) fn new(domain: &'a Domain, contents: &'a dyn Contents) -> Self {
+        Self {
+            domain,
+            contents,
+            files: BTreeSet::new(),
+            content: DigestSet::new(),
+            unreadable: Vec::new(),
+            any_file: false,
+            any_object: false,
+        }
+    }
+
+    /// Keeps what the keepers keep.
+    ///
+    /// # Errors
+    /// [`Error::Io`] and [`Error::Unreadable`] for what says nothing about the content, such as too many
+    /// open files.
+    pub(crate) fn mark(&mut self, keepers: &Keepers) -> Result<()> {
+        let mut kept = Vec::new();
+        let bad = keepers.each(|file, by| {
+            if self.files.insert(file.clone()) {
+                kept.push((file, by.to_owned()));
+            }
+        });
+        for error in keepers.unreadable.iter().chain(&bad) {
+            self.any_file = true;
+            let (what, reason) = match error {
+                Error::Corrupt { path, reason } => (format!("`{path}`"), reason.clone()),
+                other => ("a record".to_owned(), text(other)),
+            };
+            let kept = "everything, because it may name any image".to_owned();
+            self.unreadable.push(Unreadable { what, reason, kept });
+        }
+        for (file, by) in &kept {
+            self.visit(file, by)?;
+        }
+        let images = self.files.iter().filter(|file| file.kind() == FileKind::Image);
+        let images: Vec<_> = images.filter_map(FileName::image).collect();
+        for image in with_bases(images, &self.domain.bases()?) {
+            self.visit_derived(&FileName::content(FileKind::Image, &image))?;
+        }
+        for pack in self.domain.named(FileKind::Pack)? {
+            let image = pack.image().map(|image| FileName::content(FileKind::Image, &image));
+            if image.is_some_and(|image| self.files.contains(&image)) {
+                self.visit_derived(&pack)?;
+            }
+        }
+        self.content.seal();
+        Ok(())
+    }
+
+    /// Keeps a file that was named or published since the mark began. `is_new` if it was published, so that
+    /// it may name other content than what had its name before.
+    pub(crate) fn add(&mut self, file: &FileName, is_new: bool) -> Result<()> {
+        match file.kind() {
+            FileKind::Object | FileKind::Segment => {
+                file.digest().into_iter().for_each(|digest| self.content.insert(digest));
+            }
+            FileKind::Pack => self.visit_derived(file)?,
+            FileKind::Image | FileKind::Layer | FileKind::Split => {
+                let file = match file.kind() {
+                    FileKind::Split => file.with_kind(FileKind::Layer),
+                    _ => file.clone(),
+                };
+                // A commit that was killed may not have got to publishing it.
+                if self.domain.named_size(&file)?.is_none() {
+                    return Ok(());
+                }
+                if self.files.insert(file.clone()) || is_new {
+                    self.visit(&file, "an import or a mount that has just begun")?;
+                }
+                self.add_below(file.image())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps what an image is mounted over.
+    fn add_below(&mut self, image: Option<Digest>) -> Result<()> {
+        let (mut open, mut seen): (Vec<_>, HashSet<_>) =
+            (image.into_iter().collect(), HashSet::new());
+        while let Some(image) = open.pop() {
+            if let Some(base) = self.domain.base_of(&image)?.filter(|_| seen.insert(image)) {
+                for below in [base.base, base.delta] {
+                    self.visit_derived(&FileName::content(FileKind::Image, &below))?;
+                    open.push(below);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// To be called after the last [`Reachability::add`] and before the next question.
+    pub(crate) fn seal(&mut self) {
+        self.content.seal();
+    }
+
+    /// Whether a file stays.
+    pub(crate) fn keeps(&self, file: &FileName) -> bool {
+        self.any_file
+            || match file.kind() {
+                FileKind::Object | FileKind::Segment => {
+                    file.digest().is_none_or(|digest| self.keeps_content(file.kind(), &digest))
+                }
+                FileKind::Split => self.files.contains(&file.with_kind(FileKind::Layer)),
+                FileKind::Image | FileKind::Layer | FileKind::Pack => self.files.contains(file),
+            }
+    }
+
+    /// Whether an object or a segment stays.
+    pub(crate) fn keeps_content(&self, kind: FileKind, digest: &Digest) -> bool {
+        self.any_file
+            || (self.any_object && kind == FileKind::Object)
+            || self.content.contains(digest)
+    }
+
+    /// Whether an image stays.
+    pub(crate) fn keeps_image(&self, image: &Digest) -> bool {
+        self.keeps(&FileName::content(FileKind::Image, image))
+    }
+
+    /// What could not be read, for the report.
+    pub(crate) fn take_unreadable(&mut self) -> Vec<Unreadable> {
+        std::mem::take(&mut self.unreadable)
+    }
+
+    /// Keeps what a file names.
+    fn visit(&mut self, file: &FileName, kept_by: &str) -> Result<()> {
+        let content = &mut self.content;
+        let read = file.visit_whole(self.domain, self.contents, &mut |digest, _| {
+            content.insert(digest);
+        });
+        let Err(error) = read else { return Ok(()) };
+        let what = format!("{file} (kept by {kept_by})");
+        if !is_damage(&*error) {
+            return Err(Error::Unreadable { what, source: error });
+        }
+        self.any_object = true;
+        let kept = "all objects, because it may need any of them".to_owned();
+        self.unreadable.push(Unreadable { what, reason: text(&*error), kept });
+        Ok(())
+    }
+
+    /// Keeps what can be made again, and what it names, if it can be read and all of that is there.
+    fn visit_derived(&mut self, file: &FileName) -> Result<()> {
+        if self.files.contains(file) {
+            return Ok(());
+        }
+        let mut named = HashSet::new();
+        let read = file.visit(self.domain, self.contents, &mut |digest, _| {
+            named.insert(digest);
+        });
+        if let Err(error) = read {
+            let what = file.to_string();
+            return match is_damage(&*error) {
+                true => Ok(()),
+                false => Err(Error::Unreadable { what, source: error }),
+            };
+        }
+        if file.kind() == FileKind::Pack {
+            for segment in &named {
+                let segment = FileName::content(FileKind::Segment, segment);
+                if self.domain.named_size(&segment)?.is_none() {
+                    return Ok(());
+                }
+            }
+        }
+        named.into_iter().for_each(|digest| self.content.insert(digest));
+        self.files.insert(file.clone());
+        Ok(())
+    }
+}
+
+/// An error with its causes.
+pub(crate) fn text(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
+}

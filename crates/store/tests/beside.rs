@@ -1,0 +1,389 @@
+//! Garbage collection beside imports, mounts and repairs, at the moments that matter.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use cofolio_store::{
+    Contents, Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
+    InitOptions, Publish, Ref, Root, RootKind, Spared, Store, TrimOptions, verity,
+};
+use common::{Lines, Scratch, content, import, import_split, nothing_live};
+
+fn pieces(seeds: &[u64]) -> Vec<Vec<u8>> {
+    seeds.iter().map(|seed| content(3000, *seed)).collect()
+}
+
+fn put(domain: &Domain, name: &str, seeds: &[u64]) -> Digest {
+    let layer = format!("sha256:{name}");
+    import(domain, name, &pieces(seeds), Some(&layer), ImportOptions::default()).unwrap()
+}
+
+/// Collects, and does something after all records were read and before anything is removed.
+fn gc_beside(domain: &Domain, work: impl Fn()) -> GcReport {
+    let live = || {
+        work();
+        Ok(Vec::new())
+    };
+    domain.gc(&Lines, &live, &GcOptions::default()).unwrap()
+}
+
+fn is_whole(domain: &Domain) {
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    assert_eq!(report.findings, []);
+}
+
+/// A collection used to hold the domain's lock from its first look to its last removal, and every mount
+/// waited. Now all that comes meanwhile goes on, and whatever it names or publishes is kept: an image by a
+/// mount or a new name, and one that is new but made of objects that were garbage when the collection began.
+#[test]
+fn what_is_named_or_published_during_a_collection_stays() {
+    let scratch = Scratch::new("beside");
+    let domain = scratch.store().domain("default").unwrap();
+    put(&domain, "kept", &[1]);
+    let mounted = put(&domain, "mounted", &[2]);
+    let tagged = put(&domain, "tagged", &[3]);
+    let record = domain.get_ref("tagged").unwrap().unwrap();
+    for name in ["mounted", "tagged"] {
+        domain.remove_ref(name).unwrap();
+    }
+    put(&domain, "old", &[4, 5]);
+    domain.remove_ref("old").unwrap();
+    put(&domain, "gone", &[6]);
+    domain.remove_ref("gone").unwrap();
+    let report = gc_beside(&domain, || {
+        let mut root = Root::new(RootKind::Mount, "m");
+        root.images.push(mounted);
+        domain.put_root(&root).unwrap();
+        domain.put_ref("tagged again", &record).unwrap();
+        put(&domain, "new", &[4, 7]);
+        // A moment later the mount is gone again: nobody may take the image from the next one.
+        domain.remove_root(RootKind::Mount, "m").unwrap();
+    });
+    // `old` and `gone` with their layers, the layer of `mounted`, and the contents 5 and 6.
+    assert_eq!((report.images, report.layers, report.objects), (2, 3, 2), "{report:?}");
+    assert!(domain.has_image(&mounted).unwrap() && domain.has_image(&tagged).unwrap());
+    assert!(domain.object_size(&verity::digest(&content(3000, 4))).unwrap().is_some());
+    is_whole(&domain);
+    let report = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    assert_eq!((report.images, report.objects), (1, 1), "the mount is gone");
+    is_whole(&domain);
+}
+
+/// Likewise while objects are being removed: each look at what is used precedes the batch that it is for.
+#[test]
+fn an_import_between_two_batches_keeps_its_objects() {
+    /// Does something when a certain image is read, which is after the mark for one that came later.
+    struct Later<'a>(&'a Domain, Digest, Cell<u32>);
+    // SAFETY of the test: the collection reads images on one thread.
+    struct Shared<'a>(std::sync::Mutex<Later<'a>>);
+    impl Contents for Shared<'_> {
+        fn image_objects(
+            &self,
+            image: &cofolio_store::StoredFile,
+            visit: &mut dyn FnMut(Digest, u64),
+        ) -> Result<(), cofolio_store::BoxError> {
+            let later = self.0.lock().unwrap();
+            if image.path().contains(&later.1.to_string()) && later.2.replace(1) == 0 {
+                put(later.0, "third", &[20, 21, 22]);
+            }
+            drop(later);
+            Lines.image_objects(image, visit)
+        }
+        fn layer_objects(
+            &self,
+            layer: &cofolio_store::StoredFile,
+            visit: &mut dyn FnMut(Digest, u64),
+        ) -> Result<(), cofolio_store::BoxError> {
+            Lines.layer_objects(layer, visit)
+        }
+        fn split_objects(
+            &self,
+            split: &cofolio_store::StoredFile,
+            visit: &mut dyn FnMut(Digest, u64),
+        ) -> Result<(), cofolio_store::BoxError> {
+            Lines.split_objects(split, visit)
+        }
+        fn pack_segments(
+            &self,
+            pack: &cofolio_store::StoredFile,
+        ) -> Result<Vec<Digest>, cofolio_store::BoxError> {
+            Lines.pack_segments(pack)
+        }
+        fn check_segment(
+            &self,
+            segment: &cofolio_store::StoredFile,
+        ) -> Result<(), cofolio_store::BoxError> {
+            Lines.check_segment(segment)
+        }
+    }
+    let scratch = Scratch::new("batches");
+    let domain = scratch.store().domain("default").unwrap();
+    let garbage: Vec<u64> = (0..300).collect();
+    put(&domain, "garbage", &garbage);
+    domain.remove_ref("garbage").unwrap();
+    // What `second` will be, to recognise it when the collection reads it.
+    let lines: String = pieces(&[10, 11])
+        .iter()
+        .map(|piece| format!("{} {}\n", verity::digest(piece), piece.len()))
+        .collect();
+    let second = verity::digest(format!("{lines}end\n").as_bytes());
+    let contents = Shared(std::sync::Mutex::new(Later(&domain, second, Cell::new(0))));
+    let live = || {
+        put(&domain, "second", &[10, 11]);
+        Ok(Vec::new())
+    };
+    let report = domain.gc(&contents, &live, &GcOptions::default()).unwrap();
+    assert_eq!(
+        contents.0.lock().unwrap().2.get(),
+        1,
+        "the second import came while the first was read"
+    );
+    assert_eq!((report.images, report.objects), (1, 295), "{report:?}");
+    is_whole(&domain);
+}
+
+/// A lease that had run out when the collection began, and was renewed meanwhile, is none that has run out.
+#[test]
+fn a_renewed_lease_stays() {
+    let scratch = Scratch::new("renewed");
+    let domain = scratch.store().domain("default").unwrap();
+    let image = put(&domain, "a", &[1]);
+    let mut lease = Root::new(RootKind::Lease, "l");
+    lease.images.push(image);
+    lease.expires = Some(10);
+    domain.put_root(&lease).unwrap();
+    domain.remove_ref("a").unwrap();
+    let live = || {
+        domain.put_root(&Root { expires: Some(1000), ..lease.clone() }).unwrap();
+        Ok(Vec::new())
+    };
+    let options = GcOptions { now: 100, ..GcOptions::default() };
+    domain.gc(&Lines, &live, &options).unwrap();
+    assert!(domain.get_root(RootKind::Lease, "l").unwrap().is_some());
+    assert!(domain.has_image(&image).unwrap());
+    is_whole(&domain);
+}
+
+/// A trim announces which names go. Meanwhile one of them was given to another image, and another image
+/// came into use: neither name goes, and neither does what it stands for.
+#[test]
+fn a_trim_takes_no_name_that_changed_since_it_was_announced() {
+    let scratch = Scratch::new("announced");
+    let domain = scratch.store().domain("default").unwrap();
+    let (a, b) = (put(&domain, "a", &[1]), put(&domain, "b", &[2]));
+    let c = put(&domain, "c", &[3]);
+    let options = TrimOptions { unused_since: Some(i64::MAX), ..TrimOptions::default() };
+    let (plan, _) = domain
+        .trim(&Lines, &nothing_live, &options, &|plan| {
+            assert_eq!(plan.victims.len(), 3);
+            put(&domain, "a", &[4]);
+            let mut root = Root::new(RootKind::Mount, "m");
+            root.images.push(b);
+            domain.put_root(&root).unwrap();
+        })
+        .unwrap();
+    assert_eq!(plan.spared, [(b, Spared::InUse)]);
+    let names: Vec<_> = domain.refs().unwrap().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["a", "b"]);
+    assert!(!domain.has_image(&a).unwrap() && !domain.has_image(&c).unwrap());
+    is_whole(&domain);
+}
+
+/// A collection that was killed leaves its directory of notes behind. The next writer sees that nobody
+/// reads it, and takes it away; a collection that follows works as any other.
+#[test]
+fn a_killed_collection_leaves_nothing() {
+    let scratch = Scratch::new("killed");
+    let domain = scratch.store().domain("default").unwrap();
+    let image = put(&domain, "a", &[1]);
+    let added = scratch.path.join("domains/default/added");
+    for _ in 0..2 {
+        std::fs::create_dir(&added).unwrap();
+        std::fs::write(added.join(format!("named-image-{image}")), "").unwrap();
+        std::fs::write(added.join("what is this"), "").unwrap();
+        put(&domain, "b", &[2]);
+        assert!(!added.exists());
+        std::fs::create_dir(&added).unwrap();
+        std::fs::write(added.join(format!("new-layer-{}", "%41".repeat(3))), "").unwrap();
+        domain.remove_ref("b").unwrap();
+        assert_eq!(domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap().images, 1);
+        assert!(!added.exists());
+        is_whole(&domain);
+    }
+}
+
+/// Only one collection runs in a domain, and another one does not wait unless it is told to.
+#[test]
+fn two_collections_do_not_meet() {
+    let scratch = Scratch::new("two");
+    let domain = scratch.store().domain("default").unwrap();
+    put(&domain, "a", &[1]);
+    gc_beside(&domain, || {
+        let other = domain.gc(&Lines, &nothing_live, &GcOptions::default());
+        assert!(matches!(other, Err(Error::Busy { .. })), "{other:?}");
+    });
+}
+
+/// Two imports of one new layer: the second replaced what the first had published, which the first made
+/// immutable between the two calls, and failed with EPERM. Both must succeed, whoever is first.
+#[test]
+fn imports_of_one_layer_at_the_same_time_all_succeed() {
+    let scratch = Scratch::new("one-layer");
+    let store = Store::init(&scratch.path, &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    for round in 0..40 {
+        let layer = format!("sha256:{round}");
+        std::thread::scope(|scope| {
+            for importer in 0..4 {
+                let (domain, layer) = (&domain, &layer);
+                scope.spawn(move || {
+                    // The same layer in another form, as another program would write it.
+                    let seeds: &[u64] = if importer % 2 == 0 { &[1, 2] } else { &[2, 1] };
+                    let name = format!("{round}-{importer}");
+                    let options = ImportOptions::default();
+                    import_split(domain, &name, &pieces(seeds), Some(layer), options).unwrap();
+                });
+            }
+        });
+    }
+    is_whole(&domain);
+}
+
+/// `fsck --repair` removed the bases that its report called damaged, without a look: by then an import had
+/// put the right file there and given it a name, and lost it.
+#[test]
+fn a_repair_looks_again_before_it_removes_a_base() {
+    let scratch = Scratch::new("repair-again");
+    let store = Store::init(&scratch.path, &InitOptions { immutable: false }).unwrap();
+    let domain = store.domain("default").unwrap();
+    let image = put(&domain, "a", &[1, 2]);
+    let base = common::put_base(&domain, &image, &pieces(&[1]), ImportOptions::default()).unwrap();
+    let path = domain.image_path(&base.base).unwrap();
+    let damage = || {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[3] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+    };
+    damage();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    assert!(report.findings.iter().any(|it| it.kind == FindingKind::BaseAltered), "{report:?}");
+    // An import that finds it damaged puts the right one in its place, and names it.
+    let seeds = [pieces(&[1]), vec![content(5000, 999)]].concat();
+    let named = import(&domain, "b", &seeds, None, ImportOptions::default()).unwrap();
+    assert_eq!(named, base.base);
+    domain.remove_derived(&report, &Lines).unwrap();
+    assert!(domain.has_image(&named).unwrap(), "it has a name, and is right");
+    is_whole(&domain);
+    // Damaged again, it is the image of a name: for a source to bring back, not to be removed.
+    damage();
+    domain.remove_derived(&report, &Lines).unwrap();
+    assert!(domain.has_image(&named).unwrap());
+    domain.remove_ref("b").unwrap();
+    domain.remove_derived(&report, &Lines).unwrap();
+    assert!(!domain.has_image(&named).unwrap(), "a base and nothing else");
+}
+
+/// What failed in the middle of publishing its records left the others behind, as `.tmp.` files.
+#[test]
+fn a_commit_that_fails_leaves_no_temporary_files() {
+    let scratch = Scratch::new("temporary");
+    let domain = scratch.store().domain("default").unwrap();
+    let image = put(&domain, "a", &[1]);
+    // A directory where a record is to go.
+    let refs = scratch.path.join("domains/default/refs");
+    std::fs::create_dir_all(refs.join("c.json/x")).unwrap();
+    let staging = domain.begin_import(ImportOptions::default()).unwrap();
+    let named = |name: &str| (name.to_owned(), Ref::new(image));
+    let refs_to_make = vec![named("b"), named("c"), named("d"), named("e")];
+    let publish = Publish { refs: refs_to_make, ..Publish::default() };
+    assert!(staging.commit(&publish, []).is_err());
+    let left = std::fs::read_dir(&refs).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut left: Vec<_> = left.map(|name| name.into_string().unwrap()).collect();
+    left.sort();
+    assert_eq!(left, ["a.json", "b.json", "c.json"]);
+}
+
+/// `gc --dry-run` counted leftovers of killed imports, but not their bytes, and other temporary files
+/// differently from the real run.
+#[test]
+fn a_dry_run_says_what_the_real_run_does() {
+    let scratch = Scratch::new("dry");
+    let domain = scratch.store().domain("default").unwrap();
+    let image = put(&domain, "a", &[1]);
+    domain.note_use(&image, 5).unwrap();
+    domain.add_signature(&image, b"signature").unwrap();
+    common::put_base(&domain, &image, &pieces(&[1]), ImportOptions::default()).unwrap();
+    let base = scratch.path.join("domains/default");
+    let signed = format!("signatures/{image}");
+    for directory in ["", "refs", "roots/lease", "roots/mount", "bases", "used", &signed] {
+        std::fs::write(base.join(directory).join(".tmp.0"), [1; 100]).unwrap();
+    }
+    std::fs::write(scratch.path.join(".tmp.0"), [1; 100]).unwrap();
+    let dead = scratch.path.join("staging/dead/objects/ab");
+    std::fs::create_dir_all(&dead).unwrap();
+    std::fs::write(dead.join("cd"), [1; 10_000]).unwrap();
+    std::fs::write(scratch.path.join("staging/stray"), [1; 5000]).unwrap();
+    let living = domain.begin_import(ImportOptions::default()).unwrap();
+    living.put_object(&content(50_000, 3)).unwrap();
+    put(&domain, "b", &[2]);
+    domain.remove_ref("b").unwrap();
+
+    let dry = GcOptions { dry_run: true, ..GcOptions::default() };
+    let plan = domain.gc(&Lines, &nothing_live, &dry).unwrap();
+    assert_eq!((plan.leftovers, plan.leftover_bytes), (10, 8 * 4096 + 12288 + 8192));
+    let done = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    assert_eq!(GcReport { dry_run: true, ..done }, plan);
+    drop(living);
+    is_whole(&domain);
+}
+
+/// Writers and a collection that runs all the time, on threads: every image that was reported as published
+/// is whole as long as it has a name.
+#[test]
+fn imports_and_collections_on_threads() {
+    let scratch = Scratch::new("threads");
+    let domain = scratch.store().domain("default").unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let options = GcOptions { wait: true, ..GcOptions::default() };
+            while !done.load(Ordering::Relaxed) {
+                domain.gc(&Lines, &nothing_live, &options).unwrap();
+            }
+        });
+        let writers: Vec<_> = (0..3_u64)
+            .map(|writer| {
+                let domain = &domain;
+                scope.spawn(move || {
+                    for round in 0..30 {
+                        let name = format!("{writer}");
+                        let seeds = [1, 2, writer * 100 + round % 3, 1000 + round % 5];
+                        let options = ImportOptions::default();
+                        let again = ImportOptions { hold_lock: true, ..options };
+                        let layer = format!("sha256:{}", round % 4);
+                        let work =
+                            |options| import(domain, &name, &pieces(&seeds), Some(&layer), options);
+                        let image = match work(options) {
+                            Err(error) if error.is_race() => work(again).unwrap(),
+                            other => other.unwrap(),
+                        };
+                        let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+                        assert_eq!(report.findings, []);
+                        if round % 4 == 3 {
+                            domain.remove_ref(&name).unwrap();
+                        }
+                    }
+                })
+            })
+            .collect();
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        done.store(true, Ordering::Relaxed);
+    });
+    is_whole(&domain);
+}

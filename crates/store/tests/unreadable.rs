@@ -1,0 +1,338 @@
+//! What cannot be read, and what is short: damage is found and mended, and lack of something is no damage.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+use std::sync::Arc;
+
+use cofolio_store::sim::SimDisk;
+use cofolio_store::{
+    Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, ImportOptions,
+    InitOptions, Root, RootKind, ScrubOptions, Store, verity,
+};
+use common::volume::Volume;
+use common::{Lines, Scratch, content, import, import_split, nothing_live};
+
+fn pieces() -> Vec<Vec<u8>> {
+    vec![content(100, 1), content(5000, 2), content(9000, 3)]
+}
+
+fn kinds(domain: &Domain) -> Vec<FindingKind> {
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    report.findings.iter().map(|finding| finding.kind).collect()
+}
+
+/// EIO, which fs-verity also gives for an altered file, ended fsck, verify and repair with an error: nothing
+/// else was looked at, and what could not be read could not be replaced. Now it is a finding like others.
+#[test]
+fn what_the_disk_does_not_give_is_found_and_replaced() {
+    let base = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(base.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let options = ImportOptions::default();
+    let image = import_split(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
+    let object = verity::digest(&content(5000, 2));
+    let path_of = |part: &str| {
+        let path = base.files().into_keys().find(|path| path.contains(part));
+        path.unwrap_or_else(|| panic!("no {part}"))
+    };
+    let object_path = path_of(&object.object_path());
+    for (path, expected) in [
+        (object_path.clone(), FindingKind::ObjectUnreadable),
+        (path_of(&format!("{image}.erofs")), FindingKind::ImageUnreadable),
+        (path_of(".dump.zst"), FindingKind::LayerUnreadable),
+        (path_of(".split"), FindingKind::LayerUnreadable),
+    ] {
+        let disk = base.fork(1);
+        // Something else is wrong, too: it is found all the same.
+        let other = path_of(&verity::digest(&content(9000, 3)).object_path());
+        disk.damage(&other, |bytes| bytes[0] ^= 1);
+        disk.make_unreadable(&path);
+        let store = Store::open_on(Arc::new(disk.clone())).unwrap();
+        let domain = store.domain("default").unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let image_is_read = expected != FindingKind::ImageUnreadable;
+        let found: Vec<_> = report.findings.iter().map(|it| (it.kind, it.path.as_str())).collect();
+        assert!(found.contains(&(expected, path.as_str())), "{found:?}");
+        assert!(found.contains(&(FindingKind::ObjectAltered, other.as_str())), "{found:?}");
+        assert!(report.findings.iter().all(|it| it.refs == ["a"] || !image_is_read), "{report:?}");
+        // An image that cannot be read is the only finding about itself.
+        let verified = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+        let is_layer = expected == FindingKind::LayerUnreadable;
+        assert!(is_layer || verified.findings.iter().any(|it| it.kind == expected));
+        let scrubbed = domain.scrub(&Lines, &ScrubOptions::default(), &|_| ()).unwrap();
+        assert!(scrubbed.findings.iter().any(|it| it.kind == expected), "{scrubbed:?}");
+        common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+        assert_eq!(kinds(&domain), [], "{path}");
+    }
+}
+
+/// Reads images as [`Lines`] does, until there is no descriptor to be had.
+struct Short(rustix::io::Errno);
+
+impl Contents for Short {
+    fn image_objects(
+        &self,
+        _: &cofolio_store::StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), cofolio_store::BoxError> {
+        visit(Digest([1; 32]), 1);
+        Err(std::io::Error::other(std::io::Error::from(self.0)).into())
+    }
+    fn layer_objects(
+        &self,
+        layer: &cofolio_store::StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), cofolio_store::BoxError> {
+        self.image_objects(layer, visit)
+    }
+    fn split_objects(
+        &self,
+        split: &cofolio_store::StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), cofolio_store::BoxError> {
+        self.image_objects(split, visit)
+    }
+    fn pack_segments(
+        &self,
+        _: &cofolio_store::StoredFile,
+    ) -> Result<Vec<Digest>, cofolio_store::BoxError> {
+        Err(self.0.into())
+    }
+    fn check_segment(&self, _: &cofolio_store::StoredFile) -> Result<(), cofolio_store::BoxError> {
+        Err(self.0.into())
+    }
+}
+
+/// Lack of memory or descriptors counted as damage in a scrub, so that a repair replaced what was all right.
+/// It ends every run with an error.
+#[test]
+fn lack_of_something_is_no_damage() {
+    use rustix::io::Errno;
+    let disk = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(disk), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let options = ImportOptions::default();
+    let image = import(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
+    for errno in [Errno::NOMEM, Errno::MFILE, Errno::NFILE, Errno::AGAIN] {
+        let short = Short(errno);
+        let fsck = domain.fsck(&short, FsckOptions { rehash: true }, &|_, _| ());
+        let gc = domain.gc(&short, &nothing_live, &GcOptions::default());
+        for error in [
+            fsck.err(),
+            domain.scrub(&short, &ScrubOptions::default(), &|_| ()).err(),
+            domain.verify_image(&image, &short, &|_| ()).err(),
+            domain.examine_sizes(&short, "boot", None, &|| true).err(),
+            gc.err(),
+        ] {
+            assert!(!error.unwrap().is_unreadable(), "{errno}");
+        }
+        assert_eq!(kinds(&domain), []);
+    }
+}
+
+/// The store promised mode 0700, but only where it made the directory itself: on a volume that was mounted
+/// for it every object could be read by every user.
+#[test]
+fn only_the_owner_looks_into_a_store() {
+    let scratch = Scratch::new("mode");
+    let mode = || std::fs::metadata(&scratch.path).unwrap().permissions().mode() & 0o777;
+    std::fs::set_permissions(&scratch.path, PermissionsExt::from_mode(0o755)).unwrap();
+    let store = scratch.store();
+    assert_eq!(mode(), 0o700);
+    let domain = store.domain("default").unwrap();
+    assert_eq!(kinds(&domain), []);
+    for wrong in [0o755, 0o750, 0o701] {
+        std::fs::set_permissions(&scratch.path, PermissionsExt::from_mode(wrong)).unwrap();
+        assert!(store.open_to_others().unwrap().is_some());
+        assert_eq!(kinds(&domain), [FindingKind::Permissions]);
+        domain.protect_all().unwrap();
+        assert_eq!((mode(), kinds(&domain)), (0o700, vec![]));
+    }
+    // What is no store stays as it is.
+    let other = Scratch::new("mode-other");
+    std::fs::write(other.path.join("mine"), "").unwrap();
+    std::fs::set_permissions(&other.path, PermissionsExt::from_mode(0o755)).unwrap();
+    assert!(Store::init(&other.path, &InitOptions::default()).is_err());
+    assert_eq!(std::fs::metadata(&other.path).unwrap().permissions().mode() & 0o777, 0o755);
+}
+
+/// A damaged `meta.json` failed every command, and nothing mended it.
+#[test]
+fn a_damaged_meta_json_is_made_again() {
+    let scratch = Scratch::new("meta");
+    let store = scratch.store();
+    let domain = store.domain("default").unwrap();
+    let image = import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
+    domain.note_use(&image, 5).unwrap();
+    let path = scratch.path.join("meta.json");
+    let whole = std::fs::read(&path).unwrap();
+    assert!(!Store::mend_meta(&scratch.path).unwrap(), "nothing to mend");
+    let cut = whole[..whole.len() - 2].to_vec();
+    let flipped = whole.iter().map(|byte| if *byte == b'{' { b'[' } else { *byte }).collect();
+    for (damaged, keeps_id) in [(cut, true), (flipped, true), (Vec::new(), false)] {
+        std::fs::write(&path, &damaged).unwrap();
+        assert!(matches!(Store::open(&scratch.path), Err(Error::Corrupt { .. })));
+        assert!(Store::mend_meta(&scratch.path).unwrap());
+        let mended = Store::open(&scratch.path).unwrap();
+        assert_eq!(mended.id() == store.id(), keeps_id);
+        assert_eq!(mended.protection(), store.protection());
+        let domain = mended.domain("default").unwrap();
+        assert_eq!(kinds(&domain), []);
+        assert_eq!(domain.noted_use(&image).unwrap(), Some(5));
+        std::fs::write(&path, &whole).unwrap();
+    }
+    // That of a newer program is not damaged.
+    let newer = String::from_utf8(whole.clone()).unwrap().replace("\"format\": 1", "\"format\": 9");
+    std::fs::write(&path, &newer).unwrap();
+    assert!(matches!(Store::mend_meta(&scratch.path), Err(Error::UnknownFeature { .. })));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), newer);
+    std::fs::write(&path, whole).unwrap();
+}
+
+/// Once per boot the sizes of all objects are looked at, because mounts of protected content do not.
+#[test]
+fn a_look_at_all_sizes_finds_what_was_cut_short() {
+    let scratch = Scratch::new("sizes");
+    let store = Store::init(&scratch.path, &InitOptions { immutable: false }).unwrap();
+    let domain = store.domain("default").unwrap();
+    let image = import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
+    assert_eq!(domain.sizes().unwrap(), None);
+    let look = |boot: &str| domain.examine_sizes(&Lines, boot, Some(100_000), &|| true).unwrap();
+    let report = look("one").unwrap();
+    assert_eq!((report.objects, report.findings.len()), (3, 0));
+    assert_eq!(domain.sizes().unwrap(), Some(report));
+    // One that is stopped does not count as done.
+    assert_eq!(domain.examine_sizes(&Lines, "two", None, &|| false).unwrap(), None);
+    assert_eq!(domain.sizes().unwrap().unwrap().boot_id, "one");
+
+    let path = |seed, len| domain.object_path(&verity::digest(&content(len, seed))).unwrap();
+    let cut = path(3, 9000);
+    std::fs::set_permissions(&cut, PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&cut).unwrap().set_len(4096).unwrap();
+    std::fs::remove_file(path(1, 100)).unwrap();
+    let mut found: Vec<_> = look("two").unwrap().findings.iter().map(|it| it.kind).collect();
+    found.sort();
+    assert_eq!(found, [FindingKind::ObjectMissing, FindingKind::ObjectTruncated]);
+    assert_eq!(domain.sizes().unwrap().unwrap().boot_id, "two");
+    domain.remove_ref("a").unwrap();
+    domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    assert!(!domain.has_image(&image).unwrap());
+    assert_eq!(look("three").unwrap().findings, []);
+}
+
+/// Not a test by itself: the process of the test below runs this.
+#[test]
+#[ignore = "run by a_low_descriptor_limit_leaves_no_staging_directory"]
+fn worker() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let path = std::env::var_os("COFOLIO_STORE_LOW").unwrap();
+    let store = Store::open(path.as_ref()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let before = getrlimit(Resource::Nofile);
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+    let mut refused = 0;
+    for more in 0..6 {
+        let low = Rlimit { current: Some(open - 1 + more), ..before };
+        setrlimit(Resource::Nofile, low).unwrap();
+        // So far it comes, and then something has no descriptor.
+        let staging = domain.begin_import(ImportOptions::default());
+        let done = staging.and_then(|staging| {
+            let mut writers: Vec<_> = (0..3).map(|_| staging.object_writer()).collect();
+            for writer in &mut writers {
+                writer.push(&content(2 << 20, more))?;
+            }
+            Ok(())
+        });
+        setrlimit(Resource::Nofile, before).unwrap();
+        refused += u32::from(done.is_err());
+        let left = std::fs::read_dir(store.path().unwrap().join("staging")).unwrap().count();
+        assert_eq!(left, 0, "with {more} descriptors: {done:?}");
+    }
+    assert!(refused >= 2);
+}
+
+/// With too few descriptors an import could not be begun, and left its directory behind.
+#[test]
+fn a_low_descriptor_limit_leaves_no_staging_directory() {
+    let scratch = Scratch::new("low");
+    drop(scratch.store());
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["worker", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+        .env("COFOLIO_STORE_LOW", &scratch.path)
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+}
+
+/// A small filesystem, or the reason why there is none.
+fn small(scratch: &Scratch, test: &str, mkfs: &[&str]) -> Option<Volume> {
+    match Volume::new(&scratch.path, "ext4", 24, mkfs) {
+        Ok(volume) => Some(volume),
+        Err(reason) => {
+            println!("SKIP {test}: {reason}");
+            None
+        }
+    }
+}
+
+/// Without inodes an import said how many bytes were missing, on a filesystem that was nearly empty.
+#[test]
+fn out_of_inodes_is_not_out_of_bytes() {
+    let test = "out_of_inodes_is_not_out_of_bytes";
+    let scratch = Scratch::new("inodes");
+    let Some(volume) = small(&scratch, test, &["-N", "200", "-m", "0"]) else { return };
+    let store = Store::init(&volume.directory, &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let many: Vec<_> = (0..400).map(|seed| content(50, seed)).collect();
+    let error = import(&domain, "a", &many, None, ImportOptions::default()).unwrap_err();
+    assert!(matches!(error, Error::NoInodes { .. }), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Space);
+    assert_eq!(std::fs::read_dir(volume.directory.join("staging")).unwrap().count(), 0);
+    assert_eq!(kinds(&domain), []);
+    drop((domain, store));
+}
+
+/// On a full disk no read-only mount could be made, because its record needs a block.
+#[test]
+fn a_full_disk_has_room_for_the_record_of_a_mount() {
+    let test = "a_full_disk_has_room_for_the_record_of_a_mount";
+    let scratch = Scratch::new("reserve");
+    let Some(volume) = small(&scratch, test, &["-m", "0"]) else { return };
+    let store = Store::init(&volume.directory, &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let image = import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
+    let filler = volume.directory.join("filler");
+    let fill = || {
+        use std::io::Write as _;
+        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&filler).unwrap();
+        let mut size = 1 << 20;
+        while size > 0 {
+            if file.write_all(&vec![7; size]).and_then(|()| file.sync_all()).is_err() {
+                size /= 2;
+            }
+        }
+    };
+    fill();
+    let long = "x".repeat(5000);
+    let put = |kind, id: &str| {
+        let mut root = Root::new(kind, id);
+        root.images.push(image);
+        root.note.clone_from(&long);
+        domain.put_root(&root)
+    };
+    assert_eq!(put(RootKind::Lease, "l").unwrap_err().kind(), ErrorKind::Space);
+    for number in 0..20 {
+        put(RootKind::Mount, &format!("m{number}")).unwrap();
+    }
+    assert_eq!(domain.roots(RootKind::Mount).unwrap().len(), 20);
+    assert!(!volume.directory.join("reserve").exists());
+    std::fs::remove_file(&filler).unwrap();
+    domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    assert!(volume.directory.join("reserve").exists(), "there is room again");
+    drop((domain, store));
+}
