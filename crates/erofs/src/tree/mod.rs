@@ -447,20 +447,6 @@ impl Tree {
         }
         primary
     }
-
-    /// Bytes that the tree holds in memory, as its own buffers count them (allocated, not
-    /// necessarily touched).
-    #[must_use]
-    pub fn memory_bytes(&self) -> usize {
-        self.inodes.capacity() * size_of::<Inode>()
-            + self.entries.capacity() * size_of::<Entry>()
-            + self.names.capacity()
-            + self.index.memory_bytes()
-            + self.text.capacity()
-            + self.digests.memory_bytes()
-            + self.payloads.capacity() * size_of::<(u64, u32)>()
-            + self.xattrs.memory_bytes()
-    }
 }
 
 /// What the dump parser, the reader and the writer of this crate need besides.
