@@ -21,7 +21,7 @@ pub(crate) const TEMPORARY: &str = ".tmp.";
 /// A file that only takes room: see [`Store::use_reserve`].
 const RESERVE: &str = "reserve";
 /// Its size in bytes: enough for the records of some tens of mounts.
-const RESERVE_SIZE: usize = 256 << 10;
+const RESERVE_SIZE: u32 = 256 << 10;
 /// Where runtime state lies unless `COFOLIO_RUN` says otherwise.
 const RUN: &str = "/run/cofolio";
 
@@ -188,11 +188,11 @@ impl Store {
             return Ok(());
         }
         let disk = self.disk();
-        if disk.room_bytes().at("look at the room for", RESERVE)? < RESERVE_SIZE as u64 {
+        if disk.room_bytes().at("look at the room for", RESERVE)? < u64::from(RESERVE_SIZE) {
             return Ok(());
         }
         // Not zeros, which a filesystem may not keep.
-        let content: Vec<u8> = (0..RESERVE_SIZE as u32 / 4)
+        let content: Vec<u8> = (0..RESERVE_SIZE / 4)
             .flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes())
             .collect();
         self.replace("", RESERVE, &content, Purpose::Secret, false)
