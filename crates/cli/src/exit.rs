@@ -444,6 +444,10 @@ fn of_bundle(error: &BundleError) -> (Option<Exit>, Option<String>) {
         BundleError::UnknownAccount { .. } => {
             (Exit::NotFound, Some("--user UID:GID takes numbers, which need no account"))
         }
+        BundleError::Exists(_) => (Exit::Usage, Some("--replace overwrites it")),
+        BundleError::Unsafe { .. } => {
+            (Exit::Failure, Some("use a directory of root's that only root can write to"))
+        }
         BundleError::Io { .. } => return (None, None),
         _ => (Exit::Failure, None),
     };

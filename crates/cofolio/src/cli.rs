@@ -157,6 +157,7 @@ pub(crate) enum Command {
     Fsck(cmd::fsck::Args),
     Du(cmd::du::Args),
     Run(cmd::run::Args),
+    Exec(cmd::exec::Args),
     Ps(cmd::ps::Args),
     Stop(cmd::stop::Args),
     Survey(cmd::survey::Args),

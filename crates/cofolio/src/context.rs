@@ -194,9 +194,8 @@ pub(crate) fn short(digest: &Digest) -> String {
 /// What keeps an image alive besides refs and mounts, for messages: `lease/build-7`.
 pub(crate) fn other_roots(domain: &Domain, image: &Digest) -> anyhow::Result<Vec<String>> {
     let mut names = Vec::new();
-    for kind in [RootKind::Ref, RootKind::Lease, RootKind::Snapshot, RootKind::Vm] {
-        let roots = domain.roots(kind)?.into_iter().filter(|root| root.images.contains(image));
-        names.extend(roots.map(|root| format!("{}/{}", kind.as_str(), root.id)));
-    }
+    let roots = domain.roots(RootKind::Lease)?.into_iter();
+    let roots = roots.filter(|root| root.images.contains(image));
+    names.extend(roots.map(|root| format!("{}/{}", RootKind::Lease.as_str(), root.id)));
     Ok(names)
 }

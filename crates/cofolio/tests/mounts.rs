@@ -21,7 +21,7 @@ fn an_image_is_mounted_listed_and_unmounted() {
     let digest = sandbox.import_tree("box:1");
     let target = sandbox.text("mnt");
     // No such directory: nothing is made unless it is asked for.
-    sandbox.run(&["mount", "box:1", &target]).fails_with(1);
+    sandbox.run(&["mount", "box:1", &target]).fails_with(3);
     sandbox.run(&["mount", "--create", "box:1", &target]).ok();
     assert_eq!(fs::read(sandbox.path("mnt/etc/hostname")).unwrap(), b"node\n");
     assert!(fs::write(sandbox.path("mnt/new"), "").is_err());
@@ -53,6 +53,61 @@ fn an_image_is_mounted_listed_and_unmounted() {
     assert!(!sandbox.path("mnt").exists(), "the directory was made for the mount");
     assert_eq!(sandbox.run(&["mounts"]).ok(), "");
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
+}
+
+/// The first mount of an image asked for the size of every object: 8,660 system calls for mysql, and
+/// as many inodes in memory, although nobody can cut short an immutable file.
+#[test]
+fn a_first_mount_from_protected_storage_looks_at_no_object() {
+    let test = "a_first_mount_from_protected_storage_looks_at_no_object";
+    if !can_mount(test) {
+        return;
+    }
+    if Command::new("strace").arg("-V").stdout(Stdio::null()).status().is_err() {
+        return skip(test, "strace is not installed");
+    }
+    let calls = |files: usize| {
+        let sandbox = Sandbox::new();
+        for number in 0..files {
+            let dir = sandbox.path("tree").join(format!("{}", number / 100));
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join(format!("{number}")), format!("{number:0500}")).unwrap();
+        }
+        sandbox.run(&["import", "--quiet", "--name", "box:1", &sandbox.text("tree")]).ok();
+        let protected = sandbox.run(&["doctor"]).stdout;
+        if protected.contains("no immutable files here") {
+            return None;
+        }
+        let (counts, target) = (sandbox.text("counts"), sandbox.text("mnt"));
+        let mount = sandbox.command(&["mount", "--create", "box:1", &target]);
+        let mut strace = Command::new("strace");
+        strace.args(["-f", "-c", "-o", &counts]).arg(mount.get_program()).args(mount.get_args());
+        strace.envs(mount.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        assert!(strace.stdout(Stdio::null()).status().unwrap().success());
+        sandbox.run(&["umount", &target]).ok();
+        let counts = fs::read_to_string(counts).unwrap();
+        let total = counts.lines().last().unwrap().split_whitespace().nth(3).unwrap();
+        Some(total.parse::<u64>().unwrap())
+    };
+    let (Some(few), Some(many)) = (calls(80), calls(2_000)) else {
+        return skip(test, "files cannot be immutable here");
+    };
+    assert!(many <= few + 30, "80 files: {few} system calls, 2,000 files: {many}");
+}
+
+/// A mount inside another one kept `umount --all` from unmounting that.
+#[test]
+fn all_mounts_are_unmounted_innermost_first() {
+    if !can_mount("all_mounts_are_unmounted_innermost_first") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (outer, inner) = (sandbox.text("mnt"), sandbox.text("mnt/etc"));
+    sandbox.run(&["mount", "--create", "box:1", &outer]).ok();
+    sandbox.run(&["mount", "box:1", &inner]).ok();
+    sandbox.run(&["umount", "--all"]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 
 /// A sparse file is as small in a container as it was where the image was made, for `du` and for the disk.
@@ -297,8 +352,17 @@ fn runc_and_crun_start_a_bundle() {
         sandbox.run(&["umount", &format!("{dir}/rootfs")]).ok();
 
         // Read-only, as root, other arguments: the volume and /tmp can be written to, the rest not.
-        let args =
-            ["bundle", "--read-only", "--user", "0", "--env", "COLOR=red", "--hostname", "box"];
+        let args = [
+            "bundle",
+            "--replace",
+            "--read-only",
+            "--user",
+            "0",
+            "--env",
+            "COLOR=red",
+            "--hostname",
+            "box",
+        ];
         let args: Vec<&str> =
             args.into_iter().chain([image.as_str(), dir, "--", "a", "b c"]).collect();
         sandbox.run(&args).ok();
@@ -381,6 +445,43 @@ fn a_full_filesystem_is_told_with_what_was_missing() {
 }
 
 /// What fails leaves neither a mount nor a directory.
+/// `bundle` overwrote an edited `config.json`, and mounted where a planted link `DIR/rootfs` led.
+#[test]
+fn a_bundle_keeps_what_is_in_its_directory() {
+    const TEST: &str = "a_bundle_keeps_what_is_in_its_directory";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let (dir, elsewhere) = (sandbox.dir("bundle"), sandbox.dir("elsewhere"));
+    let bundle = |options: &[&str]| {
+        let mut args = vec!["bundle"];
+        args.extend(options);
+        args.extend(["box:1", dir.to_str().unwrap(), "--", "sh"]);
+        sandbox.run(&args)
+    };
+    let config = dir.join("config.json");
+    fs::write(&config, "edited").unwrap();
+    let refused = bundle(&[]);
+    refused.fails_with(2);
+    assert!(refused.stderr.contains("--replace"), "{}", refused.stderr);
+    assert_eq!(fs::read(&config).unwrap(), b"edited");
+
+    std::os::unix::fs::symlink(&elsewhere, dir.join("rootfs")).unwrap();
+    bundle(&["--replace"]).fails_with(1);
+    fs::remove_file(dir.join("rootfs")).unwrap();
+    std::os::unix::fs::chown(&dir, Some(1000), None).unwrap();
+    bundle(&["--replace"]).fails_with(1);
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    assert_eq!(fs::read(&config).unwrap(), b"edited");
+
+    std::os::unix::fs::chown(&dir, Some(0), None).unwrap();
+    bundle(&["--replace"]).ok();
+    assert_ne!(fs::read(&config).unwrap(), b"edited");
+    sandbox.run(&["umount", dir.join("rootfs").to_str().unwrap()]).ok();
+}
+
 #[test]
 fn a_bundle_that_cannot_be_leaves_nothing() {
     const TEST: &str = "a_bundle_that_cannot_be_leaves_nothing";

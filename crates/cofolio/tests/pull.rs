@@ -131,12 +131,12 @@ fn further_tries_are_told() {
     let image = sandbox.import_tree("tree");
     let tree = sandbox.run(&["push", &image, &format!("{}/app:1", registry.host)]);
     tree.ok();
-    // A network that ends the first connection at once.
+    // A network that ends two connections at once: the first, by TLS, and the question by plain HTTP after it.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let front = listener.local_addr().unwrap().to_string();
     let behind = registry.host.clone();
     std::thread::spawn(move || {
-        for client in listener.incoming().flatten().skip(1) {
+        for client in listener.incoming().flatten().skip(2) {
             let Ok(server) = TcpStream::connect(&behind) else { return };
             let (up, down) = (client.try_clone().unwrap(), server.try_clone().unwrap());
             std::thread::spawn(move || io::copy(&mut &up, &mut &down));

@@ -128,10 +128,85 @@ fn what_a_container_sees() {
         // Neither is there for the next one.
         let ran = machine.sh(runtime, &["--rw"], "ls /data; test -e /new || echo fresh");
         assert_eq!(ran.ok(), "fresh\n");
+        // With the host's network come the files that say how to use it, also where the image lacks them.
+        for mode in ["--read-only", "--rw"] {
+            let script = "cat /etc/resolv.conf; tail -n 1 /etc/passwd; head -c 0 /etc/hosts";
+            let ran = machine.sh(runtime, &["--network", "host", mode], script);
+            let resolver = fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
+            let account = "worker:x:1001:1002::/srv:\n";
+            assert_eq!(ran.stdout, resolver + account, "{runtime} {mode}: {}", ran.stderr);
+        }
         let host = machine.sh(runtime, &["--network", "host"], "readlink /proc/self/ns/net");
         let ours = fs::read_link("/proc/self/ns/net").unwrap();
         assert_eq!(host.ok().trim(), ours.to_str().unwrap());
         machine.assert_clean();
+    }
+}
+
+/// Containers had no seccomp profile: a process could keep keys, make user namespaces and so reach kernel code that
+/// engines keep from it.
+#[test]
+fn system_calls_are_filtered() {
+    const TEST: &str = "system_calls_are_filtered";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let dir = machine.dir("shown");
+    let source = dir.join("probe.c");
+    fs::write(
+        &source,
+        r#"
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+static void say(const char *name, long result) {
+    printf("%s %d\n", name, result < 0 ? errno : 0);
+}
+int main(void) {
+    say("keyctl", syscall(SYS_keyctl, 0, -3, 1));
+    say("bpf", syscall(SYS_bpf, 0, 0, 0));
+    say("mount", mount("none", "/tmp", "tmpfs", 0, ""));
+    say("unshare", unshare(CLONE_NEWUSER));
+    say("clone3", syscall(SYS_clone3, 0, 0));
+    say("vsock", socket(AF_VSOCK, SOCK_STREAM, 0));
+    say("unix", socket(AF_UNIX, SOCK_STREAM, 0));
+    return 0;
+}
+"#,
+    )
+    .unwrap();
+    let probe = dir.join("probe");
+    let built = Command::new("cc").arg("-static").arg(&source).arg("-o").arg(&probe).output();
+    if !built.is_ok_and(|built| built.status.success()) {
+        return skip(TEST, "no C compiler that links statically");
+    }
+    let volume = format!("{}:/mnt:ro", dir.display());
+    let script = "grep ^Seccomp: /proc/self/status; /mnt/probe";
+    for runtime in runtimes {
+        let ran = machine.sh(runtime, &["-v", &volume], script);
+        let (eperm, enosys) = (1, 38);
+        let expected = format!(
+            "Seccomp:\t2\nkeyctl {eperm}\nbpf {eperm}\nmount {eperm}\nunshare {eperm}\n\
+             clone3 {enosys}\nvsock {eperm}\nunix 0\n"
+        );
+        assert_eq!(ran.ok(), expected, "{runtime}");
+    }
+}
+
+/// Without root the first refused system call was reported, with its path, and not what to do.
+#[test]
+fn run_without_root_says_so() {
+    use std::os::unix::process::CommandExt as _;
+    let sandbox = Sandbox::new();
+    for args in [&["run", "box:1"][..], &["bundle", "box:1", "/tmp/x"], &["stop", "box"]] {
+        let mut command = sandbox.command(args);
+        command.uid(65534).gid(65534);
+        let ran = common::run_with_input(command, b"");
+        ran.fails_with(5);
+        assert!(ran.stderr.contains("run as root"), "{args:?}: {}", ran.stderr);
     }
 }
 
@@ -336,6 +411,24 @@ fn detached_containers_are_listed_and_stopped() {
     }
 }
 
+#[test]
+fn exec_ends_as_its_process_does() {
+    let Some((machine, runtimes)) = machine("exec_ends_as_its_process_does") else { return };
+    for runtime in runtimes {
+        machine.sh(runtime, &["-d", "--name", "cache"], "echo up > /tmp/up; sleep 100").ok();
+        let exec =
+            |script: &str| machine.run(&["exec", "cache", "--", "busybox", "sh", "-c", script]);
+        until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
+        assert_eq!(exec("cat /tmp/up; hostname; readlink /proc/self/fd/0 >&2").ok(), "up\ncache\n");
+        exec("exit 7").fails_with(7);
+        let args = ["exec", "-i", "cache", "--", "busybox", "cat"];
+        assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "given\n");
+        machine.run(&["exec", "other", "--", "true"]).fails_with(3);
+        machine.run(&["stop", "--time", "0", "cache"]).ok();
+        machine.assert_clean();
+    }
+}
+
 /// The output of a detached container was discarded, and its exit status was known to nobody: a service that
 /// ended at once, for a missing file for example, was just gone.
 #[test]
@@ -369,12 +462,16 @@ fn a_detached_container_leaves_output_and_status() {
         assert_eq!(machine.sh(runtime, &["--name", "short"], "echo again").ok(), "again\n");
         machine.assert_clean();
         machine.sh(runtime, &["-d", "--name", "killed"], "kill -9 $$; sleep 1; exit 1").ok();
-        let killed =
-            machine.run(&["run", "-d", "--name", "killed2", "box:1", "--", "sleep", "100"]);
-        killed.ok();
+        machine.run(&["run", "-d", "--name", "killed2", "box:1", "--", "sleep", "100"]).ok();
         machine.run(&["stop", "killed2"]).ok();
         machine.run(&["stop", "killed"]).ok();
         machine.assert_clean();
+        // One that ends before its runtime does.
+        for _ in 0..5 {
+            machine.sh(runtime, &["-d", "--name", "short"], "exit 7").ok();
+            assert_eq!(ended()["exit_status"], 7, "{runtime}");
+        }
+        machine.run(&["stop", "short"]).ok();
         machine.sh(runtime, &["-d", "--rm", "--name", "short"], "exit 7").ok();
         until("it is removed", || machine.containers().is_empty().then_some(()));
         machine.assert_clean();
@@ -427,10 +524,8 @@ fn a_container_gets_no_file_of_the_host() {
             // What was written has come through, and only pipes were there.
             let written = fs::read_to_string(&path).unwrap();
             let listed: Vec<&str> = written.lines().filter(|line| line.contains(" -> ")).collect();
-            let links: Vec<&str> = listed.iter().filter_map(|l| l.split(" -> ").nth(1)).collect();
-            assert_eq!(links.len(), 4, "{written}");
-            assert!(links[..3].iter().all(|link| link.starts_with("pipe:")), "{written}");
-            assert!(links[3].starts_with("/proc/"), "{written}");
+            assert!(listed.len() >= 3, "{written}");
+            assert!(listed[..3].iter().all(|line| line.contains(" -> pipe:[")), "{written}");
             fs::write(&path, "given\n").unwrap();
         }
         machine.assert_clean();
@@ -483,7 +578,9 @@ fn nothing_runs_on_an_image_that_is_refused() {
     let cut =
         objects(&machine).into_iter().find(|path| path.metadata().unwrap().len() == no_program);
     let cut = cut.unwrap();
-    let _ = Command::new("chattr").arg("-i").arg(&cut).output();
+    // As a copy of a store is: sizes are compared where nothing is protected.
+    let images = machine.path("store/domains/default/images");
+    let _ = Command::new("chattr").args(["-R", "-i"]).arg(&cut).arg(images).output();
     fs::File::options().write(true).open(&cut).unwrap().set_len(3).unwrap();
     for runtime in runtimes {
         for options in [&[][..], &["--rw"], &["--detach", "--output", "/dev/null"]] {

@@ -165,7 +165,7 @@ fn fsck_names_every_kind_of_damage() {
         (|d| d.remove(&d.layer), "ref-dangling", 4, 4),
         (|d| fs::write(d.domain.join("roots/lease/a.json"), "").unwrap(), "root-unreadable", 4, 4),
         (|d| d.fake_root(), "root-dangling", 4, 4),
-        (|d| fs::remove_dir(d.domain.join("roots/vm")).unwrap(), "directory-missing", 4, 4),
+        (|d| fs::remove_dir(d.domain.join("roots/lease")).unwrap(), "directory-missing", 4, 4),
         (|d| d.signature(d.image_digest(), "x"), "signature-altered", 4, 4),
         (|d| d.signature(&"0".repeat(64), "x"), "signature-orphaned", 0, 0),
         (|d| d.open_up(&d.object), "permissions", 0, 0),
@@ -538,7 +538,7 @@ fn cat_of_an_altered_object_fails() {
     sandbox.run(&["import", "--name", "box:1", layout]).ok();
     for (path, size) in [("/small", 13), ("/large", large.len())] {
         let object = sandbox.object("box:1", path);
-        let _ = std::process::Command::new("chattr").arg("-i").arg(&object).output();
+        let _ = Command::new("chattr").arg("-i").arg(&object).output();
         fs::remove_file(&object).unwrap();
         fs::write(&object, vec![b'X'; size]).unwrap();
         let ran = sandbox.run(&["cat", "box:1", path]);
@@ -556,7 +556,7 @@ fn a_limit_on_file_sizes_is_an_error() {
     let tree = sandbox.dir("tree");
     fs::write(tree.join("large"), vec![7; 3 << 20]).unwrap();
     let import = sandbox.command(&["import", "--name", "box:1", tree.to_str().unwrap()]);
-    let mut limited = std::process::Command::new("sh");
+    let mut limited = Command::new("sh");
     // In blocks of 512 bytes, or of 1024 where sh is bash.
     limited.args(["-c", "ulimit -f 1024; exec \"$@\"", "sh"]).arg(import.get_program());
     limited.args(import.get_args());

@@ -22,13 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let start = Clock::start();
     let tree = build(files)?;
     let took = start.elapsed();
-    writeln!(
-        out,
-        "tree:  {} inodes built in {took}, {:.1} MB allocated, peak {:.1} MB",
-        tree.inode_count(),
-        megabytes(tree.memory_bytes() as u64),
-        peak()
-    )?;
+    writeln!(out, "tree:  {} inodes built in {took}, peak {:.1} MB", tree.inode_count(), peak())?;
     let start = Clock::start();
     let report = write(&tree, &WriteOptions::default(), io::sink())?;
     let took = start.elapsed();

@@ -154,10 +154,11 @@ pub const USER_WHITEOUTS: &[u8] = b"user.overlay.whiteouts";
 /// As [`ESCAPED_OPAQUE`], for overlayfs mounted by users.
 pub const USER_OPAQUE: &[u8] = b"user.overlay.opaque";
 
-/// The name of a file's content, for the kernel's page cache sharing (what `mkfs.erofs --xattr-inode-digest` is told
-/// by convention).
+/// The digest of a file's content, for the kernel's page cache sharing (by convention the argument
+/// of `mkfs.erofs --xattr-inode-digest`).
 pub const FINGERPRINT: &[u8] = b"trusted.erofs.fingerprint";
-/// What [`FINGERPRINT`] holds in front of a SHA-256 digest (`erofs_set_inode_fingerprint` of erofs-utils).
+/// What [`FINGERPRINT`] holds in front of a SHA-256 digest (`erofs_set_inode_fingerprint` of
+/// erofs-utils).
 pub const FINGERPRINT_SHA256: &[u8; 7] = b"sha256:";
 /// What [`FINGERPRINT`] holds in front of an fs-verity digest, where the content has no SHA-256.
 pub const FINGERPRINT_VERITY: &[u8; 7] = b"verity:";
@@ -364,47 +365,47 @@ pub struct ClusterHeader {
     pub advise: U16,
     /// Algorithms: 0 is LZ4.
     pub algorithms: u8,
-    /// Logarithm of what an entry stands for, in blocks.
+    /// Logarithm of the cluster size in blocks.
     pub cluster_bits: u8,
     /// Zero.
     pub reserved: [u8; 8],
 }
 
-/// A part of a compressed file begins here, and is compressed.
+/// A compressed pcluster begins here.
 pub const CLUSTER_HEAD: u16 = 1;
-/// A part of a compressed file begins here, and is as it is; or the last one ends here.
+/// An uncompressed pcluster begins here; or the last pcluster ends here.
 pub const CLUSTER_PLAIN: u16 = 0;
-/// No part of a compressed file begins here.
+/// No pcluster begins here.
 const CLUSTER_INNER: u16 = 2;
-/// Farther distances are given as one less than this, from where the next step is taken.
+/// A longer distance is stored as one less than this; the entry there has the rest.
 const CLUSTER_DISTANCE_MAX: u32 = 1 << 11;
 
-/// One block's length of the content of a compressed file.
+/// A logical cluster: 4 KiB of the content of a compressed file.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ClusterIndex {
-    /// What begins here.
+    /// One of [`CLUSTER_HEAD`], [`CLUSTER_PLAIN`] and the inner kind.
     pub kind: U16,
-    /// Where in it that begins, in bytes.
+    /// Offset in the cluster at which the pcluster begins, in bytes.
     pub offset: U16,
-    /// The block that it is in; or how far the beginning of this part is, and that of the next.
-    pub place: U32,
+    /// The block of the pcluster; or the distances to the beginning of this and of the next one.
+    pub address: U32,
 }
 
 impl ClusterIndex {
-    /// A part begins here at `offset`, in this block.
+    /// A pcluster in `block` begins at `offset`.
     #[must_use]
     pub fn head(kind: u16, offset: u32, block: u32) -> ClusterIndex {
         let offset = U16::new(u16::try_from(offset).unwrap_or(u16::MAX));
-        ClusterIndex { kind: U16::new(kind), offset, place: U32::new(block) }
+        ClusterIndex { kind: U16::new(kind), offset, address: U32::new(block) }
     }
 
-    /// A part began so many entries before, and the next begins so many later.
+    /// The pcluster began `before` entries before, and the next begins `after` entries later.
     #[must_use]
     pub fn inner(before: u32, after: u32) -> ClusterIndex {
         let before = before.min(CLUSTER_DISTANCE_MAX - 1);
-        let place = U32::new(before | after.min(u32::from(u16::MAX)) << 16);
-        ClusterIndex { kind: U16::new(CLUSTER_INNER), offset: U16::new(0), place }
+        let address = U32::new(before | after.min(u32::from(u16::MAX)) << 16);
+        ClusterIndex { kind: U16::new(CLUSTER_INNER), offset: U16::new(0), address }
     }
 }
 

@@ -15,8 +15,9 @@
 //!
 //! Tests compare with other programs where they are: `COFOLIO_MKCOMPOSEFS`, `COFOLIO_FSCK_EROFS`
 //! and `COFOLIO_MKFS_EROFS` may name them (a command prefix each), `COFOLIO_ORACLES` the folder
-//! with composefs's own test dumps. `COFOLIO_TREES`, `COFOLIO_DATA_TREES`, `COFOLIO_MUTATIONS`, `COFOLIO_MOUNTS` raise
-//! the number of rounds for a soak run, `COFOLIO_SEED` says with which random tree to begin.
+//! with composefs's own test dumps. `COFOLIO_TREES`, `COFOLIO_DATA_TREES`, `COFOLIO_MUTATIONS`,
+//! `COFOLIO_MOUNTS` raise the number of rounds for a soak run, `COFOLIO_SEED` says with which
+//! random tree to begin.
 
 pub mod dump;
 pub mod format;

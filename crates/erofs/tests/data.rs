@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, Meta, Tree};
-use cofolio_erofs::write::lz4::{self, Part};
+use cofolio_erofs::write::lz4::{self, Pcluster};
 use cofolio_erofs::write::{
-    Contents, Data, Device, Form, Found, Place, Run, WriteError, WriteReport, write_data,
+    Blob, Blobs, BlockAddr, Data, Device, Extent, Form, WriteError, WriteReport, write_data,
 };
 use common::random::Rng;
 use common::{TempDir, Tool, can_mount, rounds, skip};
@@ -27,8 +27,8 @@ const BLOCK: usize = 4096;
 /// How a content is kept, as [`Form`].
 #[derive(Clone)]
 enum Kept {
-    Runs(Vec<Run>),
-    Lz4(Place, Vec<Part>),
+    Extents(Vec<Extent>),
+    Lz4(BlockAddr, Vec<Pcluster>),
 }
 
 /// Which files of a tree are compressed, and where those are.
@@ -49,14 +49,14 @@ struct Devices {
     contents: HashMap<[u8; 32], ([u8; 32], Kept)>,
 }
 
-impl Contents for Devices {
-    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+impl Blobs for Devices {
+    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
         let (fingerprint, kept) = self.contents.get(digest)?;
         let form = match kept {
-            Kept::Runs(runs) => Form::Runs(runs),
-            Kept::Lz4(place, parts) => Form::Lz4 { place: *place, parts },
+            Kept::Extents(runs) => Form::Extents(runs),
+            Kept::Lz4(start, pclusters) => Form::Lz4 { start: *start, pclusters },
         };
-        Some(Found { sha256: Some(*fingerprint), form })
+        Some(Blob { sha256: Some(*fingerprint), form })
     }
 }
 
@@ -82,7 +82,7 @@ impl Devices {
         let bytes = &mut self.bytes[usize::from(device)];
         let block = u32::try_from(bytes.len() / BLOCK).unwrap();
         let parts = lz4::compress(content, bytes).unwrap();
-        self.contents.insert(digest, (fingerprint, Kept::Lz4(Place { device, block }, parts)));
+        self.contents.insert(digest, (fingerprint, Kept::Lz4(BlockAddr { device, block }, parts)));
         digest
     }
 
@@ -92,13 +92,13 @@ impl Devices {
         let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
         let digest: [u8; 32] = sha2::Sha256::digest(fingerprint).into();
         let blocks: Vec<&[u8]> = content.chunks(BLOCK).collect();
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<Extent> = Vec::new();
         let mut device = rng.index(self.bytes.len());
         for block in &blocks {
             if block.iter().all(|&b| b == 0) {
                 match runs.last_mut() {
-                    Some(run) if run.place.is_none() => run.blocks += 1,
-                    _ => runs.push(Run { place: None, blocks: 1 }),
+                    Some(run) if run.at.is_none() => run.blocks += 1,
+                    _ => runs.push(Extent { at: None, blocks: 1 }),
                 }
                 continue;
             }
@@ -111,17 +111,17 @@ impl Devices {
             let at = u32::try_from(bytes.len() / BLOCK).unwrap();
             bytes.extend_from_slice(block);
             bytes.resize(bytes.len().next_multiple_of(BLOCK), 0);
-            let place = Place { device: u16::try_from(device).unwrap(), block: at };
+            let place = BlockAddr { device: u16::try_from(device).unwrap(), block: at };
             match runs.last_mut() {
-                Some(Run { place: Some(p), blocks })
+                Some(Extent { at: Some(p), blocks })
                     if p.device == place.device && p.block + *blocks == at =>
                 {
                     *blocks += 1;
                 }
-                _ => runs.push(Run { place: Some(place), blocks: 1 }),
+                _ => runs.push(Extent { at: Some(place), blocks: 1 }),
             }
         }
-        self.contents.insert(digest, (fingerprint, Kept::Runs(runs)));
+        self.contents.insert(digest, (fingerprint, Kept::Extents(runs)));
         digest
     }
 
@@ -129,7 +129,7 @@ impl Devices {
         let mut bytes = Vec::new();
         let devices = self.list();
         let own_blocks = u32::try_from(self.bytes[0].len() / BLOCK).unwrap();
-        let data = Data { devices: &devices, own_blocks, contents: self };
+        let data = Data { devices: &devices, own_blocks, blobs: self };
         let report = write_data(tree, &data, &mut bytes)?;
         assert_eq!(report.bytes, bytes.len() as u64);
         bytes.extend_from_slice(&self.bytes[0]);
@@ -322,10 +322,10 @@ fn files_without_content_are_named() {
             None => devices.contents.remove(&digest),
         };
         let error = devices.write(&tree).unwrap_err();
-        assert_eq!(error.to_string(), "/file: the devices do not have its content");
+        assert_eq!(error.to_string(), "/file: its content is missing or invalid on the devices");
     };
-    let run = |device, block, blocks| Run { place: Some(Place { device, block }), blocks };
-    let hole = |blocks| Run { place: None, blocks };
+    let run = |device, block, blocks| Extent { at: Some(BlockAddr { device, block }), blocks };
+    let hole = |blocks| Extent { at: None, blocks };
     refused(None);
     for runs in [
         vec![],
@@ -337,13 +337,13 @@ fn files_without_content_are_named() {
         vec![run(1, u32::MAX, 3)],
         vec![hole(3), hole(0)],
     ] {
-        refused(Some(Kept::Runs(runs)));
+        refused(Some(Kept::Extents(runs)));
     }
-    let part = |len, compressed| Part { len, compressed };
-    let own = |block| Place { device: 0, block };
+    let part = |len, compressed| Pcluster { len, compressed };
+    let own = |block| BlockAddr { device: 0, block };
     for (place, parts) in [
-        (Place { device: 1, block: 4 }, vec![part(10_000, true)]),
-        (Place { device: 2, block: 0 }, vec![part(10_000, true)]),
+        (BlockAddr { device: 1, block: 4 }, vec![part(10_000, true)]),
+        (BlockAddr { device: 2, block: 0 }, vec![part(10_000, true)]),
         (own(0), vec![]),
         (own(0), vec![part(9_999, true)]),
         (own(3), vec![part(10_000, true)]),

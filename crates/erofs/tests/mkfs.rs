@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use cofolio_erofs::read::{Image, Place, ReadAt, ReadError};
+use cofolio_erofs::read::{Image, Location, ReadAt, ReadError};
 use common::random::Rng;
 use common::{TempDir, Tool, skip};
 
@@ -187,8 +187,8 @@ fn what_mkfs_erofs_makes_reads_back() {
         if blob.exists() {
             assert_eq!(image.superblock().devices.len(), 1);
             let stored = image.resolve(b"/size-300000").unwrap().unwrap();
-            let place = image.extent(&stored, 0).unwrap().unwrap().place;
-            assert!(matches!(place, Place::Device { index: 0, .. }), "{place:?}");
+            let location = image.extent(&stored, 0).unwrap().unwrap().location;
+            assert!(matches!(location, Location::Device { index: 0, .. }), "{location:?}");
             let missing = image.read(&stored, 0, &mut [0; 10]);
             assert!(matches!(missing, Err(ReadError::NoDevice { index: 0 })));
             image.add_device(open(&blob));

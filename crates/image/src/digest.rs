@@ -1,12 +1,14 @@
-//! Digests of blobs, as OCI writes them: `sha256:<64 hex>` or `sha512:<128 hex>`.
+//! Digests of blobs, archives and chains, as OCI writes them: `sha256:<64 hex>` or `sha512:<128 hex>`.
 
 use std::fmt;
+use std::str::FromStr;
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest as _, Sha256, Sha512};
 
 /// Digest of a blob: algorithm and hex digits, checked.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct BlobDigest {
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlobDigest {
     algorithm: Algorithm,
     hex: String,
 }
@@ -62,9 +64,109 @@ impl BlobDigest {
         hasher.finish()
     }
 
-    /// Identity of a chain of layers (OCI image config, "Layer ChainID").
-    pub(crate) fn chain(&self, diff_id: &Self) -> Self {
-        Self::sha256(format!("{self} {diff_id}").as_bytes())
+    /// The hex digits alone.
+    #[must_use]
+    pub fn hex(&self) -> &str {
+        &self.hex
+    }
+}
+
+/// Not a digest that Cofolio knows.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0:?} is not sha256:<64 hex digits> or sha512:<128 hex digits>")]
+pub struct NoDigest(String);
+
+impl FromStr for BlobDigest {
+    type Err = NoDigest;
+
+    fn from_str(text: &str) -> Result<Self, NoDigest> {
+        Self::parse(text).ok_or_else(|| NoDigest(text.chars().take(160).collect()))
+    }
+}
+
+impl fmt::Debug for BlobDigest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for BlobDigest {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for BlobDigest {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Digest of a layer's uncompressed archive: always SHA-256.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct DiffId(BlobDigest);
+
+/// Identity of a layer over those below it (OCI image config, "Layer ChainID").
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ChainId(BlobDigest);
+
+impl DiffId {
+    /// `None` for a digest that is not SHA-256.
+    pub(crate) fn new(digest: BlobDigest) -> Option<Self> {
+        digest.is_sha256().then_some(Self(digest))
+    }
+
+    /// Of the archive that was hashed.
+    pub(crate) fn of(hasher: Sha256) -> Self {
+        Self(BlobHasher::Sha256(hasher).finish())
+    }
+
+    /// The digest as that of the archive, which is a blob when it is not compressed.
+    #[must_use]
+    pub fn as_blob(&self) -> &BlobDigest {
+        &self.0
+    }
+}
+
+impl ChainId {
+    /// The chain of a layer over `below`, or of the lowest layer.
+    #[must_use]
+    pub fn over(below: Option<&Self>, layer: &DiffId) -> Self {
+        match below {
+            None => Self(layer.0.clone()),
+            Some(below) => Self(BlobDigest::sha256(format!("{below} {layer}").as_bytes())),
+        }
+    }
+}
+
+impl fmt::Display for DiffId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for ChainId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl FromStr for DiffId {
+    type Err = NoDigest;
+
+    fn from_str(text: &str) -> Result<Self, NoDigest> {
+        let digest = BlobDigest::parse(text).and_then(Self::new);
+        digest.ok_or_else(|| NoDigest(text.chars().take(160).collect()))
+    }
+}
+
+impl FromStr for ChainId {
+    type Err = NoDigest;
+
+    fn from_str(text: &str) -> Result<Self, NoDigest> {
+        text.parse().map(Self)
     }
 }
 

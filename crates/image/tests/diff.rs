@@ -15,11 +15,7 @@ use cofolio_store::{Digest, Domain, InitOptions, Store};
 
 fn image(domain: &Domain, tree: &Path) -> Digest {
     let source = Source::parse(tree.to_str().unwrap()).unwrap();
-    import(domain, &source, &ImportOptions::default(), &Task::default())
-        .unwrap()
-        .image
-        .parse()
-        .unwrap()
+    import(domain, &source, &ImportOptions::default(), &Task::default()).unwrap().image
 }
 
 /// 12,000 pages that repeat: with 1,024 hashes at a time the figures are those of one pass.

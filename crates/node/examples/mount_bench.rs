@@ -67,7 +67,7 @@ fn measure(dir: &Path, containers: usize, image: Option<&str>) -> Result<serde_j
                 &import::ImportOptions::default(),
                 &Task::default(),
             )?;
-            (report.image.parse()?, usize::try_from(report.entries)?)
+            (report.image, usize::try_from(report.entries)?)
         }
         None => build(&domain)?,
     };

@@ -50,7 +50,7 @@ fn import(bench: &Bench, name: &str, layers: &[&Blob]) -> (Digest, Vec<Based>) {
     let report = bench.import(&layout.source()).unwrap();
     let found = bases::find(&bench.domain, &Task::default()).unwrap();
     assert_eq!(found.failed, [""; 0]);
-    (report.image.parse().unwrap(), found.based)
+    (report.image, found.based)
 }
 
 fn base_of(bench: &Bench, image: &Digest) -> Option<Digest> {

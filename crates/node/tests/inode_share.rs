@@ -10,8 +10,8 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Meta, Tree};
-use cofolio_erofs::write::lz4::{self, Part};
-use cofolio_erofs::write::{Contents, Data, Device, Form, Found, Place, Run, write_data};
+use cofolio_erofs::write::lz4::{self, Pcluster};
+use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Device, Extent, Form, write_data};
 use cofolio_sys::cache::FileMap;
 use rustix::fs::Advice;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -26,27 +26,27 @@ const COMMON: usize = 300;
 #[derive(Default)]
 struct Segment {
     bytes: Vec<u8>,
-    contents: HashMap<[u8; 32], ([u8; 32], [Run; 1])>,
+    contents: HashMap<[u8; 32], ([u8; 32], [Extent; 1])>,
 }
 
 /// One content, compressed, behind an image.
 struct Compressed {
     blocks: Vec<u8>,
-    parts: Vec<Part>,
+    parts: Vec<Pcluster>,
     fingerprint: [u8; 32],
 }
 
-impl Contents for Compressed {
-    fn find(&self, _: &[u8; 32]) -> Option<Found<'_>> {
-        let form = Form::Lz4 { place: Place { device: 0, block: 0 }, parts: &self.parts };
-        Some(Found { sha256: Some(self.fingerprint), form })
+impl Blobs for Compressed {
+    fn find(&self, _: &[u8; 32]) -> Option<Blob<'_>> {
+        let form = Form::Lz4 { start: BlockAddr { device: 0, block: 0 }, pclusters: &self.parts };
+        Some(Blob { sha256: Some(self.fingerprint), form })
     }
 }
 
-impl Contents for Segment {
-    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+impl Blobs for Segment {
+    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
         let (fingerprint, runs) = self.contents.get(digest)?;
-        Some(Found { sha256: Some(*fingerprint), form: Form::Runs(runs) })
+        Some(Blob { sha256: Some(*fingerprint), form: Form::Extents(runs) })
     }
 }
 
@@ -57,7 +57,7 @@ impl Segment {
         self.bytes.resize(self.bytes.len().next_multiple_of(PAGE), 0);
         let blocks = u32::try_from(content.len().div_ceil(PAGE)).unwrap();
         let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
-        let run = Run { place: Some(Place { device: 1, block }), blocks };
+        let run = Extent { at: Some(BlockAddr { device: 1, block }), blocks };
         // Any name will do for a content whose object nobody asks for.
         self.contents.insert(fingerprint, (fingerprint, [run]));
         fingerprint
@@ -97,7 +97,7 @@ impl Images {
         }];
         for (name, tree) in [("left", &left), ("right", &right)] {
             let mut image = Vec::new();
-            let data = Data { devices: &devices, own_blocks: 0, contents: &segment };
+            let data = Data { devices: &devices, own_blocks: 0, blobs: &segment };
             write_data(tree, &data, &mut image).unwrap();
             fs::write(dir.path().join(name), image).unwrap();
         }
@@ -113,7 +113,7 @@ impl Images {
             let file = Content::object(size(COMMON), &common);
             tree.insert(tree.root(), b"one", meta(mode, 0), file).unwrap();
             let mut image = Vec::new();
-            let data = Data { devices: &[], own_blocks, contents: &compressed };
+            let data = Data { devices: &[], own_blocks, blobs: &compressed };
             write_data(&tree, &data, &mut image).unwrap();
             image.extend_from_slice(&compressed.blocks);
             fs::write(dir.path().join(name), image).unwrap();

@@ -100,8 +100,7 @@ fn import(domain: &Domain, dir: &Path, (backend, form): How) -> [Digest; 2] {
             name: Some(name.to_owned()),
             ..import::ImportOptions::default()
         };
-        let image = import::import(domain, &source, &options, &Task::default()).unwrap().image;
-        image.parse().unwrap()
+        import::import(domain, &source, &options, &Task::default()).unwrap().image
     });
     if backend == Backend::InodeShare {
         for image in &images {

@@ -19,8 +19,6 @@ use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
-/// Compatible: `bases/` is kept. Who does not know it collects bases and deltas, which costs memory and nothing else.
-pub(crate) const FEATURE: &str = "bases";
 /// Directory of the records.
 pub(crate) const DIRECTORY: &str = "bases";
 
@@ -93,7 +91,6 @@ impl Domain {
 
     /// Writes a record to a temporary file; gives it and its later place.
     pub(crate) fn prepare_base(&self, image: &Digest, base: &Base) -> Result<(String, String)> {
-        self.store().enable_compatible(FEATURE)?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         self.disk().sync_dir(self.base()).at("sync", self.base())?;

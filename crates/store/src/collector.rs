@@ -34,7 +34,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
@@ -48,11 +48,15 @@ use crate::{Digest, Domain, GcOptions};
 
 /// Directory of the notes, in the domain, while a collection runs.
 const ADDED: &str = "added";
-/// Removals with the lock held, and notes that are taken with it held: some milliseconds on a disk that has
-/// the directory in memory.
-const BATCH: usize = 64;
-/// Between two batches, so that whoever waits for the lock gets it: `flock` gives it to whoever asks first.
-const PAUSE: Duration = Duration::from_millis(1);
+/// Notes that are taken at once, with the lock held.
+const NOTES: usize = 64;
+/// How long a batch goes on with the lock held, and how many removals there are between two looks at the
+/// clock: some disks take a millisecond for one.
+const HELD_MAX: Duration = Duration::from_millis(5);
+const STEP: usize = 8;
+/// Least time between two batches, so that whoever waits for the lock gets it: `flock` gives it to whoever
+/// asks first. It is also at least half of the time that the last batch took.
+const PAUSE_MIN: Duration = Duration::from_millis(1);
 /// How long a collection that is not to wait tries to get the lock for its next batch, and how often.
 const PATIENCE: u32 = 500;
 const RETRY: Duration = Duration::from_millis(2);
@@ -244,29 +248,36 @@ impl<'a> Collector<'a> {
         is_garbage: impl Fn(&Self, &T) -> Result<bool> + Sync,
     ) -> Result<Swept> {
         let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-        for (number, batch) in suspects.chunks(BATCH).enumerate() {
-            if number > 0 && self.held.is_none() {
-                std::thread::sleep(PAUSE);
-            }
+        let (disk, dry_run) = (self.domain.disk(), self.options.dry_run);
+        let mut steps = suspects.chunks(STEP).peekable();
+        while steps.peek().is_some() {
             self.options.cancel.check()?;
             let lock = self.section()?;
-            let mut garbage = Vec::with_capacity(batch.len());
-            for suspect in batch {
-                if is_garbage(self, &suspect.what)? {
-                    garbage.push(suspect);
+            let start = Instant::now();
+            for step in steps.by_ref() {
+                let mut garbage = Vec::with_capacity(step.len());
+                for suspect in step {
+                    if is_garbage(self, &suspect.what)? {
+                        garbage.push(suspect);
+                    }
+                }
+                for_each(disk.parallelism(), &garbage, |suspect| {
+                    let freed = match dry_run {
+                        true => allocated(disk, &suspect.path, suspect.kind)?,
+                        false => remove_entry(disk, &suspect.path, suspect.kind)?,
+                    };
+                    count.fetch_add(1, Relaxed);
+                    bytes.fetch_add(freed, Relaxed);
+                    Ok(())
+                })?;
+                if lock.is_some() && start.elapsed() >= HELD_MAX {
+                    break;
                 }
             }
-            let (disk, dry_run) = (self.domain.disk(), self.options.dry_run);
-            for_each(disk.parallelism(), &garbage, |suspect| {
-                let freed = match dry_run {
-                    true => allocated(disk, &suspect.path, suspect.kind)?,
-                    false => remove_entry(disk, &suspect.path, suspect.kind)?,
-                };
-                count.fetch_add(1, Relaxed);
-                bytes.fetch_add(freed, Relaxed);
-                Ok(())
-            })?;
             drop(lock);
+            if steps.peek().is_some() && self.held.is_none() {
+                std::thread::sleep((start.elapsed() / 2).max(PAUSE_MIN));
+            }
         }
         Ok(Swept { count: count.into_inner(), bytes: bytes.into_inner() })
     }
@@ -301,7 +312,7 @@ impl<'a> Collector<'a> {
         let (disk, added) = (self.domain.disk(), self.added());
         let entries = disk.list(&added).at("list", &added)?;
         let mut notes = Vec::new();
-        for (note, kind) in entries.iter().take(BATCH) {
+        for (note, kind) in entries.iter().take(NOTES) {
             remove_entry(disk, &format!("{added}/{note}"), *kind)?;
             notes.extend(parse_note(note));
         }

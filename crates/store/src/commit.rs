@@ -75,7 +75,6 @@ impl Staging {
         self.check_for_commit()?;
         let domain = self.domain.clone();
         let no_space = |error| no_space(domain.disk(), error);
-        self.enable_features().map_err(no_space)?;
         let disk = self.disk();
         disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
         let _lock = match self.held.take() {
@@ -118,16 +117,6 @@ impl Staging {
         self.protect(&needed)?;
         records.publish()?;
         Ok(self.stats())
-    }
-
-    /// Has the store say what it holds, before it gets the first of it.
-    fn enable_features(&self) -> Result<()> {
-        for name in self.staged()? {
-            if let Some(feature) = name.kind().feature() {
-                self.domain.store().enable_compatible(feature)?;
-            }
-        }
-        Ok(())
     }
 
     /// The staged files other than objects.

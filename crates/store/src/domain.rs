@@ -455,6 +455,7 @@ impl Domain {
             return Ok(None);
         };
         check_own_name(path, &ref_name)?;
+        check_chain_ids(path, record.layers.iter().map(|layer| layer.chain_id.as_str()))?;
         Ok(Some((ref_name, record)))
     }
 
@@ -533,6 +534,7 @@ impl Domain {
     pub(crate) fn read_root(&self, path: &str) -> Result<Option<Root>> {
         let Some(root) = self.read_record::<Root>(path)? else { return Ok(None) };
         check_own_name(path, &root.id)?;
+        check_chain_ids(path, root.layers.iter().map(String::as_str))?;
         if !path.contains(&format!("/roots/{}/", root.kind.as_str())) {
             return Err(Error::corrupt(
                 path,
@@ -651,6 +653,14 @@ fn check_own_name(path: &str, own_name: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::corrupt(path, format!("it holds the record of {own_name:?}")))
+}
+
+/// A record that names what cannot be a layer is damaged.
+fn check_chain_ids<'a>(path: &str, mut chain_ids: impl Iterator<Item = &'a str>) -> Result<()> {
+    chain_ids.try_for_each(|chain_id| match FileName::chain(FileKind::Layer, chain_id) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::corrupt(path, error)),
+    })
 }
 
 fn no_such(name: &FileName) -> Error {

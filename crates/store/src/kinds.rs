@@ -6,7 +6,6 @@
 use std::fmt;
 
 use crate::error::Result;
-use crate::meta::{SEGMENT_FEATURE, SPLIT_FEATURE};
 use crate::{Digest, name};
 
 /// A kind of file that holds content: it never changes, has mode 0444 and gets the immutable flag.
@@ -46,8 +45,6 @@ struct Row {
     derived: bool,
     /// What its content names. A file must go before those that it names, and come after them.
     names: Option<FileKind>,
-    /// The compatible feature that a store with such files has in `meta.json`.
-    feature: Option<&'static str>,
 }
 
 impl Row {
@@ -58,31 +55,22 @@ impl Row {
         naming: Naming,
         derived: bool,
         names: Option<FileKind>,
-        feature: Option<&'static str>,
     ) -> Self {
-        Self { noun, directory, suffix, naming, derived, names, feature }
+        Self { noun, directory, suffix, naming, derived, names }
     }
 }
 
-/// In the order of [`FileKind`]: noun, directory, suffix, naming, derived, what it names, feature.
+/// In the order of [`FileKind`]: noun, directory, suffix, naming, derived, what it names.
 const TABLE: [Row; FileKind::ALL.len()] = {
     use FileKind::{Object, Segment};
     use Naming::{Chain, Content, ImageAndContent};
     [
-        Row::new("object", "objects", "", Content, false, None, None),
-        Row::new("image", "images", ".erofs", Content, false, Some(Object), None),
-        Row::new("layer", "layers", ".dump.zst", Chain, false, Some(Object), None),
-        Row::new("split", "layers", ".split", Chain, false, Some(Object), Some(SPLIT_FEATURE)),
-        Row::new("segment", "segments", ".segment", Content, true, None, Some(SEGMENT_FEATURE)),
-        Row::new(
-            "pack",
-            "segments",
-            ".pack",
-            ImageAndContent,
-            true,
-            Some(Segment),
-            Some(SEGMENT_FEATURE),
-        ),
+        Row::new("object", "objects", "", Content, false, None),
+        Row::new("image", "images", ".erofs", Content, false, Some(Object)),
+        Row::new("layer", "layers", ".dump.zst", Chain, false, Some(Object)),
+        Row::new("split", "layers", ".split", Chain, false, Some(Object)),
+        Row::new("segment", "segments", ".segment", Content, true, None),
+        Row::new("pack", "segments", ".pack", ImageAndContent, true, Some(Segment)),
     ]
 };
 
@@ -121,11 +109,6 @@ impl FileKind {
     /// Whether the name says the digest of the content, which fs-verity then enforces.
     pub fn is_named_by_content(self) -> bool {
         self.row().naming != Naming::Chain
-    }
-
-    /// The compatible feature that a store with such files has.
-    pub(crate) fn feature(self) -> Option<&'static str> {
-        self.row().feature
     }
 
     /// The kind of files that its content names, if any.

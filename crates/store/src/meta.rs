@@ -17,22 +17,10 @@ const DIGEST_FEATURE: &str = "digest-fsverity-sha256-4k";
 /// something has to clear it first.
 pub(crate) const IMMUTABLE_FEATURE: &str = "immutable-objects";
 
-/// Compatible: layers can have splits beside their trees. Who does not know them leaves them alone.
-pub(crate) const SPLIT_FEATURE: &str = "layer-splits";
-/// Compatible: images can have packs, and the domain segments. Who does not know them leaves them alone.
-pub(crate) const SEGMENT_FEATURE: &str = "segments";
-/// Compatible: a trust domain can have a `domain.json`. Who does not know it mounts as if there were none.
-pub(crate) const SETTINGS_FEATURE: &str = "domain-settings";
-
-/// Compatible features that this program may add to a store.
-const COMPATIBLE: [&str; 6] = [
-    SPLIT_FEATURE,
-    SEGMENT_FEATURE,
-    SETTINGS_FEATURE,
-    crate::base::FEATURE,
-    crate::used::FEATURE,
-    crate::signatures::FEATURE,
-];
+/// Compatible: what a store of this format may have beside objects, images, layers, refs and roots. Who does
+/// not know one of these leaves it alone.
+const COMPATIBLE: [&str; 6] =
+    ["layer-splits", "segments", "bases", "domain-settings", "last-used", "signatures"];
 
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,7 +54,7 @@ impl Meta {
             format: FORMAT,
             id: const_hex::encode(id),
             features: Features {
-                compatible: vec![SPLIT_FEATURE.to_owned()],
+                compatible: COMPATIBLE.map(str::to_owned).into(),
                 read_only_compatible: immutable.into_iter().collect(),
                 incompatible: vec![DIGEST_FEATURE.to_owned()],
             },
@@ -74,7 +62,7 @@ impl Meta {
     }
 
     /// What can be made of a damaged `meta.json`: the id if it can still be found in it, and otherwise
-    /// `fresh`. Features that are named and not used cost nothing.
+    /// `fresh`.
     pub(crate) fn mended(damaged: &[u8], fresh: [u8; 16], immutable: bool) -> Self {
         let mut meta = Self::new(fresh, immutable);
         let is_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
@@ -82,9 +70,6 @@ impl Meta {
         if let Some(id) = runs.next().and_then(|run| std::str::from_utf8(run).ok()) {
             id.clone_into(&mut meta.id);
         }
-        meta.features.compatible.extend(COMPATIBLE.map(str::to_owned));
-        meta.features.compatible.sort_unstable();
-        meta.features.compatible.dedup();
         meta
     }
 
@@ -118,27 +103,10 @@ impl Meta {
         unknown(&self.features.read_only_compatible, &[IMMUTABLE_FEATURE])
     }
 
-    /// Whether the store says that it uses a compatible feature.
-    pub(crate) fn has_compatible(&self, feature: &str) -> bool {
-        self.features.compatible.iter().any(|known| known == feature)
-    }
-
     /// Whether the immutable flag is to be set where it can be.
     pub(crate) fn uses_immutable(&self) -> bool {
         self.features.read_only_compatible.iter().any(|f| f == IMMUTABLE_FEATURE)
     }
-}
-
-/// A `meta.json` that was read, with one compatible feature more. What this program does not know of it
-/// stays as it is: a newer one may have put it there.
-pub(crate) fn with_compatible(json: &[u8], feature: &str) -> Result<Vec<u8>> {
-    let damaged = |error: serde_json::Error| Error::corrupt(META_PATH, error);
-    let mut meta: serde_json::Value = serde_json::from_slice(json).map_err(damaged)?;
-    match &mut meta["features"]["compatible"] {
-        serde_json::Value::Array(features) => features.push(feature.into()),
-        absent => *absent = vec![feature].into(),
-    }
-    serde_json::to_vec_pretty(&meta).map_err(damaged)
 }
 
 /// The first feature of `set` that is not among the `known` ones.

@@ -105,19 +105,13 @@ impl Keepers {
     }
 
     /// Visits each image and layer that is kept, with what keeps it: `ref NAME`, `<kind>/<id>` of a root, or
-    /// `a live mount`. A chain id that cannot be a name goes to `bad`.
-    pub(crate) fn each(&self, mut visit: impl FnMut(FileName, &str)) -> Vec<Error> {
-        let mut bad = Vec::new();
+    /// `a live mount`.
+    pub(crate) fn each(&self, mut visit: impl FnMut(FileName, &str)) {
         let mut keep = |images: &[Digest], layers: &mut dyn Iterator<Item = &str>, by: &str| {
-            for image in images {
-                visit(FileName::content(FileKind::Image, image), by);
-            }
-            for chain_id in layers {
-                match FileName::chain(FileKind::Layer, chain_id) {
-                    Ok(layer) => visit(layer, by),
-                    Err(error) => bad.push(error),
-                }
-            }
+            let images = images.iter().map(|image| FileName::content(FileKind::Image, image));
+            // Every chain id of a record that was read can be a name.
+            let layers = layers.filter_map(|id| FileName::chain(FileKind::Layer, id).ok());
+            images.chain(layers).for_each(|file| visit(file, by));
         };
         for (name, record) in &self.refs {
             let mut layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
@@ -127,7 +121,6 @@ impl Keepers {
             keep(&root.images, &mut root.layers.iter().map(String::as_str), shown);
         }
         keep(&self.live, &mut std::iter::empty(), "a live mount");
-        bad
     }
 }
 
@@ -138,7 +131,6 @@ fn is_stale(root: &Root, options: &GcOptions) -> bool {
             (Some(theirs), Some(ours)) => theirs != ours,
             _ => false,
         },
-        RootKind::Ref | RootKind::Snapshot | RootKind::Vm => false,
     }
 }
 
@@ -185,12 +177,12 @@ impl<'a> Reachability<'a> {
     /// open files.
     pub(crate) fn mark(&mut self, keepers: &Keepers) -> Result<()> {
         let mut kept = Vec::new();
-        let bad = keepers.each(|file, by| {
+        keepers.each(|file, by| {
             if self.files.insert(file.clone()) {
                 kept.push((file, by.to_owned()));
             }
         });
-        for error in keepers.unreadable.iter().chain(&bad) {
+        for error in &keepers.unreadable {
             self.any_file = true;
             let (what, reason) = match error {
                 Error::Corrupt { path, reason } => (format!("`{path}`"), reason.clone()),

@@ -83,37 +83,30 @@ pub struct PackedLayer {
     pub size: u64,
     /// Media type of the blob.
     pub media_type: String,
+    /// Repositories that it was pushed to, as `host/name`, the last one first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub repositories: Vec<String>,
 }
 
-/// What kind of thing keeps something alive.
+/// What kind of thing keeps something alive, beside refs, which are roots by themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RootKind {
-    /// A name. The store's own refs are roots by themselves (their record is `refs/<name>.json`);
-    /// records under `roots/ref/` are names that somebody else keeps, such as an engine's image list.
-    Ref,
     /// Somebody needs it for a while; may run out by itself.
     Lease,
     /// It is mounted. Does not outlive the boot it was made in.
     Mount,
-    /// A snapshot of a snapshotter.
-    Snapshot,
-    /// A virtual machine uses it.
-    Vm,
 }
 
 impl RootKind {
     /// All kinds.
-    pub const ALL: [Self; 5] = [Self::Ref, Self::Lease, Self::Mount, Self::Snapshot, Self::Vm];
+    pub const ALL: [Self; 2] = [Self::Lease, Self::Mount];
 
     /// Name of the directory under `roots/`.
     pub fn as_str(self) -> &'static str {
         match self {
-            Self::Ref => "ref",
             Self::Lease => "lease",
             Self::Mount => "mount",
-            Self::Snapshot => "snapshot",
-            Self::Vm => "vm",
         }
     }
 }

@@ -8,7 +8,6 @@ use crate::Domain;
 use crate::disk::LockMode;
 use crate::domain::to_json;
 use crate::error::{At, ErrorKind, Result};
-use crate::meta::SETTINGS_FEATURE;
 use crate::segment::Form;
 
 /// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
@@ -65,8 +64,6 @@ impl fmt::Debug for Secret {
 struct Settings {
     #[serde(default)]
     backend: Backend,
-    /// Absent in files from before there was a choice.
-    #[serde(default)]
     packs: Form,
     secret: Secret,
 }
@@ -110,7 +107,7 @@ impl Domain {
     /// # Errors
     /// As [`Domain::set_backend`].
     pub fn set_backend_over(&self, backend: Backend, packs: Form) -> Result<()> {
-        self.store().enable_compatible(SETTINGS_FEATURE)?;
+        self.store().check_writable()?;
         let path = self.settings_file();
         // Alone, or two would give it two secrets.
         let _lock = self.lock(LockMode::Exclusive, true)?;

@@ -14,8 +14,6 @@ use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::store::{TEMPORARY, mkdir_if_missing};
 use crate::{Digest, Domain};
 
-/// Compatible: `signatures/` is kept. Who does not know it leaves those of images that are gone.
-pub(crate) const FEATURE: &str = "signatures";
 /// Directory of the signatures, with a directory for each image that has some.
 pub(crate) const DIRECTORY: &str = "signatures";
 /// Largest signature that is kept or read, in bytes.
@@ -54,7 +52,6 @@ impl Domain {
             let what = format!("image {image} has {SIGNATURES_MAX} signatures already");
             return Err(Error::TooMany { what });
         }
-        self.store().enable_compatible(FEATURE)?;
         mkdir_if_missing(self.disk(), &parent)?;
         mkdir_if_missing(self.disk(), &directory)?;
         self.store().replace_file(&directory, &path, signature, true)?;

@@ -7,7 +7,7 @@ use crate::collector::{Swept, allocated};
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
-use crate::meta::{self, META_PATH, META_SIZE_MAX, Meta};
+use crate::meta::{META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
 
 /// Directory of the trust domains.
@@ -21,7 +21,7 @@ pub(crate) const TEMPORARY: &str = ".tmp.";
 /// A file that only takes room: see [`Store::use_reserve`].
 const RESERVE: &str = "reserve";
 /// Its size in bytes: enough for the records of some tens of mounts.
-const RESERVE_SIZE: usize = 256 << 10;
+const RESERVE_SIZE: u32 = 256 << 10;
 /// Where runtime state lies unless `COFOLIO_RUN` says otherwise.
 const RUN: &str = "/run/cofolio";
 
@@ -141,28 +141,8 @@ impl Store {
         Ok(Self { inner: Arc::new(Inner { disk, meta }) })
     }
 
-    /// Upgrades the store, if need be, to one that says that it uses a compatible feature. To be called
-    /// before the first thing of that feature is written: whoever finds such a thing finds the feature.
-    ///
-    /// Nothing is upgraded when a store is opened: reading one must be possible without writing to it.
-    pub(crate) fn enable_compatible(&self, feature: &str) -> Result<()> {
-        self.check_writable()?;
-        if self.inner.meta.has_compatible(feature) {
-            return Ok(());
-        }
-        // Somebody else may add another feature, or this one, at the same time.
-        let _lock = self.disk().lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
-        let json = read_meta(&*self.inner.disk)?;
-        if Meta::parse(&json)?.has_compatible(feature) {
-            return Ok(());
-        }
-        let json = meta::with_compatible(&json, feature)?;
-        self.replace_file("", META_PATH, &json, true)
-    }
-
     /// Makes `meta.json` again if it is damaged: with the store's id if the file still says it, or else with
-    /// a new one, by which runtime state of mounts from before is not found any more. Every feature that
-    /// this program knows is named. Says whether there was something to do.
+    /// a new one, by which runtime state of mounts from before is not found any more. Says whether there was something to do.
     ///
     /// # Errors
     /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound and of a
@@ -208,11 +188,11 @@ impl Store {
             return Ok(());
         }
         let disk = self.disk();
-        if disk.room_bytes().at("look at the room for", RESERVE)? < RESERVE_SIZE as u64 {
+        if disk.room_bytes().at("look at the room for", RESERVE)? < u64::from(RESERVE_SIZE) {
             return Ok(());
         }
         // Not zeros, which a filesystem may not keep.
-        let content: Vec<u8> = (0..RESERVE_SIZE as u32 / 4)
+        let content: Vec<u8> = (0..RESERVE_SIZE / 4)
             .flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes())
             .collect();
         self.replace("", RESERVE, &content, Purpose::Secret, false)
@@ -368,7 +348,7 @@ impl Store {
                 take(&path, kind)?;
             }
         }
-        // An init or an upgrade that was interrupted. Whoever is at one holds the lock.
+        // An init or a repair that was interrupted. Whoever is at one holds the lock.
         if let Some(_lock) =
             self.disk().lock("", LockMode::Exclusive, false).at("lock", META_PATH)?
         {

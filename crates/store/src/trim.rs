@@ -257,7 +257,7 @@ impl Domain {
         }
         let bases = self.bases()?;
         let mut files = BTreeMap::new();
-        let bad = keepers.each(|file, _| match file.image() {
+        keepers.each(|file, _| match file.image() {
             None => *files.entry(file).or_insert(0) += 1,
             Some(image) => {
                 for image in with_bases([image], &bases) {
@@ -265,7 +265,7 @@ impl Domain {
                 }
             }
         });
-        bad.into_iter().next().map_or(Ok(Kept { files, uses, packed }), Err)
+        Ok(Kept { files, uses, packed })
     }
 
     /// What an image or a layer takes itself.

@@ -7,8 +7,6 @@ use crate::error::Result;
 use crate::store::mkdir_if_missing;
 use crate::{Digest, Domain};
 
-/// Compatible: `used/` is kept. Who does not know it leaves times that are too old.
-pub(crate) const FEATURE: &str = "last-used";
 /// Directory of the records.
 pub(crate) const DIRECTORY: &str = "used";
 /// A record that is at most so old is not written again, in seconds: starting a thousand containers of one
@@ -30,7 +28,7 @@ impl Domain {
         {
             return Ok(());
         }
-        self.store().enable_compatible(FEATURE)?;
+        self.store().check_writable()?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         let path = format!("{directory}/{image}");

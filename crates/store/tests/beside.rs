@@ -79,7 +79,6 @@ fn what_is_named_or_published_during_a_collection_stays() {
 fn an_import_between_two_batches_keeps_its_objects() {
     /// Does something when a certain image is read, which is after the mark for one that came later.
     struct Later<'a>(&'a Domain, Digest, Cell<u32>);
-    // SAFETY of the test: the collection reads images on one thread.
     struct Shared<'a>(std::sync::Mutex<Later<'a>>);
     impl Contents for Shared<'_> {
         fn image_objects(

@@ -335,7 +335,7 @@ const OPERATIONS: &[Operation] = &[
     Operation {
         name: "root keeps an image whose ref goes",
         run: |domain| {
-            let mut root = Root::new(RootKind::Snapshot, "s");
+            let mut root = Root::new(RootKind::Lease, "s");
             root.images.push(expected_image("b"));
             domain.put_root(&root)?;
             domain.remove_ref("b")?;

@@ -8,10 +8,9 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
-use cofolio_store::task::{Cancel, Task};
+use cofolio_store::task::Task;
 use cofolio_store::{
-    Digest, Domain, Error, Extent, FsckOptions, GcOptions, ImportOptions, Pages, Publish, Run,
-    Segment, verity,
+    Digest, Domain, Error, Extent, FsckOptions, GcOptions, ImportOptions, Run, Segment, verity,
 };
 use common::{Lines, Scratch, content, content_of, import, nothing_live, pack};
 use proptest::prelude::*;
@@ -252,36 +251,4 @@ fn runs_that_cannot_be_are_refused() {
         let read = domain.read_segment(digest);
         assert!(matches!(read, Err(Error::Corrupt { .. })), "{at}: {value}: {read:?}");
     }
-}
-
-/// Segments that were written before they said what their pages are.
-#[test]
-fn segments_of_the_first_version_are_read_and_nothing_in_them_is_looked_for() {
-    let scratch = Scratch::new("pages-first");
-    let domain = domain(&scratch);
-    let first = content(20 * PAGE + 9, 1);
-    let segments = packed(&domain, std::slice::from_ref(&first));
-    let bytes = domain.open_segment(&segments[0].0).unwrap().read_all(1 << 20).unwrap();
-    let mut old = bytes[..21 * PAGE].to_vec();
-    let mut index = bytes[21 * PAGE + 21 * 8..][..80].to_vec();
-    index[76..80].fill(0);
-    old.extend(&index);
-    old.extend(b"cofolseg");
-    [1_u32, 1, 21, 0].iter().for_each(|number| old.extend(number.to_le_bytes()));
-    old.extend(<sha2::Sha256 as sha2::Digest>::digest(&index));
-    old.extend([0; 8]);
-    let digest = verity::digest(&old);
-    std::fs::write(domain.segment_path(&digest).unwrap(), &old).unwrap();
-    let segment = domain.read_segment(&digest).unwrap();
-    assert_eq!(segment.extents, segments[0].1.extents);
-    check(&domain, &digest, &segment);
-    let mut pages = Pages::default();
-    pages.add(&domain, &digest).unwrap();
-    let staging = domain.begin_import(ImportOptions::default()).unwrap();
-    let cancel = Cancel::default();
-    let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
-    writer.add(&verity::digest(&first), first.len() as u64).unwrap();
-    let written = writer.finish().unwrap();
-    assert_eq!(runs(&written.segment.extents[0]), [(Some(0), 21)]);
-    staging.commit(&Publish::default(), []).unwrap();
 }

@@ -106,9 +106,6 @@ fn a_domain_has_one_secret_and_does_not_show_it() {
 
     let path = scratch.path.join("domains/default/domain.json");
     assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-    // From before there was a choice of form.
-    std::fs::write(&path, r#"{"backend": "inode-share", "secret": "old"}"#).unwrap();
-    assert_eq!(domain.pack_form().unwrap(), Form::Plain);
     std::fs::write(&path, "{").unwrap();
     assert!(matches!(domain.backend(), Err(Error::Corrupt { .. })));
     domain.set_backend(Backend::InodeShare).unwrap();

@@ -1,6 +1,7 @@
 //! What cannot be read, and what is short: damage is found and mended, and lack of something is no damage.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stdout, reason = "what is skipped is said")]
 
 mod common;
 

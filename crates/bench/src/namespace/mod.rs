@@ -217,7 +217,7 @@ pub(super) fn find(text: &str, domain: &Domain) -> Result<(String, Digest)> {
     }
     let source = Source::parse(text)?;
     let report = import::import(domain, &source, &ImportOptions::default(), &Task::default())?;
-    let image = report.image.parse()?;
+    let image = report.image;
     Ok((report.name, image))
 }
 

@@ -165,7 +165,10 @@ impl<'a> Container<'a> {
         let mut command = Command::new(&host.runtime.path);
         command.arg("--root").arg(STATE).args(["run", "--detach", "--bundle"]).arg(&dir);
         command.arg("--pid-file").arg(dir.join("pid")).arg(&name);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints);
+        // Pipes: crun changes the owner of what it is given, of the host's /dev/null for one.
+        let ((empty, _), (mut said, output)) = (std::io::pipe()?, std::io::pipe()?);
+        thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+        command.stdin(empty).stdout(output).stderr(complaints);
         let started = host.runtime.spawn(&mut command).and_then(|mut child| child.wait());
         let started = started.with_context(|| format!("cannot start {}", host.runtime.name()))?;
         ensure!(started.success(), "{} does not start: {}", container.what(), container.said());

@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -15,10 +16,10 @@ use crate::trust::TrustArgs;
 
 /// Make an OCI runtime bundle of an image, for `runc run` and `crun run`
 ///
-/// Mounts the image at DIR/rootfs (writable; changes are gone after umount) and writes DIR/config.json from
-/// the image's config: command, environment, user and groups as the image's own /etc/passwd and /etc/group
-/// have them, working directory, and the capabilities and mounts that containerd gives a container.
-/// `cofolio umount DIR/rootfs` takes the mount away again.
+/// Mounts the image at DIR/rootfs (writable; umount discards the changes) and writes DIR/config.json from the
+/// image's config: command, environment, user and groups by the image's own /etc/passwd and /etc/group, working
+/// directory, the capabilities and mounts that containerd gives a container, and Docker's default seccomp profile.
+/// Only root may be able to write to DIR. `cofolio umount DIR/rootfs` unmounts it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio bundle redis:7.0.15 /run/redis && \
     runc run --bundle /run/redis redis\n  \
@@ -27,7 +28,7 @@ use crate::trust::TrustArgs;
 pub(crate) struct Args {
     /// Ref or first digits of a digest
     image: String,
-    /// Directory of the bundle; made if it is missing
+    /// Directory of the bundle, created if missing
     dir: PathBuf,
     /// Arguments in place of the image's own; its entry point stays
     #[arg(last = true)]
@@ -41,10 +42,30 @@ pub(crate) struct Args {
     /// Hash the image and all its files before mounting
     #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
+    #[command(flatten)]
+    process: ProcessArgs,
+    #[arg(help = "Host name inside [default: the name of DIR]", long, value_name = "NAME")]
+    hostname: Option<String>,
+    /// Overwrite DIR/config.json
+    #[arg(long)]
+    replace: bool,
+    /// Give the process a terminal
+    #[arg(long, short)]
+    tty: bool,
+    /// Use the host's network instead of none
+    #[arg(long)]
+    host_network: bool,
+    #[command(flatten)]
+    trust: TrustArgs,
+}
+
+/// What a process of an image is started with, for `run` and `bundle`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ProcessArgs {
     /// Program in place of the image's entry point; empty for none
     #[arg(long, value_name = "PROGRAM")]
     entrypoint: Option<String>,
-    /// Set or add to the environment; may be given several times
+    /// Set or add to the environment; NAME alone takes the caller's value
     #[arg(long, short, value_name = "NAME=VALUE")]
     env: Vec<String>,
     /// User to run as, by name or number
@@ -53,40 +74,78 @@ pub(crate) struct Args {
     /// Working directory
     #[arg(long, short, value_name = "DIR")]
     workdir: Option<String>,
-    #[arg(help = "Host name inside [default: the name of DIR]", long, value_name = "NAME")]
-    hostname: Option<String>,
-    /// Give the process a terminal
-    #[arg(long, short)]
-    tty: bool,
-    /// Share the host's network instead of having none
-    #[arg(long)]
-    host_network: bool,
-    #[command(flatten)]
-    trust: TrustArgs,
+}
+
+impl ProcessArgs {
+    /// The options of a bundle of `image` whose arguments are `args`.
+    pub(crate) fn options(
+        &self,
+        args: &[String],
+        image: &Named,
+    ) -> anyhow::Result<bundle::Options> {
+        let mut annotations = BTreeMap::new();
+        annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
+        if let Some(name) = &image.ref_name {
+            annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
+        }
+        Ok(bundle::Options {
+            args: args.to_vec(),
+            entrypoint: self.entrypoint.as_ref().map(|program| match program.as_str() {
+                "" => Vec::new(),
+                program => vec![program.to_owned()],
+            }),
+            env: environment(&self.env)?,
+            user: self.user.clone(),
+            working_dir: self.workdir.clone(),
+            annotations,
+            ..bundle::Options::default()
+        })
+    }
+}
+
+fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
+    let mut env = Vec::with_capacity(entries.len());
+    for entry in entries {
+        match entry.split_once('=') {
+            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
+            Some(_) => env.push(entry.clone()),
+            // As Docker does it: a name without a value here is not set there.
+            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
+        }
+    }
+    Ok(env)
+}
+
+/// The config of an image. An imported directory has none: the caller says what to run.
+pub(crate) fn image_config(image: &Named) -> anyhow::Result<ImageConfig> {
+    let config = image.record.as_ref().and_then(|record| record.config.as_deref());
+    Ok(config.map(ImageConfig::parse).transpose()?.unwrap_or_default())
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    if args.rootfs.is_none() {
+        context.needs_root()?;
+    }
     let domain = context.domain()?;
     let image = args.trust.image(Some(&args.image), &domain, context)?;
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
     let need = Need::Run(config);
     let check = args.trust.check(&image, need, Some(&args.image), args.verify, &domain, context)?;
-    let config = match config {
-        Some(text) => ImageConfig::parse(text)?,
-        // A directory that was imported has no config: the caller says what to run.
-        None => ImageConfig::default(),
+    let config = image_config(&image)?;
+    let options = bundle::Options {
+        hostname: args.hostname.clone(),
+        terminal: args.tty,
+        host_network: args.host_network,
+        readonly: args.read_only,
+        ..args.process.options(&args.args, &image)?
     };
-    for entry in &args.env {
-        if !entry.contains('=') {
-            return Err(Fail::usage(format!("--env {entry}: not NAME=VALUE")).into());
-        }
-    }
-    let options = options(args, &image);
-    // Before anything is made or mounted: a bundle without a command is the usual mistake.
+    // The usual mistake, before anything is made or mounted.
     bundle::command(&config, &options)?;
 
     let made = !args.dir.exists();
-    fs::create_dir_all(&args.dir).with_context(|| format!("creating {}", args.dir.display()))?;
+    let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(&args.dir);
+    created.with_context(|| format!("creating {}", args.dir.display()))?;
+    bundle::check(&args.dir, args.replace)?;
     let written = match &args.rootfs {
         Some(rootfs) => bundle::write(&args.dir, rootfs, &config, &options, Path::new("/")),
         None => {
@@ -100,7 +159,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             };
             let mounted = mounter.mount(&request).inspect_err(|_| {
                 if made {
-                    // Only if nothing is in it.
+                    // If it is empty.
                     let _ = fs::remove_dir(&args.dir);
                 }
             })?;
@@ -108,7 +167,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             if written.is_err() {
                 mounter
                     .umount(Path::new(&mounted.id), &UmountOptions::default())
-                    .with_context(|| format!("taking {} away again", rootfs.display()))?;
+                    .with_context(|| format!("unmounting {}", rootfs.display()))?;
                 if made {
                     let _ = fs::remove_dir(&args.dir);
                 }
@@ -136,28 +195,4 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     }
     Ok(Exit::Ok)
-}
-
-fn options(args: &Args, image: &Named) -> bundle::Options {
-    let mut annotations = BTreeMap::new();
-    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
-    if let Some(name) = &image.ref_name {
-        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
-    }
-    bundle::Options {
-        args: args.args.clone(),
-        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
-            "" => Vec::new(),
-            program => vec![program.to_owned()],
-        }),
-        env: args.env.clone(),
-        user: args.user.clone(),
-        working_dir: args.workdir.clone(),
-        hostname: args.hostname.clone(),
-        terminal: args.tty,
-        host_network: args.host_network,
-        readonly: args.read_only,
-        annotations,
-        ..bundle::Options::default()
-    }
 }

@@ -131,14 +131,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let report = export(&domain, exported, &destination, &options, &work.task)?;
     drop(work);
     if to_stdout {
-        context.ui.note(&report.manifest);
+        context.ui.note(report.manifest.to_string());
         return Ok(Exit::Ok);
     }
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);
     }
-    context.ui.line(&report.manifest)?;
+    context.ui.line(report.manifest.to_string())?;
     if context.ui.quiet {
         return Ok(Exit::Ok);
     }
@@ -149,7 +149,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if let Some(name) = &report.name {
         row("name", name.clone());
     }
-    row("image id", report.config.clone());
+    row("image id", report.config.to_string());
     let size = report.layers.iter().map(|layer| layer.size).sum();
     let uncompressed = report.layers.iter().map(|layer| layer.uncompressed).sum();
     let layers = report.layers.len();
@@ -177,14 +177,14 @@ fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome 
     let report = export_filesystem(&domain, &image, path, options, &work.task)?;
     drop(work);
     if to_stdout {
-        context.ui.note(&report.digest);
+        context.ui.note(report.digest.to_string());
         return Ok(Exit::Ok);
     }
     if context.ui.json {
         context.ui.json(&report)?;
         return Ok(Exit::Ok);
     }
-    context.ui.line(&report.digest)?;
+    context.ui.line(report.digest.to_string())?;
     if !context.ui.quiet {
         let (size, content) = (human_size(report.size), human_size(report.content));
         context.ui.line(format!("  {}: {size} for {content} of files", path.display()))?;

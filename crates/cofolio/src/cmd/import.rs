@@ -117,7 +117,7 @@ pub(crate) fn fetch(
     let work = Work::begin(context.ui, doing, "file")?;
     let report = import::import(&domain, source, options, &work.task)?;
     drop(work);
-    let image = report.image.parse()?;
+    let image = report.image;
     let work = Work::begin(context.ui, "packing", "file")?;
     backend::pack_imported(&domain, &image, &work.task)
         .context("the image is here, but it could not be packed")?;
@@ -161,12 +161,18 @@ pub(crate) fn bring_in(
     }
     if report.known {
         context.ui.line(format!("here already, nothing was read ({} ms)", report.duration_ms))?;
-        return Ok(Exit::Ok);
     }
     let mut table = Table::plain();
     let mut row = |name: &str, value: String| {
         table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
     };
+    if let Some(config) = &report.config {
+        row("image id", config.to_string());
+    }
+    if report.known {
+        context.ui.table(&table)?;
+        return Ok(Exit::Ok);
+    }
     if !report.layers.is_empty() {
         let known = report.layers.iter().filter(|layer| layer.known).count();
         row("layers", format!("{}, {known} of them here already", report.layers.len()));

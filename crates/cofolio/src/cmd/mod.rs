@@ -10,6 +10,7 @@ pub(crate) mod diff;
 pub(crate) mod doctor;
 pub(crate) mod du;
 pub(crate) mod dump;
+pub(crate) mod exec;
 pub(crate) mod export;
 pub(crate) mod fsck;
 pub(crate) mod gc;
@@ -49,6 +50,7 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
     let exit = match cli.command {
         // It ends as its container does.
         Command::Run(args) => return Ok(run::run(&args, &context)),
+        Command::Exec(args) => return exec::run(&args, &context),
         Command::Ps(args) => ps::run(&args, &context),
         Command::Stop(args) => stop::run(&args, &context),
         Command::Import(args) => import::run(&args, &context),

@@ -89,6 +89,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         nosuid: args.nosuid,
         nodev: args.nodev,
         noexec: args.noexec,
+        name: image.ref_name.clone(),
         ..MountRequest::new(image.digest, Path::new(target))
     };
     let record = context.mounter(&domain).mount(&request)?;

@@ -1,18 +1,21 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::{Backing, MountState, MountStatus};
+use cofolio_node::mount::{Backing, MountState, MountStatus, PinRecord};
+
+use cofolio_store::Backend;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
 use crate::exit::Exit;
-use crate::ui::{Cell, Table, Tone, ago};
+use crate::ui::{Cell, Table, Tone, ago, printable};
 
 /// List what is mounted
 ///
 /// VERIFIED says what stands between a mount and an altered file: `kernel` checks every read (fs-verity),
-/// `hashed` means that all content was hashed when it was mounted (--verify), `sizes` that the sizes of all
-/// files were compared (`inode-share`: of the pack all, and of its segments the sizes).
+/// `hashed` means that all content was hashed when it was mounted (--verify), `immutable` that nobody can
+/// change the files without clearing their immutable flag, `sizes` that the sizes of all files were compared (`inode-share`: of the pack all, and of its segments the sizes).
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio mounts\n  \
     cofolio mounts --json | jq -r '.mounts[].record.target'")]
@@ -49,16 +52,27 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         .iter()
         .map(|pin| (pin.image, pin.record.as_ref().map(|record| record.backing)))
         .collect();
+    // Without fs-verity objects are not looked at only where they are immutable.
+    let is_unchecked =
+        |record: &PinRecord| record.backend == Backend::Overlay && record.objects_checked == 0;
+    let unchecked: BTreeSet<_> = list
+        .pins
+        .iter()
+        .filter(|pin| pin.record.as_ref().is_some_and(is_unchecked))
+        .map(|pin| pin.image)
+        .collect();
     if list.mounts.is_empty() {
         context.ui.note("nothing is mounted");
     } else {
         let headers = ["TARGET", "IMAGE", "MODE", "BACKEND", "VERIFIED", "SINCE", "STATE"];
         let mut table = Table::new(&headers);
-        for MountStatus { record, state } in &list.mounts {
-            let image = match names.get(&record.image) {
-                Some(name) if record.domain == domain.name() => name.clone(),
+        for MountStatus { record, moved_to, state } in &list.mounts {
+            let image = match (&record.name, names.get(&record.image)) {
+                (Some(name), _) => name.clone(),
+                (None, Some(name)) if record.domain == domain.name() => name.clone(),
                 _ => short(&record.image),
             };
+            let target = moved_to.as_ref().unwrap_or(&record.target);
             let mode = match &record.upper {
                 None => "ro",
                 Some(upper) if upper.keep => "rw, kept",
@@ -71,6 +85,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             let verified = match (record.verity, record.verified) {
                 (true, _) => Cell::left("kernel").tone(Tone::Good),
                 (false, true) => Cell::left("hashed").tone(Tone::Good),
+                (false, false) if unchecked.contains(&record.image) => Cell::left("immutable"),
                 (false, false) => Cell::left("sizes"),
             };
             let (word, tone) = match state {
@@ -81,7 +96,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 MountState::OtherNamespace => ("other namespace", Tone::Dim),
             };
             table.row(vec![
-                Cell::left(record.target.display().to_string()).tone(Tone::Bold),
+                Cell::left(printable(target.as_os_str().as_bytes())).tone(Tone::Bold),
                 Cell::left(image),
                 Cell::left(mode),
                 Cell::left(backend),
@@ -93,8 +108,21 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.table(&table)?;
     }
     for orphan in &list.orphans {
-        let target = orphan.target.display();
-        context.ui.note(format!("{target} shows {} and is not ours to unmount", orphan.source));
+        let target = printable(orphan.target.as_os_str().as_bytes());
+        context.ui.note(format!(
+            "{target} shows {} and has no record: `umount {target}` unmounts it, and \
+             `cofolio mounts --reconcile` cleans up after it",
+            orphan.source
+        ));
+    }
+    for kept in &list.kept {
+        let name = names.get(&kept.image).cloned().unwrap_or_else(|| short(&kept.image));
+        context.ui.note(format!(
+            "changes of {name}, which was at {}, are kept in {}: `mount --rw --upper` takes them up, \
+             `umount --discard` removes them",
+            printable(kept.target.as_os_str().as_bytes()),
+            kept.dir.display()
+        ));
     }
     for damaged in &list.damaged {
         context.ui.note(format!("damaged record: {damaged}"));

@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mut row = |name: &str, value: String| {
         table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
     };
-    row("image id", report.config.clone());
+    row("image id", report.config.to_string());
     row("manifest", if report.original { "as it came" } else { "new" }.to_owned());
     let of = |how: How| report.layers.iter().filter(move |layer| layer.how == how);
     let sent = of(How::Sent).map(|layer| layer.size).sum();

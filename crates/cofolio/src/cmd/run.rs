@@ -1,4 +1,3 @@
-use std::collections::BTreeMap;
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -9,7 +8,7 @@ use cofolio_image::import::ImportOptions;
 use cofolio_image::reference::Reference;
 use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
-use cofolio_node::container::bundle::{self, Bind, ImageConfig};
+use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
     Containers, Reason, Request, RunError, Runtime, Streams, exit_status,
 };
@@ -24,6 +23,7 @@ use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
+use crate::cmd::bundle::{ProcessArgs, image_config};
 use crate::cmd::import;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::{Context, Named};
@@ -44,7 +44,7 @@ const NO_PROGRAM: u8 = 127;
 /// the container.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
-/// those that containerd gives a container.
+/// those that containerd gives a container, and Docker's default seccomp profile filters its system calls.
 ///
 /// The exit status is the container's, or 128 and the number of the signal that ended it; 125 if the container
 /// could not be started, 126 if its program cannot be executed, 127 if the program does not exist; 2 for wrong
@@ -106,21 +106,11 @@ pub(crate) struct Args {
     /// Limit of its CPU time, as 0.5 or 2 CPUs
     #[arg(long, value_parser = cpu_millis, value_name = "NUMBER")]
     cpus: Option<u64>,
-    /// Set or add to the environment; NAME alone takes the caller's value
-    #[arg(long, short, value_name = "NAME=VALUE")]
-    env: Vec<String>,
     /// Directory or file of the host to show inside; may be given several times
     #[arg(long, short, value_name = "SOURCE:TARGET[:ro]")]
     volume: Vec<String>,
-    /// Working directory
-    #[arg(long, short, value_name = "DIR")]
-    workdir: Option<String>,
-    /// User to run as, by name or number
-    #[arg(long, short, value_name = "USER[:GROUP]")]
-    user: Option<String>,
-    /// Program in place of the image's entry point; empty for none
-    #[arg(long, value_name = "PROGRAM")]
-    entrypoint: Option<String>,
+    #[command(flatten)]
+    process: ProcessArgs,
     /// Its network
     #[arg(long, value_name = "NETWORK", default_value = "none")]
     network: Network,
@@ -272,10 +262,9 @@ fn attend(
     std::io::stdout().flush()?;
     ready.write_all(b".")?;
     drop(ready);
-    // From here on nobody hears of an error.
+    // From here on errors have no reader.
     let _ = cofolio_sys::process::silence();
     let _ = rustix::process::setsid();
-    let _ = std::env::set_current_dir("/");
     let (container, status, _) = running.wait();
     match status {
         Ok(status) if !args.rm => containers.retire(container, status)?,
@@ -311,38 +300,19 @@ fn runtime(args: &Args, context: &Context<'_>) -> anyhow::Result<Runtime> {
 }
 
 fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<Request> {
-    let config = match image.record.as_ref().and_then(|record| record.config.as_deref()) {
-        Some(text) => ImageConfig::parse(text)?,
-        // A directory that was imported has no config: the caller says what to run.
-        None => ImageConfig::default(),
-    };
-    let mut annotations = BTreeMap::new();
-    annotations.insert("io.github.cofolio.image".to_owned(), image.digest.to_string());
-    if let Some(name) = &image.ref_name {
-        annotations.insert("io.github.cofolio.ref".to_owned(), name.clone());
-    }
     let options = bundle::Options {
-        args: args.args.clone(),
-        entrypoint: args.entrypoint.as_ref().map(|program| match program.as_str() {
-            "" => Vec::new(),
-            program => vec![program.to_owned()],
-        }),
-        env: environment(&args.env)?,
-        user: args.user.clone(),
-        working_dir: args.workdir.clone(),
         terminal: args.tty,
         host_network: args.network == Network::Host,
-        annotations,
         binds: args.volume.iter().map(|text| bind(text)).collect::<anyhow::Result<_>>()?,
         idmap: args.userns.as_deref().map(id_map).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
-        ..bundle::Options::default()
+        ..args.process.options(&args.args, image)?
     };
     Ok(Request {
         image: image.digest,
         image_name: image.shown(),
-        config,
+        config: image_config(image)?,
         name: args.name.clone(),
         options,
         writable: args.rw,
@@ -353,28 +323,14 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
     })
 }
 
-fn environment(entries: &[String]) -> anyhow::Result<Vec<String>> {
-    let mut env = Vec::with_capacity(entries.len());
-    for entry in entries {
-        match entry.split_once('=') {
-            Some(("", _)) => return Err(Fail::usage(format!("--env {entry}: no name")).into()),
-            Some(_) => env.push(entry.clone()),
-            // As Docker does it: what is not set here is not set there.
-            None => env.extend(std::env::var(entry).ok().map(|value| format!("{entry}={value}"))),
-        }
-    }
-    Ok(env)
-}
-
 fn bind(text: &str) -> anyhow::Result<Bind> {
     let wrong = |why: &str| Fail::usage(format!("--volume {text}: {why}"));
-    let (rest, readonly) = match text.rsplit_once(':') {
-        Some((rest, "ro")) => (rest, true),
-        Some((rest, "rw")) => (rest, false),
-        _ => (text, false),
+    let (source, target, readonly) = match text.split(':').collect::<Vec<_>>()[..] {
+        [source, target] | [source, target, "rw"] => (source, target, false),
+        [source, target, "ro"] => (source, target, true),
+        [_, _, _] => return Err(wrong("the options are `ro` and `rw`").into()),
+        _ => return Err(wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro").into()),
     };
-    let (source, target) =
-        rest.split_once(':').ok_or_else(|| wrong("expected SOURCE:TARGET or SOURCE:TARGET:ro"))?;
     if !target.starts_with('/') {
         return Err(wrong("the target is not an absolute path").into());
     }
@@ -449,8 +405,13 @@ mod tests {
         assert_eq!((bound.source.as_path(), bound.readonly), (Path::new("/etc"), true));
         assert_eq!(bound.target, "/srv/etc");
         assert!(!bind("/etc:/x:rw").unwrap().readonly);
-        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x"] {
+        for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x", "/etc:/x:ro:rw"] {
             assert!(bind(text).is_err(), "{text}");
+        }
+        // What other engines take as an option was taken for a part of the target: `/data:Z`.
+        for text in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
+            let error = bind(text).unwrap_err().to_string();
+            assert_eq!(error, format!("--volume {text}: the options are `ro` and `rw`"));
         }
     }
 

@@ -27,18 +27,31 @@ pub(crate) struct Args {
     /// Leave the directory with the changes in place
     #[arg(long)]
     keep: bool,
+    /// Remove changes that were kept; the targets are their directories, as `mounts` shows them
+    #[arg(long, conflicts_with_all = ["all", "force", "keep"])]
+    discard: bool,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
+    if args.discard {
+        for dir in &args.targets {
+            mounter.discard_kept(dir)?;
+            context.ui.note(format!("changes in {} are gone", dir.display()));
+        }
+        return Ok(Exit::Ok);
+    }
     let containers = Containers::new(context.mounter(&domain));
     let targets = match args.all {
         false => args.targets.clone(),
         true => {
             let mounts = mounter.list()?.mounts.into_iter().map(|status| status.record);
             let ours = mounts.filter(|record| record.domain == domain.name());
-            ours.map(|record| record.id.into()).collect()
+            let mut ids: Vec<PathBuf> = ours.map(|record| record.id.into()).collect();
+            // They are in the order of their targets: one inside another goes first.
+            ids.reverse();
+            ids
         }
     };
     let options = UmountOptions { force: args.force, keep_upper: args.keep };

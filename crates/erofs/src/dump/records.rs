@@ -48,8 +48,8 @@ pub enum What<'a> {
     },
 }
 
-/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line at
-/// hand (1 MiB).
+/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line
+/// at hand (1 MiB).
 ///
 /// Each line is checked by itself. The caller checks that paths have directories, that links have
 /// targets, and what a [`Tree`] bounds: names, paths and attributes.
@@ -388,7 +388,7 @@ fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), P
 
 /// A number as strtoull(3) reads it, since dumps out there were checked by nothing else: white
 /// space and a sign may precede it, a minus wraps, too large is the largest.
-fn number(field: &[u8], base: u8, what: &'static str) -> Result<u64, Problem> {
+fn number(field: &[u8], radix: u8, what: &'static str) -> Result<u64, Problem> {
     let start = field.iter().position(|b| !matches!(b, b'\t' | 0x0b | 0x0c | b'\r'));
     let digits = &field[start.unwrap_or(field.len())..];
     let (negative, digits) = match digits.first() {
@@ -402,11 +402,11 @@ fn number(field: &[u8], base: u8, what: &'static str) -> Result<u64, Problem> {
     let mut value = Some(0_u64);
     for &digit in digits {
         let digit = digit.wrapping_sub(b'0');
-        if digit >= base {
+        if digit >= radix {
             return Err(Problem::Number(what));
         }
         value = value
-            .and_then(|v| v.checked_mul(u64::from(base)))
+            .and_then(|v| v.checked_mul(u64::from(radix)))
             .and_then(|v| v.checked_add(u64::from(digit)));
     }
     Ok(match value {

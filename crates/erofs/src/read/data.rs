@@ -3,21 +3,21 @@ use super::{Image, Inode, ReadAt, ReadError, fill};
 use crate::format::{ChunkIndex, NULL_ADDR};
 use crate::tree::TARGET_MAX;
 
-/// A run of a file's bytes that lie together.
+/// Contiguous bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Where it begins in the file, in bytes.
     pub offset: u64,
     /// Its length in bytes, at least 1.
     pub len: u64,
-    /// Where its bytes are.
-    pub place: Place,
+    /// The location of its bytes.
+    pub location: Location,
 }
 
-/// Where the bytes of an extent are.
+/// The location of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Nowhere: they are zeros. All of a composefs stub file is one.
+pub enum Location {
+    /// A hole. A composefs stub file is one hole.
     Hole,
     /// In the image, from this byte on.
     Image(u64),
@@ -48,25 +48,25 @@ impl<S: ReadAt> Image<S> {
             Layout::Compressed => {
                 return Err(ReadError::unsupported("a compressed file", inode.offset));
             }
-            Layout::Plain { block: None } => Extent { offset, len: rest, place: Place::Hole },
+            Layout::Plain { block: None } => Extent { offset, len: rest, location: Location::Hole },
             Layout::Plain { block: Some(block) } => {
-                Extent { offset, len: rest, place: self.place(inode, 0, block, offset)? }
+                Extent { offset, len: rest, location: self.locate(inode, 0, block, offset)? }
             }
             Layout::Inline { block } => {
                 let bits = self.superblock().block_bits;
                 let tail_start = (inode.size - 1) >> bits << bits;
                 if offset < tail_start {
-                    let place = self.place(inode, 0, block, offset)?;
-                    Extent { offset, len: tail_start - offset, place }
+                    let location = self.locate(inode, 0, block, offset)?;
+                    Extent { offset, len: tail_start - offset, location }
                 } else {
-                    Extent { offset, len: rest, place: self.tail(inode, tail_start, offset)? }
+                    Extent { offset, len: rest, location: self.tail(inode, tail_start, offset)? }
                 }
             }
             Layout::Chunks { bits, .. } => {
                 let chunk = offset >> bits;
                 let within = offset - (chunk << bits);
                 let len = rest.min((1 << bits) - within);
-                Extent { offset, len, place: self.chunk(inode, chunk, within)? }
+                Extent { offset, len, location: self.chunk(inode, chunk, within)? }
             }
         };
         self.check_extent(inode, &extent)?;
@@ -87,10 +87,10 @@ impl<S: ReadAt> Image<S> {
             let room = buf.len() - done;
             let len = usize::try_from(extent.len).unwrap_or(room).min(room);
             let part = &mut buf[done..done + len];
-            match extent.place {
-                Place::Hole => part.fill(0),
-                Place::Image(at) => self.fill(at, part)?,
-                Place::Device { index, offset } => {
+            match extent.location {
+                Location::Hole => part.fill(0),
+                Location::Image(at) => self.fill(at, part)?,
+                Location::Device { index, offset } => {
                     let device = self.devices.get(index).ok_or(ReadError::NoDevice { index })?;
                     fill(device, offset, part)?;
                 }
@@ -133,15 +133,15 @@ impl<S: ReadAt> Image<S> {
         )
     }
 
-    /// Where byte `offset` of a run of blocks is that starts with `block` of a device (0: the
-    /// image itself).
-    fn place(
+    /// The location of byte `offset` in the contiguous blocks from `block` of a device on (device 0
+    /// is the image itself).
+    fn locate(
         &self,
         inode: &Inode,
         device: u16,
         block: u64,
         offset: u64,
-    ) -> Result<Place, ReadError> {
+    ) -> Result<Location, ReadError> {
         let bits = self.superblock().block_bits;
         let too_far = ReadError::corrupt(inode.offset, "a block address is out of range");
         let start = block.checked_mul(1 << bits);
@@ -152,34 +152,37 @@ impl<S: ReadAt> Image<S> {
         if device > 0 {
             let index = usize::from(device) - 1;
             if index >= devices.len() {
-                return Err(ReadError::corrupt(inode.offset, "a chunk is on a device that is not"));
+                return Err(ReadError::corrupt(
+                    inode.offset,
+                    "a chunk refers to a nonexistent device",
+                ));
             }
-            return Ok(Place::Device { index, offset: at });
+            return Ok(Location::Device { index, offset: at });
         }
         // Without a device the address may be one of the space that spans all of them.
         for (index, device) in devices.iter().enumerate().filter(|(_, d)| d.first_block != 0) {
             let relative = block.checked_sub(device.first_block).filter(|&b| b < device.blocks);
             if let Some(block) = relative {
                 let Some(start) = block.checked_mul(1 << bits) else { return Err(too_far) };
-                return Ok(Place::Device { index, offset: start.saturating_add(offset) });
+                return Ok(Location::Device { index, offset: start.saturating_add(offset) });
             }
         }
-        Ok(Place::Image(at))
+        Ok(Location::Image(at))
     }
 
-    /// Where the inline tail is; it must not cross a block's end.
-    fn tail(&self, inode: &Inode, tail_start: u64, offset: u64) -> Result<Place, ReadError> {
+    /// The location of the inline tail, which must not cross a block's end.
+    fn tail(&self, inode: &Inode, tail_start: u64, offset: u64) -> Result<Location, ReadError> {
         let start = inode.tail();
         let block_size = self.superblock().block_size;
         if start % block_size + (inode.size - tail_start) > block_size {
             return Err(ReadError::corrupt(inode.offset, "inline data crosses a block's end"));
         }
-        Ok(Place::Image(start + (offset - tail_start)))
+        Ok(Location::Image(start + (offset - tail_start)))
     }
 
-    /// Where byte `within` of a chunk is.
-    fn chunk(&self, inode: &Inode, chunk: u64, within: u64) -> Result<Place, ReadError> {
-        let Layout::Chunks { indexes, wide, .. } = inode.layout else { return Ok(Place::Hole) };
+    /// The location of byte `within` of a chunk.
+    fn chunk(&self, inode: &Inode, chunk: u64, within: u64) -> Result<Location, ReadError> {
+        let Layout::Chunks { indexes, wide, .. } = inode.layout else { return Ok(Location::Hole) };
         let unit = if indexes { 8 } else { 4 };
         let beyond =
             || ReadError::corrupt(inode.offset, "the table of chunks lies beyond the image");
@@ -193,26 +196,28 @@ impl<S: ReadAt> Image<S> {
             let block = high << 32 | u64::from(index.startblk.get());
             let hole = if wide { (1 << 48) - 1 } else { u64::from(NULL_ADDR) };
             if block == hole {
-                return Ok(Place::Hole);
+                return Ok(Location::Hole);
             }
             // Ids count modulo the next power of two: the other bits are reserved.
             let devices = self.superblock().devices.len();
             let mask = u16::try_from((devices + 1).next_power_of_two() - 1).unwrap_or(u16::MAX);
-            self.place(inode, index.device_id.get() & mask, block, within)
+            self.locate(inode, index.device_id.get() & mask, block, within)
         } else {
             let mut block = [0; 4];
             self.fill(entry, &mut block)?;
             match u32::from_le_bytes(block) {
-                NULL_ADDR => Ok(Place::Hole),
-                block => self.place(inode, 0, u64::from(block), within),
+                NULL_ADDR => Ok(Location::Hole),
+                block => self.locate(inode, 0, u64::from(block), within),
             }
         }
     }
 
     /// Data in the image must be within the image.
     fn check_extent(&self, inode: &Inode, extent: &Extent) -> Result<(), ReadError> {
-        match extent.place {
-            Place::Image(at) if at.checked_add(extent.len).is_none_or(|end| end > self.size()) => {
+        match extent.location {
+            Location::Image(at)
+                if at.checked_add(extent.len).is_none_or(|end| end > self.size()) =>
+            {
                 Err(ReadError::corrupt(inode.offset, "the inode's data lies beyond the image"))
             }
             _ => Ok(()),

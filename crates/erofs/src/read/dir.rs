@@ -221,7 +221,7 @@ impl<S: ReadAt> Iterator for ReadDir<'_, S> {
     }
 }
 
-/// Makes sure that going through directories ends: each is entered once, and together they are no
+/// Makes sure that a walk ends: it enters each directory once, and all of them together are no
 /// larger than the image. (Otherwise a loop would never end, `n` nested directories could lead to
 /// `2^n` paths, and many inodes could show one big directory.)
 pub(super) struct Guard {

@@ -17,7 +17,7 @@ pub enum ReadError {
     Unsupported {
         /// Its name, in EROFS's words.
         feature: String,
-        /// Where it stands, in bytes from the start of the image.
+        /// Its offset in bytes from the start of the image.
         offset: u64,
     },
     /// The image contradicts itself or its format.
@@ -52,7 +52,7 @@ pub enum ReadError {
         source: TreeError,
     },
     /// The data lies on an extra device whose source was not added.
-    #[error("extra device {index} of the image is not at hand")]
+    #[error("extra device {index} of the image was not added")]
     NoDevice {
         /// The device, from 0.
         index: usize,
@@ -62,16 +62,16 @@ pub enum ReadError {
     Source {
         /// Where, in bytes from the start of the image or device.
         offset: u64,
-        /// What the source said.
+        /// The error of the source.
         #[source]
         source: io::Error,
     },
-    /// The caller took an inode for a directory, or a symbolic link, that is none.
-    #[error("inode {nid} is no {kind}")]
+    /// The inode is not of the type that the call needs.
+    #[error("inode {nid} is not a {kind}")]
     Kind {
         /// Number of the inode.
         nid: u64,
-        /// What it was taken for.
+        /// The type that it should have.
         kind: &'static str,
     },
 }

@@ -1,9 +1,9 @@
 //! EROFS images, read: any image that this crate or `mkfs.erofs` writes without compression.
 //!
-//! An [`Image`] decodes what is asked for, when it is asked for; nothing of the image is held in
-//! memory. Every number in an image may be a lie: each is checked before it is used, and the
-//! error says at which byte it stands. What takes more than one step (a walk, [`Image::to_tree`])
-//! ends: a directory is entered once, and directories together cannot be larger than the image.
+//! An [`Image`] decodes structures on demand and keeps none of them in memory. It checks every
+//! number before use; errors name the byte offset. A walk and [`Image::to_tree`] always end: each
+//! directory is entered once, paths are bounded, and all directories together cannot be larger than
+//! the image.
 //!
 //! Features that a reader must know and this one does not are refused by name, and so are
 //! compressed files, when their content is asked for.
@@ -18,7 +18,7 @@ mod xattr;
 
 use std::io;
 
-pub use data::{Extent, Place};
+pub use data::{Extent, Location};
 pub use dir::{DirEntry, ReadDir, Walk, Walked};
 pub use error::ReadError;
 pub use inode::Inode;
@@ -182,7 +182,7 @@ impl<S: ReadAt> Image<S> {
 fn fill(source: &impl ReadAt, offset: u64, buf: &mut [u8]) -> Result<(), ReadError> {
     let end = offset.checked_add(buf.len() as u64);
     if end.is_none_or(|end| end > source.size()) {
-        return Err(ReadError::corrupt(offset, "it lies beyond the end of the image"));
+        return Err(ReadError::corrupt(offset, "the offset is beyond the end of the image"));
     }
     source.read_exact_at(buf, offset).map_err(|source| ReadError::Source { offset, source })
 }

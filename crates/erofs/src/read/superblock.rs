@@ -5,11 +5,11 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::{ReadAt, ReadError, fill};
 use crate::format::{
-    COMPAT_ISHARE_XATTRS, COMPAT_PLAIN_XATTR_PFX, COMPAT_SB_CHKSUM, COMPOSEFS_HAS_ACL,
-    COMPOSEFS_HEADER_VERSION, COMPOSEFS_MAGIC, ComposefsHeader, DeviceSlot, EXT_SLOT_SIZE,
-    INCOMPAT_48BIT, INCOMPAT_CHUNKED_FILE, INCOMPAT_COMPR_CFGS, INCOMPAT_DEVICE_TABLE,
-    INCOMPAT_FRAGMENTS, INCOMPAT_METABOX, INCOMPAT_XATTR_PREFIXES, INCOMPAT_ZERO_PADDING,
-    INCOMPAT_ZTAILPACKING, SUPER_MAGIC, SUPER_OFFSET, SuperBlock,
+    COMPAT_PLAIN_XATTR_PFX, COMPAT_SB_CHKSUM, COMPOSEFS_HAS_ACL, COMPOSEFS_HEADER_VERSION,
+    COMPOSEFS_MAGIC, ComposefsHeader, DeviceSlot, EXT_SLOT_SIZE, INCOMPAT_48BIT,
+    INCOMPAT_CHUNKED_FILE, INCOMPAT_COMPR_CFGS, INCOMPAT_DEVICE_TABLE, INCOMPAT_FRAGMENTS,
+    INCOMPAT_METABOX, INCOMPAT_XATTR_PREFIXES, INCOMPAT_ZERO_PADDING, INCOMPAT_ZTAILPACKING,
+    SUPER_MAGIC, SUPER_OFFSET, SuperBlock,
 };
 
 /// Features that a reader of uncompressed images can take: those it knows, and those that only
@@ -62,8 +62,6 @@ pub struct Super {
     pub(super) xattr_prefix_count: u8,
     /// The inode in which the long xattr prefixes lie, if not in the image itself.
     pub(super) xattr_prefix_nid: Option<u64>,
-    /// Number of the prefix that names the fingerprint of the kernel's page cache sharing.
-    pub(super) ishare_prefix: Option<u8>,
 }
 
 /// The composefs header of an image.
@@ -150,7 +148,6 @@ pub(super) fn read(source: &impl ReadAt) -> Result<Super, ReadError> {
         xattr_prefix_start: u64::from(raw.xattr_prefix_start.get()) * 4,
         xattr_prefix_count: raw.xattr_prefix_count,
         xattr_prefix_nid: prefixes_packed.then_some(packed),
-        ishare_prefix: (compat & COMPAT_ISHARE_XATTRS != 0).then_some(raw.ishare_xattr_prefix_id),
     })
 }
 

@@ -90,8 +90,8 @@ fn unknown_features_are_refused_by_name() {
     assert!(matches!(Image::open(&[0; 4096][..]), Err(ReadError::NotErofs)));
 }
 
-/// An image could have 65,535 bytes of attributes for each inode, but a dump only 32,767. Layers are
-/// kept as dumps, so one attribute of 40 kB in an archive made each later gc of the store fail.
+/// An image could have 65,535 bytes of attributes for each inode, but a dump only 32,767. Layers
+/// are kept as dumps, so one attribute of 40 kB in an archive made each later gc of the store fail.
 #[test]
 fn attributes_have_one_limit_everywhere() {
     use crate::tree::{TreeError, XATTRS_MAX};

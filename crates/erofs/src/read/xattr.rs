@@ -25,14 +25,6 @@ impl<S: ReadAt> Image<S> {
         Ok(xattrs)
     }
 
-    /// The name of the attribute that holds a file's fingerprint for the kernel's page cache
-    /// sharing (`inode_share`), if the image has it.
-    #[must_use]
-    pub fn fingerprint_name(&self) -> Option<&[u8]> {
-        let prefix = usize::from(self.superblock().ishare_prefix?);
-        self.xattr_prefixes.get(prefix).map(Vec::as_slice)
-    }
-
     pub(super) fn each_xattr(
         &self,
         inode: &Inode,
@@ -47,7 +39,7 @@ impl<S: ReadAt> Image<S> {
         let mut at = ids + shared * 4;
         let end = inode.tail();
         if at > end {
-            let what = "there is no room for the shared attributes' ids";
+            let what = "the ids of shared attributes take more than the inode's attributes";
             return Err(ReadError::corrupt(inode.xattrs, what));
         }
         while end - at >= size_of::<XattrEntry>() as u64 {
@@ -74,7 +66,10 @@ impl<S: ReadAt> Image<S> {
         let (name_len, value_len) = (usize::from(entry.name_len), entry.value_size.get());
         let len = size_of::<XattrEntry>() as u64 + name_len as u64 + u64::from(value_len);
         if at.checked_add(len).is_none_or(|e| e > end) {
-            return Err(ReadError::corrupt(at, "an extended attribute does not end in its place"));
+            return Err(ReadError::corrupt(
+                at,
+                "an extended attribute is longer than the space for it",
+            ));
         }
         let taken = len.next_multiple_of(4).min(end - at);
         if entry.name_index == 0 && name_len == 0 {
@@ -87,7 +82,7 @@ impl<S: ReadAt> Image<S> {
             XATTR_PREFIXES.get(usize::from(entry.name_index)).copied()
         };
         let Some(prefix) = prefix else {
-            return Err(ReadError::corrupt(at, "an extended attribute has a prefix that is not"));
+            return Err(ReadError::corrupt(at, "an extended attribute has a nonexistent prefix"));
         };
         let mut name = vec![0; prefix.len() + name_len];
         name[..prefix.len()].copy_from_slice(prefix);

@@ -5,8 +5,8 @@ use super::TreeError;
 /// Longest file name in bytes (`NAME_MAX`; also what a directory entry of EROFS can hold).
 pub const NAME_MAX: usize = 255;
 /// Longest path of a name in a tree or image, in bytes, without the slash in front (`PATH_MAX` less
-/// the terminating NUL: a longer one can be opened only piece by piece). It also bounds the depth of
-/// directories, to 2,048, and the text of a dump.
+/// the terminating NUL: a longer one can be opened only piece by piece). It also bounds the depth
+/// of directories, to 2,048, and the text of a dump.
 pub const PATH_MAX: usize = 4095;
 /// Longest symbolic link target or object path in bytes (`PATH_MAX` less the terminating NUL).
 pub const TARGET_MAX: usize = 4095;
@@ -111,7 +111,8 @@ impl<'a> Content<'a> {
         }
     }
 
-    /// The digest that an external file's content goes by: that of its object, or else the one to check.
+    /// The digest that an external file's content goes by: that of its object, or else the one to
+    /// check.
     #[must_use]
     pub fn digest(&self) -> Option<&'a [u8; 32]> {
         match *self {

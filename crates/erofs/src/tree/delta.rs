@@ -1,9 +1,9 @@
-//! What one tree has beside another.
+//! The difference between two trees.
 
 use super::{Content, InodeId, Meta, Payload, S_IFCHR, Tree, TreeError};
 
-/// What a tree has that its base has not, and takes away from it: the layer that overlayfs has to put over the base to
-/// show the tree. Whiteouts are character devices with number 0; there are no opaque directories.
+/// The difference between a tree and its base: the layer that overlayfs puts over the base to show
+/// the tree. Whiteouts are character devices with number 0; there are no opaque directories.
 pub struct Delta {
     /// The layer.
     pub tree: Tree,
@@ -11,9 +11,9 @@ pub struct Delta {
     pub shared: usize,
 }
 
-/// Computes the delta from `base` to `image`. `None` where no layer of overlayfs says it: if either of the two has
-/// whiteouts of its own, or a file whose content has no absolute path; or if the base has a name in its root that could be
-/// taken for a directory of objects, where overlayfs looks on the way down to them.
+/// Computes the delta from `base` to `image`. `None` if no overlayfs layer can express it: either
+/// tree has whiteouts, a changed file has no payload, or the root of the base has a name like a
+/// directory of objects, which overlayfs would find instead of the objects below it.
 ///
 /// An inode with several names is the same only with all its names.
 ///
@@ -80,8 +80,8 @@ impl<'t> Compared<'t> {
         compared
     }
 
-    /// Whether two inodes differ in nothing but, of directories, what is below them. A file must have as many names: with
-    /// each of them leading to its twin, they are the same names.
+    /// Whether two inodes are equal, apart from what is below directories. A file must have as many
+    /// names as its twin: since each of them leads to the twin, the names are the same.
     fn same(&self, inode: InodeId, twin: InodeId) -> bool {
         let (base, image) = (self.base, self.image);
         let names_agree = || match image.is_dir(inode) {

@@ -61,8 +61,4 @@ impl Digests {
     pub(super) fn len(&self) -> usize {
         self.all.len()
     }
-
-    pub(super) fn memory_bytes(&self) -> usize {
-        self.all.capacity() * 32 + self.index.allocation_size()
-    }
 }

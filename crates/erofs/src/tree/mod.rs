@@ -354,8 +354,8 @@ impl Tree {
             .map(EntryId)
     }
 
-    /// Inodes that had names and have none any more, in the order in which they came; their content is
-    /// still known.
+    /// Inodes that had names and have none any more, in the order in which they came; their content
+    /// is still known.
     pub fn nameless(&self) -> impl Iterator<Item = InodeId> + '_ {
         let ids = 0u32..;
         ids.zip(&self.inodes).filter(|(_, i)| i.flags & DEAD != 0).map(|(id, _)| InodeId(id))
@@ -446,20 +446,6 @@ impl Tree {
             }
         }
         primary
-    }
-
-    /// Bytes that the tree holds in memory, as its own buffers count them (allocated, not
-    /// necessarily touched).
-    #[must_use]
-    pub fn memory_bytes(&self) -> usize {
-        self.inodes.capacity() * size_of::<Inode>()
-            + self.entries.capacity() * size_of::<Entry>()
-            + self.names.capacity()
-            + self.index.memory_bytes()
-            + self.text.capacity()
-            + self.digests.memory_bytes()
-            + self.payloads.capacity() * size_of::<(u64, u32)>()
-            + self.xattrs.memory_bytes()
     }
 }
 

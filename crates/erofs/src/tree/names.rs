@@ -58,8 +58,4 @@ impl NameIndex {
             found.remove();
         }
     }
-
-    pub(super) fn memory_bytes(&self) -> usize {
-        self.table.allocation_size()
-    }
 }

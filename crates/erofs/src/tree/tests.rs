@@ -70,12 +70,10 @@ fn clear_empties_a_directory_only() {
 fn directories_are_as_deep_as_a_path_can_say() {
     let mut tree = Tree::new(meta(0o755));
     let mut dir = tree.root();
-    let error = loop {
-        match tree.insert(dir, b"d", meta(0o755), Content::Directory) {
-            Ok(below) => dir = below,
-            Err(error) => break error,
-        }
-    };
+    for _ in 0..2048 {
+        dir = tree.insert(dir, b"d", meta(0o755), Content::Directory).unwrap();
+    }
+    let error = tree.insert(dir, b"d", meta(0o755), Content::Directory).unwrap_err();
     let start = b"/d".repeat(32).into();
     assert_eq!(error, TreeError::PathTooLong { len: 4097, start });
     assert_eq!(tree.walk().count(), 2048);
@@ -164,9 +162,9 @@ fn xattrs_are_sorted_and_the_last_of_a_name_counts() {
     let big = vec![0; 65_536];
     assert!(tree.set_xattrs(root, [(&b"user.a"[..], &big[..])]).is_err());
     assert!(tree.set_xattrs(root, [(&b""[..], &b""[..])]).is_err());
-    assert_eq!(tree.xattrs(root).len(), 2);
+    assert_eq!(tree.xattrs(root).count(), 2);
     tree.set_xattrs(root, []).unwrap();
-    assert_eq!(tree.xattrs(root).len(), 0);
+    assert_eq!(tree.xattrs(root).count(), 0);
 }
 
 #[test]

@@ -143,15 +143,6 @@ impl XattrTable {
     fn pair(&self, id: u32) -> (&[u8], &[u8]) {
         pair_of(&self.bytes, &self.pairs[id as usize])
     }
-
-    pub(super) fn memory_bytes(&self) -> usize {
-        self.bytes.capacity()
-            + self.pairs.capacity() * size_of::<Pair>()
-            + self.items.capacity() * 4
-            + self.sets.capacity() * 8
-            + self.pair_index.allocation_size()
-            + self.set_index.allocation_size()
-    }
 }
 
 fn pair_of<'b>(bytes: &'b [u8], pair: &Pair) -> (&'b [u8], &'b [u8]) {
@@ -190,10 +181,4 @@ impl<'a> Iterator for Xattrs<'a> {
     fn next(&mut self) -> Option<Self::Item> {
         self.items.next().map(|&id| self.table.pair(id))
     }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        self.items.size_hint()
-    }
 }
-
-impl ExactSizeIterator for Xattrs<'_> {}

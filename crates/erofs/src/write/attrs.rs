@@ -1,9 +1,9 @@
-//! The extended attributes that an image stores, and which of them it stores once for all.
+//! The extended attributes of an image, and which of them it shares.
 //!
-//! An image's attributes are the tree's, with `trusted.overlay.*` escaped so that the overlayfs
-//! that mounts it leaves them alone, and with those that tell overlayfs where the content is.
-//! An attribute (name and value) that at least two inodes have goes into the shared table. In an image with devices
-//! the fingerprint of the content takes the place of what overlayfs needs.
+//! A metadata image has the tree's attributes, with `trusted.overlay.*` escaped so that overlayfs
+//! ignores them, and the attributes by which overlayfs finds file data. An image with file data has
+//! fingerprints instead of the latter. An attribute (name and value) of at least two inodes goes
+//! into the shared table.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -42,20 +42,20 @@ pub(super) enum Attr {
     Metacopy(Option<DigestId>),
     /// The path of an object.
     Redirect(DigestId),
-    /// The name of a content for the kernel's page cache sharing.
+    /// The digest of a content for the kernel's page cache sharing.
     Fingerprint(DigestId),
 }
 
 /// All attributes of an inode.
 #[derive(Clone, Copy)]
 pub(super) struct NodeAttrs {
-    base: Option<u32>,
+    group: Option<u32>,
     metacopy: Option<Attr>,
     redirect: Option<Attr>,
 }
 
-/// A name and a value that the tree has, or that composefs adds, with how often it is used and
-/// where it lies in the shared table.
+/// A name and a value of the tree, or one that composefs adds: its number of uses and its offset in
+/// the shared table.
 struct Pair<'t> {
     name: Cow<'t, [u8]>,
     value: Cow<'t, [u8]>,
@@ -66,9 +66,9 @@ struct Pair<'t> {
     filter_bit: u8,
 }
 
-/// A set of pairs, sorted by name, that many inodes have in common.
+/// Pairs, sorted by name, that many inodes have in common.
 #[derive(Clone, Copy)]
-struct Base {
+struct Group {
     start: u32,
     len: u32,
     /// How many of the names precede that of the metacopy, and that of the redirect attribute.
@@ -84,9 +84,9 @@ pub(super) struct Attrs<'t> {
     pairs: Vec<Pair<'t>>,
     pair_index: HashTable<u32>,
     seed: RandomState,
-    bases: Vec<Base>,
+    groups: Vec<Group>,
     items: Vec<u32>,
-    /// Bases of the tree's sets with nothing added, by set.
+    /// Groups of the tree's sets with nothing added, by set.
     plain: Vec<Option<u32>>,
     marked: HashMap<(SetId, u8), u32>,
     ghost: Option<u32>,
@@ -148,7 +148,7 @@ impl<'t> Attrs<'t> {
             pairs: Vec::new(),
             pair_index: HashTable::new(),
             seed: RandomState::new(),
-            bases: Vec::new(),
+            groups: Vec::new(),
             items: Vec::new(),
             plain: vec![None; tree.xattr_table().set_count()],
             marked: HashMap::new(),
@@ -166,7 +166,7 @@ impl<'t> Attrs<'t> {
             has_acl: false,
         };
         let label = tree.xattr(tree.root(), b"security.selinux").filter(|_| plan.is_metadata);
-        attrs.ghost = label.map(|l| attrs.add_base(vec![(Cow::Borrowed(b"security.selinux"), l)]));
+        attrs.ghost = label.map(|l| attrs.add_group(vec![(Cow::Borrowed(b"security.selinux"), l)]));
         for at in plan.nodes() {
             attrs.count(plan, at.node);
         }
@@ -181,20 +181,20 @@ impl<'t> Attrs<'t> {
     /// The attributes of an inode.
     pub(super) fn of(&self, plan: &Plan<'_>, node: Node) -> NodeAttrs {
         let Node::Inode(inode) = node else {
-            return NodeAttrs { base: self.ghost, metacopy: None, redirect: None };
+            return NodeAttrs { group: self.ghost, metacopy: None, redirect: None };
         };
         let set = self.tree.xattr_set(inode);
-        let base = match marks(plan, inode) {
+        let group = match marks(plan, inode) {
             0 => self.plain.get(set.0 as usize).copied().flatten(),
             marks => self.marked.get(&(set, marks)).copied(),
         };
         let Some(external) = self.tree.external(inode) else {
-            return NodeAttrs { base, metacopy: None, redirect: None };
+            return NodeAttrs { group, metacopy: None, redirect: None };
         };
         if self.data.is_some() {
-            // In the place of the other: what the kernel asks of every file.
+            // Instead of a metacopy: the kernel looks for a fingerprint in every file.
             let content = external.object.or(external.digest);
-            return NodeAttrs { base, metacopy: content.map(Attr::Fingerprint), redirect: None };
+            return NodeAttrs { group, metacopy: content.map(Attr::Fingerprint), redirect: None };
         }
         let redirect = match external.object {
             Some(id) => Some(Attr::Redirect(id)),
@@ -202,7 +202,7 @@ impl<'t> Attrs<'t> {
                 .path_of(inode)
                 .and_then(|value| self.find_pair(OVERLAY_REDIRECT, &value).map(Attr::Pair)),
         };
-        NodeAttrs { base, metacopy: Some(Attr::Metacopy(external.digest)), redirect }
+        NodeAttrs { group, metacopy: Some(Attr::Metacopy(external.digest)), redirect }
     }
 
     /// Calls `f` with the attributes of an inode sorted by name, each with its offset in the
@@ -214,12 +214,13 @@ impl<'t> Attrs<'t> {
             shared += usize::from(offset.is_some());
             f(attr, offset);
         };
-        let (items, base) = match attrs.base.map(|b| self.bases[b as usize]) {
-            Some(base) => (&self.items[base.start as usize..][..base.len as usize], base),
-            None => (&[][..], Base::EMPTY),
+        let (items, group) = match attrs.group.map(|b| self.groups[b as usize]) {
+            Some(group) => (&self.items[group.start as usize..][..group.len as usize], group),
+            None => (&[][..], Group::EMPTY),
         };
-        let (first, rest) = items.split_at(base.before_metacopy as usize);
-        let (middle, last) = rest.split_at((base.before_redirect - base.before_metacopy) as usize);
+        let (first, rest) = items.split_at(group.before_metacopy as usize);
+        let (middle, last) =
+            rest.split_at((group.before_redirect - group.before_metacopy) as usize);
         first.iter().for_each(|&p| give(Attr::Pair(p)));
         attrs.metacopy.into_iter().for_each(&mut give);
         middle.iter().for_each(|&p| give(Attr::Pair(p)));
@@ -258,7 +259,7 @@ impl<'t> Attrs<'t> {
             }
             Attr::Fingerprint(id) => {
                 let digest = self.tree.digest(id);
-                let found = self.data.and_then(|data| data.data.contents.find(digest));
+                let found = self.data.and_then(|data| data.data.blobs.find(digest));
                 match found.and_then(|found| found.sha256) {
                     Some(sha256) => f(FINGERPRINT, &[&FINGERPRINT_SHA256[..], &sha256].concat()),
                     None => f(FINGERPRINT, &[&FINGERPRINT_VERITY[..], digest].concat()),
@@ -270,7 +271,7 @@ impl<'t> Attrs<'t> {
     /// What is stored for the name of an attribute: a number, and what follows.
     pub(super) fn split_name<'n>(&self, attr: Attr, name: &'n [u8]) -> (u8, &'n [u8]) {
         match attr {
-            // All of it is the image's one long prefix, number 0.
+            // The image's only long prefix, number 0, is the complete name.
             Attr::Fingerprint(_) => (XATTR_LONG_PREFIX, b""),
             _ => split_xattr_name(name),
         }
@@ -306,7 +307,7 @@ impl<'t> Attrs<'t> {
     }
 
     fn count(&mut self, plan: &Plan<'_>, node: Node) {
-        let base = match node {
+        let group = match node {
             Node::Ghost(_) => self.ghost,
             Node::Inode(inode) => {
                 let set = self.tree.xattr_set(inode);
@@ -314,11 +315,11 @@ impl<'t> Attrs<'t> {
                 if let Some(external) = self.tree.external(inode) {
                     self.count_external(inode, external);
                 }
-                self.base(set, marks)
+                self.group(set, marks)
             }
         };
-        if let Some(base) = base {
-            self.bases[base as usize].uses += 1;
+        if let Some(group) = group {
+            self.groups[group as usize].uses += 1;
         }
     }
 
@@ -341,8 +342,8 @@ impl<'t> Attrs<'t> {
         }
     }
 
-    /// The base of a set with marks, made where it is new.
-    fn base(&mut self, set: SetId, marks: u8) -> Option<u32> {
+    /// The group of a set of attributes with marks; makes a new one if there is none.
+    fn group(&mut self, set: SetId, marks: u8) -> Option<u32> {
         if set == SetId::EMPTY && marks == 0 {
             return None;
         }
@@ -355,7 +356,7 @@ impl<'t> Attrs<'t> {
         }
         let mut list: Vec<(Cow<'t, [u8]>, &'t [u8])> = Vec::new();
         for (name, value) in self.tree.xattr_table().set(set) {
-            // What an image itself calls so names nothing, and the kernel would believe it.
+            // The kernel would trust a fingerprint that the tree brings.
             if self.data.is_none() || name != FINGERPRINT {
                 list.push((escape(name), value));
             }
@@ -380,17 +381,17 @@ impl<'t> Attrs<'t> {
             mark(OVERLAY_OPAQUE, b"y");
         }
         list.sort_by(|a, b| a.0.cmp(&b.0));
-        let base = self.add_base(list);
+        let group = self.add_group(list);
         if marks == 0 {
-            self.plain[set.0 as usize] = Some(base);
+            self.plain[set.0 as usize] = Some(group);
         } else {
-            self.marked.insert((set, marks), base);
+            self.marked.insert((set, marks), group);
         }
-        Some(base)
+        Some(group)
     }
 
-    /// Adds a sorted list as a base.
-    fn add_base(&mut self, list: Vec<(Cow<'t, [u8]>, &'t [u8])>) -> u32 {
+    /// Adds a sorted list as a group.
+    fn add_group(&mut self, list: Vec<(Cow<'t, [u8]>, &'t [u8])>) -> u32 {
         let before = |limit: &[u8]| id(list.partition_point(|(name, _)| **name < *limit));
         let (before_metacopy, before_redirect) =
             (before(OVERLAY_METACOPY), before(OVERLAY_REDIRECT));
@@ -400,8 +401,8 @@ impl<'t> Attrs<'t> {
             let pair = self.pair(name, Cow::Borrowed(value));
             self.items.push(pair);
         }
-        self.bases.push(Base { start, len, before_metacopy, before_redirect, uses: 0 });
-        id(self.bases.len() - 1)
+        self.groups.push(Group { start, len, before_metacopy, before_redirect, uses: 0 });
+        id(self.groups.len() - 1)
     }
 
     fn find_pair(&self, name: &[u8], value: &[u8]) -> Option<u32> {
@@ -443,10 +444,10 @@ impl<'t> Attrs<'t> {
     /// Chooses what is shared, and where it goes: names last to first, of one name the longest
     /// value first, of one length the last value first.
     fn share(&mut self) {
-        for base in &self.bases {
-            for &pair in &self.items[base.start as usize..][..base.len as usize] {
+        for group in &self.groups {
+            for &pair in &self.items[group.start as usize..][..group.len as usize] {
                 let uses = &mut self.pairs[pair as usize].uses;
-                *uses = uses.saturating_add(base.uses);
+                *uses = uses.saturating_add(group.uses);
             }
         }
         let often = |(i, pair): (usize, &Pair<'_>)| (pair.uses > 1).then(|| Attr::Pair(id(i)));
@@ -481,8 +482,9 @@ impl<'t> Attrs<'t> {
     }
 }
 
-impl Base {
-    const EMPTY: Base = Base { start: 0, len: 0, before_metacopy: 0, before_redirect: 0, uses: 0 };
+impl Group {
+    const EMPTY: Group =
+        Group { start: 0, len: 0, before_metacopy: 0, before_redirect: 0, uses: 0 };
 }
 
 fn marks(plan: &Plan<'_>, inode: InodeId) -> u8 {

@@ -1,99 +1,101 @@
-//! Where the content of files is, in an image that is mounted by itself.
+//! File data in an image that is mounted by itself.
 //!
-//! Content lies in blocks behind the image, or on devices besides it: files of whole blocks, such as segments, each
-//! content once. In the image a file is a table of places, one for each chunk of the largest size that fits its pieces:
-//! one that lies in one piece has one entry. A compressed file has an entry for each 4 KiB of its content.
+//! File data lies in blocks behind the metadata, or on extra devices: files of whole blocks, such
+//! as segments. Each blob is stored once. An uncompressed file has a table of chunks, all of the
+//! largest size with which no chunk spans two extents: a file with one extent has one entry. A
+//! compressed file has an entry for each 4 KiB of its content.
 //!
 //! ```text
 //! | metadata | blocks behind it |    | device 1 |    | device 2 |    number 0 is the image itself
 //! ```
 //!
-//! Each device also has its blocks in one address space with the image and the others, in the order of the devices. What
-//! is compressed has no other addresses (`z_erofs_map_blocks_iter` names no device). The kernel follows them; fsck.erofs
-//! 1.9 reads the image itself there (`erofs_map_dev` of erofs-utils finds the device and forgets it). So plain content is
-//! addressed by device and block, though a file in one piece could do without a table; and an image with compressed
-//! content on devices is checked by fsck.erofs as one file, with the devices behind the image and no table of devices.
+//! The blocks of the image and then those of the devices, in order, also form one address space.
+//! Compressed files use it, because their entries name no device (`z_erofs_map_blocks_iter`). The
+//! kernel finds the device. fsck.erofs 1.9 does not: it reads from the image itself
+//! (`erofs_map_dev` finds the device, and the result is not used). So uncompressed files name
+//! device and block, even where one extent would need no table. Tests check an image with
+//! compressed files on devices as one file: the devices appended to the image, and no device table.
 
 use zerocopy::little_endian::{U16, U32};
 
 use super::WriteError;
-use super::lz4::Part;
+use super::lz4::Pcluster;
 use crate::format::{
     BLOCK_BITS, BLOCK_SIZE, CHUNK_BLKBITS_MASK, CLUSTER_HEAD, CLUSTER_PLAIN, ChunkIndex,
     ClusterIndex, NULL_ADDR,
 };
 use crate::tree::{Content, InodeId, Tree};
 
-/// A file or block device with content.
+/// A file or block device with file data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// What it is called in the image's table of devices, such as its digest in hexadecimal digits; zeros behind it.
+    /// Its name in the device table, such as a digest in hexadecimal digits, padded with zeros.
     pub tag: [u8; 64],
     /// Its size in blocks of 4 KiB.
     pub blocks: u32,
 }
 
-/// Blocks of a file that lie together.
+/// Contiguous blocks of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
-    /// Where they are; nowhere if they are zeros.
-    pub place: Option<Place>,
-    /// How many they are, at least one.
+pub struct Extent {
+    /// The address of the first one; `None` for a hole.
+    pub at: Option<BlockAddr>,
+    /// Number of blocks, at least one.
     pub blocks: u32,
 }
 
-/// A block of a device.
+/// The address of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct BlockAddr {
     /// The device, from 1; 0 for the blocks behind the image.
     pub device: u16,
     /// The block, from 0.
     pub block: u32,
 }
 
-/// How a content is kept.
+/// How a blob is stored.
 #[derive(Clone, Copy, Debug)]
 pub enum Form<'a> {
-    /// All of its blocks from the first to the last, which is filled up with zeros. Neighbours that go on where the
-    /// other ends should be one, or the table gets larger than it need be.
-    Runs(&'a [Run]),
-    /// As [`lz4::compress`](super::lz4::compress) has written it.
+    /// As it is: its extents in order, the last block padded with zeros. Contiguous extents should
+    /// be merged, since each boundary between two can make the table larger.
+    Extents(&'a [Extent]),
+    /// Compressed by [`lz4::compress`](super::lz4::compress).
     Lz4 {
-        /// The first block.
-        place: Place,
-        /// What is in that and the following ones.
-        parts: &'a [Part],
+        /// The address of the first pcluster.
+        start: BlockAddr,
+        /// All pclusters, one block each, in order.
+        pclusters: &'a [Pcluster],
     },
 }
 
-/// What is known of one content.
+/// The content of a file, stored once for all files that have it.
 #[derive(Clone, Copy, Debug)]
-pub struct Found<'a> {
-    /// Its SHA-256, by which the kernel lets files share their page cache. A content without one goes
-    /// by its fs-verity digest.
+pub struct Blob<'a> {
+    /// Its SHA-256, by which the kernel lets files share their page cache. A content without one
+    /// goes by its fs-verity digest.
     pub sha256: Option<[u8; 32]>,
-    /// Where and how it is kept.
+    /// How it is stored, and where.
     pub form: Form<'a>,
 }
 
-/// Knows where contents are.
-pub trait Contents {
-    /// Where the content of this fs-verity digest is, if it is on a device.
-    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>>;
+/// Finds blobs.
+pub trait Blobs {
+    /// The blob with this fs-verity digest, if it is stored.
+    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>>;
 }
 
-/// The devices, and what is on them.
+/// The devices of an image and the blobs on them.
 #[derive(Clone, Copy)]
 pub struct Data<'a> {
-    /// In the order in which they are given to a mount.
+    /// The devices, in the order of a mount's `device=` options.
     pub devices: &'a [Device],
-    /// How many blocks whoever writes the image puts behind it.
+    /// Number of blocks that the caller appends to the image.
     pub own_blocks: u32,
-    /// What is on all of them.
-    pub contents: &'a dyn Contents,
+    /// The blobs on all devices and behind the image.
+    pub blobs: &'a dyn Blobs,
 }
 
-/// Data that have all that the files of a tree need.
+/// [`Data`] that was checked to hold all files of a tree.
 pub(super) struct Checked<'a> {
     pub(super) data: Data<'a>,
     /// Some file is compressed.
@@ -101,18 +103,20 @@ pub(super) struct Checked<'a> {
 }
 
 impl<'a> Checked<'a> {
-    /// Everything that the tree's files need must be there, and as large as the files are.
+    /// Checks that each file has a blob of its size, and each blob valid addresses.
     pub(super) fn new(data: &Data<'a>, tree: &Tree) -> Result<Checked<'a>, WriteError> {
         let mut lz4 = false;
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
-            let found = content.digest().and_then(|digest| data.contents.find(digest));
+            let found = content.digest().and_then(|digest| data.blobs.find(digest));
             let entries = match found.map(|found| found.form) {
-                Some(Form::Runs(runs)) if data.has_runs(runs, size) => {
-                    Some(size.div_ceil(1 << table_bits(size, runs)))
+                Some(Form::Extents(extents)) if data.has_extents(extents, size) => {
+                    Some(size.div_ceil(1 << table_bits(size, extents)))
                 }
-                Some(Form::Lz4 { place, parts }) if data.has_parts(place, parts, size) => {
+                Some(Form::Lz4 { start, pclusters })
+                    if data.has_pclusters(start, pclusters, size) =>
+                {
                     lz4 = true;
                     Some(size.div_ceil(BLOCK_SIZE))
                 }
@@ -129,11 +133,11 @@ impl<'a> Checked<'a> {
         Ok(Checked { data: *data, lz4 })
     }
 
-    /// Where the content of a file is; `None` for one that has none outside of the image.
-    pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Found<'a>> {
+    /// The blob of a file; `None` for a file with inline content.
+    pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Blob<'a>> {
         let external = tree.external(inode)?;
         let digest = external.object.or(external.digest)?;
-        self.data.contents.find(tree.digest(digest))
+        self.data.blobs.find(tree.digest(digest))
     }
 }
 
@@ -145,40 +149,44 @@ impl Data<'_> {
         }
     }
 
-    fn has_runs(&self, runs: &[Run], size: u64) -> bool {
-        let there = |run: &Run| {
-            let end = |place: Place| u64::from(place.block) + u64::from(run.blocks);
-            run.blocks > 0
-                && run.place.is_none_or(|place| end(place) <= self.blocks_of(place.device))
+    fn has_extents(&self, extents: &[Extent], size: u64) -> bool {
+        let there = |extent: &Extent| {
+            let end = |addr: BlockAddr| u64::from(addr.block) + u64::from(extent.blocks);
+            extent.blocks > 0
+                && extent.at.is_none_or(|addr| end(addr) <= self.blocks_of(addr.device))
         };
-        let blocks: u64 = runs.iter().map(|run| u64::from(run.blocks)).sum();
-        runs.iter().all(there) && blocks == size.div_ceil(BLOCK_SIZE)
+        let blocks: u64 = extents.iter().map(|extent| u64::from(extent.blocks)).sum();
+        extents.iter().all(there) && blocks == size.div_ceil(BLOCK_SIZE)
     }
 
-    fn has_parts(&self, place: Place, parts: &[Part], size: u64) -> bool {
-        let whole = |part: &Part| u64::from(part.len) >= BLOCK_SIZE + u64::from(part.compressed);
-        // Only the last one may be less, and what is compressed must go beyond a page: or a page would have two ends.
-        let Some((last, others)) = parts.split_last() else { return false };
+    fn has_pclusters(&self, addr: BlockAddr, pclusters: &[Pcluster], size: u64) -> bool {
+        let whole = |pcluster: &Pcluster| {
+            u64::from(pcluster.len) >= BLOCK_SIZE + u64::from(pcluster.compressed)
+        };
+        // Only the last pcluster may have less than a block. A compressed one must have more, or
+        // two pclusters could end in one page, which EROFS does not allow.
+        let Some((last, others)) = pclusters.split_last() else { return false };
         let long = others.iter().all(whole) && last.len > 0 && (whole(last) || !last.compressed);
-        let plain_fits =
-            parts.iter().all(|part| part.compressed || u64::from(part.len) <= BLOCK_SIZE);
-        let len: u64 = parts.iter().map(|part| u64::from(part.len)).sum();
-        let end = u64::from(place.block) + parts.len() as u64;
-        long && plain_fits && len == size && end <= self.blocks_of(place.device)
+        let plain_fits = pclusters
+            .iter()
+            .all(|pcluster| pcluster.compressed || u64::from(pcluster.len) <= BLOCK_SIZE);
+        let len: u64 = pclusters.iter().map(|pcluster| u64::from(pcluster.len)).sum();
+        let end = u64::from(addr.block) + pclusters.len() as u64;
+        long && plain_fits && len == size && end <= self.blocks_of(addr.device)
     }
 }
 
-/// Logarithm of the size of chunks, in bytes: the largest with which no chunk is in two pieces.
-pub(super) fn table_bits(size: u64, runs: &[Run]) -> u8 {
+/// Logarithm of the chunk size in bytes: the largest with which no chunk spans two extents.
+pub(super) fn table_bits(size: u64, extents: &[Extent]) -> u8 {
     let mut bits = chunk_bits(size);
     let mut end = 0_u64;
-    for run in runs {
-        // Where one begins another ends; of the first and the last one that does not matter.
+    for extent in extents {
+        // Chunks must end at each boundary between two extents.
         if end > 0 {
             let zeros = u8::try_from(end.trailing_zeros()).unwrap_or(u8::MAX);
             bits = bits.min(BLOCK_BITS.saturating_add(zeros));
         }
-        end += u64::from(run.blocks);
+        end += u64::from(extent.blocks);
     }
     bits
 }
@@ -192,13 +200,17 @@ pub(super) fn chunk_bits(size: u64) -> u8 {
 }
 
 /// The entries of a file's table. The blocks behind the image begin with number `own_start`.
-pub(super) fn chunks(size: u64, runs: &[Run], own_start: u32) -> impl Iterator<Item = ChunkIndex> {
-    let chunk = 1_u64 << (table_bits(size, runs) - BLOCK_BITS);
-    runs.iter().flat_map(move |run| {
-        (0..u64::from(run.blocks).div_ceil(chunk)).map(move |i| {
-            let (device, block) = match run.place {
-                // `Checked` has looked at every place: no number is larger than it may be.
-                Some(Place { device, block }) => {
+pub(super) fn chunks(
+    size: u64,
+    extents: &[Extent],
+    own_start: u32,
+) -> impl Iterator<Item = ChunkIndex> {
+    let chunk = 1_u64 << (table_bits(size, extents) - BLOCK_BITS);
+    extents.iter().flat_map(move |extent| {
+        (0..u64::from(extent.blocks).div_ceil(chunk)).map(move |i| {
+            let (device, block) = match extent.at {
+                // `Checked` has bounded every address.
+                Some(BlockAddr { device, block }) => {
                     let start = if device == 0 { own_start } else { 0 };
                     (device, start + block + u32::try_from(i * chunk).unwrap_or(u32::MAX))
                 }
@@ -213,35 +225,36 @@ pub(super) fn chunks(size: u64, runs: &[Run], own_start: u32) -> impl Iterator<I
     })
 }
 
-/// The entries of a compressed file: for each 4 KiB of its content whether a part begins there, and where; or how far
-/// it is to the one before and to the next. `first` is the block of the first part.
+/// The entries of a compressed file, one for each 4 KiB of its content: the pcluster that begins in
+/// it, or the distances to the previous and the next pcluster. `first` is the block of the first
+/// one.
 pub(super) fn clusters(
-    parts: &[Part],
+    pclusters: &[Pcluster],
     first: u32,
     mut each: impl FnMut(ClusterIndex) -> Result<(), WriteError>,
 ) -> Result<(), WriteError> {
-    // Where in the current 4 KiB the next part begins.
+    // Where in the current 4 KiB the next pcluster begins.
     let mut offset = 0;
-    for (part, block) in parts.iter().zip(first..) {
-        let kind = if part.compressed { CLUSTER_HEAD } else { CLUSTER_PLAIN };
-        let end = offset + part.len;
+    for (pcluster, block) in pclusters.iter().zip(first..) {
+        let kind = if pcluster.compressed { CLUSTER_HEAD } else { CLUSTER_PLAIN };
+        let end = offset + pcluster.len;
         let whole = end >> BLOCK_BITS;
         each(ClusterIndex::head(kind, offset, block))?;
         for i in 1..whole {
             each(ClusterIndex::inner(i, whole - i))?;
         }
-        // A last part that ends in the 4 KiB in which it begins leaves nothing to be told.
+        // A last pcluster that ends in the 4 KiB in which it begins needs no further entry.
         offset = if whole == 0 { 0 } else { end & ((1 << BLOCK_BITS) - 1) };
     }
     if offset > 0 {
-        // Where the last part ends.
+        // Where the last pcluster ends.
         each(ClusterIndex::head(CLUSTER_PLAIN, offset, 0))?;
     }
     Ok(())
 }
 
-/// The first block of each device in the address space that spans all: of what is behind the image, which begins with
-/// number `own_start`, and then of the devices in their order.
+/// The first block of each device in the address space that spans all: of the blocks behind the
+/// image, which begin at `own_start`, and then of the devices in order.
 pub(super) fn first_blocks(own_start: u32, data: &Data<'_>) -> Result<Vec<u32>, WriteError> {
     let mut end = own_start;
     let mut firsts = Vec::with_capacity(1 + data.devices.len());

@@ -1,4 +1,4 @@
-//! What an image begins with: headers, and the tables that they point to.
+//! The head of an image: headers, and the tables that they point to.
 
 use std::io::Write;
 
@@ -18,8 +18,8 @@ use crate::format::{
 /// Where the superblock ends: the first inode may begin there, or the table of devices.
 const SUPER_END: u64 = SUPER_OFFSET + size_of::<SuperBlock>() as u64;
 
-/// The one long prefix of xattr names, [`FINGERPRINT`], as it is stored: its length, the number of the prefix that it
-/// begins with (`trusted.`), and the rest.
+/// The only long prefix of xattr names, [`FINGERPRINT`], as it is stored: its length, the number of
+/// the short prefix that it begins with (`trusted.`), and the rest.
 fn fingerprint_prefix() -> Vec<u8> {
     let (index, rest) = split_xattr_name(FINGERPRINT);
     let len = u16::try_from(1 + rest.len()).unwrap_or(u16::MAX);

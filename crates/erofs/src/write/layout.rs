@@ -1,8 +1,8 @@
-//! How large an inode is and where it goes.
+//! The size and the offset of each inode.
 
 use super::attrs::{Attrs, NodeAttrs};
-use super::data::{Form, Place, Run, chunk_bits, table_bits};
-use super::lz4::Part;
+use super::data::{BlockAddr, Extent, Form, chunk_bits, table_bits};
+use super::lz4::Pcluster;
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
 use crate::format::{
     BLOCK_SIZE, ChunkIndex, ClusterHeader, ClusterIndex, LAYOUT_CHUNK_BASED,
@@ -12,10 +12,10 @@ use crate::tree::{Content, InodeId, Meta, S_IFMT, S_IFREG};
 
 const BLOCK: u64 = BLOCK_SIZE;
 const CHUNK_INDEX_SIZE: u64 = size_of::<ChunkIndex>() as u64;
-/// The table of a file's places begins at a multiple of an entry's size.
+/// A table of chunks or clusters begins at a multiple of an entry's size.
 pub(super) const TABLE_ALIGN: u64 = 8;
 
-/// What is stored of one inode, as far as it can be told without its place.
+/// What an image stores of one inode, before the inode has an offset.
 pub(super) struct Stored<'a> {
     pub(super) meta: Meta,
     /// `st_mode`; a whiteout is stored as a regular file.
@@ -45,17 +45,17 @@ pub(super) enum Body<'a> {
         chunk_bits: u8,
         count: u32,
     },
-    /// Content on devices, in pieces.
-    Runs {
+    /// Uncompressed file data, in extents.
+    Extents {
         size: u64,
         chunk_bits: u8,
-        runs: &'a [Run],
+        extents: &'a [Extent],
     },
-    /// Compressed content, from this block on.
+    /// Compressed file data, from this block on.
     Lz4 {
         size: u64,
-        place: Place,
-        parts: &'a [Part],
+        start: BlockAddr,
+        pclusters: &'a [Pcluster],
     },
     Device(u32),
     Nothing,
@@ -103,7 +103,7 @@ impl<'a> Stored<'a> {
         stored.compact = (meta.mtime, meta.mtime_nsec) == plan.min_time
             && [nlink, meta.uid, meta.gid].iter().all(|&n| n <= u32::from(u16::MAX))
             && size <= u64::from(u32::MAX);
-        if let Body::Runs { .. } | Body::Lz4 { .. } = stored.body {
+        if let Body::Extents { .. } | Body::Lz4 { .. } = stored.body {
             let before = stored.inode_size() + stored.xattr_size;
             stored.tail += small_u64(before.next_multiple_of(TABLE_ALIGN) - before);
         }
@@ -115,7 +115,9 @@ impl<'a> Stored<'a> {
         match &self.body {
             Body::Dir(_) => self.dir_size,
             Body::Symlink(bytes) | Body::Inline(bytes) => bytes.len() as u64,
-            Body::Chunks { size, .. } | Body::Runs { size, .. } | Body::Lz4 { size, .. } => *size,
+            Body::Chunks { size, .. } | Body::Extents { size, .. } | Body::Lz4 { size, .. } => {
+                *size
+            }
             Body::Device(_) | Body::Nothing => 0,
         }
     }
@@ -125,10 +127,10 @@ impl<'a> Stored<'a> {
         self.inode_size() + self.xattr_size + u64::from(self.tail)
     }
 
-    /// Data layout of the inode, once it has its place.
+    /// Data layout of the inode, once it has its offset.
     pub(super) fn layout(&self) -> u16 {
         match self.body {
-            Body::Chunks { .. } | Body::Runs { .. } => LAYOUT_CHUNK_BASED,
+            Body::Chunks { .. } | Body::Extents { .. } => LAYOUT_CHUNK_BASED,
             Body::Lz4 { .. } => LAYOUT_COMPRESSED_FULL,
             _ if self.tail > 0 => LAYOUT_FLAT_INLINE,
             _ => LAYOUT_FLAT_PLAIN,
@@ -139,21 +141,21 @@ impl<'a> Stored<'a> {
         if self.compact { 32 } else { 64 }
     }
 
-    /// Puts the inode at the first good place from `end` on, and returns that place. Data that is
-    /// to follow the inode moves to a block of its own where it would cross a block's end.
-    pub(super) fn place(&mut self, end: u64) -> u64 {
+    /// The offset of the inode: the first one from `end` on that the format allows. Inline data
+    /// moves to a block of its own where it would cross a block's end.
+    pub(super) fn position(&mut self, end: u64) -> u64 {
         let pos = end.next_multiple_of(SLOT_SIZE);
         match self.body {
             Body::Symlink(_) => self.place_symlink(pos),
-            // A table may be in many blocks, and in any number of pieces.
-            Body::Runs { .. } | Body::Lz4 { .. } => pos,
+            // A table may cross blocks.
+            Body::Extents { .. } | Body::Lz4 { .. } => pos,
             _ => self.place_other(pos),
         }
     }
 
-    /// A symbolic link lies in one block with its target, unless the two are larger than that.
-    /// (The place is chosen with the target even where the target then leaves: so does
-    /// libcomposefs, and the digest depends on it.)
+    /// A symbolic link lies in one block with its target, unless the two are larger than that. (The
+    /// offset is chosen as if the target were inline even where it then moves out: libcomposefs
+    /// does so, and the digest depends on it.)
     fn place_symlink(&mut self, pos: u64) -> u64 {
         let len = self.len();
         let crosses = pos / BLOCK != (pos + len - 1) / BLOCK;
@@ -187,7 +189,7 @@ impl<'a> Stored<'a> {
 }
 
 impl Body<'_> {
-    /// Whole blocks, and bytes behind the inode, before it is known whether these fit there.
+    /// Whole blocks, and bytes that follow the inode if they fit.
     fn extent(&self) -> (u32, u32) {
         match self {
             Body::Dir(names) => dir_extent(names),
@@ -197,7 +199,7 @@ impl Body<'_> {
                 fill_block(small_u64(blocks), tail)
             }
             Body::Chunks { count, .. } => (0, count * 4),
-            Body::Runs { size, chunk_bits, .. } => {
+            Body::Extents { size, chunk_bits, .. } => {
                 (0, small_u64(size.div_ceil(1 << chunk_bits) * CHUNK_INDEX_SIZE))
             }
             Body::Lz4 { size, .. } => {
@@ -224,10 +226,10 @@ fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
             }
             // `Checked` has found all of them.
             Some(data) => match data.of(tree, inode).map(|found| found.form) {
-                Some(Form::Runs(runs)) => {
-                    Body::Runs { size, chunk_bits: table_bits(size, runs), runs }
+                Some(Form::Extents(extents)) => {
+                    Body::Extents { size, chunk_bits: table_bits(size, extents), extents }
                 }
-                Some(Form::Lz4 { place, parts }) => Body::Lz4 { size, place, parts },
+                Some(Form::Lz4 { start, pclusters }) => Body::Lz4 { size, start, pclusters },
                 None => Body::Nothing,
             },
         },

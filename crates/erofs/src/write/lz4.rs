@@ -1,46 +1,47 @@
-//! Content in blocks that are compressed by themselves, as EROFS keeps it (`z_erofs`): each block of 4 KiB holds as much
-//! of the content as fits into it, as one LZ4 block with zeros in front, or 4 KiB of the content as they are.
+//! LZ4 pclusters of one block each, as EROFS stores them (`z_erofs`): a block of 4 KiB holds one
+//! LZ4 block of as much content as fits, with zeros in front, or 4 KiB of content uncompressed.
 //!
 //! ```text
 //! content   |----------- 0 -----------|--- 1 ---|-------- 2 --------|- 3 -|
-//! blocks    |00 LZ4 |00000 LZ4 | as it is  |...        4 KiB each, one for each part
+//! blocks    |00 LZ4 |00000 LZ4 | plain     |...        4 KiB each, one for each pcluster
 //! ```
 //!
-//! Source: the LZ4 block format (`lz4_Block_format.md` of LZ4), `fs/erofs/zmap.c` and `decompressor.c` of Linux.
+//! Source: the LZ4 block format (`lz4_Block_format.md` of LZ4), `fs/erofs/zmap.c` and
+//! `decompressor.c` of Linux.
 
 use std::io::{self, Read, Write};
 
 const BLOCK: usize = 4096;
-/// Most content in one block: what a reader of a part of it has to decompress.
-const PART_MAX: usize = 128 << 10;
+/// Most content of a pcluster in bytes: a reader of any of it must decompress it all.
+const CONTENT_MAX: usize = 128 << 10;
 
 /// Shortest match.
 const MATCH_MIN: usize = 4;
 /// The last match begins at least this far before the end of a block.
 const MATCH_LIMIT: usize = 12;
-/// So many bytes at the end of a block are no match.
+/// The last bytes of a block that must be literals.
 const LAST_LITERALS: usize = 5;
 /// Farthest match.
 const DISTANCE_MAX: usize = 65_535;
 const HASH_BITS: u32 = 12;
 
-/// Content in one block.
+/// A physical cluster: the content in one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// How much content, in bytes: for what is compressed more than a block.
+pub struct Pcluster {
+    /// Length of the content in bytes; more than a block if it is compressed.
     pub len: u32,
-    /// It is compressed.
+    /// Whether it is compressed.
     pub compressed: bool,
 }
 
-/// Reads content to its end and writes a block for each part that it returns.
+/// Reads content to its end and writes a block for each pcluster that it returns.
 ///
 /// # Errors
-/// Those of the two.
-pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Vec<Part>> {
-    let mut parts = Vec::new();
+/// Errors of `content` and `blocks`.
+pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Vec<Pcluster>> {
+    let mut pclusters = Vec::new();
     let mut table = Table::new();
-    let mut buffer = vec![0; PART_MAX];
+    let mut buffer = vec![0; CONTENT_MAX];
     let mut filled = 0;
     loop {
         while filled < buffer.len() {
@@ -52,11 +53,12 @@ pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Ve
             }
         }
         if filled == 0 {
-            return Ok(parts);
+            return Ok(pclusters);
         }
         let mut block = [0; BLOCK];
         let (len, compressed) = match table.fill(&buffer[..filled], &mut block) {
-            // Less than a block is as good as it is, and two ends within one page would be one too many for EROFS.
+            // Less than a block gains nothing, and EROFS does not allow two pclusters to end in one
+            // page.
             Some(len) if len > BLOCK => (len, true),
             _ => {
                 let len = filled.min(BLOCK);
@@ -66,14 +68,14 @@ pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Ve
             }
         };
         blocks.write_all(&block)?;
-        // At most `PART_MAX`.
-        parts.push(Part { len: u32::try_from(len).unwrap_or(u32::MAX), compressed });
+        // At most `CONTENT_MAX`.
+        pclusters.push(Pcluster { len: u32::try_from(len).unwrap_or(u32::MAX), compressed });
         buffer.copy_within(len..filled, 0);
         filled -= len;
     }
 }
 
-/// Where four bytes were last, by their hash.
+/// The last position of four bytes, by their hash.
 struct Table(Vec<u32>);
 
 impl Table {
@@ -81,24 +83,25 @@ impl Table {
         Table(vec![0; 1 << HASH_BITS])
     }
 
-    /// Compresses as much of the content as fits, to the end of the block. Says how much; `None` if it is hardly any.
+    /// Compresses as much of the content as fits, to the end of the block, and returns its length.
+    /// `None` if the content is not longer than a block.
     fn fill(&mut self, content: &[u8], block: &mut [u8; BLOCK]) -> Option<usize> {
         if content.len() <= BLOCK {
             return None;
         }
         self.0.fill(u32::MAX);
         let mut out = Vec::with_capacity(BLOCK);
-        // What is compressed ends at `anchor`.
+        // The content before `anchor` is compressed.
         let (mut anchor, mut at) = (0, 0);
         let search_end = content.len() - MATCH_LIMIT;
         let match_end = content.len() - LAST_LITERALS;
         while at < search_end {
             let Some((from, len)) = self.find(content, at, match_end) else {
-                // The longer nothing is found, the larger the steps.
+                // Steps grow while no match is found.
                 at += 1 + ((at - anchor) >> 6);
                 continue;
             };
-            // Enough is left for a last sequence that is far enough from this match's start.
+            // Leave room for a last sequence at the distance that the format demands.
             let last = 1 + MATCH_LIMIT - MATCH_MIN;
             if out.len() + sequence_size(at - anchor, len) + last > BLOCK {
                 break;
@@ -107,7 +110,7 @@ impl Table {
             at += len;
             anchor = at;
         }
-        // What still fits goes as it is.
+        // Fill the rest with literals.
         let mut rest = (BLOCK - out.len() - 1).min(content.len() - anchor);
         while out.len() + sequence_size(rest, 0) > BLOCK {
             rest -= 1;
@@ -118,11 +121,11 @@ impl Table {
         Some(anchor + rest)
     }
 
-    /// Where the bytes at a place were before, and how many are the same.
+    /// An earlier position with the same bytes as at `at`, and how many are the same.
     fn find(&mut self, content: &[u8], at: usize, end: usize) -> Option<(usize, usize)> {
         let four: [u8; 4] = content[at..at + 4].try_into().ok()?;
         let hash = u32::from_le_bytes(four).wrapping_mul(2_654_435_761) >> (32 - HASH_BITS);
-        // At most `PART_MAX`.
+        // At most `CONTENT_MAX`.
         let known = std::mem::replace(&mut self.0[hash as usize], u32::try_from(at).ok()?);
         let from = usize::try_from(known).ok().filter(|_| known != u32::MAX)?;
         if at - from > DISTANCE_MAX || content[from..from + 4] != four {
@@ -215,7 +218,7 @@ mod tests {
                 [vec![0; len], noise, text]
             })
             .collect();
-        // Runs of noise and of repetition, of all lengths.
+        // Extents of noise and of repetition, of all lengths.
         let mut mixed = Vec::new();
         while mixed.len() < 3_000_000 {
             let (len, what) = (random() as usize * 20, random());
@@ -226,13 +229,13 @@ mod tests {
         contents.push(mixed);
         for content in contents {
             let mut blocks = Vec::new();
-            let parts = compress(&content[..], &mut blocks).expect("in memory");
-            assert_eq!(blocks.len(), parts.len() * BLOCK);
+            let pclusters = compress(&content[..], &mut blocks).expect("in memory");
+            assert_eq!(blocks.len(), pclusters.len() * BLOCK);
             let mut back = Vec::new();
-            for (part, block) in parts.iter().zip(blocks.chunks(BLOCK)) {
-                let len = part.len as usize;
-                if part.compressed {
-                    assert!(len > BLOCK && len <= PART_MAX);
+            for (pcluster, block) in pclusters.iter().zip(blocks.chunks(BLOCK)) {
+                let len = pcluster.len as usize;
+                if pcluster.compressed {
+                    assert!(len > BLOCK && len <= CONTENT_MAX);
                     let start = block.iter().position(|&b| b != 0).expect("not only zeros");
                     back.extend(decompress(&block[start..]));
                 } else {

@@ -1,9 +1,9 @@
 //! A tree to the bytes of a composefs metadata image, byte for byte what mkcomposefs 1.0.8 makes
-//! of the same tree; or to those of an image that is mounted by itself, with its data on devices.
+//! of the same tree; or to those of an image with file data, which is mounted by itself.
 //!
 //! The image is streamed. A first pass over the tree orders it (`plan`), a second counts
-//! attributes (`attrs`), a third finds every inode its place (`layout`); then inodes, shared
-//! attributes and data blocks are written front to back, each pass computing the same places
+//! attributes (`attrs`), a third assigns an offset to every inode (`layout`); then inodes, shared
+//! attributes and data blocks are written front to back, each pass computing the same offsets
 //! again. So memory stays at some 12 bytes per name, whatever the size of the image.
 
 mod attrs;
@@ -30,7 +30,7 @@ use head::inodes_start;
 use layout::{Body, Stored, TABLE_ALIGN};
 use plan::{DirNames, Node, Plan, Target};
 
-pub use data::{Contents, Data, Device, Form, Found, Place, Run};
+pub use data::{Blob, Blobs, BlockAddr, Data, Device, Extent, Form};
 
 pub(crate) use plan::dir_size;
 
@@ -80,8 +80,8 @@ pub enum WriteError {
     /// The tree needs more than the format can address.
     #[error("the image would be larger than its format can address")]
     TooLarge,
-    /// A file whose content is on no device, or not as it should be.
-    #[error("{}: the devices do not have its content", path.escape_ascii())]
+    /// A file whose blob is missing, has another size, or has invalid addresses.
+    #[error("{}: its content is missing or invalid on the devices", path.escape_ascii())]
     NoContent {
         /// The file in the tree.
         path: Box<[u8]>,
@@ -117,13 +117,13 @@ pub fn write(
     write_planned(&plan, version, sink)
 }
 
-/// Writes an image of a tree that is mounted by itself, with the devices that hold the content of its files. The kernel
-/// can share the page cache of files with the same content between such images.
+/// Writes an image with file data, which is mounted by itself with its devices. The kernel can
+/// share the page cache of files with the same content between such images.
 ///
-/// What is to be behind the image ([`Data::own_blocks`]) the caller writes there, right after the last byte.
+/// The caller appends [`Data::own_blocks`] to the image, right after its last byte.
 ///
-/// Attributes `trusted.overlay.*` of the tree get names that overlayfs leaves alone, as in a metadata image, since a
-/// writable mount has the image below an overlay.
+/// The tree's attributes `trusted.overlay.*` are escaped as in a metadata image, since a writable
+/// mount has an overlay over the image.
 ///
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
@@ -136,7 +136,8 @@ pub fn write_data(
     write_planned(&Plan::with_data(tree, &checked), 0, sink)
 }
 
-/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]): its whiteouts are whiteouts.
+/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]), with unescaped
+/// whiteouts.
 ///
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
@@ -163,7 +164,7 @@ fn write_planned(
 /// A block, as a length in memory.
 const BLOCK: usize = 1 << BLOCK_BITS;
 
-/// Where everything is.
+/// Offsets and addresses of the image.
 struct Map {
     /// By inode of the tree, in slots of 32 bytes.
     nids: Vec<u32>,
@@ -173,9 +174,10 @@ struct Map {
     data_start: u64,
     /// Blocks that are written.
     blocks: u32,
-    /// Those and the ones that others put behind them.
+    /// Those and the ones that the caller appends.
     all_blocks: u32,
-    /// Where in the address space that spans all devices each begins; what is behind the image is the first.
+    /// The first block of each device in the address space that spans all; the blocks behind the
+    /// image come first.
     first_blocks: Vec<u32>,
 }
 
@@ -187,7 +189,7 @@ impl Map {
         let mut data_blocks = 0;
         for at in plan.nodes() {
             let mut stored = Stored::new(plan, attrs, &at);
-            let pos = stored.place(end);
+            let pos = stored.position(end);
             end = pos + stored.len();
             data_blocks += u64::from(stored.blocks);
             let nid = u32::try_from(pos / SLOT_SIZE).map_err(|_| WriteError::TooLarge)?;
@@ -233,7 +235,7 @@ impl<W: Write> Image<'_, W> {
         let mut data_block = self.map.data_start / BLOCK_SIZE;
         for (number, at) in (0_u32..).zip(self.plan.nodes()) {
             let mut stored = Stored::new(self.plan, self.attrs, &at);
-            let pos = stored.place(self.out.pos);
+            let pos = stored.position(self.out.pos);
             self.pad_to(pos)?;
             self.write_inode(&stored, number, data_block)?;
             data_block += u64::from(stored.blocks);
@@ -354,17 +356,17 @@ impl<W: Write> Image<'_, W> {
             (Body::Chunks { count, .. }, _) => {
                 self.put(&NULL_ADDR.to_le_bytes().repeat(*count as usize))
             }
-            (Body::Runs { size, runs, .. }, _) => {
+            (Body::Extents { size, extents, .. }, _) => {
                 self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
-                let mut chunks = data::chunks(*size, runs, self.map.blocks);
+                let mut chunks = data::chunks(*size, extents, self.map.blocks);
                 chunks.try_for_each(|chunk| self.put(chunk.as_bytes()))
             }
-            (Body::Lz4 { place, parts, .. }, _) => {
+            (Body::Lz4 { start, pclusters, .. }, _) => {
                 self.pad_to(self.out.pos.next_multiple_of(TABLE_ALIGN))?;
                 self.put(ClusterHeader::new_zeroed().as_bytes())?;
-                // `Checked` has looked at the place, and `first_blocks` at the last address that there is.
-                let first = self.map.first_blocks[usize::from(place.device)] + place.block;
-                data::clusters(parts, first, |cluster| self.put(cluster.as_bytes()))
+                // `Checked` has bounded the address, and `first_blocks` the last address of all.
+                let first = self.map.first_blocks[usize::from(start.device)] + start.block;
+                data::clusters(pclusters, first, |cluster| self.put(cluster.as_bytes()))
             }
             _ => Ok(()),
         }
@@ -382,7 +384,7 @@ impl<W: Write> Image<'_, W> {
         let mut end = inodes_start(self.plan);
         for at in self.plan.nodes() {
             let mut stored = Stored::new(self.plan, self.attrs, &at);
-            let pos = stored.place(end);
+            let pos = stored.position(end);
             end = pos + stored.len();
             if stored.blocks == 0 {
                 continue;
@@ -481,7 +483,7 @@ enum DirPart {
     Tail,
 }
 
-/// The field that means something else for every type.
+/// The `i_u` field, whose meaning depends on the file type.
 fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     let block = match stored.blocks {
         0 => 0,
@@ -489,9 +491,11 @@ fn union_of(stored: &Stored<'_>, data_block: u64) -> Result<u32, WriteError> {
     };
     Ok(match stored.body {
         Body::Device(rdev) => rdev,
-        // How many blocks there are.
-        Body::Lz4 { parts, .. } => u32::try_from(parts.len()).map_err(|_| WriteError::TooLarge)?,
-        Body::Runs { chunk_bits, .. } => {
+        // The number of blocks.
+        Body::Lz4 { pclusters, .. } => {
+            u32::try_from(pclusters.len()).map_err(|_| WriteError::TooLarge)?
+        }
+        Body::Extents { chunk_bits, .. } => {
             u32::from(CHUNK_INDEXES) | u32::from(chunk_bits - BLOCK_BITS)
         }
         Body::Chunks { chunk_bits, .. } => {

@@ -1,4 +1,4 @@
-//! The order in which an image stores things, and what depends on all of the tree.
+//! The order in which an image stores inodes and names, and facts about the whole tree.
 
 use super::data::Checked;
 use crate::tree::{Content, EntryId, InodeId, Meta, S_IFCHR, Tree};
@@ -38,11 +38,11 @@ pub(super) struct NodeAt<'p> {
 
 pub(crate) struct Plan<'t> {
     pub(super) tree: &'t Tree,
-    /// Where the content of files is, in an image that is mounted by itself. Without, it is for an overlay with an
-    /// object store below it.
+    /// The file data of an image that is mounted by itself. `None` for an image over which
+    /// overlayfs mounts an object store.
     pub(super) data: Option<&'t Checked<'t>>,
-    /// It is a metadata image: names of its root hide what is in the object store, and whiteouts of the tree are kept
-    /// from being whiteouts.
+    /// Whether it is a metadata image: its root has whiteouts that hide the object store, and the
+    /// tree's whiteouts are escaped.
     pub(super) is_metadata: bool,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,

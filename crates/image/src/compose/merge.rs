@@ -7,7 +7,7 @@
 //! 2. opaque marks and whiteouts remove lower names;
 //! 3. the layer's own entries come.
 //!
-//! The first two look at the layer's marks only, the third reads its dump ([`Overlay`]).
+//! The first two look at the layer's marks only, the third reads its dump ([`DumpedLayer`]).
 
 use std::collections::HashMap;
 use std::io;
@@ -18,8 +18,9 @@ use cofolio_erofs::tree::{Content, InodeId, Tree, TreeError};
 use cofolio_store::Domain;
 
 use crate::error::{ImportError, shown};
-use crate::layer::overlay::{
-    Dirs, LayerDump, NO_META, Overlay, dump_error, is_dir, is_implicit, lower_link, not_in_order,
+use crate::layer::dumped::{
+    Dirs, DumpedLayer, LayerDump, NO_META, dump_error, is_dir, is_implicit, lower_link,
+    not_in_order,
 };
 use crate::layer::unpack::store_error;
 use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, make_dirs, walk};
@@ -51,7 +52,7 @@ pub(crate) type Hidden = Vec<([u8; 32], u64)>;
 /// that cannot be read.
 pub(crate) fn apply(
     lower: &mut Tree,
-    layer: &Overlay,
+    layer: &DumpedLayer,
     hidden: &mut Hidden,
 ) -> Result<(), MergeError> {
     let mut held = Held::default();
@@ -111,7 +112,7 @@ pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportEr
     let mut tree = Tree::new(DEFAULT_DIR);
     for chain_id in chain {
         let dump = LayerDump::File(domain.open_layer(chain_id)?);
-        let layer = Overlay::read(dump).map_err(store_error)?;
+        let layer = DumpedLayer::read(dump).map_err(store_error)?;
         apply(&mut tree, &layer, &mut Hidden::new()).map_err(|error| match error {
             MergeError::Dump(error) => store_error(error),
             MergeError::Entry { path, what } => {
@@ -257,7 +258,7 @@ struct Shared {
 }
 
 impl Bring<'_> {
-    fn run(mut self, layer: &Overlay) -> Result<(), MergeError> {
+    fn run(mut self, layer: &DumpedLayer) -> Result<(), MergeError> {
         let mut dirs = Dirs::new(self.lower.root());
         let mut records = layer.records().map_err(MergeError::Dump)?;
         while let Some(record) = records.next().map_err(|e| MergeError::Dump(dump_error(e)))? {

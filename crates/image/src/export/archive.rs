@@ -13,7 +13,7 @@ use super::aside::OutputFile;
 use super::error::{ExportError, io_error};
 use super::layout::{OCI_LAYOUT, index};
 use super::tar::header;
-use super::target::{Finished, Part, Target};
+use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 use crate::layer::tar::{BLOCK, pad};
 
@@ -30,7 +30,7 @@ pub(crate) struct Archive {
     output: OutputFile,
     /// Where the member at hand begins, and what it is.
     member: u64,
-    part: Part,
+    kind: BlobKind,
     /// Where the next byte goes.
     at: u64,
     members: Vec<String>,
@@ -39,29 +39,29 @@ pub(crate) struct Archive {
 impl Archive {
     pub(crate) fn create(path: &Path, style: Style, replace: bool) -> Result<Self, ExportError> {
         let output = OutputFile::create(path, replace)?;
-        Ok(Self { style, output, member: 0, part: Part::Layer, at: 0, members: Vec::new() })
+        Ok(Self { style, output, member: 0, kind: BlobKind::Layer, at: 0, members: Vec::new() })
     }
 
     fn failed(&self, error: io::Error) -> ExportError {
         io_error(self.output.aside())(error)
     }
 
-    fn name(&self, part: Part, digest: &BlobDigest) -> String {
+    fn name(&self, kind: BlobKind, digest: &BlobDigest) -> String {
         let hex = || digest.to_string().split(':').next_back().unwrap_or_default().to_owned();
-        match (self.style, part) {
+        match (self.style, kind) {
             (Style::Oci, _) => digest.layout_path(),
-            (Style::Docker, Part::Layer) => format!("{}.tar", hex()),
+            (Style::Docker, BlobKind::Layer) => format!("{}.tar", hex()),
             (Style::Docker, _) => format!("{}.json", hex()),
         }
     }
 
     /// Whether there is no such thing in an archive of this style.
-    fn leaves_out(&self, part: Part) -> bool {
-        self.style == Style::Docker && part == Part::Manifest
+    fn leaves_out(&self, kind: BlobKind) -> bool {
+        self.style == Style::Docker && kind == BlobKind::Manifest
     }
 
     fn member(&mut self, name: &str, content: &[u8]) -> Result<(), ExportError> {
-        self.begin(Part::Config)?;
+        self.begin(BlobKind::Config)?;
         self.write(content)?;
         self.close(name.to_owned(), content.len() as u64)
     }
@@ -86,16 +86,16 @@ impl Archive {
 }
 
 impl Target for Archive {
-    fn begin(&mut self, part: Part) -> Result<(), ExportError> {
-        (self.member, self.part) = (self.at, part);
-        if self.leaves_out(part) {
+    fn begin(&mut self, kind: BlobKind) -> Result<(), ExportError> {
+        (self.member, self.kind) = (self.at, kind);
+        if self.leaves_out(kind) {
             return Ok(());
         }
         self.write(&[0; BLOCK])
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError> {
-        if self.leaves_out(self.part) {
+        if self.leaves_out(self.kind) {
             return Ok(());
         }
         self.at += bytes.len() as u64;
@@ -103,10 +103,10 @@ impl Target for Archive {
     }
 
     fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError> {
-        if self.leaves_out(self.part) {
+        if self.leaves_out(self.kind) {
             return Ok(());
         }
-        self.close(self.name(self.part, digest), size)
+        self.close(self.name(self.kind, digest), size)
     }
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
@@ -117,9 +117,9 @@ impl Target for Archive {
             }
             Style::Docker => {
                 let layers: Vec<_> =
-                    image.layers.iter().map(|layer| self.name(Part::Layer, layer)).collect();
+                    image.layers.iter().map(|layer| self.name(BlobKind::Layer, layer)).collect();
                 let tags = image.name.as_ref().map(|name| [tagged(name)]);
-                let config = self.name(Part::Config, &image.config);
+                let config = self.name(BlobKind::Config, &image.config);
                 let list = json!([{"Config": config, "RepoTags": tags, "Layers": layers}]);
                 self.member("manifest.json", list.to_string().as_bytes())?;
             }

@@ -1,12 +1,13 @@
-//! An image as one file that carries all of it: EROFS, for mounts without a store, and for virtual machines.
+//! An image as one file that carries all of it: EROFS, for mounts without a store, and for virtual
+//! machines.
 //!
 //! ```text
 //! metadata image ─▶ tree ────────────────────────────────┐
 //! object, hashed ─▶ [LZ4] ─▶ blocks in an unnamed file ─▶ metadata | blocks ─▶ FILE
 //! ```
 //!
-//! Each content is in it once. Its files have fingerprints, so that Linux 7.0 can share their page cache with that of
-//! other such images (`inode_share`).
+//! Each content is in it once. Its files have fingerprints, so that Linux 7.0 can share their page
+//! cache with that of other such images (`inode_share`).
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -15,8 +16,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Tree};
-use cofolio_erofs::write::lz4::{self, Part};
-use cofolio_erofs::write::{Contents, Data, Form, Found, Place, Run, WriteError, write_data};
+use cofolio_erofs::write::lz4::{self, Pcluster};
+use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Extent, Form, WriteError, write_data};
 use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain, Piece, SHA256_SIZE_MAX, Stretch, granule, stretch_at};
@@ -38,9 +39,9 @@ const READ_SIZE: usize = 256 << 10;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FilesystemReport {
     /// fs-verity digest of the image in the store.
-    pub image: String,
+    pub image: Digest,
     /// fs-verity digest of the file. The same image gives the same file every time.
-    pub digest: String,
+    pub digest: Digest,
     /// Size of the file in bytes.
     pub size: u64,
     /// Bytes of all contents, each counted once.
@@ -86,12 +87,7 @@ pub fn export_filesystem(
             other => bad(other.to_string()),
         })?;
     new.publish()?;
-    Ok(FilesystemReport {
-        image: image.to_string(),
-        digest: digest.to_string(),
-        size,
-        content: blocks.content,
-    })
+    Ok(FilesystemReport { image: *image, digest, size, content: blocks.content })
 }
 
 /// Writes metadata and blocks; gives the digest of it all and its size.
@@ -103,7 +99,7 @@ fn write_file(
 ) -> Result<(Digest, u64), WriteError> {
     use WriteError::Sink;
     let mut sink = Hashed { file, hasher: Hasher::new() };
-    let data = Data { devices: &[], own_blocks: blocks.count, contents: &*blocks };
+    let data = Data { devices: &[], own_blocks: blocks.count, blobs: &*blocks };
     write_data(tree, &data, &mut sink)?;
     blocks.copy_to(&mut sink, cancel).map_err(Sink)?;
     let size = sink.hasher.size();
@@ -137,7 +133,8 @@ impl Write for Hashed<'_> {
     }
 }
 
-/// Writes to a file whose zeros are to take no room: they are stepped over. At the end the file may be too short.
+/// Writes to a file whose zeros are to take no room: they are stepped over. At the end the file may
+/// be too short.
 fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
     let zeros = |block: &[u8]| block.iter().all(|&byte| byte == 0);
     while let Some(first) = data.chunks(BLOCK).next() {
@@ -167,20 +164,21 @@ struct Blocks {
 }
 
 enum Kept {
-    Runs(Vec<Run>),
-    Lz4(u32, Vec<Part>),
+    Extents(Vec<Extent>),
+    Lz4(u32, Vec<Pcluster>),
 }
 
-impl Contents for Blocks {
-    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+impl Blobs for Blocks {
+    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
         let (sha256, kept) = self.kept.get(digest)?;
         let form = match kept {
-            Kept::Runs(runs) => Form::Runs(runs),
-            Kept::Lz4(block, parts) => {
-                Form::Lz4 { place: Place { device: 0, block: *block }, parts }
+            Kept::Extents(extents) => Form::Extents(extents),
+            Kept::Lz4(block, pclusters) => {
+                let start = BlockAddr { device: 0, block: *block };
+                Form::Lz4 { start, pclusters }
             }
         };
-        Some(Found { sha256: *sha256, form })
+        Some(Blob { sha256: *sha256, form })
     }
 }
 
@@ -260,15 +258,15 @@ impl Blocks {
             let mut reader =
                 ObjectReader { object: &mut object, left: size, sha: &mut sha, failed: None };
             let mut writer = io::BufWriter::with_capacity(READ_SIZE, &self.file);
-            let parts = lz4::compress(&mut reader, &mut writer);
+            let pclusters = lz4::compress(&mut reader, &mut writer);
             if let Some(error) = reader.failed {
                 return Err(error);
             }
-            let parts = parts.and_then(|parts| writer.flush().map(|()| parts));
-            let parts = parts.map_err(bad)?;
-            let count = u32::try_from(parts.len()).map_err(|_| too_large())?;
+            let pclusters = pclusters.and_then(|pclusters| writer.flush().map(|()| pclusters));
+            let pclusters = pclusters.map_err(bad)?;
+            let count = u32::try_from(pclusters.len()).map_err(|_| too_large())?;
             self.count = first.checked_add(count).ok_or_else(too_large)?;
-            Kept::Lz4(first, parts)
+            Kept::Lz4(first, pclusters)
         } else {
             let blocks = u32::try_from(size.div_ceil(BLOCK as u64)).map_err(|_| too_large())?;
             // No place is larger than the end of all of them.
@@ -288,9 +286,9 @@ impl Blocks {
                     }
                 }
             })?;
-            let (count, runs) = plain.finish().map_err(bad)?;
+            let (count, extents) = plain.finish().map_err(bad)?;
             self.count = first + count;
-            Kept::Runs(runs)
+            Kept::Extents(extents)
         };
         object.check()?;
         self.kept.insert(digest, (sha.map(|sha| sha.finalize().into()), kept));
@@ -317,8 +315,8 @@ struct Plain<'f> {
     granule: u64,
     /// How much of it was seen, in bytes.
     at: u64,
-    runs: Vec<Run>,
-    /// How much of it has a run, in blocks.
+    extents: Vec<Extent>,
+    /// How much of it has a extent, in blocks.
     placed: u32,
     /// How many blocks are written.
     written: u32,
@@ -326,8 +324,8 @@ struct Plain<'f> {
 
 impl<'f> Plain<'f> {
     fn new(file: &'f File, first: u32, size: u64) -> Self {
-        let (granule, runs) = (granule(size), Vec::new());
-        Self { file, first, size, granule, at: 0, runs, placed: 0, written: 0 }
+        let (granule, extents) = (granule(size), Vec::new());
+        Self { file, first, size, granule, at: 0, extents, placed: 0, written: 0 }
     }
 
     /// Takes the next bytes.
@@ -355,11 +353,11 @@ impl<'f> Plain<'f> {
             self.skip_to(start);
             let end = self.size.min(u64::from(start) * BLOCK as u64 + self.granule);
             let blocks = blocks_of(end) - start;
-            match self.runs.last_mut() {
-                Some(run) if run.place.is_some() => run.blocks += blocks,
+            match self.extents.last_mut() {
+                Some(extent) if extent.at.is_some() => extent.blocks += blocks,
                 _ => {
-                    let place = Some(Place { device: 0, block: self.first + self.written });
-                    self.runs.push(Run { place, blocks });
+                    let at = Some(BlockAddr { device: 0, block: self.first + self.written });
+                    self.extents.push(Extent { at, blocks });
                 }
             }
             self.written += blocks;
@@ -371,18 +369,18 @@ impl<'f> Plain<'f> {
     /// Makes a hole up to a block.
     fn skip_to(&mut self, block: u32) {
         if block > self.placed {
-            self.runs.push(Run { place: None, blocks: block - self.placed });
+            self.extents.push(Extent { at: None, blocks: block - self.placed });
             self.placed = block;
         }
     }
 
     /// How many blocks were written, and where the content is.
-    fn finish(mut self) -> io::Result<(u32, Vec<Run>)> {
+    fn finish(mut self) -> io::Result<(u32, Vec<Extent>)> {
         self.skip_to(blocks_of(self.size));
         let end = u64::from(self.first + self.written) * BLOCK as u64;
         self.file.set_len(end)?;
         self.file.seek(SeekFrom::Start(end))?;
-        Ok((self.written, self.runs))
+        Ok((self.written, self.extents))
     }
 }
 

@@ -6,10 +6,11 @@ use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Domain, Ref};
 use serde_json::json;
 
+use super::compress::{BlobWriter, LayerBlob};
 use super::error::ExportError;
-use super::pack::{Packed, Packer};
 use super::{Exported, assemble, tar};
 use crate::compose::contents::open_image;
+use crate::digest::DiffId;
 use crate::source::Platform;
 
 /// What there is to give out.
@@ -84,31 +85,31 @@ impl<'a> Image<'a> {
     }
 
     /// The config: byte for byte as it came, or one that says the least that it can.
-    pub(crate) fn config<'b>(&self, diff_ids: impl Iterator<Item = &'b str>) -> Cow<'a, str> {
+    pub(crate) fn config<'b>(&self, diff_ids: impl Iterator<Item = &'b DiffId>) -> Cow<'a, str> {
         match self.record.and_then(|record| record.config.as_deref()) {
             Some(config) => config.into(),
             None => new_config(&diff_ids.collect::<Vec<_>>()).into(),
         }
     }
 
-    /// Gives a layer's archive to a packer, and checks that it is the right one. `step` hears how far the
+    /// Writes a layer's archive as a blob, and checks that it is the right one. `step` hears how far the
     /// archive has come, in bytes.
-    pub(crate) fn pack(
+    pub(crate) fn write_layer(
         &self,
         layer: &Layer,
-        mut packer: Packer<'_>,
+        mut writer: BlobWriter<'_>,
         cancel: &Cancel,
         step: &mut dyn FnMut(u64),
-    ) -> Result<Packed, ExportError> {
+    ) -> Result<LayerBlob, ExportError> {
         let mut push = |bytes: &[u8]| {
-            packer.push(bytes)?;
-            step(packer.uncompressed());
+            writer.push(bytes)?;
+            step(writer.uncompressed());
             Ok(())
         };
         match layer {
             Layer::Split { chain_id, diff_id } => {
                 assemble::layer(self.domain, chain_id, cancel, &mut push)?;
-                packer.finish(|actual| match actual.to_string() {
+                writer.finish(|actual| match actual.to_string() {
                     actual if actual == *diff_id => Ok(()),
                     actual => Err(ExportError::DiffId {
                         layer: chain_id.clone(),
@@ -124,14 +125,14 @@ impl<'a> Image<'a> {
                 let tree = image.to_tree().map_err(|error| bad(error.to_string()))?;
                 let user = format!("image {}", self.digest);
                 tar::write(self.domain, &tree, (&user, cancel), &mut push)?;
-                packer.finish(|_| Ok(()))
+                writer.finish(|_| Ok(()))
             }
         }
     }
 }
 
 /// No time in it: the same image gives the same bytes tomorrow.
-fn new_config(diff_ids: &[&str]) -> String {
+fn new_config(diff_ids: &[&DiffId]) -> String {
     let Platform { os, architecture, variant } = Platform::host();
     let mut config = json!({
         "architecture": architecture,

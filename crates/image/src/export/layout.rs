@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::aside;
 use super::error::{ExportError, io_error};
-use super::target::{Finished, Part, Target};
+use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 
 /// The content of `oci-layout`.
@@ -82,7 +82,7 @@ fn is_own(path: &Path, is: impl FnOnce(&fs::Metadata) -> bool) -> bool {
 }
 
 impl Target for Layout {
-    fn begin(&mut self, _: Part) -> Result<(), ExportError> {
+    fn begin(&mut self, _: BlobKind) -> Result<(), ExportError> {
         self.blob = Some(aside::create_file(&self.root.join("blobs/sha256/blob"))?);
         Ok(())
     }

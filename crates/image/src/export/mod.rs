@@ -15,11 +15,11 @@
 mod archive;
 mod aside;
 mod assemble;
+mod compress;
 mod error;
 mod filesystem;
 mod image;
 mod layout;
-mod pack;
 mod push;
 mod tar;
 mod target;
@@ -32,18 +32,18 @@ use serde::Serialize;
 use serde_json::json;
 
 pub use aside::OutputFile;
+pub use compress::Compression;
 pub use error::ExportError;
 pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
-pub use pack::Compression;
 pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
 use archive::{Archive, Style};
+use compress::{BlobWriter, Compressors, LayerBlob};
 use image::Image;
 use layout::Layout;
-use pack::{Compressors, Packed, Packer};
-use target::{Descriptor, Finished, Part, Target};
+use target::{BlobKind, Descriptor, Finished, Target};
 
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
@@ -133,14 +133,14 @@ pub struct ExportOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportReport {
     /// fs-verity digest of the image.
-    pub image: String,
+    pub image: Digest,
     /// What it is called at the destination.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Digest of the manifest that was written.
-    pub manifest: String,
+    pub manifest: BlobDigest,
     /// Digest of the config: the image id of other engines.
-    pub config: String,
+    pub config: BlobDigest,
     /// The layers, lowest first.
     pub layers: Vec<ExportedLayer>,
 }
@@ -149,11 +149,11 @@ pub struct ExportReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExportedLayer {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Digest of the archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// Size of the archive in bytes.
     pub uncompressed: u64,
 }
@@ -215,12 +215,12 @@ fn write(
     task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let layers = image.layers.len();
-    let packed = std::thread::scope(|scope| {
+    let blobs = std::thread::scope(|scope| {
         let compressors = Compressors::start(scope, compression, threads, 1)?;
-        let mut packed: Vec<Packed> = Vec::new();
+        let mut blobs: Vec<LayerBlob> = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
-            let before: u64 = packed.iter().map(|layer| layer.uncompressed).sum();
-            target.begin(Part::Layer)?;
+            let before: u64 = blobs.iter().map(|layer| layer.uncompressed).sum();
+            target.begin(BlobKind::Layer)?;
             let mut sink = |bytes: &[u8]| target.write(bytes);
             let mut step = |bytes| {
                 renew();
@@ -228,23 +228,26 @@ fn write(
                 let bytes = before + bytes;
                 task.tell(Event::Done { bytes, bytes_total: None, items, items_total });
             };
-            let done =
-                image.pack(layer, Packer::new(&compressors, &mut sink), &task.cancel, &mut step)?;
+            let done = image.write_layer(
+                layer,
+                BlobWriter::new(&compressors, &mut sink),
+                &task.cancel,
+                &mut step,
+            )?;
             target.end(&done.digest, done.size)?;
-            packed.push(done);
+            blobs.push(done);
         }
-        Ok::<_, ExportError>(packed)
+        Ok::<_, ExportError>(blobs)
     })?;
-    let diff_ids: Vec<_> = packed.iter().map(|layer| layer.diff_id.to_string()).collect();
-    let config = image.config(diff_ids.iter().map(String::as_str));
-    let config_digest = target.put(Part::Config, config.as_bytes())?;
-    let blobs = packed.iter().map(|layer| Descriptor {
+    let config = image.config(blobs.iter().map(|layer| &layer.diff_id));
+    let config_digest = target.put(BlobKind::Config, config.as_bytes())?;
+    let descriptors = blobs.iter().map(|layer| Descriptor {
         media_type: compression.media_type().to_owned(),
         digest: layer.digest.clone(),
         size: layer.size,
     });
-    let manifest = manifest(&config_digest, config.len(), &blobs.collect::<Vec<_>>());
-    let manifest_digest = target.put(Part::Manifest, &manifest)?;
+    let manifest = manifest(&config_digest, config.len(), &descriptors.collect::<Vec<_>>());
+    let manifest_digest = target.put(BlobKind::Manifest, &manifest)?;
     let finished = Finished {
         manifest: Descriptor {
             media_type: MANIFEST.to_owned(),
@@ -252,21 +255,21 @@ fn write(
             size: manifest.len() as u64,
         },
         config: config_digest,
-        layers: packed.iter().map(|layer| layer.digest.clone()).collect(),
+        layers: blobs.iter().map(|layer| layer.digest.clone()).collect(),
         name: name.map(str::to_owned),
     };
     target.publish(&finished)?;
-    let exported = packed.iter().map(|layer| ExportedLayer {
-        digest: layer.digest.to_string(),
+    let exported = blobs.iter().map(|layer| ExportedLayer {
+        digest: layer.digest.clone(),
         size: layer.size,
-        diff_id: layer.diff_id.to_string(),
+        diff_id: layer.diff_id.clone(),
         uncompressed: layer.uncompressed,
     });
     Ok(ExportReport {
-        image: image.digest.to_string(),
+        image: *image.digest,
         name: finished.name,
-        manifest: manifest_digest.to_string(),
-        config: finished.config.to_string(),
+        manifest: manifest_digest,
+        config: finished.config,
         layers: exported.collect(),
     })
 }

@@ -18,16 +18,16 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Instant;
 
 use cofolio_store::task::{Cancelled, Event, LayerState, Task};
-use cofolio_store::{Domain, PackedLayer, Ref};
+use cofolio_store::{Digest, Domain, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
 
+use super::compress::{BlobWriter, Compressors, LayerBlob};
 use super::error::ExportError;
 use super::image::{Image, Layer};
-use super::pack::{Compressors, Packed, Packer};
 use super::target::Descriptor;
 use super::{Compression, Exported, MANIFEST, manifest, threads};
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
 use crate::lease::Lease;
 use crate::reference::Reference;
@@ -74,17 +74,17 @@ pub enum How {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PushReport {
     /// fs-verity digest of the image.
-    pub image: String,
+    pub image: Digest,
     /// What it is called in the registry.
     pub name: String,
     /// Digest of the manifest.
-    pub manifest: String,
+    pub manifest: BlobDigest,
     /// It is the manifest that the image came with, to the byte.
     pub original: bool,
     /// The tag led there before already.
     pub known: bool,
     /// Digest of the config: the image id of other engines.
-    pub config: String,
+    pub config: BlobDigest,
     /// The layers, lowest first.
     pub layers: Vec<PushedLayer>,
     /// How long it took, in milliseconds.
@@ -95,11 +95,11 @@ pub struct PushReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PushedLayer {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Digest of the archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// How the registry came to it.
     pub how: How,
 }
@@ -132,40 +132,48 @@ pub fn push(
     let own = task.cancelled_by(task.cancel.child());
     let repository = Repository::for_push(to, &options.registry, &others, own);
     let push = Push { image, lease, known, repository, task, sent: Mutex::default() };
-    let outcome = push.layers(options).and_then(|layers| push.publish(tag, layers));
+    let outcome = push.layers(options).and_then(|layers| {
+        let report = push.publish(tag, &layers)?;
+        if let Some(name) = exported.name {
+            remember(domain, name, &push.image, to, &layers);
+        }
+        Ok(report)
+    });
     // What fails after it was cancelled fails because of that.
     let mut report = outcome.map_err(|error| task.reason(error))?;
-    if let Some(name) = exported.name {
-        remember(domain, name, &push.image, &report, options.compression);
-    }
     report.duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     Ok(report)
 }
 
-/// Notes what was made of layers, so that the next push need not make it again to know what it is called.
+/// Notes which blobs the layers have and which repository has them now. The next push neither makes them
+/// again to know their digests, nor sends to another repository what the registry can mount from this one.
 /// The push has done what it should even where that cannot be noted.
-fn remember(
-    domain: &Domain,
-    name: &str,
-    image: &Image<'_>,
-    report: &PushReport,
-    compression: Compression,
-) {
+fn remember(domain: &Domain, name: &str, image: &Image<'_>, to: &Reference, layers: &[Done]) {
     let Ok(Some(mut record)) = domain.get_ref(name) else { return };
-    let came: BTreeSet<_> = record.layers.iter().filter_map(|layer| layer.blob.clone()).collect();
-    let before = record.packed.len();
-    for layer in report.layers.iter().filter(|layer| layer.how == How::Sent) {
-        let is_new = record.packed.iter().all(|packed| packed.blob != layer.digest);
-        if is_new && !came.contains(&layer.digest) {
-            record.packed.push(PackedLayer {
-                diff_id: layer.diff_id.clone(),
-                blob: layer.digest.clone(),
-                size: layer.size,
-                media_type: compression.media_type().to_owned(),
-            });
-        }
+    if record.image != *image.digest {
+        return;
     }
-    if record.image == *image.digest && record.packed.len() > before {
+    let before = record.packed.clone();
+    let repository = format!("{}/{}", to.host(), to.repository());
+    for Done { blob, diff_id, .. } in layers {
+        let digest = blob.digest.to_string();
+        let at = record.packed.iter().position(|packed| packed.blob == digest);
+        let at = at.unwrap_or_else(|| {
+            record.packed.push(PackedLayer {
+                diff_id: diff_id.to_string(),
+                blob: digest,
+                size: blob.size,
+                media_type: blob.media_type.clone(),
+                repositories: Vec::new(),
+            });
+            record.packed.len() - 1
+        });
+        let repositories = &mut record.packed[at].repositories;
+        repositories.retain(|other| *other != repository);
+        repositories.insert(0, repository.clone());
+        repositories.truncate(PLACES_MAX);
+    }
+    if record.packed != before {
         let _ = domain.put_ref(name, &record);
     }
 }
@@ -184,7 +192,7 @@ struct KnownBlob {
     size: u64,
     media_type: String,
     /// Of a whole image, whose archive nobody knows otherwise.
-    diff_id: String,
+    diff_id: DiffId,
     /// Repositories of the same registry that have had it.
     places: Vec<String>,
 }
@@ -197,22 +205,23 @@ impl Known {
         let mut blobs = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
             let mut found = Vec::new();
-            let mut add = |digest: &str, size: u64, media_type: &str, diff_id: &str, of: &Ref| {
-                let Some(digest) = BlobDigest::parse(digest) else { return };
+            let mut add = |digest: &str, size, media_type: &str, diff_id: &str, places| {
+                let parsed = digest.parse::<BlobDigest>().ok().zip(diff_id.parse::<DiffId>().ok());
+                let Some((digest, diff_id)) = parsed else { return };
                 // `docker save` says nothing of compression.
-                let plain = media_type.is_empty() && digest.to_string() == diff_id;
+                let plain = media_type.is_empty() && digest == *diff_id.as_blob();
                 if (media_type.is_empty() && !plain) || found.len() == KNOWN_MAX {
                     return;
                 }
-                let places = place(of, to);
+                let places: Vec<String> = places;
                 match found.iter_mut().find(|known: &&mut KnownBlob| known.digest == digest) {
                     Some(known) => known.places.extend(places),
                     None => found.push(KnownBlob {
                         digest,
                         size,
                         media_type: oci_layer(media_type).to_owned(),
-                        diff_id: diff_id.to_owned(),
-                        places: places.into_iter().collect(),
+                        diff_id,
+                        places,
                     }),
                 }
             };
@@ -220,17 +229,25 @@ impl Known {
                 Some(diff_id) => {
                     if let (Some(manifest), Some(record)) = (&manifest, record) {
                         let said = &manifest.layers[number];
-                        add(&said.digest, said.size, &said.media_type, diff_id, record);
+                        add(
+                            &said.digest,
+                            said.size,
+                            &said.media_type,
+                            diff_id,
+                            came_from(record, to),
+                        );
                     }
                     // Its own record goes first.
                     for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
                         for layer in record.layers.iter().filter(|other| other.diff_id == diff_id) {
                             if let Some(blob) = &layer.blob {
-                                add(blob, layer.size, &layer.media_type, diff_id, record);
+                                let places = came_from(record, to);
+                                add(blob, layer.size, &layer.media_type, diff_id, places);
                             }
                         }
                         for packed in record.packed.iter().filter(|p| p.diff_id == diff_id) {
-                            add(&packed.blob, packed.size, &packed.media_type, diff_id, record);
+                            let PackedLayer { blob, size, media_type, .. } = packed;
+                            add(blob, *size, media_type, diff_id, went_to(packed, to));
                         }
                     }
                 }
@@ -238,8 +255,8 @@ impl Known {
                     let same = refs.iter().map(|(_, other)| other);
                     for other in same.filter(|other| other.image == *image.digest) {
                         for packed in other.packed.iter().filter(|_| other.config.is_none()) {
-                            let PackedLayer { diff_id, blob, size, media_type } = packed;
-                            add(blob, *size, media_type, diff_id, other);
+                            let PackedLayer { diff_id, blob, size, media_type, .. } = packed;
+                            add(blob, *size, media_type, diff_id, went_to(packed, to));
                         }
                     }
                 }
@@ -259,12 +276,22 @@ impl Known {
     }
 }
 
-/// The repository that an image came from, if it is another one of the same registry.
-fn place(record: &Ref, to: &Reference) -> Option<String> {
-    let source = record.source.as_deref()?.strip_prefix("docker://")?;
-    let source = Reference::parse(source).ok()?;
-    let other = source.host() == to.host() && source.repository() != to.repository();
-    other.then(|| source.repository().to_owned())
+/// The repository that an image came from, if the registry can mount from there.
+fn came_from(record: &Ref, to: &Reference) -> Vec<String> {
+    let source = record.source.as_deref().and_then(|source| source.strip_prefix("docker://"));
+    source.and_then(|source| other_repository(source, to)).into_iter().collect()
+}
+
+/// The repositories that a blob was pushed to and that the registry can mount from.
+fn went_to(packed: &PackedLayer, to: &Reference) -> Vec<String> {
+    packed.repositories.iter().filter_map(|name| other_repository(name, to)).collect()
+}
+
+/// The repository of that name, if it is another one of the same registry.
+fn other_repository(name: &str, to: &Reference) -> Option<String> {
+    let name = Reference::parse(name).ok()?;
+    let other = name.host() == to.host() && name.repository() != to.repository();
+    other.then(|| name.repository().to_owned())
 }
 
 /// The media type of a layer as an OCI manifest has it.
@@ -291,7 +318,7 @@ struct Push<'a> {
 #[derive(Clone)]
 struct Done {
     blob: Descriptor,
-    diff_id: String,
+    diff_id: DiffId,
     how: How,
 }
 
@@ -405,7 +432,7 @@ impl Push<'_> {
                 digest: packed.digest,
                 size: packed.size,
             },
-            diff_id: packed.diff_id.to_string(),
+            diff_id: packed.diff_id,
             how,
         })
     }
@@ -433,7 +460,7 @@ impl Push<'_> {
         making: &Making<'_, '_, '_>,
         number: usize,
         session: Option<Session>,
-    ) -> Result<(Packed, How), ExportError> {
+    ) -> Result<(LayerBlob, How), ExportError> {
         let mut tries = self.repository.tries(0, self.repository.stop());
         let mut upload = Upload { push: self, number, session, packed: None };
         loop {
@@ -462,8 +489,8 @@ impl Push<'_> {
     }
 
     /// Config and manifest, when all layers are there.
-    fn publish(&self, tag: &str, layers: Vec<Done>) -> Result<PushReport, ExportError> {
-        let config = self.image.config(layers.iter().map(|layer| layer.diff_id.as_str()));
+    fn publish(&self, tag: &str, layers: &[Done]) -> Result<PushReport, ExportError> {
+        let config = self.image.config(layers.iter().map(|layer| &layer.diff_id));
         let config_digest = BlobDigest::sha256(config.as_bytes());
         self.put(&config_digest, config.as_bytes())?;
         let original = self.known.manifest.as_ref().filter(|manifest| {
@@ -482,21 +509,21 @@ impl Push<'_> {
                 (MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
             }
         };
-        let digest = BlobDigest::sha256(&bytes).to_string();
-        let is_new = self.repository.put_manifest(tag, &media_type, &digest, &bytes)?;
-        let layers = layers.into_iter().map(|layer| PushedLayer {
-            digest: layer.blob.digest.to_string(),
+        let digest = BlobDigest::sha256(&bytes);
+        let is_new = self.repository.put_manifest(tag, &media_type, &digest.to_string(), &bytes)?;
+        let layers = layers.iter().map(|layer| PushedLayer {
+            digest: layer.blob.digest.clone(),
             size: layer.blob.size,
-            diff_id: layer.diff_id,
+            diff_id: layer.diff_id.clone(),
             how: layer.how,
         });
         Ok(PushReport {
-            image: self.image.digest.to_string(),
+            image: *self.image.digest,
             name: self.repository.reference().to_string(),
             manifest: digest,
             original: original.is_some(),
             known: !is_new,
-            config: config_digest.to_string(),
+            config: config_digest,
             layers: layers.collect(),
             duration_ms: 0,
         })
@@ -556,11 +583,11 @@ struct Upload<'a, 'b> {
     number: usize,
     session: Option<Session>,
     /// What it is, once it was made to its end.
-    packed: Option<Packed>,
+    packed: Option<LayerBlob>,
 }
 
 impl Upload<'_, '_> {
-    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(Packed, How), Attempt> {
+    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(LayerBlob, How), Attempt> {
         let repository = &self.push.repository;
         if let Some(packed) = &self.packed
             && repository.has_blob(&packed.digest.to_string(), packed.size)?
@@ -624,7 +651,7 @@ impl Upload<'_, '_> {
     }
 
     /// Sends a blob that is at hand, in one piece.
-    fn small(&mut self, packed: Packed, blob: &[u8]) -> Result<(Packed, How), Attempt> {
+    fn small(&mut self, packed: LayerBlob, blob: &[u8]) -> Result<(LayerBlob, How), Attempt> {
         let repository = &self.push.repository;
         let is_first = self.packed.is_none();
         self.packed = Some(packed.clone());
@@ -684,9 +711,9 @@ impl<'scope> Making<'_, 'scope, '_> {
                     rest => to_us.send(rest.to_vec()).map_err(|_| Cancelled.into()),
                 }
             };
-            let packer = Packer::new(&compressors, &mut sink);
+            let writer = BlobWriter::new(&compressors, &mut sink);
             let stop = push.repository.stop();
-            push.image.pack(layer, packer, stop, &mut |_| ())
+            push.image.write_layer(layer, writer, stop, &mut |_| ())
         })?;
         Ok(Pieces { pieces, current: Vec::new(), at: 0, maker })
     }
@@ -697,12 +724,12 @@ struct Pieces<'scope> {
     pieces: channel::Receiver<Vec<u8>>,
     current: Vec<u8>,
     at: usize,
-    maker: ScopedJoinHandle<'scope, Result<Packed, ExportError>>,
+    maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
 }
 
 impl Pieces<'_> {
     /// What it is, if all of it was taken. [`ExportError::Cancelled`] if not.
-    fn end(self) -> Result<Packed, ExportError> {
+    fn end(self) -> Result<LayerBlob, ExportError> {
         drop(self.pieces);
         self.maker.join().unwrap_or(Err(Cancelled.into()))
     }

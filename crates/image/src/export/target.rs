@@ -7,7 +7,7 @@ use crate::digest::BlobDigest;
 
 /// What a blob is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Part {
+pub(crate) enum BlobKind {
     Layer,
     Config,
     Manifest,
@@ -42,7 +42,7 @@ impl Descriptor {
 /// Dropped without [`Target::publish`] it removes what it has written.
 pub(crate) trait Target {
     /// Begins a blob.
-    fn begin(&mut self, part: Part) -> Result<(), ExportError>;
+    fn begin(&mut self, kind: BlobKind) -> Result<(), ExportError>;
     /// Takes the next bytes of it.
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError>;
     /// The blob is complete. It may be there already: then the new copy goes.
@@ -51,9 +51,9 @@ pub(crate) trait Target {
     fn publish(self: Box<Self>, image: &Finished) -> Result<(), ExportError>;
 
     /// A blob that is at hand.
-    fn put(&mut self, part: Part, bytes: &[u8]) -> Result<BlobDigest, ExportError> {
+    fn put(&mut self, kind: BlobKind, bytes: &[u8]) -> Result<BlobDigest, ExportError> {
         let digest = BlobDigest::sha256(bytes);
-        self.begin(part)?;
+        self.begin(kind)?;
         self.write(bytes)?;
         self.end(&digest, bytes.len() as u64)?;
         Ok(digest)

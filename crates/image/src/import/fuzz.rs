@@ -18,7 +18,7 @@ use cofolio_store::task::Cancel;
 use crate::compose::merge;
 use crate::digest::BlobDigest;
 use crate::layer::blob::{self, Blob, Budget, Content as Bytes};
-use crate::layer::overlay::{LayerDump, Overlay};
+use crate::layer::dumped::{DumpedLayer, LayerDump};
 use crate::layer::split::{self, Split, SplitError, SplitWriter, Step};
 use crate::layer::tar::{MetaLimits, Reader};
 use crate::layer::tar_split;
@@ -42,8 +42,8 @@ pub fn layers(mut data: &[u8]) {
         let text = zstd::bulk::compress(&dump, 1).unwrap();
         let result = match &mut merged {
             None => merge::base(layer).map(|tree| merged = Some(tree)),
-            Some(lower) => match Overlay::read(LayerDump::Memory(text)) {
-                Ok(overlay) => merge::apply(lower, &overlay, &mut hidden),
+            Some(lower) => match DumpedLayer::read(LayerDump::Memory(text)) {
+                Ok(layer) => merge::apply(lower, &layer, &mut hidden),
                 // An entry can need more text than a line may have.
                 Err(error) => {
                     assert!(dump.split(|b| *b == b'\n').any(|l| l.len() > 0xffff), "{error}");

@@ -16,17 +16,16 @@ use serde::Serialize;
 
 use super::{ImportOptions, Limits};
 use crate::compose::merge::{self, Hidden, MergeError};
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, ChainId, DiffId, NoDigest};
 use crate::error::TrustError;
 use crate::error::{ImportError, shown};
 use crate::layer::DEFAULT_DIR;
 use crate::layer::FoundLayer;
 use crate::layer::blob::{Budget, Pool};
+use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
-use crate::layer::overlay::Overlay;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, commit_error, keep, known_layer, objects, overlay, store_error,
-    unpack,
+    Counts, Shared, Unpacked, commit_error, dumped, keep, known_layer, objects, store_error, unpack,
 };
 use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
@@ -43,10 +42,13 @@ pub struct ImportReport {
     /// Name of the ref.
     pub name: String,
     /// fs-verity digest of the metadata image.
-    pub image: String,
+    pub image: Digest,
     /// Digest of the image's manifest.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub manifest: Option<String>,
+    pub manifest: Option<BlobDigest>,
+    /// Digest of the image config: what podman and docker call the image id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config: Option<BlobDigest>,
     /// The image was there already, and no blob of it was read.
     pub known: bool,
     /// The layers, lowest first. Empty for a directory.
@@ -76,11 +78,11 @@ pub struct ImportReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LayerReport {
     /// Digest of the blob.
-    pub digest: String,
+    pub digest: BlobDigest,
     /// Digest of the uncompressed archive.
-    pub diff_id: String,
+    pub diff_id: DiffId,
     /// Identity of this layer over those below.
-    pub chain_id: String,
+    pub chain_id: ChainId,
     /// Size of the blob in bytes.
     pub size: u64,
     /// Size of the archive in bytes; 0 if it was known.
@@ -193,17 +195,21 @@ fn import_image(
     }
     let is_manifest = matches!(chosen, Chosen::Manifest { .. });
     let image = opened.resolve(chosen, options.limits.document_bytes)?;
-    let manifest = is_manifest.then(|| image.manifest.to_string());
+    let manifest = is_manifest.then(|| image.manifest.clone());
     let attempt = |gate: &Gate<'_>, again: bool| {
         let options = gate.options;
-        let mut report = ImportReport { manifest: manifest.clone(), ..empty_report(&name) };
+        let mut report = ImportReport {
+            manifest: manifest.clone(),
+            config: Some(BlobDigest::sha256(image.config.as_bytes())),
+            ..empty_report(&name)
+        };
         let staging = Arc::new(begin(domain, options, again)?);
         let (tree, hidden) =
             build(&staging, &image, options, opened.jobs(), !again, task, &mut report)?;
         let staging = Arc::into_inner(staging)
             .ok_or_else(|| ImportError::Image { what: "the staging is still in use".into() })?;
         let mut record = Ref::new(Digest([0; 32]));
-        record.manifest.clone_from(&manifest);
+        record.manifest = manifest.as_ref().map(BlobDigest::to_string);
         record.document.clone_from(&image.document);
         record.source = in_registry(source);
         record.config = Some(image.config.clone());
@@ -329,26 +335,9 @@ fn publish_known(
     let mut record =
         Ref { source: in_registry(source).or(record.source.clone()), ..record.clone() };
     let signatures = gate.admit(domain, name, &record)?;
-    let layers = record
-        .layers
-        .iter()
-        .map(|layer| LayerReport {
-            digest: layer.blob.clone().unwrap_or_default(),
-            diff_id: layer.diff_id.clone(),
-            chain_id: layer.chain_id.clone(),
-            size: layer.size,
-            uncompressed: 0,
-            known: true,
-            entries: 0,
-        })
-        .collect();
-    let report = ImportReport {
-        image: record.image.to_string(),
-        manifest: record.manifest.clone(),
-        known: true,
-        layers,
-        ..empty_report(name)
-    };
+    let mut report = known_report(name, &record)
+        .map_err(|error| ImportError::Image { what: format!("the record of {name}: {error}") })?;
+    report.known = true;
     record.labels = labels(domain, name, gate.options)?;
     record.created = now();
     for signature in signatures {
@@ -359,6 +348,30 @@ fn publish_known(
         Err(error) if error.is_race() => Ok(None),
         done => done.map(|()| Some(report)).map_err(Into::into),
     }
+}
+
+/// What there is to say of an image that was not read.
+fn known_report(name: &str, record: &Ref) -> Result<ImportReport, NoDigest> {
+    let layer = |layer: &Layer| {
+        let diff_id: DiffId = layer.diff_id.parse()?;
+        let digest = layer.blob.as_deref().map(str::parse).transpose()?;
+        Ok(LayerReport {
+            digest: digest.unwrap_or_else(|| diff_id.as_blob().clone()),
+            diff_id,
+            chain_id: layer.chain_id.parse()?,
+            size: layer.size,
+            uncompressed: 0,
+            known: true,
+            entries: 0,
+        })
+    };
+    Ok(ImportReport {
+        image: record.image,
+        manifest: record.manifest.as_deref().map(str::parse).transpose()?,
+        config: record.config.as_ref().map(|config| BlobDigest::sha256(config.as_bytes())),
+        layers: record.layers.iter().map(layer).collect::<Result<_, _>>()?,
+        ..empty_report(name)
+    })
 }
 
 /// The labels of a ref: those that were asked for, and the pin that it may have already. Importing a newer
@@ -381,8 +394,9 @@ fn labels(
 fn empty_report(name: &str) -> ImportReport {
     ImportReport {
         name: name.to_owned(),
-        image: String::new(),
+        image: Digest([0; 32]),
         manifest: None,
+        config: None,
         known: false,
         layers: Vec::new(),
         entries: 0,
@@ -410,12 +424,12 @@ fn record_of(layer: &FoundLayer) -> Layer {
 /// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
 const KEEP_BYTES_MIN: u64 = 1 << 20;
 
-/// What becomes of a layer.
-enum Part {
+/// A layer that waits to be merged.
+enum Unmerged {
     /// The first one, just unpacked: its tree becomes the merged one.
     Base(Tree),
     /// Any other: it is merged from its dump.
-    Over(Overlay),
+    Over(DumpedLayer),
 }
 
 /// Unpacks the layers that are not known, several at a time, and merges them in order.
@@ -477,7 +491,7 @@ fn build(
                         let there =
                             known.then(|| known_layer(staging.domain(), &chain_id)).flatten();
                         if let Some(layer) = there {
-                            return Ok((None, Vec::new(), Part::Over(layer)));
+                            return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
                         // What came over the network is worth keeping even if the rest does not come.
                         let own = jobs.filter(|_| {
@@ -493,11 +507,11 @@ fn build(
                         let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
                         counts.kept = kept;
                         let part = match (index, kept) {
-                            (0, _) => Part::Base(tree),
-                            (_, None) => Part::Over(overlay(staging, layer, tree)?),
+                            (0, _) => Unmerged::Base(tree),
+                            (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                Part::Over(
+                                Unmerged::Over(
                                     known_layer(staging.domain(), &chain_id)
                                         .ok_or_else(vanished)?,
                                 )
@@ -535,8 +549,8 @@ fn build(
                     counts.kept.iter().for_each(|stats| add_stats(report, stats));
                 }
                 let result = match part {
-                    Part::Base(tree) => merge::base(tree).map(|tree| merged = tree),
-                    Part::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
+                    Unmerged::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Unmerged::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
             });
@@ -556,9 +570,9 @@ fn reason(budget: &Budget) -> ImportError {
 
 fn layer_report(layer: &FoundLayer, unpacked: Option<&Counts>) -> LayerReport {
     LayerReport {
-        digest: layer.blob.digest.to_string(),
-        diff_id: layer.diff_id.to_string(),
-        chain_id: layer.chain_id.to_string(),
+        digest: layer.blob.digest.clone(),
+        diff_id: layer.diff_id.clone(),
+        chain_id: layer.chain_id.clone(),
         size: layer.blob.size,
         uncompressed: unpacked.map_or(0, |counts| counts.uncompressed),
         known: unpacked.is_none(),
@@ -595,7 +609,7 @@ fn finish(
     let image = writer.finish()?;
     record.image = image;
     record.created = now();
-    report.image = image.to_string();
+    report.image = image;
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;
     // A repair brings back what this source has; the rest of the damage is somebody else's to mend.

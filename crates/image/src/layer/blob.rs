@@ -227,7 +227,7 @@ impl Piece {
 }
 
 /// What the parser gets.
-enum Part {
+enum Message {
     /// Never empty.
     Chunk(Arc<Chunk>),
     /// The end, after all checks, with the diff-id.
@@ -236,7 +236,7 @@ enum Part {
 
 /// A layer's uncompressed content, to be read by a tar reader.
 pub(crate) struct Stream {
-    parts: Receiver<Result<Part, ImportError>>,
+    parts: Receiver<Result<Message, ImportError>>,
     current: Option<Arc<Chunk>>,
     at: usize,
     ended: bool,
@@ -260,7 +260,7 @@ impl Stream {
         let (to_parser, parts) = sync_channel(QUEUE);
         spawn(scope, move || {
             let result = unpack(&blob, &pool, budget, on_read, &to_parser);
-            if let Some(last) = result.map(|diff_id| diff_id.map(Part::End)).transpose() {
+            if let Some(last) = result.map(|diff_id| diff_id.map(Message::End)).transpose() {
                 // If nobody listens any more, the other side failed first.
                 let _ = to_parser.send(last);
             }
@@ -306,11 +306,11 @@ impl BufRead for Stream {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         while self.current.is_none() && !self.ended {
             match self.parts.recv() {
-                Ok(Ok(Part::Chunk(chunk))) => {
+                Ok(Ok(Message::Chunk(chunk))) => {
                     self.at = 0;
                     self.current = Some(chunk);
                 }
-                Ok(Ok(Part::End(diff_id))) => {
+                Ok(Ok(Message::End(diff_id))) => {
                     self.diff_id = Some(diff_id);
                     self.ended = true;
                 }
@@ -414,7 +414,7 @@ fn unpack(
     pool: &Arc<Pool>,
     budget: &Budget,
     on_read: OnRead<'_>,
-    to_parser: &SyncSender<Result<Part, ImportError>>,
+    to_parser: &SyncSender<Result<Message, ImportError>>,
 ) -> Result<Option<BlobDigest>, ImportError> {
     let inner = blob.open(Some(&budget.stop));
     let tap = Tap { inner, hasher: Some(blob.digest.hasher()), count: 0, on_read };
@@ -433,7 +433,8 @@ fn unpack(
             hasher.finish()
         })?;
         let send = |chunk: Arc<Chunk>| {
-            to_hasher.send(chunk.clone()).is_ok() && to_parser.send(Ok(Part::Chunk(chunk))).is_ok()
+            to_hasher.send(chunk.clone()).is_ok()
+                && to_parser.send(Ok(Message::Chunk(chunk))).is_ok()
         };
         let Some(broken) = chunks(blob, &mut unpacker, pool, budget, send)? else {
             return Ok(None);
@@ -535,8 +536,8 @@ pub(crate) fn fuzz(blob: &Blob, budget: &Budget) -> (Vec<u8>, Result<bool, Impor
     let mut bytes = Vec::new();
     for part in parts {
         match part {
-            Ok(Part::Chunk(chunk)) => bytes.extend_from_slice(chunk.bytes()),
-            Ok(Part::End(_)) => panic!("an end before all checks"),
+            Ok(Message::Chunk(chunk)) => bytes.extend_from_slice(chunk.bytes()),
+            Ok(Message::End(_)) => panic!("an end before all checks"),
             Err(error) => panic!("an error in the queue: {error}"),
         }
     }

@@ -21,8 +21,8 @@
 
 mod acl;
 pub(crate) mod blob;
+pub(crate) mod dumped;
 pub(crate) mod objects;
-pub(crate) mod overlay;
 mod pax;
 pub(crate) mod split;
 pub(crate) mod tar;
@@ -31,7 +31,7 @@ pub(crate) mod unpack;
 
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree, TreeError};
 
-use crate::digest::BlobDigest;
+use crate::digest::{ChainId, DiffId};
 use crate::error::shown;
 use crate::layer::tar::{Entry, Kind};
 
@@ -39,8 +39,8 @@ use crate::layer::tar::{Entry, Kind};
 pub(crate) struct FoundLayer {
     pub(crate) blob: blob::Blob,
     pub(crate) media_type: String,
-    pub(crate) diff_id: BlobDigest,
-    pub(crate) chain_id: BlobDigest,
+    pub(crate) diff_id: DiffId,
+    pub(crate) chain_id: ChainId,
 }
 
 /// Prefix of whiteouts.

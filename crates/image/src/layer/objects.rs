@@ -36,7 +36,7 @@ pub(crate) struct FileId {
 }
 
 /// A part of a large file, in order.
-enum Part {
+enum StreamPart {
     Data(Piece),
     Hole(u64),
     /// The file is complete. Without it the stream was cut off and is given up.
@@ -45,7 +45,7 @@ enum Part {
 
 enum Work {
     Batch(Vec<(FileId, Vec<Piece>)>),
-    Stream(FileId, Receiver<Part>),
+    Stream(FileId, Receiver<StreamPart>),
 }
 
 struct Job {
@@ -162,24 +162,24 @@ impl Files {
 }
 
 /// A large file on its way. Given up if dropped without [`FileStream::end`].
-pub(crate) struct FileStream(SyncSender<Part>);
+pub(crate) struct FileStream(SyncSender<StreamPart>);
 
 impl FileStream {
     // Sending fails if the worker failed; its reason comes as the result.
 
     /// Adds content; false if nobody wants it any more.
     pub(crate) fn data(&self, piece: Piece) -> bool {
-        self.0.send(Part::Data(piece)).is_ok()
+        self.0.send(StreamPart::Data(piece)).is_ok()
     }
 
     /// Adds a hole.
     pub(crate) fn hole(&self, size: u64) -> bool {
-        size == 0 || self.0.send(Part::Hole(size)).is_ok()
+        size == 0 || self.0.send(StreamPart::Hole(size)).is_ok()
     }
 
     /// The file is complete.
     pub(crate) fn end(self) -> bool {
-        self.0.send(Part::End).is_ok()
+        self.0.send(StreamPart::End).is_ok()
     }
 }
 
@@ -212,9 +212,9 @@ fn run(
             let mut writer = staging.object_writer();
             for part in parts {
                 match part {
-                    Part::Data(piece) => writer.push(piece.bytes())?,
-                    Part::Hole(size) => writer.push_hole(size)?,
-                    Part::End => return Ok(vec![(file, writer.finish()?)]),
+                    StreamPart::Data(piece) => writer.push(piece.bytes())?,
+                    StreamPart::Hole(size) => writer.push_hole(size)?,
+                    StreamPart::End => return Ok(vec![(file, writer.finish()?)]),
                 }
             }
             Ok(Vec::new())

@@ -11,8 +11,8 @@ use cofolio_store::{Digest, Domain, LayerWriter, Publish, Staging, StagingStats}
 use crate::error::{ImportError, shown};
 use crate::layer::FoundLayer;
 use crate::layer::blob::{Budget, OnRead, Pool, Stream};
+use crate::layer::dumped::{DumpedLayer, LayerDump};
 use crate::layer::objects::{FileId, Files, SMALL_MAX, Workers};
-use crate::layer::overlay::{LayerDump, Overlay};
 use crate::layer::split::{self, Recorder};
 use crate::layer::tar::{Entry, MetaLimits, Reader, TarError};
 use crate::layer::{LayerTree, Made};
@@ -131,7 +131,7 @@ impl Unpacking<'_, '_> {
         let diff_id = self.reader.input().content().diff_id();
         self.take_results(true)?;
         let actual = diff_id.ok_or_else(|| self.corrupt("the hashing thread is gone"))?;
-        if actual != self.layer.diff_id {
+        if actual != *self.layer.diff_id.as_blob() {
             return Err(ImportError::DiffId {
                 digest: self.layer.blob.digest.to_string(),
                 expected: self.layer.diff_id.to_string(),
@@ -321,11 +321,11 @@ pub(crate) fn commit_error(error: cofolio_store::Error) -> ImportError {
 }
 
 /// Gives up the tree of an unpacked layer for its dump, which was written.
-pub(crate) fn overlay(
+pub(crate) fn dumped(
     staging: &Staging,
     layer: &FoundLayer,
     tree: Tree,
-) -> Result<Overlay, ImportError> {
+) -> Result<DumpedLayer, ImportError> {
     let dump = match staging.open_layer(&layer.chain_id.to_string())? {
         Some(file) => LayerDump::File(file),
         None => {
@@ -335,7 +335,7 @@ pub(crate) fn overlay(
         }
     };
     drop(tree);
-    Overlay::read(dump).map_err(store_error)
+    DumpedLayer::read(dump).map_err(store_error)
 }
 
 /// Takes the store's own error back out of the I/O error that it travelled in.
@@ -348,11 +348,11 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
 
 /// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is unpacked
 /// again, which replaces nothing, but gives the same tree.
-pub(crate) fn known_layer(domain: &Domain, chain_id: &str) -> Option<Overlay> {
+pub(crate) fn known_layer(domain: &Domain, chain_id: &str) -> Option<DumpedLayer> {
     if domain.has_split(chain_id).ok()? {
         let split = domain.open_split(chain_id).ok()?;
         split::objects(&StoredImage::new(&split).ok()?, &mut |_, _| {}).ok()?;
     }
     let file = domain.open_layer(chain_id).ok()?;
-    Overlay::read(LayerDump::File(file)).ok()
+    DumpedLayer::read(LayerDump::File(file)).ok()
 }

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use cofolio_erofs::tree::{Content, Tree};
 use cofolio_erofs::write::lz4;
 use cofolio_erofs::write::{
-    self, Contents, Data, Device, Found, Place, Run, WriteError, write_data,
+    self, Blob, Blobs, BlockAddr, Data, Device, Extent, WriteError, write_data,
 };
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{
@@ -188,18 +188,18 @@ struct Plan {
 
 /// Where a content is, and how it is kept.
 enum Kept {
-    Runs(Vec<Run>),
-    Lz4(Place, Vec<lz4::Part>),
+    Extents(Vec<Extent>),
+    Lz4(BlockAddr, Vec<lz4::Pcluster>),
 }
 
-impl Contents for Plan {
-    fn find(&self, digest: &[u8; 32]) -> Option<Found<'_>> {
+impl Blobs for Plan {
+    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
         let (sha256, kept) = self.places.get(digest)?;
         let form = match kept {
-            Kept::Runs(runs) => write::Form::Runs(runs),
-            Kept::Lz4(place, parts) => write::Form::Lz4 { place: *place, parts },
+            Kept::Extents(extents) => write::Form::Extents(extents),
+            Kept::Lz4(start, pclusters) => write::Form::Lz4 { start: *start, pclusters },
         };
-        Some(Found { sha256: *sha256, form })
+        Some(Blob { sha256: *sha256, form })
     }
 }
 
@@ -319,22 +319,22 @@ impl Plan {
         for extent in &segment.extents {
             // Whatever is there of it: a segment is kept by the packs of what it says.
             self.device(*digest);
-            let mut place_of = |place: cofolio_store::Place| Place {
+            let mut place_of = |place: cofolio_store::Place| BlockAddr {
                 device: self.device(segment.holder(digest, place)),
                 block: place.block,
             };
             let runs = extent.runs().into_iter();
             let runs: Vec<_> = runs
-                .map(|run| Run { place: run.place.map(&mut place_of), blocks: run.blocks })
+                .map(|run| Extent { at: run.place.map(&mut place_of), blocks: run.blocks })
                 .collect();
             let kept = match (self.form, &runs[..]) {
-                (Form::Lz4, &[Run { place: Some(place), .. }, ..]) => {
+                (Form::Lz4, &[Extent { at: Some(start), .. }, ..]) => {
                     let parts = segment.parts_of(extent).iter();
                     let part =
-                        |part: &Part| lz4::Part { len: part.len, compressed: part.compressed };
-                    Kept::Lz4(place, parts.map(part).collect())
+                        |part: &Part| lz4::Pcluster { len: part.len, compressed: part.compressed };
+                    Kept::Lz4(start, parts.map(part).collect())
                 }
-                _ => Kept::Runs(runs),
+                _ => Kept::Extents(runs),
             };
             let sha256 = (extent.size <= SHA256_SIZE_MAX).then_some(extent.sha256);
             self.places.insert(extent.object.0, (sha256, kept));
@@ -382,8 +382,10 @@ impl Plan {
                     Form::Plain => writer.add(object, *size)?,
                     Form::Lz4 => writer.add_compressed(object, *size, |content, blocks| {
                         let parts = lz4::compress(content, blocks)?.into_iter();
-                        let part =
-                            |part: lz4::Part| Part { len: part.len, compressed: part.compressed };
+                        let part = |part: lz4::Pcluster| Part {
+                            len: part.len,
+                            compressed: part.compressed,
+                        };
                         Ok(parts.map(part).collect())
                     })?,
                 }
@@ -434,7 +436,7 @@ impl Plan {
         tree: &Tree,
     ) -> Result<PackReport, PackError> {
         let (segments, devices): (Vec<_>, Vec<_>) = self.segments.iter().cloned().unzip();
-        let data = Data { devices: &devices, own_blocks: 0, contents: self };
+        let data = Data { devices: &devices, own_blocks: 0, blobs: self };
         let mut writer = staging.pack_writer(image)?;
         write_data(tree, &data, &mut writer).map_err(|error| match error {
             WriteError::Sink(source) => match source.downcast::<Error>() {

@@ -9,7 +9,7 @@ use ureq::BodyReader;
 use ureq::http::Method;
 
 use super::http::{Response, broken};
-use super::pace::{Failure, Tries};
+use super::pace::{Failure, Speed, Tries};
 use super::repository::Repository;
 use super::url::Url;
 use crate::error::RegistryError;
@@ -19,8 +19,6 @@ const PROGRESS_BYTES: u64 = 64 << 10;
 /// They must be this part of what had to be read again to get there, too: a server without ranges that cuts
 /// early would have a large blob read a thousand times.
 const PROGRESS_PART: u64 = 8;
-/// Fewer bytes than this within a stall timeout are as good as none.
-const TRICKLE_BYTES: u64 = 1 << 10;
 /// Bytes that are read to leave something out, at a time.
 const SKIP_BYTES: usize = 64 << 10;
 
@@ -48,8 +46,18 @@ struct Connection {
     from: u64,
     /// Bytes before that, which came again.
     again: u64,
-    /// Where it was when this stretch of time began.
-    mark: (u64, Instant),
+    speed: Speed,
+}
+
+impl Connection {
+    /// Reads on.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let asked = Instant::now();
+        let count = self.body.read(buffer)?;
+        // What came is dropped with the connection, and asked for again.
+        self.speed.add(count, asked.elapsed()).map_err(io::Error::other)?;
+        Ok(count)
+    }
 }
 
 impl std::fmt::Debug for Download {
@@ -120,32 +128,29 @@ impl Download {
         let response = endpoint.ask(&Method::GET, &path, headers, false)?;
         let begins = begin(&response, self.at, self.size)?;
         let Response { url, body, .. } = response;
-        let mut body = body.into_reader();
-        let again = self.at - begins;
-        self.skip(&url, &mut body, again)?;
-        Ok(Connection { url, body, from: self.at, again, mark: (self.at, Instant::now()) })
+        let (body, again) = (body.into_reader(), self.at - begins);
+        let speed = Speed::new(self.repository.options());
+        let mut connection = Connection { url, body, from: self.at, again, speed };
+        self.skip(&mut connection)?;
+        Ok(connection)
     }
 
     /// Leaves out what is known already: the server would not begin later.
-    fn skip(
-        &self,
-        url: &Url,
-        body: &mut BodyReader<'static>,
-        mut count: u64,
-    ) -> Result<(), Failure> {
+    fn skip(&self, connection: &mut Connection) -> Result<(), Failure> {
+        let mut count = connection.again;
         let mut buffer = vec![0; if count > 0 { SKIP_BYTES } else { 0 }];
         while count > 0 {
             let limiter = self.repository.limiter();
             let most = buffer.len().min(limiter.portion());
             let most = most.min(usize::try_from(count).unwrap_or(most));
-            match body.read(&mut buffer[..most]) {
-                Ok(0) => return Err(early(url)),
+            match connection.read(&mut buffer[..most]) {
+                Ok(0) => return Err(early(&connection.url)),
                 Ok(read) => {
                     count -= read as u64;
                     limiter.take(read, &self.stop)?;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Failure::again(broken(url, &e))),
+                Err(e) => return Err(Failure::again(broken(&connection.url, &e))),
             }
         }
         Ok(())
@@ -165,7 +170,7 @@ impl Download {
                 &mut buf[..most]
             }
         };
-        match connection.body.read(target) {
+        match connection.read(target) {
             Ok(0) if left == 0 => {
                 self.body = None;
                 Ok(0)
@@ -179,19 +184,6 @@ impl Download {
             Ok(count) => {
                 self.at += count as u64;
                 limiter.take(count, &self.stop)?;
-                let (mark, since) = connection.mark;
-                if since.elapsed() >= self.repository.options().stall_timeout {
-                    let slow = (1..TRICKLE_BYTES).contains(&self.repository.options().rate_max);
-                    if self.at - mark < TRICKLE_BYTES && !slow {
-                        // What came is kept; the next read connects anew.
-                        let what = "next to nothing came".to_owned();
-                        let url = connection.url.to_string();
-                        let error = RegistryError::Unreachable { url, what, tries: 0 };
-                        self.failure(Failure::again(error))?;
-                    } else {
-                        connection.mark = (self.at, Instant::now());
-                    }
-                }
                 Ok(count)
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {

@@ -146,7 +146,9 @@ impl Http {
         self.raw(request, url, authorization)?.map_err(|error| failure(url, &error))
     }
 
-    /// Whether a server speaks TLS. One without a valid certificate does: it is told what is wrong with it.
+    /// Whether a server speaks TLS, where plain HTTP would be allowed. One without a valid certificate does:
+    /// the error says what is wrong with it. A server that gives no TLS answer at all (it waits for a line of
+    /// text, or closes the connection) is asked once more by plain HTTP.
     pub(crate) fn speaks_tls(&self, url: &Url) -> Result<bool, Failure> {
         let request = Request {
             method: http::Method::GET,
@@ -159,10 +161,22 @@ impl Http {
             Ok(_) => Ok(true),
             Err(error) => match tls_error(&error) {
                 Some(rustls::Error::InvalidMessage(_)) => Ok(false),
-                _ if is_refused(&error) && !has_port(&url.authority) => Ok(false),
-                _ => Err(failure(url, &error)),
+                Some(_) => Err(failure(url, &error)),
+                None if is_refused(&error) && !has_port(&url.authority) => Ok(false),
+                None if is_refused(&error) => Err(failure(url, &error)),
+                None => match self.speaks_http(&request, url) {
+                    true => Ok(false),
+                    false => Err(failure(url, &error)),
+                },
             },
         }
+    }
+
+    /// Servers of Go answer plain HTTP on a TLS port as well, with status 400.
+    fn speaks_http(&self, request: &Request<'_>, url: &Url) -> bool {
+        let url = url.clone().plain();
+        let answer = self.raw(request, &url, None);
+        answer.is_ok_and(|answer| answer.is_ok_and(|answer| answer.status().as_u16() != 400))
     }
 
     fn raw(

@@ -55,6 +55,9 @@ pub struct RegistryOptions {
     pub connect_timeout: Duration,
     /// How long nothing may arrive before the connection counts as broken. Default 30 s.
     pub stall_timeout: Duration,
+    /// Bytes per second that a connection must bring, measured over a `stall_timeout` of waiting; with
+    /// fewer it counts as broken. Default 1024.
+    pub rate_min: u64,
     /// Files with credentials, in docker's and podman's format; the first that has some is used. Missing
     /// ones are passed over. Default: [`RegistryOptions::auth_files_of_environment`].
     pub auth_files: Vec<PathBuf>,
@@ -83,6 +86,7 @@ impl Default for RegistryOptions {
             pause_max: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(10),
             stall_timeout: Duration::from_secs(30),
+            rate_min: 1024,
             auth_files: Self::auth_files_of_environment(),
             certs_dirs: vec!["/etc/containers/certs.d".into(), "/etc/docker/certs.d".into()],
         }

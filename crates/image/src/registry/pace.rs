@@ -53,6 +53,45 @@ impl Limiter {
     }
 }
 
+/// Whether a connection is too slow: the bytes that came, and the time spent waiting for them. Time that
+/// the reader took for itself does not count.
+#[derive(Debug)]
+pub(crate) struct Speed {
+    rate_min: u64,
+    window: Duration,
+    bytes: u64,
+    waited: Duration,
+}
+
+impl Speed {
+    pub(crate) fn new(options: &RegistryOptions) -> Self {
+        let RegistryOptions { rate_min, stall_timeout: window, .. } = *options;
+        Self { rate_min, window, bytes: 0, waited: Duration::ZERO }
+    }
+
+    /// Adds what one read brought.
+    ///
+    /// # Errors
+    /// In words, if the minimum was not reached while waiting for as long as the window.
+    pub(crate) fn add(&mut self, bytes: usize, waited: Duration) -> Result<(), String> {
+        self.bytes += bytes as u64;
+        self.waited += waited;
+        if self.waited < self.window {
+            return Ok(());
+        }
+        let enough = self.bytes as f64 >= self.rate_min as f64 * self.waited.as_secs_f64();
+        let (bytes, seconds) = (self.bytes, self.waited.as_secs_f32());
+        (self.bytes, self.waited) = (0, Duration::ZERO);
+        match enough {
+            true => Ok(()),
+            false => Err(format!(
+                "too slow: {bytes} bytes in {seconds:.1} s, less than {} a second",
+                self.rate_min
+            )),
+        }
+    }
+}
+
 /// A failure, and whether trying again could help.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -169,6 +208,26 @@ mod tests {
         assert_eq!(tries.wait(refused).expect_err("at once").to_string(), "u: w");
         task.cancel.cancel();
         assert!(matches!(tries.wait(failure()), Err(RegistryError::GivenUp)));
+    }
+
+    #[test]
+    fn slow_connections_are_noticed() {
+        let window = Duration::from_secs(10);
+        let options =
+            RegistryOptions { rate_min: 100, stall_timeout: window, ..RegistryOptions::default() };
+        let mut speed = Speed::new(&options);
+        let second = Duration::from_secs(1);
+        for _ in 0..100 {
+            speed.add(100, second).expect("just enough");
+        }
+        for _ in 0..9 {
+            speed.add(99, second).expect("not known yet");
+        }
+        assert!(speed.add(99, second).expect_err("too slow").contains("990 bytes in 10.0 s"));
+        // A burst makes up for a pause within one window, and only there.
+        speed.add(1000, Duration::ZERO).expect("a burst");
+        speed.add(0, window).expect("a pause");
+        speed.add(0, window).expect_err("another pause");
     }
 
     #[test]

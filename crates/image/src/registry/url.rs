@@ -79,6 +79,11 @@ impl Url {
         self
     }
 
+    /// The same without TLS.
+    pub(crate) fn plain(self) -> Self {
+        Self { tls: false, ..self }
+    }
+
     /// All of it. Not for messages: the query may be a secret.
     pub(crate) fn whole(&self) -> String {
         let scheme = if self.tls { "https" } else { "http" };

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::digest::BlobDigest;
+use crate::digest::{BlobDigest, DiffId};
 use crate::error::ImportError;
 
 /// Indexes in indexes that are followed.
 pub(crate) const INDEX_DEPTH_MAX: usize = 4;
 /// Layers of an image. Engines stop at 127, overlayfs at 500.
-pub(crate) const LAYERS_MAX: usize = 1024;
+const LAYERS_MAX: usize = 1024;
 
 /// Media type of an index by OCI.
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
@@ -322,6 +322,62 @@ pub(crate) fn for_platform<'a>(
             })
         }
     }
+}
+
+/// What the import needs of a config, and that it fits the manifest.
+pub(super) fn read_config(
+    digest: &str,
+    bytes: Vec<u8>,
+    layers: usize,
+) -> Result<(String, Vec<DiffId>), ImportError> {
+    let fail = |what: String| ImportError::Document {
+        what_blob: "config",
+        digest: digest.to_owned(),
+        what,
+    };
+    let config: Config = parse("config", digest, &bytes)?;
+    if config.rootfs.kind != "layers" {
+        return Err(fail(format!("rootfs.type is {:?}, not \"layers\"", config.rootfs.kind)));
+    }
+    if !(config.os.is_empty() || config.os == "linux") {
+        return Err(fail(format!(
+            "an image for {:?} ({}), not linux",
+            config.os, config.architecture
+        )));
+    }
+    if layers > LAYERS_MAX {
+        return Err(fail(format!("{layers} layers, more than {LAYERS_MAX}")));
+    }
+    let count = config.rootfs.diff_ids.len();
+    if count != layers {
+        return Err(fail(format!("{count} diff_ids for {layers} layers")));
+    }
+    let diff_ids = config
+        .rootfs
+        .diff_ids
+        .iter()
+        .map(|id| {
+            let diff_id = id.parse::<DiffId>();
+            diff_id.map_err(|_| fail(format!("diff_id {id:?} is not a sha256 digest")))
+        })
+        .collect::<Result<_, _>>()?;
+    let text = String::from_utf8(bytes).map_err(|_| fail("not UTF-8".into()))?;
+    Ok((text, diff_ids))
+}
+
+pub(super) fn check_schema(
+    what_blob: &'static str,
+    digest: &str,
+    version: u32,
+) -> Result<(), ImportError> {
+    if version == 2 {
+        return Ok(());
+    }
+    Err(ImportError::Document {
+        what_blob,
+        digest: digest.to_owned(),
+        what: format!("schemaVersion is {version}, not 2"),
+    })
 }
 
 #[cfg(test)]

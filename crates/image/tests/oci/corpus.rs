@@ -82,7 +82,7 @@ fn real_images_against_gnu_tar() {
             let layers: Vec<PathBuf> = report
                 .layers
                 .iter()
-                .map(|l| layout.join("blobs/sha256").join(&l.digest[7..]))
+                .map(|l| layout.join("blobs/sha256").join(l.digest.hex()))
                 .collect();
             let extracted = bench.path("extracted");
             extract(&layers, &extracted);

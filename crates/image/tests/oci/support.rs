@@ -317,7 +317,7 @@ impl Bench {
         let exported = self.export(&report.name, &to, Compression::None).unwrap();
         assert_eq!(exported.layers.len(), layers.len());
         for (layer, blob) in exported.layers.iter().zip(layers) {
-            let bytes = fs::read(to.join("blobs/sha256").join(&layer.digest[7..])).unwrap();
+            let bytes = fs::read(to.join("blobs/sha256").join(layer.digest.hex())).unwrap();
             // The same digest is the same archive.
             assert_eq!(sha256(&bytes), blob.diff_id);
         }
@@ -331,7 +331,7 @@ impl Bench {
     }
 
     pub fn view(&self, report: &ImportReport) -> View {
-        let image: Digest = report.image.parse().unwrap();
+        let image: Digest = report.image;
         let path = self.domain.image_path(&image).unwrap();
         let tree = Image::open(fs::read(path).unwrap().as_slice()).unwrap().to_tree().unwrap();
         View::of(&tree, &self.domain)

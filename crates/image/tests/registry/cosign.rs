@@ -172,7 +172,7 @@ fn pull_signed(
 }
 
 fn image(report: &ImportReport) -> Digest {
-    report.image.parse().unwrap()
+    report.image
 }
 
 /// Whether the image can be used where this key is asked for.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cofolio_image::registry::RegistryOptions;
 
-use crate::server::{Answer, Cutter, Fake};
+use crate::server::{Answer, Cutter, Fake, Hello};
 use crate::support::{Bench, sha256};
 use crate::{app, layer, options, pull};
 
@@ -185,4 +185,50 @@ fn the_rate_is_limited() {
         assert!(error.contains("gone"), "{error}");
     });
     assert_eq!(bench.domain.layers().unwrap(), Vec::<String>::new());
+}
+
+/// A registry that sent a few bytes a second was read for as long as it liked: 35 bytes a second counted as
+/// getting on.
+#[test]
+fn a_registry_that_is_too_slow_is_given_up() {
+    for ranges in [true, false] {
+        let layers = [layer(1, 300_000)];
+        let whole = layers[0].bytes.clone();
+        let fake = Fake::new(move |asked, mut answer| {
+            if asked.is_blob() && answer.body.len() > 1000 {
+                if !ranges {
+                    answer = Answer::new(200, whole.clone());
+                }
+                answer.drip = Some(64);
+            }
+            answer
+        });
+        fake.tag("1", &fake.image(&layers));
+        let options = RegistryOptions {
+            stall_timeout: Duration::from_millis(100),
+            rate_min: 10 << 20,
+            tries_max: 2,
+            ..options()
+        };
+        let error = pull(&Bench::new(), &app(fake.address), options).unwrap_err().to_string();
+        assert!(error.contains("too slow") && error.contains("tried 2 times"), "{error}");
+    }
+}
+
+/// A registry without TLS that waits for a line of text, or hangs up, never says that it has no TLS. It was
+/// asked by TLS until the last try.
+#[test]
+fn a_plain_registry_that_ignores_tls_is_asked_by_http() {
+    for hello in [Hello::Refused, Hello::Ignored, Hello::Closed] {
+        let fake = Fake::with(|_, answer| answer, hello);
+        fake.tag("1", &fake.image(&[layer(1, 5000)]));
+        let options = RegistryOptions {
+            connect_timeout: Duration::from_millis(300),
+            stall_timeout: Duration::from_secs(2),
+            tries_max: 1,
+            ..options()
+        };
+        let report = pull(&Bench::new(), &app(fake.address), options);
+        assert!(report.is_ok(), "{hello:?}: {report:?}");
+    }
 }

@@ -46,7 +46,7 @@ fn an_image_goes_back_as_it_came() {
     let report = push(&bench, &name, &to, options()).unwrap();
     // The registry has the blobs: their name for the manifest is all that it gets.
     assert_eq!(sent(&fake), ["PUT manifests/2"]);
-    assert_eq!(report.manifest, manifest["digest"].as_str().unwrap());
+    assert_eq!(report.manifest.to_string(), manifest["digest"].as_str().unwrap());
     assert!(report.original && !report.known);
     assert_eq!(how(&report), [How::There, How::There]);
     let again = push(&bench, &name, &to, options()).unwrap();
@@ -71,7 +71,7 @@ fn what_is_not_there_is_sent_once() {
         assert_eq!(how(&report), [How::Sent; 4]);
         assert!(!report.original);
         for (layer, blob) in report.layers.iter().zip(&layers) {
-            assert_eq!(layer.diff_id, blob.diff_id);
+            assert_eq!(layer.diff_id.to_string(), blob.diff_id);
         }
         // Three layers and the config, of which one layer in parts.
         let sent_first = sent(&fake);
@@ -106,8 +106,8 @@ fn blobs_that_are_there_stay_what_they_are() {
     fake.blob("", &layers[0].bytes);
     let report = push(&bench, "image", &app(fake.address), options()).unwrap();
     assert_eq!(how(&report), [How::There, How::Sent]);
-    assert_eq!(report.layers[0].digest, sha256(&layers[0].bytes));
-    assert_ne!(report.layers[1].digest, sha256(&layers[1].bytes));
+    assert_eq!(report.layers[0].digest.to_string(), sha256(&layers[0].bytes));
+    assert_ne!(report.layers[1].digest.to_string(), sha256(&layers[1].bytes));
     let image = pull(&Bench::new(), &app(fake.address), options()).unwrap().image;
     assert_eq!(image, report.image);
 }
@@ -295,7 +295,7 @@ fn redirects_are_followed_with_what_can_be_sent_again() {
     let log = elsewhere.log();
     assert!(log.iter().all(|asked| asked.header("authorization").is_empty()));
     let manifest = log.iter().find(|asked| asked.path.ends_with("manifests/1")).unwrap();
-    assert_eq!(sha256(&manifest.body), report.manifest);
+    assert_eq!(sha256(&manifest.body), report.manifest.to_string());
     let image = pull(&Bench::new(), &app(there), options()).unwrap().image;
     assert_eq!(image, report.image);
 
@@ -541,4 +541,28 @@ fn tokens_for_pushing_are_asked_for() {
         .clone();
     let manifest: Value = serde_json::from_slice(&manifest).unwrap();
     assert_eq!(manifest["schemaVersion"], 2);
+}
+
+/// Only the repository that an image was pulled from was remembered, not those that it was pushed to. So
+/// what one repository had been sent was sent to the next one again.
+#[test]
+fn what_was_pushed_is_mounted_in_the_next_repository() {
+    // The repository `other` takes everything, and mounts what it is asked to.
+    let fake = Fake::new(|asked, answer| match asked.path.strip_prefix("/v2/other/") {
+        None => answer,
+        Some(_) if asked.method == "HEAD" => Answer::new(404, ""),
+        Some(path) if asked.method == "POST" && !path.contains("mount=") => {
+            Answer::new(202, "").with("Location", "/v2/other/blobs/uploads/0")
+        }
+        Some(_) => Answer::new(201, "").with("Docker-Content-Digest", sha256(&asked.body)),
+    });
+    let bench = with_image(&[layer(1, 100_000), layer(2, 6_000_000)]);
+    let first = push(&bench, "image", &app(fake.address), options()).unwrap();
+    assert_eq!(how(&first), [How::Sent; 2]);
+    let to = format!("{}/other:1", fake.address);
+    let second = push(&bench, "image", &to, options()).unwrap();
+    assert_eq!(how(&second), [How::Mounted; 2]);
+    let log = fake.log().into_iter();
+    let mounts: Vec<_> = log.map(|asked| asked.path).filter(|p| p.contains("mount=")).collect();
+    assert!(mounts.len() == 2 && mounts.iter().all(|m| m.ends_with("&from=app")), "{mounts:?}");
 }

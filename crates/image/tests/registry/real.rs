@@ -316,7 +316,7 @@ fn a_real_registry_takes_what_is_pushed() {
     }
     let layers = [layer(1, 6_000_000), layer(2, 100), layer(3, 1_000_000)];
     let bench = with_image(&layers);
-    let image = bench.domain.get_ref("image").unwrap().unwrap().image.to_string();
+    let image = bench.domain.get_ref("image").unwrap().unwrap().image;
     let registry = Registry::start(bench.dir.path(), "", "");
     let at = |name: &str| format!("{}/{name}", registry.address);
     let report = push(&bench, "image", &at("team/app:1"), options()).unwrap();
@@ -325,11 +325,16 @@ fn a_real_registry_takes_what_is_pushed() {
     assert_eq!((how(&again), again.known), (vec![How::There; 3], true));
     assert_eq!(again.manifest, report.manifest);
 
+    // It came from a file, and went to another repository of this registry.
+    let mounted = push(&bench, "image", &at("second/app:1"), options()).unwrap();
+    assert_eq!((how(&mounted), &mounted.manifest), (vec![How::Mounted; 3], &report.manifest));
+    assert_eq!(pull(&Bench::new(), &at("second/app:1"), options()).unwrap().image, image);
+
     let other = Bench::new();
     let pulled = pull(&other, &at("team/app:1"), options()).unwrap();
     assert_eq!((&pulled.image, pulled.manifest.as_ref()), (&image, Some(&report.manifest)));
-    let came: Vec<_> = pulled.layers.iter().map(|layer| &layer.diff_id).collect();
-    assert_eq!(came, layers.iter().map(|layer| &layer.diff_id).collect::<Vec<_>>());
+    let came: Vec<_> = pulled.layers.iter().map(|layer| layer.diff_id.to_string()).collect();
+    assert_eq!(came, layers.iter().map(|layer| layer.diff_id.clone()).collect::<Vec<_>>());
     let mounted = push(&other, &pulled.name, &at("other/copy:2"), options()).unwrap();
     assert_eq!((how(&mounted), mounted.original), (vec![How::Mounted; 3], true));
     assert_eq!(mounted.manifest, report.manifest);
@@ -386,14 +391,15 @@ fn others_understand_what_was_pushed() {
         let mut command = Command::new("skopeo");
         let inspected = run(command.args(["inspect", "--tls-verify=false", &from]));
         let inspected: Value = serde_json::from_slice(&inspected).unwrap();
-        assert_eq!(inspected["Digest"], report.manifest);
+        assert_eq!(inspected["Digest"], report.manifest.to_string());
         let copy = bench.path(tag);
         let mut command = Command::new("skopeo");
         command.arg("--policy").arg(&policy);
         command.args(["copy", "-q", "--src-tls-verify=false", "--dest-decompress", &from]);
         run(command.arg(format!("dir:{}", copy.display())));
         for layer in &report.layers {
-            assert_eq!(sha256(&fs::read(copy.join(&layer.diff_id[7..])).unwrap()), layer.diff_id);
+            let archive = fs::read(copy.join(layer.diff_id.as_blob().hex())).unwrap();
+            assert_eq!(sha256(&archive), layer.diff_id.to_string());
         }
         if !is_root(TEST) || !ready(TEST, &["podman"]) {
             continue;
@@ -402,6 +408,9 @@ fn others_understand_what_was_pushed() {
         command.arg("--root").arg(bench.path("podman")).arg("--runroot").arg(bench.path("run"));
         command.args(["--storage-driver", "vfs", "pull", "-q", "--tls-verify=false"]);
         let id = run(command.arg("--signature-policy").arg(&policy).arg(&from));
-        assert_eq!(format!("sha256:{}", String::from_utf8(id).unwrap().trim()), report.config);
+        assert_eq!(
+            format!("sha256:{}", String::from_utf8(id).unwrap().trim()),
+            report.config.to_string()
+        );
     }
 }

@@ -42,6 +42,8 @@ pub struct Answer {
     pub cut: Option<usize>,
     /// Bytes of the body after which nothing more comes, the connection staying open.
     pub stall: Option<usize>,
+    /// Bytes of the body that are sent in each millisecond.
+    pub drip: Option<usize>,
     /// What `Content-Length` says, if not the truth.
     pub length: Option<u64>,
 }
@@ -49,7 +51,7 @@ pub struct Answer {
 impl Answer {
     pub fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
         let (headers, body) = (Vec::new(), body.into());
-        Self { status, headers, body, cut: None, stall: None, length: None }
+        Self { status, headers, body, cut: None, stall: None, drip: None, length: None }
     }
 
     pub fn with(mut self, name: &str, value: impl Into<String>) -> Self {
@@ -78,14 +80,33 @@ struct Shared {
     log: Mutex<Vec<Asked>>,
     hook: Box<Hook>,
     ends: AtomicBool,
+    hello: Hello,
+}
+
+/// What a server that speaks plain HTTP does about a TLS hello.
+#[derive(Clone, Copy, Debug)]
+pub enum Hello {
+    /// Says plainly that this is HTTP, as Go's servers do.
+    Refused,
+    /// Waits for the end of a line.
+    Ignored,
+    /// Closes the connection.
+    Closed,
 }
 
 impl Fake {
     pub fn new(hook: impl Fn(&Asked, Answer) -> Answer + Send + Sync + 'static) -> Self {
+        Self::with(hook, Hello::Refused)
+    }
+
+    pub fn with(
+        hook: impl Fn(&Asked, Answer) -> Answer + Send + Sync + 'static,
+        hello: Hello,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (blobs, uploads, log, ends) = Default::default();
-        let shared = Arc::new(Shared { blobs, uploads, log, hook: Box::new(hook), ends });
+        let shared = Arc::new(Shared { blobs, uploads, log, hook: Box::new(hook), ends, hello });
         let ours = shared.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -162,9 +183,15 @@ fn converse(stream: TcpStream, shared: &Shared) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut input = BufReader::new(stream.try_clone()?);
     let mut output = stream;
-    // A TLS hello: say plainly that this is HTTP, as Go's servers do.
     if input.fill_buf()?.first() == Some(&0x16) {
-        return output.write_all(b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTPS request\n");
+        return match shared.hello {
+            Hello::Refused => {
+                output.write_all(b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTPS request\n")
+            }
+            // Until the client has had enough.
+            Hello::Ignored => input.read_to_end(&mut Vec::new()).map(drop),
+            Hello::Closed => Ok(()),
+        };
     }
     while let Some(asked) = request(&mut input, &mut output)? {
         shared.log.lock().unwrap().push(asked.clone());
@@ -307,7 +334,12 @@ fn send(output: &mut TcpStream, asked: &Asked, answer: &Answer) -> io::Result<bo
         return Ok(true);
     }
     let end = answer.cut.or(answer.stall).unwrap_or(answer.body.len()).min(answer.body.len());
-    output.write_all(&answer.body[..end])?;
+    for piece in answer.body[..end].chunks(answer.drip.unwrap_or(usize::MAX)) {
+        output.write_all(piece)?;
+        if answer.drip.is_some() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
     if answer.stall.is_some() {
         // Until the other side has had enough of it: a test of one that never has enough hangs.
         let _ = output.read(&mut [0]);

@@ -101,7 +101,7 @@ impl Containers<'_> {
             Err(error) => return Err(error),
         };
         let Some(record) = read_record(&dir)? else {
-            // Whoever made the directory was killed before writing the record, so nothing is mounted.
+            // Its starter was killed before it wrote the record, so nothing is mounted.
             remove_files(&dir)?;
             return Ok(true);
         };
@@ -175,7 +175,7 @@ pub(super) fn remove_files(dir: &Path) -> Result<()> {
 }
 
 fn remove_files_once(dir: &Path) -> Result<()> {
-    // Runtimes write more than they are told to: runc a `.pid` that becomes the pid.
+    // Runtimes write further files: runc a `.pid` that becomes the pid file.
     let names = crate::mount::list(dir)?;
     let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
     let gone = |result: io::Result<()>, path: &Path| match result {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <run>/containers/<name>/     mode 0700; with a user namespace 0710 and the group of its root
-//!   lock                       held by whoever waits for the container, and by the runtime it started
+//!   lock                       held by the process that waits for the container, and by its runtime
 //!   container.json             the record (ContainerRecord), written before anything is mounted
 //!   config.json                for the runtime
 //!   rootfs                     the image, mounted
@@ -150,7 +150,7 @@ pub struct Container {
     state: PathBuf,
     record: ContainerRecord,
     lock: OwnedFd,
-    /// An open directory of its root filesystem: nobody else can unmount it.
+    /// An open directory of its root filesystem: other processes cannot unmount it.
     busy: Option<OwnedFd>,
 }
 

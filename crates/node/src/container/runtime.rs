@@ -67,7 +67,7 @@ impl Runtime {
         self.with_filtered_mounts(|| command.spawn())
     }
 
-    /// Runs `delete` or `kill` and waits for its end; `state` is the runtime's `--root`.
+    /// Runs `start`, `kill` or `delete` and waits for its end; `state` is the runtime's `--root`.
     ///
     /// # Errors
     /// [`RunError::Runtime`] if it cannot be started. The output has its exit status.

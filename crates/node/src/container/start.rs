@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitStatus};
 
 use rustix::fs::{FlockOperation, Gid, Uid};
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
@@ -28,8 +28,8 @@ impl Containers<'_> {
         self.launch(request, streams, false)
     }
 
-    /// Starts a container whose runtime ends as soon as the container runs. Its output is kept in its
-    /// directory, or goes to `output`. From then on this process gets its orphaned descendants as
+    /// Starts a container that this process waits for, without a runtime beside it. Its output is kept in
+    /// its directory, or goes to `output`. From then on this process gets its orphaned descendants as
     /// children (`PR_SET_CHILD_SUBREAPER`): the container's first process is one.
     ///
     /// # Errors
@@ -41,22 +41,17 @@ impl Containers<'_> {
             path: output.unwrap_or_else(|| PathBuf::from("output")),
         };
         let mut running = self.launch(request, &streams, true)?;
-        let container = &running.container;
-        let error = match running.runtime.wait() {
-            Ok(status) if status.success() => {
-                let path = container.dir.join("pid");
-                let written = fs::read_to_string(&path).at("reading", &path)?;
-                running.first = written.trim().parse().ok().and_then(Pid::from_raw);
-                return Ok(running);
+        match running.container.adopt(&mut running.runtime) {
+            Ok(first) => {
+                running.first = Some(first);
+                Ok(running)
             }
-            Ok(status) => container
-                .refusal()
-                .unwrap_or_else(|| container.failed(io::Error::other(status.to_string()))),
-            Err(source) => container.failed(source),
-        };
-        // The first error says more.
-        let _ = self.remove(running.container);
-        Err(error)
+            Err(error) => {
+                // The first error says more.
+                let _ = self.remove(running.container);
+                Err(error)
+            }
+        }
     }
 
     /// Starts a process in a container that runs. It ends with the process's exit status.
@@ -144,8 +139,8 @@ impl Containers<'_> {
         };
         let failed = |source| container.failed(source);
         let copies = streams.connect(&mut command).map_err(failed)?;
-        // If we are killed while the runtime starts the container, nobody takes that for one that has
-        // ended: the runtime has the lock as well.
+        // The runtime has the lock as well. If this process is killed while the runtime starts the
+        // container, no other process takes that for one that has ended.
         let lock = container.lock.try_clone().map_err(failed)?;
         cofolio_sys::process::inherit(&mut command, lock);
         Ok((container.record.runtime.spawn(&mut command).map_err(failed)?, copies))
@@ -236,13 +231,36 @@ impl Container {
     fn command(&self, detached: bool) -> Command {
         let mut command = Command::new(&self.record.runtime.path);
         command.arg("--root").arg(&self.state).arg("--log").arg(self.dir.join("log"));
-        command.args(["--log-format", "json", "run", "--bundle"]).arg(&self.dir);
-        command.arg("--pid-file").arg(self.dir.join("pid"));
-        if detached {
-            command.arg("--detach");
-        }
+        command.args(["--log-format", "json", if detached { "create" } else { "run" }]);
+        command.arg("--bundle").arg(&self.dir).arg("--pid-file").arg(self.dir.join("pid"));
         command.arg(&self.record.name);
         command
+    }
+
+    /// Waits until the runtime has created the container, whose first process is then a child of this
+    /// process, and starts it. With `run --detach`, crun takes the exit status of a process that ends at
+    /// once.
+    fn adopt(&self, runtime: &mut Child) -> Result<Pid> {
+        let refused = |status: ExitStatus| {
+            let unknown = || self.failed(io::Error::other(status.to_string()));
+            Err(self.refusal().unwrap_or_else(unknown))
+        };
+        let status = runtime.wait().map_err(|source| self.failed(source))?;
+        if !status.success() {
+            return refused(status);
+        }
+        let path = self.dir.join("pid");
+        let written = fs::read_to_string(&path).at("reading", &path)?;
+        let first = written.trim().parse().ok().and_then(Pid::from_raw);
+        let first = first.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData));
+        let log = self.dir.join("log");
+        let log = log.to_string_lossy();
+        let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
+        let started = self.record.runtime.ask(&self.state, &start)?;
+        match started.status.success() {
+            true => first.at("reading", path),
+            false => refused(started.status),
+        }
     }
 
     fn failed(&self, source: io::Error) -> RunError {

@@ -67,7 +67,7 @@ impl Streams {
                     true => {
                         let (reader, writer) = io::pipe()?;
                         let from = File::from(stdin.as_fd().try_clone_to_owned()?);
-                        // Nobody waits for it: it may read from a terminal for ever.
+                        // Not joined: it may read from a terminal for ever.
                         copy(from, writer)?;
                         Stdio::from(reader)
                     }

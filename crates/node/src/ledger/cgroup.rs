@@ -14,6 +14,7 @@ use std::{
 use serde::Serialize;
 
 use super::{LedgerError, Result, memory::field, read_text};
+use crate::mount::{KernelMount, mountinfo};
 
 /// Which of the kernel's two interfaces a hierarchy speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -55,20 +56,22 @@ impl Hierarchy {
     /// # Errors
     /// [`LedgerError::NoMemoryCgroup`] with the reason when no mounted hierarchy has it.
     pub fn find(root: &Path) -> Result<Hierarchy> {
-        let mountinfo = read_text(&root.join("proc/self/mountinfo"))?;
-        let mut unified = None;
-        for line in mountinfo.lines() {
-            let Some((fs_type, mount, options)) = parse_mountinfo(line) else { continue };
-            let mount = root.join(mount.trim_start_matches('/'));
-            match fs_type {
-                "cgroup" if options.split(',').any(|option| option == "memory") => {
-                    return Ok(Hierarchy { version: Version::V1, mount });
-                }
-                "cgroup2" => unified = Some(mount),
-                _ => {}
-            }
+        let path = root.join("proc/self/mountinfo");
+        let mounts = mountinfo::parse(&fs::read(&path).map_err(LedgerError::io(path))?);
+        let is_v1 =
+            |mount: &&KernelMount| mount.filesystem == "cgroup" && mount.has_option("memory");
+        let is_v2 = |mount: &&KernelMount| mount.filesystem == "cgroup2";
+        // A bind mount may show a part of the hierarchy only.
+        let is_whole = |mount: &&KernelMount| mount.root == Path::new("/");
+        let at = |mount: &KernelMount| {
+            root.join(mount.target.strip_prefix("/").unwrap_or(&mount.target))
+        };
+        let v1 = || mounts.iter().filter(is_v1);
+        if let Some(mount) = v1().find(is_whole).or_else(|| v1().next()) {
+            return Ok(Hierarchy { version: Version::V1, mount: at(mount) });
         }
-        let Some(mount) = unified else {
+        let v2 = || mounts.iter().filter(is_v2);
+        let Some(mount) = v2().find(is_whole).or_else(|| v2().next()).map(at) else {
             let reason = "neither a version 1 memory hierarchy nor cgroup2 is mounted".to_owned();
             return Err(LedgerError::NoMemoryCgroup { reason });
         };
@@ -137,23 +140,6 @@ impl Hierarchy {
         };
         Ok(field(&stat, name).unwrap_or(0).saturating_sub(except.charge()?.cache))
     }
-}
-
-/// The filesystem type, mount point and superblock options of a mountinfo line
-/// (`Documentation/filesystems/proc.rst`, section 3.5).
-fn parse_mountinfo(line: &str) -> Option<(&str, String, &str)> {
-    let (before, after) = line.split_once(" - ")?;
-    let mut after = after.split(' ');
-    let fs_type = after.next()?;
-    let options = after.nth(1).unwrap_or("");
-    Some((fs_type, unescape(before.split(' ').nth(4)?), options))
-}
-
-/// Undoes mountinfo's octal escapes of space, tab, newline and backslash.
-fn unescape(text: &str) -> String {
-    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
-        .iter()
-        .fold(text.to_owned(), |text, (escape, plain)| text.replace(escape, plain))
 }
 
 /// A memory cgroup that this value made and will remove.
@@ -337,6 +323,19 @@ mod tests {
         ]);
         let error = Hierarchy::find(without.path()).unwrap_err();
         assert!(matches!(error, LedgerError::NoMemoryCgroup { .. }), "{error}");
+    }
+
+    /// A bind mount of one cgroup's directory, mounted later, was taken for the hierarchy.
+    #[test]
+    fn the_whole_hierarchy_wins_over_a_part_of_it() {
+        let part = "40 23 0:26 /system.slice /srv/part rw - cgroup2 cgroup2 rw\n";
+        let text = format!("{part}{V2_MOUNTS}{part}");
+        let root = plant(&[
+            ("proc/self/mountinfo", &text),
+            ("sys/fs/cgroup/cgroup.controllers", "memory\n"),
+        ]);
+        let hierarchy = Hierarchy::find(root.path()).unwrap();
+        assert_eq!(hierarchy.mount, root.path().join("sys/fs/cgroup"));
     }
 
     #[test]

@@ -48,14 +48,9 @@ impl LedgerError {
 /// Ledger results.
 pub type Result<T, E = LedgerError> = std::result::Result<T, E>;
 
-/// Reads a small kernel text file. Bounded: `/proc` and cgroup files of interest are far below 1 MiB.
+/// Reads a text file of the kernel, whole: mountinfo can be longer than a megabyte.
 fn read_text(path: &std::path::Path) -> Result<String> {
-    use std::io::Read;
-    const LIMIT: u64 = 1 << 20;
-    let mut bytes = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(LIMIT).read_to_end(&mut bytes))
-        .map_err(LedgerError::io(path))?;
+    let bytes = std::fs::read(path).map_err(LedgerError::io(path))?;
     // Paths in these files may be any bytes; what we parse is ASCII.
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -209,6 +209,12 @@ pub enum MountError {
         /// Where it is mounted.
         target: PathBuf,
     },
+    /// A directory that holds no changes that were kept.
+    #[error("{} holds no changes that were kept, or a mount uses it", dir.display())]
+    NotKept {
+        /// The directory.
+        dir: PathBuf,
+    },
     /// A security label that cannot be.
     #[error("SELinux does not take {label:?}: its policy has no such label, or none is loaded")]
     Label {
@@ -280,7 +286,9 @@ impl MountError {
             | Self::ObjectSize { .. }
             | Self::Altered { .. }
             | Self::State { .. } => Code::Corrupt,
-            Self::NotMounted(_) | Self::TargetMissing { .. } => Code::NotFound,
+            Self::NotMounted(_) | Self::NotKept { .. } | Self::TargetMissing { .. } => {
+                Code::NotFound
+            }
             Self::AlreadyMounted { .. } => Code::AlreadyExists,
             Self::Busy { .. } | Self::UpperInUse { .. } => Code::Busy,
             Self::NoDirectory

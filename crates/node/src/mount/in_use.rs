@@ -28,7 +28,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::error::{At as _, MountError};
-use super::kernel::{Context, open_dir};
+use super::kernel::{Context, KernelError, open_dir};
 use super::mountinfo::{self, KernelMount};
 use super::state::Namespace;
 
@@ -89,12 +89,13 @@ impl Superblock {
 }
 
 /// Name of the directory, beside `upper`, that [`has_overlay`] gives the kernel as a work directory.
-/// It is made before the disk can be full.
+/// It is made with `upper`, before the disk can be full.
 pub(super) const PROBE: &str = "probe";
 
 /// Whether an overlay whose changes go to `dir/upper` exists.
 ///
-/// Tries to make another one over the same directory, which fails while the first one exists.
+/// Tries to make another one over the same directory, which fails while the first one exists. What
+/// that leaves in the directory is removed again.
 ///
 /// # Errors
 /// [`MountError::Kernel`] where the kernel gives neither answer; [`MountError::Io`].
@@ -103,14 +104,14 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         Err(Errno::NOENT) => return Ok(false),
         other => other.at("open", dir)?,
     };
-    let probe = dir.join(PROBE);
-    match fs::DirBuilder::new().mode(0o700).create(&probe) {
+    let path = dir.join(PROBE);
+    match fs::DirBuilder::new().mode(0o700).create(&path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(error).at("create", probe);
+            return Err(error).at("create", path);
         }
         _ => {}
     }
-    let probe = open_dir(&probe).at("open", &probe)?;
+    let probe = open_dir(&path).at("open", &path)?;
     // Any directory apart from the other two will do as the lower layer.
     let lower = match open_dir(&dir.join("work")) {
         Err(Errno::NOENT) => return Ok(false),
@@ -124,13 +125,33 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         context.string("index", "on")?;
         context.create()
     };
-    match made() {
-        Ok(()) => Ok(false),
-        Err(error) if error.errno == Errno::BUSY => Ok(true),
-        // It got past the upper directory, which the kernel takes first.
-        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT) => Ok(false),
-        Err(error) => Err(MountError::Kernel(error)),
+    let is_busy = |made: &Result<(), KernelError>| {
+        made.as_ref().is_err_and(|error| error.errno == Errno::BUSY)
+    };
+    let mut tried = made();
+    // A process that was just forked holds the descriptors of an earlier try until it calls exec.
+    for milliseconds in [1, 4, 16, 64] {
+        if !is_busy(&tried) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        tried = made();
     }
+    match tried {
+        Ok(()) => {}
+        Err(error) if error.errno == Errno::BUSY => return Ok(true),
+        // It got past the upper directory, which the kernel takes first.
+        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT) => {}
+        Err(error) => return Err(MountError::Kernel(error)),
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let upper = rustix::fs::openat(&upper, ".", flags, Mode::empty()).at("open", dir)?;
+    for name in ["trusted.overlay.origin", "trusted.overlay.uuid"] {
+        let _ = rustix::fs::fremovexattr(&upper, name);
+    }
+    // One that is left is used again.
+    let _ = fs::remove_dir_all(dir.join(PROBE));
+    Ok(false)
 }
 
 /// Whether a mount of one of these superblocks exists in any mount namespace, other than those below

@@ -42,6 +42,11 @@ pub(crate) fn root(dir: &Path) -> PathBuf {
     dir.join("sized")
 }
 
+/// Whether changes in `dir` are in a filesystem of their own.
+pub(crate) fn has_filesystem(dir: &Path) -> bool {
+    root(dir).exists()
+}
+
 /// Limits what is made in `dir`, which is empty.
 pub(crate) fn set(dir: &Path, bytes: u64) -> Result<Limit, MountError> {
     if bytes < SIZE_BYTES_MIN {

@@ -24,6 +24,7 @@
 //! [`Mounter::reconcile`]. [`Step`] lists the points; a test kills a process at each.
 
 mod base;
+mod check;
 mod error;
 mod idmap;
 mod in_use;
@@ -32,6 +33,7 @@ mod limit;
 pub(crate) mod mountinfo;
 mod pin;
 mod reconcile;
+mod request;
 mod share;
 mod state;
 #[cfg(test)]
@@ -55,191 +57,15 @@ pub use mountinfo::KernelMount;
 pub use pin::Pin;
 use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
+pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
+pub use upper::Kept;
 
 use error::{Asked, At as _};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
 use reconcile::{Kernel, Place};
 use state::ImageLock;
 pub(crate) use state::list;
-
-/// Whether and where a mount can be written to.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Access {
-    /// A clone of the image's read-only overlay.
-    #[default]
-    ReadOnly,
-    /// Changes go to a directory of the store's, which goes with the mount.
-    Writable,
-    /// Changes go to a directory of the store's, which stays.
-    WritableKept,
-    /// Changes go to this directory (its `upper/` and `work/`), which stays. It must be on a
-    /// filesystem that overlayfs takes as an upper layer. With an id map, owners in it are the
-    /// mapped ones.
-    WritableAt(PathBuf),
-}
-
-/// What is checked before a mount. All but the first measure the metadata image, even if it is
-/// mounted already, and mount that, never the image over a base.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Check {
-    /// What the first mount of an image checks.
-    #[default]
-    None,
-    /// The metadata image has the digest that is its name: by the kernel where it has fs-verity, else
-    /// by hashing it.
-    Measure,
-    /// All objects, too, by hashing them.
-    Verify,
-    /// The kernel checks every read of the image and its objects (fs-verity); else the mount is refused.
-    RequireVerity,
-}
-
-/// What to mount, where and how.
-#[derive(Debug, Clone)]
-pub struct MountRequest {
-    /// Digest of the metadata image.
-    pub image: Digest,
-    /// Directory to mount at.
-    pub target: PathBuf,
-    /// Make the target if it is missing (its parent must exist), and remove it at unmount.
-    pub create_target: bool,
-    /// Whether it can be written to.
-    pub access: Access,
-    /// Bytes that changes may take; only for [`Access::Writable`].
-    pub size_bytes: Option<u64>,
-    /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), which goes
-    /// with the mount.
-    pub scratch: bool,
-    /// What has to hold of the image before it is mounted.
-    pub check: Check,
-    /// Id map.
-    pub idmap: Option<IdMap>,
-    /// Security label of all files (`context=`).
-    pub label: Option<String>,
-    /// Ignore set-user-id bits.
-    pub nosuid: bool,
-    /// Do not open device files.
-    pub nodev: bool,
-    /// Execute nothing.
-    pub noexec: bool,
-}
-
-impl MountRequest {
-    /// A read-only mount without options.
-    pub fn new(image: Digest, target: impl Into<PathBuf>) -> Self {
-        Self {
-            image,
-            target: target.into(),
-            create_target: false,
-            access: Access::ReadOnly,
-            size_bytes: None,
-            scratch: false,
-            check: Check::default(),
-            idmap: None,
-            label: None,
-            nosuid: false,
-            nodev: false,
-            noexec: false,
-        }
-    }
-}
-
-/// How to unmount.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct UmountOptions {
-    /// Detach the mount even if it is in use. What still uses it sees errors if its changes are
-    /// removed.
-    pub force: bool,
-    /// Leave the directory with the changes in place, even if the mount did not say so.
-    pub keep_upper: bool,
-}
-
-/// What an unmount did.
-#[derive(Debug, Clone)]
-pub struct Unmounted {
-    /// The mount, as it was.
-    pub record: MountRecord,
-    /// It was not mounted any more; only what it had left was cleaned up.
-    pub was_gone: bool,
-    /// Directory with the changes, if it was left in place.
-    pub upper: Option<PathBuf>,
-    /// The image is not mounted any more either: this was its last user.
-    pub unpinned: bool,
-    /// Somebody else still uses it: a mount of it elsewhere, another mount namespace, an overlay over
-    /// it or an open descriptor. The image and the changes stay as long.
-    pub in_use: bool,
-}
-
-/// A point in the life of a mount at which a process may die. In order, except that the pin and
-/// view steps occur only where one has to be made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Step {
-    /// Its record is there.
-    Claimed,
-    /// The store knows that the image is in use.
-    Rooted,
-    /// The image knows its user.
-    Marked,
-    /// The target was made.
-    TargetMade,
-    /// The EROFS superblock exists, attached nowhere.
-    PinMade,
-    /// It is attached.
-    Pinned,
-    /// The read-only overlay exists, attached nowhere.
-    ViewMade,
-    /// It is attached.
-    Viewed,
-    /// The directories for changes are there.
-    UpperMade,
-    /// The mount exists, attached nowhere, and its record has its numbers.
-    Prepared,
-    /// It is at its target; the record does not say so yet.
-    Attached,
-    /// Its record says so.
-    Recorded,
-    /// Its record says that it is leaving.
-    Leaving,
-    /// It is not at its target any more.
-    Detached,
-    /// The directories for changes are out of sight.
-    UpperGone,
-    /// The image forgot its user.
-    Unmarked,
-    /// The image's own mounts are gone, their directories not yet.
-    Unpinned,
-    /// The store forgot it.
-    Unrooted,
-    /// Its record is gone.
-    Forgotten,
-}
-
-impl Step {
-    /// All of them.
-    pub const ALL: [Self; 19] = [
-        Self::Claimed,
-        Self::Rooted,
-        Self::Marked,
-        Self::TargetMade,
-        Self::PinMade,
-        Self::Pinned,
-        Self::ViewMade,
-        Self::Viewed,
-        Self::UpperMade,
-        Self::Prepared,
-        Self::Attached,
-        Self::Recorded,
-        Self::Leaving,
-        Self::Detached,
-        Self::UpperGone,
-        Self::Unmarked,
-        Self::Unpinned,
-        Self::Unrooted,
-        Self::Forgotten,
-    ];
-}
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.
 pub struct Mounter<'a> {
@@ -337,14 +163,14 @@ impl<'a> Mounter<'a> {
         }
         if request.check != Check::None {
             let file = self.domain.open_image(&request.image)?;
-            pin::check_digest(&file, &request.image, verity)?;
+            check::check_digest(&file, &request.image, verity)?;
         }
         if request.check == Check::Verify {
             self.verify(&request.image)?;
         }
         let kernel = Kernel::new(&self.root)?;
         let id = self.run.id_of(&target);
-        let (upper, _claim) = self.choose_upper(request, &id)?;
+        let (upper, claim) = self.choose_upper(request, &id, &kernel.boot_id)?;
         let scratch = request.scratch.then(|| upper::own_dir(self.domain, &id, "s")).transpose()?;
         let mut record = MountRecord {
             id,
@@ -359,6 +185,7 @@ impl<'a> Mounter<'a> {
             nosuid: request.nosuid,
             nodev: request.nodev,
             noexec: request.noexec,
+            name: request.name.clone(),
             backend: Backend::default(),
             verity,
             verified: request.check == Check::Verify,
@@ -379,7 +206,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::AlreadyMounted { target: record.target, image });
         }
         self.step(Step::Claimed);
-        match self.make(&mut record, request.check, &lock) {
+        match self.make(&mut record, request.check, &lock, claim.as_ref()) {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
@@ -398,6 +225,7 @@ impl<'a> Mounter<'a> {
         &self,
         request: &MountRequest,
         id: &str,
+        boot_id: &str,
     ) -> Result<(Option<Upper>, Option<OwnedFd>), MountError> {
         let size_bytes = request.size_bytes;
         let own = |keep| -> Result<_, MountError> {
@@ -412,7 +240,7 @@ impl<'a> Mounter<'a> {
             Access::Writable => own(false),
             Access::WritableKept => own(true),
             Access::WritableAt(dir) => {
-                let (dir, lock) = upper::claim_given(&self.run, dir)?;
+                let (dir, lock) = upper::claim_given(&self.run, dir, &request.image, boot_id)?;
                 Ok((Some(Upper { dir, keep: true, given: true, size_bytes: None }), Some(lock)))
             }
         }
@@ -424,6 +252,7 @@ impl<'a> Mounter<'a> {
         record: &mut MountRecord,
         check: Check,
         lock: &ImageLock,
+        claim: Option<&OwnedFd>,
     ) -> Result<(), MountError> {
         let image = record.image;
         let mut root = Root::new(RootKind::Mount, record.id.clone());
@@ -431,8 +260,12 @@ impl<'a> Mounter<'a> {
         root.note = record.target.to_string_lossy().into_owned();
         root.created = record.created;
         root.boot_id = Some(record.boot_id.clone());
-        // Fails if the image is not there; once it is written, the image stays.
-        self.domain.put_root(&root)?;
+        // Fails if the image is not there; once it is written, the image stays. Of a store that nobody
+        // can write to, nobody collects anything either.
+        match self.domain.put_root(&root) {
+            Err(error) if is_read_only(&error) => {}
+            other => other?,
+        }
         self.step(Step::Rooted);
         {
             let _stays = self.run.share_domain(self.domain.name())?;
@@ -459,7 +292,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::PinnedWithoutVerity { image });
         }
         record.backend = pin.backend;
-        let mount = self.detached(record, &pin)?;
+        let mount = self.detached(record, &pin, claim)?;
         let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
         self.run.write(record, lock)?;
@@ -474,7 +307,12 @@ impl<'a> Mounter<'a> {
     }
 
     /// The mount itself, attached nowhere.
-    fn detached(&self, record: &MountRecord, pin: &Pinned) -> Result<OwnedFd, MountError> {
+    fn detached(
+        &self,
+        record: &MountRecord,
+        pin: &Pinned,
+        claim: Option<&OwnedFd>,
+    ) -> Result<OwnedFd, MountError> {
         let (image, idmap, label) = (&record.image, record.idmap.as_ref(), record.label.as_deref());
         let mut flags = MountAttrFlags::empty();
         flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
@@ -496,7 +334,7 @@ impl<'a> Mounter<'a> {
         };
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
         let layers = mapped.as_ref().unwrap_or(&pin.layers);
-        let open = upper::prepare(upper, &layers[0])?;
+        let open = upper::prepare(record, upper, &layers[0], claim)?;
         self.step(Step::UpperMade);
         let made = self
             .overlay(self.domain, image, (layers, pin.backend), label, Some(&open), asked)
@@ -513,6 +351,9 @@ impl<'a> Mounter<'a> {
             limit::put_away(&upper.dir)?;
         }
         let mount = made?;
+        if let Some(claim) = claim {
+            upper::mark_kept(claim, record)?;
+        }
         let attr = MountAttr { set: flags, ..MountAttr::default() };
         cofolio_sys::mount::mount_setattr(&mount, &attr)
             .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;
@@ -584,13 +425,16 @@ impl<'a> Mounter<'a> {
             Place::Gone => {}
         }
         if options.keep_upper
-            && let Some(upper) = record.upper.as_mut().filter(|upper| upper.dir.exists())
+            && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
+            && !limit::has_filesystem(&upper.dir)
         {
-            upper::mark_kept(&upper.dir)?;
-            if !upper.keep {
-                upper::settle(&upper.dir)?;
-                upper.keep = true;
+            let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
+            upper::mark_kept(&dir, &record)?;
+            // Where it is in use still, or we die here, the next mount over it does this.
+            if !in_use::has_overlay(&upper.dir)? {
+                upper::settle(&dir, &upper.dir)?;
             }
+            record.upper = Some(Upper { keep: true, ..upper });
         }
         let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
         // What was there is not there any more.
@@ -615,8 +459,11 @@ impl<'a> Mounter<'a> {
         if options.keep_upper
             && let Some(upper) = &record.upper
         {
+            if limit::has_filesystem(&upper.dir) {
+                return Err(MountError::CannotKeep { target: record.target.clone() });
+            }
             // Before anything else: a process that dies after this leaves it to be kept.
-            upper::mark_kept(&upper.dir)?;
+            upper::mark_kept(&open_dir(&upper.dir).at("open", &upper.dir)?, record)?;
         }
         let before = record.phase;
         record.phase = Phase::Leaving;
@@ -699,6 +546,13 @@ impl<'a> Mounter<'a> {
     fn domain_of(&self, name: &str) -> Result<Domain, MountError> {
         Ok(self.domain.store().domain(name)?)
     }
+}
+
+/// Whether a store's filesystem is mounted read-only.
+fn is_read_only(error: &cofolio_store::Error) -> bool {
+    use std::error::Error as _;
+    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+    source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
 }
 
 fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(), MountError> {

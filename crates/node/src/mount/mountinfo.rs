@@ -76,7 +76,7 @@ pub(crate) fn path(root: &Path) -> PathBuf {
 
 /// Lines that do not look like mountinfo are left out: the format may grow, and one odd mount must
 /// not hide the others.
-pub(super) fn parse(text: &[u8]) -> Vec<KernelMount> {
+pub(crate) fn parse(text: &[u8]) -> Vec<KernelMount> {
     text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
 }
 

@@ -5,12 +5,13 @@ use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Domain, Root, RootKind, StoredFile, verity};
-use rustix::fs::{AtFlags, CWD, StatxFlags};
+use cofolio_store::{Backend, Digest, Domain, Root, RootKind};
+use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
+use super::check::{check_digest, is_immutable};
 use super::error::{Asked, At as _, MountError};
 use super::idmap::IdMap;
 use super::in_use::{self, Superblock};
@@ -18,7 +19,7 @@ use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
 use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
-use super::{Backing, Mounter, Step, mark_user};
+use super::{Backing, Mounter, Step, is_read_only, mark_user, numbers_at};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -225,6 +226,36 @@ impl Mounter<'_> {
         })
     }
 
+    /// Takes away read-only overlays that no recorded mount uses, the oldest first, until few are left.
+    /// A mount of one that is not recorded keeps its superblock.
+    pub(super) fn trim_views(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
+        /// An overlay without users is worth keeping for the next container with the same id map.
+        const VIEWS_MAX: usize = 8;
+        let dir = self.run.image_dir(domain, image);
+        for views in [dir.join("views"), dir.join(OWN).join("views")] {
+            let keys = list(&views)?;
+            if keys.len() <= VIEWS_MAX {
+                continue;
+            }
+            let (records, _) = self.run.records()?;
+            let used: HashSet<String> = records
+                .iter()
+                .filter(|record| record.image == *image && record.domain == domain)
+                .map(|record| view_key(record.idmap.as_ref(), record.label.as_deref()))
+                .collect();
+            // Numbers of mounts grow.
+            let age =
+                |path: &Path| numbers_at(path).map_or(0, |found| found.unique.unwrap_or(found.id));
+            let unused = keys.iter().filter(|key| !used.contains(*key)).map(|key| views.join(key));
+            let mut unused: Vec<_> = unused.map(|path| (age(&path), path)).collect();
+            unused.sort();
+            for (_, path) in unused.iter().take(keys.len() - VIEWS_MAX) {
+                take_down(path)?;
+            }
+        }
+        Ok(())
+    }
+
     /// An overlay of the image, detached.
     pub(crate) fn overlay(
         &self,
@@ -262,58 +293,6 @@ impl Mounter<'_> {
                 .map_err(|error| MountError::from_kernel(error, asked))
         });
         mapped.collect()
-    }
-
-    /// Compares the size of every object with what the image says; returns how many there are.
-    ///
-    /// An unprotected object that was cut short reads short without an error, so this is the last
-    /// moment to notice. A stat takes 2 us of a processor, so that ten thousand objects take it 20 ms,
-    /// once per pin. All processors share in it, as far as there are threads to be had.
-    fn check_sizes(
-        &self,
-        file: &StoredFile,
-        image: &Digest,
-        objects: &Path,
-    ) -> Result<u64, MountError> {
-        /// Below this another thread takes longer to start than it saves.
-        const OBJECTS_PER_THREAD_MIN: usize = 500;
-        let mut sizes = Vec::new();
-        let visit = &mut |object: Digest, size: u64| sizes.push((object, size));
-        self.contents.image_objects(file, visit).map_err(|error| MountError::ImageInvalid {
-            image: *image,
-            reason: error.to_string(),
-        })?;
-        let dir = open_dir(objects).at("open", objects)?;
-        // A content with several names is looked at as often: remembering it would cost more.
-        let check = |part: &[(Digest, u64)]| {
-            let mut part = part.iter();
-            part.try_for_each(|(object, size)| {
-                check_size(dir.as_fd(), objects, image, object, *size)
-            })
-        };
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = processors.min(sizes.len() / OBJECTS_PER_THREAD_MIN).max(1);
-        std::thread::scope(|scope| {
-            let mut parts = sizes.chunks(sizes.len().div_ceil(threads).max(1));
-            let own = parts.next().unwrap_or_default();
-            let spawn = |part| {
-                std::thread::Builder::new()
-                    .spawn_scoped(scope, move || check(part))
-                    .map_err(|_| part)
-            };
-            let others: Vec<_> = parts.map(spawn).collect();
-            others.into_iter().fold(check(own), |checked, other| {
-                let other = match other {
-                    Ok(thread) => {
-                        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-                    }
-                    // No thread was to be had.
-                    Err(part) => check(part),
-                };
-                checked.and(other)
-            })
-        })?;
-        Ok(sizes.len() as u64)
     }
 
     /// Unmounts what is pinned of an image, unless one of our mounts uses it.
@@ -459,11 +438,17 @@ impl Mounter<'_> {
                 root.note = "in use elsewhere".to_owned();
                 root.created = super::now();
                 root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
-                domain.put_root(&root)?;
+                match domain.put_root(&root) {
+                    Err(error) if is_read_only(&error) => {}
+                    other => other?,
+                }
             }
             return Ok(Unpinned::Elsewhere);
         }
-        domain.remove_root(RootKind::Mount, &id)?;
+        match domain.remove_root(RootKind::Mount, &id) {
+            Err(error) if is_read_only(&error) => {}
+            other => drop(other?),
+        }
         remove_dir(&dir.join("users"));
         remove_dir(&dir);
         Ok(Unpinned::Done)
@@ -522,76 +507,6 @@ impl Mounter<'_> {
         }
         Ok(pins)
     }
-}
-
-/// The image's bytes give its digest. With fs-verity the kernel has done the work. In a store that has
-/// it, an image without it is refused even if its bytes are right today: the mount would be said to
-/// be checked by the kernel, which would not notice if they were altered tomorrow.
-pub(crate) fn check_digest(
-    file: &StoredFile,
-    image: &Digest,
-    verity: bool,
-) -> Result<(), MountError> {
-    use std::io::Read as _;
-    let found = match measured(file)? {
-        Some(digest) => digest,
-        None if verity => return Err(MountError::ImageUnprotected { image: *image }),
-        _ => {
-            let mut hasher = verity::Hasher::new();
-            let mut reader = file.reader();
-            let mut buffer = vec![0; 256 << 10];
-            loop {
-                match reader.read(&mut buffer) {
-                    Ok(0) => break hasher.finish(),
-                    Ok(length) => hasher.update(&buffer[..length]),
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error).at("read", file.path()),
-                }
-            }
-        }
-    };
-    if found == *image { Ok(()) } else { Err(MountError::ImageAltered { image: *image, found }) }
-}
-
-/// The fs-verity digest that the kernel has of a file, if it has one.
-pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> {
-    let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
-    Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
-}
-
-/// Whether the objects of an image are immutable, from one look at its metadata image: an import makes
-/// that immutable last. A copy of a store, or an import that was killed, leaves it without the flag
-/// until `gc` sets it.
-fn is_immutable(domain: &Domain, image: &StoredFile) -> Result<bool, MountError> {
-    if !domain.protection().immutable {
-        return Ok(false);
-    }
-    let file = image.descriptor().ok_or(MountError::NoDirectory)?;
-    let found = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
-    let flag = rustix::fs::StatxAttributes::IMMUTABLE;
-    Ok(found.at("look at", image.path())?.stx_attributes.contains(flag))
-}
-
-/// Compares the size of one object, below the objects directory `dir`, whose path is `objects`.
-fn check_size(
-    dir: BorrowedFd<'_>,
-    objects: &Path,
-    image: &Digest,
-    object: &Digest,
-    expected: u64,
-) -> Result<(), MountError> {
-    let path = object.object_path();
-    let found = match rustix::fs::statx(dir, &path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::SIZE) {
-        Ok(stat) => stat.stx_size,
-        Err(rustix::io::Errno::NOENT) => {
-            return Err(MountError::ObjectMissing { image: *image, object: path });
-        }
-        Err(errno) => return Err(errno).at("look at", objects.join(path)),
-    };
-    if found == expected {
-        return Ok(());
-    }
-    Err(MountError::ObjectSize { image: *image, object: path, expected, found })
 }
 
 /// Overlays that differ in nothing visible are one.

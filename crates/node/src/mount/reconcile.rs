@@ -16,7 +16,7 @@ use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, KEEPER, Unpinned};
 use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
 use super::upper;
-use super::{Mounter, Pin, Step, mark_user, numbers_at};
+use super::{Kept, Mounter, Pin, Step, is_read_only, mark_user, numbers_at};
 
 /// Where a recorded mount is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,6 +52,9 @@ pub enum MountState {
 pub struct MountStatus {
     /// What was recorded.
     pub record: MountRecord,
+    /// Where it is now, if somebody moved it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moved_to: Option<PathBuf>,
     /// Whether the kernel agrees.
     pub state: MountState,
 }
@@ -67,6 +70,8 @@ pub struct Mounts {
     /// directories beside this one: binds that somebody made of a mount, or mounts whose record was lost.
     /// They are nobody's to clean up.
     pub orphans: Vec<KernelMount>,
+    /// Changes of this domain that were kept, and that nothing is mounted over.
+    pub kept: Vec<Kept>,
     /// Records that cannot be read, in words.
     pub damaged: Vec<String>,
 }
@@ -163,7 +168,7 @@ impl Mounter<'_> {
         let Some(mount) = record.mount else { return Ok(Place::Gone) };
         if let Ok(found) = numbers_at(&record.target)
             && found.is_root
-            && same(mount.id, mount.unique, found.id, found.unique)
+            && mount.is(found.id, found.unique)
         {
             return Ok(Place::At(record.target.clone()));
         }
@@ -174,7 +179,7 @@ impl Mounter<'_> {
         };
         // On top at its place, or below something?
         match numbers_at(&found.target) {
-            Ok(numbers) if same(mount.id, mount.unique, numbers.id, numbers.unique) => {
+            Ok(numbers) if mount.is(numbers.id, numbers.unique) => {
                 Ok(Place::At(found.target.clone()))
             }
             // The number went to another mount of the same image since.
@@ -217,7 +222,13 @@ impl Mounter<'_> {
         remove_file(&users.join(&record.id))?;
         self.step(Step::Unmarked);
         let unpinned = self.unpin_if_idle(&record.domain, &record.image, lock)?;
-        self.domain_of(&record.domain)?.remove_root(RootKind::Mount, &record.id)?;
+        if unpinned == Unpinned::Needed {
+            self.trim_views(&record.domain, &record.image)?;
+        }
+        match self.domain_of(&record.domain)?.remove_root(RootKind::Mount, &record.id) {
+            Err(error) if is_read_only(&error) => {}
+            other => drop(other?),
+        }
         self.step(Step::Unrooted);
         self.run.remove_record(&record.id)?;
         self.step(Step::Forgotten);
@@ -259,17 +270,38 @@ impl Mounter<'_> {
         let orphans = self.orphans(kernel.mounts()?, &records)?;
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
-            let state = match self.place_of(&record, &kernel)? {
+            let place = self.place_of(&record, &kernel)?;
+            let moved_to = match &place {
+                Place::At(path) if *path != record.target => Some(path.clone()),
+                _ => None,
+            };
+            let state = match place {
                 _ if record.phase != Phase::Mounted => MountState::InFlight,
                 Place::At(_) => MountState::Live,
                 Place::Covered => MountState::Covered,
                 Place::Gone => MountState::Gone,
                 Place::Elsewhere => MountState::OtherNamespace,
             };
-            mounts.push(MountStatus { record, state });
+            mounts.push(MountStatus { record, moved_to, state });
         }
         let damaged = damaged.iter().map(ToString::to_string).collect();
-        Ok(Mounts { mounts, pins: self.pins()?, orphans, damaged })
+        let kept = upper::kept(self.domain, &self.run)?;
+        Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
+    }
+
+    /// Removes changes of this domain that were kept.
+    ///
+    /// # Errors
+    /// [`MountError::NotKept`] if the directory holds none, or a mount uses it; [`MountError::Busy`].
+    pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
+        let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
+        if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
+            return Err(MountError::NotKept { dir: found });
+        }
+        if in_use::has_overlay(&found)? {
+            return Err(MountError::Busy { target: found });
+        }
+        upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
 
     /// Mounts of images of this store that nobody has a record of. The kernel does not say which store a
@@ -471,14 +503,6 @@ impl Mounter<'_> {
             }
         }
         Ok(removed)
-    }
-}
-
-/// Whether two pairs of numbers mean one mount.
-fn same(id: u64, unique: Option<u64>, other_id: u64, other_unique: Option<u64>) -> bool {
-    match (unique, other_unique) {
-        (Some(one), Some(other)) => one == other,
-        _ => id == other_id,
     }
 }
 

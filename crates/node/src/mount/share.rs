@@ -9,10 +9,10 @@ use std::path::Path;
 
 use cofolio_store::{Digest, Domain, Error, Pack, Secret, StoredFile};
 
+use super::check::{check_digest, measured};
 use super::error::{Asked, At as _, MountError};
 use super::kernel::PackOptions;
 use super::mountinfo;
-use super::pin::{check_digest, measured};
 use super::{Mounter, kernel, numbers_at};
 
 /// A pack with all that it needs, checked.

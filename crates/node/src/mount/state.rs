@@ -85,6 +85,16 @@ pub struct MountNumbers {
     pub unique: Option<u64>,
 }
 
+impl MountNumbers {
+    /// Whether these numbers mean the same mount.
+    pub(super) fn is(&self, id: u64, unique: Option<u64>) -> bool {
+        match (self.unique, unique) {
+            (Some(one), Some(other)) => one == other,
+            _ => self.id == id,
+        }
+    }
+}
+
 /// A mount namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Namespace {
@@ -147,6 +157,9 @@ pub struct MountRecord {
     /// Nothing can be executed.
     #[serde(default)]
     pub noexec: bool,
+    /// The ref by which it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
     /// How it is mounted.
     #[serde(default)]
     pub backend: Backend,
@@ -413,6 +426,17 @@ impl RunDir {
         {
             return Ok(record);
         }
+        // Somebody may have moved it, or a directory above it.
+        if let Ok(found) = cofolio_sys::mount::mount_id(rustix::fs::CWD, &target)
+            && found.is_root
+        {
+            let is = |record: &MountRecord| {
+                record.mount.is_some_and(|mount| mount.is(found.id, found.unique))
+            };
+            if let Some(record) = self.records()?.0.into_iter().find(is) {
+                return Ok(record);
+            }
+        }
         Err(MountError::NotMounted(target_or_id.display().to_string()))
     }
 
@@ -567,7 +591,11 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, M
         other => other.at("open", path)?,
     };
     let mut text = Vec::new();
-    file.take(RECORD_SIZE_MAX).read_to_end(&mut text).at("read", path)?;
+    file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text).at("read", path)?;
+    if text.len() as u64 > RECORD_SIZE_MAX {
+        let reason = format!("it is longer than {RECORD_SIZE_MAX} bytes");
+        return Err(MountError::State { path: path.to_owned(), reason });
+    }
     let damaged = |error: serde_json::Error| MountError::State {
         path: path.to_owned(),
         reason: error.to_string(),

@@ -6,19 +6,23 @@
 //! `writable/gone-*` is to be removed as soon as no overlay uses it any more.
 
 use std::fs;
-use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
+use std::io::{self, Write as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::Domain;
-use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags};
+use cofolio_store::{Digest, Domain};
+use rustix::fs::{
+    CWD, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
+};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::error::{At as _, MountError};
 use super::in_use;
 use super::kernel::open_dir;
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list};
+use super::state::{MountRecord, RunDir, Upper, list, read_json};
 
 /// Beside `upper`: this directory is to stay.
 const KEEP: &str = "keep";
@@ -61,9 +65,28 @@ pub(crate) fn make_own(dir: &Path) -> Result<(), MountError> {
     Ok(())
 }
 
+/// Changes that were kept, as the file beside them says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// Directory that holds them, in `upper/`.
+    #[serde(default)]
+    pub dir: PathBuf,
+    /// The image that they are changes of.
+    pub image: Digest,
+    /// Where that was mounted.
+    pub target: PathBuf,
+    /// The boot in which they were kept.
+    boot_id: String,
+}
+
 /// Resolves a directory that the caller gave, making it if it is missing, and locks it against
 /// other mounts that want it, until the record that names it is written.
-pub(crate) fn claim_given(run: &RunDir, dir: &Path) -> Result<(PathBuf, OwnedFd), MountError> {
+pub(crate) fn claim_given(
+    run: &RunDir,
+    dir: &Path,
+    image: &Digest,
+    boot_id: &str,
+) -> Result<(PathBuf, OwnedFd), MountError> {
     fs::create_dir_all(dir).at("create", dir)?;
     let dir = fs::canonicalize(dir).at("resolve", dir)?;
     let problem =
@@ -72,7 +95,13 @@ pub(crate) fn claim_given(run: &RunDir, dir: &Path) -> Result<(PathBuf, OwnedFd)
         return Err(problem("its path is not UTF-8"));
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let lock = rustix::fs::open(&dir, flags, Mode::empty()).at("open", &dir)?;
+    let resolve = ResolveFlags::NO_SYMLINKS;
+    let lock = rustix::fs::openat2(CWD, &dir, flags, Mode::empty(), resolve).at("open", &dir)?;
+    let stat = rustix::fs::fstat(&lock).at("look at", &dir)?;
+    // Whoever may change it could have root write and mount elsewhere.
+    if stat.st_uid != rustix::process::geteuid().as_raw() || stat.st_mode & 0o002 != 0 {
+        return Err(problem("another user may change it: it must be ours, and only ours to write"));
+    }
     rustix::fs::flock(&lock, FlockOperation::LockExclusive).at("lock", &dir)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
@@ -80,57 +109,95 @@ pub(crate) fn claim_given(run: &RunDir, dir: &Path) -> Result<(PathBuf, OwnedFd)
         let by = format!("the mount at {}", user.target.display());
         return Err(MountError::UpperInUse { dir, by });
     }
+    let kept = kept_in(&dir)?;
+    if let Some(kept) = kept.as_ref().filter(|kept| kept.image != *image) {
+        return Err(problem(&format!("it holds changes of another image, {}", kept.image)));
+    }
+    if dir.join("work/work/incompat/volatile").exists() {
+        if in_use::has_overlay(&dir)? {
+            let by = "a mount of before, which is still in use elsewhere,".to_owned();
+            return Err(MountError::UpperInUse { dir, by });
+        }
+        if kept.is_none_or(|kept| kept.boot_id != boot_id) {
+            return Err(problem(
+                "the machine stopped before the changes were on the disk, so files in it may be \
+                 damaged; if that is acceptable, remove its directory `work`",
+            ));
+        }
+        settle(&lock, &dir)?;
+    }
     Ok((dir, lock))
 }
 
-/// Makes the directories that are missing. The root of a new upper gets owner, mode, time and
-/// extended attributes of `metadata`, the image's root as it is to appear: of a directory that is
-/// in both layers, overlayfs shows the upper one's.
-pub(crate) fn prepare(upper: &Upper, metadata: &OwnedFd) -> Result<OpenUpper, MountError> {
+/// Makes the directories that are missing, below `claimed` for a directory that the caller gave. The
+/// root of a new upper gets owner, mode, time and extended attributes of `metadata`, the image's root
+/// as it is to appear: of a directory that is in both layers, overlayfs shows the upper one's.
+pub(crate) fn prepare(
+    record: &MountRecord,
+    upper: &Upper,
+    metadata: &OwnedFd,
+    claimed: Option<&OwnedFd>,
+) -> Result<OpenUpper, MountError> {
+    let dir = &upper.dir;
     if !upper.given {
-        make_own(&upper.dir)?;
+        make_own(dir)?;
     }
     let limit = match upper.size_bytes {
-        Some(bytes) => limit::set(&upper.dir, bytes)?,
+        Some(bytes) => limit::set(dir, bytes)?,
         None => Limit::None,
     };
-    let base = if limit == Limit::Filesystem { limit::root(&upper.dir) } else { upper.dir.clone() };
-    let (dir, work) = (base.join("upper"), base.join("work"));
+    let base = match claimed {
+        Some(claimed) => claimed.try_clone().at("open", dir)?,
+        None if limit == Limit::Filesystem => open_dir(&limit::root(dir)).at("open", dir)?,
+        None => open_dir(dir).at("open", dir)?,
+    };
     if upper.keep && !upper.given {
-        mark_kept(&upper.dir)?;
+        mark_kept(&base, record)?;
     }
-    match fs::create_dir(&dir) {
-        Ok(()) => copy_root(metadata, &dir)?,
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(error).at("create", &dir),
+    let (upper_dir, is_new) = make_below(&base, dir, "upper")?;
+    if is_new {
+        copy_root(metadata, &upper_dir, dir)?;
     }
-    match fs::create_dir(&work) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(error).at("create", &work);
-        }
-        _ => {}
+    let (work, _) = make_below(&base, dir, "work")?;
+    let volatile = !upper.keep;
+    if volatile && limit != Limit::Filesystem {
+        make_below(&base, dir, in_use::PROBE)?;
     }
-    Ok(OpenUpper {
-        upper: open_dir(&dir).at("open", &dir)?,
-        work: open_dir(&work).at("open", &work)?,
-        volatile: !upper.keep && !upper.given,
-        limit,
-    })
+    Ok(OpenUpper { upper: upper_dir, work, volatile, limit })
 }
 
-fn copy_root(metadata: &OwnedFd, to: &Path) -> Result<(), MountError> {
+/// Opens a directory below `base`, whose path is `dir`, and says whether it was made. A symbolic link
+/// in its place is refused: it could lead anywhere.
+fn make_below(base: &OwnedFd, dir: &Path, name: &str) -> Result<(OwnedFd, bool), MountError> {
+    let is_new = match rustix::fs::mkdirat(base, name, Mode::RWXU) {
+        Ok(()) => true,
+        Err(Errno::EXIST) => false,
+        Err(errno) => return Err(errno).at("create", dir.join(name)),
+    };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    match rustix::fs::openat2(base, name, flags, Mode::empty(), resolve) {
+        Err(Errno::LOOP | Errno::NOTDIR) => {
+            let problem = format!("`{name}` in it is no directory");
+            Err(MountError::Upper { dir: dir.to_owned(), problem })
+        }
+        other => Ok((other.at("open", dir.join(name))?, is_new)),
+    }
+}
+
+fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), MountError> {
     // The longest value and list of names that the kernel handles (XATTR_SIZE_MAX, XATTR_LIST_MAX).
     const XATTR_MAX: usize = 64 << 10;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let from = rustix::fs::openat(metadata, ".", flags, Mode::empty()).at("open", "image root")?;
-    let target = rustix::fs::open(to, flags, Mode::empty()).at("open", to)?;
+    let target = rustix::fs::openat(upper, ".", flags, Mode::empty()).at("open", to)?;
     let from = fs::File::from(from);
     let stat = from.metadata().at("look at", "image root")?;
     let (uid, gid) = (Uid::from_raw(stat.uid()), Gid::from_raw(stat.gid()));
     rustix::fs::fchown(&target, Some(uid), Some(gid)).at("change the owner of", to)?;
     let mut names = vec![0u8; XATTR_MAX];
     let length = match rustix::fs::flistxattr(&from, &mut names[..]) {
-        Err(rustix::io::Errno::OPNOTSUPP) => 0,
+        Err(Errno::OPNOTSUPP) => 0,
         other => other.at("list attributes of", "image root")?,
     };
     let mut value = vec![0u8; XATTR_MAX];
@@ -144,7 +211,7 @@ fn copy_root(metadata: &OwnedFd, to: &Path) -> Result<(), MountError> {
             .at("set attributes of", to)?;
     }
     // After the owner, which clears bits of the mode, and after an ACL, which is part of it.
-    fs::set_permissions(to, fs::Permissions::from_mode(stat.mode() & 0o7777))
+    rustix::fs::fchmod(&target, Mode::from_raw_mode(stat.mode() & 0o7777))
         .at("change the mode of", to)?;
     let time = Timespec { tv_sec: stat.mtime(), tv_nsec: stat.mtime_nsec() as _ };
     let times = Timestamps { last_access: time, last_modification: time };
@@ -152,19 +219,53 @@ fn copy_root(metadata: &OwnedFd, to: &Path) -> Result<(), MountError> {
 }
 
 /// From now on the directory stays, whatever happens.
-pub(crate) fn mark_kept(dir: &Path) -> Result<(), MountError> {
-    let path = dir.join(KEEP);
-    fs::File::create(&path).map(drop).at("create", &path)
+pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<(), MountError> {
+    let path = record.upper.as_ref().map_or(Path::new(KEEP), |upper| &upper.dir).join(KEEP);
+    let kept = Kept {
+        dir: PathBuf::new(),
+        image: record.image,
+        target: record.target.clone(),
+        boot_id: record.boot_id.clone(),
+    };
+    let text = serde_json::to_vec(&kept)
+        .map_err(|error| MountError::State { path: path.clone(), reason: error.to_string() })?;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
+    let mode = Mode::RUSR | Mode::WUSR;
+    let file = rustix::fs::openat(dir, KEEP, flags | OFlags::NOFOLLOW, mode).at("create", &path)?;
+    fs::File::from(file).write_all(&text).at("write", &path)
+}
+
+/// What the file beside kept changes says; none for a directory that has no such file.
+fn kept_in(dir: &Path) -> Result<Option<Kept>, MountError> {
+    let kept: Option<Kept> = read_json(&dir.join(KEEP))?;
+    Ok(kept.map(|kept| Kept { dir: dir.to_owned(), ..kept }))
+}
+
+/// Changes of this domain that were kept, and that no mount of this run directory uses. Those that
+/// cannot be read are left out.
+pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountError> {
+    let base = writable_dir(domain)?;
+    let base = fs::canonicalize(&base).unwrap_or(base);
+    let used: Vec<_> = run.records()?.0.into_iter().filter_map(|record| record.upper).collect();
+    let dirs = list(&base)?.into_iter().filter(|name| !name.starts_with(GONE));
+    let dirs = dirs.map(|name| base.join(name));
+    let unused = dirs.filter(|dir| !used.iter().any(|upper| upper.dir == *dir));
+    Ok(unused.filter_map(|dir| kept_in(&dir).ok().flatten()).collect())
 }
 
 /// Makes a directory that was mounted `volatile` good for a mount of its own: its content goes to
 /// the disk, and the work directory, in which overlayfs has noted that it may be torn, goes away.
-pub(crate) fn settle(dir: &Path) -> Result<(), MountError> {
-    let file = fs::File::open(dir.join("upper")).at("open", dir)?;
+/// Nothing may use it.
+pub(crate) fn settle(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let file = rustix::fs::openat2(base, "upper", flags, Mode::empty(), resolve).at("open", dir)?;
     rustix::fs::syncfs(&file).at("sync", dir)?;
-    let work = dir.join("work");
+    let work = PathBuf::from(format!("/proc/self/fd/{}/work", base.as_raw_fd()));
     match fs::remove_dir_all(&work) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", work),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(error).at("remove", dir.join("work"))
+        }
         _ => Ok(()),
     }
 }
@@ -189,16 +290,22 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
     }
 }
 
-/// Removes what [`discard`] gave, unless an overlay still uses it. Says whether it did.
-pub(crate) fn remove(gone: &Path) -> Result<bool, MountError> {
-    if in_use::has_overlay(gone)? {
-        return Ok(false);
-    }
+/// Removes what [`discard`] gave, and no overlay uses any more.
+pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
     limit::lift(gone);
     match fs::remove_dir_all(gone) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", gone),
-        _ => Ok(true),
+        _ => Ok(()),
     }
+}
+
+/// Removes a directory of changes unless an overlay uses it. Says whether it did.
+fn remove_unused(dir: &Path) -> Result<bool, MountError> {
+    let in_use = in_use::has_overlay(dir)?;
+    if !in_use {
+        remove(dir)?;
+    }
+    Ok(!in_use)
 }
 
 /// Removes directories of mounts of this run directory that have no record, and what is left of
@@ -213,7 +320,7 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
         let dir = base.join(&name);
         let id = name.rsplit_once('-').map_or("", |(id, _)| id);
         if name.starts_with(GONE) {
-            removed += u32::from(remove(&dir)?);
+            removed += u32::from(remove_unused(&dir)?);
         } else if id.starts_with(&run.tag()) && !dir.join(KEEP).exists() {
             // A damaged record is not "no record".
             let record: Option<MountRecord> = run.record(id)?;
@@ -222,7 +329,7 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
             }) {
                 continue;
             }
-            removed += u32::from(remove(&dir)?);
+            removed += u32::from(remove_unused(&dir)?);
         }
     }
     Ok(removed)

@@ -19,10 +19,10 @@ pub(super) const PAGE_HASH_SIZE: usize = 8;
 pub(super) const PAGES_MAX: u32 = 1 << 18;
 const FOOTER_SIZE: usize = 64;
 const MAGIC: &[u8; 8] = b"cofolseg";
-/// Versions. The first one is plain with each content in one piece; it is not written any more.
-const WHOLE: u32 = 1;
-const LZ4: u32 = 2;
-const PLAIN: u32 = 3;
+const VERSION: u32 = 1;
+/// How the contents are kept.
+const PLAIN: u32 = 0;
+const LZ4: u32 = 1;
 /// Of a block: what is in it is compressed.
 const COMPRESSED: u32 = 1 << 31;
 /// Most content in one block, in bytes; more would be too much to decompress for a page.
@@ -60,12 +60,12 @@ impl Segment {
         bytes.extend_from_slice(MAGIC);
         let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let (contents, others) = (number(self.extents.len()), number(self.others.len()));
-        let version = if self.form() == Form::Plain { PLAIN } else { LZ4 };
-        for number in [version, contents, self.blocks, others] {
+        let form = if self.form() == Form::Plain { PLAIN } else { LZ4 };
+        for number in [VERSION, contents, self.blocks, others] {
             bytes.extend_from_slice(&number.to_le_bytes());
         }
         bytes.extend_from_slice(&sha256);
-        for number in [runs, 0_u32] {
+        for number in [runs, form] {
             bytes.extend_from_slice(&number.to_le_bytes());
         }
         bytes
@@ -106,15 +106,11 @@ impl Segment {
         for entry in entries.as_chunks().0 {
             let mut extent = read_extent(entry);
             let whole = extent.size.div_ceil(BLOCK);
-            if footer.version == WHOLE {
-                extent.blocks = u32::try_from(whole)
-                    .map_err(|_| damaged("its contents go on behind its end"))?;
-            }
             if u64::from(extent.block) < end || extent.size == 0 {
                 return Err(damaged("its contents lie over each other"));
             }
             end = u64::from(extent.block) + u64::from(extent.blocks);
-            if footer.version == PLAIN && u64::from(extent.blocks) != whole {
+            if footer.form == PLAIN && u64::from(extent.blocks) != whole {
                 extent.runs = segment
                     .take_runs(&mut runs, whole, end)
                     .ok_or_else(|| damaged("its contents are somewhere where nothing is"))?;
@@ -124,7 +120,7 @@ impl Segment {
         if end > u64::from(blocks) || runs.next().is_some() {
             return Err(damaged("its contents go on behind its end"));
         }
-        let lz4 = footer.version == LZ4;
+        let lz4 = footer.form == LZ4;
         match !lz4 || segment.extents.iter().all(|extent| segment.fits(extent)) {
             true => Ok(segment),
             false => Err(damaged("its blocks hold something else than its contents")),
@@ -184,7 +180,7 @@ fn read_run(run: &[u8; RUN_SIZE]) -> Run {
 
 /// The last bytes of a segment, which say how large it must be.
 pub(super) struct Footer {
-    version: u32,
+    form: u32,
     contents: u32,
     pub(super) blocks: u32,
     others: u32,
@@ -206,7 +202,7 @@ impl Footer {
             return Err(damaged("it does not end as a segment does"));
         }
         let mut footer = Self {
-            version: number(8),
+            form: number(60),
             contents: number(12),
             blocks: number(16),
             others: number(20),
@@ -214,8 +210,8 @@ impl Footer {
             sha256: [0; 32],
         };
         footer.sha256.copy_from_slice(&bytes[24..56]);
-        if !(WHOLE..=PLAIN).contains(&footer.version) {
-            return Err(damaged("it is of a version that this program does not know"));
+        if number(8) != VERSION || footer.form > LZ4 {
+            return Err(damaged("it is of a version or form that this program does not know"));
         }
         let size = u64::from(footer.blocks) * BLOCK + footer.pages_size() + footer.index_size();
         match size == footer_at {
@@ -225,12 +221,12 @@ impl Footer {
     }
 
     fn parts(&self) -> u32 {
-        if self.version == LZ4 { self.blocks } else { 0 }
+        if self.form == LZ4 { self.blocks } else { 0 }
     }
 
     /// Bytes of what is said of the pages.
     pub(super) fn pages_size(&self) -> u64 {
-        let pages = if self.version == PLAIN { self.blocks.min(PAGES_MAX) } else { 0 };
+        let pages = if self.form == PLAIN { self.blocks.min(PAGES_MAX) } else { 0 };
         u64::from(pages) * PAGE_HASH_SIZE as u64
     }
 

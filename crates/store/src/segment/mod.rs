@@ -20,12 +20,12 @@
 //!            0  u32 segment: 0 this one, n the n-th other one, 2^32-1 none: zeros
 //!            4  u32 block there
 //!            8  u32 how many blocks
-//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the index, u32 runs, u32 0
+//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the index, u32 runs,
+//!          u32 form: 0 plain, 1 compressed
 //! ```
 //!
-//! Version 3 is plain. In version 2 each block holds as much of one content as fits into it, as EROFS keeps it (one LZ4
-//! block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way. Version 1,
-//! which is read and not written, is plain without pages, others and runs, and has 0 for the number of blocks.
+//! The version is 1. In a compressed segment each block holds as much of one content as fits into it, as EROFS keeps it
+//! (one LZ4 block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way.
 //!
 //! What a plain content has page for page with one that is in a segment already, from a multiple of 64 KiB on and 512 KiB or
 //! more of it, it has there, and does not take again ([`Pages`]). A content of more than 4 GiB does not

@@ -3,21 +3,26 @@
 //! ```text
 //! <bundle>/config.json        written here
 //! <bundle>/rootfs             the image, mounted by the caller (or any directory the caller names)
-//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only
+//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only; `/` in
+//!                             the path is written `%2F`, so that no volume is inside another
 //! ```
 //!
-//! What becomes what follows the image specification's `conversion.md`; capabilities, mounts, masked
-//! and read-only paths are those that `containerd` and `runc spec` start an ordinary container with.
-//! Seccomp is left to the runtime's operator. Users are looked up in the image's own `/etc/passwd` and
+//! A bundle belongs to the user who makes it, which is root: what other users can change in it could
+//! lead root's writes and mounts elsewhere.
+//!
+//! The conversion follows the image specification's `conversion.md`. Capabilities, mounts, masked and
+//! read-only paths are the defaults of `containerd` and `runc spec`.
+//! The seccomp profile is Docker's default one. Users are looked up in the image's own `/etc/passwd` and
 //! `/etc/group`, which are opened so that no symbolic link of the image can lead outside it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -29,13 +34,15 @@ use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 mod accounts;
 #[cfg(fuzzing)]
 pub mod fuzz;
+mod mounts;
+mod seccomp;
 
 pub use accounts::{User, resolve_user_in};
 
-/// The search path of a container whose image sets none.
+/// The search path of a container whose image has no `PATH`.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What containerd and Docker leave an ordinary container.
+/// The default capabilities of containerd and Docker.
 const CAPABILITIES: [&str; 14] = [
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
@@ -53,7 +60,7 @@ const CAPABILITIES: [&str; 14] = [
     "CAP_AUDIT_WRITE",
 ];
 
-/// Files of `/proc` and `/sys` that tell a container about the host (containerd's list).
+/// Files of `/proc` and `/sys` that reveal the host (containerd's list).
 const MASKED_PATHS: [&str; 11] = [
     "/proc/acpi",
     "/proc/asound",
@@ -72,23 +79,20 @@ const MASKED_PATHS: [&str; 11] = [
 const READONLY_PATHS: [&str; 5] =
     ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// Writable scratch that programs expect even of a read-only root; mounted where the image has them.
-const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
-
 /// Why no bundle was made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BundleError {
-    /// The image config is not what the OCI image specification says.
+    /// The image config is not one of the OCI image specification.
     #[error("image config: {0}")]
     Config(#[source] serde_json::Error),
-    /// The image is of another operating system, so that no process of it could run here.
+    /// The image is of another operating system.
     #[error("image config: operating system `{0}`, not linux")]
     OperatingSystem(String),
-    /// Neither the image nor the caller says what to run.
+    /// Neither the image nor the caller gives a command.
     #[error("the image has no command (no Entrypoint, no Cmd) and none was given")]
     NoCommand,
-    /// A user or group that the image's account files do not have.
+    /// The image's account files lack a user or group.
     #[error("{kind} `{name}` is not in the image's {file}")]
     UnknownAccount {
         /// `user` or `group`.
@@ -98,7 +102,7 @@ pub enum BundleError {
         /// `/etc/passwd` or `/etc/group`.
         file: &'static str,
     },
-    /// A read-only root lacks a directory that something has to be mounted on.
+    /// A read-only root lacks a directory to mount on.
     #[error("read-only root: the image has no {0} to mount on")]
     MissingMountPoint(String),
     /// A path in the image config is not absolute or steps outside with `..`.
@@ -109,7 +113,18 @@ pub enum BundleError {
         /// The offending path.
         path: String,
     },
-    /// An account file is too large to be one.
+    /// The bundle has a `config.json`, perhaps an edited one.
+    #[error("{} exists", .0.display())]
+    Exists(PathBuf),
+    /// Another user could change the bundle while it is made.
+    #[error("{}: {why}", path.display())]
+    Unsafe {
+        /// The bundle's directory, or what is in it.
+        path: PathBuf,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// An account file is larger than any real one.
     #[error("{0} of the image is larger than {ACCOUNT_FILE_BYTES_MAX} bytes")]
     AccountFileTooLarge(&'static str),
     /// The operating system refused.
@@ -177,7 +192,7 @@ impl ImageConfig {
         entrypoint.chain(execution.cmd.iter().flatten()).cloned().collect()
     }
 
-    /// The user that the image wants to run as; empty is root.
+    /// The image's user; empty is root.
     pub fn user(&self) -> &str {
         self.config.as_ref().and_then(|c| c.user.as_deref()).unwrap_or_default()
     }
@@ -211,10 +226,10 @@ impl ImageConfig {
     }
 }
 
-/// What the caller wants otherwise than the image says.
+/// What the caller sets besides the image config, or in its place.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Arguments in place of the image's `Cmd`; the entry point stays. Empty: the image's.
+    /// Arguments in place of the image's `Cmd`, with its entry point. Empty: the image's.
     pub args: Vec<String>,
     /// In place of the image's `Entrypoint`, whose `Cmd` then no longer applies. `Some(vec![])` removes it.
     pub entrypoint: Option<Vec<String>>,
@@ -230,11 +245,11 @@ pub struct Options {
     pub terminal: bool,
     /// Share the host's network instead of an empty network namespace.
     pub host_network: bool,
-    /// The root is not writable: scratch directories and volumes get mounts of their own.
+    /// The root is read-only: scratch directories and volumes get mounts of their own.
     pub readonly: bool,
     /// Added to the annotations.
     pub annotations: BTreeMap<String, String>,
-    /// Directories and files of the host that appear inside.
+    /// Directories and files of the host to show inside.
     pub binds: Vec<Bind>,
     /// Where the directories behind the image's volumes are; below the bundle where absent.
     pub volumes: Option<PathBuf>,
@@ -242,9 +257,9 @@ pub struct Options {
     pub idmap: Option<IdMap>,
     /// The container's cgroup, absolute; the runtime's choice where absent.
     pub cgroup: Option<String>,
-    /// Bytes of memory that it may use, page cache that it fills included.
+    /// Limit of its memory in bytes, including the page cache that it fills.
     pub memory_bytes: Option<u64>,
-    /// How much of the machine's CPUs it may use, in thousandths of one CPU.
+    /// Limit of its CPU time, in thousandths of one CPU.
     pub cpu_millis: Option<u64>,
 }
 
@@ -259,13 +274,54 @@ pub struct Bind {
     pub readonly: bool,
 }
 
-/// Write `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
+/// Checks that a bundle can be made in a directory: that only its owner, who must be the caller, can
+/// change it, that its `rootfs` is a directory or missing, and, unless `replace`, that it has no
+/// `config.json`.
 ///
-/// `rootfs` must be there already, mounted if it is to be: users and mount points are looked up in it.
+/// # Errors
+/// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
+pub fn check(dir: &Path, replace: bool) -> Result<()> {
+    let fd = open_own(dir)?;
+    let beneath = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match rustix::fs::openat2(&fd, "rootfs", flags, Mode::empty(), beneath) {
+        Ok(_) | Err(Errno::NOENT) => {}
+        Err(Errno::LOOP | Errno::NOTDIR) => {
+            let why = "not a directory; remove it";
+            return Err(BundleError::Unsafe { path: dir.join("rootfs"), why });
+        }
+        Err(errno) => return Err(io_error("opening", &dir.join("rootfs"))(errno.into())),
+    }
+    match rustix::fs::statat(&fd, "config.json", AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(_) if !replace => Err(BundleError::Exists(dir.join("config.json"))),
+        _ => Ok(()),
+    }
+}
+
+/// Opens a directory that only the caller can change.
+fn open_own(dir: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(dir, flags, Mode::empty());
+    let fd = fd.map_err(|errno| io_error("opening", dir)(errno.into()))?;
+    let stat = rustix::fs::fstat(&fd).map_err(|errno| io_error("reading", dir)(errno.into()))?;
+    let why = if stat.st_uid != rustix::process::geteuid().as_raw() {
+        "belongs to another user, who could redirect writes and mounts in it"
+    } else if stat.st_mode & 0o022 != 0 {
+        "other users can write to it, and could redirect writes and mounts in it"
+    } else {
+        return Ok(fd);
+    };
+    Err(BundleError::Unsafe { path: dir.to_owned(), why })
+}
+
+/// Writes `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
+/// An existing `config.json` is replaced; [`check`] tells whether there is one.
+///
+/// `rootfs` must exist, and be mounted if it is an image: users and mount points are looked up in it.
 /// `host_root` is where the host's `/sys` is found (`/` outside of tests). Returns what was written.
 ///
 /// # Errors
-/// [`BundleError`]; nothing is left behind but directories that were empty.
+/// [`BundleError`]; nothing is left behind but empty directories.
 pub fn write(
     bundle: &Path,
     rootfs: &Path,
@@ -278,11 +334,11 @@ pub fn write(
     let config = generate(&bundle, &rootfs, image, options, host_root)?;
     let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
     text.push(b'\n');
-    replace_file(&bundle.join("config.json"), &text)?;
+    replace_config(&bundle, &text)?;
     Ok(config)
 }
 
-/// What [`write()`] writes; both paths are resolved already.
+/// Makes the `config.json` that [`write()`] writes, from resolved paths.
 pub(crate) fn generate(
     bundle: &Path,
     rootfs: &Path,
@@ -298,7 +354,7 @@ pub(crate) fn generate(
     let user = resolve_user(root, options.user.as_deref().unwrap_or_else(|| image.user()))?;
     let cwd = working_dir(options.working_dir.as_deref().unwrap_or_else(|| image.working_dir()))?;
     let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
-    let mounts = mounts(bundle, root, image, options, unified)?;
+    let mounts = mounts::mounts(bundle, root, image, options, unified)?;
     let hostname = options.hostname.clone().or_else(|| {
         bundle.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
     });
@@ -315,7 +371,7 @@ pub(crate) fn generate(
     }
     let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
 
-    // A root filesystem beside the config is named relative to it, so that the bundle can be moved.
+    // A relative path to a root filesystem in the bundle, so that the bundle can be moved.
     let root_path = match rootfs.strip_prefix(bundle) {
         Ok(inside) => inside.to_path_buf(),
         Err(_) => rootfs.to_path_buf(),
@@ -326,6 +382,7 @@ pub(crate) fn generate(
         "namespaces": namespaces,
         "maskedPaths": MASKED_PATHS,
         "readonlyPaths": READONLY_PATHS,
+        "seccomp": seccomp::profile(std::env::consts::ARCH),
     });
     if let Some(cgroup) = &options.cgroup {
         linux["cgroupsPath"] = json!(cgroup);
@@ -363,7 +420,7 @@ pub(crate) fn generate(
 }
 
 fn resources(options: &Options) -> Value {
-    /// In microseconds; what every container tool uses.
+    /// In microseconds; every container tool uses this period.
     const CPU_PERIOD_US: u64 = 100_000;
     let mut resources = json!({"devices": [{"allow": false, "access": "rwm"}]});
     if let Some(bytes) = options.memory_bytes {
@@ -393,7 +450,7 @@ pub fn command(image: &ImageConfig, options: &Options) -> Result<Vec<String>> {
     };
     let mut command = entrypoint;
     command.extend(if options.args.is_empty() { cmd } else { options.args.clone() });
-    // An empty first word is what `exec` would fail on, with a message that names nothing.
+    // `exec` would refuse an empty first word without naming anything.
     if command.first().is_none_or(String::is_empty) {
         return Err(BundleError::NoCommand);
     }
@@ -455,140 +512,29 @@ fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, Strin
     annotations
 }
 
-fn mounts(
-    bundle: &Path,
-    root: &Rootfs,
-    image: &ImageConfig,
-    options: &Options,
-    unified: bool,
-) -> Result<Vec<Value>> {
-    let mount = |destination: &str, kind: &str, source: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": source, "options": options});
-    let mut mounts = vec![
-        mount("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
-        mount("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-        mount(
-            "/dev/pts",
-            "devpts",
-            "devpts",
-            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
-        ),
-        mount(
-            "/dev/shm",
-            "tmpfs",
-            "shm",
-            &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"],
-        ),
-        mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
-    ];
-    // A process in the host's network namespace must not get a sysfs of its own: its owner would be
-    // the initial user namespace and the mount is refused; the host's, read-only, shows the same.
-    mounts.push(if options.host_network {
-        mount("/sys", "bind", "/sys", &["rbind", "nosuid", "noexec", "nodev", "ro"])
-    } else {
-        mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"])
-    });
-    if !options.host_network || !unified {
-        mounts.push(mount(
-            "/sys/fs/cgroup",
-            "cgroup",
-            "cgroup",
-            &["nosuid", "noexec", "nodev", "relatime", "ro"],
-        ));
-    }
-    if options.host_network {
-        for file in ["/etc/resolv.conf", "/etc/hosts"] {
-            // Without a file to mount on, a writable root gets one from the runtime.
-            if Path::new(file).exists() && (!options.readonly || root.exists(file)) {
-                mounts.push(mount(file, "bind", file, &["bind", "ro"]));
-            }
-        }
-    }
-    if options.readonly {
-        for path in ["/proc", "/dev", "/sys"] {
-            if !root.exists(path) {
-                return Err(BundleError::MissingMountPoint(path.to_owned()));
-            }
-        }
-        let volumes: Vec<&str> = image.volumes().collect();
-        for path in SCRATCH_PATHS {
-            if root.exists(path) && !volumes.contains(&path) {
-                let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
-                mounts.push(mount(path, "tmpfs", "tmpfs", &["nosuid", "nodev", "tmpcopyup", mode]));
-            }
-        }
-        for path in volumes {
-            plain_path("volume", path)?;
-            // A directory of the host's in its place.
-            if options.binds.iter().any(|bind| bind.target == path) {
-                continue;
-            }
-            let below = options.volumes.clone().unwrap_or_else(|| bundle.join("volumes"));
-            let source = volume(&below, root, path)?;
-            mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
-        }
-    }
-    for bind in &options.binds {
-        plain_path("volume", &bind.target)?;
-        if options.readonly && !root.exists(&bind.target) && !below_a_mount(&mounts, &bind.target) {
-            return Err(BundleError::MissingMountPoint(bind.target.clone()));
-        }
-        let mode = if bind.readonly { "ro" } else { "rw" };
-        let source = bind.source.to_string_lossy();
-        mounts.push(mount(&bind.target, "bind", &source, &["rbind", "rprivate", mode]));
-    }
-    Ok(mounts)
-}
-
-/// Whether a path lies in something that is mounted over the image and can be written to.
-fn below_a_mount(mounts: &[Value], path: &str) -> bool {
-    mounts.iter().filter_map(|mount| mount["destination"].as_str()).any(|above| {
-        SCRATCH_PATHS.contains(&above)
-            && path.strip_prefix(above).is_some_and(|rest| rest.starts_with('/'))
-    })
-}
-
-/// The directory on the host behind a volume: empty at first, owned as the image's directory is.
-fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
-    let inside = root
-        .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
-        .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
-    let io = |doing, path: &Path| {
-        let path = path.to_path_buf();
-        move |source: io::Error| BundleError::Io { doing, path, source }
-    };
-    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
-        .map_err(|errno| io("reading", Path::new(path))(errno.into()))?;
-    let components = path.split('/').filter(|component| !component.is_empty());
-    let directory = below.join(components.collect::<Vec<_>>().join("/"));
-    if !directory.exists() {
-        fs::create_dir_all(&directory).map_err(io("creating", &directory))?;
-        fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
-            .map_err(io("setting the mode of", &directory))?;
-        let have = fs::metadata(&directory).map_err(io("reading", &directory))?;
-        if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
-            std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
-                .map_err(io("setting the owner of", &directory))?;
-        }
-    }
-    Ok(directory)
-}
-
 fn absolute(path: &Path) -> Result<PathBuf> {
-    fs::canonicalize(path).map_err(|source| BundleError::Io {
-        doing: "resolving",
-        path: path.to_owned(),
-        source,
-    })
+    fs::canonicalize(path).map_err(io_error("resolving", path))
 }
 
-/// Replace a file in one step: a runtime that starts meanwhile sees the old one or the new one.
-fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
-    let io = |source| BundleError::Io { doing: "writing", path: path.to_owned(), source };
-    let temporary = path.with_extension("json.new");
-    let mut file = File::create(&temporary).map_err(io)?;
-    file.write_all(content).map_err(io)?;
-    file.sync_all().map_err(io)?;
-    fs::rename(&temporary, path).map_err(io)
+/// Replaces `config.json` in one step: a runtime that starts meanwhile sees the old one or the new one.
+fn replace_config(bundle: &Path, content: &[u8]) -> Result<()> {
+    const NEW: &str = "config.json.new";
+    let dir = open_own(bundle)?;
+    let write = || -> io::Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let _ = rustix::fs::unlinkat(&dir, NEW, AtFlags::empty());
+        let mode = Mode::from_raw_mode(0o644);
+        let mut file = File::from(rustix::fs::openat(&dir, NEW, flags, mode)?);
+        file.write_all(content)?;
+        file.sync_all()?;
+        Ok(rustix::fs::renameat(&dir, NEW, &dir, "config.json")?)
+    };
+    write().map_err(io_error("writing", &bundle.join("config.json")))
+}
+
+fn io_error(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BundleError {
+    let path = path.to_path_buf();
+    move |source| BundleError::Io { doing, path, source }
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+use std::os::unix::fs::PermissionsExt as _;
+
 use super::*;
 
 /// A root filesystem with the account files of a Debian-like image.
@@ -197,4 +199,81 @@ fn what_cannot_run_is_refused() {
     ));
     assert!(matches!(make(r#""text""#), Err(BundleError::Config(_))));
     assert!(!bundle.path().join("config.json").exists());
+}
+
+/// `bundle` wrote a new `config.json` over one that somebody had edited.
+#[test]
+fn an_edited_config_stays() {
+    let bundle = tempfile::tempdir().unwrap();
+    let config = bundle.path().join("config.json");
+    check(bundle.path(), false).unwrap();
+    fs::write(&config, "edited").unwrap();
+    let error = check(bundle.path(), false).unwrap_err().to_string();
+    assert_eq!(error, format!("{} exists", config.display()));
+    check(bundle.path(), true).unwrap();
+    assert_eq!(fs::read(&config).unwrap(), b"edited");
+}
+
+/// Root mounted the image wherever `DIR/rootfs` led to, and wrote `DIR/config.json.new` through a link, in
+/// a directory of a user who could make these links.
+#[test]
+fn only_its_owner_can_redirect_a_bundle() {
+    let bundle = tempfile::tempdir().unwrap();
+    let (dir, elsewhere) = (bundle.path(), tempfile::tempdir().unwrap());
+    let rootfs = dir.join("rootfs");
+    std::os::unix::fs::symlink(elsewhere.path(), &rootfs).unwrap();
+    let refused = || {
+        let error = check(dir, true).unwrap_err();
+        assert!(matches!(error, BundleError::Unsafe { .. }), "{error}");
+    };
+    refused();
+    fs::remove_file(&rootfs).unwrap();
+    fs::write(&rootfs, "").unwrap();
+    refused();
+    fs::remove_file(&rootfs).unwrap();
+    fs::create_dir(&rootfs).unwrap();
+    check(dir, true).unwrap();
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o770)).unwrap();
+    refused();
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o700)).unwrap();
+
+    let (root, link) = (rootfs_of_redis(), dir.join("config.json.new"));
+    let other = elsewhere.path().join("other");
+    fs::write(&other, "as it was").unwrap();
+    std::os::unix::fs::symlink(&other, link).unwrap();
+    write(dir, root.path(), &parse(REDIS), &Options::default(), Path::new("/")).unwrap();
+    assert_eq!(fs::read(&other).unwrap(), b"as it was");
+    if rustix::process::geteuid().is_root() {
+        std::os::unix::fs::chown(dir, Some(1000), None).unwrap();
+        refused();
+    }
+}
+
+fn rootfs_of_redis() -> tempfile::TempDir {
+    let root = rootfs();
+    for name in ["proc", "dev", "sys", "tmp", "data", "data/sub"] {
+        fs::create_dir(root.path().join(name)).unwrap();
+    }
+    root
+}
+
+/// A container writes to its volume `/data`. When it left a link `sub` there, the next bundle with a volume
+/// `/data/sub` in the same directory followed that: the next container got a directory of the host's.
+#[test]
+fn a_volume_is_not_looked_up_inside_another() {
+    let (root, bundle) = (rootfs_of_redis(), tempfile::tempdir().unwrap());
+    let host = tempfile::tempdir().unwrap();
+    let image = parse(
+        r#"{"config": {"Cmd": ["x"], "Volumes": {"/data": {}, "/data/sub": {}, "/data/": {}}}}"#,
+    );
+    let options = Options { readonly: true, ..Options::default() };
+    let make = || write(bundle.path(), root.path(), &image, &options, Path::new("/")).unwrap();
+    make();
+    let volumes = fs::canonicalize(bundle.path()).unwrap().join("volumes");
+    std::os::unix::fs::symlink(host.path(), volumes.join("data/sub")).unwrap();
+    let config = make();
+    let mounts = config["mounts"].as_array().unwrap();
+    let sub = mounts.iter().find(|mount| mount["destination"] == "/data/sub").unwrap();
+    assert_eq!(sub["source"], volumes.join("data%2Fsub").to_str().unwrap());
+    assert!(volumes.join("data%2Fsub").is_dir());
 }

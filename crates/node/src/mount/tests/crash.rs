@@ -17,13 +17,19 @@ use super::*;
 const ENV: &str = "COFOLIO_TEST_MOUNT_CHILD";
 
 /// What a child does, as text in its environment.
-fn task(fixture: &Fixture, target: &str, mode: &str, step: Option<Step>, rounds: u32) -> String {
+pub(super) fn task(
+    fixture: &Fixture,
+    target: &str,
+    mode: &str,
+    step: Option<Step>,
+    rounds: u32,
+) -> String {
     let step = step.map_or("none".to_owned(), |step| format!("{step:?}"));
     let base = fixture.path("").to_string_lossy().trim_end_matches('/').to_owned();
     format!("{base}|{}|{target}|{mode}|{step}|{rounds}", fixture.image)
 }
 
-fn start(task: &str) -> std::process::Child {
+pub(super) fn start(task: &str) -> std::process::Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "mount::tests::crash::child", "--ignored", "--quiet"])
         .env(ENV, task)
@@ -37,6 +43,11 @@ fn request(mode: &str, image: Digest, target: PathBuf) -> MountRequest {
     match mode {
         "read" => {}
         "write" => request.access = Access::Writable,
+        "kept" => request.access = Access::WritableKept,
+        "sized" => {
+            request.access = Access::Writable;
+            request.size_bytes = Some(8 << 20);
+        }
         "made" => request.create_target = true,
         "mapped" => {
             request.access = Access::Writable;
@@ -68,8 +79,9 @@ fn child() {
     };
     let mounter = Mounter::new(&domain, RunDir::at(base.join("run")), &known).with_steps(&die);
     let target = base.join(target);
-    if mode == "leave" {
-        mounter.umount(&target, &UmountOptions::default()).unwrap();
+    if mode == "leave" || mode == "keep" {
+        let options = UmountOptions { keep_upper: mode == "keep", ..UmountOptions::default() };
+        mounter.umount(&target, &options).unwrap();
     }
     for _ in 0..rounds.parse::<u32>().unwrap() {
         mounter.mount(&request(mode, image.parse().unwrap(), target.clone())).unwrap();
@@ -78,7 +90,7 @@ fn child() {
     }
 }
 
-fn was_killed(status: ExitStatus) -> bool {
+pub(super) fn was_killed(status: ExitStatus) -> bool {
     match status.signal() {
         Some(signal) => {
             assert_eq!(signal, rustix::process::Signal::KILL.as_raw());
@@ -100,7 +112,7 @@ fn was_killed(status: ExitStatus) -> bool {
 fn dies_at_any_step(fixture: impl Fn() -> Fixture + Sync, expected: &[Step]) {
     let reached = Mutex::new(HashSet::new());
     std::thread::scope(|scope| {
-        for modes in [["read", "write"], ["made", "mapped"]] {
+        for modes in [["read", "write", "kept"], ["made", "mapped", "sized"]] {
             let (fixture, reached) = (&fixture, &reached);
             scope.spawn(move || {
                 cofolio_sys::mount::unshare_mount_namespace().unwrap();
@@ -136,6 +148,12 @@ fn dies_in_mode(fixture: &Fixture, mode: &str, reached: &Mutex<HashSet<String>>)
             // users) are left to reconcile whatever was done before.
             let done = mounter.reconcile().unwrap();
             assert!(done.failed.is_empty(), "{story}: {done:?}");
+            if mode == "kept" {
+                for kept in mounter.list().unwrap().kept {
+                    assert_eq!(kept.image, fixture.image);
+                    mounter.discard_kept(&kept.dir).unwrap();
+                }
+            }
             fixture.assert_clean(&story);
             assert!(mode != "made" || !target.exists(), "{story}: the target is left");
             assert!(mounter.reconcile().unwrap().is_empty(), "{story}: twice the same");
@@ -560,8 +578,15 @@ fn a_namespace_that_got_the_number_of_a_dead_one_is_told_apart() {
         assert_eq!(mounter.reconcile().unwrap().mounts.len(), 1);
         wait.wait();
     });
-    // What the other one used stayed until it ended.
-    fixture.mounter().reconcile().unwrap();
+    // What the other one used stayed until it ended, which is a moment after its last thread.
+    let writable = fixture.path("store/domains/default/writable");
+    for _ in 0..100 {
+        fixture.mounter().reconcile().unwrap();
+        if fs::read_dir(&writable).unwrap().count() == 0 {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
     fixture.assert_clean("after the namespace that has the number");
     // And our own, if it is we who got the number of a dead one.
     let mounter = fixture.mounter();

@@ -3,6 +3,7 @@ mod fixture;
 mod in_use;
 mod measured;
 mod refusals;
+mod upper;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
@@ -122,7 +123,8 @@ fn changes_can_be_kept_and_mounted_again() {
     // One directory under two mounts would be torn: the kernel only warns.
     let other = MountRequest { access: request.access.clone(), ..read_only(&fixture, "two") };
     let error = mounter.mount(&other).unwrap_err();
-    assert!(matches!(error, MountError::Upper { .. }), "{error}");
+    assert!(matches!(error, MountError::UpperInUse { .. }), "{error}");
+    assert_eq!(error.code(), Code::Busy);
     assert_eq!(umount(&mounter, &request.target).upper.as_ref(), Some(&dir));
     fs::remove_dir_all(dir).unwrap();
 

@@ -9,10 +9,11 @@ use std::io::{self, Write};
 use std::thread::Scope;
 
 use crossbeam_channel as channel;
+use sha2::{Digest as _, Sha256};
 
 use super::assemble::Sink;
 use super::error::ExportError;
-use crate::digest::{BlobDigest, BlobHasher};
+use crate::digest::{BlobDigest, BlobHasher, DiffId};
 use crate::threads::{NoThread, spawn_up_to};
 
 /// What a member or frame holds, in bytes.
@@ -99,8 +100,8 @@ impl Compressors {
 
 /// A layer that was written.
 #[derive(Debug, Clone)]
-pub(crate) struct Packed {
-    pub(crate) diff_id: BlobDigest,
+pub(crate) struct LayerBlob {
+    pub(crate) diff_id: DiffId,
     /// Bytes of the archive.
     pub(crate) uncompressed: u64,
     pub(crate) digest: BlobDigest,
@@ -109,25 +110,25 @@ pub(crate) struct Packed {
 }
 
 /// Takes a layer's archive and gives its blob to a sink.
-pub(crate) struct Packer<'a> {
+pub(crate) struct BlobWriter<'a> {
     compressors: &'a Compressors,
     sink: &'a mut Sink<'a>,
     chunk: Vec<u8>,
     under_way: VecDeque<channel::Receiver<io::Result<Vec<u8>>>>,
-    diff_id: BlobHasher,
+    diff_id: Sha256,
     uncompressed: u64,
     digest: BlobHasher,
     size: u64,
 }
 
-impl<'a> Packer<'a> {
+impl<'a> BlobWriter<'a> {
     pub(crate) fn new(compressors: &'a Compressors, sink: &'a mut Sink<'a>) -> Self {
         Self {
             compressors,
             sink,
             chunk: Vec::with_capacity(CHUNK),
             under_way: VecDeque::new(),
-            diff_id: BlobHasher::new(),
+            diff_id: Sha256::new(),
             uncompressed: 0,
             digest: BlobHasher::new(),
             size: 0,
@@ -183,8 +184,8 @@ impl<'a> Packer<'a> {
     /// The archive is complete; `check` says whether it is the right one.
     pub(crate) fn finish(
         mut self,
-        check: impl FnOnce(&BlobDigest) -> Result<(), ExportError>,
-    ) -> Result<Packed, ExportError> {
+        check: impl FnOnce(&DiffId) -> Result<(), ExportError>,
+    ) -> Result<LayerBlob, ExportError> {
         let plain = self.compressors.compression == Compression::None;
         // No archive at all is one member as well, not an empty file.
         if !self.chunk.is_empty() || (!plain && self.uncompressed == 0) {
@@ -194,9 +195,9 @@ impl<'a> Packer<'a> {
         while !self.under_way.is_empty() {
             self.receive()?;
         }
-        let diff_id = self.diff_id.finish();
+        let diff_id = DiffId::of(self.diff_id);
         check(&diff_id)?;
-        let digest = if plain { diff_id.clone() } else { self.digest.finish() };
-        Ok(Packed { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
+        let digest = if plain { diff_id.as_blob().clone() } else { self.digest.finish() };
+        Ok(LayerBlob { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
     }
 }

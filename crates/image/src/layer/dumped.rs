@@ -25,7 +25,7 @@ pub(crate) enum LayerDump {
 }
 
 /// One layer, ready to be merged.
-pub(crate) struct Overlay {
+pub(crate) struct DumpedLayer {
     dump: LayerDump,
     /// Whiteouts and links into lower layers, in their directories, those with [`IMPLICIT`] if they have it.
     pub(crate) marks: Tree,
@@ -42,7 +42,7 @@ impl LayerDump {
     }
 }
 
-impl Overlay {
+impl DumpedLayer {
     /// Reads the whole dump once.
     ///
     /// # Errors

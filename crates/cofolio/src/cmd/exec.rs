@@ -1,0 +1,45 @@
+use std::io::IsTerminal as _;
+use std::os::unix::process::ExitStatusExt as _;
+
+use anyhow::Context as _;
+use cofolio_node::container::{Containers, Streams, exit_status};
+
+use crate::context::Context;
+use crate::exit::{Ended, Fail};
+
+/// Start a process in a container that runs
+///
+/// The container's runtime starts it (`crun exec`), and the exit status is the process's.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio exec cache -- redis-cli ping\n  \
+    cofolio exec -t cache -- sh")]
+pub(crate) struct Args {
+    /// Name of the container, as `ps` shows it
+    name: String,
+    /// Program and its arguments
+    #[arg(last = true, required = true)]
+    command: Vec<String>,
+    /// Give it this process's standard input
+    #[arg(long, short)]
+    interactive: bool,
+    /// Give it a terminal; standard input must be one
+    #[arg(long, short)]
+    tty: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    context.needs_root()?;
+    if args.tty && !std::io::stdin().is_terminal() {
+        return Err(Fail::usage("--tty: standard input is not a terminal").into());
+    }
+    let streams = match args.tty {
+        true => Streams::Terminal,
+        false => Streams::Ours { input: args.interactive },
+    };
+    let domain = context.domain()?;
+    let containers = Containers::new(context.mounter(&domain));
+    let (mut runtime, copies) = containers.exec(&args.name, &args.command, &streams)?;
+    let status = runtime.wait().context("waiting for the runtime")?;
+    copies.finish();
+    Ok(Ended::Container(exit_status(status.code(), status.signal())))
+}

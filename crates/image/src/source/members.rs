@@ -1,0 +1,238 @@
+//! The members of an archive that holds an image, read where they lie.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{file, io_error};
+use crate::digest::{BlobDigest, BlobHasher, DiffId};
+use crate::error::ImportError;
+use crate::layer::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
+
+/// Members of an archive that are looked at. A layout has a handful per layer.
+const MEMBERS_MAX: usize = 100_000;
+
+/// The members of a seekable tar archive, by name.
+pub(super) struct Members {
+    pub(super) path: PathBuf,
+    pub(super) file: Arc<File>,
+    members: HashMap<String, Member>,
+}
+
+enum Member {
+    File {
+        offset: u64,
+        size: u64,
+    },
+    /// Old `docker save` links a layer that two images share.
+    Link(String),
+}
+
+impl Members {
+    /// Reads the headers of an archive, not its data.
+    pub(super) fn open(path: &Path) -> Result<Self, ImportError> {
+        let file = file::open_regular(path).map_err(|e| io_error(path, e))?;
+        let meta = file.metadata().map_err(|e| io_error(path, e))?;
+        let mut head = [0u8; 6];
+        let got = file.read_at(&mut head, 0).map_err(|e| io_error(path, e))?;
+        let packed = match &head[..got] {
+            [0x1f, 0x8b, ..] => Some("gzip"),
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Some("zstd"),
+            [0xfd, b'7', b'z', b'X', b'Z', ..] => Some("xz"),
+            [b'B', b'Z', b'h', ..] => Some("bzip2"),
+            _ => None,
+        };
+        if let Some(packed) = packed {
+            return Err(ImportError::Source {
+                what: format!(
+                    "{}: the archive is compressed as a whole ({packed}), unpack it first",
+                    path.display()
+                ),
+            });
+        }
+        let file = Arc::new(file);
+        let input =
+            SeekInput { end: meta.len(), inner: BufReader::new(SharedFile::new(file.clone())) };
+        let mut reader = Reader::new(input, MetaLimits::default());
+        let mut members = HashMap::new();
+        let archive = |what: String| ImportError::Archive { path: path.to_owned(), what };
+        loop {
+            let entry = match reader.next_entry() {
+                Ok(Some(entry)) => entry,
+                Ok(None) => break,
+                Err(TarError::Io(error)) => return Err(io_error(path, error)),
+                // Not even its first header: some other file.
+                Err(error @ TarError::Bad { offset: 0, .. }) => {
+                    let what = format!("{}: not a tar archive: {error}", path.display());
+                    return Err(ImportError::Source { what });
+                }
+                Err(error) => return Err(archive(error.to_string())),
+            };
+            if members.len() == MEMBERS_MAX {
+                return Err(ImportError::Source {
+                    what: format!("{}: more than {MEMBERS_MAX} members", path.display()),
+                });
+            }
+            let end = reader.offset().saturating_add(reader.data_left());
+            if end > meta.len() {
+                let cut = TarError::Truncated { offset: meta.len(), what: "a member's data" };
+                return Err(archive(cut.to_string()));
+            }
+            if let Some((name, member)) = member_of(&entry, reader.offset()) {
+                members.insert(name, member);
+            }
+        }
+        Ok(Self { path: path.to_owned(), file, members })
+    }
+
+    /// The error for an archive without an expected member: it was cut off if it lacks the zeros at the
+    /// end as well, and is of another kind otherwise.
+    pub(super) fn lacks(&self, what: &str) -> ImportError {
+        let path = self.path.clone();
+        let mut last = [1; BLOCK];
+        let size = self.file.metadata().map_or(0, |meta| meta.len());
+        let read = self.file.read_exact_at(&mut last, size.saturating_sub(BLOCK as u64));
+        match read.is_ok() && last == [0; BLOCK] {
+            true => ImportError::Source { what: format!("{}: {what}", path.display()) },
+            false => ImportError::Archive {
+                path,
+                what: format!("{what}; it has no end-of-archive mark, so it was probably cut off"),
+            },
+        }
+    }
+
+    /// Offset and size of a file, links followed.
+    pub(super) fn find(&self, name: &str) -> Option<(u64, u64)> {
+        let mut name = normal(name);
+        for _ in 0..8 {
+            match self.members.get(&name)? {
+                Member::File { offset, size } => return Some((*offset, *size)),
+                Member::Link(target) => name = target.clone(),
+            }
+        }
+        None
+    }
+
+    /// The digest of a layer that has no digest in its name: the diff-id if it is not compressed.
+    /// Otherwise it is computed, so that errors can name the blob.
+    pub(super) fn digest(
+        &self,
+        offset: u64,
+        size: u64,
+        diff_id: &DiffId,
+    ) -> Result<BlobDigest, ImportError> {
+        let mut magic = [0u8; 265];
+        let got = self.file.read_at(&mut magic, offset).map_err(|e| io_error(&self.path, e))?;
+        if got as u64 >= BLOCK as u64 / 2 && &magic[257..262] == b"ustar" {
+            return Ok(diff_id.as_blob().clone());
+        }
+        let blob = file::in_file(diff_id.as_blob().clone(), self.file.clone(), offset, size);
+        let mut hasher = BlobHasher::new();
+        let mut section = blob.open(None);
+        let mut buffer = vec![0; 1 << 17];
+        loop {
+            match section.read(&mut buffer).map_err(|e| io_error(&self.path, e))? {
+                0 => return Ok(hasher.finish()),
+                count => hasher.update(&buffer[..count]),
+            }
+        }
+    }
+}
+
+fn member_of(entry: &Entry, offset: u64) -> Option<(String, Member)> {
+    let name = normal(std::str::from_utf8(&entry.path).ok()?);
+    let member = match entry.kind {
+        Kind::File if entry.sparse.is_none() => Member::File { offset, size: entry.data_size },
+        Kind::HardLink => Member::Link(normal(std::str::from_utf8(&entry.link).ok()?)),
+        Kind::Symlink => {
+            let target = std::str::from_utf8(&entry.link).ok()?;
+            let dir = name.rsplit_once('/').map_or("", |(dir, _)| dir);
+            Member::Link(normal(&format!("{dir}/{target}")))
+        }
+        _ => return None,
+    };
+    Some((name, member))
+}
+
+/// A member's name without `.`, `..` and empty parts; names never leave the archive.
+fn normal(name: &str) -> String {
+    let mut parts: Vec<&str> = Vec::new();
+    for part in name.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(parts.pop()),
+            part => parts.push(part),
+        }
+    }
+    parts.join("/")
+}
+
+/// A file that others read, too: has a position of its own.
+struct SharedFile {
+    file: Arc<File>,
+    at: u64,
+}
+
+impl SharedFile {
+    fn new(file: Arc<File>) -> Self {
+        Self { file, at: 0 }
+    }
+}
+
+impl Read for SharedFile {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let count = self.file.read_at(buf, self.at)?;
+        self.at += count as u64;
+        Ok(count)
+    }
+}
+
+impl Seek for SharedFile {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let at = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+            SeekFrom::End(_) => None,
+        };
+        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
+
+/// Leaves data out by seeking.
+struct SeekInput {
+    inner: BufReader<SharedFile>,
+    end: u64,
+}
+
+impl Read for SeekInput {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.inner.read(buf)
+    }
+}
+
+impl io::BufRead for SeekInput {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.inner.fill_buf()
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.inner.consume(count);
+    }
+}
+
+impl Input for SeekInput {
+    fn skip(&mut self, count: u64) -> io::Result<()> {
+        let at = self.inner.get_ref().at - self.inner.buffer().len() as u64;
+        match i64::try_from(count) {
+            // The end may lack its padding, but not its data (checked with the header).
+            Ok(by) if at.saturating_add(count) <= self.end.saturating_add(BLOCK as u64) => {
+                self.inner.seek_relative(by)
+            }
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! The mounts of a container: kernel filesystems, scratch, volumes, directories of the host.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, OFlags};
+use serde_json::{Value, json};
+
+use super::accounts::Rootfs;
+use super::{BundleError, ImageConfig, Options, Result, io_error, plain_path};
+
+/// Directories that programs expect to write to even if the root is read-only. Where the image has them,
+/// they are in memory.
+const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
+
+pub(super) fn mounts(
+    bundle: &Path,
+    root: &Rootfs,
+    image: &ImageConfig,
+    options: &Options,
+    unified: bool,
+) -> Result<Vec<Value>> {
+    let mount = |destination: &str, kind: &str, source: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": source, "options": options});
+    let mut mounts = vec![
+        mount("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
+        mount("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        mount(
+            "/dev/pts",
+            "devpts",
+            "devpts",
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
+        ),
+        mount(
+            "/dev/shm",
+            "tmpfs",
+            "shm",
+            &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"],
+        ),
+        mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+    ];
+    // A process in the host's network namespace must not get a sysfs of its own: its owner would be
+    // the initial user namespace and the mount is refused; the host's, read-only, shows the same.
+    mounts.push(if options.host_network {
+        mount("/sys", "bind", "/sys", &["rbind", "nosuid", "noexec", "nodev", "ro"])
+    } else {
+        mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"])
+    });
+    if !options.host_network || !unified {
+        mounts.push(mount(
+            "/sys/fs/cgroup",
+            "cgroup",
+            "cgroup",
+            &["nosuid", "noexec", "nodev", "relatime", "ro"],
+        ));
+    }
+    if options.host_network {
+        let files = ["/etc/resolv.conf", "/etc/hosts"];
+        let files = files.map(|file| (file, root.exists(file)));
+        // A writable root gets a missing file to mount on from the runtime. A read-only one gets its
+        // `/etc` in memory, with what the image has there.
+        if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
+            mounts.push(mount(
+                "/etc",
+                "tmpfs",
+                "tmpfs",
+                &["nosuid", "nodev", "tmpcopyup", "mode=755"],
+            ));
+        }
+        for (file, exists) in files {
+            if Path::new(file).exists() && (exists || !options.readonly || root.exists("/etc")) {
+                mounts.push(mount(file, "bind", file, &["bind", "ro"]));
+            }
+        }
+    }
+    if options.readonly {
+        for path in ["/proc", "/dev", "/sys"] {
+            if !root.exists(path) {
+                return Err(BundleError::MissingMountPoint(path.to_owned()));
+            }
+        }
+        let volumes: Vec<&str> = image.volumes().collect();
+        for path in SCRATCH_PATHS {
+            if root.exists(path) && !volumes.contains(&path) {
+                let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
+                mounts.push(mount(path, "tmpfs", "tmpfs", &["nosuid", "nodev", "tmpcopyup", mode]));
+            }
+        }
+        for path in volumes {
+            plain_path("volume", path)?;
+            // A directory of the host replaces it.
+            if options.binds.iter().any(|bind| bind.target == path) {
+                continue;
+            }
+            let below = options.volumes.clone().unwrap_or_else(|| bundle.join("volumes"));
+            let source = volume(&below, root, path)?;
+            mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
+        }
+    }
+    for bind in &options.binds {
+        plain_path("volume", &bind.target)?;
+        if options.readonly && !root.exists(&bind.target) && !below_a_mount(&mounts, &bind.target) {
+            return Err(BundleError::MissingMountPoint(bind.target.clone()));
+        }
+        let mode = if bind.readonly { "ro" } else { "rw" };
+        let source = bind.source.to_string_lossy();
+        mounts.push(mount(&bind.target, "bind", &source, &["rbind", "rprivate", mode]));
+    }
+    Ok(mounts)
+}
+
+/// Whether a path is below a mount that can be written to.
+fn below_a_mount(mounts: &[Value], path: &str) -> bool {
+    mounts.iter().filter_map(|mount| mount["destination"].as_str()).any(|above| {
+        SCRATCH_PATHS.contains(&above)
+            && path.strip_prefix(above).is_some_and(|rest| rest.starts_with('/'))
+    })
+}
+
+/// The directory on the host behind a volume: empty at first, owned as the image's directory is.
+///
+/// A volume inside another one would be a path through a directory that containers write to, who could
+/// put a symbolic link to the host there. So all are beside each other.
+fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
+    let inside = root
+        .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
+        .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
+    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
+        .map_err(|errno| io_error("reading", Path::new(path))(errno.into()))?;
+    let components = path.split('/').filter(|component| !component.is_empty());
+    let directory = below
+        .join(components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F"));
+    if !directory.exists() {
+        fs::create_dir_all(&directory).map_err(io_error("creating", &directory))?;
+        fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
+            .map_err(io_error("setting the mode of", &directory))?;
+        let have = fs::metadata(&directory).map_err(io_error("reading", &directory))?;
+        if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
+            std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
+                .map_err(io_error("setting the owner of", &directory))?;
+        }
+    }
+    Ok(directory)
+}

@@ -1,0 +1,189 @@
+//! What is asked of a [`Mounter`](super::Mounter), and what it answers.
+
+use std::path::PathBuf;
+
+use cofolio_store::Digest;
+
+use super::idmap::IdMap;
+use super::state::MountRecord;
+
+/// Whether and where a mount can be written to.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Access {
+    /// A clone of the image's read-only overlay.
+    #[default]
+    ReadOnly,
+    /// Changes go to a directory of the store's, which goes with the mount.
+    Writable,
+    /// Changes go to a directory of the store's, which stays.
+    WritableKept,
+    /// Changes go to this directory (its `upper/` and `work/`), which stays. It must be on a
+    /// filesystem that overlayfs takes as an upper layer, belong to the caller, and hold no changes of
+    /// another image. With an id map, owners in it are the mapped ones.
+    WritableAt(PathBuf),
+}
+
+/// What is checked before a mount. All but the first measure the metadata image, even if it is
+/// mounted already, and mount that, never the image over a base.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Check {
+    /// What the first mount of an image checks.
+    #[default]
+    None,
+    /// The metadata image has the digest that is its name: by the kernel where it has fs-verity, else
+    /// by hashing it.
+    Measure,
+    /// All objects, too, by hashing them.
+    Verify,
+    /// The kernel checks every read of the image and its objects (fs-verity); else the mount is refused.
+    RequireVerity,
+}
+
+/// What to mount, where and how.
+#[derive(Debug, Clone)]
+pub struct MountRequest {
+    /// Digest of the metadata image.
+    pub image: Digest,
+    /// Directory to mount at.
+    pub target: PathBuf,
+    /// Make the target if it is missing (its parent must exist), and remove it at unmount.
+    pub create_target: bool,
+    /// Whether it can be written to.
+    pub access: Access,
+    /// Bytes that changes may take; only for [`Access::Writable`].
+    pub size_bytes: Option<u64>,
+    /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), which goes
+    /// with the mount.
+    pub scratch: bool,
+    /// What has to hold of the image before it is mounted.
+    pub check: Check,
+    /// Id map.
+    pub idmap: Option<IdMap>,
+    /// Security label of all files (`context=`).
+    pub label: Option<String>,
+    /// Ignore set-user-id bits.
+    pub nosuid: bool,
+    /// Do not open device files.
+    pub nodev: bool,
+    /// Execute nothing.
+    pub noexec: bool,
+    /// The ref by which it was asked for, if any; for those who look at the list of mounts.
+    pub name: Option<String>,
+}
+
+impl MountRequest {
+    /// A read-only mount without options.
+    pub fn new(image: Digest, target: impl Into<PathBuf>) -> Self {
+        Self {
+            image,
+            target: target.into(),
+            create_target: false,
+            access: Access::ReadOnly,
+            size_bytes: None,
+            scratch: false,
+            check: Check::default(),
+            idmap: None,
+            label: None,
+            nosuid: false,
+            nodev: false,
+            noexec: false,
+            name: None,
+        }
+    }
+}
+
+/// How to unmount.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct UmountOptions {
+    /// Detach the mount even if it is in use. What still uses it sees errors if its changes are
+    /// removed.
+    pub force: bool,
+    /// Leave the directory with the changes in place, even if the mount did not say so.
+    pub keep_upper: bool,
+}
+
+/// What an unmount did.
+#[derive(Debug, Clone)]
+pub struct Unmounted {
+    /// The mount, as it was.
+    pub record: MountRecord,
+    /// It was not mounted any more; only what it had left was cleaned up.
+    pub was_gone: bool,
+    /// Directory with the changes, if it was left in place.
+    pub upper: Option<PathBuf>,
+    /// The image is not mounted any more either: this was its last user.
+    pub unpinned: bool,
+    /// Somebody else still uses it: a mount of it elsewhere, another mount namespace, an overlay over
+    /// it or an open descriptor. The image and the changes stay as long.
+    pub in_use: bool,
+}
+
+/// A point in the life of a mount at which a process may die. In order, except that the pin and
+/// view steps occur only where one has to be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Step {
+    /// Its record is there.
+    Claimed,
+    /// The store knows that the image is in use.
+    Rooted,
+    /// The image knows its user.
+    Marked,
+    /// The target was made.
+    TargetMade,
+    /// The EROFS superblock exists, attached nowhere.
+    PinMade,
+    /// It is attached.
+    Pinned,
+    /// The read-only overlay exists, attached nowhere.
+    ViewMade,
+    /// It is attached.
+    Viewed,
+    /// The directories for changes are there.
+    UpperMade,
+    /// The mount exists, attached nowhere, and its record has its numbers.
+    Prepared,
+    /// It is at its target; the record does not say so yet.
+    Attached,
+    /// Its record says so.
+    Recorded,
+    /// Its record says that it is leaving.
+    Leaving,
+    /// It is not at its target any more.
+    Detached,
+    /// The directories for changes are out of sight.
+    UpperGone,
+    /// The image forgot its user.
+    Unmarked,
+    /// The image's own mounts are gone, their directories not yet.
+    Unpinned,
+    /// The store forgot it.
+    Unrooted,
+    /// Its record is gone.
+    Forgotten,
+}
+
+impl Step {
+    /// All of them.
+    pub const ALL: [Self; 19] = [
+        Self::Claimed,
+        Self::Rooted,
+        Self::Marked,
+        Self::TargetMade,
+        Self::PinMade,
+        Self::Pinned,
+        Self::ViewMade,
+        Self::Viewed,
+        Self::UpperMade,
+        Self::Prepared,
+        Self::Attached,
+        Self::Recorded,
+        Self::Leaving,
+        Self::Detached,
+        Self::UpperGone,
+        Self::Unmarked,
+        Self::Unpinned,
+        Self::Unrooted,
+        Self::Forgotten,
+    ];
+}

@@ -1,0 +1,224 @@
+//! Where changes go, and what becomes of them.
+
+use std::os::unix::fs::symlink;
+
+use super::crash::{start, task, was_killed};
+use super::fixture::{Fixture, needs_mounts};
+use super::*;
+
+const KEEP: UmountOptions = UmountOptions { force: false, keep_upper: true };
+
+/// The changes of a mount with a size limit and no quotas were in a filesystem that ended with the
+/// mount: `umount --keep` said where they were, and the directory was empty.
+#[test]
+fn changes_that_cannot_be_kept_stay_mounted() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = MountRequest { size_bytes: Some(8 << 20), ..writable(&fixture, "one") };
+    match mounter.mount(&request) {
+        Ok(_) => {}
+        Err(error @ MountError::NoSizeLimit { .. }) => {
+            return eprintln!("SKIP changes_that_cannot_be_kept_stay_mounted: {error}");
+        }
+        Err(error) => panic!("{error}"),
+    }
+    fs::write(request.target.join("new"), "new").unwrap();
+    match mounter.umount(&request.target, &KEEP) {
+        Err(error) => {
+            assert!(matches!(error, MountError::CannotKeep { .. }), "{error}");
+            assert_eq!(error.code(), Code::FailedPrecondition);
+            assert_eq!(fs::read(request.target.join("new")).unwrap(), b"new");
+            umount(&mounter, &request.target);
+        }
+        // With project quotas they are in a directory.
+        Ok(unmounted) => {
+            let dir = unmounted.upper.unwrap();
+            assert_eq!(fs::read(dir.join("upper/new")).unwrap(), b"new");
+            mounter.discard_kept(&dir).unwrap();
+        }
+    }
+    fixture.assert_clean("at the end");
+}
+
+/// A process that was killed between taking the mount away and writing its changes to the disk left a
+/// mark of overlayfs, `volatile`, that no later mount got past.
+#[test]
+fn changes_kept_by_a_killed_process_are_mounted_again() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    for step in [Step::Leaving, Step::Detached, Step::UpperGone, Step::Unmarked, Step::Unrooted] {
+        let request = writable(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        fs::write(request.target.join("new"), "new").unwrap();
+        let mut child = start(&task(&fixture, "one", "keep", Some(step), 0));
+        assert!(was_killed(child.wait().unwrap()), "{step:?}");
+        assert_eq!(mounter.reconcile().unwrap().failed, [""; 0], "{step:?}");
+        let kept = mounter.list().unwrap().kept;
+        let [kept] = &kept[..] else { panic!("{step:?}: {kept:?}") };
+        assert_eq!((kept.image, &kept.target), (fixture.image, &request.target));
+        let access = Access::WritableAt(kept.dir.clone());
+        mounter.mount(&MountRequest { access, ..request.clone() }).unwrap();
+        assert_eq!(fs::read(request.target.join("new")).unwrap(), b"new", "{step:?}");
+        assert!(mounter.list().unwrap().kept.is_empty(), "in use");
+        let error = mounter.discard_kept(&kept.dir).unwrap_err();
+        assert!(matches!(error, MountError::NotKept { .. }), "{error}");
+        umount(&mounter, &request.target);
+        mounter.discard_kept(&kept.dir).unwrap();
+        fixture.assert_clean(&format!("{step:?}"));
+    }
+}
+
+/// After a crash of the machine the changes may be torn: then the mark is right.
+#[test]
+fn changes_of_before_a_crash_are_not_mounted() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let mut child = start(&task(&fixture, "one", "keep", Some(Step::Detached), 0));
+    assert!(was_killed(child.wait().unwrap()));
+    mounter.reconcile().unwrap();
+    let kept = mounter.list().unwrap().kept.remove(0);
+    let path = kept.dir.join("keep");
+    let boot = Kernel::new(Path::new("/")).unwrap().boot_id;
+    fs::write(&path, fs::read_to_string(&path).unwrap().replace(&boot, "another")).unwrap();
+    let access = Access::WritableAt(kept.dir.clone());
+    let error = mounter.mount(&MountRequest { access, ..request }).unwrap_err();
+    assert!(error.to_string().contains("may be damaged"), "{error}");
+    mounter.discard_kept(&kept.dir).unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// Changes of one image were mounted over another, whose files they hid or mixed with.
+#[test]
+fn changes_of_another_image_are_refused() {
+    needs_mounts!();
+    let (fixture, dir) = (Fixture::over_base(), tempfile::tempdir().unwrap());
+    let mounter = fixture.mounter();
+    let access = Access::WritableAt(dir.path().join("changes"));
+    let request = MountRequest { access, ..read_only(&fixture, "one") };
+    mounter.mount(&request).unwrap();
+    umount(&mounter, &request.target);
+    let other = MountRequest { image: fixture.base(), ..request.clone() };
+    let error = mounter.mount(&other).unwrap_err();
+    assert!(error.to_string().contains("changes of another image"), "{error}");
+    fixture.assert_clean("refused");
+    mounter.mount(&request).unwrap();
+    umount(&mounter, &request.target);
+}
+
+/// The owner of DIR put links to other directories in the places of its `upper` and `work`, and root
+/// wrote and mounted there.
+#[test]
+fn planted_links_are_not_followed() {
+    needs_mounts!();
+    for name in ["upper", "work"] {
+        let fixture = Fixture::new();
+        let (dir, aim) = (fixture.target("dir"), fixture.target("aim"));
+        symlink(&aim, dir.join(name)).unwrap();
+        let request =
+            MountRequest { access: Access::WritableAt(dir.clone()), ..read_only(&fixture, "one") };
+        let error = fixture.mounter().mount(&request).unwrap_err();
+        assert!(matches!(error, MountError::Upper { .. }), "{error:?}");
+        assert_eq!(fs::read_dir(&aim).unwrap().count(), 0);
+        assert_eq!(fs::metadata(&aim).unwrap().mode() & 0o7777, 0o755);
+        fixture.assert_clean(name);
+
+        // Whoever may change the directory could do so a moment later.
+        fs::remove_file(dir.join(name)).unwrap();
+        chown(&dir, Some(1000), None).unwrap();
+        let error = fixture.mounter().mount(&request).unwrap_err();
+        assert!(error.to_string().contains("another user"), "{error}");
+        fixture.assert_clean("of another user");
+    }
+}
+
+/// Each id map and label has an overlay of its own, and all stayed until the image was idle: a
+/// thousand containers with an id map each left a thousand superblocks.
+#[test]
+fn overlays_of_id_maps_that_nobody_uses_are_few() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let first = read_only(&fixture, "first");
+    mounter.mount(&first).unwrap();
+    for number in 1..12 {
+        let idmap = format!("0:{}:65536", number * 65536).parse().unwrap();
+        let request = MountRequest { idmap: Some(idmap), ..read_only(&fixture, "mapped") };
+        mounter.mount(&request).unwrap();
+        umount(&mounter, &request.target);
+    }
+    let below = fixture.path("run/images");
+    let mut views = fixture.mounts();
+    views.retain(|mount| mount.filesystem == "overlay" && mount.target.starts_with(&below));
+    assert_eq!(views.len(), 8, "{views:?}");
+    fixture.check_content(&first.target);
+    assert!(mounter.reconcile().unwrap().is_empty());
+    umount(&mounter, &first.target);
+    fixture.assert_clean("at the end");
+}
+
+/// A store on a filesystem that is mounted read-only has nowhere for a root, and could not be mounted.
+#[test]
+fn a_read_only_store_can_be_mounted_from() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let store = fixture.path("store");
+    rustix::mount::mount_bind(&store, &store).unwrap();
+    let flags = rustix::mount::MountFlags::BIND | rustix::mount::MountFlags::RDONLY;
+    rustix::mount::mount_remount(&store, flags, "").unwrap();
+    let opened = Store::open(&store).unwrap();
+    let domain = opened.domain("default").unwrap();
+    let mounter = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
+    let request = read_only(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    fixture.check_content(&request.target);
+    assert!(mounter.umount(&request.target, &UmountOptions::default()).unwrap().unpinned);
+    let written = MountRequest { access: Access::Writable, ..request };
+    assert!(mounter.mount(&written).is_err());
+    assert_eq!(mounter.pins().unwrap().len(), 0);
+    drop((domain, opened));
+    kernel::unmount_patiently(&store, false).unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// An unmount that died after the target had gone left the image mounted, without a record by which
+/// `umount` could have found it.
+#[test]
+fn an_unmount_that_died_late_can_be_repeated() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    for step in [Step::Detached, Step::UpperGone, Step::Unmarked, Step::Unpinned, Step::Unrooted] {
+        let request = read_only(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        let mut child = start(&task(&fixture, "one", "leave", Some(step), 0));
+        assert!(was_killed(child.wait().unwrap()), "{step:?}");
+        assert!(umount(&mounter, &request.target).was_gone, "{step:?}");
+        fixture.assert_clean(&format!("{step:?}"));
+    }
+}
+
+/// `mounts` showed the old place of a mount that was moved, and `umount` knew only that one.
+#[test]
+fn a_mount_that_was_moved_is_found_where_it_is() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let parent = fixture.target("parent");
+    let request = MountRequest {
+        name: Some("test:1".to_owned()),
+        ..MountRequest::new(fixture.image, fixture.target("parent/one"))
+    };
+    mounter.mount(&request).unwrap();
+    fs::rename(&parent, fixture.path("renamed")).unwrap();
+    let moved = fixture.path("renamed/one");
+    let listed = mounter.list().unwrap();
+    assert_eq!(listed.mounts[0].moved_to.as_ref(), Some(&moved));
+    assert_eq!(listed.mounts[0].record.name.as_deref(), Some("test:1"));
+    umount(&mounter, &moved);
+    fixture.assert_clean("at the end");
+}
