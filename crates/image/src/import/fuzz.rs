@@ -287,7 +287,7 @@ pub fn blob(data: &[u8]) {
     let content = Arc::new(InMemory(data.into()));
     let right = BlobDigest::sha256(data);
     // From one MiB on, a thousand bytes of one.
-    let budget = || Budget::new(UNPACKED_MAX, 1 << 20, 1000);
+    let budget = || Budget::new(UNPACKED_MAX, 1 << 20, 1000, Cancel::default());
     let (bytes, result) = blob::fuzz(&Blob::new(right.clone(), size, content.clone()), &budget());
     assert!(bytes.len() as u64 <= UNPACKED_MAX);
     let plain = !data.starts_with(&[0x1f, 0x8b, 8])
