@@ -24,7 +24,7 @@ fn every_command_has_a_page() {
     let sandbox = Sandbox::new();
     let pages = pages(&sandbox);
     let named = |name: &str| pages.iter().find(|page| page.ends_with(name));
-    for name in ["cofolio.1", "cofolio-mount.1", "cofolio-bench-read.1", "cofolio-config-show.1"] {
+    for name in ["cofolio.1", "cofolio-mount.1", "cofolio-config-show.1"] {
         assert!(named(name).is_some(), "{name}: {pages:?}");
     }
     assert!(named("cofolio-help.1").is_none(), "{pages:?}");
