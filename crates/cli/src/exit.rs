@@ -295,6 +295,7 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
     let exit = match (error.kind(), error) {
         // The cause, an I/O error, says more.
         (ErrorKind::Io, _) => None,
+        (ErrorKind::Cancelled, _) => Some(Exit::Interrupted),
         (ErrorKind::Space, _) => Some(Exit::NoSpace),
         (ErrorKind::Corrupt, _) => Some(Exit::Corrupt),
         (ErrorKind::Conflict, _) => Some(Exit::Busy),
@@ -314,7 +315,7 @@ fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
             (Some(Exit::NoSpace), Some(hint.to_owned()))
         }
         ImportError::Cancelled(_) => {
-            let hint = "no image was published; layers that came whole from a registry are kept for the next try";
+            let hint = "no image was published; complete layers of a pull are kept: running it again goes on from there";
             (Some(Exit::Interrupted), Some(hint.to_owned()))
         }
         ImportError::Source { .. } => (Some(Exit::NotFound), None),
@@ -574,9 +575,16 @@ fn of_run(error: &RunError) -> (Option<Exit>, Option<String>) {
 const TOO_MANY_OPEN_FILES: i32 = 24;
 
 fn io_hint(error: &io::Error) -> Option<String> {
-    (error.raw_os_error() == Some(TOO_MANY_OPEN_FILES)).then(|| {
-        "this process may open no more files: `ulimit -n 1024` raises the limit".to_owned()
-    })
+    let hint = match (error.raw_os_error()?, error.kind()) {
+        (TOO_MANY_OPEN_FILES, _) => {
+            "this process may open no more files: `ulimit -n 1024` raises the limit"
+        }
+        (_, io::ErrorKind::FileTooLarge) => {
+            "a limit of this shell (`ulimit -f`) or service (`LimitFSIZE=`), or of the filesystem"
+        }
+        _ => return None,
+    };
+    Some(hint.to_owned())
 }
 
 fn io_exit(error: &io::Error) -> Option<Exit> {

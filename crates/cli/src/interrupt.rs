@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cofolio_store::task::Cancel;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::{SigId, flag, low_level};
 
 use crate::exit::Exit;
@@ -59,16 +59,27 @@ impl Drop for Cancellable {
 
 impl Handlers {
     fn register() -> io::Result<Self> {
-        let (is_idle, is_cancelled) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        // Until all of them are registered a signal does what it did before.
+        let (is_idle, is_cancelled) = (Arc::new(AtomicBool::new(true)), Arc::default());
         let mut ids = Vec::new();
         for signal in [SIGINT, SIGTERM, SIGHUP] {
             ids.push(flag::register_conditional_default(signal, is_idle.clone())?);
             let code = i32::from(Exit::Interrupted as u8);
-            ids.push(flag::register_conditional_shutdown(signal, code, is_cancelled.clone())?);
-            ids.push(flag::register(signal, is_cancelled.clone())?);
+            ids.push(flag::register_conditional_shutdown(signal, code, Arc::clone(&is_cancelled))?);
+            ids.push(flag::register(signal, Arc::clone(&is_cancelled))?);
         }
         Ok(Self { is_idle, is_cancelled, ids })
     }
+}
+
+/// Lets a write beyond the limit for the size of files (`ulimit -f`) fail with EFBIG. Without a handler SIGXFSZ
+/// kills the process without a word. A handler is not inherited by programs that this one starts, as
+/// ignoring the signal would be.
+///
+/// # Errors
+/// The system refuses to set a handler.
+pub fn survive_file_size_limit() -> io::Result<()> {
+    flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Signals are for somebody else from now on, who has set a handler already.

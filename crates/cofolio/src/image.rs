@@ -8,13 +8,15 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cofolio_erofs::read::{Image, Inode, ReadAt};
 use cofolio_image::compose::contents;
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, verity};
 
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
 
 /// Symbolic links followed on one path, as the kernel does (`MAXSYMLINKS`).
 const LINKS_MAX: u32 = 40;
+/// Files up to this size, in bytes, are checked before any of their content is printed.
+const SMALL_MAX: u64 = 16 << 20;
 /// Where a composefs image says at which path the content of a file lies.
 const REDIRECT: &[u8] = b"trusted.overlay.redirect";
 
@@ -167,7 +169,8 @@ impl Opened {
             .map(|xattr| xattr.value.strip_prefix(b"/").map(<[u8]>::to_vec).unwrap_or(xattr.value)))
     }
 
-    /// Write the content of a regular file.
+    /// Writes the content of a regular file. What its object's name says is compared: before anything is
+    /// written if the file is small, else at the end.
     pub(crate) fn copy_to(&self, inode: &Inode, sink: &mut dyn Write) -> anyhow::Result<()> {
         let Some(object) = self.object(inode)? else { return self.copy_own(inode, sink) };
         let path = String::from_utf8_lossy(&object).into_owned();
@@ -207,7 +210,43 @@ impl Opened {
                 format!("object {path} has {found} bytes, {} says {}", self.label, inode.size);
             return Err(Fail::new(Exit::Corrupt, what).into());
         }
-        copy(&mut file, sink)
+        let expected = path.rsplit_once('/').and_then(|(rest, name)| {
+            let shard = rest.rsplit_once('/').map_or(rest, |(_, shard)| shard);
+            Digest::from_object_path(shard, name)
+        });
+        let Some(expected) = expected else { return copy(&mut file, sink) };
+        let altered = |actual: Digest, printed: &str| {
+            let what =
+                format!("object {expected} is altered: its content has digest {actual}{printed}");
+            let hint = "`cofolio fsck --repair --from SOURCE` restores it";
+            anyhow::Error::from(Fail::new(Exit::Corrupt, what).hint(hint))
+        };
+        if found <= SMALL_MAX {
+            let mut content = Vec::new();
+            file.read_to_end(&mut content)?;
+            let actual = verity::digest(&content);
+            if actual != expected {
+                return Err(altered(actual, ""));
+            }
+            return Ok(sink.write_all(&content)?);
+        }
+        let mut hasher = verity::Hasher::new();
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            let count = match file.read(&mut buffer) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                read => read?,
+            };
+            if count == 0 {
+                break;
+            }
+            hasher.update(&buffer[..count]);
+            sink.write_all(&buffer[..count])?;
+        }
+        match hasher.finish() {
+            actual if actual == expected => Ok(()),
+            actual => Err(altered(actual, "; what was printed is wrong")),
+        }
     }
 
     fn copy_own(&self, inode: &Inode, sink: &mut dyn Write) -> anyhow::Result<()> {

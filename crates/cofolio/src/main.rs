@@ -28,6 +28,8 @@ use crate::exit::Exit;
 fn main() -> ExitCode {
     // While there is one thread. The bound on an import's memory depends on it.
     cofolio_sys::memory::return_large_blocks();
+    // Without it a write over the limit kills; all else works as well.
+    let _ = interrupt::survive_file_size_limit();
     let args: Vec<OsString> = std::env::args_os().collect();
     // mkcomposefs has a grammar of its own, so it is told apart before ours looks at the arguments.
     let called_as = args.first().map(Path::new).and_then(Path::file_name);

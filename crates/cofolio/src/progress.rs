@@ -84,8 +84,8 @@ impl Drop for Work {
     }
 }
 
-/// How a task goes on, on a terminal or in a log. Only shown; it cannot be cancelled.
-pub(crate) struct Shown {
+/// How a task goes on, on a terminal or in a log.
+struct Shown {
     mode: Mode,
     doing: &'static str,
     item: &'static str,
@@ -93,20 +93,14 @@ pub(crate) struct Shown {
     last: Mutex<Instant>,
 }
 
-impl Drop for Shown {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
-    }
-}
-
 impl Shown {
-    pub(crate) fn new(ui: &Ui, doing: &'static str, item: &'static str) -> Self {
+    fn new(ui: &Ui, doing: &'static str, item: &'static str) -> Self {
         let mode = Mode::of(ui);
         Self { mode, doing, item, bar: mode.bar(doing), last: Mutex::new(Instant::now()) }
     }
 
     /// Shows an event. Called from several threads, for every file.
-    pub(crate) fn show(&self, event: Event<'_>) {
+    fn show(&self, event: Event<'_>) {
         if self.mode == Mode::Silent {
             return;
         }

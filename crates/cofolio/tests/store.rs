@@ -524,3 +524,46 @@ fn an_interrupted_import_leaves_the_store_as_it_was() {
     assert_eq!(sandbox.run(&["fsck", "--json"]).json()["damaged"], false);
     assert_eq!(sandbox.run(&["cat", "box:1", "/etc/hostname"]).ok(), "node\n");
 }
+
+/// `cat` of an altered object printed the wrong bytes and exited with 0. A small file is checked before it is
+/// printed, a large one while it is; the command that the error names restores it.
+#[test]
+fn cat_of_an_altered_object_fails() {
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    let large = vec![b'l'; (16 << 20) + 5];
+    fs::write(tree.join("small"), b"small content").unwrap();
+    fs::write(tree.join("large"), &large).unwrap();
+    let layout = tree.to_str().unwrap();
+    sandbox.run(&["import", "--name", "box:1", layout]).ok();
+    for (path, size) in [("/small", 13), ("/large", large.len())] {
+        let object = sandbox.object("box:1", path);
+        let _ = Command::new("chattr").arg("-i").arg(&object).output();
+        fs::remove_file(&object).unwrap();
+        fs::write(&object, vec![b'X'; size]).unwrap();
+        let ran = sandbox.run(&["cat", "box:1", path]);
+        ran.fails_with(4);
+        assert_eq!(ran.bytes.is_empty(), path == "/small");
+        assert!(ran.stderr.contains("is altered"), "{}", ran.stderr);
+        assert!(ran.stderr.contains("`cofolio fsck --repair --from SOURCE`"), "{}", ran.stderr);
+    }
+}
+
+/// A write over `ulimit -f` killed the process by SIGXFSZ, without a word.
+#[test]
+fn a_limit_on_file_sizes_is_an_error() {
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    fs::write(tree.join("large"), vec![7; 3 << 20]).unwrap();
+    let import = sandbox.command(&["import", "--name", "box:1", tree.to_str().unwrap()]);
+    let mut limited = Command::new("sh");
+    // In blocks of 512 bytes, or of 1024 where sh is bash.
+    limited.args(["-c", "ulimit -f 1024; exec \"$@\"", "sh"]).arg(import.get_program());
+    limited.args(import.get_args());
+    limited.envs(import.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = limited.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("File too large") && said.contains("ulimit -f"), "{said}");
+    assert_eq!(fs::read_dir(sandbox.path("store/staging")).unwrap().count(), 0);
+}

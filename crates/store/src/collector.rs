@@ -191,11 +191,12 @@ impl<'a> Collector<'a> {
         let mut collector = Self {
             domain,
             options,
-            reach: Reachability::new(domain, contents),
+            reach: Reachability::new(domain, contents, options.cancel.clone()),
             noted: BTreeSet::new(),
             held: None,
             _alone: None,
         };
+        options.cancel.check()?;
         if options.dry_run {
             collector.held = Some(domain.lock_shared()?);
             return Ok(collector);
@@ -203,12 +204,13 @@ impl<'a> Collector<'a> {
         domain.store().check_writable()?;
         let busy = || Error::Busy { domain: domain.name().to_owned() };
         let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
-        let alone = disk.lock(&roots, LockMode::Exclusive, options.wait).at("lock", &roots)?;
+        let (wait, cancel) = (options.wait, &options.cancel);
+        let alone = domain.lock_at(&roots, LockMode::Exclusive, wait, cancel)?;
         collector._alone = Some(alone.ok_or_else(busy)?);
         let added = collector.added();
         // Of a collection that was killed.
         remove_entry(disk, &added, Kind::Directory)?;
-        let lock = domain.lock(LockMode::Exclusive, options.wait)?.ok_or_else(busy)?;
+        let lock = domain.lock_alone(wait, cancel)?.ok_or_else(busy)?;
         match disk.mkdir(&added) {
             Err(error) if is_full(&error) => collector.held = Some(lock),
             other => other.at("create", &added)?,
@@ -249,6 +251,7 @@ impl<'a> Collector<'a> {
         let (disk, dry_run) = (self.domain.disk(), self.options.dry_run);
         let mut steps = suspects.chunks(STEP).peekable();
         while steps.peek().is_some() {
+            self.options.cancel.check()?;
             let lock = self.section()?;
             let start = Instant::now();
             for step in steps.by_ref() {
@@ -296,7 +299,7 @@ impl<'a> Collector<'a> {
 
     fn lock(&self) -> Result<DomainLock> {
         for _ in 0..PATIENCE {
-            if let Some(lock) = self.domain.lock(LockMode::Exclusive, self.options.wait)? {
+            if let Some(lock) = self.domain.lock_alone(self.options.wait, &self.options.cancel)? {
                 return Ok(lock);
             }
             std::thread::sleep(RETRY);

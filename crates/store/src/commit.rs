@@ -26,6 +26,7 @@ use crate::parallel::for_each;
 use crate::record::{Ref, Root};
 use crate::staging::{Staging, StagingStats};
 use crate::store::remove_entry;
+use crate::task::Cancel;
 
 /// What a directory or a record needs at least, in bytes.
 const BLOCK: u64 = 4096;
@@ -231,7 +232,10 @@ impl Staging {
     /// Whether a file can be read and has the digest that its name says.
     fn is_as_named(&self, path: &str, digest: Option<Digest>) -> Result<bool> {
         match self.disk().open(path).at("open", path) {
-            Ok(file) => is_sound(hash_file(&StoredFile::new(file, path.to_owned())), digest),
+            Ok(file) => is_sound(
+                hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default()),
+                digest,
+            ),
             Err(error) => is_sound(Err(error), digest),
         }
     }
@@ -295,7 +299,7 @@ fn is_sound(found: Result<Digest>, digest: Option<Digest>) -> Result<bool> {
 fn is_same(disk: &dyn Disk, a: &str, b: &str) -> Result<bool> {
     let hash = |path: &str| {
         let file = disk.open(path).at("open", path)?;
-        hash_file(&StoredFile::new(file, path.to_owned()))
+        hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
     };
     let b = hash(b)?;
     is_sound(hash(a), Some(b))

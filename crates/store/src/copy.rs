@@ -11,6 +11,7 @@ use crate::disk::Piece;
 use crate::error::{At, BoxError, Error, Result};
 use crate::examine::hash_file;
 use crate::staging::{Staging, Stored};
+use crate::task::Cancel;
 use crate::{Digest, Domain, ImportOptions, Publish, Ref, StoredFile};
 
 /// How much is copied at once, in bytes.
@@ -132,5 +133,5 @@ fn check(path: &str, expected: Digest, actual: Digest) -> Result<()> {
 
 /// [`check`] for a file that is not open yet.
 pub(crate) fn check_file(file: &StoredFile, expected: Digest) -> Result<()> {
-    check(file.path(), expected, hash_file(file)?)
+    check(file.path(), expected, hash_file(file, &Cancel::default())?)
 }

@@ -12,7 +12,11 @@ use crate::error::{At, Error, ErrorKind, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::store::{DOMAINS, Store, TEMPORARY, remove_entry};
+use crate::task::Cancel;
 use crate::{Digest, name};
+
+/// How long a lock that is waited for is not asked for again.
+const LOCK_POLL: std::time::Duration = std::time::Duration::from_millis(2);
 
 /// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
@@ -93,6 +97,39 @@ impl Domain {
     pub(crate) fn lock(&self, mode: LockMode, wait: bool) -> Result<Option<DomainLock>> {
         let lock = self.disk().lock(&self.base, mode, wait).at("lock", &self.base)?;
         Ok(lock.map(|lock| DomainLock { _lock: lock }))
+    }
+
+    /// The lock of a directory. Where the caller waits for it, `cancel` ends the waiting.
+    pub(crate) fn lock_at(
+        &self,
+        path: &str,
+        mode: LockMode,
+        wait: bool,
+        cancel: &Cancel,
+    ) -> Result<Option<Box<dyn Lock>>> {
+        loop {
+            let lock = self.disk().lock(path, mode, false).at("lock", path)?;
+            if lock.is_some() || !wait {
+                return Ok(lock);
+            }
+            cancel.check()?;
+            std::thread::sleep(LOCK_POLL);
+        }
+    }
+
+    /// The domain's lock, exclusive.
+    pub(crate) fn lock_alone(&self, wait: bool, cancel: &Cancel) -> Result<Option<DomainLock>> {
+        let lock = self.lock_at(&self.base, LockMode::Exclusive, wait, cancel)?;
+        Ok(lock.map(|lock| DomainLock { _lock: lock }))
+    }
+
+    /// Waits until nobody has the domain's lock alone. What publishes waits here first, where it can be
+    /// cancelled.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`], [`Error::Io`].
+    pub fn wait_for_lock(&self, cancel: &Cancel) -> Result<()> {
+        self.lock_at(&self.base, LockMode::Shared, true, cancel).map(drop)
     }
 
     // Where things are.

@@ -3,6 +3,7 @@
 use std::io;
 
 use crate::Digest;
+use crate::task::Cancelled;
 
 /// Result of a store operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -26,6 +27,8 @@ pub enum ErrorKind {
     Conflict,
     /// The store needs a newer program.
     Unsupported,
+    /// The caller cancelled it.
+    Cancelled,
 }
 
 /// An error of the store. It names the object, path or digest that it is about; paths are relative to
@@ -33,6 +36,9 @@ pub enum ErrorKind {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// The caller cancelled it.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
     /// A system call failed.
     #[error("cannot {action} `{path}`")]
     Io {
@@ -231,6 +237,7 @@ impl Error {
                 ErrorKind::Corrupt
             }
             Self::Vanished { .. } | Self::Busy { .. } => ErrorKind::Conflict,
+            Self::Cancelled(_) => ErrorKind::Cancelled,
         }
     }
 
@@ -255,6 +262,9 @@ pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
                 continue;
             }
             return !matches!(io.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::Interrupted);
+        }
+        if error.is::<Cancelled>() || matches!(error.downcast_ref(), Some(Error::Cancelled(_))) {
+            return false;
         }
         if let Some(errno) = error.downcast_ref::<rustix::io::Errno>() {
             return is_medium_error(errno.raw_os_error());

@@ -16,6 +16,7 @@ use crate::fsck::{Finding, FindingKind};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::reach::text;
+use crate::task::Cancel;
 use crate::verity::{Hasher, UNIT};
 use crate::{Digest, Domain, StoredFile};
 
@@ -39,6 +40,7 @@ pub(crate) struct Examiner<'a> {
     pub(crate) domain: &'a Domain,
     pub(crate) contents: &'a dyn Contents,
     pub(crate) reading: Reading,
+    cancel: Cancel,
     /// Images that are there for others only ([`Domain::derived_images`]).
     pub(crate) derived: HashSet<Digest>,
 }
@@ -63,8 +65,13 @@ impl Seen {
 }
 
 impl<'a> Examiner<'a> {
-    pub(crate) fn new(domain: &'a Domain, contents: &'a dyn Contents, reading: Reading) -> Self {
-        Self { domain, contents, reading, derived: HashSet::new() }
+    pub(crate) fn new(
+        domain: &'a Domain,
+        contents: &'a dyn Contents,
+        reading: Reading,
+        cancel: &Cancel,
+    ) -> Self {
+        Self { domain, contents, reading, cancel: cancel.clone(), derived: HashSet::new() }
     }
 
     /// Compares size (if the caller knows which it must have) and, as it was asked for, content; says also
@@ -86,6 +93,7 @@ impl<'a> Examiner<'a> {
     }
 
     fn look_at(&self, name: &FileName, size: Option<u64>, hashed: &mut u64) -> Result<Seen> {
+        self.cancel.check()?;
         let file = self.domain.open_named(name)?;
         let found = file.size().at("look at", file.path())?;
         if let Some(size) = size.filter(|size| *size != found) {
@@ -95,10 +103,11 @@ impl<'a> Examiner<'a> {
         let Some(digest) = name.digest() else { return Ok(Seen::Sound) };
         let actual = match &self.reading {
             Reading::No => return Ok(Seen::Sound),
-            Reading::Cached(1) => hash_file(&file)?,
-            Reading::Cached(threads) => hash_large_file(&file, *threads)?,
+            Reading::Cached(1) => hash_file(&file, &self.cancel)?,
+            Reading::Cached(threads) => hash_large_file(&file, *threads, &self.cancel)?,
             Reading::Direct(reader) => {
-                reader.lock().unwrap_or_else(PoisonError::into_inner).hash(&file)?
+                let mut reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
+                reader.hash(&file, &self.cancel)?
             }
         };
         *hashed = found;
@@ -222,14 +231,14 @@ enum Wrong {
 
 /// The fs-verity digest of a file's content as it is now. What the filesystem calls a hole reads as
 /// zeros, so a hole of a terabyte is not read to know that.
-pub(crate) fn hash_file(file: &StoredFile) -> Result<Digest> {
+pub(crate) fn hash_file(file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
     let mut hasher = Hasher::new();
-    file.for_pieces(|piece| hasher.piece(piece))?;
+    file.for_pieces(|piece| hasher.piece(piece, cancel))?;
     Ok(hasher.finish())
 }
 
 /// [`hash_file`] on several threads.
-fn hash_large_file(file: &StoredFile, threads: usize) -> Result<Digest> {
+fn hash_large_file(file: &StoredFile, threads: usize, cancel: &Cancel) -> Result<Digest> {
     let size = file.size().at("look at", file.path())?;
     let count = size / UNIT;
     let mut whole = Hasher::new();
@@ -239,24 +248,27 @@ fn hash_large_file(file: &StoredFile, threads: usize) -> Result<Digest> {
         let done = Mutex::new(BTreeMap::new());
         for_each(threads, &units, |unit| {
             let mut hasher = Hasher::new();
-            file.for_pieces_in(unit * UNIT..(unit + 1) * UNIT, |piece| hasher.piece(piece))?;
+            file.for_pieces_in(unit * UNIT..(unit + 1) * UNIT, |piece| {
+                hasher.piece(piece, cancel)
+            })?;
             done.lock().unwrap_or_else(PoisonError::into_inner).insert(*unit, hasher);
             Ok(())
         })?;
         for unit in done.into_inner().unwrap_or_else(PoisonError::into_inner).into_values() {
             if unit.size() < UNIT {
                 // It is being cut while we look.
-                return hash_file(file);
+                return hash_file(file, cancel);
             }
             whole.unit(unit);
         }
     }
-    file.for_pieces_in(count * UNIT..size, |piece| whole.piece(piece))?;
+    file.for_pieces_in(count * UNIT..size, |piece| whole.piece(piece, cancel))?;
     Ok(whole.finish())
 }
 
 impl Hasher {
-    fn piece(&mut self, piece: Piece<'_>) -> Result<()> {
+    fn piece(&mut self, piece: Piece<'_>, cancel: &Cancel) -> Result<()> {
+        cancel.check()?;
         match piece {
             Piece::Data(data) => self.update(data),
             Piece::Hole(len) => self.zeros(len),
@@ -288,14 +300,14 @@ impl Reader {
 
     /// The fs-verity digest of a file's content, as the disk has it where the filesystem lets us past the
     /// cache.
-    fn hash(&mut self, file: &StoredFile) -> Result<Digest> {
-        let digest = self.hash_direct(file);
+    fn hash(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
+        let digest = self.hash_direct(file, cancel);
         // Whoever reads the file next reads what is not aligned.
         file.descriptor().into_iter().for_each(|descriptor| set_direct(descriptor, false));
         digest
     }
 
-    fn hash_direct(&mut self, file: &StoredFile) -> Result<Digest> {
+    fn hash_direct(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
         if let Some(descriptor) = file.descriptor() {
             // Otherwise what was asked for is all that is read where the cache is in the way.
             let _ = fadvise(descriptor, 0, None, Advice::Random);
@@ -303,6 +315,7 @@ impl Reader {
         }
         let mut hasher = Hasher::new();
         loop {
+            cancel.check()?;
             let len = self.buffer.len() - ALIGN;
             let quiet = Quiet::begin(file, hasher.size(), len as u64);
             let buffer = &mut self.buffer[self.start..self.start + len];
@@ -405,9 +418,13 @@ mod tests {
         drop(file);
         assert!(size > 4 * UNIT);
         let file = StoredFile::new(disk.open("large").unwrap(), "large".into());
-        let expected = hash_file(&file).unwrap();
+        let expected = hash_file(&file, &Cancel::default()).unwrap();
         for threads in [2, 3, 8] {
-            assert_eq!(hash_large_file(&file, threads).unwrap(), expected, "{threads} threads");
+            assert_eq!(
+                hash_large_file(&file, threads, &Cancel::default()).unwrap(),
+                expected,
+                "{threads} threads"
+            );
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::record::RootKind;
 use crate::store::TEMPORARY;
+use crate::task::{Event, Task};
 use crate::{Digest, Domain};
 
 /// Findings kept in a report; beyond that they are only counted.
@@ -244,8 +245,8 @@ struct Named {
 }
 
 impl Domain {
-    /// Looks for damage. Imports can go on meanwhile, garbage collection waits. `progress` is called
-    /// with the objects looked at so far and the bytes hashed.
+    /// Looks for damage. Imports can go on meanwhile, garbage collection waits. The task
+    /// hears of the objects looked at so far and the bytes hashed.
     ///
     /// # Errors
     /// [`crate::Error::Io`] if the disk cannot be read. Damage is no error: it is in the report.
@@ -253,7 +254,7 @@ impl Domain {
         &self,
         contents: &dyn Contents,
         options: FsckOptions,
-        progress: &(dyn Fn(u64, u64) + Sync),
+        task: &Task,
     ) -> Result<FsckReport> {
         let _lock = self.lock_shared()?;
         let mut report = FsckReport::default();
@@ -279,15 +280,15 @@ impl Domain {
             true => Reading::Cached(threads),
             false => Reading::No,
         };
-        let mut one = Examiner::new(self, contents, reading(1));
+        let mut one = Examiner::new(self, contents, reading(1), &task.cancel);
         one.derived = self.derived_images()?;
         let (users, mut named) = one.fsck_images_and_layers(&mut report)?;
         self.fsck_bases(&mut report)?;
-        Examiner::new(self, contents, reading(threads)).fsck_packs(&mut report)?;
+        Examiner::new(self, contents, reading(threads), &task.cancel).fsck_packs(&mut report)?;
         self.fsck_refs(&mut report)?;
         self.fsck_roots(&mut report)?;
         self.fsck_signatures(&mut report)?;
-        one.fsck_objects(&users, &mut named, progress, &mut report)?;
+        one.fsck_objects(&users, &mut named, task, &mut report)?;
         for id in self.store().orphaned_staging()? {
             let path = format!("{}/{id}", crate::store::STAGING);
             report.add(Finding::new(FindingKind::StagingOrphaned, path, "no process holds it"));
@@ -527,7 +528,7 @@ impl Examiner<'_> {
         &self,
         users: &[FileName],
         named: &mut HashMap<Digest, Named>,
-        progress: &(dyn Fn(u64, u64) + Sync),
+        task: &Task,
         report: &mut FsckReport,
     ) -> Result<()> {
         let domain = self.domain;
@@ -573,7 +574,8 @@ impl Examiner<'_> {
                 own.add(finding);
             }
             let bytes = bytes.fetch_add(hashed, Relaxed) + hashed;
-            progress(count.fetch_add(1, Relaxed) + 1, bytes);
+            let items = count.fetch_add(1, Relaxed) + 1;
+            task.tell(Event::Done { bytes, bytes_total: None, items, items_total: None });
             let mut report = collected.lock().unwrap_or_else(PoisonError::into_inner);
             own.findings.into_iter().for_each(|finding| report.add(finding));
             Ok(())

@@ -27,6 +27,7 @@ use crate::parallel::for_each;
 use crate::record::RootKind;
 use crate::signatures;
 use crate::store::TEMPORARY;
+use crate::task::Cancel;
 use crate::used;
 use crate::{Digest, Domain, Unreadable};
 
@@ -42,6 +43,8 @@ pub struct GcOptions {
     pub now: i64,
     /// `/proc/sys/kernel/random/boot_id`: mounts that say another one are gone since the reboot.
     pub boot_id: Option<String>,
+    /// Ends it early: [`crate::Error::Cancelled`]. What was removed so far was garbage.
+    pub cancel: Cancel,
 }
 
 /// What a garbage collection removed (or would remove) and kept. Bytes are allocated bytes, as `du`
@@ -166,6 +169,7 @@ impl Collector<'_> {
         let mut suspects = Vec::new();
         let mut kept = 0;
         for name in self.domain.named(kind)? {
+            self.options.cancel.check()?;
             let path = self.domain.named_file(&name);
             if self.reach.keeps(&name) {
                 self.protect(&path)?;
@@ -188,6 +192,7 @@ impl Collector<'_> {
             if kind != Kind::Directory {
                 continue;
             }
+            self.options.cancel.check()?;
             let directory = format!("{objects}/{shard}");
             let (mut suspects, mut kept) = (Vec::new(), Vec::new());
             for (entry, kind) in domain.disk().list(&directory).at("list", &directory)? {

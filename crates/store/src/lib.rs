@@ -87,4 +87,4 @@ pub use staging::{
 };
 pub use store::{DEFAULT_DOMAIN, InitOptions, Store};
 pub use trim::{KEEP_LABEL, Spared, TrimOptions, TrimPlan, Victim};
-pub use verify::{VerifyProgress, VerifyReport};
+pub use verify::VerifyReport;

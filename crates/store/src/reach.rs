@@ -10,6 +10,7 @@ use crate::domain::RECORD_SUFFIX;
 use crate::error::{BoxError, Error, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
+use crate::task::Cancel;
 use crate::{Digest, Domain, GcOptions, name};
 
 /// Something that keeps images and layers and cannot be read, or an image or layer that is kept and cannot
@@ -144,6 +145,7 @@ fn is_stale(root: &Root, options: &GcOptions) -> bool {
 pub(crate) struct Reachability<'a> {
     domain: &'a Domain,
     contents: &'a dyn Contents,
+    cancel: Cancel,
     /// Images, layers and packs. The split of a layer goes with its tree.
     files: BTreeSet<FileName>,
     /// Objects and segments.
@@ -155,10 +157,11 @@ pub(crate) struct Reachability<'a> {
 
 impl<'a> Reachability<'a> {
     /// Nothing is kept yet.
-    pub(crate) fn new(domain: &'a Domain, contents: &'a dyn Contents) -> Self {
+    pub(crate) fn new(domain: &'a Domain, contents: &'a dyn Contents, cancel: Cancel) -> Self {
         Self {
             domain,
             contents,
+            cancel,
             files: BTreeSet::new(),
             content: DigestSet::new(),
             unreadable: Vec::new(),
@@ -283,6 +286,7 @@ impl<'a> Reachability<'a> {
 
     /// Keeps what a file names.
     fn visit(&mut self, file: &FileName, kept_by: &str) -> Result<()> {
+        self.cancel.check()?;
         let content = &mut self.content;
         let read = file.visit_whole(self.domain, self.contents, &mut |digest, _| {
             content.insert(digest);
@@ -300,6 +304,7 @@ impl<'a> Reachability<'a> {
 
     /// Keeps what can be made again, and what it names, if it can be read and all of that is there.
     fn visit_derived(&mut self, file: &FileName) -> Result<()> {
+        self.cancel.check()?;
         if self.files.contains(file) {
             return Ok(());
         }

@@ -16,6 +16,7 @@ use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::staging::Staging;
 use crate::store::remove_entry;
+use crate::task::{Cancel, Task};
 use crate::{Digest, Domain, ImportOptions, RootKind};
 
 /// What is missing from a domain or is not what its name says.
@@ -121,8 +122,12 @@ impl Domain {
         let segments = self.named(FileKind::Segment)?;
         let sound = segments.iter().filter_map(FileName::digest);
         let sound = sound.filter(|segment| !damaged.contains(segment)).collect();
-        let mut examiner =
-            Examiner::new(self, contents, Reading::Cached(self.disk().parallelism()));
+        let mut examiner = Examiner::new(
+            self,
+            contents,
+            Reading::Cached(self.disk().parallelism()),
+            &Cancel::default(),
+        );
         examiner.derived = self.derived_images()?;
         let mut images = BTreeSet::new();
         for name in &names {
@@ -238,7 +243,7 @@ impl Domain {
         }
         if let Some(digest) = digest {
             let Some(file) = self.open_file(path.to_owned())? else { return Ok(false) };
-            match hash_file(&file) {
+            match hash_file(&file, &Cancel::default()) {
                 Ok(found) if found == *digest => {}
                 Err(error) if !is_damage(&error) => return Err(error),
                 _ => return Ok(false),
@@ -266,8 +271,8 @@ impl Domain {
     /// # Errors
     /// As [`Domain::fsck`].
     pub fn recheck(&self, damage: &Damage, contents: &dyn Contents) -> Result<FsckReport> {
-        let mut report = self.fsck(contents, FsckOptions { rehash: false }, &|_, _| ())?;
-        let examiner = Examiner::new(self, contents, Reading::Cached(1));
+        let mut report = self.fsck(contents, FsckOptions { rehash: false }, &Task::default())?;
+        let examiner = Examiner::new(self, contents, Reading::Cached(1), &Cancel::default());
         let content = |kind| move |digest| FileName::content(kind, digest);
         let objects = damage.objects.iter().map(content(FileKind::Object));
         for name in objects.chain(damage.images.iter().map(content(FileKind::Image))) {

@@ -17,6 +17,7 @@ use crate::examine::{Examiner, Quiet, Reader, Reading, Seen};
 use crate::fsck::Finding;
 use crate::kinds::{FileKind, FileName};
 use crate::store::mkdir_if_missing;
+use crate::task::{Event, Task};
 use crate::{Digest, Domain, verity};
 
 /// Directory of what scrubs remember, one file per selection of images.
@@ -64,7 +65,7 @@ struct Saved {
 
 impl Domain {
     /// Reads and hashes objects, segments, images, packs and layers. One that was interrupted goes on where it was; its
-    /// findings are among those of the report. `progress` is called with how far it has come.
+    /// findings are among those of the report.
     ///
     /// # Errors
     /// [`Error::NoSuchImage`], [`Error::Unreadable`], [`Error::Io`]. Damage is no error: it is in the
@@ -73,7 +74,7 @@ impl Domain {
         &self,
         contents: &dyn Contents,
         options: &ScrubOptions,
-        progress: &dyn Fn(&ScrubReport),
+        task: &Task,
     ) -> Result<ScrubReport> {
         let scope = scope(options.images.as_deref());
         let saved = self.saved_scrub(&scope);
@@ -86,7 +87,7 @@ impl Domain {
             None => self.all_images()?,
         };
         let reader = Mutex::new(Reader::new(options.rate));
-        let mut examiner = Examiner::new(self, contents, Reading::Direct(reader));
+        let mut examiner = Examiner::new(self, contents, Reading::Direct(reader), &task.cancel);
         examiner.derived = self.derived_images()?;
         let mut objects = BTreeMap::new();
         // Metadata is little, and read every time: it says which objects there have to be.
@@ -130,7 +131,12 @@ impl Domain {
             report.objects += 1;
             report.bytes += bytes;
             after = Some(digest);
-            progress(&report);
+            task.tell(Event::Done {
+                bytes: report.bytes,
+                bytes_total: None,
+                items: report.objects,
+                items_total: Some(report.objects_total),
+            });
             if last_saved.elapsed() >= SAVE_INTERVAL {
                 last_saved = Instant::now();
                 // A hint: without it the next run reads more than it must.

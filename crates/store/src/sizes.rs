@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::fsck::Finding;
 use crate::kinds::{FileKind, FileName};
+use crate::task::Cancel;
 use crate::{Digest, Domain};
 
 /// The record, in the domain.
@@ -60,7 +61,7 @@ impl Domain {
     ) -> Result<Option<SizesReport>> {
         self.store().check_writable()?;
         let mut report = SizesReport { boot_id: boot_id.to_owned(), ..SizesReport::default() };
-        let examiner = Examiner::new(self, contents, Reading::No);
+        let examiner = Examiner::new(self, contents, Reading::No, &Cancel::default());
         let mut sizes: BTreeMap<Digest, (u64, Digest)> = BTreeMap::new();
         for image in self.images()? {
             let name = FileName::content(FileKind::Image, &image);

@@ -28,6 +28,7 @@ use crate::examine::hash_file;
 use crate::kinds::{FileKind, FileName};
 use crate::repair::Damage;
 use crate::store::remove_entry;
+use crate::task::Cancel;
 
 use crate::Digest;
 use crate::verity::{self, Hasher};
@@ -373,7 +374,7 @@ impl Staging {
         if !self.repair {
             return Ok(true);
         }
-        match hash_file(&self.domain.open_object(digest)?) {
+        match hash_file(&self.domain.open_object(digest)?, &Cancel::default()) {
             Err(error) if is_damage(&error) => Ok(false),
             found => Ok(found? == *digest),
         }

@@ -335,7 +335,7 @@ impl Store {
                 false => remove_entry(self.disk(), path, kind)?,
             };
             swept += Swept { count: 1, bytes };
-            Ok(())
+            Ok::<_, Error>(())
         };
         for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
             let path = format!("{STAGING}/{id}");

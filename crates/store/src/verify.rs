@@ -12,24 +12,12 @@ use crate::examine::{Examiner, Reading, Seen};
 use crate::fsck::Finding;
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
+use crate::task::{Event, Task};
 use crate::verity::UNIT;
 use crate::{Digest, Domain};
 
 /// Objects from this size on, in bytes, are hashed by all threads together.
 const LARGE_MIN: u64 = 2 * UNIT;
-
-/// How far a verification has come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct VerifyProgress {
-    /// Objects looked at.
-    pub objects: u64,
-    /// Objects in all.
-    pub objects_total: u64,
-    /// Bytes hashed.
-    pub bytes: u64,
-    /// Bytes in all.
-    pub bytes_total: u64,
-}
 
 /// What a verification found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -52,12 +40,12 @@ impl Domain {
         &self,
         image: &Digest,
         contents: &dyn Contents,
-        progress: &(dyn Fn(VerifyProgress) + Sync),
+        task: &Task,
     ) -> Result<VerifyReport> {
         let _lock = self.lock_shared()?;
         let threads = self.disk().parallelism();
-        let one = Examiner::new(self, contents, Reading::Cached(1));
-        let all = Examiner::new(self, contents, Reading::Cached(threads));
+        let one = Examiner::new(self, contents, Reading::Cached(1), &task.cancel);
+        let all = Examiner::new(self, contents, Reading::Cached(threads), &task.cancel);
         let mut report = VerifyReport::default();
         let name = FileName::content(FileKind::Image, image);
         let mut named = HashMap::new();
@@ -79,11 +67,8 @@ impl Domain {
         let mut objects: Vec<(Digest, u64)> = named.into_iter().collect();
         // The largest first, so that no thread is left with one at the end.
         objects.sort_unstable_by_key(|&(digest, size)| (Reverse(size), digest));
-        let total = VerifyProgress {
-            objects_total: objects.len() as u64,
-            bytes_total: objects.iter().map(|(_, size)| size).sum(),
-            ..VerifyProgress::default()
-        };
+        let items_total = Some(objects.len() as u64);
+        let bytes_total = Some(objects.iter().map(|(_, size)| size).sum());
         let (done, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let findings = Mutex::new(Vec::new());
         let check = |(digest, size): &(Digest, u64), examiner: &Examiner<'_>| {
@@ -93,19 +78,19 @@ impl Domain {
                 seen => seen.finding(),
             };
             findings.lock().unwrap_or_else(PoisonError::into_inner).extend(finding);
-            let objects = done.fetch_add(1, Relaxed) + 1;
+            let items = done.fetch_add(1, Relaxed) + 1;
             let bytes = bytes.fetch_add(*size, Relaxed) + size;
-            progress(VerifyProgress { objects, bytes, ..total });
+            task.tell(Event::Done { bytes, bytes_total, items, items_total });
             Ok(())
         };
         // All threads on one file, then each on one of its own.
         let large = objects.partition_point(|(_, size)| *size >= LARGE_MIN);
         objects[..large].iter().try_for_each(|object| check(object, &all))?;
         for_each(threads, &objects[large..], |object| check(object, &one))?;
-        report.objects = total.objects_total;
+        report.objects = objects.len() as u64;
         report.bytes = bytes.into_inner();
         report.findings = findings.into_inner().unwrap_or_else(PoisonError::into_inner);
-        report.findings.extend(self.verify_bases(image, contents)?);
+        report.findings.extend(self.verify_bases(image, contents, task)?);
         report.findings.extend(all.packs_of(image)?);
         report.findings.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(report)
@@ -113,10 +98,15 @@ impl Domain {
 
     /// Re-hashes what an image is mounted over, and what goes on top. Objects of those below that it does
     /// not name itself, nobody sees through it.
-    fn verify_bases(&self, image: &Digest, contents: &dyn Contents) -> Result<Vec<Finding>> {
+    fn verify_bases(
+        &self,
+        image: &Digest,
+        contents: &dyn Contents,
+        task: &Task,
+    ) -> Result<Vec<Finding>> {
         let mut below = with_bases([*image], &self.bases()?);
         below.remove(image);
-        let mut examiner = Examiner::new(self, contents, Reading::Cached(1));
+        let mut examiner = Examiner::new(self, contents, Reading::Cached(1), &task.cancel);
         examiner.derived = below.iter().copied().collect();
         let mut findings = Vec::new();
         for image in below {

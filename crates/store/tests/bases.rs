@@ -8,6 +8,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
+use cofolio_store::task::Task;
 use cofolio_store::{
     Base, Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
     InitOptions, Publish, Store, TrimOptions,
@@ -32,7 +33,7 @@ fn gc(domain: &Domain) -> GcReport {
 }
 
 fn findings(domain: &Domain) -> Vec<(FindingKind, String)> {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     report.findings.into_iter().map(|finding| (finding.kind, finding.path)).collect()
 }
 
@@ -115,7 +116,7 @@ fn damage_to_a_base_is_told_and_removed() {
         assert_eq!(about.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [kind], "{damaged}");
         assert!(path.to_str().unwrap().ends_with(&about[0].1), "{about:?}");
 
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert!(domain.damage(&report, &Lines).unwrap().is_empty(), "{damaged}");
         domain.remove_derived(&report, &Lines).unwrap();
         assert_eq!(domain.base_of(&image).unwrap(), None);

@@ -7,6 +7,7 @@ mod common;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use cofolio_store::task::Task;
 use cofolio_store::{
     Contents, Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
     InitOptions, Publish, Ref, Root, RootKind, Spared, Store, TrimOptions, verity,
@@ -32,7 +33,7 @@ fn gc_beside(domain: &Domain, work: impl Fn()) -> GcReport {
 }
 
 fn is_whole(domain: &Domain) {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
 }
 
@@ -270,7 +271,7 @@ fn a_repair_looks_again_before_it_removes_a_base() {
         std::fs::write(&path, bytes).unwrap();
     };
     damage();
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert!(report.findings.iter().any(|it| it.kind == FindingKind::BaseAltered), "{report:?}");
     // An import that finds it damaged puts the right one in its place, and names it.
     let seeds = [pieces(&[1]), vec![content(5000, 999)]].concat();
@@ -372,7 +373,7 @@ fn imports_and_collections_on_threads() {
                             Err(error) if error.is_race() => work(again).unwrap(),
                             other => other.unwrap(),
                         };
-                        let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+                        let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
                         assert_eq!(report.findings, []);
                         if round % 4 == 3 {
                             domain.remove_ref(&name).unwrap();

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use cofolio_store::disk::Disk;
 use cofolio_store::sim::{Fault, SimDisk};
+use cofolio_store::task::Task;
 use cofolio_store::{
     Backend, Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions,
     InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
@@ -91,7 +92,7 @@ fn refs(domain: &Domain) -> Refs {
 /// Everything that must hold after whatever happened.
 fn check(disk: &SimDisk, context: &str) {
     let domain = open(disk);
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     let damage: Vec<_> = report.findings.iter().filter(|f| f.kind.is_damage()).collect();
     // A mount's record is not synced; gc knows that a torn one means nothing.
     let damage: Vec<_> = damage.iter().filter(|f| !f.path.contains("/roots/mount/")).collect();
@@ -103,7 +104,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
     let domain = open(disk);
     gc(&domain).unwrap_or_else(|error| panic!("{context}: gc: {error}"));
     check(disk, context);
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, [], "{context}");
     let bases = domain.bases().unwrap();
     let (mut needed, mut objects) = (BTreeSet::new(), BTreeSet::new());
@@ -285,7 +286,9 @@ const OPERATIONS: &[Operation] = &[
             let mut image = staging.image_writer()?;
             for (digest, size) in &objects {
                 let line = format!("{digest} {size}\n");
-                image.write_all(line.as_bytes()).map_err(|error| error.downcast().unwrap())?;
+                image
+                    .write_all(line.as_bytes())
+                    .map_err(|error| error.downcast::<Error>().unwrap())?;
             }
             image.write_all(b"end\n").map_err(|error| error.downcast::<Error>().unwrap())?;
             image.finish()?;
@@ -500,7 +503,7 @@ fn what_cannot_be_read_of_segments_and_packs_is_told() {
         common::pack(&domain, &expected_image("a"), 1, OPTIONS).unwrap();
         let path = disk.files().into_keys().find(|path| path.ends_with(suffix)).unwrap();
         disk.make_unreadable(&path);
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);
         assert_eq!(domain.remove_derived(&report, &Lines).unwrap(), [expected_image("a")].into());
@@ -551,7 +554,8 @@ fn a_repair_that_is_cut_short_damages_nothing_and_can_be_repeated() {
     base.set_immutable(&object(10, 1), false).unwrap();
     base.sync_all().unwrap();
     let findings = |disk: &SimDisk| {
-        let report = open(disk).fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report =
+            open(disk).fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let of_parts = |path: &str| !path.starts_with("staging/");
         let found = report.findings.into_iter().filter(|f| of_parts(&f.path));
         found.map(|finding| (finding.kind.is_damage(), finding.path)).collect::<BTreeSet<_>>()

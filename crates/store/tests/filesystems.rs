@@ -12,6 +12,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
 
+use cofolio_store::task::Task;
 use cofolio_store::{
     Digest, Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection,
     Publish, Ref, Store, verity,
@@ -70,7 +71,7 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
     let directory = &volume.directory;
     let open = || Store::open(&directory.join("store")).unwrap().domain("default").unwrap();
     let unprotected = |domain: &Domain| -> Vec<String> {
-        let report = domain.fsck(&Lines, FsckOptions { rehash: false }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: false }, &Task::default()).unwrap();
         assert!(!report.is_damaged());
         let of_kind = |finding: &cofolio_store::Finding| finding.kind == FindingKind::Unprotected;
         report.findings.into_iter().filter(of_kind).map(|finding| finding.path).collect()
@@ -127,7 +128,7 @@ fn put(domain: &Domain, name: &str, sizes: &[usize]) -> Vec<Vec<u8>> {
 }
 
 fn is_clean(domain: &Domain) {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
 }
 
@@ -176,7 +177,7 @@ fn fsck_sees_content_that_lost_its_protection() {
     let pieces = put(&domain, "a", &[100]);
     let path = domain.object_path(&verity::digest(&pieces[0])).unwrap();
     run(Command::new("chattr").arg("-i").arg(&path)).unwrap();
-    let report = domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
     assert_eq!(report.findings.len(), 1);
     assert_eq!(report.findings[0].kind, FindingKind::Unprotected);
     assert!(!report.is_damaged());
@@ -377,7 +378,7 @@ fn holes_stay_holes() {
                 }
             }
             is_clean(domain);
-            let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+            let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
             assert_eq!((report.objects, report.findings), (objects.len() as u64, vec![]));
             let usage = domain.du(&Lines).unwrap();
             assert!(usage.images[0].bytes <= most, "{kind}: {usage:?}");
@@ -403,7 +404,7 @@ fn fsck_sees_what_became_of_a_hole() {
             run(Command::new("chattr").arg("-i").arg(&path)).unwrap();
         }
         change(&std::fs::OpenOptions::new().write(true).open(&path).unwrap());
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         report.findings.iter().filter(|f| f.kind.is_damage()).map(|f| f.kind).collect::<Vec<_>>()
     };
     use std::os::unix::fs::FileExt;

@@ -7,8 +7,9 @@ mod common;
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
+use cofolio_store::task::{Cancel, Event, Task};
 use cofolio_store::{
     Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, GcReport,
     ImportOptions, InitOptions, Publish, Ref, Root, RootKind, ScrubOptions, Store, TrimOptions,
@@ -176,7 +177,7 @@ fn a_scrub_tells_what_is_lost_from_what_was_collected() {
         report.findings.iter().map(|finding| (finding.kind, finding.digest)).collect()
     };
     let all = ScrubOptions::default();
-    let report = domain.scrub(&Lines, &all, &|_| ()).unwrap();
+    let report = domain.scrub(&Lines, &all, &Task::default()).unwrap();
     assert_eq!(lost(&report), [(FindingKind::ObjectMissing, Some(object(2)))]);
     assert_eq!(report.gone, 0);
 
@@ -184,15 +185,15 @@ fn a_scrub_tells_what_is_lost_from_what_was_collected() {
     gc(&domain).unwrap();
     let many: Vec<u64> = (10..30).collect();
     put(&domain, "b", &many);
-    let collected = Mutex::new(false);
-    let report = domain.scrub(&Lines, &all, &|_| {
+    let (collected, inside) = (Mutex::new(false), domain.clone());
+    let task = Task::new(Cancel::default(), move |_| {
         let mut collected = collected.lock().unwrap();
         if !std::mem::replace(&mut *collected, true) {
-            domain.remove_ref("b").unwrap();
-            assert_eq!(gc(&domain).unwrap().objects, 20);
+            inside.remove_ref("b").unwrap();
+            assert_eq!(gc(&inside).unwrap().objects, 20);
         }
     });
-    let report = report.unwrap();
+    let report = domain.scrub(&Lines, &all, &task).unwrap();
     assert_eq!(lost(&report), []);
     assert_eq!((report.objects, report.gone), (20, 19));
 }
@@ -246,7 +247,7 @@ fn fsck_tells_every_kind_of_damage() {
     let b = put(&domain, "b", &[5]);
     let c = put(&domain, "c", &[6]);
     let look = || {
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let found = report.findings.iter().map(|f| (f.kind, f.digest)).collect::<Vec<_>>();
         (found, report)
     };
@@ -328,7 +329,7 @@ fn fsck_and_gc_notice_a_missing_directory() {
         let path = scratch.path.join("domains/default").join(directory);
         let aside = scratch.path.with_extension("aside");
         std::fs::rename(&path, &aside).unwrap();
-        let report = domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
         let found: Vec<_> = report.findings.iter().map(|f| (f.kind, f.path.as_str())).collect();
         let expected = format!("domains/default/{directory}");
         assert_eq!(found, [(FindingKind::DirectoryMissing, expected.as_str())]);
@@ -336,7 +337,7 @@ fn fsck_and_gc_notice_a_missing_directory() {
         assert!(gc(&domain).is_err(), "{directory}");
         // What is left is left.
         std::fs::rename(&aside, &path).unwrap();
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert_eq!(report.findings, [], "{directory}");
         assert!(domain.has_image(&image).unwrap());
     }
@@ -357,7 +358,7 @@ fn fsck_reads_images_as_images() {
         image
     };
     let look = |rehash| {
-        let report = domain.fsck(&Lines, FsckOptions { rehash }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash }, &Task::default()).unwrap();
         let found = report.findings.iter().map(|f| (f.kind, f.path.clone())).collect::<Vec<_>>();
         (found, report)
     };
@@ -400,25 +401,26 @@ fn verification_reads_every_byte_and_reports_progress() {
     let scratch = Scratch::new("verify");
     let domain = domain(&scratch);
     let image = put(&domain, "a", &[1, 2, 3]);
-    let seen = Mutex::new((0, 0));
-    let report = domain
-        .verify_image(&image, &Lines, &|progress| {
-            assert_eq!((progress.objects_total, progress.bytes_total), (3, 15_000));
-            let mut seen = seen.lock().unwrap();
-            *seen = (seen.0.max(progress.objects), seen.1.max(progress.bytes));
-        })
-        .unwrap();
+    let seen = Arc::new(Mutex::new((0, 0)));
+    let sees = seen.clone();
+    let task = Task::new(Cancel::default(), move |event| {
+        let Event::Done { bytes, bytes_total, items, items_total } = event else { return };
+        assert_eq!((items_total, bytes_total), (Some(3), Some(15_000)));
+        let mut seen = sees.lock().unwrap();
+        *seen = (seen.0.max(items), seen.1.max(bytes));
+    });
+    let report = domain.verify_image(&image, &Lines, &task).unwrap();
     assert_eq!((report.objects, report.bytes, report.findings.len()), (3, 15_000, 0));
-    assert_eq!(seen.into_inner().unwrap(), (3, 15_000));
+    assert_eq!(*seen.lock().unwrap(), (3, 15_000));
 
     let path = domain.object_path(&object(2)).unwrap();
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
     std::fs::write(&path, content(5000, 9)).unwrap();
-    let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+    let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
     assert_eq!(report.findings.len(), 1);
     assert_eq!(report.findings[0].kind, FindingKind::ObjectAltered);
     assert_eq!(report.findings[0].digest, Some(object(2)));
-    let absent = domain.verify_image(&Digest([1; 32]), &Lines, &|_| ());
+    let absent = domain.verify_image(&Digest([1; 32]), &Lines, &Task::default());
     assert!(matches!(absent, Err(Error::NoSuchImage(_))));
 }
 
@@ -461,7 +463,7 @@ fn newer_stores_are_refused_or_only_read() {
     let store = with("read_only_compatible").unwrap();
     let domain = store.domain("default").unwrap();
     assert_eq!(domain.refs().unwrap().len(), 1);
-    assert!(!domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap().is_damaged());
+    assert!(!domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap().is_damaged());
     // Mounts are state of this boot: they can be made, and collectors see them.
     let mut mount = Root::new(RootKind::Mount, "m");
     mount.images = domain.images().unwrap();
@@ -572,7 +574,7 @@ fn signatures_go_with_their_image() {
     assert!(of(&b).is_empty() && !directory.join(b.to_string()).exists());
     assert_eq!(of(&a).len(), 2);
     assert_eq!(std::fs::read_dir(directory.join(a.to_string())).unwrap().count(), 2);
-    assert_eq!(domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap().findings, []);
+    assert_eq!(domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap().findings, []);
 
     assert!(matches!(domain.add_signature(&b, b"one"), Err(Error::NoSuchImage(_))));
     let large = vec![0; cofolio_store::SIGNATURE_SIZE_MAX + 1];
@@ -590,7 +592,7 @@ fn signatures_go_with_their_image() {
     std::fs::remove_file(&path).unwrap();
 
     // fsck finds what is damaged; signing again mends it.
-    let found = || domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+    let found = || domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
     let two = std::fs::read_dir(directory.join(a.to_string())).unwrap();
     let mut two = two.map(|entry| entry.unwrap().path());
     let two = two.find(|path| std::fs::read(path).unwrap() == b"two").unwrap();
@@ -618,4 +620,46 @@ fn signatures_go_with_their_image() {
     assert!(!report.is_damaged() && report.findings[2].path.ends_with(&b.to_string()));
     gc(&domain).unwrap();
     assert_eq!(found().findings.len(), 2);
+}
+
+/// A gc, fsck, verification or scrub that was cancelled went on to its end: Ctrl-C had to kill the process.
+/// Cancelled before it begins, none of them reads or removes anything.
+#[test]
+fn cancelled_work_ends_at_once() {
+    let scratch = Scratch::new("cancelled");
+    let domain = domain(&scratch);
+    let image = put(&domain, "a", &[1, 2]);
+    put(&domain, "b", &[3]);
+    domain.remove_ref("b").unwrap();
+    let task = Task::new(Cancel::default(), |event| panic!("{event:?}"));
+    task.cancel.cancel();
+    let options = GcOptions { cancel: task.cancel.clone(), ..GcOptions::default() };
+    let trim = TrimOptions { size: Some(0), gc: options.clone(), ..TrimOptions::default() };
+    let rehash = FsckOptions { rehash: true };
+    let ended = [
+        domain.gc(&Lines, &nothing_live, &options).err(),
+        domain.trim(&Lines, &nothing_live, &trim, &|_| ()).err(),
+        domain.fsck(&Lines, rehash, &task).err(),
+        domain.verify_image(&image, &Lines, &task).err(),
+        domain.scrub(&Lines, &ScrubOptions::default(), &task).err(),
+    ];
+    for error in ended {
+        assert!(matches!(error, Some(Error::Cancelled(_))), "{error:?}");
+    }
+    assert_eq!(domain.refs().unwrap().len(), 1, "a trim removes no name then");
+    assert_eq!(domain.object_size(&object(3)).unwrap(), Some(5000));
+}
+
+/// A gc that waited for an import to publish could not be cancelled.
+#[test]
+fn waiting_for_a_lock_is_cancelled() {
+    let scratch = Scratch::new("cancelled-lock");
+    let domain = domain(&scratch);
+    let _held = domain.lock_shared().unwrap();
+    let cancel = Cancel::default();
+    let options = GcOptions { wait: true, cancel: cancel.clone(), ..GcOptions::default() };
+    let waiting = domain.clone();
+    let thread = std::thread::spawn(move || waiting.gc(&Lines, &nothing_live, &options));
+    cancel.cancel();
+    assert!(matches!(thread.join().unwrap(), Err(Error::Cancelled(_))));
 }

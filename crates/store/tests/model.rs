@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use cofolio_store::sim::SimDisk;
+use cofolio_store::task::Task;
 use cofolio_store::{
     Digest, Domain, Error, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref, Root, RootKind,
     Store, TrimOptions, verity,
@@ -248,7 +249,7 @@ fn everything_is_there(domain: &Domain, model: &Model) {
         let layers: Vec<_> = refs[name].layers.iter().map(|layer| &layer.chain_id).collect();
         assert_eq!(layers, layer.iter().collect::<Vec<_>>(), "{name}");
     }
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     let images = model.names.values().map(|(contents, _)| contents).chain(model.leases.values());
     for contents in images {
@@ -277,7 +278,7 @@ fn nothing_is_left_over(domain: &Domain, model: &Model) {
         objects.extend(image.0.iter().map(|number| verity::digest(&piece(*number))));
     }
     assert_eq!(domain.layers().unwrap(), layers.into_iter().collect::<Vec<_>>());
-    let report = domain.fsck(&Lines, FsckOptions { rehash: false }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: false }, &Task::default()).unwrap();
     assert_eq!(report.objects, objects.len() as u64);
     for object in objects {
         assert!(domain.object_size(&object).unwrap().is_some(), "{object}");

@@ -11,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use cofolio_store::task::Task;
 use cofolio_store::{
     Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, Root, RootKind, Store,
 };
@@ -77,7 +78,7 @@ fn mounter(domain: &Domain, until: Instant) -> u64 {
             Err(error) => panic!("{error}"),
         }
         std::thread::sleep(Duration::from_millis(5));
-        let report = domain.verify_image(&record.image, &Lines, &|_| ()).unwrap();
+        let report = domain.verify_image(&record.image, &Lines, &Task::default()).unwrap();
         assert_eq!(report.findings, [], "a mounted image lost something");
         assert!(domain.remove_root(RootKind::Mount, &root.id).unwrap());
         done += 1;
@@ -155,7 +156,7 @@ fn importers_a_mounter_and_gc_at_once() {
     let store = Store::open(&scratch.path).unwrap();
     let options = GcOptions { wait: true, ..GcOptions::default() };
     domain.gc(&Lines, &nothing_live, &options).unwrap();
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     assert_eq!(store.orphaned_staging().unwrap(), Vec::<String>::new());
     let refs = domain.refs().unwrap();
@@ -164,7 +165,7 @@ fn importers_a_mounter_and_gc_at_once() {
         domain.remove_ref(name).unwrap();
     }
     domain.gc(&Lines, &nothing_live, &options).unwrap();
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!((report.objects, report.images, report.layers), (0, 0, 0));
 }
 

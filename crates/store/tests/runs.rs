@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
+use cofolio_store::task::Task;
 use cofolio_store::{
     Digest, Domain, Error, Extent, FsckOptions, GcOptions, ImportOptions, Run, Segment, verity,
 };
@@ -85,7 +86,7 @@ fn what_another_content_has_is_not_there_again() {
     assert_eq!(found[6], [(Some(0), 31)]);
     assert_eq!(found[7], [(Some(0), 16), (None, 33)]);
     assert_eq!(segments[3].1.blocks, 1, "a device of nothing is none");
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     // What is in other segments is kept by the pack that names them.
     domain.remove_ref("image0").unwrap();

@@ -10,6 +10,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Digest, Domain, Error, FindingKind, Form, FsckOptions, GcOptions, GcReport, ImportOptions,
     Pages, Part, Publish, ScrubOptions, Segment, TrimOptions, Written, verity,
@@ -37,7 +38,7 @@ fn gc(domain: &Domain) -> GcReport {
 }
 
 fn findings(domain: &Domain) -> Vec<(FindingKind, String)> {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     report.findings.into_iter().map(|finding| (finding.kind, finding.path)).collect()
 }
 
@@ -129,7 +130,8 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     put(&domain, "a", &pieces());
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
-    let mut writer = staging.segment_writer(&pages).unwrap();
+    let cancel = Cancel::default();
+    let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
     let mut expected = Vec::new();
     for piece in pieces() {
         let object = verity::digest(&piece);
@@ -176,7 +178,8 @@ fn blocks_that_are_not_what_is_said_of_them_are_refused() {
     let staging = domain.begin_import(OPTIONS).unwrap();
     let add = |wrong: &dyn Fn(&mut Vec<Part>)| {
         let pages = Pages::default();
-        let mut writer = staging.segment_writer(&pages).unwrap();
+        let cancel = Cancel::default();
+        let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
         writer.add_compressed(&object, 24_000, |content, blocks| shrink(content, blocks, wrong))
     };
     add(&|_| ()).unwrap();
@@ -233,7 +236,8 @@ fn a_pack_is_not_published_without_what_it_needs() {
 
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
-    let mut writer = staging.segment_writer(&pages).unwrap();
+    let cancel = Cancel::default();
+    let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
     assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuchObject(_))));
     assert!(matches!(writer.add(&object, 5), Err(Error::SizeMismatch { .. })));
     let path = domain.object_path(&object).unwrap();
@@ -315,12 +319,12 @@ fn damage_is_told_and_taken_away() {
         hurt();
         let kinds: Vec<_> = findings(&domain).into_iter().map(|(kind, _)| kind).collect();
         assert_eq!(kinds, expected, "{what}");
-        let report = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+        let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
         let verified: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert!(expected.iter().all(|kind| verified.contains(kind)), "{what}: {verified:?}");
-        let report = domain.scrub(&Lines, &ScrubOptions::default(), &|_| ()).unwrap();
+        let report = domain.scrub(&Lines, &ScrubOptions::default(), &Task::default()).unwrap();
         assert!(!report.findings.is_empty(), "{what}");
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert!(report.is_damaged());
         assert_eq!(
             domain.remove_derived(&report, &Lines).unwrap().into_iter().collect::<Vec<_>>(),
@@ -333,7 +337,7 @@ fn damage_is_told_and_taken_away() {
     let broken = pack_path(&domain);
     unprotect(&broken);
     fs::File::options().write(true).open(&broken).unwrap().set_len(3).unwrap();
-    let report = domain.fsck(&Lines, FsckOptions::default(), &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
     assert!(report.findings.iter().any(|finding| finding.kind == PackUnreadable));
     let report = gc(&domain);
     assert_eq!((report.packs, report.segments), (1, 2));

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use cofolio_store::sim::SimDisk;
+use cofolio_store::task::Task;
 use cofolio_store::{
     Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, ImportOptions,
     InitOptions, Root, RootKind, ScrubOptions, Store, verity,
@@ -22,7 +23,7 @@ fn pieces() -> Vec<Vec<u8>> {
 }
 
 fn kinds(domain: &Domain) -> Vec<FindingKind> {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     report.findings.iter().map(|finding| finding.kind).collect()
 }
 
@@ -54,17 +55,17 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
         disk.make_unreadable(&path);
         let store = Store::open_on(Arc::new(disk.clone())).unwrap();
         let domain = store.domain("default").unwrap();
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let image_is_read = expected != FindingKind::ImageUnreadable;
         let found: Vec<_> = report.findings.iter().map(|it| (it.kind, it.path.as_str())).collect();
         assert!(found.contains(&(expected, path.as_str())), "{found:?}");
         assert!(found.contains(&(FindingKind::ObjectAltered, other.as_str())), "{found:?}");
         assert!(report.findings.iter().all(|it| it.refs == ["a"] || !image_is_read), "{report:?}");
         // An image that cannot be read is the only finding about itself.
-        let verified = domain.verify_image(&image, &Lines, &|_| ()).unwrap();
+        let verified = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
         let is_layer = expected == FindingKind::LayerUnreadable;
         assert!(is_layer || verified.findings.iter().any(|it| it.kind == expected));
-        let scrubbed = domain.scrub(&Lines, &ScrubOptions::default(), &|_| ()).unwrap();
+        let scrubbed = domain.scrub(&Lines, &ScrubOptions::default(), &Task::default()).unwrap();
         assert!(scrubbed.findings.iter().any(|it| it.kind == expected), "{scrubbed:?}");
         common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
         assert_eq!(kinds(&domain), [], "{path}");
@@ -120,12 +121,12 @@ fn lack_of_something_is_no_damage() {
     let image = import(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
     for errno in [Errno::NOMEM, Errno::MFILE, Errno::NFILE, Errno::AGAIN] {
         let short = Short(errno);
-        let fsck = domain.fsck(&short, FsckOptions { rehash: true }, &|_, _| ());
+        let fsck = domain.fsck(&short, FsckOptions { rehash: true }, &Task::default());
         let gc = domain.gc(&short, &nothing_live, &GcOptions::default());
         for error in [
             fsck.err(),
-            domain.scrub(&short, &ScrubOptions::default(), &|_| ()).err(),
-            domain.verify_image(&image, &short, &|_| ()).err(),
+            domain.scrub(&short, &ScrubOptions::default(), &Task::default()).err(),
+            domain.verify_image(&image, &short, &Task::default()).err(),
             domain.examine_sizes(&short, "boot", None, &|| true).err(),
             gc.err(),
         ] {

@@ -10,7 +10,8 @@ use crate::ui::printable;
 
 /// Print files of an image, without mounting it
 ///
-/// Symbolic links are followed within the image.
+/// Symbolic links are followed within the image. Content is compared with its digest: of files up to 16 MiB before
+/// anything is printed, of larger ones while they are; exit code 4 if it differs.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio cat redis:7.0.15 /etc/os-release\n  \
     cofolio cat ./rootfs.erofs /etc/passwd --objects objects")]

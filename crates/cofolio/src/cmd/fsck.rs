@@ -6,7 +6,7 @@ use cofolio_image::import::{self, ImportOptions};
 use cofolio_image::source::Source;
 use cofolio_node::mount::MountState;
 use cofolio_node::upkeep::bases;
-use cofolio_store::task::{Event, Task};
+use cofolio_store::task::Task;
 use cofolio_store::{
     Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport, Store,
 };
@@ -15,7 +15,7 @@ use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::progress::{Shown, Work};
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Check the store for missing, truncated and altered content
@@ -53,12 +53,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
     }
     let domain = context.domain()?;
-    let shown = Shown::new(context.ui, "checking", "object");
-    let mut report =
-        domain.fsck(&ImageContents, FsckOptions { rehash: !args.quick }, &|objects, bytes| {
-            shown.show(Event::Done { bytes, bytes_total: None, items: objects, items_total: None });
-        })?;
-    drop(shown);
+    let work = Work::begin(context.ui, "checking", "object")?;
+    let options = FsckOptions { rehash: !args.quick };
+    let mut report = domain.fsck(&ImageContents, options, &work.task)?;
+    drop(work);
     let unpacked = match args.repair && report.findings.iter().any(|it| it.kind.is_derived()) {
         true => remove_derived(&domain, &mut report)?,
         false => Vec::new(),
@@ -232,7 +230,7 @@ fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Ve
 /// Protects what is not; afterwards `report` says what is left.
 fn protect(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<u64> {
     let protected = domain.protect_all()?;
-    let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &|_, _| ())?;
+    let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &Task::default())?;
     let still = |finding: &Finding| {
         !matches!(finding.kind, FindingKind::Unprotected | FindingKind::Permissions)
             || now

@@ -128,7 +128,9 @@ pub(crate) fn fetch(
     }
     // The import is done and stays done: what goes wrong now changes no exit code.
     let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, false);
-    let trimmed = context.upkeep(&domain).trim_to_limit(image, &announce).unwrap_or_else(|error| {
+    let work = Work::begin(context.ui, "trimming", "image")?;
+    let trimmed = context.upkeep(&domain).trim_to_limit(image, &announce, &work.task);
+    let trimmed = trimmed.unwrap_or_else(|error| {
         let what = "the store may be over its limit and was not trimmed";
         exit::report(&anyhow::Error::new(error).context(what), context.ui);
         None

@@ -1,11 +1,10 @@
 use cofolio_image::compose::contents::ImageContents;
-use cofolio_store::task::Event;
 use cofolio_store::{Domain, Finding, ScrubOptions};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Shown;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_size, plural};
 use cofolio_node::config::Size;
 
@@ -45,16 +44,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Err(Fail::usage("one image at a time").hint("--scrub takes several").into());
     };
     let image = context.image(&domain, image)?;
-    let shown = Shown::new(context.ui, "verifying", "file");
-    let report = domain.verify_image(&image.digest, &ImageContents, &|progress| {
-        shown.show(Event::Done {
-            bytes: progress.bytes,
-            bytes_total: Some(progress.bytes_total),
-            items: progress.objects,
-            items_total: Some(progress.objects_total),
-        });
-    })?;
-    drop(shown);
+    let work = Work::begin(context.ui, "verifying", "file")?;
+    let report = domain.verify_image(&image.digest, &ImageContents, &work.task)?;
+    drop(work);
     if context.ui.json {
         let sound = report.findings.is_empty();
         let mut value = serde_json::to_value(&report)?;
@@ -77,17 +69,10 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
     // Both are requests to the kernel's schedulers: where they are refused the rate is what is left.
     let _ = cofolio_sys::priority::set_idle_io();
     let _ = rustix::process::nice(19);
-    let shown = Shown::new(context.ui, "scrubbing", "object");
+    let work = Work::begin(context.ui, "scrubbing", "object")?;
     let options = ScrubOptions { images, rate: args.rate.map(|rate| rate.0) };
-    let report = domain.scrub(&ImageContents, &options, &|done| {
-        shown.show(Event::Done {
-            bytes: done.bytes,
-            bytes_total: None,
-            items: done.objects,
-            items_total: Some(done.objects_total),
-        });
-    })?;
-    drop(shown);
+    let report = domain.scrub(&ImageContents, &options, &work.task)?;
+    drop(work);
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
         value["sound"] = report.findings.is_empty().into();

@@ -626,6 +626,7 @@ fn finish(
         false => Publish::default(),
     };
     let objects = objects(tree).chain(below).filter(|_| whole);
+    domain.wait_for_lock(&task.cancel)?;
     let stats = staging.commit(&publish, objects).map_err(commit_error)?;
     add_stats(report, &stats);
     // A crash before this leaves an image that counts as not signed; the next pull makes up for it.

@@ -135,13 +135,16 @@ fn pack_without(
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
         plan.write_segments(domain, &staging, options, &lease, task)?;
+        domain.wait_for_lock(&task.cancel)?;
         plan.write_pack(staging, image, &tree)
     };
-    match attempt(false) {
+    let packed = match attempt(false) {
         // Segments that were to be used were collected meanwhile.
         Err(PackError::Store(error)) if error.is_race() => attempt(true),
         other => other,
-    }
+    };
+    // What fails after it was cancelled fails because of that.
+    packed.map_err(|error| task.reason(error))
 }
 
 /// What there is already, if it can be used.
@@ -373,7 +376,7 @@ impl Plan {
             }
         }
         for contents in self.batches(&wanted, options) {
-            let mut writer = staging.segment_writer(&pages)?;
+            let mut writer = staging.segment_writer(&pages, &task.cancel)?;
             for (object, size) in contents {
                 match options.form {
                     Form::Plain => writer.add(object, *size)?,

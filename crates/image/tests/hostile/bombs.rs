@@ -44,7 +44,7 @@ fn limits_stop_bombs() {
         let report = bench.import(&hole(b"1000000000000").source()).unwrap();
         let image = report.image;
         let contents = cofolio_image::compose::contents::ImageContents;
-        let verified = bench.domain.verify_image(&image, &contents, &|_| ()).unwrap();
+        let verified = bench.domain.verify_image(&image, &contents, &Task::default()).unwrap();
         assert_eq!((verified.bytes, verified.findings.len()), (1_000_000_000_000, 0));
     }
 

@@ -76,7 +76,7 @@ fn is_there(bench: &Bench, content: &[u8]) -> bool {
 /// try.
 fn assert_sound(bench: &Bench) {
     let report =
-        bench.domain.fsck(&ImageContents, FsckOptions { rehash: true }, &|_, _| ()).unwrap();
+        bench.domain.fsck(&ImageContents, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     assert_eq!(fs::read_dir(bench.path("store/staging")).unwrap().count(), 0);
 }

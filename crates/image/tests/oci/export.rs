@@ -123,7 +123,7 @@ fn files_that_an_archive_replaces_itself_are_kept_for_it() {
     assert_eq!(document(&bench.path("out"), &report.layers[0].digest.to_string()), tar);
     let fsck = || {
         let options = FsckOptions { rehash: true };
-        bench.domain.fsck(&ImageContents, options, &|_, _| ()).unwrap().findings
+        bench.domain.fsck(&ImageContents, options, &Task::default()).unwrap().findings
     };
     assert_eq!(fsck(), []);
     // Without the object it is damage, and said so.
@@ -244,7 +244,8 @@ fn layers_without_a_split_get_one_with_the_next_import() {
         Err(ExportError::Split { layer, .. }) => assert_eq!(layer, chain),
         other => panic!("{other:?}"),
     }
-    let fsck = || bench.domain.fsck(&ImageContents, FsckOptions::default(), &|_, _| ()).unwrap();
+    let fsck =
+        || bench.domain.fsck(&ImageContents, FsckOptions::default(), &Task::default()).unwrap();
     let damage = bench.domain.damage(&fsck(), &ImageContents).unwrap();
     assert_eq!(damage.layers.iter().collect::<Vec<_>>(), [&chain]);
     let (_, other) = import(&bench, "other", &two_layers()[..1]);

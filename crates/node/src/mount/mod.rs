@@ -44,6 +44,7 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use cofolio_store::task::Task;
 use cofolio_store::{Backend, Contents, Digest, Domain, Root, RootKind};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
@@ -385,7 +386,7 @@ impl<'a> Mounter<'a> {
 
     /// Hashes the image and every object that it names.
     fn verify(&self, image: &Digest) -> Result<(), MountError> {
-        let report = self.domain.verify_image(image, self.contents, &|_| {})?;
+        let report = self.domain.verify_image(image, self.contents, &Task::default())?;
         match report.findings.into_iter().next() {
             None => Ok(()),
             Some(finding) => Err(MountError::Altered { image: *image, finding: Box::new(finding) }),

@@ -122,7 +122,7 @@ impl<'a> Upkeep<'a> {
             report.failed.extend(mounter.reconcile()?.failed);
         }
         task.check()?;
-        let gc = gc_options(options.dry_run, options.wait);
+        let gc = gc_options(options.dry_run, options.wait, task);
         let live = || Ok(mounter.live_images()?);
         if options.size.is_some() || options.older_than_days.is_some() {
             let (plan, removed) = self.trim(options, Vec::new(), &gc, announce)?;
@@ -162,13 +162,14 @@ impl<'a> Upkeep<'a> {
         &self,
         imported: Digest,
         announce: &dyn Fn(&TrimPlan),
+        task: &Task,
     ) -> Result<Option<TrimPlan>, UpkeepError> {
         let Some(size) = self.limit.size.map(|size| size.0) else { return Ok(None) };
         if self.domain.bytes()? <= size {
             return Ok(None);
         }
         let options = Options { size: Some(size), ..Options::default() };
-        let gc = gc_options(false, false);
+        let gc = gc_options(false, false, task);
         Ok(Some(self.trim(&options, vec![imported], &gc, announce)?.0))
     }
 
@@ -195,9 +196,10 @@ impl<'a> Upkeep<'a> {
 }
 
 /// How garbage is collected on this machine now.
-fn gc_options(dry_run: bool, wait: bool) -> GcOptions {
+fn gc_options(dry_run: bool, wait: bool, task: &Task) -> GcOptions {
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let now = i64::try_from(now).unwrap_or(0);
-    GcOptions { dry_run, wait, now, boot_id: boot_id.map(|id| id.trim().to_owned()) }
+    let boot_id = boot_id.map(|id| id.trim().to_owned());
+    GcOptions { dry_run, wait, now, boot_id, cancel: task.cancel.clone() }
 }

@@ -14,6 +14,7 @@ use crate::buffer::Buffer;
 use crate::disk::{Piece, StoredFile};
 use crate::error::{At, Error, Result};
 use crate::staging::{Placed, Spilled, Staging};
+use crate::task::Cancel;
 use crate::verity::{Hasher, block_digests, zero_digest};
 use crate::{Digest, Domain};
 
@@ -100,6 +101,7 @@ pub struct SegmentWriter<'a> {
     segment: Segment,
     /// What other segments have.
     known: &'a Pages,
+    cancel: &'a Cancel,
     /// Of these, the numbers of those that it refers to.
     others: Vec<u32>,
     /// By hash: the block here.
@@ -121,13 +123,18 @@ impl Staging {
     ///
     /// # Errors
     /// As [`Staging::put_object`].
-    pub fn segment_writer<'a>(&'a self, known: &'a Pages) -> Result<SegmentWriter<'a>> {
+    pub fn segment_writer<'a>(
+        &'a self,
+        known: &'a Pages,
+        cancel: &'a Cancel,
+    ) -> Result<SegmentWriter<'a>> {
         Ok(SegmentWriter {
             file: Spilled::new(self)?,
             hasher: Hasher::new(),
             buffer: Buffer::new(WRITE_SIZE),
             segment: Segment::default(),
             known,
+            cancel,
             others: Vec::new(),
             pages: HashMap::new(),
             hashes: Vec::new(),
@@ -194,9 +201,12 @@ impl SegmentWriter<'_> {
             pending: 0..0,
             runs: Vec::new(),
         };
-        source.for_pieces(|piece| match piece {
-            Piece::Data(data) => self.data(&mut adding, data),
-            Piece::Hole(len) => self.zeros(&mut adding, len),
+        source.for_pieces(|piece| {
+            self.cancel.check()?;
+            match piece {
+                Piece::Data(data) => self.data(&mut adding, data),
+                Piece::Hole(len) => self.zeros(&mut adding, len),
+            }
         })?;
         let rest = take(&mut adding.rest);
         self.chunk(&mut adding, &rest)?;
@@ -227,7 +237,8 @@ impl SegmentWriter<'_> {
         debug_assert_eq!(self.segment.parts.len(), self.segment.blocks as usize);
         let source = self.open(object, size)?;
         let mut hashers = Hashers::new(size);
-        let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers };
+        let cancel = self.cancel;
+        let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers, cancel };
         let mut writer = Blocks { segment: self, written: 0, failed: None };
         let parts = compress(&mut reader, &mut writer);
         let Blocks { written, failed, .. } = writer;
@@ -622,10 +633,12 @@ impl Hashers {
 struct Hashing<'h, R> {
     reader: R,
     hashers: &'h mut Hashers,
+    cancel: &'h Cancel,
 }
 
 impl<R: Read> Read for Hashing<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.cancel.check().map_err(io::Error::other)?;
         let count = self.reader.read(buffer)?;
         self.hashers.verity.update(&buffer[..count]);
         self.hashers.sha256.iter_mut().for_each(|sha256| sha256.update(&buffer[..count]));

@@ -13,6 +13,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Base, BoxError, Contents, Digest, Domain, Error, Extent, FsckOptions, ImportOptions,
     InitOptions, Layer, Pages, Publish, Ref, Segment, Staging, Store, StoredFile,
@@ -171,7 +172,8 @@ pub fn pack(
         pages.add(domain, &segment)?;
     }
     for objects in objects.chunks(count) {
-        let mut writer = staging.segment_writer(&pages)?;
+        let cancel = Cancel::default();
+        let mut writer = staging.segment_writer(&pages, &cancel)?;
         for (object, size) in objects {
             writer.add(object, *size)?;
         }
@@ -271,7 +273,7 @@ fn import_as(
 
 /// Brings back what is damaged, from images as [`import_split`] makes them: of each the pieces and the layer.
 pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), Error> {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &|_, _| ())?;
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default())?;
     let mut damage = domain.damage(&report, &Lines)?;
     for (pieces, layer) in sources {
         if damage.is_empty() {

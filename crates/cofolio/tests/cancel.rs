@@ -1,0 +1,136 @@
+//! Signals cancel work: the command ends with code 130, leaves nothing half done, and nothing in the way of
+//! the next one.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test program panics where it fails"
+)]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use common::Sandbox;
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Against hanging only: what is cancelled ends after a few more pieces of work.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+/// A file whose content is nowhere else and cannot be compressed, in so many MiB.
+fn noise(path: &std::path::Path, mib: u64) {
+    let file = fs::File::create(path).unwrap();
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    let mut piece = Vec::with_capacity(1 << 20);
+    for at in 0..mib {
+        piece.clear();
+        while piece.len() < 1 << 20 {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            piece.extend_from_slice(&state.to_le_bytes());
+        }
+        file.write_all_at(&piece, at << 20).unwrap();
+    }
+}
+
+fn start(sandbox: &Sandbox, args: &[&str]) -> Child {
+    let mut command = sandbox.command(args);
+    command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// The bytes that a process has read and written so far, page cache included.
+fn moved(child: &Child) -> u64 {
+    let io = fs::read_to_string(format!("/proc/{}/io", child.id())).unwrap_or_default();
+    let chars = io.lines().filter_map(|line| line.split_once("char: "));
+    chars.filter_map(|(_, count)| count.parse::<u64>().ok()).sum()
+}
+
+/// Sends SIGTERM once the process has moved `from` bytes; gives its exit code, and the bytes that it moved
+/// afterwards.
+fn cancelled(sandbox: &Sandbox, args: &[&str], from: u64) -> (Option<i32>, u64) {
+    let mut child = start(sandbox, args);
+    let began = Instant::now();
+    let (mut sent_at, mut last) = (None, 0);
+    loop {
+        let now = moved(&child).max(last);
+        last = now;
+        if sent_at.is_none() && now >= from {
+            kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+            sent_at = Some(now);
+        }
+        if let Some(status) = child.try_wait().unwrap() {
+            return (status.code(), last - sent_at.unwrap_or(last));
+        }
+        if began.elapsed() > WATCHDOG {
+            child.kill().unwrap();
+            panic!("{args:?} hangs");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A signal during an import re-executed the process, a pack looked for one between files only, and a
+/// verification or gc did not look at all. Each ends while one large file is read, and nothing is left.
+#[test]
+fn a_signal_ends_work_on_one_large_file() {
+    const MIB: u64 = 512;
+    let sandbox = Sandbox::new();
+    let tree = sandbox.dir("tree");
+    noise(&tree.join("large"), MIB);
+    let tree = tree.to_str().unwrap().to_owned();
+    let staging = sandbox.path("store/staging");
+    let from = 48 << 20;
+    let ends = |args: &[&str]| {
+        let (code, after) = cancelled(&sandbox, args, from);
+        assert_eq!(code, Some(130), "{args:?}");
+        assert!(after < (MIB << 20) / 2, "{args:?} went on for {after} bytes");
+        if staging.exists() {
+            assert_eq!(fs::read_dir(&staging).unwrap().count(), 0, "{args:?}");
+        }
+    };
+    ends(&["import", "--name", "large", &tree]);
+    sandbox.run(&["ls", "large"]).fails_with(3);
+    sandbox.run(&["import", "--name", "large", &tree]).ok();
+    let (archive, filesystem) = (sandbox.path("out.tar"), sandbox.path("out.erofs"));
+    ends(&["export", "large", &format!("oci-archive:{}", archive.display())]);
+    ends(&["export", "large", &format!("erofs:{}", filesystem.display())]);
+    assert!(!archive.exists() && !filesystem.exists());
+    ends(&["pack", "--lz4", "large"]);
+    ends(&["verify", "large"]);
+    ends(&["verify", "--scrub", "--all"]);
+    ends(&["fsck"]);
+    assert_eq!(sandbox.run(&["fsck", "--json"]).json()["damaged"], false);
+}
+
+/// gc waits for an import that is being published. A signal ends the waiting, and what it would have
+/// removed stays for the next one.
+#[test]
+fn a_signal_ends_a_gc_that_waits() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    sandbox.run(&["rm", "box:1"]).ok();
+    let domain = fs::File::open(sandbox.path("store/domains/default")).unwrap();
+    flock(&domain, FlockOperation::LockShared).unwrap();
+    let mut child = start(&sandbox, &["gc"]);
+    // Collections exclude each other by this lock, the first that one takes.
+    let roots = fs::File::open(sandbox.path("store/domains/default/roots")).unwrap();
+    let has_begun = || {
+        let taken = flock(&roots, FlockOperation::NonBlockingLockShared);
+        let _ = flock(&roots, FlockOperation::Unlock);
+        taken.is_err()
+    };
+    let began = Instant::now();
+    while !has_begun() {
+        assert!(began.elapsed() < WATCHDOG, "gc does not begin");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    drop(domain);
+    assert!(sandbox.run(&["gc", "--json"]).json()["objects"].as_u64().unwrap() > 0);
+}
