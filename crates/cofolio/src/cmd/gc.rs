@@ -11,9 +11,9 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 
 /// Remove what no name, mount or lease keeps
 ///
-/// Looks at refs, leases, snapshots, virtual machines and at what the kernel has mounted. If an image, layer
-/// or record cannot be read, everything that it might need stays, it is named, and the exit code is 4.
-/// Leftovers of interrupted imports go too. Imports and mounts go on meanwhile.
+/// Looks at refs, leases and at what the kernel has mounted. If an image, layer or record cannot be read,
+/// everything that it might need stays, it is named, and the exit code is 4. Leftovers of interrupted
+/// imports go too. Imports and mounts go on meanwhile.
 ///
 /// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of one: their images
 /// are packed again first. Segments of images that are mounted stay, as their room would not come back.
@@ -22,8 +22,8 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 /// on.
 ///
 /// With --to or --older-than, names of images go first: those whose last import, mount or unmount is
-/// longest ago. Images that are mounted, leased, pinned (`cofolio tag --keep`), or used by a snapshot or a
-/// virtual machine stay, as do those used within `store.limit.keep_days`.
+/// longest ago. Images that are mounted, leased or pinned (`cofolio tag --keep`) stay, as do those used
+/// within `store.limit.keep_days`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio gc --dry-run\n  cofolio gc\n  \
     cofolio gc --to \"50 GiB\" --dry-run\n  cofolio gc --older-than 30")]

@@ -6,7 +6,8 @@ use super::{DumpError, Problem};
 use crate::tree::{Content, EntryId, InodeId, Meta, S_IFDIR, S_IFLNK, S_IFMT, S_IFREG, Tree};
 
 /// Reads a dump. Takes what mkcomposefs takes, numbers out of range included (they wrap as they
-/// do there), and refuses what it refuses; besides, what mkcomposefs would only misread: escaped
+/// do there), and refuses what it refuses, but for attributes of more than 32,767 bytes; besides,
+/// what mkcomposefs would only misread: escaped
 /// NULs in text, unreadable digests, hard links to directories.
 ///
 /// Memory is bounded by the tree that results, and 1 MiB for the line at hand.
