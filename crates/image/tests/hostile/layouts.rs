@@ -124,8 +124,8 @@ fn names_of_docker_archives_stay_inside() {
     }
 }
 
-/// An image that calls itself `../../…`: the name is a name, and the record's file name has no slash. One with
-/// control characters is none.
+/// An image that calls itself a path, or has control characters in its name, needs another name. Any other
+/// name is one, and the record's file name has no slash.
 #[test]
 fn names_that_are_paths() {
     let bench = Bench::new();
@@ -140,19 +140,20 @@ fn names_that_are_paths() {
         fs::remove_dir_all(&layout.0).unwrap();
         result
     };
-    for name in ["../../../../../../tmp/evil:1", "/etc/cron.d/evil:1", "..:1", ".tmp.x:1", "a/../b"]
-    {
+    for name in ["..:1", ".tmp.x:1", "a/../b"] {
         let report = named(name).unwrap();
         assert_eq!(report.name, name);
         assert!(bench.domain.get_ref(name).unwrap().is_some());
     }
     let refs = bench.path("store/domains/default/refs");
-    assert_eq!(fs::read_dir(&refs).unwrap().count(), 5, "all of them are records in refs/");
-    assert!(!std::path::Path::new("/tmp/evil:1").exists());
-    for name in ["a\nb:1", "\u{1b}[2J:1", "a\0:1", &format!("{}:1", "n".repeat(2000))] {
+    assert_eq!(fs::read_dir(&refs).unwrap().count(), 3, "all of them are records in refs/");
+    let long = format!("{}:1", "n".repeat(2000));
+    let paths = ["../../../../../../tmp/evil:1", "/etc/cron.d/evil:1"];
+    for name in paths.into_iter().chain(["a\nb:1", "\u{1b}[2J:1", "a\0:1", &long]) {
         let before = bench.listing();
         let error = named(name).unwrap_err();
-        assert!(matches!(error, cofolio_image::error::ImportError::Store(_)), "{error}");
+        assert!(matches!(error, cofolio_image::error::ImportError::Name { .. }), "{error}");
         assert_eq!(bench.listing(), before);
     }
+    assert!(!std::path::Path::new("/tmp/evil:1").exists());
 }
