@@ -13,10 +13,6 @@ use cofolio_store::Digest;
 use cofolio_store::task::Task;
 use cofolio_store::verity::Hasher;
 
-/// Most bytes of one inode's extended attributes that mkcomposefs takes from a dump. Images may have
-/// twice as many.
-const MKCOMPOSEFS_XATTRS_MAX: usize = 0x7fff;
-
 /// Read a dump; `-` is standard input.
 pub(crate) fn tree_from_dump(path: &Path) -> anyhow::Result<Tree> {
     let strict = std::env::var_os("CFS_PARSE_STRICT").is_some();
@@ -26,18 +22,7 @@ pub(crate) fn tree_from_dump(path: &Path) -> anyhow::Result<Tree> {
         let file = File::open(path).with_context(|| format!("open `{}`", path.display()))?;
         Box::new(BufReader::with_capacity(1 << 17, file))
     };
-    let tree = dump::parse_with(input, dump::ParseOptions { strict })?;
-    for found in tree.walk() {
-        let sizes = tree.xattrs(found.inode).map(|(name, value)| 7 + name.len() + value.len());
-        let size = 12 + sizes.sum::<usize>();
-        if size > MKCOMPOSEFS_XATTRS_MAX {
-            let name = found.name.escape_ascii();
-            anyhow::bail!(
-                "`{name}` has extended attributes of {size} bytes, a dump may have {MKCOMPOSEFS_XATTRS_MAX}"
-            );
-        }
-    }
-    Ok(tree)
+    Ok(dump::parse_with(input, dump::ParseOptions { strict })?)
 }
 
 /// Write the image of a tree, and tell its fs-verity digest.

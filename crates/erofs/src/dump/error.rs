@@ -1,5 +1,6 @@
 use std::io;
 
+use super::parse::XATTRS_MAX;
 use super::records::LINE_MAX;
 use crate::tree::TreeError;
 
@@ -80,6 +81,9 @@ pub enum Problem {
     /// An attribute without `=`.
     #[error("an extended attribute without =")]
     XattrWithoutValue,
+    /// More attributes than mkcomposefs takes: their size in bytes.
+    #[error("extended attributes of {0} bytes, a dump may have {XATTRS_MAX}")]
+    XattrsTooLong(usize),
     /// Refused in strict mode only.
     #[error("strict: {0}")]
     Strict(&'static str),

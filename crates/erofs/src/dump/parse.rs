@@ -6,8 +6,7 @@ use super::{DumpError, Problem};
 use crate::tree::{Content, EntryId, InodeId, Meta, S_IFDIR, S_IFLNK, S_IFMT, S_IFREG, Tree};
 
 /// Reads a dump. Takes what mkcomposefs takes, numbers out of range included (they wrap as they
-/// do there), and refuses what it refuses, but for attributes of more than 32,767 bytes; besides,
-/// what mkcomposefs would only misread: escaped
+/// do there), and refuses what it refuses; besides, what mkcomposefs would only misread: escaped
 /// NULs in text, unreadable digests, hard links to directories.
 ///
 /// Memory is bounded by the tree that results, and 1 MiB for the line at hand.
@@ -31,6 +30,10 @@ pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, Du
     }
     parser.finish()
 }
+
+/// Most bytes of one inode's attributes that mkcomposefs takes from a dump. An image may have twice as
+/// many, and [`Records`] takes them all.
+pub(super) const XATTRS_MAX: usize = 0x7fff;
 
 #[derive(Default)]
 struct Parser {
@@ -65,6 +68,10 @@ impl Parser {
             tree.mark_odd_size(inode);
         }
         if !xattrs.is_empty() {
+            let size = 12 + xattrs.iter().map(|(n, v)| 7 + n.len() + v.len()).sum::<usize>();
+            if size > XATTRS_MAX {
+                return Err(Problem::XattrsTooLong(size));
+            }
             tree.set_xattrs(inode, xattrs)?;
         }
         Ok(())
