@@ -7,6 +7,7 @@ use std::{
     os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -22,6 +23,9 @@ use super::{
     measure,
     source::{self, About, Expected, Unpacked},
 };
+
+/// How often what a killed run left is looked at again, 50 ms apart.
+const RECONCILE_TRIES: u32 = 40;
 
 /// A way to make both images visible.
 pub(super) trait Setup {
@@ -211,6 +215,16 @@ impl Setup for Shared<'_> {
             {
                 return Err(error).with_context(|| format!("cannot unmount {}", target.display()));
             }
+        }
+        // The kernel takes down the mount namespace of a killed container a moment after its last
+        // process, and until then the images are in use.
+        for _ in 0..RECONCILE_TRIES {
+            mounter.reconcile()?;
+            let pins = mounter.list()?.pins;
+            if !pins.iter().any(|pin| self.images.contains(&pin.image)) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())
     }

@@ -200,7 +200,7 @@ fn interrupted_pulls_and_pushes() {
     sandbox.run(&["push", "app:1", &to]).ok();
     let ran = interrupted(&other, &["pull", &to, "--limit-rate", "100K"], "layer 1/1");
     ran.fails_with(130);
-    assert!(ran.stderr.contains("are kept for the next try"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("running it again goes on from there"), "{}", ran.stderr);
     assert_eq!(fs::read_dir(other.path("store/staging")).unwrap().count(), 0);
     other.run(&["pull", &to]).ok();
 }
