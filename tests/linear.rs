@@ -18,6 +18,8 @@ pub(crate) fn assert_linear(count: usize, mut work: impl FnMut(usize)) {
 
 /// Processor time of this thread so far.
 fn on_processor() -> std::time::Duration {
+    // The kernel brings the figure up to date when the thread gives way, and otherwise at each tick.
+    std::thread::yield_now();
     let stat = std::fs::read_to_string("/proc/thread-self/schedstat").expect("readable");
     let nanos = stat.split(' ').next().and_then(|nanos| nanos.parse().ok()).expect("a number");
     std::time::Duration::from_nanos(nanos)
