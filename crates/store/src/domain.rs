@@ -279,7 +279,7 @@ impl Domain {
 
     // Files by kind.
 
-    /// All files of a kind, sorted; of objects none: see [`Domain::each_object`].
+    /// All files of a kind, sorted; of objects none: see `each_object`.
     ///
     /// # Errors
     /// [`Error::Io`].

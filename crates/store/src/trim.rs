@@ -111,7 +111,7 @@ impl Domain {
     /// Never goes: a name of an image that a root, a live mount or another pinned name keeps.
     ///
     /// # Errors
-    /// Those of [`Domain::gc`], and [`Error::Unreadable`] or [`Error::Corrupt`] for an image, layer or record
+    /// Those of [`Domain::gc`], and [`Error::Unreadable`](crate::Error::Unreadable) or [`Error::Corrupt`](crate::Error::Corrupt) for an image, layer or record
     /// that cannot be read: what goes with a name is not known then. Nothing was changed, except that an I/O error in the middle leaves
     /// some of the names removed.
     pub fn trim(
@@ -219,7 +219,7 @@ impl Domain {
     /// What the domain takes on disk, in bytes.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`](crate::Error::Io).
     pub fn bytes(&self) -> Result<u64> {
         let objects = Uses::of_objects(self)?;
         let mut bytes = self.files_bytes()?;

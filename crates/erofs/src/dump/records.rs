@@ -48,11 +48,11 @@ pub enum What<'a> {
     },
 }
 
-/// Reads a dump line by line, for those who need no [`Tree`] of it: memory is bounded by the line
+/// Reads a dump line by line, for those who need no [`Tree`](crate::tree::Tree) of it: memory is bounded by the line
 /// at hand (1 MiB).
 ///
 /// Each line is checked by itself. The caller checks that paths have directories, that links have
-/// targets, and what a [`Tree`] bounds: names, paths and attributes.
+/// targets, and what a tree bounds: names, paths and attributes.
 pub struct Records<R> {
     input: R,
     pub(super) options: ParseOptions,

@@ -117,7 +117,7 @@ impl Tree {
     ///
     /// # Errors
     /// [`TreeError::XattrName`] for a name that is empty, longer than 255 bytes or holds a NUL;
-    /// [`TreeError::XattrSpace`] for a set larger than [`XATTRS_MAX`].
+    /// [`TreeError::XattrSpace`] for a set larger than [`XATTRS_MAX`](super::XATTRS_MAX).
     pub fn set_xattrs<'x>(
         &mut self,
         inode: InodeId,

@@ -201,7 +201,7 @@ impl Segment {
     /// Whether a file can be read as a segment. Its blocks are not looked at.
     ///
     /// # Errors
-    /// [`Error::Corrupt`], [`Error::Io`].
+    /// [`Error::Corrupt`](crate::Error::Corrupt), [`Error::Io`](crate::Error::Io).
     pub fn check(file: &StoredFile) -> Result<()> {
         Self::read(file).map(drop)
     }
@@ -211,7 +211,7 @@ impl Domain {
     /// Digests of all segments, sorted.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`](crate::Error::Io).
     pub fn segments(&self) -> Result<Vec<Digest>> {
         Ok(self.named(FileKind::Segment)?.iter().filter_map(FileName::digest).collect())
     }
@@ -219,7 +219,7 @@ impl Domain {
     /// Opens a segment for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchSegment`], [`Error::Io`].
+    /// [`Error::NoSuchSegment`](crate::Error::NoSuchSegment), [`Error::Io`](crate::Error::Io).
     pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
         self.open_named(&segment_name(digest))
     }
@@ -227,7 +227,7 @@ impl Domain {
     /// What a segment holds, as it says itself. Its blocks are not looked at.
     ///
     /// # Errors
-    /// [`Error::NoSuchSegment`], [`Error::Corrupt`], [`Error::Io`].
+    /// [`Error::NoSuchSegment`](crate::Error::NoSuchSegment), [`Error::Corrupt`](crate::Error::Corrupt), [`Error::Io`](crate::Error::Io).
     pub fn read_segment(&self, digest: &Digest) -> Result<Segment> {
         Segment::read(&self.open_segment(digest)?)
     }
@@ -243,7 +243,7 @@ impl Domain {
     /// All packs, sorted by image.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`](crate::Error::Io).
     pub fn packs(&self) -> Result<Vec<Pack>> {
         let names = self.named(FileKind::Pack)?;
         let pack = |name: &FileName| Some(Pack { image: name.image()?, digest: name.digest()? });
@@ -253,7 +253,7 @@ impl Domain {
     /// The packs of an image. There is one, or none; two if an attempt to replace one was interrupted: either will do.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`](crate::Error::Io).
     pub fn packs_of(&self, image: &Digest) -> Result<Vec<Pack>> {
         Ok(self.packs()?.into_iter().filter(|pack| pack.image == *image).collect())
     }
@@ -261,7 +261,7 @@ impl Domain {
     /// Opens a pack for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchPack`], [`Error::Io`].
+    /// [`Error::NoSuchPack`](crate::Error::NoSuchPack), [`Error::Io`](crate::Error::Io).
     pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
         self.open_named(&pack.name())
     }
@@ -270,7 +270,7 @@ impl Domain {
     /// [`Domain::gc`]. What is mounted from it stays as it is: the kernel has the files open.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], [`Error::Io`].
+    /// [`Error::ReadOnly`](crate::Error::ReadOnly), [`Error::Io`](crate::Error::Io).
     pub fn remove_pack(&self, image: &Digest) -> Result<bool> {
         let packs: Vec<_> = self.packs_of(image)?.into_iter().map(Pack::name).collect();
         self.remove_named(&packs)?;
