@@ -1,4 +1,4 @@
-//! The two ways in which both images are made visible: each unpacked on its own, and by Cofolio.
+//! The ways in which both images are made visible: unpacked, apart or with common layers once, and by Cofolio.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -53,29 +53,53 @@ pub(super) trait Setup {
     }
 }
 
-/// Each image unpacked on its own, mounted by overlayfs with an upper directory, as engines do.
-pub(super) struct Unshared<'a> {
-    images: [&'a Unpacked; 2],
+/// Layers unpacked into directories, mounted by overlayfs with an upper directory, as engines do.
+pub(super) struct Unshared {
+    name: &'static str,
+    layers: [Vec<PathBuf>; 2],
     targets: [PathBuf; 2],
     uppers: [PathBuf; 2],
     content: Vec<PathBuf>,
     expected_pages: u64,
 }
 
-impl<'a> Unshared<'a> {
+impl Unshared {
     pub(super) const NAME: &'static str = "unshared";
+    pub(super) const LAYERS_ONCE: &'static str = "layers-once";
 
-    pub(super) fn new(
+    /// Each image on its own.
+    pub(super) fn new(work: &Path, images: [&Unpacked; 2], expected: &Expected) -> Result<Self> {
+        let layers = images.map(|image| image.layers.clone());
+        Self::of(Self::NAME, work, layers, expected.unshared_pages)
+    }
+
+    /// Common layers once, as engines have them; nothing if the images have none.
+    pub(super) fn layers_once(
         work: &Path,
-        images: [&'a Unpacked; 2],
+        images: [&Unpacked; 2],
         expected: &Expected,
-    ) -> Result<Unshared<'a>> {
+    ) -> Result<Option<Self>> {
+        let common = source::common_layers(images);
+        if common == 0 {
+            return Ok(None);
+        }
+        let old = images[0].layers.clone();
+        let new = [&old[..common], &images[1].layers[common..]].concat();
+        Self::of(Self::LAYERS_ONCE, work, [old, new], expected.layer_shared_pages).map(Some)
+    }
+
+    fn of(
+        name: &'static str,
+        work: &Path,
+        layers: [Vec<PathBuf>; 2],
+        expected_pages: u64,
+    ) -> Result<Self> {
         let [targets, uppers] = ["mnt", "upper"]
-            .map(|kind| ["unshared-old", "unshared-new"].map(|name| work.join(kind).join(name)));
+            .map(|kind| ["old", "new"].map(|side| work.join(kind).join(format!("{name}-{side}"))));
         // Every unpacked inode once, the ones that upper layers hide too: they must stay cold.
         let mut content = Vec::new();
         let mut inodes = BTreeSet::new();
-        for layer in images.iter().flat_map(|image| &image.layers) {
+        for layer in layers.iter().flatten() {
             source::walk(layer, &mut |path, meta| {
                 if meta.is_file() && inodes.insert((meta.dev(), meta.ino())) {
                     content.push(path.to_owned());
@@ -83,20 +107,19 @@ impl<'a> Unshared<'a> {
                 Ok(())
             })?;
         }
-        let expected_pages = expected.unshared_pages;
-        Ok(Unshared { images, targets, uppers, content, expected_pages })
+        Ok(Self { name, layers, targets, uppers, content, expected_pages })
     }
 }
 
-impl Setup for Unshared<'_> {
+impl Setup for Unshared {
     fn name(&self) -> &'static str {
-        Self::NAME
+        self.name
     }
 
     fn mount(&mut self, side: usize) -> Result<PathBuf> {
         let target = &self.targets[side];
         make_dir(target)?;
-        source::mount_overlay(&self.images[side].layers, &self.uppers[side], target)?;
+        source::mount_overlay(&self.layers[side], &self.uppers[side], target)?;
         Ok(target.clone())
     }
 
@@ -118,7 +141,7 @@ impl Setup for Unshared<'_> {
     }
 }
 
-impl Drop for Unshared<'_> {
+impl Drop for Unshared {
     fn drop(&mut self) {
         let _ = self.unmount();
     }

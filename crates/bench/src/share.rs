@@ -67,7 +67,7 @@ pub(crate) struct Args {
     /// Trust domain of that store
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
-    /// BackendArg Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
+    /// How Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
     #[arg(long, value_name = "BACKEND")]
     backend: Option<BackendArg>,
     /// With `--backend inode-share`: over packs that are compressed with LZ4

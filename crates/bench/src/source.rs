@@ -77,10 +77,7 @@ pub(super) struct Expected {
 
 impl Expected {
     pub(super) fn of(images: [&Unpacked; 2]) -> Expected {
-        // Layers are shared by an engine as far as the stacks below them are equal too.
-        let [old, new] = images;
-        let common =
-            old.about.layers.iter().zip(&new.about.layers).take_while(|(a, b)| a == b).count();
+        let common = common_layers(images);
         let mut expected = Expected {
             files: 0,
             unshared_pages: 0,
@@ -111,6 +108,11 @@ impl Expected {
         }
         expected
     }
+}
+
+/// How many layers an engine keeps once for both: those that are equal, with equal layers below them.
+pub(super) fn common_layers([old, new]: [&Unpacked; 2]) -> usize {
+    old.about.layers.iter().zip(&new.about.layers).take_while(|(a, b)| a == b).count()
 }
 
 /// Unpacks the image at `image`, an OCI layout directory, an OCI archive or a `docker save`

@@ -37,7 +37,7 @@ pub(super) trait Shape {
     fn instances(&mut self, writable: bool, count: u32) -> Result<Option<(Spread, Spread)>>;
 }
 
-/// BackendArg long it took, of many.
+/// How long each of many took.
 #[derive(Serialize)]
 pub(super) struct Spread {
     pub(super) p50_ms: f64,

@@ -47,9 +47,9 @@ pub(super) fn whole(charge: &Charge) -> u64 {
 }
 
 impl Run {
-    /// Page cache, memory of processes and of the kernel of both containers.
+    /// Page cache, memory of processes and of the kernel: of both containers, and of mounting both images.
     pub(super) fn memory(&self) -> u64 {
-        self.sum(whole)
+        self.sum(whole) + whole(&self.mounting)
     }
 
     /// A figure of both charges.
@@ -164,7 +164,7 @@ impl Bench<'_> {
             elsewhere,
             discarded: 0,
         };
-        ensure!(run.memory() > 0, "the memory cgroups are charged nothing");
+        ensure!(run.sum(whole) > 0, "the memory cgroups are charged nothing");
         Ok((run, after.cache_drops - before.cache_drops))
     }
 }

@@ -43,8 +43,9 @@ use cofolio_cli::{exit::Exit, interrupt::Cancellable};
 ///
 /// Starts a container of each, in a memory cgroup of its own and with no network but its own loopback, and puts both
 /// under their usual load: redis-benchmark, sysbench, wrk, pages fetched, something computed. After some seconds of it
-/// looks at what the two cgroups are charged. From a cold start, and in turn: each image unpacked on its own and mounted
-/// by overlayfs, as a container engine does it, and both mounted by Cofolio. Needs root, a memory cgroup, crun or runc
+/// looks at what the two cgroups are charged, and
+/// adds what mounting both images was charged to another. From a cold start, and in turn: each image unpacked on its own and mounted
+/// by overlayfs; the same with their common layers once, as container engines have them; and both mounted by Cofolio. Needs root, a memory cgroup, crun or runc
 /// and the program that makes the load, and drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
@@ -60,7 +61,7 @@ pub(crate) struct Args {
     /// pages, `/` of which is fetched) [default: as the old image's name or program tells]
     #[arg(long, value_name = "LOAD")]
     load: Option<String>,
-    /// BackendArg long the load is on before memory is looked at
+    /// How long the load is on before memory is looked at
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3000))]
     seconds: u64,
     /// Runs of each kind; the table has medians
@@ -72,7 +73,7 @@ pub(crate) struct Args {
     /// Trust domain of that store
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
-    /// BackendArg Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
+    /// How Cofolio mounts, in a trust domain of its own: `overlay`, `inode-share` [default: as the domain does]
     #[arg(long, value_name = "BACKEND")]
     backend: Option<BackendArg>,
     #[command(flatten)]
@@ -103,17 +104,25 @@ pub(super) fn run(args: &Args) -> Outcome {
     let mut unshared = Unshared::new(&work, [&old, &new], &expected)?;
     let mut shared =
         Shared::new(&work, &domain, images, Access::Writable, [&old, &new], &expected)?;
-    let holders = [Holders::unpacked([&old, &new]), Holders::one_each(shared.content())];
+    let mut layers_once = Unshared::layers_once(&work, [&old, &new], &expected)?;
+    let holders = Holders::unpacked([&old, &new]);
+    let mut setups: Vec<(&mut dyn Setup, Holders)> = vec![(&mut unshared, holders)];
+    if let Some(setup) = &mut layers_once {
+        let holders = Holders::one_each(setup.content());
+        setups.push((setup, holders));
+    }
+    let holders = Holders::one_each(shared.content());
+    setups.push((&mut shared, holders));
     let runtime_name = runtime.name();
     let signals = Cancellable::begin()?;
     let host = Host::new(runtime, hierarchy, &work, signals.cancel.clone())?;
     let time = Duration::from_secs(args.seconds);
     let bench = Bench { host, load, configs: &configs, own: OwnFiles::find()?, time };
-    let runs = measure_all(&bench, [&mut unshared, &mut shared], &holders, args.runs, &say)?;
+    let runs = measure_all(&bench, &mut setups, args.runs, &say)?;
     remove_tree(&work.join("runtime"))?;
 
     let report = Report {
-        format: 1,
+        format: 2,
         tool: format!("cofolio {}", env!("CARGO_PKG_VERSION")),
         command_line: super::report::command_line(),
         machine: super::report::machine(&work, super::report::memory_cgroup()),
@@ -124,7 +133,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         load: load.name,
         load_seconds: args.seconds,
         page_size: page_size(),
-        summary: Summary::of(&runs, [Unshared::NAME, Shared::NAME]),
+        summary: Summary::of(&runs),
         seconds: started.elapsed().as_secs_f64(),
         runs,
     };
@@ -136,17 +145,16 @@ pub(super) fn run(args: &Args) -> Outcome {
     Ok(Exit::Ok)
 }
 
-/// Both setups in turn, as often as is asked for.
+/// All setups in turn, as often as asked for.
 fn measure_all(
     bench: &Bench<'_>,
-    mut setups: [&mut dyn Setup; 2],
-    holders: &[Holders; 2],
+    setups: &mut [(&mut dyn Setup, Holders)],
     rounds: u32,
     say: &dyn Fn(&str),
 ) -> Result<Vec<measure::Run>> {
     let mut runs = Vec::new();
     for round in 1..=rounds {
-        for (setup, holders) in setups.iter_mut().zip(holders) {
+        for (setup, holders) in setups.iter_mut() {
             let run = bench.measure(&mut **setup, holders)?;
             say(&format!(
                 "run {round} of {rounds}, {}: {} MiB, of that {} MiB page cache",

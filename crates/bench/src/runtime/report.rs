@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::{
     super::{
         report::{Machine, median, mib, percent, signed},
+        setup::{Shared, Unshared},
         source::About,
     },
     measure::{Run, whole},
@@ -35,12 +36,14 @@ pub(super) struct Report {
     pub(super) runs: Vec<Run>,
 }
 
-/// Medians of both setups.
+/// Medians of all setups.
 #[derive(Debug, Serialize)]
 pub(super) struct Summary {
     pub(super) unshared: Medians,
+    /// As `unshared` if the images have no layers in common.
+    pub(super) layers_once: Medians,
     pub(super) shared: Medians,
-    /// Of all memory.
+    /// Of all memory, with mounting.
     pub(super) memory: Reduction,
     /// Of page cache alone.
     pub(super) cache: Reduction,
@@ -51,6 +54,8 @@ pub(super) struct Summary {
 pub(super) struct Reduction {
     /// What sharing saves.
     pub(super) reduction_percent: f64,
+    /// The same against an engine that keeps common layers once.
+    pub(super) over_layers_once_percent: f64,
     /// What the pages are that were in memory more than once: what sharing equal files has to go at. Where it also keeps the
     /// second reader from reading ahead, it saves a little more.
     pub(super) bound_percent: f64,
@@ -59,12 +64,12 @@ pub(super) struct Reduction {
 /// Medians of the runs of one setup, each figure for itself, both containers together, in bytes.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Medians {
-    /// Page cache, processes and kernel.
+    /// Page cache, processes and kernel of the containers, and what mounting took.
     pub(super) memory: i64,
     pub(super) cache: i64,
     pub(super) anon: i64,
     pub(super) kernel: i64,
-    /// What mounting took, before and apart.
+    /// What mounting took, before, in a cold start and a cgroup of its own.
     pub(super) mounting: i64,
     /// Pages of the images' files.
     pub(super) content: i64,
@@ -75,18 +80,23 @@ pub(super) struct Medians {
 }
 
 impl Summary {
-    pub(super) fn of(runs: &[Run], [unshared, shared]: [&str; 2]) -> Self {
-        let (unshared, shared) = (medians(runs, unshared), medians(runs, shared));
-        let reduction = |before: i64, after: i64| Reduction {
-            reduction_percent: percent(before - after, before),
-            bound_percent: percent(unshared.content_again, before),
+    pub(super) fn of(runs: &[Run]) -> Self {
+        let unshared = medians(runs, Unshared::NAME);
+        let layers_once = match runs.iter().any(|run| run.setup == Unshared::LAYERS_ONCE) {
+            true => medians(runs, Unshared::LAYERS_ONCE),
+            false => unshared,
         };
-        Self {
-            unshared,
-            shared,
-            memory: reduction(unshared.memory, shared.memory),
-            cache: reduction(unshared.cache, shared.cache),
-        }
+        let shared = medians(runs, Shared::NAME);
+        let reduction = |of: fn(&Medians) -> i64| {
+            let [before, layers, after] = [&unshared, &layers_once, &shared].map(of);
+            Reduction {
+                reduction_percent: percent(before - after, before),
+                over_layers_once_percent: percent(layers - after, layers),
+                bound_percent: percent(unshared.content_again, before),
+            }
+        };
+        let (memory, cache) = (reduction(|of| of.memory), reduction(|of| of.cache));
+        Self { unshared, layers_once, shared, memory, cache }
     }
 }
 
@@ -110,13 +120,13 @@ fn medians(runs: &[Run], setup: &str) -> Medians {
 
 /// The table, in the reference's form (image, sharing, memory, reduction), for all memory and for page cache alone.
 pub(super) fn table(report: &Report) -> String {
-    let Summary { unshared, shared, memory, cache } = &report.summary;
+    let Summary { unshared, layers_once, shared, memory, cache } = &report.summary;
     let names = [format!("{} &", report.old.name), report.new.name.clone()];
     let width = names.iter().map(String::len).max().unwrap_or(0).max(5);
     let mut text = format!("load: {}, {} s\n\n", report.load, report.load_seconds);
     let mut row = |cells: [&str; 8]| {
         let [name, sharing, numbers @ ..] = cells;
-        let _ = write!(text, "{name:width$}  {sharing:18}");
+        let _ = write!(text, "{name:width$}  {sharing:19}");
         for (number, width) in numbers.iter().zip([12, 9, 12, 9, 9, 6]) {
             let _ = write!(text, "  {number:>width$}");
         }
@@ -139,9 +149,13 @@ pub(super) fn table(report: &Report) -> String {
     ]);
     let [all, files, processes, kernel] = figures(unshared);
     row([&names[0], "no", &all, "-", &files, "-", &processes, &kernel]);
+    let [all, files, processes, kernel] = figures(layers_once);
+    row(["", "(equal layers once)", &all, "", &files, "", &processes, &kernel]);
     let [all, files, processes, kernel] = figures(shared);
     let [of_all, of_files] = [memory, cache].map(|of| less(of.reduction_percent));
     row([&names[1], "yes", &all, &of_all, &files, &of_files, &processes, &kernel]);
+    let [all, files] = [memory, cache].map(|of| less(of.over_layers_once_percent));
+    row(["", "(over equal layers)", "", &all, "", &files, "", ""]);
     let [all, files] = [unshared.memory, unshared.cache].map(|of| mib(of - unshared.content_again));
     let [of_all, of_files] = [memory, cache].map(|of| less(of.bound_percent));
     row(["", "(equal pages once)", &all, &of_all, &files, &of_files, "", ""]);
@@ -154,7 +168,7 @@ pub(super) fn table(report: &Report) -> String {
     );
     let _ = writeln!(
         text,
-        "mounting, before that and apart, took {} MiB, and {} MiB where it is shared",
+        "mounting took {} MiB of the memory, and {} MiB where it is shared",
         mib(unshared.mounting),
         mib(shared.mounting)
     );
