@@ -44,7 +44,7 @@ use cofolio_cli::{exit::Exit, interrupt::Cancellable};
 /// Starts a container of each, in a memory cgroup of its own and with no network but its own loopback, and puts both
 /// under their usual load: redis-benchmark, sysbench, wrk, pages fetched, something computed. After some seconds of it
 /// looks at what the two cgroups are charged, and
-/// adds what mounting both images was charged to another. From a cold start, and in turn: each image unpacked on its own and mounted
+/// what mounting both images was charged to a third. From a cold start, and in turn: each image unpacked on its own and mounted
 /// by overlayfs; the same with their common layers once, as container engines have them; and both mounted by Cofolio. Needs root, a memory cgroup, crun or runc
 /// and the program that makes the load, and drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]

@@ -43,7 +43,7 @@ pub(super) struct Summary {
     /// As `unshared` if the images have no layers in common.
     pub(super) layers_once: Medians,
     pub(super) shared: Medians,
-    /// Of all memory, with mounting.
+    /// Of all memory.
     pub(super) memory: Reduction,
     /// Of page cache alone.
     pub(super) cache: Reduction,
@@ -64,12 +64,12 @@ pub(super) struct Reduction {
 /// Medians of the runs of one setup, each figure for itself, both containers together, in bytes.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Medians {
-    /// Page cache, processes and kernel of the containers, and what mounting took.
+    /// Page cache, processes and kernel, with what mounting took, as all figures.
     pub(super) memory: i64,
     pub(super) cache: i64,
     pub(super) anon: i64,
     pub(super) kernel: i64,
-    /// What mounting took, before, in a cold start and a cgroup of its own.
+    /// What mounting took, in a cgroup of its own.
     pub(super) mounting: i64,
     /// Pages of the images' files.
     pub(super) content: i64,
@@ -168,7 +168,7 @@ pub(super) fn table(report: &Report) -> String {
     );
     let _ = writeln!(
         text,
-        "mounting took {} MiB of the memory, and {} MiB where it is shared",
+        "mounting took {} MiB of that, and {} MiB where it is shared",
         mib(unshared.mounting),
         mib(shared.mounting)
     );
