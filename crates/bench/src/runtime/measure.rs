@@ -163,7 +163,10 @@ impl Bench<'_> {
             elsewhere,
             discarded: 0,
         };
-        ensure!(run.charges.iter().all(|charge| whole(charge) > 0), "the memory cgroups are charged nothing");
+        ensure!(
+            run.charges.iter().all(|charge| whole(charge) > 0),
+            "the memory cgroups are charged nothing"
+        );
         Ok((run, after.cache_drops - before.cache_drops))
     }
 }
