@@ -13,13 +13,6 @@ import tempfile
 TOP = pathlib.Path(__file__).resolve().parent.parent
 
 
-def unmount_below(directory):
-    """Unmounts what is mounted below a directory: a run directory stays mounted on itself."""
-    targets = [line.split(" ")[4] for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
-    for target in reversed([target for target in targets if target.startswith(f"{directory}/")]):
-        subprocess.run(["umount", target], check=False)
-
-
 def host():
     """What the machine is, not what it is called."""
     kib = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemTotal:"))

@@ -198,6 +198,11 @@ impl Table {
         self.row(vec![Cell::left(name).tone(Tone::Dim), Cell::left(value)]);
     }
 
+    /// The same, indented: below a line that it is about.
+    pub fn detail(&mut self, name: &str, value: impl Into<String>) {
+        self.pair(&format!("  {name}"), value);
+    }
+
     /// The table as text.
     pub fn render(&self, color: bool) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0).max(self.headers.len());

@@ -65,8 +65,8 @@ pub(crate) struct Global {
         default_value = DEFAULT_RUN_DIR
     )]
     pub(crate) run_dir: PathBuf,
+    /// Configuration file (default: /etc/cofolio/config.toml, if it is there)
     #[arg(
-        help = "Configuration file [default: /etc/cofolio/config.toml, if it is there]",
         long,
         global = true,
         value_name = "FILE",

@@ -37,9 +37,10 @@ pub(crate) fn write_image(
     Ok((report, hashing.hasher.finish()))
 }
 
-struct Hashing<W> {
-    sink: W,
-    hasher: Hasher,
+/// Hashes what is written to a sink.
+pub(crate) struct Hashing<W> {
+    pub(crate) sink: W,
+    pub(crate) hasher: Hasher,
 }
 
 impl<W: Write> Write for Hashing<W> {
@@ -66,9 +67,4 @@ pub(crate) fn tree_from_directory(
         None => tree_scan::scan(path, options, &DigestOnly, task)?,
     };
     Ok(scanned.tree)
-}
-
-/// How many threads to use where the user does not say: as many as there are processors to run on.
-pub(crate) fn default_threads() -> u32 {
-    rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count().max(1))
 }

@@ -1,10 +1,10 @@
 //! What the commands work on: the store, the domain, the image that the user means.
 
-use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
+use cofolio_node::names;
 use cofolio_node::upkeep::Upkeep;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
 
@@ -12,31 +12,13 @@ use crate::cli::Global;
 use crate::exit::{self, Exit, Fail};
 use crate::ui::Ui;
 use cofolio_node::config::Loaded;
-
-/// Fewest digits of a digest that name an image.
-const PREFIX_DIGITS_MIN: usize = 4;
+pub(crate) use cofolio_node::names::{Named, short};
 
 /// Options of every command, the configuration, and how to talk to the user.
 pub(crate) struct Context<'a> {
     pub(crate) global: Global,
     pub(crate) config: Loaded,
     pub(crate) ui: &'a Ui,
-}
-
-/// An image of the store, as the user named it.
-#[derive(Clone, Debug)]
-pub(crate) struct Named {
-    pub(crate) digest: Digest,
-    /// A ref of it: the one given, or the first in order that leads there.
-    pub(crate) ref_name: Option<String>,
-    pub(crate) record: Option<Ref>,
-}
-
-impl Named {
-    /// What to call it in messages.
-    pub(crate) fn shown(&self) -> String {
-        self.ref_name.clone().unwrap_or_else(|| short(&self.digest))
-    }
 }
 
 impl Context<'_> {
@@ -81,46 +63,7 @@ impl Context<'_> {
 
     /// The image that a ref or the first digits of a digest name.
     pub(crate) fn image(&self, domain: &Domain, text: &str) -> anyhow::Result<Named> {
-        // A name that cannot be a ref may still be a digest; a ref goes first.
-        match domain.get_ref(text) {
-            Ok(Some(record)) => {
-                let (digest, ref_name) = (record.image, Some(text.to_owned()));
-                return Ok(Named { digest, ref_name, record: Some(record) });
-            }
-            Ok(None) | Err(cofolio_store::Error::BadName { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let digest = self.digest(domain, text)?;
-        let found = domain.readable_refs()?.into_iter().find(|(_, record)| record.image == digest);
-        let (ref_name, record) = found.unzip();
-        Ok(Named { digest, ref_name, record })
-    }
-
-    fn digest(&self, domain: &Domain, text: &str) -> anyhow::Result<Digest> {
-        let prefix = text.strip_prefix("sha256:").unwrap_or(text).to_ascii_lowercase();
-        let hex = prefix.len() <= 64 && prefix.bytes().all(|b| b.is_ascii_hexdigit());
-        let none = || self.no_image(domain, text);
-        if !hex || prefix.is_empty() {
-            return Err(none().into());
-        }
-        if prefix.len() < PREFIX_DIGITS_MIN {
-            let what =
-                format!("no ref `{text}`, and a digest needs at least {PREFIX_DIGITS_MIN} digits");
-            return Err(Fail::not_found(what).into());
-        }
-        let images = domain.images()?;
-        let matching: Vec<_> =
-            images.into_iter().filter(|image| image.to_string().starts_with(&prefix)).collect();
-        match matching[..] {
-            [] => Err(none().into()),
-            [one] => Ok(one),
-            [first, second, ..] => {
-                let count = matching.len();
-                let what = format!("`{text}` is the beginning of {count} digests");
-                let hint = format!("among them {first} and {second}: give more digits");
-                Err(Fail::usage(what).hint(hint).into())
-            }
-        }
+        Ok(names::resolve(domain, text)?)
     }
 
     /// The refs that can be read. The others are named on standard error, whatever the output; the exit code says
@@ -163,32 +106,6 @@ impl Context<'_> {
             records.filter(|record| record.image == *image && record.domain == domain.name());
         Ok(ours.map(|record| record.target).collect())
     }
-
-    fn no_image(&self, domain: &Domain, text: &str) -> Fail {
-        let fail = Fail::not_found(format!("no image `{text}` in domain `{}`", domain.name()));
-        let Ok(refs) = domain.readable_refs() else { return fail };
-        // Somebody who forgot the tag, or half of it, sees what there is.
-        let close: Vec<_> =
-            refs.iter().map(|(name, _)| name.as_str()).filter(|name| name.contains(text)).collect();
-        match (&close[..], refs.is_empty()) {
-            (_, true) => {
-                fail.hint("the domain has no images: `cofolio import SOURCE` brings one in")
-            }
-            ([], _) => fail.hint("`cofolio images` lists what there is"),
-            (names, _) => {
-                let mut hint = "did you mean ".to_owned();
-                for (i, name) in names.iter().take(5).enumerate() {
-                    let _ = write!(hint, "{}{name}", if i == 0 { "" } else { ", " });
-                }
-                fail.hint(hint + "?")
-            }
-        }
-    }
-}
-
-/// The beginning of a digest that tells images apart for people; enough to be given back as an argument.
-pub(crate) fn short(digest: &Digest) -> String {
-    digest.to_string().chars().take(12).collect()
 }
 
 /// What keeps an image alive besides refs and mounts, for messages: `lease/build-7`.

@@ -1,7 +1,7 @@
 //! Looking into an image without mounting it: `ls`, `cat`, `dump`, `inspect`.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,7 @@ use cofolio_erofs::read::{Image, Inode, ReadAt};
 use cofolio_image::compose::contents;
 use cofolio_store::{Digest, Domain, verity};
 
+use crate::compose::Hashing;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
 
@@ -214,7 +215,10 @@ impl Opened {
             let shard = rest.rsplit_once('/').map_or(rest, |(_, shard)| shard);
             Digest::from_object_path(shard, name)
         });
-        let Some(expected) = expected else { return copy(&mut file, sink) };
+        let Some(expected) = expected else {
+            io::copy(&mut file, sink)?;
+            return Ok(());
+        };
         let altered = |actual: Digest, printed: &str| {
             let what =
                 format!("object {expected} is altered: its content has digest {actual}{printed}");
@@ -230,20 +234,9 @@ impl Opened {
             }
             return Ok(sink.write_all(&content)?);
         }
-        let mut hasher = verity::Hasher::new();
-        let mut buffer = vec![0; 1 << 16];
-        loop {
-            let count = match file.read(&mut buffer) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                read => read?,
-            };
-            if count == 0 {
-                break;
-            }
-            hasher.update(&buffer[..count]);
-            sink.write_all(&buffer[..count])?;
-        }
-        match hasher.finish() {
+        let mut hashing = Hashing { sink, hasher: verity::Hasher::new() };
+        io::copy(&mut BufReader::with_capacity(1 << 16, file), &mut hashing)?;
+        match hashing.hasher.finish() {
             actual if actual == expected => Ok(()),
             actual => Err(altered(actual, "; what was printed is wrong")),
         }
@@ -262,11 +255,6 @@ impl Opened {
         }
         Ok(())
     }
-}
-
-fn copy(source: &mut impl Read, sink: &mut dyn Write) -> anyhow::Result<()> {
-    io::copy(source, sink)?;
-    Ok(())
 }
 
 /// Type and permissions as `ls -l` shows them.

@@ -8,7 +8,6 @@ mod cmd;
 mod compose;
 mod context;
 mod image;
-mod mkcomposefs;
 mod progress;
 mod trim;
 mod trust;
@@ -30,14 +29,12 @@ fn main() -> ExitCode {
     cofolio_sys::memory::return_large_blocks();
     // Without it a write over the limit kills; all else works as well.
     let _ = interrupt::survive_file_size_limit();
+    cmd::completions::complete();
     let args: Vec<OsString> = std::env::args_os().collect();
     // mkcomposefs has a grammar of its own, so it is told apart before ours looks at the arguments.
-    let called_as = args.first().map(Path::new).and_then(Path::file_name);
-    if called_as.is_some_and(|name| name == "mkcomposefs") {
-        return mkcomposefs::main(args.get(1..).unwrap_or_default());
-    }
-    if args.get(1).is_some_and(|arg| arg == "mkcomposefs") {
-        return mkcomposefs::main(args.get(2..).unwrap_or_default());
+    let name = Some("mkcomposefs".as_ref());
+    if let Some(at) = args.iter().take(2).position(|arg| Path::new(arg).file_name() == name) {
+        return cmd::mkcomposefs::main(&args[at..]);
     }
 
     if args.len() <= 1 {

@@ -245,6 +245,36 @@ fn without_privileges_mounting_says_what_is_missing() {
     run(&["doctor"]).fails_with(5);
 }
 
+/// The first refused system call was reported, with its path, and not what to do.
+#[test]
+fn without_root_the_hint_is_to_be_root() {
+    const TEST: &str = "without_root_the_hint_is_to_be_root";
+    let Some(setpriv) = program("setpriv").filter(|_| rustix::process::geteuid().is_root()) else {
+        return skip(TEST, "needs root and setpriv to give it up");
+    };
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let commands: &[&[&str]] = &[
+        &["mount", "box:1", "/mnt"],
+        &["umount", "--all"],
+        &["mounts", "--reconcile"],
+        &["bundle", "box:1", "/mnt"],
+        &["backend", "inode-share"],
+        &["run", "box:1"],
+        &["exec", "box", "--", "sh"],
+        &["stop", "box"],
+        &["images"],
+    ];
+    for args in commands {
+        let mut command = std::process::Command::new(&setpriv);
+        command.args(["--reuid=65534", "--clear-groups"]).arg(env!("CARGO_BIN_EXE_cofolio"));
+        command.args(*args).env("COFOLIO_STORE", sandbox.path("store"));
+        let ran = common::run_with_input(command, b"");
+        ran.fails_with(5);
+        assert!(ran.stderr.contains("run as root"), "{args:?}: {}", ran.stderr);
+    }
+}
+
 /// docs/CLI.md has the same commands, options and exit codes as the program. `COFOLIO_BLESS=1` writes the
 /// part of it that is the program's own text.
 #[test]

@@ -5,7 +5,7 @@
 mod common;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{Sandbox, program, run_with_input, skip};
@@ -69,17 +69,20 @@ fn bash_completes() {
         return skip("bash_completes", "bash is not installed");
     };
     let sandbox = Sandbox::new();
+    sandbox.import_tree("box-1");
+    sandbox.run(&["tag", "box-1", "other"]).ok();
     let script = sandbox.path("cofolio.bash");
     fs::write(&script, sandbox.run(&["completions", "bash"]).ok()).unwrap();
     // What the shell does when somebody presses Tab behind the last word.
     const TAB: &str = r#"
         source "$1"; shift
-        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
-        _cofolio "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_TYPE=9
+        _clap_complete_cofolio "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
         printf '%s\n' "${COMPREPLY[@]}""#;
     let complete = |words: &[&str]| -> Vec<String> {
         let mut command = Command::new(&bash);
         command.args(["--norc", "-c", TAB, "bash"]).arg(&script).args(words);
+        command.env("COFOLIO_STORE", sandbox.path("store")).env("PATH", path());
         let ran = run_with_input(command, b"");
         assert_eq!(ran.stderr, "", "{words:?}");
         let mut words: Vec<String> = ran.ok().lines().map(str::to_owned).collect();
@@ -90,6 +93,15 @@ fn bash_completes() {
     assert_eq!(complete(&["cofolio", "completions", "z"]), ["zsh"]);
     assert_eq!(complete(&["cofolio", "diff", "a", "b", "--no"]), ["--no-pages"]);
     assert_eq!(complete(&["cofolio", "nonsense"]), [""]);
+    assert_eq!(complete(&["cofolio", "mount", "b"]), ["box-1"]);
+    assert_eq!(complete(&["cofolio", "diff", "other", "o"]), ["other"]);
+    assert_eq!(complete(&["cofolio", "rm", "box-1", "oth"]), ["other"]);
+}
+
+/// The scripts start `cofolio`: here this one.
+fn path() -> String {
+    let dir = Path::new(env!("CARGO_BIN_EXE_cofolio")).parent().unwrap().display();
+    format!("{dir}:{}", std::env::var("PATH").unwrap())
 }
 
 #[test]
@@ -108,10 +120,12 @@ fn fish_and_zsh_take_their_scripts() {
             command
                 .args(["--no-config", "-c", "source $argv[1]; complete -C 'cofolio im'"])
                 .arg(script("fish"))
-                .env("HOME", sandbox.dir("home"));
+                .env("HOME", sandbox.dir("home"))
+                .env("PATH", path());
             let ran = run_with_input(command, b"");
-            let words: Vec<_> =
+            let mut words: Vec<_> =
                 ran.ok().lines().filter_map(|line| line.split('\t').next()).collect();
+            words.sort_unstable();
             assert_eq!(words, ["images", "import"], "{}", ran.stderr);
         }
     }

@@ -183,6 +183,10 @@ fn writable_mounts_keep_their_changes_when_told_to() {
     fs::write(&new, "x").unwrap();
     let unmounted = sandbox.run(&["umount", "--json", target]).json();
     let kept = unmounted[0]["upper"].as_str().unwrap();
+    let usage = sandbox.run(&["du", "--json"]).json();
+    assert_eq!(usage["kept_changes"], 1);
+    assert!(usage["kept_bytes"].as_u64().unwrap() >= 4096, "{usage}");
+    assert!(sandbox.run(&["du"]).ok().contains("kept changes"));
     sandbox.run(&["mount", "--rw", "--upper", kept, "box:1", target]).ok();
     assert_eq!(fs::read(&new).unwrap(), b"x");
     sandbox.run(&["umount", target]).ok();
@@ -445,6 +449,60 @@ fn a_full_filesystem_is_told_with_what_was_missing() {
 }
 
 /// What fails leaves neither a mount nor a directory.
+/// Somebody empties the run directory while images are mounted. `mounts`, `umount` and `doctor` say how to
+/// go on, and what they say works.
+#[test]
+fn a_wiped_run_directory_is_no_dead_end() {
+    const TEST: &str = "a_wiped_run_directory_is_no_dead_end";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = fs::canonicalize(sandbox.dir("mnt")).unwrap();
+    let target = target.to_str().unwrap();
+    sandbox.run(&["mount", "box:1", target]).ok();
+    for run in fs::read_dir(sandbox.path("run")).unwrap() {
+        fs::remove_dir_all(run.unwrap().path().join("mounts")).unwrap();
+    }
+    let hint = format!("`umount {target}`");
+    let failed = sandbox.run(&["umount", target]);
+    assert!(failed.fails_with(1).stderr.contains(&hint), "{}", failed.stderr);
+    let listed = sandbox.run(&["mounts"]);
+    assert!(listed.stderr.contains(&hint), "{}", listed.stderr);
+    assert!(sandbox.run(&["doctor"]).stdout.contains("`cofolio mounts` says how to go on"));
+    assert!(Command::new("umount").arg(target).status().unwrap().success());
+    sandbox.run(&["mounts", "--reconcile"]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    sandbox.run(&["mount", "box:1", target]).ok();
+    sandbox.run(&["umount", target]).ok();
+}
+
+/// A record in the run directory that cannot be read. The error names the file, and what to do.
+#[test]
+fn a_damaged_record_of_a_mount_is_no_dead_end() {
+    const TEST: &str = "a_damaged_record_of_a_mount_is_no_dead_end";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "box:1", &target]).ok();
+    let run = fs::read_dir(sandbox.path("run")).unwrap().next().unwrap().unwrap().path();
+    let record = fs::read_dir(run.join("mounts")).unwrap().next().unwrap().unwrap().path();
+    fs::write(&record, "{").unwrap();
+    let failed = sandbox.run(&["umount", &target]);
+    failed.fails_with(4);
+    let command = failed.stderr.split('`').find(|part| part.starts_with("rm ")).unwrap();
+    assert!(Command::new("umount").arg(&target).status().unwrap().success());
+    assert!(Command::new("sh").arg("-c").arg(command).status().unwrap().success());
+    sandbox.run(&["mounts", "--reconcile"]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    sandbox.run(&["mount", "--create", "box:1", &target]).ok();
+    sandbox.run(&["umount", &target]).ok();
+}
+
 /// `bundle` overwrote an edited `config.json`, and mounted where a planted link `DIR/rootfs` led.
 #[test]
 fn a_bundle_keeps_what_is_in_its_directory() {

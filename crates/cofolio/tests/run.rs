@@ -129,7 +129,7 @@ fn what_a_container_sees() {
         let ran = machine.sh(runtime, &["--rw"], "ls /data; test -e /new || echo fresh");
         assert_eq!(ran.ok(), "fresh\n");
         // With the host's network come the files that say how to use it, also where the image lacks them.
-        for mode in ["--read-only", "--rw"] {
+        for mode in ["--env=MODE=ro", "--rw"] {
             let script = "cat /etc/resolv.conf; tail -n 1 /etc/passwd; head -c 0 /etc/hosts";
             let ran = machine.sh(runtime, &["--network", "host", mode], script);
             let resolver = fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
@@ -311,7 +311,7 @@ fn root_of_a_user_namespace_is_nobody_outside() {
     fs::set_permissions(machine.path("."), fs::Permissions::from_mode(0o711)).unwrap();
     for runtime in runtimes {
         let script = "id -u; cat /proc/self/uid_map; stat -c %u /bin/busybox /data; touch /tmp/x && stat -c %u /tmp/x";
-        for mode in ["--read-only", "--rw"] {
+        for mode in ["--env=MODE=ro", "--rw"] {
             let ran = machine.sh(runtime, &["--userns", "0:100000:65536", mode], script);
             let seen: Vec<&str> = ran.stdout.split_whitespace().collect();
             assert_eq!(

@@ -428,6 +428,29 @@ fn a_scrub_leaves_the_page_cache_as_it_was() {
 
 /// Somebody took the immutable flag off everything to copy the store, and never put it back. A repair does, and needs
 /// no source for that; what is damaged stays so, is told, and gets no protection.
+/// Where objects are protected a mount does not look at them, so the first upkeep after the machine has
+/// started looks at their sizes, once.
+#[test]
+fn the_first_gc_of_a_boot_finds_what_was_cut_short() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let objects = |report: &Value| report["sizes"]["objects"].as_u64();
+    let first = sandbox.run(&["gc", "--json"]).json();
+    assert!(objects(&first) >= Some(1), "{first}");
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["sizes"], Value::Null);
+    let note = sandbox.path("store/domains/default/sizes.json");
+    let text = fs::read_to_string(&note).unwrap();
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let object = sandbox.object("box:1", "/big");
+    let length = fs::metadata(&object).unwrap().len();
+    remove(&object).unwrap();
+    fs::File::create(&object).unwrap().set_len(length - 1).unwrap();
+    fs::write(&note, text.replace(boot.trim(), "00000000-0000-0000-0000-000000000000")).unwrap();
+    let found = sandbox.run(&["gc"]);
+    found.fails_with(4);
+    assert!(found.stderr.contains("`cofolio fsck --repair --from SOURCE`"), "{}", found.stderr);
+}
+
 #[test]
 fn repair_protects_what_is_not() {
     let sandbox = Sandbox::new();

@@ -232,16 +232,14 @@ impl Loaded {
     /// # Errors
     /// [`ConfigError`].
     pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
-        let unreadable = |source| ConfigError::Io { path: path.to_owned(), source };
         let text = match read_bounded(path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(unreadable(error)),
+            Err(source) => return Err(ConfigError::Io { path: path.to_owned(), source }),
         };
-        let config = parse(&text).map_err(|wrong| wrong.at(path))?;
+        let config = parse(&text, path)?;
         // It has just been read as a `Config`, so it is a table.
-        let table: Value = toml::from_str(&text).map_err(|error| unreadable(error_of(&error)))?;
-        let in_file = flatten(&table);
+        let in_file = flatten(&toml::from_str(&text).unwrap_or_default());
         Ok(Some(Self { config, file: Some(path.to_owned()), in_file, ..Self::default() }))
     }
 
@@ -319,10 +317,6 @@ pub enum ConfigError {
     },
 }
 
-fn error_of(error: &toml::de::Error) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error.to_string())
-}
-
 fn read_bounded(path: &Path) -> io::Result<String> {
     use io::Read as _;
     let mut text = String::new();
@@ -333,29 +327,13 @@ fn read_bounded(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// What is wrong with a configuration, and in which line (the first is 1).
-#[derive(Debug)]
-struct Wrong {
-    line: Option<usize>,
-    message: String,
-    /// The key that was probably meant.
-    meant: Option<String>,
-}
-
-impl Wrong {
-    fn at(self, path: &Path) -> ConfigError {
-        let Self { line, message, meant } = self;
-        ConfigError::Invalid { path: path.to_owned(), line, message, meant }
-    }
-}
-
-fn parse(text: &str) -> Result<Config, Wrong> {
+fn parse(text: &str, path: &Path) -> Result<Config, ConfigError> {
     toml::from_str(text).map_err(|error| {
         let line = error.span().and_then(|span| text.get(..span.start));
         let line = line.map(|before| before.matches('\n').count() + 1);
         let message = error.message().replace('\n', "; ");
         let meant = meant(&message);
-        Wrong { line, message, meant }
+        ConfigError::Invalid { path: path.to_owned(), line, message, meant }
     })
 }
 
@@ -393,6 +371,10 @@ fn flatten(tree: &Value) -> BTreeMap<String, Value> {
 mod tests {
     use super::*;
 
+    fn read(text: &str) -> Result<Config, ConfigError> {
+        parse(text, Path::new("/etc/c.toml"))
+    }
+
     /// The documented file with every setting switched on: `#key = value` and `#[section]` are settings,
     /// `# text` is text.
     fn switched_on() -> String {
@@ -407,12 +389,12 @@ mod tests {
     #[test]
     fn every_setting_is_documented_with_its_default() {
         assert_eq!(
-            parse(DOCUMENTED).unwrap(),
+            read(DOCUMENTED).unwrap(),
             Config::default(),
             "as it lies there it says nothing"
         );
         let text = switched_on();
-        parse(&text).unwrap();
+        read(&text).unwrap();
         let documented = flatten(&toml::from_str(&text).unwrap());
         for (key, default) in flatten(&serde_json::to_value(Config::default()).unwrap()) {
             let said = documented.get(&key);
@@ -424,20 +406,24 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named_with_its_line_and_what_was_meant() {
-        let wrong = parse("[store]\npath = '/x'\n[store.limit]\nsise = '1 GiB'\n").unwrap_err();
-        assert_eq!((wrong.line, wrong.meant.as_deref()), (Some(4), Some("size")), "{wrong:?}");
-        let fail = wrong.at(Path::new("/etc/c.toml")).to_string();
+        let wrong = |text: &str| match read(text).unwrap_err() {
+            ConfigError::Invalid { line, message, meant, .. } => (line, meant, message),
+            other => panic!("{other}"),
+        };
+        let text = "[store]\npath = '/x'\n[store.limit]\nsise = '1 GiB'\n";
+        let (line, meant, _) = wrong(text);
+        assert_eq!((line, meant.as_deref()), (Some(4), Some("size")));
+        let fail = read(text).unwrap_err().to_string();
         assert!(fail.starts_with("/etc/c.toml:4: unknown field `sise`"), "{fail}");
 
-        let wrong = parse("[stroe]\n").unwrap_err();
-        assert_eq!((wrong.line, wrong.meant.as_deref()), (Some(1), Some("store")));
-        let wrong = parse("[store]\nentirely-different = 1\n").unwrap_err();
-        assert_eq!((wrong.line, wrong.meant.as_deref()), (Some(2), None), "{wrong:?}");
-        let wrong = parse("\n[store.limit]\nsize = 'big'\n").unwrap_err();
-        assert!(wrong.line == Some(3) && wrong.message.contains("`big`"), "{wrong:?}");
-        let wrong = parse("[store]\ndomain = 7\n").unwrap_err();
-        assert_eq!(wrong.line, Some(2), "{wrong:?}");
-        assert_eq!(parse("[store\n").unwrap_err().line, Some(1));
+        let (line, meant, _) = wrong("[stroe]\n");
+        assert_eq!((line, meant.as_deref()), (Some(1), Some("store")));
+        let (line, meant, _) = wrong("[store]\nentirely-different = 1\n");
+        assert_eq!((line, meant), (Some(2), None));
+        let (line, _, message) = wrong("\n[store.limit]\nsize = 'big'\n");
+        assert!(line == Some(3) && message.contains("`big`"), "{message}");
+        assert_eq!(wrong("[store]\ndomain = 7\n").0, Some(2));
+        assert_eq!(wrong("[store\n").0, Some(1));
     }
 
     #[test]

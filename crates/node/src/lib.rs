@@ -6,6 +6,7 @@ pub mod config;
 pub mod container;
 pub mod ledger;
 pub mod mount;
+pub mod names;
 pub mod policy;
 pub mod probe;
 pub mod survey;

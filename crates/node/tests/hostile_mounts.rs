@@ -53,7 +53,6 @@ fn mounted(layers: &[Blob], access: Access, look: impl Fn(&Path)) {
     let looked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| look(&target)));
     let options = UmountOptions::default();
     mounter.umount(&target, &options).unwrap();
-    let _ = rustix::mount::unmount(dir.join("run"), rustix::mount::UnmountFlags::DETACH);
     if let Err(panic) = looked {
         std::panic::resume_unwind(panic);
     }

@@ -87,8 +87,6 @@ impl Drop for Pair {
             let options = UmountOptions { force: true, ..UmountOptions::default() };
             let _ = self.mounter().umount(&status.record.target, &options);
         }
-        let run = self.dir.path().join("run");
-        let _ = rustix::mount::unmount(&run, rustix::mount::UnmountFlags::DETACH);
     }
 }
 

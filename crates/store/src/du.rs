@@ -5,6 +5,7 @@ use serde::Serialize;
 use crate::contents::Contents;
 use crate::error::Result;
 use crate::kinds::{FileKind, FileName};
+use crate::task::Task;
 use crate::uses::Uses;
 use crate::{Digest, Domain};
 
@@ -78,8 +79,8 @@ impl Domain {
     ///
     /// # Errors
     /// [`crate::Error::Unreadable`] naming the image that cannot be read, [`crate::Error::Corrupt`],
-    /// [`crate::Error::Io`].
-    pub fn du(&self, contents: &dyn Contents) -> Result<DuReport> {
+    /// [`crate::Error::Io`], [`crate::Error::Cancelled`].
+    pub fn du(&self, contents: &dyn Contents, task: &Task) -> Result<DuReport> {
         let _lock = self.lock_shared()?;
         let mut report = DuReport::default();
         let mut uses = Uses::of_objects(self)?;
@@ -87,6 +88,7 @@ impl Domain {
         let files = names.iter().map(|image| FileName::content(FileKind::Image, image));
         let files: Vec<_> = files.collect();
         for file in &files {
+            task.check()?;
             uses.visit(self, contents, file, &[], |object| object.users += 1)?;
         }
         for object in uses.iter() {
@@ -99,6 +101,7 @@ impl Domain {
         }
         let refs = self.readable_refs()?;
         for (image, file) in names.into_iter().zip(&files) {
+            task.check()?;
             let of_image = refs.iter().filter(|(_, record)| record.image == image);
             let mut row = ImageUsage {
                 image,

@@ -64,7 +64,7 @@ fn a_base_stays_as_long_as_an_image_is_over_it() {
     assert_eq!(domain.bases().unwrap().len(), 2);
     assert_eq!(gc(&domain).images, 0, "all of it is needed");
     assert_eq!(findings(&domain), []);
-    let du = domain.du(&Lines).unwrap();
+    let du = domain.du(&Lines, &Task::default()).unwrap();
     assert_eq!(du.images.len(), 2, "what is derived is no image of its own: {du:?}");
     assert_eq!(du.bytes(), domain.bytes().unwrap());
 

@@ -380,7 +380,7 @@ fn holes_stay_holes() {
             is_clean(domain);
             let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
             assert_eq!((report.objects, report.findings), (objects.len() as u64, vec![]));
-            let usage = domain.du(&Lines).unwrap();
+            let usage = domain.du(&Lines, &Task::default()).unwrap();
             assert!(usage.images[0].bytes <= most, "{kind}: {usage:?}");
         }
         domain.remove_ref("a").unwrap();

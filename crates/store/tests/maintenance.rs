@@ -431,7 +431,7 @@ fn disk_usage_tells_alone_from_shared() {
     let a = put(&domain, "a", &[1, 2, 2]);
     let b = put(&domain, "b", &[2, 3, 4]);
     domain.put_ref("b-too", &Ref::new(b)).unwrap();
-    let report = domain.du(&Lines).unwrap();
+    let report = domain.du(&Lines, &Task::default()).unwrap();
     assert_eq!((report.objects, report.object_bytes, report.unnamed_objects), (4, 4 * 8192, 0));
     let row = |image| report.images.iter().find(|row| row.image == image).unwrap();
     assert_eq!((row(a).objects, row(a).exclusive_objects, row(a).shared_bytes()), (2, 1, 8192));

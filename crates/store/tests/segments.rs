@@ -92,7 +92,7 @@ fn a_segment_holds_what_was_put_in() {
     let other = put(&domain, "b", &more);
     assert_eq!(common::pack(&domain, &other, 4, OPTIONS).unwrap().len(), 4);
     assert_eq!(domain.segments().unwrap().len(), 4);
-    let du = domain.du(&Lines).unwrap();
+    let du = domain.du(&Lines, &Task::default()).unwrap();
     assert_eq!((du.packs, du.segments), (2, 4));
     assert!(du.segment_bytes > 4 << 20, "{du:?}");
     assert_eq!(du.bytes(), domain.bytes().unwrap());

@@ -157,7 +157,12 @@ impl<'a> Container<'a> {
         {
             // Users are looked up in the image.
             let _inside = container.cgroup.enter()?;
-            bundle::write(&dir, rootfs, config, &options, Path::new("/"))?;
+            bundle::Bundle::open(&dir, true)?.write(
+                Some(rootfs),
+                config,
+                &options,
+                Path::new("/"),
+            )?;
         }
         // Not from within the cgroup: a runtime that fails kills what it finds there. What the server says
         // to everybody, an access log for one, is nobody's page cache here.

@@ -39,6 +39,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     if let Some(how) = args.backend {
+        context.needs_root()?;
         let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
         let work = Work::begin(context.ui, "packing", "file")?;
         backend::set(&context.mounter(&domain), how.into(), form, &work.task)?;

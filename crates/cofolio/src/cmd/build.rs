@@ -54,11 +54,8 @@ pub(crate) struct Args {
     /// Highest format version
     #[arg(long, value_name = "N", default_value_t = VERSION_MAX, value_parser = clap::value_parser!(u32).range(0..=i64::from(VERSION_MAX)))]
     max_version: u32,
-    #[arg(
-        help = "Number of threads that read files [default: one per processor]",
-        long,
-        value_name = "N"
-    )]
+    /// Number of threads that read files (default: one per processor)
+    #[arg(long, value_name = "N")]
     threads: Option<usize>,
 }
 

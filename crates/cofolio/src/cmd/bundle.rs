@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_image::trust::Need;
-use cofolio_node::container::bundle::{self, ImageConfig};
+use cofolio_node::container::bundle::{self, Bundle, ImageConfig};
 use cofolio_node::mount::{Access, MountRequest, UmountOptions};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cmd::Outcome;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
+use crate::progress::Work;
 use crate::trust::TrustArgs;
 
 /// Make an OCI runtime bundle of an image, for `runc run` and `crun run`
@@ -44,7 +45,8 @@ pub(crate) struct Args {
     verify: bool,
     #[command(flatten)]
     process: ProcessArgs,
-    #[arg(help = "Host name inside [default: the name of DIR]", long, value_name = "NAME")]
+    /// Host name inside (default: the name of DIR)
+    #[arg(long, value_name = "NAME")]
     hostname: Option<String>,
     /// Overwrite DIR/config.json
     #[arg(long)]
@@ -145,37 +147,34 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let made = !args.dir.exists();
     let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(&args.dir);
     created.with_context(|| format!("creating {}", args.dir.display()))?;
-    bundle::check(&args.dir, args.replace)?;
-    let written = match &args.rootfs {
-        Some(rootfs) => bundle::write(&args.dir, rootfs, &config, &options, Path::new("/")),
-        None => {
-            let mounter = context.mounter(&domain);
-            let rootfs = args.dir.join("rootfs");
-            let request = MountRequest {
-                create_target: true,
-                access: if args.read_only { Access::ReadOnly } else { Access::Writable },
-                check,
-                ..MountRequest::new(image.digest, &rootfs)
-            };
-            let mounted = mounter.mount(&request).inspect_err(|_| {
-                if made {
-                    // If it is empty.
-                    let _ = fs::remove_dir(&args.dir);
-                }
-            })?;
-            let written = bundle::write(&args.dir, &rootfs, &config, &options, Path::new("/"));
-            if written.is_err() {
-                mounter
-                    .umount(Path::new(&mounted.id), &UmountOptions::default())
-                    .with_context(|| format!("unmounting {}", rootfs.display()))?;
-                if made {
-                    let _ = fs::remove_dir(&args.dir);
-                }
-            }
-            written
-        }
+    let bundle = Bundle::open(&args.dir, args.replace)?;
+    let write = || bundle.write(args.rootfs.as_deref(), &config, &options, Path::new("/"));
+    let mount_and_write = || -> anyhow::Result<Value> {
+        let work = Work::begin(context.ui, "verifying", "file")?;
+        let mounter = context.mounter(&domain).with_task(&work.task);
+        let mounted = mounter.mount(&MountRequest {
+            create_target: true,
+            access: if args.read_only { Access::ReadOnly } else { Access::Writable },
+            check,
+            ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
+        })?;
+        drop(work);
+        write().or_else(|error| {
+            let options = UmountOptions::default();
+            let left = mounter.umount(Path::new(&mounted.id), &options);
+            left.with_context(|| format!("unmounting {}", mounted.target.display()))?;
+            Err(error.into())
+        })
     };
-    let config = written?;
+    let config = match &args.rootfs {
+        Some(_) => write()?,
+        None => mount_and_write().inspect_err(|_| {
+            if made {
+                // If it is empty.
+                let _ = fs::remove_dir(&args.dir);
+            }
+        })?,
+    };
     if context.ui.json {
         context.ui.json(&json!({
             "bundle": fs::canonicalize(&args.dir)?,

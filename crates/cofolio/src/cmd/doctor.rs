@@ -194,6 +194,17 @@ impl Store {
             Ok(None) => {}
             Err(error) => errors.push(text(error)),
         }
+        let domain = store.domain(&context.global.domain).map_err(anyhow::Error::new);
+        match domain.and_then(|domain| Ok(context.mounter(&domain).list()?)) {
+            Ok(list) if !list.orphans.is_empty() => {
+                let orphans = plural(list.orphans.len() as u64, "mount");
+                let text =
+                    format!("{orphans} without a record: `cofolio mounts` says how to go on");
+                lines.push(("mounts", text));
+            }
+            Ok(_) => {}
+            Err(error) => errors.push(format!("{error:#}")),
+        }
         match store.orphaned_staging() {
             Ok(orphans) if !orphans.is_empty() => lines.push((
                 "leftovers",

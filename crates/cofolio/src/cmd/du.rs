@@ -3,21 +3,30 @@ use cofolio_image::compose::contents::ImageContents;
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
 use crate::exit::Exit;
+use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Show what the store's images take on disk
 ///
 /// Sizes are blocks on disk. Per image: all that it uses, and the part that is its own (what removing it
-/// would free). In all: what the store takes, and what the images would take without sharing.
+/// would free). In all: what the store takes, changes that were kept (`umount --keep`) included, and what the
+/// images would take without sharing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio du\n  cofolio du --json | jq .object_bytes")]
 pub(crate) struct Args {}
 
 pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let report = domain.du(&ImageContents)?;
+    let work = Work::begin(context.ui, "counting", "image")?;
+    let report = domain.du(&ImageContents, &work.task)?;
+    drop(work);
+    let kept = context.mounter(&domain).kept()?;
+    let kept_bytes = kept.iter().map(|(_, bytes)| bytes).sum::<u64>();
     if context.ui.json {
-        context.ui.json(&report)?;
+        let mut value = serde_json::to_value(&report)?;
+        value["kept_changes"] = kept.len().into();
+        value["kept_bytes"] = kept_bytes.into();
+        context.ui.json(&value)?;
         return Ok(Exit::Ok);
     }
     if !report.images.is_empty() {
@@ -61,7 +70,11 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         let counted = counted(report.segment_bytes, report.segments, "segment");
         table.pair("packs", format!("{counted} for {packs}"));
     }
-    table.pair("together", human_size(report.bytes()));
+    if !kept.is_empty() {
+        let count = format!("{} of {}", human_size(kept_bytes), plural(kept.len() as u64, "mount"));
+        table.pair("kept changes", format!("{count} (see `cofolio mounts`)"));
+    }
+    table.pair("together", human_size(report.bytes() + kept_bytes));
     let (unshared, taken) = (
         report.unshared_bytes(),
         report.object_bytes - report.unnamed_bytes + report.metadata_bytes,

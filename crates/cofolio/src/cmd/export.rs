@@ -2,14 +2,14 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use cofolio_image::export::{
-    Compression, Destination, ExportOptions, Exported, FilesystemOptions, export, export_filesystem,
+    Compression, Destination, ExportOptions, FilesystemOptions, export, export_filesystem,
 };
 
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
-use crate::ui::{Cell, Table, Tone, human_size};
+use crate::ui::{Table, human_size};
 
 /// Write an image to an OCI layout or archive, or as a filesystem in a file
 ///
@@ -54,19 +54,11 @@ pub(crate) struct Args {
 /// How layers are written, wherever they go.
 #[derive(Debug, clap::Args)]
 pub(crate) struct CompressArgs {
-    #[arg(
-        help = "How to compress layers that are written [default: gzip]",
-        long,
-        value_name = "HOW"
-    )]
+    /// How to compress layers that are written (default: gzip)
+    #[arg(long, value_name = "HOW")]
     compress: Option<How>,
-    #[arg(
-        help = "Threads that compress [default: one per processor, up to 16]",
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        hide_default_value = true
-    )]
+    /// Threads that compress (default: one per processor, up to 16)
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub(crate) threads: usize,
 }
 
@@ -117,18 +109,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let domain = context.domain()?;
     let named = context.image(&domain, &args.image)?;
-    let exported = Exported {
-        image: &named.digest,
-        record: named.record.as_ref(),
-        name: named.ref_name.as_deref(),
-    };
     let options = ExportOptions {
         compression: args.compress.compression(),
         threads: args.compress.threads,
         replace: args.replace,
     };
     let work = Work::begin(context.ui, "exporting", "layer")?;
-    let report = export(&domain, exported, &destination, &options, &work.task)?;
+    let report = export(&domain, named.exported(), &destination, &options, &work.task)?;
     drop(work);
     if to_stdout {
         context.ui.note(report.manifest.to_string());
@@ -143,17 +130,17 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(Exit::Ok);
     }
     let mut table = Table::plain();
-    let mut row = |name: &str, value: String| {
-        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
-    };
     if let Some(name) = &report.name {
-        row("name", name.clone());
+        table.detail("name", name.clone());
     }
-    row("image id", report.config.to_string());
+    table.detail("image id", report.config.to_string());
     let size = report.layers.iter().map(|layer| layer.size).sum();
     let uncompressed = report.layers.iter().map(|layer| layer.uncompressed).sum();
     let layers = report.layers.len();
-    row("layers", format!("{layers}, {} of {}", human_size(size), human_size(uncompressed)));
+    table.detail(
+        "layers",
+        format!("{layers}, {} of {}", human_size(size), human_size(uncompressed)),
+    );
     context.ui.table(&table)?;
     Ok(Exit::Ok)
 }

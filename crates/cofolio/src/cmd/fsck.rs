@@ -1,15 +1,5 @@
-use std::collections::HashMap;
-use std::path::PathBuf;
-
-use cofolio_image::compose::contents::ImageContents;
-use cofolio_image::import::{self, ImportOptions};
 use cofolio_image::source::Source;
-use cofolio_node::mount::MountState;
-use cofolio_node::upkeep::bases;
-use cofolio_store::task::Task;
-use cofolio_store::{
-    Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport, Store,
-};
+use cofolio_store::Store;
 
 use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
@@ -46,77 +36,60 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
-    let sources: Vec<_> =
-        args.from.iter().map(|text| Source::parse(text)).collect::<Result<_, _>>()?;
+    let config = &context.config.config;
+    let sources = args.from.iter().map(|text| {
+        let source = Source::parse(text)?;
+        let registry = RegistryArgs::default().options(&source, config)?;
+        Ok((source, registry))
+    });
+    let sources = sources.collect::<anyhow::Result<Vec<_>>>()?;
     if args.repair && Store::mend_meta(&context.global.store)? {
         let done = context.ui.paint(Tone::Good, "repaired");
         context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
     }
     let domain = context.domain()?;
-    let work = Work::begin(context.ui, "checking", "object")?;
-    let options = FsckOptions { rehash: !args.quick };
-    let mut report = domain.fsck(&ImageContents, options, &work.task)?;
+    let doing = if args.repair { "repairing" } else { "checking" };
+    let work = Work::begin(context.ui, doing, "object")?;
+    let repair = args.repair.then_some(&sources[..]);
+    let checked = context.upkeep(&domain).fsck(!args.quick, repair, &work.task)?;
     drop(work);
-    let unpacked = match args.repair && report.findings.iter().any(|it| it.kind.is_derived()) {
-        true => remove_derived(&domain, &mut report)?,
-        false => Vec::new(),
-    };
-    let has_damage = args.repair && report.is_damaged();
-    let repaired = match has_damage {
-        true => Some(repair(context, &domain, &sources, &mut report)?),
-        false => None,
-    };
-    let unprotected = |finding: &Finding| {
-        finding.kind == FindingKind::Unprotected
-            || (finding.kind == FindingKind::Permissions && finding.path == ".")
-    };
-    let protected =
-        match args.repair && (report.more > 0 || report.findings.iter().any(unprotected)) {
-            true => protect(&domain, &mut report)?,
-            false => 0,
-        };
+    let report = &checked.report;
     let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
     if context.ui.json {
-        let mut value = serde_json::to_value(&report)?;
+        let mut value = serde_json::to_value(report)?;
         value["damaged"] = report.is_damaged().into();
-        if let Some(repaired) = &repaired {
-            value["repaired"] = serde_json::to_value(&repaired.findings)?;
-            value["mounted_before"] = serde_json::to_value(&repaired.mounts)?;
+        if checked.had_damage {
+            value["repaired"] = serde_json::to_value(&checked.repaired)?;
+            value["mounted_before"] = serde_json::to_value(&checked.mounts)?;
         }
         if args.repair {
-            value["protected"] = protected.into();
-            value["unpacked"] = serde_json::to_value(&unpacked)?;
+            value["protected"] = checked.protected.into();
+            value["unpacked"] = serde_json::to_value(&checked.unpacked)?;
         }
         context.ui.json(&value)?;
         return Ok(exit);
     }
-    if let Some(repaired) = &repaired {
-        for finding in repaired.findings.iter().filter(|finding| finding.kind.is_damage()) {
-            context.ui.line(format!(
-                "{} {} ({})",
-                context.ui.paint(Tone::Good, "repaired"),
-                finding.path,
-                finding.kind.as_str()
-            ))?;
-        }
-        for target in &repaired.mounts {
-            context.ui.note(format!(
-                "{} was mounted before: files that it has open or has looked up stay as they were \
-                 until it is unmounted and mounted again",
-                target.display()
-            ));
-        }
+    for finding in &checked.repaired {
+        let done = context.ui.paint(Tone::Good, "repaired");
+        context.ui.line(format!("{done} {} ({})", finding.path, finding.kind.as_str()))?;
     }
-    for image in &unpacked {
+    for target in &checked.mounts {
+        context.ui.note(format!(
+            "{} was mounted before: files that it has open or has looked up stay as they were \
+             until it is unmounted and mounted again",
+            target.display()
+        ));
+    }
+    for image in &checked.unpacked {
         context.ui.note(format!(
             "the pack of {image} was damaged and is removed: `cofolio pack {image}` makes it again"
         ));
     }
-    if protected > 0 {
+    if checked.protected > 0 {
         let done = context.ui.paint(Tone::Good, "protected");
-        context.ui.line(format!("{done} {}", plural(protected, "file")))?;
+        context.ui.line(format!("{done} {}", plural(checked.protected, "file")))?;
     }
-    if report.is_damaged() && has_damage && sources.is_empty() {
+    if report.is_damaged() && checked.had_damage && sources.is_empty() {
         context.ui.note("nothing was brought back: --from SOURCE says where from");
     }
     if !report.findings.is_empty() {
@@ -165,115 +138,4 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         plural(report.segments, "segment"),
     ))?;
     Ok(exit)
-}
-
-/// What a repair did.
-struct Repaired {
-    /// What was found before and is not there any more.
-    findings: Vec<Finding>,
-    /// Mounts that may still show files that were replaced.
-    mounts: Vec<PathBuf>,
-}
-
-/// Brings back what the sources have of what is damaged; afterwards `report` says what is left.
-fn repair(
-    context: &Context<'_>,
-    domain: &Domain,
-    sources: &[Source],
-    report: &mut FsckReport,
-) -> anyhow::Result<Repaired> {
-    let before = std::mem::take(report);
-    let mut damage = domain.damage(&before, &ImageContents)?;
-    let first = damage.clone();
-    for source in sources {
-        if damage.is_empty() {
-            break;
-        }
-        let registry = RegistryArgs::default().options(source, &context.config.config)?;
-        let options = ImportOptions { repair: Some(damage), registry, ..ImportOptions::default() };
-        let work = Work::begin(context.ui, "repairing", "file")?;
-        import::import(domain, source, &options, &work.task)?;
-        drop(work);
-        let left = domain.recheck(&first, &ImageContents)?;
-        damage = domain.damage(&left, &ImageContents)?;
-    }
-    let left = domain.recheck(&first, &ImageContents)?;
-    let is_mended = |finding: &&Finding| {
-        !left
-            .findings
-            .iter()
-            .any(|other| (other.kind, &other.path) == (finding.kind, &finding.path))
-    };
-    let findings: Vec<_> = before.findings.iter().filter(is_mended).cloned().collect();
-    // The whole store was looked at before; now only what had been wrong.
-    // What was not even listed can only be mended by doing it again.
-    let (more, more_damage) = (before.more.max(left.more), before.more_damage || left.more_damage);
-    *report = FsckReport { hashed_bytes: before.hashed_bytes, more, more_damage, ..left };
-    let mounts = mounts_of(context, domain, &first)?;
-    Ok(Repaired { findings, mounts })
-}
-
-/// Removes what is derived and damaged; gives the images that have no pack any more. Afterwards `report` says
-/// what is left.
-fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Vec<Digest>> {
-    let images = domain.remove_derived(report, &ImageContents)?;
-    let is_base =
-        |it: &Finding| matches!(it.kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
-    if report.findings.iter().any(is_base) {
-        // Bases are made again here and now; where that fails, images are mounted without.
-        let _ = bases::find(domain, &Task::default());
-    }
-    report.findings.retain(|finding| !finding.kind.is_derived());
-    Ok(images.into_iter().collect())
-}
-
-/// Protects what is not; afterwards `report` says what is left.
-fn protect(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<u64> {
-    let protected = domain.protect_all()?;
-    let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &Task::default())?;
-    let still = |finding: &Finding| {
-        !matches!(finding.kind, FindingKind::Unprotected | FindingKind::Permissions)
-            || now
-                .findings
-                .iter()
-                .any(|other| other.kind == finding.kind && other.path == finding.path)
-    };
-    report.findings.retain(still);
-    if !report.more_damage {
-        report.more = now.more;
-    }
-    Ok(protected)
-}
-
-/// Mounts of images that name something of this.
-fn mounts_of(
-    context: &Context<'_>,
-    domain: &Domain,
-    damage: &Damage,
-) -> anyhow::Result<Vec<PathBuf>> {
-    let mut images: HashMap<Digest, bool> = HashMap::new();
-    let mut targets = Vec::new();
-    for status in context.mounter(domain).list()?.mounts {
-        let (record, gone) = (status.record, status.state == MountState::Gone);
-        if gone || record.domain != domain.name() {
-            continue;
-        }
-        let hit =
-            *images.entry(record.image).or_insert_with(|| names_any(domain, &record.image, damage));
-        if hit {
-            targets.push(record.target);
-        }
-    }
-    Ok(targets)
-}
-
-/// Whether an image is, or names, something of this. One that cannot be read might.
-fn names_any(domain: &Domain, image: &Digest, damage: &Damage) -> bool {
-    let mut hit = damage.images.contains(image);
-    let read = domain.open_image(image).map_err(Into::into).and_then(|file| {
-        ImageContents.image_objects(&file, &mut |digest, _| {
-            hit |= damage.objects.contains(&digest);
-        })
-    });
-    hit || read.is_err()
 }

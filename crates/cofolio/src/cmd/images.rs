@@ -3,6 +3,7 @@ mod sharing;
 use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_image::compose::contents::ImageContents;
+use cofolio_store::task::Task;
 use cofolio_store::{Digest, DuReport, ImageUsage};
 use serde_json::json;
 
@@ -42,7 +43,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     let (refs, exit) = context.refs(&domain)?;
     let images = domain.images()?;
-    let report = if args.size { domain.du(&ImageContents)? } else { DuReport::default() };
+    let report =
+        if args.size { domain.du(&ImageContents, &Task::default())? } else { DuReport::default() };
     let usage: BTreeMap<Digest, &ImageUsage> =
         report.images.iter().map(|image| (image.image, image)).collect();
 

@@ -13,7 +13,7 @@ use crate::exit::{self, Exit, Fail};
 use crate::progress::Work;
 use crate::trim;
 use crate::trust::ArrivalArgs;
-use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
+use crate::ui::{Table, Tone, human_count, human_size, plural};
 
 /// Bring an image into the store
 ///
@@ -35,12 +35,8 @@ pub(crate) struct Args {
                 containerd:[[ROOT][+NAMESPACE]]NAME"
     )]
     source: String,
-    #[arg(
-        help = "Name to give the image [default: the tag in the source, or its file name]",
-        long,
-        short,
-        value_name = "REF"
-    )]
+    /// Name to give the image (default: the tag in the source, or its file name)
+    #[arg(long, short, value_name = "REF")]
     name: Option<String>,
     #[command(flatten)]
     how: HowArgs,
@@ -58,13 +54,8 @@ pub(crate) struct HowArgs {
     /// Label for the ref; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     label: Vec<String>,
-    #[arg(
-        help = "Threads that hash and write files [default: one per processor, up to 8]",
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        hide_default_value = true
-    )]
+    /// Threads that hash and write files (default: one per processor, up to 8)
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     threads: usize,
     /// Largest uncompressed size of all layers together, in GiB
     #[arg(long, value_name = "GIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
@@ -163,11 +154,8 @@ pub(crate) fn bring_in(
         context.ui.line(format!("here already, nothing was read ({} ms)", report.duration_ms))?;
     }
     let mut table = Table::plain();
-    let mut row = |name: &str, value: String| {
-        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
-    };
     if let Some(config) = &report.config {
-        row("image id", config.to_string());
+        table.detail("image id", config.to_string());
     }
     if report.known {
         context.ui.table(&table)?;
@@ -175,20 +163,23 @@ pub(crate) fn bring_in(
     }
     if !report.layers.is_empty() {
         let known = report.layers.iter().filter(|layer| layer.known).count();
-        row("layers", format!("{}, {known} of them here already", report.layers.len()));
+        table.detail("layers", format!("{}, {known} of them here already", report.layers.len()));
     }
-    row("entries", human_count(report.entries));
+    table.detail("entries", human_count(report.entries));
     let files = |count, bytes| format!("{}, {}", plural(count, "file"), human_size(bytes));
-    row("written", files(report.objects_new, report.bytes_new));
-    row("here already", files(report.objects_known, report.bytes_known));
-    row("metadata", human_size(report.image_bytes));
+    table.detail("written", files(report.objects_new, report.bytes_new));
+    table.detail("here already", files(report.objects_known, report.bytes_known));
+    table.detail("metadata", human_size(report.image_bytes));
     if report.foreign_xattrs > 0 {
-        row("left out", format!("{} attributes that Linux does not know", report.foreign_xattrs));
+        table.detail(
+            "left out",
+            format!("{} attributes that Linux does not know", report.foreign_xattrs),
+        );
     }
     if report.skipped > 0 {
-        row("left out", format!("{} sockets or mounted filesystems", report.skipped));
+        table.detail("left out", format!("{} sockets or mounted filesystems", report.skipped));
     }
-    row("took", human_time(report.duration_ms));
+    table.detail("took", human_time(report.duration_ms));
     context.ui.table(&table)?;
     Ok(Exit::Ok)
 }

@@ -1,35 +1,153 @@
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
 
-use crate::cmd::Outcome;
-use crate::exit::{Exit, Fail};
+use anyhow::Context as _;
+use clap::Parser as _;
+use cofolio_erofs::write::WriteOptions;
+use cofolio_image::tree_scan::ScanOptions;
+use cofolio_store::task::Task;
+
+use crate::compose;
 
 /// Make a composefs image with mkcomposefs' own arguments
 ///
-/// Byte for byte and argument for argument what mkcomposefs 1.0.8 does, also when this program is called
-/// by that name. Hard links inside a directory stay hard links, which mkcomposefs loses.
-/// `cofolio build` does the same with arguments like those of the other commands.
+/// Byte for byte what mkcomposefs 1.0.8 does, also when this program is called by that name: scripts and
+/// test suites can be pointed at it. Hard links inside a directory stay hard links, which mkcomposefs
+/// loses (github.com/composefs/composefs issue 444). `cofolio build` does the same with arguments like
+/// those of the other commands.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  cofolio mkcomposefs --digest-store=objects --print-digest rootfs rootfs.cfs",
     disable_help_flag = true
 )]
 pub(crate) struct Args {
-    #[arg(
-        help = "Arguments of mkcomposefs: [OPTIONS] SOURCE IMAGE",
-        trailing_var_arg = true,
-        allow_hyphen_values = true
-    )]
-    args: Vec<OsString>,
+    /// Store content files in this directory
+    #[arg(long, value_name = "PATH")]
+    digest_store: Option<PathBuf>,
+    /// Make all mtimes zero
+    #[arg(long)]
+    use_epoch: bool,
+    /// Don't store device nodes
+    #[arg(long)]
+    skip_devices: bool,
+    /// Don't store file xattrs
+    #[arg(long)]
+    skip_xattrs: bool,
+    /// Only store user.* xattrs
+    #[arg(long)]
+    user_xattrs: bool,
+    /// Print the digest of the image
+    #[arg(long)]
+    print_digest: bool,
+    /// Print the digest of the image, don't write image
+    #[arg(long)]
+    print_digest_only: bool,
+    /// The source is a dump file, not a directory
+    #[arg(long)]
+    from_file: bool,
+    /// Use this minimal format version (default: 0)
+    #[arg(long, value_name = "N")]
+    min_version: Option<i64>,
+    /// Use this maximum format version (default: 1, or 0 with --min-version)
+    #[arg(long, value_name = "N")]
+    max_version: Option<i64>,
+    /// Threads that calculate digests and copy files (default: one per processor)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// Directory or dump file; `-` is standard input
+    source: PathBuf,
+    /// Image file; `-` is standard output
+    #[arg(required_unless_present = "print_digest_only", conflicts_with = "print_digest_only")]
+    image: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: &Args) -> Outcome {
-    // Usually `main` has taken this way already; here end those who put a global option first, which
-    // mkcomposefs does not have.
-    match args.args.len() {
-        0 => Err(Fail::usage("mkcomposefs: no arguments (see `cofolio help mkcomposefs`)").into()),
-        _ => {
-            let failed = crate::mkcomposefs::main(&args.args) != std::process::ExitCode::SUCCESS;
-            Ok(if failed { Exit::Failure } else { Exit::Ok })
+/// `getopt_long` lets long options be cut short, and given again.
+#[derive(Debug, clap::Parser)]
+#[command(
+    name = "mkcomposefs",
+    infer_long_args = true,
+    args_override_self = true,
+    disable_help_flag = true
+)]
+struct Alone {
+    #[command(flatten)]
+    args: Args,
+}
+
+/// The whole program, with the arguments from its name on. Exit code 0 or 1, the digest on standard
+/// output, messages on standard error.
+pub(crate) fn main(args: &[OsString]) -> ExitCode {
+    match Alone::try_parse_from(args) {
+        Ok(alone) => run(&alone.args),
+        Err(error) => {
+            let _ = write!(io::stderr(), "{error}");
+            ExitCode::FAILURE
         }
     }
+}
+
+pub(crate) fn run(args: &Args) -> ExitCode {
+    match make(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "mkcomposefs: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn make(args: &Args) -> anyhow::Result<()> {
+    // Opened before the source is looked at, as mkcomposefs does.
+    let mut sink: Box<dyn Write> = match args.image.as_deref() {
+        None => Box::new(io::sink()),
+        Some(image) if image.as_os_str() == "-" => {
+            let stdout = io::stdout();
+            anyhow::ensure!(!stdout.is_terminal(), "stdout is a tty.  Refusing to use it");
+            Box::new(stdout.lock())
+        }
+        Some(image) => Box::new(File::create(image).context("failed to open output file")?),
+    };
+    let source = args.source.as_path();
+    let tree = if args.from_file {
+        compose::tree_from_dump(source)?
+    } else {
+        anyhow::ensure!(
+            !(args.skip_xattrs && args.user_xattrs),
+            "--skip-xattrs contradicts --user-xattrs"
+        );
+        let options = ScanOptions {
+            skip_xattrs: args.skip_xattrs,
+            user_xattrs: args.user_xattrs,
+            skip_devices: args.skip_devices,
+            use_epoch: args.use_epoch,
+            threads: args.threads.map_or(0, usize::from),
+            ..ScanOptions::like_mkcomposefs()
+        };
+        // mkcomposefs does not follow the source itself.
+        if source.symlink_metadata().is_ok_and(|meta| meta.is_symlink()) {
+            anyhow::bail!("cannot write file: {} is a symbolic link", source.display());
+        }
+        compose::tree_from_directory(
+            source,
+            &options,
+            args.digest_store.as_deref(),
+            &Task::default(),
+        )?
+    };
+    // mkcomposefs keeps versions in 32 bits without a sign, so a negative one is simply too large.
+    let version = |number: Option<i64>| u32::try_from(number.unwrap_or(0)).unwrap_or(u32::MAX);
+    let options = match (args.min_version, args.max_version) {
+        (None, None) => WriteOptions { min_version: 0, max_version: 1 },
+        (min, max) => WriteOptions { min_version: version(min), max_version: version(max) },
+    };
+    let (_, digest) =
+        compose::write_image(&tree, &options, &mut sink).context("cannot write file")?;
+    if args.print_digest || args.print_digest_only {
+        drop(sink);
+        writeln!(io::stdout(), "{digest}")?;
+    }
+    Ok(())
 }

@@ -51,6 +51,11 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         // It ends as its container does.
         Command::Run(args) => return Ok(run::run(&args, &context)),
         Command::Exec(args) => return exec::run(&args, &context),
+        // With a global option first, which mkcomposefs does not have: else `main` has done it.
+        Command::Mkcomposefs(args) => {
+            let failed = mkcomposefs::run(&args) != std::process::ExitCode::SUCCESS;
+            Ok(if failed { Exit::Failure } else { Exit::Ok })
+        }
         Command::Ps(args) => ps::run(&args, &context),
         Command::Stop(args) => stop::run(&args, &context),
         Command::Import(args) => import::run(&args, &context),
@@ -82,7 +87,6 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Config(args) => config::run(&args, &context),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args, &context),
-        Command::Mkcomposefs(args) => mkcomposefs::run(&args),
     };
     exit.map(Ended::from)
 }

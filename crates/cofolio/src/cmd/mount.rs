@@ -8,6 +8,7 @@ use cofolio_node::mount::{Access, IdMap, MountRequest};
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
 use crate::exit::Exit;
+use crate::progress::Work;
 use crate::trust::TrustArgs;
 
 /// Mount an image at a directory
@@ -20,16 +21,11 @@ use crate::trust::TrustArgs;
     cofolio mount --idmap 0:100000:65536 redis:7.0.15 /mnt/redis\n  \
     cofolio mount --require-verity --digest 5f70bf18… /mnt/redis")]
 pub(crate) struct Args {
-    #[arg(
-        help = "Ref or first digits of a digest; may be left out with --digest",
-        value_name = "IMAGE"
-    )]
+    /// Ref or first digits of a digest; may be left out with --digest
+    #[arg(value_name = "IMAGE")]
     first: OsString,
-    #[arg(
-        help = "Directory to mount at",
-        value_name = "TARGET",
-        required_unless_present = "digest"
-    )]
+    /// Directory to mount at
+    #[arg(value_name = "TARGET", required_unless_present = "digest")]
     second: Option<OsString>,
     /// Make it writable; changes go to a directory of the store's and are gone after umount
     #[arg(long)]
@@ -66,6 +62,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.needs_root()?;
     let domain = context.domain()?;
     // Between the two there may be options, so it is not for the parser to say which one is missing.
     let (name, target) = match &args.second {
@@ -92,7 +89,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         name: image.ref_name.clone(),
         ..MountRequest::new(image.digest, Path::new(target))
     };
-    let record = context.mounter(&domain).mount(&request)?;
+    let work = Work::begin(context.ui, "verifying", "file")?;
+    let record = context.mounter(&domain).with_task(&work.task).mount(&request)?;
+    drop(work);
     if context.ui.json {
         context.ui.json(&record)?;
     } else {

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
@@ -29,6 +29,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
     if args.reconcile {
+        context.needs_root()?;
         let mut failed = Vec::new();
         Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
         failed.extend(mounter.reconcile()?.failed);
@@ -47,20 +48,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         .rev()
         .map(|(name, record)| (record.image, name))
         .collect();
-    let backings: BTreeMap<_, _> = list
-        .pins
-        .iter()
-        .map(|pin| (pin.image, pin.record.as_ref().map(|record| record.backing)))
-        .collect();
+    let pins = list.pins.iter().filter_map(|pin| Some((pin.image, pin.record.as_ref()?)));
+    let pins: BTreeMap<_, _> = pins.collect();
     // Without fs-verity objects are not looked at only where they are immutable.
     let is_unchecked =
-        |record: &PinRecord| record.backend == Backend::Overlay && record.objects_checked == 0;
-    let unchecked: BTreeSet<_> = list
-        .pins
-        .iter()
-        .filter(|pin| pin.record.as_ref().is_some_and(is_unchecked))
-        .map(|pin| pin.image)
-        .collect();
+        |pin: &PinRecord| pin.backend == Backend::Overlay && pin.objects_checked == 0;
     if list.mounts.is_empty() {
         context.ui.note("nothing is mounted");
     } else {
@@ -78,14 +70,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 Some(upper) if upper.keep => "rw, kept",
                 Some(_) => "rw",
             };
-            let backend = match backings.get(&record.image).copied().flatten() {
+            let pin = pins.get(&record.image).copied();
+            let backend = match pin.map(|pin| pin.backing) {
                 Some(Backing::Loop) => format!("{} (loop)", record.backend),
                 _ => record.backend.to_string(),
             };
             let verified = match (record.verity, record.verified) {
                 (true, _) => Cell::left("kernel").tone(Tone::Good),
                 (false, true) => Cell::left("hashed").tone(Tone::Good),
-                (false, false) if unchecked.contains(&record.image) => Cell::left("immutable"),
+                (false, false) if pin.is_some_and(is_unchecked) => Cell::left("immutable"),
                 (false, false) => Cell::left("sizes"),
             };
             let (word, tone) = match state {

@@ -6,7 +6,7 @@ use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
-use crate::ui::{Cell, Table, Tone, human_size, plural};
+use crate::ui::{Table, human_size, plural};
 
 /// Pack an image: make of it one that carries its data, over segments
 ///
@@ -72,11 +72,8 @@ fn show(context: &Context<'_>, report: &PackReport) -> anyhow::Result<()> {
         return Ok(());
     }
     let mut table = Table::plain();
-    let mut row = |name: &str, value: String| {
-        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
-    };
     let segments = plural(report.segments.len() as u64, "segment");
-    row(
+    table.detail(
         "over",
         match report.new_segments {
             0 => segments,
@@ -84,7 +81,7 @@ fn show(context: &Context<'_>, report: &PackReport) -> anyhow::Result<()> {
         },
     );
     if report.form == Form::Lz4 {
-        row("compressed", "LZ4".to_owned());
+        table.detail("compressed", "LZ4".to_owned());
     }
     context.ui.table(&table)?;
     Ok(())

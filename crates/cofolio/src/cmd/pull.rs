@@ -22,12 +22,8 @@ use cofolio_node::config::{Config, Size};
 pub(crate) struct Args {
     #[arg(help = "[docker://][HOST[:PORT]/]NAME[:TAG][@DIGEST]")]
     image: String,
-    #[arg(
-        help = "Name to give the image [default: as it was given, without docker://]",
-        long,
-        short,
-        value_name = "REF"
-    )]
+    /// Name to give the image (default: as it was given, without docker://)
+    #[arg(long, short, value_name = "REF")]
     name: Option<String>,
     #[command(flatten)]
     how: import::HowArgs,
@@ -37,20 +33,14 @@ pub(crate) struct Args {
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Options for registries")]
 pub(crate) struct RegistryArgs {
-    #[arg(
-        help = "Layers that are under way at a time, up to 16 [default: 4]",
-        long,
-        value_name = "N",
-        value_parser = clap::value_parser!(u8).range(1..=16)
-    )]
+    /// Layers that are under way at a time, up to 16 (default: 4)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     jobs: Option<u8>,
     /// What all layers together may take per second, as 500K or 10MiB
     #[arg(long, value_name = "SIZE")]
     limit_rate: Option<Size>,
-    #[arg(
-        help = "Allow plain HTTP with this registry (with one on this machine it is always allowed)",
-        long
-    )]
+    /// Allow plain HTTP with this registry (with one on this machine it is always allowed)
+    #[arg(long)]
     insecure: bool,
 }
 

@@ -1,4 +1,4 @@
-use cofolio_image::export::{self, Exported, How, PushOptions};
+use cofolio_image::export::{self, How, PushOptions};
 use cofolio_image::reference::Reference;
 
 use crate::cmd::export::CompressArgs;
@@ -7,7 +7,7 @@ use crate::cmd::{Outcome, import};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::progress::Work;
-use crate::ui::{Cell, Table, Tone, human_size};
+use crate::ui::{Table, Tone, human_size};
 
 /// Give an image to a registry
 ///
@@ -39,11 +39,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let to = Reference::parse(to)?;
     let domain = context.domain()?;
     let named = context.image(&domain, &args.image)?;
-    let exported = Exported {
-        image: &named.digest,
-        record: named.record.as_ref(),
-        name: named.ref_name.as_deref(),
-    };
     let registry = args.registry.for_registry(&to, &context.config.config)?;
     let options = PushOptions {
         compression: args.compress.compression(),
@@ -51,7 +46,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         registry,
     };
     let work = Work::begin(context.ui, "pushing", "layer")?;
-    let report = export::push(&domain, exported, &to, &options, &work.task)?;
+    let report = export::push(&domain, named.exported(), &to, &options, &work.task)?;
     drop(work);
     if context.ui.json {
         context.ui.json(&report)?;
@@ -63,14 +58,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(Exit::Ok);
     }
     let mut table = Table::plain();
-    let mut row = |name: &str, value: String| {
-        table.row(vec![Cell::left(format!("  {name}")).tone(Tone::Dim), Cell::left(value)]);
-    };
-    row("image id", report.config.to_string());
-    row("manifest", if report.original { "as it came" } else { "new" }.to_owned());
+    table.detail("image id", report.config.to_string());
+    table.detail("manifest", if report.original { "as it came" } else { "new" }.to_owned());
     let of = |how: How| report.layers.iter().filter(move |layer| layer.how == how);
     let sent = of(How::Sent).map(|layer| layer.size).sum();
-    row(
+    table.detail(
         "layers",
         format!(
             "{}: {} sent ({}), {} mounted, {} there already",
@@ -82,9 +74,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         ),
     );
     if report.known {
-        row("tag", "led there already".to_owned());
+        table.detail("tag", "led there already".to_owned());
     }
-    row("took", import::human_time(report.duration_ms));
+    table.detail("took", import::human_time(report.duration_ms));
     context.ui.table(&table)?;
     Ok(Exit::Ok)
 }

@@ -28,6 +28,8 @@ use crate::cmd::import;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
+use crate::interrupt;
+use crate::progress::Work;
 use crate::trust::{ArrivalArgs, TrustArgs};
 use cofolio_node::config::Size;
 
@@ -64,9 +66,7 @@ const NO_PROGRAM: u8 = 127;
     cofolio run docker://registry.example/team/app:1\n  \
     cofolio run --userns auto --rw --size 1G -v /srv/in:/in:ro builder -- make")]
 pub(crate) struct Args {
-    #[arg(
-        help = "Ref, first digits of a digest, or docker://NAME, which is pulled if the store lacks it"
-    )]
+    /// Ref, first digits of a digest, or docker://NAME, which is pulled if the store lacks it
     image: String,
     /// Arguments in place of the image's own; its entry point stays
     #[arg(trailing_var_arg = true)]
@@ -83,20 +83,18 @@ pub(crate) struct Args {
     /// With --detach: append its output to this file, whatever size that gets
     #[arg(long, value_name = "FILE", requires = "detach")]
     output: Option<PathBuf>,
-    /// With --detach: keep neither exit status nor output; without, the default
-    #[arg(long)]
+    /// With --detach: keep neither exit status nor output
+    #[arg(long, requires = "detach")]
     rm: bool,
     /// With --rw: keep its changes when it has ended, and print their directory
-    #[arg(long, requires = "rw", conflicts_with_all = ["rm", "detach"])]
+    #[arg(long, requires = "rw", conflicts_with = "detach")]
     keep: bool,
-    #[arg(help = "Name, also the host name inside [default: made from the image's]", long)]
+    /// Name, also the host name inside (default: made from the image's)
+    #[arg(long)]
     name: Option<String>,
     /// Make its root writable; changes go with the container
     #[arg(long)]
     rw: bool,
-    /// Leave its root read-only, which is the default
-    #[arg(long, conflicts_with = "rw")]
-    read_only: bool,
     /// With --rw: limit of its changes, as 512M or 2G, by project quota or a filesystem of that size; not with --keep
     #[arg(long, requires = "rw", conflicts_with = "keep")]
     size: Option<Size>,
@@ -181,7 +179,15 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let need = Need::Run(config);
     let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
     let request = Request { check, ..request(args, context, &image)? };
-    let containers = Containers::new(context.mounter(&domain));
+    let work = match args.verify {
+        true => Some(Work::begin(context.ui, "verifying", "file")?),
+        false => None,
+    };
+    let mut mounter = context.mounter(&domain);
+    if let Some(work) = &work {
+        mounter = mounter.with_task(&work.task);
+    }
+    let containers = Containers::new(mounter);
     // Leftovers of killed processes. If one cannot be removed, this container starts nevertheless.
     let mut failed = Vec::new();
     containers.reconcile(&mut failed)?;
@@ -195,12 +201,16 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     // From here on signals are for the container, also those that come before it has started.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
-    crate::interrupt::release();
+    if work.is_none() {
+        interrupt::release();
+    }
     let streams = match args.tty {
         true => Streams::Terminal,
         false => Streams::Ours { input: args.interactive },
     };
     let running = containers.start(&request, &streams)?;
+    drop(work);
+    interrupt::release();
     let passed_on = pass_on(signals, running.runtime_id());
     let (container, status, refusal) = running.wait();
     let left = containers.remove(container);

@@ -30,12 +30,8 @@ pub(crate) struct Args {
     /// PEM file with the private key (PKCS#8); with --attach, with public keys, one of which has signed
     #[arg(long, value_name = "FILE", required_unless_present = "message")]
     key: Option<PathBuf>,
-    #[arg(
-        help = "Also write the signature (64 bytes) to this file",
-        long,
-        short,
-        value_name = "FILE"
-    )]
+    /// Also write the signature (64 bytes) to this file
+    #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Keep this signature, made elsewhere, if it is one of the image by the key
     #[arg(long, value_name = "FILE", conflicts_with = "output")]

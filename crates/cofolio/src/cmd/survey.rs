@@ -5,8 +5,9 @@ use cofolio_image::error::EngineError;
 use cofolio_image::source::engine::containerd::{self, Containerd};
 use cofolio_image::source::engine::containers_storage::{self, Storage};
 use cofolio_image::source::engine::{Container, Inventory, LiveMounts, docker};
-use cofolio_node::survey::{self, Findings, Shared};
+use cofolio_node::survey::{self, Findings};
 use serde::Serialize;
+use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -26,82 +27,32 @@ use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
     cofolio survey --containerd --json | jq .page_cache.all\n  \
     cofolio survey --podman-root /srv/storage --docker")]
 pub(crate) struct Args {
-    #[arg(help = "Look at podman's images [default: at those of each engine that is here]", long)]
+    /// Look at podman's images (default: at those of each engine that is here)
+    #[arg(long)]
     podman: bool,
-    #[arg(
-        help = "Where podman's images are [default: as its storage.conf says]",
-        long,
-        value_name = "DIR"
-    )]
+    /// Where podman's images are (default: as its storage.conf says)
+    #[arg(long, value_name = "DIR")]
     podman_root: Option<PathBuf>,
     /// Look at containerd's images, of all namespaces
     #[arg(long)]
     containerd: bool,
-    #[arg(
-        help = "Where containerd's images are [default: as its config.toml says]",
-        long,
-        value_name = "DIR"
-    )]
+    /// Where containerd's images are (default: as its config.toml says)
+    #[arg(long, value_name = "DIR")]
     containerd_root: Option<PathBuf>,
     /// Look at Docker's images, also those that it keeps with containerd
     #[arg(long)]
     docker: bool,
-    #[arg(
-        help = "Where Docker's images are [default: as its daemon.json says]",
-        long,
-        value_name = "DIR"
-    )]
+    /// Where Docker's images are (default: as its daemon.json says)
+    #[arg(long, value_name = "DIR")]
     docker_root: Option<PathBuf>,
-    #[arg(
-        help = "Threads that read files [default: one per processor, up to 4]",
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        hide_default_value = true
-    )]
+    /// Threads that read files (default: one per processor, up to 4)
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     threads: usize,
 }
 
 /// Kernel memory for one name that was looked at through overlayfs, in bytes: 9.86 MB for 10,700 names in
 /// each further container, measured on Linux 6.18 (`ls -lR`).
 const NAME_BYTES: u64 = 921;
-
-#[derive(Debug, Serialize)]
-struct Report {
-    stores: Vec<StoreReport>,
-    files: u64,
-    contents: u64,
-    disk: Disk,
-    page_cache: PageCache,
-    metadata: Metadata,
-    /// What the survey did not see, in words.
-    unseen: Vec<String>,
-    unseen_files: u64,
-}
-
-#[derive(Debug, Serialize)]
-struct StoreReport {
-    engine: &'static str,
-    root: PathBuf,
-    driver: &'static str,
-    images: u64,
-    layers: u64,
-    containers: u64,
-    containers_mounted: u64,
-}
-
-#[derive(Debug, Serialize)]
-struct Disk {
-    bytes: u64,
-    by_file_bytes: u64,
-}
-
-#[derive(Debug, Serialize)]
-struct PageCache {
-    now: Shared,
-    all: Shared,
-    pages_sampled: u64,
-}
 
 /// Kernel memory for inodes and directory entries of mounted containers if each looked at every name.
 #[derive(Debug, Default, Serialize)]
@@ -136,13 +87,42 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 
     unseen.extend(stores.iter().flat_map(|store| store.unseen.clone()));
     unseen.extend(found.reasons.iter().cloned());
-    let report = Report::new(&stores, &found, unseen);
+    let metadata = Metadata::new(&stores, &found.names);
     if context.ui.json {
-        context.ui.json(&report)?;
+        let stores = stores.iter().map(|store| {
+            json!({
+                "engine": store.engine,
+                "root": store.root,
+                "driver": store.driver,
+                "images": store.images,
+                "layers": store.layers.len(),
+                "containers": store.containers.len(),
+                "containers_mounted": mounted(store),
+            })
+        });
+        context.ui.json(&json!({
+            "stores": stores.collect::<Vec<_>>(),
+            "files": found.files,
+            "contents": found.contents,
+            "disk": {"bytes": found.disk_bytes, "by_file_bytes": found.disk_by_file_bytes},
+            "page_cache": {
+                "now": found.resident,
+                "all": found.all,
+                "pages_sampled": found.pages_sampled,
+            },
+            "metadata": metadata,
+            "unseen": unseen,
+            "unseen_files": found.unseen,
+        }))?;
     } else {
-        show(&report, context)?;
+        show(context, &stores, &found, &metadata, &unseen)?;
     }
     Ok(Exit::Ok)
+}
+
+/// Containers that are mounted now.
+fn mounted(store: &Inventory) -> u64 {
+    store.containers.iter().filter(|container| container.mounted).count() as u64
 }
 
 /// What the engines have that were asked for; if none was, those that are here.
@@ -233,57 +213,30 @@ impl Metadata {
     }
 }
 
-impl StoreReport {
-    fn new(store: &Inventory) -> Self {
-        Self {
-            engine: store.engine,
-            root: store.root.clone(),
-            driver: store.driver,
-            images: store.images,
-            layers: store.layers.len() as u64,
-            containers: store.containers.len() as u64,
-            containers_mounted: store.containers.iter().filter(|c| c.mounted).count() as u64,
-        }
-    }
-}
-
-impl Report {
-    fn new(stores: &[Inventory], found: &Findings, unseen: Vec<String>) -> Self {
-        Self {
-            stores: stores.iter().map(StoreReport::new).collect(),
-            files: found.files,
-            contents: found.contents,
-            disk: Disk { bytes: found.disk_bytes, by_file_bytes: found.disk_by_file_bytes },
-            page_cache: PageCache {
-                now: found.resident,
-                all: found.all,
-                pages_sampled: found.pages_sampled,
-            },
-            metadata: Metadata::new(stores, &found.names),
-            unseen,
-            unseen_files: found.unseen,
-        }
-    }
-}
-
-fn show(report: &Report, context: &Context<'_>) -> anyhow::Result<()> {
+fn show(
+    context: &Context<'_>,
+    stores: &[Inventory],
+    found: &Findings,
+    metadata: &Metadata,
+    unseen: &[String],
+) -> anyhow::Result<()> {
     let ui = context.ui;
-    for store in &report.stores {
+    for store in stores {
         ui.line(format!(
             "{} {} ({}): {}, {}, {}, {} of them mounted",
             ui.paint(Tone::Bold, store.engine),
             store.root.display(),
             store.driver,
             plural(store.images, "image"),
-            plural(store.layers, "layer"),
-            plural(store.containers, "container"),
-            human_count(store.containers_mounted),
+            plural(store.layers.len() as u64, "layer"),
+            plural(store.containers.len() as u64, "container"),
+            human_count(mounted(store)),
         ))?;
     }
     ui.line(format!(
         "{}, {} different\n",
-        plural(report.files, "file"),
-        human_count(report.contents)
+        plural(found.files, "file"),
+        human_count(found.contents)
     ))?;
     let mut table =
         Table::new(&["", "NOW", "EQUAL FILES ONCE", "SAVED", "EQUAL PAGES ONCE", "SAVED"]);
@@ -295,17 +248,13 @@ fn show(report: &Report, context: &Context<'_>) -> anyhow::Result<()> {
             Cell::right(format!("{:.1} %", 100.0 * part)).tone(Tone::Good)
         }
     };
-    let disk = &report.disk;
     table.row(vec![
         Cell::left("disk"),
-        Cell::size(disk.bytes),
-        Cell::size(disk.by_file_bytes),
-        saved(disk.bytes, disk.by_file_bytes),
+        Cell::size(found.disk_bytes),
+        Cell::size(found.disk_by_file_bytes),
+        saved(found.disk_bytes, found.disk_by_file_bytes),
     ]);
-    for (name, row) in [
-        ("page cache, now", report.page_cache.now),
-        ("page cache, all read", report.page_cache.all),
-    ] {
+    for (name, row) in [("page cache, now", found.resident), ("page cache, all read", found.all)] {
         table.row(vec![
             Cell::left(name),
             Cell::size(row.bytes),
@@ -316,11 +265,10 @@ fn show(report: &Report, context: &Context<'_>) -> anyhow::Result<()> {
         ]);
     }
     ui.table(&table)?;
-    if report.page_cache.pages_sampled > 1 {
-        ui.line(format!("pages: estimated from one in {}", report.page_cache.pages_sampled))?;
+    if found.pages_sampled > 1 {
+        ui.line(format!("pages: estimated from one in {}", found.pages_sampled))?;
     }
     ui.line("")?;
-    let metadata = &report.metadata;
     if !metadata.containers.is_empty() {
         ui.line(format!(
             "metadata of {}, an estimate ({NAME_BYTES} bytes for each name looked at): \
@@ -331,10 +279,10 @@ fn show(report: &Report, context: &Context<'_>) -> anyhow::Result<()> {
         ))?;
     }
     ui.line("not counted: what containers have changed, and Cofolio's own metadata images")?;
-    for line in &report.unseen {
+    for line in unseen {
         ui.line(format!("{} {line}", ui.paint(Tone::Warn, "not seen:")))?;
     }
-    let further = report.unseen_files.saturating_sub(report.unseen.len() as u64);
+    let further = found.unseen.saturating_sub(unseen.len() as u64);
     if further > 0 {
         ui.line(format!(
             "{} {}",

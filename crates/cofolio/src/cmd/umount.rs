@@ -33,6 +33,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.needs_root()?;
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
     if args.discard {

@@ -255,15 +255,8 @@ impl Sandbox {
         Replaced { path: path.to_owned(), aside, flags }
     }
 
-    /// What the kernel has mounted below the sandbox, outermost first, but for run directories, which
-    /// stay mounts of their own.
+    /// What the kernel has mounted below the sandbox, outermost first.
     pub(crate) fn mounted(&self) -> Vec<PathBuf> {
-        let mut mounted = self.all_mounted();
-        mounted.retain(|target| !target.join("locks/run").is_file());
-        mounted
-    }
-
-    fn all_mounted(&self) -> Vec<PathBuf> {
         let dir = fs::canonicalize(self.dir.path()).unwrap();
         let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let targets = table.lines().filter_map(|line| line.split(' ').nth(4));
@@ -274,7 +267,7 @@ impl Sandbox {
 impl Drop for Sandbox {
     fn drop(&mut self) {
         let flags = rustix::mount::UnmountFlags::DETACH;
-        for target in self.all_mounted().iter().rev() {
+        for target in self.mounted().iter().rev() {
             let _ = rustix::mount::unmount(target, flags);
         }
         release(&self.path("store"));

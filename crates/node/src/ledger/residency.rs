@@ -39,32 +39,17 @@ pub fn pages_of(size: u64) -> u64 {
 /// # Errors
 /// [`LedgerError::Io`] when the file cannot be opened or mapped.
 pub fn mincore(path: &Path) -> Result<Residency> {
-    let file = File::open(path).map_err(LedgerError::io(path))?;
-    mincore_file(&file).map_err(LedgerError::io(path))
+    let ask = || {
+        let file = File::open(path)?;
+        let size = file.metadata()?.len();
+        let resident = FileMap::new(&file, size)?.resident_pages()?;
+        Ok(Residency { pages: pages_of(size), resident })
+    };
+    ask().map_err(LedgerError::io(path))
 }
 
-/// [`mincore`] of a file that is open.
-///
-/// # Errors
-/// Those of fstat(2), mmap(2) and mincore(2).
-pub fn mincore_file(file: &File) -> std::io::Result<Residency> {
-    let size = file.metadata()?.len();
-    let resident = FileMap::new(file, size)?.resident_pages()?;
-    Ok(Residency { pages: pages_of(size), resident })
-}
-
-/// Asks cachestat(2), which is cheaper, but answers for the opened file's own mapping only and also
-/// counts pages past the end of the file.
-///
-/// # Errors
-/// [`LedgerError::Io`] when the file cannot be opened or the kernel does not tell (before 6.5, or
-/// from 6.15 on a file that the caller neither owns nor may write).
-pub fn cachestat(path: &Path) -> Result<Residency> {
-    let file = File::open(path).map_err(LedgerError::io(path))?;
-    cachestat_file(&file).map_err(LedgerError::io(path))
-}
-
-/// [`cachestat`] of a file that is open; also of a block device, whose size then counts as 0 pages.
+/// Asks cachestat(2), which is cheaper, but answers for the opened file's own mapping only and also counts
+/// pages past the end of the file. The size of a block device counts as 0 pages.
 ///
 /// # Errors
 /// Those of fstat(2) and cachestat(2).
@@ -78,7 +63,8 @@ pub fn cachestat_file(file: &File) -> std::io::Result<Residency> {
 /// Merkle trees of fs-verity there (`Documentation/filesystems/fsverity.rst`).
 ///
 /// # Errors
-/// As for [`cachestat`].
+/// [`LedgerError::Io`] when the file cannot be opened or the kernel does not tell (before 6.5, or from 6.15 on
+/// a file that the caller neither owns nor may write).
 pub fn past_end(path: &Path) -> Result<u64> {
     let file = File::open(path).map_err(LedgerError::io(path))?;
     let size = file.metadata().map_err(LedgerError::io(path))?.len();
@@ -92,7 +78,7 @@ pub fn past_end(path: &Path) -> Result<u64> {
 /// cgroup's limit or DAMON took these.
 ///
 /// # Errors
-/// As for [`cachestat`].
+/// As for [`past_end`].
 pub fn evicted(path: &Path) -> Result<u64> {
     let file = File::open(path).map_err(LedgerError::io(path))?;
     let stat = cache::cachestat(&file, 0, 0).map_err(LedgerError::io(path))?;
@@ -135,7 +121,7 @@ mod tests {
         }
         let three = Residency { pages: 64, resident: 3 };
         assert_eq!(mincore(file.path()).unwrap(), three);
-        assert_eq!(cachestat(file.path()).unwrap(), three);
+        assert_eq!(cachestat_file(file.as_file()).unwrap(), three);
         assert_eq!(past_end(file.path()).unwrap(), 0, "nothing is there but of fs-verity");
     }
 

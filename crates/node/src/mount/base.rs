@@ -6,7 +6,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use cofolio_store::{Backend, Base, Digest, Domain};
+use cofolio_store::{Backend, Base, Digest};
 
 use super::error::MountError;
 use super::pin::{EROFS_MAGIC, mounted_root};
@@ -31,34 +31,29 @@ pub(super) fn image_of_user(user: &str) -> Option<Digest> {
 
 impl Mounter<'_> {
     /// Pins the base of an image that is about to be pinned, and says there who needs it.
-    pub(super) fn hold_base(&self, domain: &Domain, image: &Digest) -> Result<(), MountError> {
-        self.hold_base_below(domain, image, &mut Vec::new())
+    pub(super) fn hold_base(&self, image: &Digest) -> Result<(), MountError> {
+        self.hold_base_below(image, &mut Vec::new())
     }
 
-    fn hold_base_below(
-        &self,
-        domain: &Domain,
-        image: &Digest,
-        above: &mut Vec<Digest>,
-    ) -> Result<(), MountError> {
-        let at = self.run.image_dir(domain.name(), image).join("erofs");
+    fn hold_base_below(&self, image: &Digest, above: &mut Vec<Digest>) -> Result<(), MountError> {
+        let at = self.run.image_dir(self.domain.name(), image).join("erofs");
         above.push(*image);
-        if domain.backend()? != Backend::Overlay || mounted_root(&at, EROFS_MAGIC)?.is_some() {
+        if self.domain.backend()? != Backend::Overlay || mounted_root(&at, EROFS_MAGIC)?.is_some() {
             return Ok(());
         }
-        let Some(Base { base, .. }) = domain.base_of(image)? else { return Ok(()) };
+        let Some(Base { base, .. }) = self.domain.base_of(image)? else { return Ok(()) };
         if above.len() >= DEPTH_MAX || above.contains(&base) {
             return Ok(());
         }
-        self.hold_base_below(domain, &base, above)?;
+        self.hold_base_below(&base, above)?;
         self.run.prepare()?;
         let lock = self.run.lock_image(&base)?;
         // By somebody who may have mounted the image over it since.
-        let held = self.holds(domain.name(), &base, image);
-        mark_user(&self.run, domain.name(), &base, &user_name(image))?;
-        if self.pinned(domain, &base, &lock, false).is_err() && !held {
-            self.unmark(domain.name(), &base, image)?;
-            self.unpin_if_idle(domain.name(), &base, &lock)?;
+        let held = self.holds(self.domain.name(), &base, image);
+        mark_user(&self.run, self.domain.name(), &base, &user_name(image))?;
+        if self.pinned(&base, &lock, false).is_err() && !held {
+            self.unmark(self.domain.name(), &base, image)?;
+            self.unpin_if_idle(self.domain.name(), &base, &lock)?;
         }
         Ok(())
     }
@@ -71,35 +66,30 @@ impl Mounter<'_> {
     /// Mounts what an image has besides its base, detached, if the base is held for it.
     pub(super) fn mount_delta(
         &self,
-        domain: &Domain,
         image: &Digest,
         scratch: BorrowedFd<'_>,
     ) -> Result<Option<OverBase>, MountError> {
-        let Some(base) = domain.base_of(image)? else { return Ok(None) };
-        if !self.holds(domain.name(), &base.base, image) {
+        let Some(base) = self.domain.base_of(image)? else { return Ok(None) };
+        if !self.holds(self.domain.name(), &base.base, image) {
             return Ok(None);
         }
-        let Ok(layers) = self.mounted_layers(domain, &base.base) else { return Ok(None) };
-        let Ok((mount, record)) = self.mount_image(domain, &base.delta, image, scratch) else {
+        let Ok(layers) = self.mounted_layers(&base.base) else { return Ok(None) };
+        let Ok((mount, record)) = self.mount_image(&base.delta, image, scratch) else {
             return Ok(None);
         };
-        let below = self.pin_record(domain.name(), &base.base)?;
+        let below = self.pin_record(self.domain.name(), &base.base)?;
         let verity = record.verity && below.is_some_and(|below| below.verity);
         let record = PinRecord { base: Some(base.base), verity, ..record };
         Ok(Some((mount, record, layers)))
     }
 
     /// The roots of the EROFS mounts that show a pinned image together, the topmost first.
-    pub(super) fn mounted_layers(
-        &self,
-        domain: &Domain,
-        image: &Digest,
-    ) -> Result<Vec<OwnedFd>, MountError> {
+    pub(super) fn mounted_layers(&self, image: &Digest) -> Result<Vec<OwnedFd>, MountError> {
         let mut layers = Vec::new();
         let mut next = Some(*image);
         while let Some(image) = next {
-            let at = self.run.image_dir(domain.name(), &image).join("erofs");
-            let record = self.pin_record(domain.name(), &image)?;
+            let at = self.run.image_dir(self.domain.name(), &image).join("erofs");
+            let record = self.pin_record(self.domain.name(), &image)?;
             let root = mounted_root(&at, EROFS_MAGIC)?;
             let usable = record.filter(|record| record.backend == Backend::Overlay).zip(root);
             let Some((record, root)) = usable.filter(|_| layers.len() < DEPTH_MAX) else {

@@ -1,5 +1,6 @@
 //! What is checked of an image before it is mounted.
 
+use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
@@ -14,83 +15,55 @@ impl Mounter<'_> {
     /// Compares the size of every object with what the image says; returns how many there are.
     ///
     /// An unprotected object that was cut short reads short without an error, so this is the last
-    /// moment to notice. A stat takes 2 us of a processor, so that ten thousand objects take it 20 ms,
-    /// once per pin. All processors share in it, as far as there are threads to be had.
+    /// moment to notice. A stat takes 2 us, so ten thousand objects take 20 ms, once per pin.
     pub(super) fn check_sizes(
         &self,
         file: &StoredFile,
         image: &Digest,
         objects: &Path,
     ) -> Result<u64, MountError> {
-        /// Below this another thread takes longer to start than it saves.
-        const OBJECTS_PER_THREAD_MIN: usize = 500;
-        let mut sizes = Vec::new();
-        let visit = &mut |object: Digest, size: u64| sizes.push((object, size));
-        self.contents.image_objects(file, visit).map_err(|error| MountError::ImageInvalid {
-            image: *image,
-            reason: error.to_string(),
-        })?;
         let dir = open_dir(objects).at("open", objects)?;
+        let (mut count, mut checked) = (0, Ok(()));
         // A content with several names is looked at as often: remembering it would cost more.
-        let check = |part: &[(Digest, u64)]| {
-            let mut part = part.iter();
-            part.try_for_each(|(object, size)| {
-                check_size(dir.as_fd(), objects, image, object, *size)
-            })
+        let mut visit = |object: Digest, size: u64| {
+            count += 1;
+            if checked.is_ok() {
+                checked = check_size(dir.as_fd(), objects, image, &object, size);
+            }
         };
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = processors.min(sizes.len() / OBJECTS_PER_THREAD_MIN).max(1);
-        std::thread::scope(|scope| {
-            let mut parts = sizes.chunks(sizes.len().div_ceil(threads).max(1));
-            let own = parts.next().unwrap_or_default();
-            let spawn = |part| {
-                std::thread::Builder::new()
-                    .spawn_scoped(scope, move || check(part))
-                    .map_err(|_| part)
-            };
-            let others: Vec<_> = parts.map(spawn).collect();
-            others.into_iter().fold(check(own), |checked, other| {
-                let other = match other {
-                    Ok(thread) => {
-                        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-                    }
-                    // No thread was to be had.
-                    Err(part) => check(part),
-                };
-                checked.and(other)
-            })
-        })?;
-        Ok(sizes.len() as u64)
+        let read = self.contents.image_objects(file, &mut visit);
+        read.map_err(|error| damaged(image, error.to_string()))?;
+        checked.map(|()| count)
     }
 }
 
-/// The image's bytes give its digest. With fs-verity the kernel has done the work. In a store that has
-/// it, an image without it is refused even if its bytes are right today: the mount would be said to
-/// be checked by the kernel, which would not notice if they were altered tomorrow.
+/// An image with damage; `reason` says what and where.
+pub(super) fn damaged(image: &Digest, reason: String) -> MountError {
+    MountError::Damaged { image: *image, reason }
+}
+
+/// What is wrong with the digest of a file, which should be `expected`. With fs-verity the kernel has
+/// done the work. In a store that has it, a file without it is refused even if its bytes are right
+/// today: the kernel would not notice if they were altered tomorrow.
 pub(crate) fn check_digest(
     file: &StoredFile,
-    image: &Digest,
+    expected: &Digest,
     verity: bool,
-) -> Result<(), MountError> {
-    use std::io::Read as _;
+) -> Result<Option<String>, MountError> {
     let found = match measured(file)? {
         Some(digest) => digest,
-        None if verity => return Err(MountError::ImageUnprotected { image: *image }),
-        _ => {
+        None if verity => {
+            let reason = "it has no fs-verity, which this store has: it was replaced";
+            return Ok(Some(reason.to_owned()));
+        }
+        None => {
             let mut hasher = verity::Hasher::new();
-            let mut reader = file.reader();
-            let mut buffer = vec![0; 256 << 10];
-            loop {
-                match reader.read(&mut buffer) {
-                    Ok(0) => break hasher.finish(),
-                    Ok(length) => hasher.update(&buffer[..length]),
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error).at("read", file.path()),
-                }
-            }
+            let mut reader = BufReader::with_capacity(256 << 10, file.reader());
+            std::io::copy(&mut reader, &mut hasher).at("read", file.path())?;
+            hasher.finish()
         }
     };
-    if found == *image { Ok(()) } else { Err(MountError::ImageAltered { image: *image, found }) }
+    Ok((found != *expected).then(|| format!("it has digest {found}: it was altered")))
 }
 
 /// The fs-verity digest that the kernel has of a file, if it has one.
@@ -124,12 +97,13 @@ fn check_size(
     let found = match rustix::fs::statx(dir, &path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::SIZE) {
         Ok(stat) => stat.stx_size,
         Err(rustix::io::Errno::NOENT) => {
-            return Err(MountError::ObjectMissing { image: *image, object: path });
+            return Err(damaged(image, format!("object {path} is missing")));
         }
         Err(errno) => return Err(errno).at("look at", objects.join(path)),
     };
     if found == expected {
         return Ok(());
     }
-    Err(MountError::ObjectSize { image: *image, object: path, expected, found })
+    let reason = format!("object {path} has {found} bytes instead of {expected}");
+    Err(damaged(image, reason))
 }

@@ -38,14 +38,6 @@ pub enum MountError {
         /// What the kernel refused.
         source: KernelError,
     },
-    /// The kernel has no such filesystem.
-    #[error("the kernel has no {filesystem}: load its module, or build it with {config}")]
-    NoFilesystem {
-        /// `erofs` or `overlay`.
-        filesystem: &'static str,
-        /// Its build option.
-        config: &'static str,
-    },
     /// The kernel cannot do this.
     #[error("this kernel cannot do {feature} ({needs})")]
     NoFeature {
@@ -74,26 +66,12 @@ pub enum MountError {
         /// The image.
         image: Digest,
     },
-    /// The metadata image has no fs-verity although the store's filesystem has it.
-    #[error("image {image} has no fs-verity, which this store has: it was replaced")]
-    ImageUnprotected {
-        /// Its name.
+    /// The image or an object of it is not what it should be.
+    #[error("image {image} is damaged: {reason}")]
+    Damaged {
+        /// The image.
         image: Digest,
-    },
-    /// The metadata image is not what its name says.
-    #[error("image {image} has digest {found}: it was altered")]
-    ImageAltered {
-        /// Its name.
-        image: Digest,
-        /// What its bytes give.
-        found: Digest,
-    },
-    /// The metadata image cannot be read as one.
-    #[error("image {image} is not a metadata image: {reason}")]
-    ImageInvalid {
-        /// Its name.
-        image: Digest,
-        /// The parser's words, with the offset.
+        /// What is wrong, and where.
         reason: String,
     },
     /// The pack of an image, or a segment that it needs, is not what it should be.
@@ -109,34 +87,6 @@ pub enum MountError {
     NotShared {
         /// Where it was.
         at: PathBuf,
-    },
-    /// An object that the image needs is not in the store.
-    #[error("object {object} of image {image} is missing")]
-    ObjectMissing {
-        /// The image.
-        image: Digest,
-        /// Digest or path of the object.
-        object: String,
-    },
-    /// An object is not as long as the image says.
-    #[error("object {object} of image {image} has {found} bytes instead of {expected}")]
-    ObjectSize {
-        /// The image.
-        image: Digest,
-        /// Digest or path of the object.
-        object: String,
-        /// What the image says, in bytes.
-        expected: u64,
-        /// What is there, in bytes.
-        found: u64,
-    },
-    /// Verification found damage.
-    #[error("image {image} is damaged: {}: {}", finding.path, finding.detail)]
-    Altered {
-        /// The image.
-        image: Digest,
-        /// The first thing that is wrong.
-        finding: Box<cofolio_store::Finding>,
     },
     /// The directory to mount at cannot be used.
     #[error("cannot mount at {}: {problem}", target.display())]
@@ -175,6 +125,12 @@ pub enum MountError {
     /// No record of ours has this target or id.
     #[error("{0} is not a mount that Cofolio made")]
     NotMounted(String),
+    /// A mount of ours, or a bind of one, whose record is lost: the run directory may have been emptied.
+    #[error("{} is a mount of Cofolio's that has no record", target.display())]
+    NoRecord {
+        /// The directory.
+        target: PathBuf,
+    },
     /// The mount is in another mount namespace, where this process cannot reach it.
     #[error("mount {id} at {} was made in another mount namespace", target.display())]
     OtherNamespace {
@@ -273,19 +229,11 @@ impl MountError {
     pub fn code(&self) -> Code {
         match self {
             Self::NoPrivilege { .. }
-            | Self::NoFilesystem { .. }
             | Self::NoFeature { .. }
             | Self::NoVerity { .. }
             | Self::NotShared { .. }
             | Self::NoSizeLimit { .. } => Code::Unsupported,
-            Self::ImageUnprotected { .. }
-            | Self::ImageAltered { .. }
-            | Self::ImageInvalid { .. }
-            | Self::PackInvalid { .. }
-            | Self::ObjectMissing { .. }
-            | Self::ObjectSize { .. }
-            | Self::Altered { .. }
-            | Self::State { .. } => Code::Corrupt,
+            Self::Damaged { .. } | Self::PackInvalid { .. } | Self::State { .. } => Code::Corrupt,
             Self::NotMounted(_) | Self::NotKept { .. } | Self::TargetMissing { .. } => {
                 Code::NotFound
             }
@@ -295,6 +243,7 @@ impl MountError {
             | Self::PinnedWithoutVerity { .. }
             | Self::Covered { .. }
             | Self::CannotKeep { .. }
+            | Self::NoRecord { .. }
             | Self::OtherNamespace { .. } => Code::FailedPrecondition,
             Self::Target { .. }
             | Self::Upper { .. }
@@ -315,8 +264,9 @@ impl MountError {
         }
     }
 
-    /// A refusal of the kernel, told as what it means where that is known.
-    pub(crate) fn from_kernel(error: KernelError, asked: Asked) -> Self {
+    /// A refusal of the kernel, told as what it means where that is known; `idmapped` says whether an id map
+    /// was asked for.
+    pub(crate) fn from_kernel(error: KernelError, idmapped: bool) -> Self {
         use rustix::io::Errno;
         const LABEL: &str = "overlay: context=";
         let feature = |feature, needs, source| Self::NoFeature { feature, needs, source };
@@ -324,10 +274,10 @@ impl MountError {
             Errno::PERM | Errno::ACCESS => Self::NoPrivilege { source: error },
             Errno::NOSYS => feature("the new mount API", "Linux 5.12", error),
             Errno::NODEV if error.what.starts_with("erofs: fsopen") => {
-                Self::NoFilesystem { filesystem: "erofs", config: "CONFIG_EROFS_FS" }
+                feature("erofs", "its module, or CONFIG_EROFS_FS", error)
             }
             Errno::NODEV if error.what.starts_with("overlay: fsopen") => {
-                Self::NoFilesystem { filesystem: "overlay", config: "CONFIG_OVERLAY_FS" }
+                feature("overlay", "its module, or CONFIG_OVERLAY_FS", error)
             }
             Errno::INVAL if error.what.starts_with("erofs: inode_share") => {
                 let needs = "Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE";
@@ -350,10 +300,10 @@ impl MountError {
             Errno::INVAL if error.what.starts_with("overlay: lowerdir") => {
                 feature("data-only layers of overlayfs", "Linux 6.5", error)
             }
-            Errno::INVAL if asked.idmap && error.what == "overlay: create" => {
+            Errno::INVAL if idmapped && error.what == "overlay: create" => {
                 feature("overlays over id-mapped mounts", "Linux 6.15", error)
             }
-            Errno::INVAL if asked.idmap && error.what.contains("id map") => feature(
+            Errno::INVAL if idmapped && error.what.contains("id map") => feature(
                 "id maps on erofs",
                 "Linux 5.19; ids must lie in this process's own user namespace",
                 error,
@@ -367,10 +317,9 @@ fn shown(store: &Option<PathBuf>) -> std::path::Display<'_> {
     store.as_deref().unwrap_or(Path::new("the store")).display()
 }
 
-/// What the request contained that a kernel may lack.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Asked {
-    pub(crate) idmap: bool,
+/// A refusal of the kernel where no id map was asked for.
+pub(crate) fn refused(error: KernelError) -> MountError {
+    MountError::from_kernel(error, false)
 }
 
 /// Names the path of an I/O error.

@@ -282,20 +282,18 @@ fn erofs_from_with(
     result.map_err(|error| KernelError::from_io("erofs: thread", &error))?
 }
 
-/// How overlayfs is told its layers. Newer kernels know more than one way.
+/// How overlayfs is told its layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LayerStyle {
     /// `lowerdir+` and `datadir+` by descriptor (Linux 6.13).
     Descriptor,
-    /// `lowerdir+` and `datadir+` by path (Linux 6.7).
-    Append,
     /// `lowerdir=metadata::objects` (Linux 6.5).
     List,
 }
 
 impl LayerStyle {
-    /// Best first.
-    pub(crate) const ALL: [Self; 3] = [Self::Descriptor, Self::Append, Self::List];
+    /// The better one first.
+    pub(crate) const ALL: [Self; 2] = [Self::Descriptor, Self::List];
 }
 
 /// An overlay of one image.
@@ -362,31 +360,21 @@ impl Overlay<'_> {
     fn layers(&self, context: &Context, style: LayerStyle) -> Result<(), KernelError> {
         // `/proc/self/fd/N` needs none of the escapes that other paths need here.
         let path = |fd: BorrowedFd<'_>| format!("/proc/self/fd/{}", fd.as_raw_fd());
-        match style {
-            LayerStyle::Descriptor => {
-                self.metadata.iter().try_for_each(|layer| context.fd("lowerdir+", *layer))?;
-                context.fd("datadir+", self.objects)?;
-                if let Some((upper, work)) = self.upper {
-                    context.fd("upperdir", upper)?;
-                    context.fd("workdir", work)?;
-                }
-                return Ok(());
+        if style == LayerStyle::Descriptor {
+            self.metadata.iter().try_for_each(|layer| context.fd("lowerdir+", *layer))?;
+            context.fd("datadir+", self.objects)?;
+            if let Some((upper, work)) = self.upper {
+                context.fd("upperdir", upper)?;
+                context.fd("workdir", work)?;
             }
-            LayerStyle::Append => {
-                for layer in self.metadata {
-                    context.string("lowerdir+", &path(*layer))?;
-                }
-                context.string("datadir+", &path(self.objects))?;
-            }
-            LayerStyle::List => {
-                let metadata: Vec<_> = self.metadata.iter().map(|layer| path(*layer)).collect();
-                let layers = format!("{}::{}", metadata.join(":"), path(self.objects));
-                context.string("lowerdir", &layers)?;
-            }
+            return Ok(());
         }
+        let metadata: Vec<_> = self.metadata.iter().map(|layer| path(*layer)).collect();
+        let layers = format!("{}::{}", metadata.join(":"), path(self.objects));
+        context.string("lowerdir", &layers)?;
         if let Some((upper, work)) = self.upper {
-            context.string("upperdir", &path(upper))?;
-            context.string("workdir", &path(work))?;
+            context.layer("upperdir", upper)?;
+            context.layer("workdir", work)?;
         }
         Ok(())
     }
@@ -397,15 +385,10 @@ impl Overlay<'_> {
         if self.upper.is_none() {
             return Ok(());
         }
-        let open = rustix::fs::openat(
-            mount,
-            ".",
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        );
-        let stat = open
-            .and_then(rustix::fs::fstatvfs)
-            .map_err(|errno| KernelError::new("overlay: statvfs", errno))?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = rustix::fs::openat(mount, ".", flags, Mode::empty());
+        let stat = open.and_then(rustix::fs::fstatvfs);
+        let stat = stat.map_err(|errno| KernelError::new("overlay: statvfs", errno))?;
         if stat.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY) {
             let mut error = KernelError::new("overlay: create", Errno::ROFS);
             error.messages.push(

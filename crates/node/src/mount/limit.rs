@@ -15,7 +15,7 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
-use super::error::{At as _, MountError};
+use super::error::{At as _, MountError, refused};
 use super::kernel::{self, Context, attach, open_dir};
 
 /// What keeps changes from growing.
@@ -137,8 +137,7 @@ fn make_filesystem(dir: &Path, bytes: u64) -> Result<(), MountError> {
 /// Takes the filesystem out of sight; whoever mounted it in an overlay keeps it.
 pub(crate) fn put_away(dir: &Path) -> Result<(), MountError> {
     let at = root(dir);
-    kernel::unmount(&at, true)
-        .map_err(|error| MountError::from_kernel(error, super::error::Asked::default()))
+    kernel::unmount(&at, true).map_err(refused)
 }
 
 /// Takes back what [`set`] did to a directory that is about to be removed, as far as it is there.

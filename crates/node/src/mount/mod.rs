@@ -36,6 +36,7 @@ mod reconcile;
 mod request;
 mod share;
 mod state;
+mod target;
 #[cfg(test)]
 mod tests;
 mod upper;
@@ -61,11 +62,12 @@ pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 pub use upper::Kept;
 
-use error::{Asked, At as _};
+use error::{At as _, refused};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
 use reconcile::{Kernel, Place};
 use state::ImageLock;
 pub(crate) use state::list;
+use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.
 pub struct Mounter<'a> {
@@ -77,7 +79,7 @@ pub struct Mounter<'a> {
     on_step: Option<&'a (dyn Fn(Step) + Sync)>,
     styles: Vec<LayerStyle>,
     force_loop: bool,
-    defer_removal: bool,
+    task: Task,
 }
 
 impl<'a> Mounter<'a> {
@@ -92,14 +94,14 @@ impl<'a> Mounter<'a> {
             on_step: None,
             styles: LayerStyle::ALL.to_vec(),
             force_loop: false,
-            defer_removal: false,
+            task: Task::default(),
         }
     }
 
-    /// Looks `/proc` up under another root.
+    /// [`Check::Verify`] tells `task` how far it is, and ends when that is cancelled.
     #[must_use]
-    pub fn with_root(mut self, root: impl Into<PathBuf>) -> Self {
-        self.root = root.into();
+    pub fn with_task(mut self, task: &Task) -> Self {
+        self.task = task.clone();
         self
     }
 
@@ -114,15 +116,6 @@ impl<'a> Mounter<'a> {
     #[must_use]
     pub fn with_loop_devices(mut self) -> Self {
         self.force_loop = true;
-        self
-    }
-
-    /// At an unmount, only moves the changes out of sight, and leaves removing them to the next
-    /// [`Mounter::reconcile`]: a container that wrote a million files then stops as fast as one that
-    /// wrote none.
-    #[must_use]
-    pub fn with_deferred_removal(mut self) -> Self {
-        self.defer_removal = true;
         self
     }
 
@@ -163,7 +156,8 @@ impl<'a> Mounter<'a> {
         }
         if request.check != Check::None {
             let file = self.domain.open_image(&request.image)?;
-            check::check_digest(&file, &request.image, verity)?;
+            check::check_digest(&file, &request.image, verity)?
+                .map_or(Ok(()), |reason| Err(check::damaged(&request.image, reason)))?;
         }
         if request.check == Check::Verify {
             self.verify(&request.image)?;
@@ -197,7 +191,7 @@ impl<'a> Mounter<'a> {
             created: now(),
         };
         if request.check == Check::None {
-            self.hold_base(self.domain, &record.image)?;
+            self.hold_base(&record.image)?;
         }
         let lock = self.run.lock_image(&record.image)?;
         if !self.run.claim(&record, &lock)? {
@@ -262,10 +256,7 @@ impl<'a> Mounter<'a> {
         root.boot_id = Some(record.boot_id.clone());
         // Fails if the image is not there; once it is written, the image stays. Of a store that nobody
         // can write to, nobody collects anything either.
-        match self.domain.put_root(&root) {
-            Err(error) if is_read_only(&error) => {}
-            other => other?,
-        }
+        unless_read_only(self.domain.put_root(&root))?;
         self.step(Step::Rooted);
         {
             let _stays = self.run.share_domain(self.domain.name())?;
@@ -273,21 +264,15 @@ impl<'a> Mounter<'a> {
         }
         self.step(Step::Marked);
         if record.created_target {
-            match fs::create_dir(&record.target) {
-                // Somebody else made it meanwhile: then it is not ours to remove.
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-                    record.created_target = false;
-                }
-                other => other.at("create", &record.target)?,
-            }
+            record.created_target = make_target(&record.target)?;
             self.step(Step::TargetMade);
         }
         if let Some(scratch) = &record.scratch {
             upper::make_own(scratch)?;
         }
-        let target = open_dir(&record.target).at("open", &record.target)?;
+        let target = open_resolved(&record.target)?;
 
-        let pin = self.pinned(self.domain, &image, lock, check != Check::None)?;
+        let pin = self.pinned(&image, lock, check != Check::None)?;
         if check == Check::RequireVerity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity { image });
         }
@@ -297,8 +282,7 @@ impl<'a> Mounter<'a> {
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
         self.run.write(record, lock)?;
         self.step(Step::Prepared);
-        attach(&mount, &target)
-            .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+        attach(&mount, &target).map_err(refused)?;
         self.step(Step::Attached);
         record.phase = Phase::Mounted;
         self.run.write(record, lock)?;
@@ -318,8 +302,8 @@ impl<'a> Mounter<'a> {
         flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
         flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, record.nodev);
         flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, record.noexec);
-        let asked = Asked { idmap: idmap.is_some() };
-        let failed = |error| MountError::from_kernel(error, asked);
+        let idmapped = idmap.is_some();
+        let failed = |error| MountError::from_kernel(error, idmapped);
         let Some(upper) = &record.upper else {
             flags |= MountAttrFlags::MOUNT_ATTR_RDONLY;
             // All that it shows is in it. Only a label takes a superblock of another kind.
@@ -329,7 +313,7 @@ impl<'a> Mounter<'a> {
                 return clone_mount(&pin.layers[0], Path::new(""), flags, namespace)
                     .map_err(failed);
             }
-            let view = self.view(self.domain, image, pin, idmap, label)?;
+            let view = self.view(image, pin, idmap, label)?;
             return clone_mount(&view, Path::new(""), flags, None).map_err(failed);
         };
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
@@ -337,7 +321,7 @@ impl<'a> Mounter<'a> {
         let open = upper::prepare(record, upper, &layers[0], claim)?;
         self.step(Step::UpperMade);
         let made = self
-            .overlay(self.domain, image, (layers, pin.backend), label, Some(&open), asked)
+            .overlay(image, (layers, pin.backend), label, Some(&open), idmapped)
             .map_err(|error| match error {
                 // The kernel names neither of the two; the layers below are our own.
                 MountError::Kernel(error) => MountError::Upper {
@@ -386,11 +370,10 @@ impl<'a> Mounter<'a> {
 
     /// Hashes the image and every object that it names.
     fn verify(&self, image: &Digest) -> Result<(), MountError> {
-        let report = self.domain.verify_image(image, self.contents, &Task::default())?;
-        match report.findings.into_iter().next() {
-            None => Ok(()),
-            Some(finding) => Err(MountError::Altered { image: *image, finding: Box::new(finding) }),
-        }
+        let report = self.domain.verify_image(image, self.contents, &self.task)?;
+        report.findings.first().map_or(Ok(()), |found| {
+            Err(check::damaged(image, format!("{}: {}", found.path, found.detail)))
+        })
     }
 
     /// Unmounts the mount at a target, or with an id, and removes all that it needed.
@@ -441,9 +424,7 @@ impl<'a> Mounter<'a> {
         let forgotten = self.forget(&record, &Place::Gone, &lock)?;
         drop(lock);
         let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
-        if !self.defer_removal {
-            forgotten.finish();
-        }
+        forgotten.finish();
         let was_gone = matches!(place, Place::Gone);
         Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
     }
@@ -487,7 +468,7 @@ impl<'a> Mounter<'a> {
                 if is_busy(&error) {
                     return Err(MountError::Busy { target: path.to_owned() });
                 }
-                Err(MountError::from_kernel(error, Asked::default()))
+                Err(refused(error))
             }
         }
     }
@@ -499,7 +480,7 @@ impl<'a> Mounter<'a> {
     /// As [`Mounter::mount`].
     pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
         self.run.prepare()?;
-        self.hold_base(self.domain, image)?;
+        self.hold_base(image)?;
         let lock = self.run.lock_image(image)?;
         let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
         root.images = vec![*image];
@@ -511,7 +492,7 @@ impl<'a> Mounter<'a> {
             let _stays = self.run.share_domain(self.domain.name())?;
             mark_user(&self.run, self.domain.name(), image, pin::KEEPER)?;
         }
-        let pinned = self.pinned(self.domain, image, &lock, false);
+        let pinned = self.pinned(image, &lock, false);
         if pinned.is_err() {
             self.let_go(self.domain.name(), image, &lock)?;
         }
@@ -548,11 +529,17 @@ impl<'a> Mounter<'a> {
     }
 }
 
-/// Whether a store's filesystem is mounted read-only.
-fn is_read_only(error: &cofolio_store::Error) -> bool {
+/// What came of writing a root, which cannot be done where the store's filesystem is mounted read-only.
+fn unless_read_only<T>(written: cofolio_store::Result<T>) -> cofolio_store::Result<()> {
     use std::error::Error as _;
-    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
-    source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
+    let is_read_only = |error: &cofolio_store::Error| {
+        let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+        source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
+    };
+    match written {
+        Err(error) if !is_read_only(&error) => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(), MountError> {
@@ -560,37 +547,6 @@ fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(
     fs::create_dir_all(&users).at("create", &users)?;
     let path = users.join(user);
     fs::File::create(&path).map(drop).at("create", path)
-}
-
-/// Absolute path of the directory to mount at, without symbolic links.
-fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, MountError> {
-    let problem = |problem: String| MountError::Target { target: target.to_owned(), problem };
-    let resolved = match fs::canonicalize(target) {
-        Ok(path) if !path.is_dir() => return Err(problem("it is not a directory".to_owned())),
-        Ok(path) => path,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            if !create {
-                return Err(MountError::TargetMissing { target: target.to_owned() });
-            }
-            let name = target.file_name().ok_or_else(|| problem("it has no name".to_owned()))?;
-            let parent = match target.parent() {
-                Some(parent) if parent != Path::new("") => parent,
-                _ => Path::new("."),
-            };
-            let parent = fs::canonicalize(parent)
-                .map_err(|error| problem(format!("its parent cannot be used: {error}")))?;
-            parent.join(name)
-        }
-        Err(error) => return Err(problem(error.to_string())),
-    };
-    // Records are text; and a name that no terminal can show helps nobody to unmount it.
-    if resolved.to_str().is_none() {
-        return Err(problem("its path is not UTF-8".to_owned()));
-    }
-    if resolved == Path::new("/") {
-        return Err(problem("it is the root directory".to_owned()));
-    }
-    Ok(resolved)
 }
 
 /// Descriptor of a mount's root. While it is open, the mount is busy.

@@ -5,21 +5,21 @@ use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Domain, Root, RootKind};
+use cofolio_store::{Backend, Digest, Root, RootKind};
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
-use super::check::{check_digest, is_immutable};
-use super::error::{Asked, At as _, MountError};
+use super::check::{check_digest, damaged, is_immutable};
+use super::error::{At as _, MountError, refused};
 use super::idmap::IdMap;
 use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
 use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
-use super::{Backing, Mounter, Step, is_read_only, mark_user, numbers_at};
+use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
 #[derive(Debug, Clone, Serialize)]
@@ -79,13 +79,13 @@ impl Mounter<'_> {
     /// it is the image's own metadata image, beside the mount over a base if there is one already.
     pub(super) fn pinned(
         &self,
-        domain: &Domain,
         image: &Digest,
         lock: &ImageLock,
         measured: bool,
     ) -> Result<Pinned, MountError> {
-        let mut dir = self.run.image_dir(domain.name(), image);
-        if measured && self.pin_record(domain.name(), image)?.is_some_and(|r| r.base.is_some()) {
+        let mut dir = self.run.image_dir(self.domain.name(), image);
+        if measured && self.pin_record(self.domain.name(), image)?.is_some_and(|r| r.base.is_some())
+        {
             dir.push(OWN);
         }
         let at = dir.join("erofs");
@@ -103,18 +103,18 @@ impl Mounter<'_> {
             });
             let mut layers = vec![root];
             if let Some(base) = base {
-                layers.extend(self.mounted_layers(domain, &base)?);
+                layers.extend(self.mounted_layers(&base)?);
             }
             return Ok(Pinned { dir, layers, backend, verity });
         }
         let scratch = open_dir(&dir).at("open", &dir)?;
-        let backend = domain.backend()?;
+        let backend = self.domain.backend()?;
         let mut below = Vec::new();
         let (mount, record) = match backend {
             Backend::Overlay => {
                 let over_base = match measured {
                     true => None,
-                    false => self.mount_delta(domain, image, scratch.as_fd())?,
+                    false => self.mount_delta(image, scratch.as_fd())?,
                 };
                 match over_base {
                     Some((mount, record, layers)) => {
@@ -123,14 +123,14 @@ impl Mounter<'_> {
                     }
                     None => {
                         if !dir.ends_with(OWN) {
-                            self.release_base(domain.name(), image, None, lock)?;
+                            self.release_base(self.domain.name(), image, None, lock)?;
                         }
-                        self.mount_image(domain, image, image, scratch.as_fd())?
+                        self.mount_image(image, image, scratch.as_fd())?
                     }
                 }
             }
             Backend::InodeShare => {
-                let packed = self.open_pack(domain, image)?;
+                let packed = self.open_pack(image)?;
                 let mount = self.mount_pack(&packed, &source_of(image), scratch.as_fd())?;
                 let record = PinRecord {
                     backend,
@@ -145,7 +145,7 @@ impl Mounter<'_> {
             }
         };
         let verity = record.verity;
-        // Whole or not at all: one that cannot be read would stop every unmount in the domain.
+        // Whole or not at all: one that cannot be read would stop every unmount in the self.domain.
         let temporary = path.with_extension("tmp");
         write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
         fs::rename(&temporary, &path).at("write", &path)?;
@@ -167,16 +167,15 @@ impl Mounter<'_> {
     /// its source.
     pub(super) fn mount_image(
         &self,
-        domain: &Domain,
         image: &Digest,
         shown: &Digest,
         scratch: BorrowedFd<'_>,
     ) -> Result<(OwnedFd, PinRecord), MountError> {
-        let file = domain.open_image(image)?;
-        let verity = domain.protection().verity;
-        check_digest(&file, image, verity)?;
-        let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
-        let objects_checked = if verity || is_immutable(domain, &file)? {
+        let file = self.domain.open_image(image)?;
+        let verity = self.domain.protection().verity;
+        check_digest(&file, image, verity)?.map_or(Ok(()), |reason| Err(damaged(image, reason)))?;
+        let objects = self.domain.objects_dir().ok_or(MountError::NoDirectory)?;
+        let objects_checked = if verity || is_immutable(self.domain, &file)? {
             // With fs-verity the kernel compares every block that it reads, and fails what is too
             // short. Nobody cuts short what is immutable.
             0
@@ -185,7 +184,7 @@ impl Mounter<'_> {
         };
         let descriptor = file.descriptor().ok_or(MountError::NoDirectory)?;
         let (mount, backing) = mount_erofs(descriptor, &source_of(shown), scratch, self.force_loop)
-            .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+            .map_err(refused)?;
         let record = PinRecord {
             backend: Backend::Overlay,
             base: None,
@@ -202,7 +201,6 @@ impl Mounter<'_> {
     /// it is not there.
     pub(crate) fn view(
         &self,
-        domain: &Domain,
         image: &Digest,
         pin: &Pinned,
         idmap: Option<&IdMap>,
@@ -215,8 +213,8 @@ impl Mounter<'_> {
         }
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
         let layers = mapped.as_ref().unwrap_or(&pin.layers);
-        let asked = Asked { idmap: idmap.is_some() };
-        let mount = self.overlay(domain, image, (layers, pin.backend), label, None, asked)?;
+        let idmapped = idmap.is_some();
+        let mount = self.overlay(image, (layers, pin.backend), label, None, idmapped)?;
         self.step(Step::ViewMade);
         place(&mount, &at)?;
         self.step(Step::Viewed);
@@ -259,14 +257,13 @@ impl Mounter<'_> {
     /// An overlay of the image, detached.
     pub(crate) fn overlay(
         &self,
-        domain: &Domain,
         image: &Digest,
         (layers, backend): (&[OwnedFd], Backend),
         label: Option<&str>,
         upper: Option<&super::upper::OpenUpper>,
-        asked: Asked,
+        idmapped: bool,
     ) -> Result<OwnedFd, MountError> {
-        let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
+        let objects = self.domain.objects_dir().ok_or(MountError::NoDirectory)?;
         let objects = open_dir(&objects).at("open", &objects)?;
         let overlay = Overlay {
             source: &source_of(image),
@@ -276,21 +273,20 @@ impl Mounter<'_> {
             volatile: upper.is_some_and(|upper| upper.volatile),
             label,
             // A pack has its data itself: the layer below checks it.
-            verity: domain.protection().verity && backend == Backend::Overlay,
+            verity: self.domain.protection().verity && backend == Backend::Overlay,
         };
         let mount = overlay.mount(&self.styles);
-        mount.map_err(|error| MountError::from_kernel(error, asked))
+        mount.map_err(|error| MountError::from_kernel(error, idmapped))
     }
 
     /// Id-mapped copies of the image's EROFS mounts. An id map goes below the overlay: overlayfs
     /// itself refuses to be id-mapped, but over an id-mapped mount it shows the mapped owners.
     pub(crate) fn mapped(&self, pin: &Pinned, idmap: &IdMap) -> Result<Vec<OwnedFd>, MountError> {
-        let asked = Asked { idmap: true };
-        let namespace = idmap.namespace().map_err(|error| MountError::from_kernel(error, asked))?;
+        let namespace = idmap.namespace().map_err(|error| MountError::from_kernel(error, true))?;
         let rdonly = MountAttrFlags::MOUNT_ATTR_RDONLY;
         let mapped = pin.layers.iter().map(|layer| {
             clone_mount(layer, Path::new(""), rdonly, Some(namespace.as_fd()))
-                .map_err(|error| MountError::from_kernel(error, asked))
+                .map_err(|error| MountError::from_kernel(error, true))
         });
         mapped.collect()
     }
@@ -438,17 +434,11 @@ impl Mounter<'_> {
                 root.note = "in use elsewhere".to_owned();
                 root.created = super::now();
                 root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
-                match domain.put_root(&root) {
-                    Err(error) if is_read_only(&error) => {}
-                    other => other?,
-                }
+                unless_read_only(domain.put_root(&root))?;
             }
             return Ok(Unpinned::Elsewhere);
         }
-        match domain.remove_root(RootKind::Mount, &id) {
-            Err(error) if is_read_only(&error) => {}
-            other => drop(other?),
-        }
+        unless_read_only(domain.remove_root(RootKind::Mount, &id))?;
         remove_dir(&dir.join("users"));
         remove_dir(&dir);
         Ok(Unpinned::Done)
@@ -539,7 +529,7 @@ pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, M
 
 fn place(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {
     let dir = open_dir(at).at("open", at)?;
-    attach(mount, &dir).map_err(|error| MountError::from_kernel(error, Asked::default()))
+    attach(mount, &dir).map_err(refused)
 }
 
 /// Unmounts everything at a mount point of the run directory, and removes it.
@@ -553,8 +543,7 @@ fn take_down(at: &Path) -> Result<(), MountError> {
         }
         // Lazily: somebody may be looking around in it, and what containers use are mounts of
         // their own.
-        kernel::unmount(at, true)
-            .map_err(|error| MountError::from_kernel(error, Asked::default()))?;
+        kernel::unmount(at, true).map_err(refused)?;
     }
     remove_dir(at);
     Ok(())

@@ -9,14 +9,14 @@ use cofolio_store::{Backend, Digest, Domain, RootKind};
 use serde::Serialize;
 
 use super::base::image_of_user;
-use super::error::{Asked, At as _, MountError};
+use super::error::{At as _, MountError, refused};
 use super::in_use::{self, Superblock};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, KEEPER, Unpinned};
 use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
 use super::upper;
-use super::{Kept, Mounter, Pin, Step, is_read_only, mark_user, numbers_at};
+use super::{Kept, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
 
 /// Where a recorded mount is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -225,10 +225,8 @@ impl Mounter<'_> {
         if unpinned == Unpinned::Needed {
             self.trim_views(&record.domain, &record.image)?;
         }
-        match self.domain_of(&record.domain)?.remove_root(RootKind::Mount, &record.id) {
-            Err(error) if is_read_only(&error) => {}
-            other => drop(other?),
-        }
+        let domain = self.domain_of(&record.domain)?;
+        unless_read_only(domain.remove_root(RootKind::Mount, &record.id))?;
         self.step(Step::Unrooted);
         self.run.remove_record(&record.id)?;
         self.step(Step::Forgotten);
@@ -255,7 +253,7 @@ impl Mounter<'_> {
                 self.run.write(&record, lock)?;
                 Err(MountError::Busy { target: path.to_owned() })
             }
-            other => other.map_err(|error| MountError::from_kernel(error, Asked::default())),
+            other => other.map_err(refused),
         }
     }
 
@@ -287,6 +285,20 @@ impl Mounter<'_> {
         let damaged = damaged.iter().map(ToString::to_string).collect();
         let kept = upper::kept(self.domain, &self.run)?;
         Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
+    }
+
+    /// Changes of this domain that were kept and that nothing is mounted over, with their bytes on disk.
+    ///
+    /// # Errors
+    /// [`MountError::Io`].
+    pub fn kept(&self) -> Result<Vec<(Kept, u64)>, MountError> {
+        let kept = upper::kept(self.domain, &self.run)?.into_iter();
+        Ok(kept
+            .map(|kept| {
+                let bytes = upper::disk_bytes(&kept.dir);
+                (kept, bytes)
+            })
+            .collect())
     }
 
     /// Removes changes of this domain that were kept.
@@ -394,37 +406,30 @@ impl Mounter<'_> {
     /// [`MountError::Io`] if the run directory cannot be read at all.
     pub fn reconcile(&self) -> Result<Reconciled, MountError> {
         let mut done = Reconciled::default();
+        let mut failed = Vec::new();
+        let mut or_failed = |error| failed.push(in_words(&error));
         if self.run.path().join("locks").exists() {
-            match self.run.remove_temporaries() {
-                Ok(count) => done.leftovers += count,
-                Err(error) => done.failed.push(in_words(&error)),
-            }
+            done.leftovers = self.run.remove_temporaries().map_err(&mut or_failed).unwrap_or(0);
             for id in self.run.record_ids()? {
-                match self.reconcile_record(&id) {
-                    Ok(true) => done.mounts.push(id),
-                    Ok(false) => {}
-                    Err(error) => done.failed.push(in_words(&error)),
+                if self.reconcile_record(&id).map_err(&mut or_failed).unwrap_or(false) {
+                    done.mounts.push(id);
                 }
             }
             for (domain, image) in self.pinned_images()? {
-                match self.reconcile_pin(&domain, &image, &mut done.leftovers) {
-                    Ok(true) => done.pins.push(image),
-                    Ok(false) => {}
-                    Err(error) => done.failed.push(in_words(&error)),
+                let gone = self.reconcile_pin(&domain, &image, &mut done.leftovers);
+                if gone.map_err(&mut or_failed).unwrap_or(false) {
+                    done.pins.push(image);
                 }
             }
         }
         for name in self.domain.store().domains()? {
             let domain = self.domain_of(&name)?;
-            match upper::remove_stale(&domain, &self.run) {
-                Ok(count) => done.uppers += count,
-                Err(error) => done.failed.push(in_words(&error)),
-            }
-            match self.reconcile_roots(&domain) {
-                Ok(ids) => done.roots.extend(ids),
-                Err(error) => done.failed.push(in_words(&error)),
-            }
+            let stale = upper::remove_stale(&domain, &self.run);
+            done.uppers += stale.map_err(&mut or_failed).unwrap_or(0);
+            done.roots
+                .extend(self.reconcile_roots(&domain).map_err(&mut or_failed).unwrap_or_default());
         }
+        done.failed = failed;
         Ok(done)
     }
 

@@ -118,11 +118,23 @@ pub struct Unmounted {
     pub in_use: bool,
 }
 
-/// A point in the life of a mount at which a process may die. In order, except that the pin and
-/// view steps occur only where one has to be made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Step {
+/// Makes [`Step`] and the list of its values.
+macro_rules! steps {
+    ($($(#[$about:meta])* $step:ident),* $(,)?) => {
+        /// A point in the life of a mount at which a process may die. In order, except that the pin and
+        /// view steps occur only where one has to be made.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum Step { $($(#[$about])* $step),* }
+
+        impl Step {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$step),*];
+        }
+    };
+}
+
+steps! {
     /// Its record is there.
     Claimed,
     /// The store knows that the image is in use.
@@ -161,29 +173,4 @@ pub enum Step {
     Unrooted,
     /// Its record is gone.
     Forgotten,
-}
-
-impl Step {
-    /// All of them.
-    pub const ALL: [Self; 19] = [
-        Self::Claimed,
-        Self::Rooted,
-        Self::Marked,
-        Self::TargetMade,
-        Self::PinMade,
-        Self::Pinned,
-        Self::ViewMade,
-        Self::Viewed,
-        Self::UpperMade,
-        Self::Prepared,
-        Self::Attached,
-        Self::Recorded,
-        Self::Leaving,
-        Self::Detached,
-        Self::UpperGone,
-        Self::Unmarked,
-        Self::Unpinned,
-        Self::Unrooted,
-        Self::Forgotten,
-    ];
 }

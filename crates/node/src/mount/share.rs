@@ -7,10 +7,10 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, Domain, Error, Pack, Secret, StoredFile};
+use cofolio_store::{Digest, Error, Pack, Secret, StoredFile};
 
 use super::check::{check_digest, measured};
-use super::error::{Asked, At as _, MountError};
+use super::error::{At as _, MountError, refused};
 use super::kernel::PackOptions;
 use super::mountinfo;
 use super::{Mounter, kernel, numbers_at};
@@ -33,14 +33,14 @@ impl Packed {
 impl Mounter<'_> {
     /// Opens the pack of an image and its segments. With fs-verity the kernel has said what they are; otherwise the
     /// pack is hashed, and of segments the size is looked at, so that none is cut short.
-    pub(super) fn open_pack(&self, domain: &Domain, image: &Digest) -> Result<Packed, MountError> {
-        let secret = domain.secret()?.ok_or(Error::NoSuchPack(*image))?;
-        let verity = domain.protection().verity;
+    pub(super) fn open_pack(&self, image: &Digest) -> Result<Packed, MountError> {
+        let secret = self.domain.secret()?.ok_or(Error::NoSuchPack(*image))?;
+        let verity = self.domain.protection().verity;
         // Until all of it is open: `gc` replaces packs, and collects segments that it has written anew.
-        let _stays = domain.lock_shared()?;
-        let packs = domain.packs_of(image)?;
+        let _stays = self.domain.lock_shared()?;
+        let packs = self.domain.packs_of(image)?;
         let pack = packs.first().ok_or(Error::NoSuchPack(*image))?;
-        let file = domain.open_pack(pack)?;
+        let file = self.domain.open_pack(pack)?;
         check_pack(&file, pack, verity)?;
         let invalid = |error: cofolio_store::BoxError| {
             let reason = error.to_string();
@@ -48,7 +48,7 @@ impl Mounter<'_> {
         };
         let mut segments = Vec::new();
         for digest in self.contents.pack_segments(&file).map_err(invalid)? {
-            let segment = domain.open_segment(&digest)?;
+            let segment = self.domain.open_segment(&digest)?;
             match verity {
                 true if measured(&segment)? != Some(digest) => {
                     let reason =
@@ -56,7 +56,7 @@ impl Mounter<'_> {
                     return Err(MountError::PackInvalid { image: *image, reason });
                 }
                 true => {}
-                false => drop(domain.segment_blocks(&digest)?),
+                false => drop(self.domain.segment_blocks(&digest)?),
             }
             segments.push(segment);
         }
@@ -78,8 +78,7 @@ impl Mounter<'_> {
             direct: !packed.verity,
             secret: packed.secret.reveal(),
         };
-        kernel::mount_pack(pack, name, scratch, &options)
-            .map_err(|error| MountError::from_kernel(error, Asked::default()))
+        kernel::mount_pack(pack, name, scratch, &options).map_err(refused)
     }
 
     /// The kernel leaves the option out, without a word to us, where it does not find what it needs in an image.
@@ -96,15 +95,6 @@ impl Mounter<'_> {
 }
 
 fn check_pack(file: &StoredFile, pack: &Pack, verity: bool) -> Result<(), MountError> {
-    match check_digest(file, &pack.digest, verity) {
-        Err(MountError::ImageAltered { found, .. }) => {
-            let reason = format!("it has digest {found}");
-            Err(MountError::PackInvalid { image: pack.image, reason })
-        }
-        Err(MountError::ImageUnprotected { .. }) => {
-            let reason = "it has no fs-verity, which this store has".to_owned();
-            Err(MountError::PackInvalid { image: pack.image, reason })
-        }
-        other => other,
-    }
+    let reason = check_digest(file, &pack.digest, verity)?;
+    reason.map_or(Ok(()), |reason| Err(MountError::PackInvalid { image: pack.image, reason }))
 }

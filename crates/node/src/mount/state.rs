@@ -1,7 +1,7 @@
 //! The run directory: what is mounted, by whom, and locks.
 //!
 //! ```text
-//! <run>/                          /run/cofolio/<store-id>, mode 0711, a mount of its own (see below)
+//! <run>/                          /run/cofolio/<store-id>, mode 0711
 //!   mounts/<id>.json              one record per mount, written before and after each step
 //!   images/<domain>/<digest>/     one pinned image
 //!     pin.json                    how it was mounted, what was checked
@@ -13,7 +13,6 @@
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared by whoever adds a user to an image of `inode-share`, alone for whoever takes
 //!                                 such images' superblocks down
-//!   locks/run                     whoever makes the run directory a mount; not empty until it is whole
 //! ```
 //!
 //! *Who may write what.* Everything of an image, and the records that name it, is changed only with
@@ -34,14 +33,14 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::{Backend, Digest, Store};
 use rustix::fs::{FlockOperation, Mode, OFlags};
-use rustix::mount::{MountAttrFlags, MountPropagationFlags, mount_change};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use super::error::{At as _, MountError};
 use super::idmap::IdMap;
-use super::kernel::{self, Backing, open_dir};
+use super::kernel::Backing;
+use super::mountinfo;
 
 /// Where a store's runtime state lives.
 #[derive(Debug, Clone)]
@@ -206,37 +205,52 @@ pub struct PinRecord {
     pub created: i64,
 }
 
+/// A lock file that is locked until this is dropped. The file stays for ever: of one that is removed,
+/// one process could hold the old inode and another one the new.
+#[derive(Debug)]
+pub(crate) struct Lock(OwnedFd);
+
+impl Lock {
+    fn open(path: &Path) -> Result<OwnedFd, MountError> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)
+    }
+
+    fn wait(path: &Path, how: FlockOperation) -> Result<Self, MountError> {
+        let file = Self::open(path)?;
+        rustix::io::retry_on_intr(|| rustix::fs::flock(&file, how)).at("lock", path)?;
+        Ok(Self(file))
+    }
+
+    /// Nothing if another process has it.
+    fn try_exclusive(path: &Path) -> Result<Option<Self>, MountError> {
+        let file = Self::open(path)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(None),
+            Err(errno) => Err(errno).at("lock", path),
+        }
+    }
+}
+
+impl Drop for Lock {
+    /// Closing is not enough: a process that is just being started has a copy of it.
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
 /// An image's lock, held until dropped.
 #[derive(Debug)]
 pub(crate) struct ImageLock {
     stripe: u8,
-    file: OwnedFd,
+    _lock: Lock,
 }
 
 impl ImageLock {
     /// Whether it is the lock of this image, too.
     pub(crate) fn covers(&self, image: &Digest) -> bool {
         self.stripe == image.0[0]
-    }
-}
-
-impl Drop for ImageLock {
-    /// Closing is not enough: a process that is just being started has a copy of it.
-    fn drop(&mut self) {
-        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
-    }
-}
-
-/// A lock of a trust domain, held until dropped.
-#[derive(Debug)]
-pub(crate) struct DomainLock {
-    file: OwnedFd,
-}
-
-impl Drop for DomainLock {
-    /// As that of an image's lock.
-    fn drop(&mut self) {
-        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
     }
 }
 
@@ -259,67 +273,26 @@ impl RunDir {
         &self.path
     }
 
-    /// Makes it, and makes it a mount of its own, which stays until the machine restarts.
+    /// Makes the directories that are missing.
     ///
-    /// Where `/` is shared, as systemd has it, every pinned image would otherwise be mounted in
-    /// every service's mount namespace as well. So the run directory leaves the peer group of its
-    /// parent. It starts a group of its own instead of being private: namespaces that are copied
-    /// from ours later, as containers' are, then still hear when an image is unmounted, and do not
-    /// keep it in memory for as long as they live.
+    /// Where `/` is shared, as systemd has it, services see what is mounted here until it is
+    /// unmounted, as they do with what container engines mount.
     pub(crate) fn prepare(&self) -> Result<(), MountError> {
-        // Root in a user namespace has to reach its container's root filesystem below: by name only.
-        let mut make = fs::DirBuilder::new();
-        make.recursive(true).mode(0o711).create(&self.path).at("create", &self.path)?;
-        for dir in ["mounts", "images", "locks", "containers"] {
-            let path = self.path.join(dir);
-            // 0700: a pinned image holds set-user-id programs that no host user is to run. So does a
-            // container, but each has a directory of its own with a mode of its own.
-            make.mode(if dir == "containers" { 0o711 } else { 0o700 });
-            make.create(&path).at("create", &path)?;
+        // A pinned image holds set-user-id programs that no host user is to run. Root in a user
+        // namespace has to reach its container's root filesystem: by name only.
+        let dirs = [("", 0o711), ("mounts", 0o700), ("images", 0o700), ("locks", 0o700)];
+        for (name, mode) in dirs.into_iter().chain([("containers", 0o711)]) {
+            let path = self.path.join(name);
+            fs::DirBuilder::new().recursive(true).mode(mode).create(&path).at("create", path)?;
         }
-        let path = self.path.join("locks/run");
-        let is_whole = |file: &Path| fs::metadata(file).is_ok_and(|file| file.len() == 0);
-        if self.is_mount()? && is_whole(&path) {
-            return Ok(());
-        }
-        let lock = lock_file(&path)?;
-        if !self.is_mount()? {
-            self.cover(&lock)?;
-        } else if is_whole(&path) {
-            return Ok(());
-        }
-        self.part(&lock)
-    }
-
-    fn is_mount(&self) -> Result<bool, MountError> {
-        let id = cofolio_sys::mount::mount_id(rustix::fs::CWD, &self.path);
-        Ok(id.at("look at", &self.path)?.is_root)
-    }
-
-    /// Makes it a mount, of the peer group of its parent. The lock file is not empty until that is
-    /// over: for whoever comes after a process that was killed in between.
-    pub(crate) fn cover(&self, lock: &OwnedFd) -> Result<(), MountError> {
-        rustix::io::pwrite(lock, b"to be parted\n", 0).at("write", &self.path)?;
-        let failed = |error| MountError::from_kernel(error, super::error::Asked::default());
-        let copy = kernel::clone_mount(rustix::fs::CWD, &self.path, MountAttrFlags::empty(), None)
-            .map_err(failed)?;
-        let dir = open_dir(&self.path).at("open", &self.path)?;
-        kernel::attach(&copy, &dir).map_err(failed)
-    }
-
-    /// Starts a peer group of its own.
-    fn part(&self, lock: &OwnedFd) -> Result<(), MountError> {
-        for kind in [MountPropagationFlags::PRIVATE, MountPropagationFlags::SHARED] {
-            mount_change(&self.path, kind).at("change the propagation of", &self.path)?;
-        }
-        rustix::fs::ftruncate(lock, 0).at("write", &self.path)
+        Ok(())
     }
 
     /// Those of other stores, as far as they are beside this one.
     pub(crate) fn others(&self) -> Result<Vec<Self>, MountError> {
         let Some(parent) = self.path.parent() else { return Ok(Vec::new()) };
         let dirs = list(parent)?.into_iter().map(|name| Self::at(parent.join(name)));
-        let is_other = |dir: &Self| dir.path != self.path && dir.path.join("locks/run").is_file();
+        let is_other = |dir: &Self| dir.path != self.path && dir.path.join("locks").is_dir();
         Ok(dirs.filter(is_other).collect())
     }
 
@@ -350,44 +323,38 @@ impl RunDir {
         self.lock_stripe(image.0[0])
     }
 
-    pub(crate) fn lock_stripe(&self, stripe: u8) -> Result<ImageLock, MountError> {
-        let path = self.path.join(format!("locks/{stripe:02x}"));
-        Ok(ImageLock { stripe, file: lock_file(&path)? })
+    fn lock_stripe(&self, stripe: u8) -> Result<ImageLock, MountError> {
+        let lock = Lock::wait(&self.stripe_path(stripe), FlockOperation::LockExclusive)?;
+        Ok(ImageLock { stripe, _lock: lock })
     }
 
     /// The lock of an image, if nobody has it.
     pub(crate) fn try_lock_image(&self, image: &Digest) -> Result<Option<ImageLock>, MountError> {
         let stripe = image.0[0];
-        let path = self.path.join(format!("locks/{stripe:02x}"));
-        let file = open_lock_file(&path)?;
-        Ok(try_lock(&file, &path)?.then_some(ImageLock { stripe, file }))
+        let lock = Lock::try_exclusive(&self.stripe_path(stripe))?;
+        Ok(lock.map(|lock| ImageLock { stripe, _lock: lock }))
+    }
+
+    fn stripe_path(&self, stripe: u8) -> PathBuf {
+        self.path.join(format!("locks/{stripe:02x}"))
     }
 
     /// Keeps superblocks of a trust domain from being taken down.
-    pub(crate) fn share_domain(&self, domain: &str) -> Result<DomainLock, MountError> {
-        let path = self.domain_lock_path(domain);
-        let file = open_lock_file(&path)?;
-        rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockShared))
-            .at("lock", path)?;
-        Ok(DomainLock { file })
+    pub(crate) fn share_domain(&self, domain: &str) -> Result<Lock, MountError> {
+        Lock::wait(&self.path.join(format!("locks/domain-{domain}")), FlockOperation::LockShared)
     }
 
     /// The lock of a trust domain, alone, unless somebody else has it for more than a moment.
-    pub(crate) fn try_lock_domain(&self, domain: &str) -> Result<Option<DomainLock>, MountError> {
+    pub(crate) fn try_lock_domain(&self, domain: &str) -> Result<Option<Lock>, MountError> {
         const TRIES: u32 = 20;
-        let path = self.domain_lock_path(domain);
-        let file = open_lock_file(&path)?;
+        let path = self.path.join(format!("locks/domain-{domain}"));
         for _ in 0..TRIES {
-            if try_lock(&file, &path)? {
-                return Ok(Some(DomainLock { file }));
+            if let Some(lock) = Lock::try_exclusive(&path)? {
+                return Ok(Some(lock));
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         Ok(None)
-    }
-
-    fn domain_lock_path(&self, domain: &str) -> PathBuf {
-        self.path.join(format!("locks/domain-{domain}"))
     }
 
     /// The record of a mount.
@@ -412,7 +379,7 @@ impl RunDir {
     /// The record of the mount at a target, or with an id.
     ///
     /// # Errors
-    /// As [`RunDir::record`]; [`MountError::NotMounted`].
+    /// As [`RunDir::record`]; [`MountError::NotMounted`], [`MountError::NoRecord`].
     pub fn find(&self, target_or_id: &Path) -> Result<MountRecord, MountError> {
         if let Some(id) = target_or_id.to_str()
             && let Some(record) = self.record(id)?
@@ -435,6 +402,11 @@ impl RunDir {
             };
             if let Some(record) = self.records()?.0.into_iter().find(is) {
                 return Ok(record);
+            }
+            let mounts =
+                mountinfo::read(Path::new("/")).at("read", "/proc/thread-self/mountinfo")?;
+            if mounts.iter().any(|mount| mount.id == found.id && mount.image().is_some()) {
+                return Err(MountError::NoRecord { target });
             }
         }
         Err(MountError::NotMounted(target_or_id.display().to_string()))
@@ -530,33 +502,6 @@ fn is_id(text: &str) -> bool {
     text.split_once('-').is_some_and(|(tag, name)| hex(tag, 8) && hex(name, 16))
 }
 
-/// Opens a file that stays for ever and locks it. A lock file that is removed could be locked by
-/// two at once: one holds the old inode, the other a new one.
-pub(crate) fn lock_file(path: &Path) -> Result<OwnedFd, MountError> {
-    let file = open_lock_file(path)?;
-    loop {
-        match rustix::fs::flock(&file, FlockOperation::LockExclusive) {
-            Ok(()) => return Ok(file),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno).at("lock", path),
-        }
-    }
-}
-
-fn open_lock_file(path: &Path) -> Result<OwnedFd, MountError> {
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-    rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)
-}
-
-/// Locks a file unless somebody else has it.
-fn try_lock(file: &OwnedFd, path: &Path) -> Result<bool, MountError> {
-    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(true),
-        Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(false),
-        Err(errno) => Err(errno).at("lock", path),
-    }
-}
-
 /// Names in a directory, without those that are not UTF-8 (never ours); none if it is missing.
 pub(crate) fn list(dir: &Path) -> Result<Vec<String>, MountError> {
     let entries = match fs::read_dir(dir) {
@@ -622,7 +567,7 @@ mod tests {
         fs::create_dir(dir.path().join("locks")).unwrap();
         let (run, image) = (RunDir::at(dir.path()), Digest([1; 32]));
         let lock = run.lock_image(&image).unwrap();
-        let _copy = lock.file.try_clone().unwrap();
+        let _copy = lock._lock.0.try_clone().unwrap();
         assert!(run.try_lock_image(&image).unwrap().is_none());
         drop(lock);
         assert!(run.try_lock_image(&image).unwrap().is_some());

@@ -253,6 +253,22 @@ pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountErro
     Ok(unused.filter_map(|dir| kept_in(&dir).ok().flatten()).collect())
 }
 
+/// Bytes on disk of a directory and of what is in it; what cannot be read is left out.
+pub(crate) fn disk_bytes(dir: &Path) -> u64 {
+    let mut todo = vec![dir.to_owned()];
+    let mut blocks = fs::symlink_metadata(dir).map_or(0, |found| found.blocks());
+    while let Some(dir) = todo.pop() {
+        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+            let Ok(found) = entry.metadata() else { continue };
+            blocks += found.blocks();
+            if found.is_dir() {
+                todo.push(entry.path());
+            }
+        }
+    }
+    blocks * 512
+}
+
 /// Makes a directory that was mounted `volatile` good for a mount of its own: its content goes to
 /// the disk, and the work directory, in which overlayfs has noted that it may be torn, goes away.
 /// Nothing may use it.
@@ -262,12 +278,7 @@ pub(crate) fn settle(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
     let file = rustix::fs::openat2(base, "upper", flags, Mode::empty(), resolve).at("open", dir)?;
     rustix::fs::syncfs(&file).at("sync", dir)?;
     let work = PathBuf::from(format!("/proc/self/fd/{}/work", base.as_raw_fd()));
-    match fs::remove_dir_all(&work) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(error).at("remove", dir.join("work"))
-        }
-        _ => Ok(()),
-    }
+    remove_all(&work)
 }
 
 /// Takes the directory of a mount that has ended out of sight. The rest can be removed at leisure:
@@ -293,8 +304,12 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
 /// Removes what [`discard`] gave, and no overlay uses any more.
 pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
     limit::lift(gone);
-    match fs::remove_dir_all(gone) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", gone),
+    remove_all(gone)
+}
+
+fn remove_all(dir: &Path) -> Result<(), MountError> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", dir),
         _ => Ok(()),
     }
 }

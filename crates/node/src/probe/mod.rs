@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use tries::Tried;
+
 /// Whether a feature is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -112,11 +114,11 @@ pub fn probe(options: &Options) -> Report {
     let root = options.root.as_path();
     let kernel = read(root, "proc/sys/kernel/osrelease").unwrap_or_default();
     let mut features = Vec::new();
-    let tried = if root == Path::new("/") {
-        tries::all(options.store.as_deref())
-    } else {
-        tries::none("the machine's files are read from elsewhere")
+    let (tried, why) = match root == Path::new("/") {
+        true => tries::all(options.store.as_deref()),
+        false => (Tried::default(), "the machine's files are read from elsewhere".to_owned()),
     };
+    let tried_or = |found: Option<Found>| found.unwrap_or_else(|| unknown(&*why));
     let mut add = |name, need, used_for, without, (presence, detail): Found| {
         features.push(Feature { name, presence, detail, need, used_for, without });
     };
@@ -134,28 +136,28 @@ pub fn probe(options: &Options) -> Report {
         Required,
         "metadata images",
         "load or build the erofs module (CONFIG_EROFS_FS)",
-        filesystem(root, "erofs", tried.erofs),
+        filesystem(root, "erofs", tried_or(tried.erofs)),
     );
     add(
         "erofs-xattr",
         Required,
         "metadata images name their objects in extended attributes",
         "needs a kernel with CONFIG_EROFS_FS_XATTR",
-        tried.erofs_xattr,
+        tried_or(tried.erofs_xattr),
     );
     add(
         "overlay",
         Required,
         "joining metadata images with objects, and writable layers",
         "load or build the overlay module (CONFIG_OVERLAY_FS)",
-        filesystem(root, "overlay", tried.overlay),
+        filesystem(root, "overlay", tried_or(tried.overlay)),
     );
     add(
         "overlay-data-only",
         Required,
         "the objects directory as a data-only lower layer",
         "needs Linux 6.5",
-        tried.overlay_data_only,
+        tried_or(tried.overlay_data_only),
     );
     add(
         "erofs-file-backed",
@@ -163,28 +165,28 @@ pub fn probe(options: &Options) -> Report {
         "mounting a metadata image without a loop device",
         "a loop device with direct I/O is used per image (Linux 6.12 or \
          CONFIG_EROFS_FS_BACKED_BY_FILE does without; a store on tmpfs or overlayfs never can)",
-        tried.erofs_file_backed,
+        tried_or(tried.erofs_file_backed),
     );
     add(
         "loop",
         Optional,
         "metadata images where file-backed mounts do not work",
         "nothing, as long as file-backed mounts work",
-        device(root, "dev/loop-control"),
+        path(root, "dev/loop-control"),
     );
     add(
         "overlay-layers-by-descriptor",
         Recommended,
         "layers that no renamed path can swap",
         "layers are given through /proc/self/fd instead; mountinfo is less telling (Linux 6.13)",
-        tried.overlay_by_descriptor,
+        tried_or(tried.overlay_by_descriptor),
     );
     add(
         "id-mapped-mounts",
         Recommended,
         "`mount --idmap`: one image for many user namespaces",
         "containers in user namespaces need images with shifted owners (Linux 6.15, user namespaces)",
-        tried.idmap,
+        tried_or(tried.idmap),
     );
     add(
         "fs-verity",
@@ -192,42 +194,42 @@ pub fn probe(options: &Options) -> Report {
         "the kernel checks every byte read from the store",
         "altered objects are noticed by `verify` and `mount --verify` only; on ext4 and btrfs: \
          `tune2fs -O verity` (ext4), CONFIG_FS_VERITY",
-        tried.verity,
+        tried_or(tried.verity),
     );
     add(
         "overlay-verity",
         Recommended,
         "`verity=require` on mounts of a store with fs-verity",
         "the kernel does not check that an object is the one that the image names (Linux 6.6)",
-        tried.overlay_verity,
+        tried_or(tried.overlay_verity),
     );
     add(
         "immutable",
         Recommended,
         "objects that nobody changes by accident",
         "objects are protected by their mode alone",
-        tried.immutable,
+        tried_or(tried.immutable),
     );
     add(
         "reflink",
         Optional,
         "sharing blocks between trust domains and with containers' copies",
         "copies take their own blocks",
-        tried.reflink,
+        tried_or(tried.reflink),
     );
     add(
         "direct-io",
         Optional,
         "loop devices and packs that are not cached twice",
         "what goes through a loop device is cached twice",
-        tried.direct_io,
+        tried_or(tried.direct_io),
     );
     add(
         "inode-share",
         Optional,
         "backend `inode-share`: less memory for directories and files (`cofolio backend`)",
         "backend `overlay` shares as much, and more kinds of read (Linux 7.0)",
-        tried.inode_share,
+        tried_or(tried.inode_share),
     );
     add(
         "selinux",
@@ -255,28 +257,7 @@ pub fn probe(options: &Options) -> Report {
         Recommended,
         "residency of objects, cheaply",
         "residency is read through mappings (mincore), which is slower (Linux 6.5)",
-        tried.cachestat,
-    );
-    add(
-        "psi",
-        Optional,
-        "noticing memory pressure early",
-        "pressure is seen in reclaim counters only",
-        path(root, "proc/pressure/memory"),
-    );
-    add(
-        "ksm",
-        Optional,
-        "merging duplicate guest pages",
-        "guests keep their duplicate pages",
-        ksm(root),
-    );
-    add(
-        "kvm",
-        Optional,
-        "microVMs at full speed",
-        "guests run under emulation",
-        device(root, "dev/kvm"),
+        tried_or(tried.cachestat),
     );
     add(
         "page-size",
@@ -303,10 +284,6 @@ fn path(root: &Path, path: &str) -> Found {
     } else {
         absent(format!("no /{path}"))
     }
-}
-
-fn device(root: &Path, name: &str) -> Found {
-    path(root, name)
 }
 
 fn privilege(root: &Path) -> Found {
@@ -362,14 +339,6 @@ fn memory_controller(root: &Path) -> Found {
         present("version 1")
     } else {
         absent("no memory controller under /sys/fs/cgroup")
-    }
-}
-
-fn ksm(root: &Path) -> Found {
-    match read(root, "sys/kernel/mm/ksm/run").as_deref() {
-        Some("1") => present("running"),
-        Some(_) => present("stopped"),
-        None => absent("no /sys/kernel/mm/ksm"),
     }
 }
 

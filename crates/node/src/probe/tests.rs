@@ -24,15 +24,13 @@ fn reads_a_planted_machine() {
         ("proc/thread-self/status", "Name:\tx\nCapEff:\t000001ffffffffff\n"),
         ("sys/fs/selinux/enforce", "1"),
         ("sys/fs/cgroup/cgroup.controllers", "cpu io\n"),
-        ("sys/kernel/mm/ksm/run", "0\n"),
     ]);
     let report = probe(&Options { root: machine.path().into(), store: None });
     assert_eq!(report.kernel, "6.12.9");
-    for name in ["privilege", "erofs", "overlay", "selinux", "cgroup", "ksm"] {
+    for name in ["privilege", "erofs", "overlay", "selinux", "cgroup"] {
         assert_eq!(presence(&report, name), Presence::Present, "{name}");
     }
     assert_eq!(presence(&report, "memory-controller"), Presence::Absent);
-    assert_eq!(presence(&report, "kvm"), Presence::Absent);
     assert_eq!(presence(&report, "overlay-data-only"), Presence::Unknown);
     assert!(report.can_mount());
 }

@@ -15,43 +15,23 @@ use crate::mount::kernel::{
     Backing, Context, KernelError, LayerStyle, Overlay, attach, mount_erofs, open_dir,
 };
 
-/// What trying gave.
+/// What trying gave; nothing where it was not tried.
+#[derive(Default)]
 pub(super) struct Tried {
-    pub(super) erofs: Found,
-    pub(super) erofs_xattr: Found,
-    pub(super) erofs_file_backed: Found,
-    pub(super) overlay: Found,
-    pub(super) overlay_data_only: Found,
-    pub(super) overlay_by_descriptor: Found,
-    pub(super) overlay_verity: Found,
-    pub(super) idmap: Found,
-    pub(super) inode_share: Found,
-    pub(super) verity: Found,
-    pub(super) immutable: Found,
-    pub(super) reflink: Found,
-    pub(super) direct_io: Found,
-    pub(super) cachestat: Found,
-}
-
-/// Nothing was tried, for this reason.
-pub(super) fn none(why: &str) -> Tried {
-    let skipped = || unknown(why);
-    Tried {
-        erofs: skipped(),
-        erofs_xattr: skipped(),
-        erofs_file_backed: skipped(),
-        overlay: skipped(),
-        overlay_data_only: skipped(),
-        overlay_by_descriptor: skipped(),
-        overlay_verity: skipped(),
-        idmap: skipped(),
-        inode_share: skipped(),
-        verity: skipped(),
-        immutable: skipped(),
-        reflink: skipped(),
-        direct_io: skipped(),
-        cachestat: skipped(),
-    }
+    pub(super) erofs: Option<Found>,
+    pub(super) erofs_xattr: Option<Found>,
+    pub(super) erofs_file_backed: Option<Found>,
+    pub(super) overlay: Option<Found>,
+    pub(super) overlay_data_only: Option<Found>,
+    pub(super) overlay_by_descriptor: Option<Found>,
+    pub(super) overlay_verity: Option<Found>,
+    pub(super) idmap: Option<Found>,
+    pub(super) inode_share: Option<Found>,
+    pub(super) verity: Option<Found>,
+    pub(super) immutable: Option<Found>,
+    pub(super) reflink: Option<Found>,
+    pub(super) direct_io: Option<Found>,
+    pub(super) cachestat: Option<Found>,
 }
 
 /// A directory that goes when it is dropped.
@@ -81,18 +61,21 @@ impl Drop for Scratch {
     }
 }
 
-/// Tries everything; files go under `store`, or the directory for temporary files.
-pub(super) fn all(store: Option<&Path>) -> Tried {
+/// Tries everything; files go under `store`, or the directory for temporary files. Also says why what was
+/// not tried was not.
+pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     let temporary = std::env::temp_dir();
     let scratch = match Scratch::new(store.unwrap_or(&temporary)) {
         Ok(scratch) => scratch,
-        Err(error) => return none(&format!("no scratch directory: {error}")),
+        Err(error) => return (Tried::default(), format!("no scratch directory: {error}")),
     };
-    let mut tried = none("it could not be tried");
-    tried.erofs = opens("erofs");
-    tried.overlay = opens("overlay");
-    tried.inode_share = inode_share();
-    tried.overlay_verity = overlay_option("verity", "require");
+    let mut tried = Tried {
+        erofs: Some(opens("erofs")),
+        overlay: Some(opens("overlay")),
+        inode_share: Some(inode_share()),
+        overlay_verity: Some(overlay_option("verity", "require")),
+        ..Tried::default()
+    };
     try_files(&scratch, &mut tried);
     // What is mounted goes with the thread.
     let mounts = std::thread::scope(|scope| {
@@ -104,9 +87,9 @@ pub(super) fn all(store: Option<&Path>) -> Tried {
         mounts.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     if let Err(error) = mounts {
-        tried.erofs_file_backed = absent(error.to_string());
+        tried.erofs_file_backed = Some(absent(error.to_string()));
     }
-    tried
+    (tried, "it could not be tried".to_owned())
 }
 
 /// The kernel's answer as a finding.
@@ -158,21 +141,21 @@ fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
     let open_at = || open_dir(&at).map_err(|errno| KernelError::new("scratch", errno));
     attach(mount, open_at()?)?;
     let mount = open_at()?;
-    tried.erofs_file_backed = match backing {
+    tried.erofs_file_backed = Some(match backing {
         Backing::File => present("a 4 KiB image mounts"),
         Backing::Loop => absent("the kernel wants a block device"),
-    };
-    tried.erofs_xattr = erofs_xattr(&mount);
+    });
+    tried.erofs_xattr = Some(erofs_xattr(&mount));
     let style = |style| {
         let metadata = [mount.as_fd()];
         let overlay = overlay(&metadata, objects.as_fd());
         answer(overlay.mount(&[style]).map(|_| "an overlay mounts".to_owned()))
     };
-    tried.overlay_data_only = style(LayerStyle::List);
-    tried.overlay_by_descriptor = style(LayerStyle::Descriptor);
+    tried.overlay_data_only = Some(style(LayerStyle::List));
+    tried.overlay_by_descriptor = Some(style(LayerStyle::Descriptor));
 
     let (mount, _) = mount_erofs(image, "cofolio:probe", dir.as_fd(), false)?;
-    tried.idmap = idmap(&mount, objects.as_fd());
+    tried.idmap = Some(idmap(&mount, objects.as_fd()));
     Ok(())
 }
 
@@ -221,29 +204,29 @@ fn try_files(scratch: &Scratch, tried: &mut Tried) {
     let file = match scratch.file("file", &[1u8; 8192]) {
         Ok(file) => file,
         Err(error) => {
-            tried.immutable = unknown(error.to_string());
+            tried.immutable = Some(unknown(error.to_string()));
             return;
         }
     };
-    tried.cachestat = match cofolio_sys::cache::cachestat(&file, 0, 0) {
+    tried.cachestat = Some(match cofolio_sys::cache::cachestat(&file, 0, 0) {
         Ok(_) => present("answers"),
         Err(error) => absent(error.to_string()),
-    };
-    tried.reflink = match scratch.file("copy", b"") {
+    });
+    tried.reflink = Some(match scratch.file("copy", b"") {
         Err(error) => unknown(error.to_string()),
         Ok(copy) => match rustix::fs::ioctl_ficlone(&copy, &file) {
             Ok(()) => present("FICLONE"),
             Err(errno) => absent(errno.to_string()),
         },
-    };
+    });
     let direct = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-    tried.direct_io = match rustix::fs::open(scratch.0.join("file"), direct, Mode::empty()) {
+    tried.direct_io = Some(match rustix::fs::open(scratch.0.join("file"), direct, Mode::empty()) {
         Ok(_) => present("O_DIRECT opens"),
         Err(errno) => absent(errno.to_string()),
-    };
-    tried.immutable = immutable(&file);
+    });
+    tried.immutable = Some(immutable(&file));
     drop(file);
-    tried.verity = verity(&scratch.0.join("file"));
+    tried.verity = Some(verity(&scratch.0.join("file")));
 }
 
 /// Nobody may have the file open for writing.

@@ -2,13 +2,17 @@
 //! is removed, segments of which little is used are written anew, images that share layers get bases.
 
 pub mod bases;
+pub mod repair;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::error::ImportError;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};
-use cofolio_store::{Backend, Digest, Domain, Error, GcOptions, GcReport, TrimOptions, TrimPlan};
+use cofolio_store::{
+    Backend, Digest, Domain, Error, GcOptions, GcReport, SizesReport, TrimOptions, TrimPlan,
+};
 
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
@@ -43,6 +47,8 @@ pub struct Report {
     pub rewritten: RewriteReport,
     /// Images that got a base.
     pub bases: BasesReport,
+    /// What the look at the sizes of all objects found, if this was the first upkeep of this boot.
+    pub sizes: Option<SizesReport>,
 }
 
 /// Why upkeep ended early. What was done until then stays done.
@@ -58,6 +64,9 @@ pub enum UpkeepError {
     /// Segments could not be listed.
     #[error(transparent)]
     Pack(PackError),
+    /// A source could not be read.
+    #[error(transparent)]
+    Import(#[from] ImportError),
     /// The store refused.
     #[error(transparent)]
     Store(#[from] Error),
@@ -150,7 +159,35 @@ impl<'a> Upkeep<'a> {
         if self.domain.backend()? == Backend::Overlay {
             report.bases = bases::find(self.domain, task)?;
         }
+        report.sizes = self.examine_sizes(gc.boot_id.as_deref(), task)?;
         Ok(report)
+    }
+
+    /// Looks at the size of every object, once per boot: where they are protected a mount does not. At low
+    /// priority, so on a thread of its own; where none is to be had the next upkeep does it.
+    fn examine_sizes(
+        &self,
+        boot_id: Option<&str>,
+        task: &Task,
+    ) -> Result<Option<SizesReport>, UpkeepError> {
+        let Some(boot_id) = boot_id else { return Ok(None) };
+        if self.domain.sizes()?.is_some_and(|sizes| sizes.boot_id == boot_id) {
+            return Ok(None);
+        }
+        let look = || {
+            // Both are requests to the kernel's schedulers, for this thread.
+            let _ = cofolio_sys::priority::set_idle_io();
+            let _ = rustix::process::nice(19);
+            let go_on = || task.check().is_ok();
+            self.domain.examine_sizes(&ImageContents, boot_id, None, &go_on)
+        };
+        let looked = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().spawn_scoped(scope, look).ok()?;
+            Some(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        let sizes = looked.transpose()?.flatten();
+        task.check()?;
+        Ok(sizes)
     }
 
     /// Trims the domain if it is over the limit of the configuration; `imported` stays in any case. `None`

@@ -15,14 +15,14 @@ pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
 
 /// Identity of the container's first process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct User {
+pub(super) struct User {
     /// User id.
-    pub uid: u32,
+    pub(super) uid: u32,
     /// Primary group id.
-    pub gid: u32,
+    pub(super) gid: u32,
     /// All groups, the primary one first: a process that lacks its own primary group among the
     /// supplementary ones passes checks that deny that group (CVE-2022-36109).
-    pub additional_gids: Vec<u32>,
+    pub(super) additional_gids: Vec<u32>,
 }
 
 /// Resolve `user[:group]` in the account files of a root filesystem, as Docker and runc do.
@@ -32,10 +32,6 @@ pub struct User {
 ///
 /// # Errors
 /// [`BundleError::UnknownAccount`], [`BundleError::AccountFileTooLarge`], [`BundleError::Io`].
-pub fn resolve_user_in(rootfs: &Path, user: &str) -> Result<User> {
-    resolve_user(&Rootfs::open(rootfs)?, user)
-}
-
 pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
     find_user(&root.account_file("/etc/passwd")?, &root.account_file("/etc/group")?, spec)
 }
@@ -99,8 +95,8 @@ pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> 
 
 /// A root filesystem, looked into as if it were `/`: symbolic links cannot lead out of it.
 pub(super) struct Rootfs {
-    fd: OwnedFd,
-    path: PathBuf,
+    pub(super) fd: OwnedFd,
+    pub(super) path: PathBuf,
 }
 
 impl Rootfs {

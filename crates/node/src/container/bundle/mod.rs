@@ -18,10 +18,10 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -37,47 +37,26 @@ pub mod fuzz;
 mod mounts;
 mod seccomp;
 
-pub use accounts::{User, resolve_user_in};
-
 /// The search path of a container whose image has no `PATH`.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The default capabilities of containerd and Docker.
-const CAPABILITIES: [&str; 14] = [
-    "CAP_CHOWN",
-    "CAP_DAC_OVERRIDE",
-    "CAP_FSETID",
-    "CAP_FOWNER",
-    "CAP_MKNOD",
-    "CAP_NET_RAW",
-    "CAP_SETGID",
-    "CAP_SETUID",
-    "CAP_SETFCAP",
-    "CAP_SETPCAP",
-    "CAP_NET_BIND_SERVICE",
-    "CAP_SYS_CHROOT",
-    "CAP_KILL",
-    "CAP_AUDIT_WRITE",
-];
+const CAPABILITIES: &str = "CAP_CHOWN CAP_DAC_OVERRIDE CAP_FSETID CAP_FOWNER CAP_MKNOD CAP_NET_RAW \
+    CAP_SETGID CAP_SETUID CAP_SETFCAP CAP_SETPCAP CAP_NET_BIND_SERVICE CAP_SYS_CHROOT CAP_KILL \
+    CAP_AUDIT_WRITE";
 
 /// Files of `/proc` and `/sys` that reveal the host (containerd's list).
-const MASKED_PATHS: [&str; 11] = [
-    "/proc/acpi",
-    "/proc/asound",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/sched_debug",
-    "/proc/scsi",
-    "/proc/timer_list",
-    "/proc/timer_stats",
-    "/sys/devices/virtual/powercap",
-    "/sys/firmware",
-];
+const MASKED_PATHS: &str = "/proc/acpi /proc/asound /proc/kcore /proc/keys /proc/latency_stats \
+    /proc/sched_debug /proc/scsi /proc/timer_list /proc/timer_stats /sys/devices/virtual/powercap \
+    /sys/firmware";
 
 /// Files of `/proc` through which a container could change the host (containerd's list).
-const READONLY_PATHS: [&str; 5] =
-    ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+const READONLY_PATHS: &str = "/proc/bus /proc/fs /proc/irq /proc/sys /proc/sysrq-trigger";
+
+/// The words of one of these lists.
+fn words(list: &str) -> Vec<&str> {
+    list.split_whitespace().collect()
+}
 
 /// Why no bundle was made.
 #[derive(Debug, thiserror::Error)]
@@ -274,71 +253,114 @@ pub struct Bind {
     pub readonly: bool,
 }
 
-/// Checks that a bundle can be made in a directory: that only its owner, who must be the caller, can
-/// change it, that its `rootfs` is a directory or missing, and, unless `replace`, that it has no
-/// `config.json`.
-///
-/// # Errors
-/// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
-pub fn check(dir: &Path, replace: bool) -> Result<()> {
-    let fd = open_own(dir)?;
-    let beneath = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    match rustix::fs::openat2(&fd, "rootfs", flags, Mode::empty(), beneath) {
-        Ok(_) | Err(Errno::NOENT) => {}
-        Err(Errno::LOOP | Errno::NOTDIR) => {
-            let why = "not a directory; remove it";
-            return Err(BundleError::Unsafe { path: dir.join("rootfs"), why });
+/// The directory of a bundle, held open: who renames it, or a directory above it, cannot lead what is
+/// written elsewhere.
+#[derive(Debug)]
+pub struct Bundle {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+impl Bundle {
+    /// Opens a directory in which a bundle can be made: only its owner, who must be the caller, can change
+    /// it, its `rootfs` is a directory or missing, and, unless `replace`, it has no `config.json`.
+    ///
+    /// # Errors
+    /// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
+    pub fn open(dir: &Path, replace: bool) -> Result<Self> {
+        let path = absolute(dir)?;
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = openat2(CWD, &path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS);
+        let fd = fd.map_err(|errno| io_error("opening", dir)(errno.into()))?;
+        let stat =
+            rustix::fs::fstat(&fd).map_err(|errno| io_error("reading", dir)(errno.into()))?;
+        let refused = |why| Err(BundleError::Unsafe { path: dir.to_owned(), why });
+        if stat.st_uid != rustix::process::geteuid().as_raw() {
+            return refused("belongs to another user, who could redirect writes and mounts in it");
         }
-        Err(errno) => return Err(io_error("opening", &dir.join("rootfs"))(errno.into())),
+        if stat.st_mode & 0o022 != 0 {
+            return refused(
+                "other users can write to it, and could redirect writes and mounts in it",
+            );
+        }
+        let bundle = Self { fd, path };
+        match bundle.open_rootfs() {
+            Err(BundleError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+            other => drop(other?),
+        }
+        match rustix::fs::statat(&bundle.fd, "config.json", AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) if !replace => Err(BundleError::Exists(dir.join("config.json"))),
+            _ => Ok(bundle),
+        }
     }
-    match rustix::fs::statat(&fd, "config.json", AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(_) if !replace => Err(BundleError::Exists(dir.join("config.json"))),
-        _ => Ok(()),
+
+    /// A path of the directory that stays right while this is open.
+    pub fn held(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.fd.as_raw_fd()))
+    }
+
+    fn open_rootfs(&self) -> Result<OwnedFd> {
+        let path = self.path.join("rootfs");
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        match openat2(&self.fd, "rootfs", flags, Mode::empty(), resolve) {
+            Err(Errno::LOOP | Errno::NOTDIR) => {
+                Err(BundleError::Unsafe { path, why: "not a directory; remove it" })
+            }
+            other => other.map_err(|errno| io_error("opening", &path)(errno.into())),
+        }
+    }
+
+    /// Writes `config.json`, replacing it if it exists, and makes the volume directories. The root
+    /// filesystem is at `rootfs`, else what is mounted at the bundle's own: users and mount points are
+    /// looked up in it. `host_root` is where the host's `/sys` is found (`/` outside of tests). Returns
+    /// what was written.
+    ///
+    /// # Errors
+    /// [`BundleError`]; nothing is left behind but empty directories.
+    pub fn write(
+        &self,
+        rootfs: Option<&Path>,
+        image: &ImageConfig,
+        options: &Options,
+        host_root: &Path,
+    ) -> Result<Value> {
+        let root = match rootfs {
+            Some(rootfs) => Rootfs::open(&absolute(rootfs)?)?,
+            None => {
+                let (fd, path) = (self.open_rootfs()?, self.path.join("rootfs"));
+                if !cofolio_sys::mount::mount_id(&fd, "").is_ok_and(|id| id.is_root) {
+                    let why = "not where the image was mounted: somebody moved the bundle";
+                    return Err(BundleError::Unsafe { path, why });
+                }
+                Rootfs { fd, path }
+            }
+        };
+        let config = make(&self.held(), &self.path, &root, image, options, host_root)?;
+        let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
+        text.push(b'\n');
+        self.replace_config(&text)?;
+        Ok(config)
+    }
+
+    /// Replaces `config.json` in one step: a runtime that starts meanwhile sees the old one or the new one.
+    fn replace_config(&self, content: &[u8]) -> Result<()> {
+        const NEW: &str = "config.json.new";
+        let dir = &self.fd;
+        let write = || -> io::Result<()> {
+            let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            let _ = rustix::fs::unlinkat(dir, NEW, AtFlags::empty());
+            let mode = Mode::from_raw_mode(0o644);
+            let mut file = File::from(rustix::fs::openat(dir, NEW, flags, mode)?);
+            file.write_all(content)?;
+            file.sync_all()?;
+            Ok(rustix::fs::renameat(dir, NEW, dir, "config.json")?)
+        };
+        write().map_err(io_error("writing", &self.path.join("config.json")))
     }
 }
 
-/// Opens a directory that only the caller can change.
-fn open_own(dir: &Path) -> Result<OwnedFd> {
-    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let fd = rustix::fs::open(dir, flags, Mode::empty());
-    let fd = fd.map_err(|errno| io_error("opening", dir)(errno.into()))?;
-    let stat = rustix::fs::fstat(&fd).map_err(|errno| io_error("reading", dir)(errno.into()))?;
-    let why = if stat.st_uid != rustix::process::geteuid().as_raw() {
-        "belongs to another user, who could redirect writes and mounts in it"
-    } else if stat.st_mode & 0o022 != 0 {
-        "other users can write to it, and could redirect writes and mounts in it"
-    } else {
-        return Ok(fd);
-    };
-    Err(BundleError::Unsafe { path: dir.to_owned(), why })
-}
-
-/// Writes `config.json` (and the volume directories) of a bundle whose root filesystem is at `rootfs`.
-/// An existing `config.json` is replaced; [`check`] tells whether there is one.
-///
-/// `rootfs` must exist, and be mounted if it is an image: users and mount points are looked up in it.
-/// `host_root` is where the host's `/sys` is found (`/` outside of tests). Returns what was written.
-///
-/// # Errors
-/// [`BundleError`]; nothing is left behind but empty directories.
-pub fn write(
-    bundle: &Path,
-    rootfs: &Path,
-    image: &ImageConfig,
-    options: &Options,
-    host_root: &Path,
-) -> Result<Value> {
-    let bundle = absolute(bundle)?;
-    let rootfs = absolute(rootfs)?;
-    let config = generate(&bundle, &rootfs, image, options, host_root)?;
-    let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
-    text.push(b'\n');
-    replace_config(&bundle, &text)?;
-    Ok(config)
-}
-
-/// Makes the `config.json` that [`write()`] writes, from resolved paths.
+/// Makes the `config.json` that [`Bundle::write`] writes, from resolved paths.
 pub(crate) fn generate(
     bundle: &Path,
     rootfs: &Path,
@@ -346,7 +368,18 @@ pub(crate) fn generate(
     options: &Options,
     host_root: &Path,
 ) -> Result<Value> {
-    let root = &Rootfs::open(rootfs)?;
+    make(bundle, bundle, &Rootfs::open(rootfs)?, image, options, host_root)
+}
+
+/// The same; the bundle, whose path is `bundle`, is reached by the path `held`.
+fn make(
+    held: &Path,
+    bundle: &Path,
+    root: &Rootfs,
+    image: &ImageConfig,
+    options: &Options,
+    host_root: &Path,
+) -> Result<Value> {
     if let Some(os) = image.os.as_deref().filter(|os| !os.is_empty() && *os != "linux") {
         return Err(BundleError::OperatingSystem(os.to_owned()));
     }
@@ -354,7 +387,7 @@ pub(crate) fn generate(
     let user = resolve_user(root, options.user.as_deref().unwrap_or_else(|| image.user()))?;
     let cwd = working_dir(options.working_dir.as_deref().unwrap_or_else(|| image.working_dir()))?;
     let unified = host_root.join("sys/fs/cgroup/cgroup.controllers").exists();
-    let mounts = mounts::mounts(bundle, root, image, options, unified)?;
+    let mounts = mounts::mounts((held, bundle), root, image, options, unified)?;
     let hostname = options.hostname.clone().or_else(|| {
         bundle.file_name().map(|name| name.to_string_lossy().chars().take(63).collect())
     });
@@ -372,16 +405,12 @@ pub(crate) fn generate(
     let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
 
     // A relative path to a root filesystem in the bundle, so that the bundle can be moved.
-    let root_path = match rootfs.strip_prefix(bundle) {
-        Ok(inside) => inside.to_path_buf(),
-        Err(_) => rootfs.to_path_buf(),
-    };
-
+    let root_path = root.path.strip_prefix(bundle).unwrap_or(&root.path);
     let mut linux = json!({
         "resources": resources(options),
         "namespaces": namespaces,
-        "maskedPaths": MASKED_PATHS,
-        "readonlyPaths": READONLY_PATHS,
+        "maskedPaths": words(MASKED_PATHS),
+        "readonlyPaths": words(READONLY_PATHS),
         "seccomp": seccomp::profile(std::env::consts::ARCH),
     });
     if let Some(cgroup) = &options.cgroup {
@@ -405,9 +434,9 @@ pub(crate) fn generate(
             "env": environment(image, options),
             "cwd": cwd,
             "capabilities": {
-                "bounding": CAPABILITIES,
-                "effective": CAPABILITIES,
-                "permitted": CAPABILITIES,
+                "bounding": words(CAPABILITIES),
+                "effective": words(CAPABILITIES),
+                "permitted": words(CAPABILITIES),
             },
             "noNewPrivileges": true,
         },
@@ -514,22 +543,6 @@ fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, Strin
 
 fn absolute(path: &Path) -> Result<PathBuf> {
     fs::canonicalize(path).map_err(io_error("resolving", path))
-}
-
-/// Replaces `config.json` in one step: a runtime that starts meanwhile sees the old one or the new one.
-fn replace_config(bundle: &Path, content: &[u8]) -> Result<()> {
-    const NEW: &str = "config.json.new";
-    let dir = open_own(bundle)?;
-    let write = || -> io::Result<()> {
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let _ = rustix::fs::unlinkat(&dir, NEW, AtFlags::empty());
-        let mode = Mode::from_raw_mode(0o644);
-        let mut file = File::from(rustix::fs::openat(&dir, NEW, flags, mode)?);
-        file.write_all(content)?;
-        file.sync_all()?;
-        Ok(rustix::fs::renameat(&dir, NEW, &dir, "config.json")?)
-    };
-    write().map_err(io_error("writing", &bundle.join("config.json")))
 }
 
 fn io_error(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BundleError {

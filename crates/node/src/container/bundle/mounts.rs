@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::fs::{AtFlags, OFlags};
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use super::{BundleError, ImageConfig, Options, Result, io_error, plain_path};
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
 
 pub(super) fn mounts(
-    bundle: &Path,
+    (held, bundle): (&Path, &Path),
     root: &Rootfs,
     image: &ImageConfig,
     options: &Options,
@@ -92,8 +92,11 @@ pub(super) fn mounts(
             if options.binds.iter().any(|bind| bind.target == path) {
                 continue;
             }
-            let below = options.volumes.clone().unwrap_or_else(|| bundle.join("volumes"));
-            let source = volume(&below, root, path)?;
+            let (below, shown) = match &options.volumes {
+                Some(volumes) => (volumes.clone(), volumes.clone()),
+                None => (held.join("volumes"), bundle.join("volumes")),
+            };
+            let source = shown.join(volume(&below, root, path)?);
             mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
         }
     }
@@ -117,19 +120,19 @@ fn below_a_mount(mounts: &[Value], path: &str) -> bool {
     })
 }
 
-/// The directory on the host behind a volume: empty at first, owned as the image's directory is.
+/// Name of the directory on the host behind a volume: empty at first, owned as the image's directory is.
 ///
 /// A volume inside another one would be a path through a directory that containers write to, who could
 /// put a symbolic link to the host there. So all are beside each other.
-fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
+fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<String> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
         .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
     let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
         .map_err(|errno| io_error("reading", Path::new(path))(errno.into()))?;
     let components = path.split('/').filter(|component| !component.is_empty());
-    let directory = below
-        .join(components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F"));
+    let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
+    let directory = below.join(&name);
     if !directory.exists() {
         fs::create_dir_all(&directory).map_err(io_error("creating", &directory))?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
@@ -140,5 +143,5 @@ fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<PathBuf> {
                 .map_err(io_error("setting the owner of", &directory))?;
         }
     }
-    Ok(directory)
+    Ok(name)
 }

@@ -1,6 +1,21 @@
 use std::os::unix::fs::PermissionsExt as _;
 
+use super::accounts::User;
 use super::*;
+
+fn write(
+    dir: &Path,
+    rootfs: &Path,
+    image: &ImageConfig,
+    options: &Options,
+    host: &Path,
+) -> Result<Value> {
+    Bundle::open(dir, true)?.write(Some(rootfs), image, options, host)
+}
+
+fn check(dir: &Path, replace: bool) -> Result<()> {
+    Bundle::open(dir, replace).map(drop)
+}
 
 /// A root filesystem with the account files of a Debian-like image.
 fn rootfs() -> tempfile::TempDir {
@@ -29,7 +44,7 @@ fn user(uid: u32, gid: u32, additional: &[u32]) -> User {
 #[test]
 fn users_by_name_number_and_group() {
     let root = rootfs();
-    let resolve = |spec: &str| resolve_user_in(root.path(), spec);
+    let resolve = |spec: &str| resolve_user(&Rootfs::open(root.path()).unwrap(), spec);
     assert_eq!(resolve("").unwrap(), user(0, 0, &[0, 1]));
     assert_eq!(resolve("redis").unwrap(), user(999, 1000, &[1000, 29, 44]));
     assert_eq!(resolve("999").unwrap(), user(999, 1000, &[1000, 29, 44]));
@@ -58,7 +73,7 @@ fn a_user_of_very_many_groups() {
     linear::assert_linear(200_000, |count| {
         let groups: String = (0..count).map(|gid| format!("g:x:{gid}:redis\n")).collect();
         fs::write(root.path().join("etc/group"), groups).unwrap();
-        let found = resolve_user_in(root.path(), "redis").unwrap();
+        let found = resolve_user(&Rootfs::open(root.path()).unwrap(), "redis").unwrap();
         assert_eq!(found.additional_gids.len(), count);
         assert_eq!(found.additional_gids[..3], [1000, 0, 1]);
     });
@@ -74,7 +89,7 @@ fn account_files_cannot_lead_outside() {
     let link = root.path().join("etc/passwd");
     std::os::unix::fs::symlink(host.path().join("passwd"), &link).unwrap();
     assert!(matches!(
-        resolve_user_in(root.path(), "evil"),
+        resolve_user(&Rootfs::open(root.path()).unwrap(), "evil"),
         Err(BundleError::UnknownAccount { .. })
     ));
 
@@ -82,7 +97,7 @@ fn account_files_cannot_lead_outside() {
     fs::remove_file(&link).unwrap();
     fs::write(root.path().join("accounts"), "app:x:7:8::/:\n").unwrap();
     std::os::unix::fs::symlink("/accounts", &link).unwrap();
-    assert_eq!(resolve_user_in(root.path(), "app").unwrap(), user(7, 8, &[8]));
+    assert_eq!(resolve_user(&Rootfs::open(root.path()).unwrap(), "app").unwrap(), user(7, 8, &[8]));
 }
 
 fn parse(text: &str) -> ImageConfig {
@@ -247,6 +262,26 @@ fn only_its_owner_can_redirect_a_bundle() {
         std::os::unix::fs::chown(dir, Some(1000), None).unwrap();
         refused();
     }
+}
+
+/// Who can write to the directory above a bundle could put another one in its place, or a link to one of
+/// root's, between the check and the writing.
+#[test]
+fn a_bundle_that_is_moved_is_written_where_it_is() {
+    let (dir, root) = (tempfile::tempdir().unwrap(), rootfs_of_redis());
+    let [at, moved, elsewhere] = ["at", "moved", "elsewhere"].map(|name| dir.path().join(name));
+    [&at, &elsewhere].iter().for_each(|dir| fs::create_dir(dir).unwrap());
+    let bundle = Bundle::open(&at, false).unwrap();
+    fs::rename(&at, &moved).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &at).unwrap();
+    let options = Options { readonly: true, ..Options::default() };
+    bundle.write(Some(root.path()), &parse(REDIS), &options, Path::new("/")).unwrap();
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    assert!(moved.join("config.json").exists() && moved.join("volumes/data").is_dir());
+    // Its own root filesystem has to be a mount.
+    fs::create_dir(moved.join("rootfs")).unwrap();
+    let error = bundle.write(None, &parse(REDIS), &options, Path::new("/")).unwrap_err();
+    assert!(matches!(error, BundleError::Unsafe { .. }), "{error}");
 }
 
 fn rootfs_of_redis() -> tempfile::TempDir {

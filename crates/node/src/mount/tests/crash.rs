@@ -134,7 +134,7 @@ fn dies_in_mode(fixture: &Fixture, mode: &str, reached: &Mutex<HashSet<String>>)
     if mode != "made" {
         fixture.target(mode);
     }
-    for step in Step::ALL {
+    for &step in Step::ALL {
         for remedy in ["reconcile", "umount", "mount"] {
             let story = format!("{mode}, killed at {step:?}, then {remedy}");
             let killed =
@@ -164,14 +164,14 @@ fn dies_in_mode(fixture: &Fixture, mode: &str, reached: &Mutex<HashSet<String>>)
 #[test]
 fn a_process_may_die_at_any_step() {
     needs_mounts!();
-    dies_at_any_step(Fixture::new, &Step::ALL);
+    dies_at_any_step(Fixture::new, Step::ALL);
 }
 
 /// Whoever dies over a base leaves two images pinned, or one that says it needs the other.
 #[test]
 fn a_process_may_die_at_any_step_over_a_base() {
     needs_mounts!();
-    dies_at_any_step(Fixture::over_base, &Step::ALL);
+    dies_at_any_step(Fixture::over_base, Step::ALL);
 }
 
 /// There is an EROFS superblock and no overlay over it; to take it down in a wrong order crashes Linux 7.2, so after this a
@@ -181,7 +181,8 @@ fn a_process_may_die_at_any_step_with_inode_share() {
     needs_mounts!();
     needs_inode_share!();
     let expected: Vec<_> = Step::ALL
-        .into_iter()
+        .iter()
+        .copied()
         .filter(|step| !matches!(step, Step::ViewMade | Step::Viewed))
         .collect();
     dies_at_any_step(Fixture::shared, &expected);

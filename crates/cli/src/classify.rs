@@ -1,0 +1,433 @@
+//! Every error of every library becomes an exit code and a hint here, and nowhere else.
+
+use std::borrow::Cow;
+use std::error::Error as StdError;
+use std::io;
+
+use cofolio_erofs::dump::DumpError;
+use cofolio_erofs::read::ReadError;
+use cofolio_image::diff::DiffError;
+use cofolio_image::error::{EngineError, ImportError, RegistryError, TrustError};
+use cofolio_image::export::ExportError;
+use cofolio_image::pack::PackError;
+use cofolio_node::backend::BackendError;
+use cofolio_node::config::ConfigError;
+use cofolio_node::container::RunError;
+use cofolio_node::container::bundle::BundleError;
+use cofolio_node::mount::{Code, MountError};
+use cofolio_node::names::NameError;
+use cofolio_node::upkeep::UpkeepError;
+use cofolio_store::ErrorKind;
+use cofolio_store::task::Cancelled;
+
+use crate::exit::{Exit, Fail};
+
+/// What one error says: its exit code, and what to do about it. Without a code its cause decides.
+pub(crate) type Classified = (Option<Exit>, Option<Cow<'static, str>>);
+
+/// The cause decides.
+const CAUSE: Classified = (None, None);
+
+fn code(exit: Exit) -> Classified {
+    (Some(exit), None)
+}
+
+fn hint(exit: Exit, hint: impl Into<Cow<'static, str>>) -> Classified {
+    (Some(exit), Some(hint.into()))
+}
+
+/// Exit code and hint of an error: the first cause that says something definite decides.
+pub(crate) fn classify(error: &anyhow::Error) -> (Exit, Option<Cow<'static, str>>) {
+    let (mut exit, mut hint) = CAUSE;
+    for cause in error.chain() {
+        let (this, this_hint) = classify_one(cause);
+        exit = exit.or(this);
+        hint = hint.or(this_hint);
+    }
+    (exit.unwrap_or(Exit::Failure), hint)
+}
+
+fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
+    /// Calls the function that takes an error of this type.
+    macro_rules! call_one_of {
+        ($($of:expr),*) => { $(if let Some(error) = cause.downcast_ref() { return $of(error); })* };
+    }
+    call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
+    call_one_of!(
+        of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep, of_run
+    );
+    call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
+    CAUSE
+}
+
+/// For damage in the store. Importing an image again mends the image's own files, but no objects.
+const DAMAGED: &str =
+    "`cofolio fsck` says what else is damaged; `cofolio fsck --repair --from SOURCE` restores it";
+
+fn of_store(error: &cofolio_store::Error) -> Classified {
+    use cofolio_store::Error;
+    let hint = match error {
+        Error::NotAStore { .. } => {
+            "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
+        }
+        Error::NoSpace { .. } | Error::NoInodes { .. } => {
+            "`cofolio gc` frees what nothing uses any more"
+        }
+        Error::NoSuchRef(_) => "`cofolio images` lists what there is",
+        Error::NoSuchPack(_) => "`cofolio pack IMAGE` makes one",
+        Error::NoSuchSegment(_) => {
+            "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again"
+        }
+        Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
+        Error::Corrupt { path, .. } if path == "meta.json" => {
+            "`cofolio fsck --repair` makes it again"
+        }
+        Error::Corrupt { path, .. } if path.contains("/refs/") => {
+            "importing the image again under its name writes its record again; `cofolio rm --force` removes it"
+        }
+        Error::Corrupt { path, .. } if path.contains("/signatures/") => {
+            "`cofolio sign` writes it again; without the file there is no such signature"
+        }
+        Error::Io { .. } if error.is_unreadable() => DAMAGED,
+        Error::Corrupt { .. } | Error::Unreadable { .. } => DAMAGED,
+        Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
+            "a newer version of cofolio wrote this store; use that one"
+        }
+        Error::Busy { .. } => "an import is being published or garbage collected; try again",
+        _ => "",
+    };
+    let exit = match (error.kind(), error) {
+        // The cause, an I/O error, says more.
+        (ErrorKind::Io, _) => None,
+        (ErrorKind::Cancelled, _) => Some(Exit::Interrupted),
+        (ErrorKind::Space, _) => Some(Exit::NoSpace),
+        (ErrorKind::Corrupt, _) => Some(Exit::Corrupt),
+        (ErrorKind::Conflict, _) => Some(Exit::Busy),
+        (ErrorKind::Caller, Error::BadName { .. }) => Some(Exit::Usage),
+        (ErrorKind::Caller, Error::InTheWay { .. } | Error::TooMany { .. }) => Some(Exit::Failure),
+        (ErrorKind::Caller, _) => Some(Exit::NotFound),
+        _ => Some(Exit::Failure),
+    };
+    (exit, (!hint.is_empty()).then_some(hint.into()))
+}
+
+fn of_name(error: &NameError) -> Classified {
+    match error {
+        NameError::NoImage { refs: None, .. } | NameError::Short(_) => code(Exit::NotFound),
+        NameError::NoImage { text, refs: Some(refs), .. } => {
+            // Somebody who forgot the tag, or half of it, sees what there is.
+            let close = refs.iter().map(String::as_str).filter(|name| name.contains(text));
+            let close: Vec<_> = close.take(5).collect();
+            hint(
+                Exit::NotFound,
+                match close[..] {
+                    _ if refs.is_empty() => {
+                        "the domain has no images: `cofolio import SOURCE` brings one in".into()
+                    }
+                    [] => Cow::from("`cofolio images` lists what there is"),
+                    _ => format!("did you mean {}?", close.join(", ")).into(),
+                },
+            )
+        }
+        NameError::Ambiguous { two: [first, second], .. } => {
+            hint(Exit::Usage, format!("among them {first} and {second}: give more digits"))
+        }
+        NameError::Store(error) => of_store(error),
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_import(error: &ImportError) -> Classified {
+    match error {
+        ImportError::NoSpace { .. } => hint(
+            Exit::NoSpace,
+            "nothing was kept; `cofolio gc` frees what nothing uses any more (1 % of the \
+             filesystem, at most 1 GiB, is left free for others)",
+        ),
+        ImportError::Cancelled(_) => hint(
+            Exit::Interrupted,
+            "no image was published; complete layers of a pull are kept: running it again goes on from there",
+        ),
+        ImportError::Source { .. } => code(Exit::NotFound),
+        ImportError::Thread(_) | ImportError::Changed { .. } => code(Exit::Busy),
+        ImportError::Name { .. } => hint(Exit::Usage, "--name REF gives the image another name"),
+        ImportError::Registry(error) => of_registry(error),
+        ImportError::Engine(error) => of_engine(error),
+        ImportError::Trust(error) => of_trust(error),
+        ImportError::Limit { .. } => code(Exit::Failure),
+        error if error.is_corrupt() => code(Exit::Corrupt),
+        _ => CAUSE,
+    }
+}
+
+fn of_engine(error: &EngineError) -> Classified {
+    match error {
+        EngineError::NotFound { .. } => code(Exit::NotFound),
+        EngineError::Document { .. } => code(Exit::Corrupt),
+        EngineError::Io { .. } => CAUSE,
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_registry(error: &RegistryError) -> Classified {
+    match error {
+        RegistryError::Reference { .. } | RegistryError::Options { .. } => code(Exit::Usage),
+        RegistryError::NotFound { .. } => code(Exit::NotFound),
+        RegistryError::Denied { .. } => hint(
+            Exit::Missing,
+            "`podman login HOST` or `docker login HOST`; some registries say this of images that are not there",
+        ),
+        RegistryError::PlainHttp { .. } => hint(
+            Exit::Missing,
+            "--insecure allows it for this registry; what comes is checked against digests, but the digest of a tag is not",
+        ),
+        RegistryError::Unreachable { .. } | RegistryError::Status { .. } => {
+            hint(Exit::Network, "what was complete is kept: the next try goes on from there")
+        }
+        RegistryError::Refused { status: 413, .. } => {
+            hint(Exit::Failure, "the registry, or a proxy before it, takes nothing of this size")
+        }
+        RegistryError::Answer { .. } => code(Exit::Corrupt),
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_mount(error: &MountError) -> Classified {
+    let exit = match (error, error.code()) {
+        (MountError::Store(error), _) => return of_store(error),
+        (MountError::IdMap { .. }, _) => Some(Exit::Usage),
+        (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
+        (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
+        | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
+        (_, Code::NotFound) => Some(Exit::NotFound),
+        (_, Code::Corrupt) => Some(Exit::Corrupt),
+        (_, Code::Io) => None,
+        (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
+    };
+    let hint: Cow<'static, str> = match error {
+        MountError::Busy { target } => {
+            let target = target.display();
+            format!("`fuser -vm {target}` says who; `cofolio umount --force {target}` detaches it")
+                .into()
+        }
+        MountError::NoRecord { target } => {
+            let target = target.display();
+            format!("`umount {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
+                .into()
+        }
+        MountError::State { path, .. } => {
+            let path = path.display();
+            format!("unmount what it is about with umount(8); after `rm {path}`, `cofolio mounts --reconcile` cleans up")
+                .into()
+        }
+        MountError::TargetMissing { .. } => {
+            "--create makes the directory (its parent must exist)".into()
+        }
+        MountError::NoPrivilege { .. } => "run as root".into(),
+        MountError::NoFeature { .. } => "`cofolio doctor` says what this machine offers".into(),
+        MountError::NoVerity { .. } => {
+            "a store on ext4 made with `-O verity` or on btrfs has it; `cofolio doctor` says what this one has".into()
+        }
+        MountError::PinnedWithoutVerity { .. } => {
+            "`cofolio mounts` says by whom; unmount the image everywhere first".into()
+        }
+        MountError::PackInvalid { .. } => {
+            "`cofolio fsck --repair` removes it, `cofolio pack` makes it again".into()
+        }
+        MountError::NotShared { .. } => "`cofolio pack --again IMAGE` makes its pack anew".into(),
+        MountError::NotMounted(_) => "`cofolio mounts` lists what is mounted".into(),
+        MountError::IdMap { .. } => "INSIDE:OUTSIDE:COUNT, as 0:100000:65536".into(),
+        error if error.code() == Code::Corrupt => DAMAGED.into(),
+        _ => return (exit, None),
+    };
+    (exit, Some(hint))
+}
+
+fn of_export(error: &ExportError) -> Classified {
+    match error {
+        ExportError::Destination { .. } => code(Exit::Usage),
+        ExportError::Thread(_) => code(Exit::Busy),
+        ExportError::Exists { .. } => hint(Exit::Usage, "--replace replaces it"),
+        ExportError::NoSplit { .. } => hint(
+            Exit::NotFound,
+            "an earlier version imported it: import the image again from where it came",
+        ),
+        ExportError::Cancelled(_) => code(Exit::Interrupted),
+        ExportError::Store(error) => of_store(error),
+        ExportError::Registry(error) => of_registry(error),
+        error if error.is_corrupt() => hint(Exit::Corrupt, DAMAGED),
+        ExportError::Io { .. } => CAUSE,
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_bundle(error: &BundleError) -> Classified {
+    match error {
+        BundleError::NoCommand => hint(Exit::Usage, "say what to run, after `--`"),
+        BundleError::MissingMountPoint(_) => hint(
+            Exit::Failure,
+            "a writable root gets it: see --help; or add the directory to the image",
+        ),
+        BundleError::UnknownAccount { .. } => {
+            hint(Exit::NotFound, "--user UID:GID takes numbers, which need no account")
+        }
+        BundleError::Exists(_) => hint(Exit::Usage, "--replace overwrites it"),
+        BundleError::Unsafe { .. } => {
+            hint(Exit::Failure, "use a directory of root's that only root can write to")
+        }
+        BundleError::Io { .. } => CAUSE,
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_diff(error: &DiffError) -> Classified {
+    use io::ErrorKind::{InvalidData, UnexpectedEof};
+    match error {
+        DiffError::Store(error) => of_store(error),
+        DiffError::Cancelled(_) => code(Exit::Interrupted),
+        DiffError::Object { source, .. }
+            if [InvalidData, UnexpectedEof].contains(&source.kind()) =>
+        {
+            hint(Exit::Corrupt, DAMAGED)
+        }
+        _ => CAUSE,
+    }
+}
+
+fn of_trust(error: &TrustError) -> Classified {
+    match error {
+        TrustError::Key { .. } => code(Exit::Usage),
+        TrustError::Policy { .. } => {
+            hint(Exit::Usage, "as long as the policy makes no sense, no image is let through")
+        }
+        TrustError::Unsigned { .. } => hint(
+            Exit::Refused,
+            "`cofolio sign` signs it, or keeps a signature made elsewhere (--attach); --signature brings one with an import",
+        ),
+        TrustError::Store(error) => of_store(error),
+        _ => code(Exit::Refused),
+    }
+}
+
+fn of_config(error: &ConfigError) -> Classified {
+    match error {
+        ConfigError::Io { .. } => CAUSE,
+        ConfigError::Invalid { meant: Some(key), .. } => {
+            hint(Exit::Usage, format!("did you mean `{key}`?"))
+        }
+        ConfigError::Invalid { meant: None, .. } => {
+            hint(Exit::Usage, "`cofolio config default` prints every key with its default")
+        }
+        _ => hint(
+            Exit::Usage,
+            "as in names of images, in lower case: `docker.io`, `registry.example:5000`",
+        ),
+    }
+}
+
+fn of_backend(error: &BackendError) -> Classified {
+    match error {
+        BackendError::NotCompressed => code(Exit::Usage),
+        BackendError::PlainPacks { .. } => {
+            hint(Exit::Usage, "`cofolio backend inode-share --lz4` makes all of them anew")
+        }
+        BackendError::Mounted { .. } => hint(Exit::Busy, "`cofolio umount --all` unmounts them"),
+        BackendError::Kernel { .. } => hint(
+            Exit::Missing,
+            "it takes Linux 7.0 with CONFIG_EROFS_FS_PAGE_CACHE_SHARE; `overlay` shares as much",
+        ),
+        BackendError::Mount(error) => of_mount(error),
+        BackendError::Pack(error) => of_pack(error),
+        BackendError::Store(error) => of_store(error),
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_upkeep(error: &UpkeepError) -> Classified {
+    match error {
+        UpkeepError::Container(error) => of_run(error),
+        UpkeepError::Mount(error) => of_mount(error),
+        UpkeepError::Pack(error) => of_pack(error),
+        UpkeepError::Import(error) => of_import(error),
+        UpkeepError::Store(error) => of_store(error),
+        UpkeepError::Cancelled(_) => code(Exit::Interrupted),
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_pack(error: &PackError) -> Classified {
+    match error {
+        PackError::Image { .. } => hint(Exit::Corrupt, DAMAGED),
+        PackError::Cancelled(_) => code(Exit::Interrupted),
+        PackError::Store(error) => of_store(error),
+        _ => CAUSE,
+    }
+}
+
+fn of_run(error: &RunError) -> Classified {
+    match error {
+        RunError::Mount(error) => of_mount(error),
+        RunError::Bundle(error) => of_bundle(error),
+        RunError::NoRuntime(_) => hint(
+            Exit::Missing,
+            "install crun or runc, or name another with --runtime or `[run] runtime`",
+        ),
+        RunError::Exists(_) => {
+            hint(Exit::Busy, "`cofolio ps` lists containers, `cofolio stop NAME` ends one")
+        }
+        RunError::NotFound(_) | RunError::NotRunning(_) => {
+            hint(Exit::NotFound, "`cofolio ps` lists containers")
+        }
+        RunError::Record { .. } => hint(
+            Exit::Corrupt,
+            "if no process of the container runs: `cofolio umount` its rootfs and remove its directory",
+        ),
+        RunError::StillRunning(_) => code(Exit::Busy),
+        RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
+        RunError::Io { .. } => CAUSE,
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_read(error: &ReadError) -> Classified {
+    match error {
+        ReadError::NotErofs
+        | ReadError::NotComposefs
+        | ReadError::Corrupt { .. }
+        | ReadError::Tree { .. } => code(Exit::Corrupt),
+        _ => CAUSE,
+    }
+}
+
+fn of_dump(error: &DumpError) -> Classified {
+    match error {
+        DumpError::Line { .. } | DumpError::Empty => code(Exit::Corrupt),
+        _ => CAUSE,
+    }
+}
+
+fn of_io(error: &io::Error) -> Classified {
+    /// The same number on every architecture of Linux.
+    const EMFILE: i32 = 24;
+    let exit = match error.kind() {
+        io::ErrorKind::BrokenPipe => Some(Exit::BrokenPipe),
+        io::ErrorKind::NotFound => Some(Exit::NotFound),
+        io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported => Some(Exit::Missing),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Some(Exit::NoSpace),
+        io::ErrorKind::ResourceBusy | io::ErrorKind::WouldBlock => Some(Exit::Busy),
+        _ => None,
+    };
+    let hint = match (error.raw_os_error(), error.kind()) {
+        (Some(EMFILE), _) => {
+            "this process may open no more files: `ulimit -n 1024` raises the limit"
+        }
+        (Some(_), io::ErrorKind::FileTooLarge) => {
+            "a limit of this shell (`ulimit -f`) or service (`LimitFSIZE=`), or of the filesystem"
+        }
+        (_, io::ErrorKind::PermissionDenied) if !rustix::process::geteuid().is_root() => {
+            "run as root"
+        }
+        _ => return (exit, None),
+    };
+    (exit, Some(hint.into()))
+}

@@ -1,0 +1,57 @@
+//! The directory to mount at.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
+
+use super::error::{At as _, MountError};
+
+/// Absolute path of the directory to mount at, without symbolic links.
+pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, MountError> {
+    let problem = |problem: String| MountError::Target { target: target.to_owned(), problem };
+    let resolved = match fs::canonicalize(target) {
+        Ok(path) if !path.is_dir() => return Err(problem("it is not a directory".to_owned())),
+        Ok(path) => path,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            if !create {
+                return Err(MountError::TargetMissing { target: target.to_owned() });
+            }
+            let name = target.file_name().ok_or_else(|| problem("it has no name".to_owned()))?;
+            let parent = match target.parent() {
+                Some(parent) if parent != Path::new("") => parent,
+                _ => Path::new("."),
+            };
+            let parent = fs::canonicalize(parent)
+                .map_err(|error| problem(format!("its parent cannot be used: {error}")))?;
+            parent.join(name)
+        }
+        Err(error) => return Err(problem(error.to_string())),
+    };
+    // Records are text; and a name that no terminal can show helps nobody to unmount it.
+    if resolved.to_str().is_none() {
+        return Err(problem("its path is not UTF-8".to_owned()));
+    }
+    if resolved == Path::new("/") {
+        return Err(problem("it is the root directory".to_owned()));
+    }
+    Ok(resolved)
+}
+
+/// Opens a directory whose path was resolved. Somebody may have put a symbolic link into the path since.
+pub(super) fn open_resolved(path: &Path) -> Result<OwnedFd, MountError> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS).at("open", path)
+}
+
+/// Makes the last directory of a path that was resolved. If somebody else has made it since, it is not
+/// ours to remove.
+pub(super) fn make_target(target: &Path) -> Result<bool, MountError> {
+    let name = target.file_name().unwrap_or_default();
+    let parent = open_resolved(target.parent().unwrap_or(target))?;
+    match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777)) {
+        Err(rustix::io::Errno::EXIST) => Ok(false),
+        other => other.map(|()| true).at("create", target),
+    }
+}

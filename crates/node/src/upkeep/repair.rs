@@ -1,0 +1,126 @@
+//! fsck, and bringing back what it finds.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::import::{self, ImportOptions};
+use cofolio_image::registry::RegistryOptions;
+use cofolio_image::source::Source;
+use cofolio_store::task::Task;
+use cofolio_store::{Contents, Damage, Digest, Finding, FindingKind, FsckOptions, FsckReport};
+
+use super::{Upkeep, UpkeepError, bases};
+use crate::mount::MountState;
+
+/// What fsck found, and what a repair did about it.
+#[derive(Debug, Default)]
+pub struct Checked {
+    /// What is wrong, after the repair if there was one.
+    pub report: FsckReport,
+    /// Damage that the repair found and that a source could bring back.
+    pub had_damage: bool,
+    /// Damage that is gone.
+    pub repaired: Vec<Finding>,
+    /// Mounts that may still show files that were replaced.
+    pub mounts: Vec<PathBuf>,
+    /// Images that had a pack and have none now.
+    pub unpacked: Vec<Digest>,
+    /// Files that are protected now and were not.
+    pub protected: u64,
+}
+
+impl Upkeep<'_> {
+    /// Checks the domain; `rehash` reads all content. With `repair`, removes or makes again what is derived
+    /// and damaged, brings back what these sources have, and protects what is not protected.
+    ///
+    /// # Errors
+    /// [`UpkeepError`].
+    pub fn fsck(
+        &self,
+        rehash: bool,
+        repair: Option<&[(Source, RegistryOptions)]>,
+        task: &Task,
+    ) -> Result<Checked, UpkeepError> {
+        let domain = self.domain;
+        let before = domain.fsck(&ImageContents, FsckOptions { rehash }, task)?;
+        let is_sound = before.findings.is_empty() && before.more == 0;
+        let Some(sources) = repair.filter(|_| !is_sound) else {
+            return Ok(Checked { report: before, ..Checked::default() });
+        };
+        let mut checked = Checked::default();
+        if before.findings.iter().any(|it| it.kind.is_derived()) {
+            checked.unpacked =
+                domain.remove_derived(&before, &ImageContents)?.into_iter().collect();
+            let is_base =
+                |kind| matches!(kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
+            if before.findings.iter().any(|it| is_base(it.kind)) {
+                // Where bases cannot be made again images are mounted without.
+                let _ = bases::find(domain, task);
+            }
+        }
+        let is_lost = |it: &&Finding| it.kind.is_damage() && !it.kind.is_derived();
+        checked.had_damage = before.more_damage || before.findings.iter().any(|it| is_lost(&it));
+        let first = domain.damage(&before, &ImageContents)?;
+        let mut damage = first.clone();
+        for (source, registry) in sources {
+            if damage.is_empty() {
+                break;
+            }
+            let (repair, registry) = (Some(damage), registry.clone());
+            let options = ImportOptions { repair, registry, ..ImportOptions::default() };
+            import::import(domain, source, &options, task)?;
+            damage = domain.damage(&domain.recheck(&first, &ImageContents)?, &ImageContents)?;
+        }
+        let is_unprotected = |it: &Finding| {
+            it.kind == FindingKind::Unprotected
+                || (it.kind == FindingKind::Permissions && it.path == ".")
+        };
+        if before.more > 0 || before.findings.iter().any(is_unprotected) {
+            checked.protected = domain.protect_all()?;
+        }
+        // The whole store was read before; now only what had been wrong.
+        let left = domain.recheck(&first, &ImageContents)?;
+        let is_left = |it: &Finding| {
+            left.findings.iter().any(|other| (other.kind, &other.path) == (it.kind, &it.path))
+        };
+        let lost = before.findings.iter().filter(is_lost);
+        checked.repaired = lost.filter(|it| !is_left(it)).cloned().collect();
+        if checked.had_damage {
+            checked.mounts = self.mounts_with(&first)?;
+        }
+        // What was not even listed can only be mended by doing it again.
+        let more = if before.more_damage { before.more.max(left.more) } else { left.more };
+        let more_damage = before.more_damage || left.more_damage;
+        let hashed_bytes = before.hashed_bytes;
+        checked.report = FsckReport { hashed_bytes, more, more_damage, ..left };
+        Ok(checked)
+    }
+
+    /// Mounts of images that name something of this.
+    fn mounts_with(&self, damage: &Damage) -> Result<Vec<PathBuf>, UpkeepError> {
+        let mut images: HashMap<Digest, bool> = HashMap::new();
+        let mut targets = Vec::new();
+        for status in self.mounter().list()?.mounts {
+            let record = status.record;
+            if status.state == MountState::Gone || record.domain != self.domain.name() {
+                continue;
+            }
+            let hit =
+                images.entry(record.image).or_insert_with(|| self.names(&record.image, damage));
+            if *hit {
+                targets.push(record.target);
+            }
+        }
+        Ok(targets)
+    }
+
+    /// Whether an image is, or names, something of this. One that cannot be read might.
+    fn names(&self, image: &Digest, damage: &Damage) -> bool {
+        let mut hit = damage.images.contains(image);
+        let mut visit = |digest: Digest, _| hit |= damage.objects.contains(&digest);
+        let file = self.domain.open_image(image).map_err(Into::into);
+        let read = file.and_then(|file| ImageContents.image_objects(&file, &mut visit));
+        hit || read.is_err()
+    }
+}
