@@ -266,9 +266,11 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
         Error::NotAStore { .. } => Some(
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is",
         ),
-        Error::NoSpace { .. } | Error::NoInodes { .. } => {
-            Some("`cofolio gc` frees what nothing uses any more")
-        }
+        Error::NoSpace { .. } => Some(
+            "`cofolio gc` frees what nothing uses any more (1 % of the filesystem, at most 1 GiB, is left \
+             free for others)",
+        ),
+        Error::NoInodes { .. } => Some("`cofolio gc` frees what nothing uses any more"),
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
         Error::NoSuchPack(_) => Some("`cofolio pack IMAGE` makes one"),
         Error::NoSuchSegment(_) => Some(
@@ -309,11 +311,6 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
 
 fn of_import(error: &ImportError) -> (Option<Exit>, Option<String>) {
     match error {
-        ImportError::NoSpace { .. } => {
-            let hint = "nothing was kept; `cofolio gc` frees what nothing uses any more (1 % of the \
-                        filesystem, at most 1 GiB, is left free for others)";
-            (Some(Exit::NoSpace), Some(hint.to_owned()))
-        }
         ImportError::Cancelled(_) => {
             let hint = "no image was published; complete layers of a pull are kept: running it again goes on from there";
             (Some(Exit::Interrupted), Some(hint.to_owned()))

@@ -50,8 +50,6 @@ pub const COMPAT_SB_CHKSUM: u32 = 0x01;
 pub const COMPAT_MTIME: u32 = 0x02;
 /// Inodes with xattrs have a filter over the names.
 pub const COMPAT_XATTR_FILTER: u32 = 0x04;
-/// Shared xattrs lie in the metabox inode.
-pub const COMPAT_SHARED_EA_IN_METABOX: u32 = 0x08;
 /// Long xattr prefixes lie in the image itself even where there is a packed or metabox inode.
 pub const COMPAT_PLAIN_XATTR_PFX: u32 = 0x10;
 /// An xattr names the content for the kernel's page cache sharing.

@@ -42,7 +42,6 @@ impl BlobDigest {
         format!("blobs/{}/{}", self.algorithm.name(), self.hex)
     }
 
-    /// Something that computes digests of the same kind.
     pub(crate) fn hasher(&self) -> BlobHasher {
         match self.algorithm {
             Algorithm::Sha256 => BlobHasher::Sha256(Sha256::new()),
@@ -185,7 +184,6 @@ impl fmt::Display for BlobDigest {
     }
 }
 
-/// Computes a [`BlobDigest`].
 pub(crate) enum BlobHasher {
     Sha256(Sha256),
     Sha512(Sha512),

@@ -15,7 +15,6 @@ pub(crate) const DOCKER_HUB: &str = "docker.io";
 const REPOSITORY_MAX: usize = 255;
 /// Longest name of an image in the store, in bytes: the store's own limit.
 const IMAGE_NAME_MAX: usize = 1024;
-/// Longest tag.
 const TAG_MAX: usize = 128;
 /// The tag that is meant if none is given.
 const LATEST: &str = "latest";

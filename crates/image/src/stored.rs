@@ -8,9 +8,6 @@ use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, StoredFile};
 
 /// The fs-verity digest of a file's content, which is read for it.
-///
-/// # Errors
-/// Those of reading.
 pub(crate) fn digest_of(file: &StoredFile) -> io::Result<Digest> {
     let mut hasher = Hasher::new();
     let mut buffer = vec![0; 4 * BLOCK];

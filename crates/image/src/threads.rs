@@ -10,9 +10,6 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 pub struct NoThread(#[source] io::Error);
 
 /// As [`Scope::spawn`].
-///
-/// # Errors
-/// [`NoThread`].
 pub(crate) fn spawn<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     work: impl FnOnce() -> T + Send + 'scope,
@@ -21,9 +18,6 @@ pub(crate) fn spawn<'scope, T: Send + 'scope>(
 }
 
 /// Starts `count` threads that do the same work, or fewer if the machine gives no more.
-///
-/// # Errors
-/// [`NoThread`] if it gives none at all.
 pub(crate) fn spawn_up_to<'scope, T: Send + 'scope, W: FnOnce() -> T + Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     count: usize,

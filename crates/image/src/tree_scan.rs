@@ -97,24 +97,18 @@ pub struct Scanned {
 /// Where the content of files goes.
 pub trait ObjectSink: Sync {
     /// Stores content that is in memory, returns its fs-verity digest.
-    ///
-    /// # Errors
-    /// Whatever keeps it from being stored.
     fn put(&self, content: &[u8]) -> Result<[u8; 32], ImportError>;
 
     /// Stores content that `read` gives piece by piece.
-    ///
-    /// # Errors
-    /// Those of `read`, and whatever keeps it from being stored.
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError>;
 }
 
 /// Gives the next piece of a file, its data in the buffer.
-pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<Piece, ImportError>;
+pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<Filled, ImportError>;
 
 /// What [`Next`] has given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Piece {
+pub enum Filled {
     /// So many bytes of data.
     Data(usize),
     /// So many zeros that the file's filesystem keeps nothing for.
@@ -134,7 +128,7 @@ impl ObjectSink for DigestOnly {
 
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let mut hasher = verity::Hasher::new();
-        for_pieces(read, |piece, hole| {
+        for_each(read, |piece, hole| {
             hasher.update(piece);
             hasher.zeros(hole);
             Ok(())
@@ -155,9 +149,9 @@ impl ObjectSink for Staging {
             // Not more than the processor's own cache keeps until it is hashed.
             let length = spare.len().min(PIECE_SIZE);
             match read(&mut spare[..length])? {
-                Piece::Data(count) => writer.advance(count),
-                Piece::Hole(len) => writer.push_hole(len)?,
-                Piece::End => return Ok(writer.finish()?.digest.0),
+                Filled::Data(count) => writer.advance(count),
+                Filled::Hole(len) => writer.push_hole(len)?,
+                Filled::End => return Ok(writer.finish()?.digest.0),
             }
         }
     }
@@ -172,9 +166,6 @@ pub struct DigestStore {
 
 impl DigestStore {
     /// A store in that directory, which is made if it is missing.
-    ///
-    /// # Errors
-    /// [`ImportError::Io`].
     pub fn open(path: &Path) -> Result<Self, ImportError> {
         std::fs::create_dir_all(path).map_err(|e| io_error(path, e))?;
         Ok(Self { path: path.to_owned(), next: AtomicU64::new(0) })
@@ -192,10 +183,10 @@ impl DigestStore {
     }
 
     /// Gives a complete temporary file its name, unless there is such an object.
-    fn place(&self, temporary: &Path, file: File, digest: [u8; 32]) -> Result<(), ImportError> {
+    fn publish(&self, temporary: &Path, file: File, digest: [u8; 32]) -> Result<(), ImportError> {
         use std::os::unix::fs::PermissionsExt;
         let object = self.object(digest);
-        let placed = (|| {
+        let published = (|| {
             file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
             // Its name says what it holds, also after a crash.
             file.sync_all()?;
@@ -214,7 +205,7 @@ impl DigestStore {
             }
         })();
         let removed = std::fs::remove_file(temporary);
-        placed.and(removed).map_err(|e| io_error(&object, e))
+        published.and(removed).map_err(|e| io_error(&object, e))
     }
 }
 
@@ -227,7 +218,7 @@ impl ObjectSink for DigestStore {
                 let _ = std::fs::remove_file(&path);
                 io_error(&path, e)
             })?;
-            self.place(&path, file, digest)?;
+            self.publish(&path, file, digest)?;
         }
         Ok(digest)
     }
@@ -235,7 +226,7 @@ impl ObjectSink for DigestStore {
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let (path, mut file) = self.temporary()?;
         let mut hasher = verity::Hasher::new();
-        let written = for_pieces(read, |piece, hole| {
+        let written = for_each(read, |piece, hole| {
             hasher.update(piece);
             hasher.zeros(hole);
             io::Write::write_all(&mut file, piece).map_err(|e| io_error(&path, e))?;
@@ -248,22 +239,22 @@ impl ObjectSink for DigestStore {
             return Err(error);
         }
         let digest = hasher.finish().0;
-        self.place(&path, file, digest)?;
+        self.publish(&path, file, digest)?;
         Ok(digest)
     }
 }
 
 /// Calls `each` with every piece: its data, or else the length of the hole.
-fn for_pieces(
+fn for_each(
     read: Next<'_>,
     mut each: impl FnMut(&[u8], u64) -> Result<(), ImportError>,
 ) -> Result<(), ImportError> {
     let mut buffer = vec![0; PIECE_SIZE];
     loop {
         match read(&mut buffer)? {
-            Piece::Data(count) => each(&buffer[..count], 0)?,
-            Piece::Hole(len) => each(&[], len)?,
-            Piece::End => return Ok(()),
+            Filled::Data(count) => each(&buffer[..count], 0)?,
+            Filled::Hole(len) => each(&[], len)?,
+            Filled::End => return Ok(()),
         }
     }
 }
@@ -335,7 +326,6 @@ pub fn scan(
     })
 }
 
-/// A file to be read.
 struct Job {
     inode: InodeId,
     file: File,
@@ -343,7 +333,6 @@ struct Job {
     path: PathBuf,
 }
 
-/// What became of a file's content.
 enum Stored {
     Inline(Vec<u8>),
     Object(u64, [u8; 32]),
@@ -399,25 +388,25 @@ impl Job {
                 }
             }
             let piece = if hole > 0 {
-                Piece::Hole(hole)
+                Filled::Hole(hole)
             } else {
                 // One byte more than there should be is asked for, so that growth is noticed.
                 let left = (size + 1 - total).min(data_end - total);
                 let length = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
                 match read_retry(&self.file, &mut buffer[..length], total).map_err(error)? {
-                    0 => Piece::End,
-                    count => Piece::Data(count),
+                    0 => Filled::End,
+                    count => Filled::Data(count),
                 }
             };
             let length = match piece {
-                Piece::Data(count) => count as u64,
-                Piece::Hole(len) => len,
-                Piece::End => 0,
+                Filled::Data(count) => count as u64,
+                Filled::Hole(len) => len,
+                Filled::End => 0,
             };
             total = total.saturating_add(length);
             task.tell(Event::Read(length));
             task.check()?;
-            if piece == Piece::End || total > size {
+            if piece == Filled::End || total > size {
                 self.check(total)?;
             }
             Ok(piece)
@@ -425,7 +414,6 @@ impl Job {
         Ok(Stored::Object(size, digest))
     }
 
-    /// Whether the file is still what it was when it was opened.
     fn check(&self, read: u64) -> Result<(), ImportError> {
         let now = rustix::fs::fstat(&self.file).map_err(|e| io_error(&self.path, e.into()))?;
         let then = &self.stat;

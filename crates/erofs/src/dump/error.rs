@@ -7,6 +7,7 @@ use crate::tree::TreeError;
 /// Why dump text could not be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum DumpError {
     /// The input failed.
     #[error("cannot read the dump")]
@@ -16,9 +17,7 @@ pub enum DumpError {
     Line {
         /// The line, from 1.
         line: u64,
-        /// Where the line begins, in bytes from the start of the dump.
         offset: u64,
-        /// What is wrong with it.
         #[source]
         problem: Problem,
     },
@@ -30,6 +29,7 @@ pub enum DumpError {
 /// What is wrong with a line of a dump.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum Problem {
     /// Longer than 1 MiB.
     #[error("the line is longer than {LINE_MAX} bytes")]
@@ -69,12 +69,7 @@ pub enum Problem {
     DirectoryLink,
     /// Content that is not as long as the size says.
     #[error("content of {len} bytes, but the size is {size}")]
-    ContentSize {
-        /// Length of the content in bytes.
-        len: usize,
-        /// The size field.
-        size: u64,
-    },
+    ContentSize { len: usize, size: u64 },
     /// A digest that is not 64 hexadecimal digits.
     #[error("the digest is not 64 hexadecimal digits")]
     Digest,

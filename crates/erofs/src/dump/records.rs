@@ -71,9 +71,6 @@ impl<R: BufRead> Records<R> {
     }
 
     /// The next line; `None` at the end.
-    ///
-    /// # Errors
-    /// [`DumpError`], with the line.
     #[allow(clippy::should_implement_trait, reason = "what it returns borrows from the reader")]
     pub fn next(&mut self) -> Result<Option<Record<'_>>, DumpError> {
         Ok(self.next_at()?.map(|(record, _)| record))
@@ -116,7 +113,6 @@ enum Line {
     TooLong,
 }
 
-/// Reads one line without its end into `line`.
 fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> {
     line.clear();
     loop {
@@ -152,7 +148,6 @@ struct Scratch {
     xattrs: Vec<u8>,
 }
 
-/// Splits and unescapes one line.
 fn record<'a>(
     line: &'a [u8],
     options: ParseOptions,
@@ -287,7 +282,6 @@ fn digest_of<'a>(hex: &[u8], raw: &'a mut [u8; 32]) -> Result<&'a [u8; 32], Prob
 
 type XattrList<'a> = Vec<(&'a [u8], &'a [u8])>;
 
-/// Splits and unescapes the attributes of a line.
 fn xattrs<'a>(list: &[u8], scratch: &'a mut Vec<u8>) -> Result<XattrList<'a>, Problem> {
     scratch.clear();
     let mut bounds = Vec::new();
@@ -357,7 +351,6 @@ fn optional_bytes<'a>(
     if field == b"-" { Ok(None) } else { bytes(field, what, scratch).map(Some) }
 }
 
-/// Appends `field` to `out` with its escapes undone.
 fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), Problem> {
     let mut bytes = field.iter().copied();
     while let Some(byte) = bytes.next() {

@@ -54,9 +54,7 @@ pub struct Super {
     /// What composefs says, if it made the image.
     pub composefs: Option<Composefs>,
     pub(super) root_nid: u64,
-    /// First byte of the inodes.
     pub(super) inodes_start: u64,
-    /// First byte of the shared xattrs.
     pub(super) xattrs_start: u64,
     pub(super) xattr_prefix_start: u64,
     pub(super) xattr_prefix_count: u8,

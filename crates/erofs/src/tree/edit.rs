@@ -5,7 +5,6 @@ use super::{
     small_id,
 };
 
-/// Building a tree.
 impl Tree {
     /// Adds a new inode under a new name.
     ///
@@ -129,7 +128,6 @@ impl Tree {
     }
 }
 
-/// What the dump parser and the reader of this crate need besides.
 impl Tree {
     /// Takes a name for a hard link whose target is to be known later ([`Tree::settle`]).
     pub(crate) fn reserve(&mut self, dir: InodeId, name: &[u8]) -> Result<EntryId, TreeError> {
@@ -171,7 +169,6 @@ impl Tree {
         }
     }
 
-    /// Marks a special file that claims more than 4 GiB.
     pub(crate) fn mark_odd_size(&mut self, inode: InodeId) {
         self.inodes[inode.index()].flags |= ODD_SIZE;
     }
@@ -223,7 +220,6 @@ impl Tree {
         }
     }
 
-    /// Length of a directory's path in bytes.
     fn path_len(&self, dir: InodeId) -> usize {
         self.inodes[dir.index()].b as usize
     }
@@ -240,7 +236,7 @@ impl Tree {
         }
         let id = small_id(self.entries.len())?;
         let start = u32::try_from(self.names.len()).map_err(|_| TreeError::Full)?;
-        if self.lookup_reserved(dir, name) {
+        if self.lookup_entry(dir, name).is_some() {
             return Err(TreeError::Exists { name: name.into() });
         }
         // `check_name` bounds the length to 255.
@@ -259,10 +255,6 @@ impl Tree {
         d.word += 1;
         self.live_entries += 1;
         Ok(EntryId(id))
-    }
-
-    fn lookup_reserved(&self, dir: InodeId, name: &[u8]) -> bool {
-        self.index.find(dir.0, name, |id| self.entry_key(id)).is_some()
     }
 
     fn links_mut(&mut self, inode: InodeId) -> &mut Links {

@@ -59,9 +59,7 @@ impl InodeId {
     pub fn index(self) -> usize {
         self.0 as usize
     }
-}
 
-impl InodeId {
     pub(crate) fn to_u32(self) -> u32 {
         self.0
     }
@@ -88,7 +86,6 @@ pub struct Child<'a> {
     pub entry: EntryId,
 }
 
-/// The references of an external file, for the writer.
 #[derive(Clone, Copy)]
 pub(crate) struct External {
     pub(crate) digest: Option<DigestId>,
@@ -449,7 +446,6 @@ impl Tree {
     }
 }
 
-/// What the dump parser, the reader and the writer of this crate need besides.
 impl Tree {
     pub(crate) fn has_odd_size(&self, inode: InodeId) -> bool {
         self.inodes[inode.index()].flags & ODD_SIZE != 0

@@ -98,7 +98,6 @@ pub struct Data<'a> {
 /// [`Data`] that was checked to hold all files of a tree.
 pub(super) struct Checked<'a> {
     pub(super) data: Data<'a>,
-    /// Some file is compressed.
     pub(super) lz4: bool,
 }
 

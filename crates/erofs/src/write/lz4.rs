@@ -15,13 +15,11 @@ const BLOCK: usize = 4096;
 /// Most content of a pcluster in bytes: a reader of any of it must decompress it all.
 const CONTENT_MAX: usize = 128 << 10;
 
-/// Shortest match.
 const MATCH_MIN: usize = 4;
 /// The last match begins at least this far before the end of a block.
 const MATCH_LIMIT: usize = 12;
 /// The last bytes of a block that must be literals.
 const LAST_LITERALS: usize = 5;
-/// Farthest match.
 const DISTANCE_MAX: usize = 65_535;
 const HASH_BITS: u32 = 12;
 

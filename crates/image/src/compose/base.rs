@@ -44,13 +44,11 @@ pub struct Based {
 /// Why images did not get a base. What is mounted, and how, is as it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum BaseError {
     /// An image or a layer cannot be read.
     #[error("{what}")]
-    Unreadable {
-        /// Which, and why.
-        what: String,
-    },
+    Unreadable { what: String },
     /// The store refused.
     #[error(transparent)]
     Store(#[from] Error),
@@ -83,9 +81,6 @@ impl<'a> Over<'a> {
 
     /// Puts the image of a longer chain over it; `image` if the store has that. `None` if it is not worth
     /// it.
-    ///
-    /// # Errors
-    /// [`BaseError`].
     pub fn put(
         &mut self,
         chain: &[String],

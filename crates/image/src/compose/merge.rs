@@ -23,17 +23,18 @@ use crate::layer::dumped::{
     not_in_order,
 };
 use crate::layer::unpack::store_error;
-use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, make_dirs, walk};
+use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, make_dirs, walk};
 
 /// Holds inodes that more names may come for, during a merge. Cannot clash: whiteouts never reach a merged tree.
 const HELD: &[u8] = b".wh..wh..held";
 
-/// Why a layer could not be merged.
 #[derive(Debug)]
 pub(crate) enum MergeError {
     /// It does not fit what is below: the path of the entry in the layer, and why.
-    Entry { path: Vec<u8>, what: String },
-    /// Its dump cannot be read.
+    Entry {
+        path: Vec<u8>,
+        what: String,
+    },
     Dump(io::Error),
 }
 
@@ -105,9 +106,6 @@ fn remove(tree: &mut Tree, dir: InodeId, name: &[u8], hidden: &mut Hidden) {
 }
 
 /// The tree of a chain of layers that are all in the store.
-///
-/// # Errors
-/// Those of the store; [`ImportError::Image`] for layers that do not fit on each other.
 pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportError> {
     let mut tree = Tree::new(DEFAULT_DIR);
     for chain_id in chain {
@@ -124,10 +122,7 @@ pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportEr
 }
 
 /// The first layer has nothing below it: its tree becomes the merged tree, without the marks.
-///
-/// # Errors
-/// A hard link whose target is nowhere.
-pub(crate) fn base(mut layer: Tree) -> Result<Tree, MergeError> {
+pub(crate) fn lowest(mut layer: Tree) -> Result<Tree, MergeError> {
     let mut implicit = Vec::new();
     let mut marks = Vec::new();
     let root = layer.root();
@@ -178,10 +173,7 @@ fn hold_link_targets(
         let fail = |what: String| at(&marks.path(visit.entry), what);
         let path: Vec<Vec<u8>> = target.split(|&b| b == b'/').map(<[u8]>::to_vec).collect();
         let found = path.split_last().and_then(|(name, parents)| {
-            match walk(lower, lower.root(), parents) {
-                Walked::Dir(dir) => lower.lookup(dir, name),
-                Walked::Missing | Walked::NotDirectory(_) => None,
-            }
+            lower.lookup(walk(lower, lower.root(), parents).ok()??, name)
         });
         let Some(inode) = found else {
             return Err(no_target(marks, visit.entry, visit.inode));
@@ -232,10 +224,7 @@ fn lower_dir(
         return Some(inode);
     }
     marks.xattr(of_layer, IMPLICIT)?;
-    match walk(lower, dir, &[name.to_vec()]) {
-        Walked::Dir(dir) => Some(dir),
-        Walked::Missing | Walked::NotDirectory(_) => None,
-    }
+    walk(lower, dir, &[name.to_vec()]).ok()?
 }
 
 /// Third pass: the layer's own entries.
@@ -367,7 +356,6 @@ impl Bring<'_> {
         Ok(())
     }
 
-    /// Gives an inode what a line of the dump says about it.
     fn describe(&mut self, inode: InodeId, record: &Record<'_>) -> Result<(), TreeError> {
         let What::Inode { meta, content, xattrs, .. } = &record.what else { return Ok(()) };
         self.lower.set_meta(inode, *meta);

@@ -23,26 +23,17 @@ pub const PAGE_SIZE: u64 = 4096;
 
 /// Why images cannot be compared.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum DiffError {
     /// The store.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
     /// An image cannot be read.
     #[error("image {image}")]
-    Image {
-        /// Which.
-        image: Digest,
-        /// Why.
-        source: BoxError,
-    },
+    Image { image: Digest, source: BoxError },
     /// An object cannot be read.
     #[error("object {object}")]
-    Object {
-        /// Which.
-        object: Digest,
-        /// Why.
-        source: std::io::Error,
-    },
+    Object { object: Digest, source: std::io::Error },
     /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
@@ -176,7 +167,6 @@ impl Diff {
     }
 }
 
-/// Counts what one image holds.
 struct Count<'i, 'f> {
     image: &'i Image<StoredImage<'f>>,
     number: usize,

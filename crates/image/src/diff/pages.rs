@@ -23,11 +23,9 @@ use crate::threads::spawn_up_to;
 /// Bytes of memory for hashes unless somebody says otherwise: enough for 100 GiB of content in one pass.
 pub const MEMORY_DEFAULT: usize = 256 << 20;
 
-/// A page as a number.
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
-/// Bytes read at a time.
 const BUFFER: usize = 128 * PAGE;
 
 /// Pages of two images, by content.
@@ -163,7 +161,6 @@ fn each<T: Sync>(
     failed.into_inner().unwrap_or_default().map_or(Ok(()), Err)
 }
 
-/// Which hashes a pass is for, and how they are made.
 struct Wanted<'a> {
     key: &'a RandomState,
     pass: u64,

@@ -172,7 +172,6 @@ pub(super) fn merge(
     }
 }
 
-/// Where a walk is.
 struct Head<'i, 'f> {
     image: &'i Stored<'f>,
     side: usize,

@@ -4,101 +4,41 @@
 /// Why a registry did not give or take what it should.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum RegistryError {
     /// The caller's mistake: not a name of an image.
     #[error("{text:?} is not the name of an image in a registry: {what}")]
-    Reference {
-        /// What was given.
-        text: String,
-        /// Which part is wrong.
-        what: String,
-    },
+    Reference { text: String, what: String },
     /// The caller's mistake: options that cannot be.
     #[error("{what}")]
-    Options {
-        /// Which, and why.
-        what: String,
-    },
+    Options { what: String },
     /// There is no such image or blob.
     #[error("{url}: not there{}", because(what))]
-    NotFound {
-        /// What was asked for.
-        url: String,
-        /// What the registry said.
-        what: String,
-    },
+    NotFound { url: String, what: String },
     /// The registry does not let us.
     #[error("{url}: access denied ({used}){}", because(what))]
-    Denied {
-        /// What was asked for.
-        url: String,
-        /// As whom: with which credentials, from where.
-        used: String,
-        /// What the registry said.
-        what: String,
-    },
+    Denied { url: String, used: String, what: String },
     /// Credentials cannot be read, or a credential helper failed.
     #[error("{place}: {what}")]
-    Credentials {
-        /// The file or program.
-        place: String,
-        /// What is wrong.
-        what: String,
-    },
+    Credentials { place: String, what: String },
     /// A certificate or key of this machine cannot be used.
     #[error("{path}: {what}")]
-    Certificate {
-        /// The file.
-        path: String,
-        /// What is wrong.
-        what: String,
-    },
+    Certificate { path: String, what: String },
     /// Plain HTTP, which nobody has allowed.
     #[error("{url}: plain HTTP to a host that is not this machine is only used when asked for")]
-    PlainHttp {
-        /// Where.
-        url: String,
-    },
+    PlainHttp { url: String },
     /// No connection, or it broke off, or stood still for too long.
     #[error("{url}: {what}{}", after(tries))]
-    Unreachable {
-        /// Where.
-        url: String,
-        /// What happened last.
-        what: String,
-        /// How often it was tried without getting on.
-        tries: u32,
-    },
+    Unreachable { url: String, what: String, tries: u32 },
     /// An answer with a status that is not success.
     #[error("{url}: status {status}{}{}", because(what), after(tries))]
-    Status {
-        /// Where.
-        url: String,
-        /// The HTTP status.
-        status: u16,
-        /// What the registry said.
-        what: String,
-        /// How often it was tried without getting on.
-        tries: u32,
-    },
+    Status { url: String, status: u16, what: String, tries: u32 },
     /// The registry does not do what was asked of it, and will not next time.
     #[error("{url}: refused (status {status}){}", because(what))]
-    Refused {
-        /// Where.
-        url: String,
-        /// The HTTP status.
-        status: u16,
-        /// What the registry said.
-        what: String,
-    },
+    Refused { url: String, status: u16, what: String },
     /// An answer that makes no sense, or too much of it.
     #[error("{url}: {what}")]
-    Answer {
-        /// Where.
-        url: String,
-        /// What is wrong.
-        what: String,
-    },
+    Answer { url: String, what: String },
     /// The import that wanted this has failed for another reason.
     #[error("given up, because something else failed")]
     GivenUp,

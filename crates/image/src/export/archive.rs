@@ -17,21 +17,18 @@ use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 use crate::layer::tar::{BLOCK, pad};
 
-/// Which archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Style {
     Oci,
     Docker,
 }
 
-/// An archive that is being written.
 pub(crate) struct Archive {
     style: Style,
     output: OutputFile,
     /// Where the member at hand begins, and what it is.
     member: u64,
     kind: BlobKind,
-    /// Where the next byte goes.
     at: u64,
     members: Vec<String>,
 }

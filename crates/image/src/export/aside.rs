@@ -22,7 +22,6 @@ use super::error::{ExportError, io_error};
 #[derive(Debug)]
 pub struct OutputFile {
     file: File,
-    /// Where it lies until it is published.
     aside: PathBuf,
     to: To,
 }

@@ -13,7 +13,6 @@ use crate::compose::contents::open_image;
 use crate::digest::DiffId;
 use crate::source::Platform;
 
-/// What there is to give out.
 pub(crate) struct Image<'a> {
     domain: &'a Domain,
     pub(crate) digest: &'a Digest,
@@ -56,7 +55,6 @@ impl<'a> Image<'a> {
         Self { domain, digest, record, layers }
     }
 
-    /// The chains of its layers.
     pub(crate) fn chain_ids(&self) -> Vec<String> {
         let chain_id = |layer: &Layer| match layer {
             Layer::Split { chain_id, .. } => Some(chain_id.clone()),

@@ -11,9 +11,7 @@ use super::error::{ExportError, io_error};
 use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 
-/// The content of `oci-layout`.
 pub(crate) const OCI_LAYOUT: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
-/// Annotation with the name of an image in a layout.
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// Largest `index.json` that is added to, in bytes.
 const INDEX_MAX: u64 = 4 << 20;
@@ -21,7 +19,6 @@ const INDEX_MAX: u64 = 4 << 20;
 /// A layout that is being written: a new one aside, under a temporary name; one that is there in place, blob
 /// by blob, with `index.json` last.
 pub(crate) struct Layout {
-    /// Where it is written.
     root: PathBuf,
     /// Where it goes when it is complete, if it is new.
     goes_to: Option<PathBuf>,

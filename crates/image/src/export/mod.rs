@@ -39,14 +39,13 @@ pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
 use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
+use crate::source::manifest::{OCI_CONFIG, OCI_MANIFEST};
 use archive::{Archive, Style};
 use compress::{BlobWriter, Compressors, LayerBlob};
 use image::Image;
 use layout::Layout;
 use target::{BlobKind, Descriptor, Finished, Target};
 
-const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
-const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 /// Threads that compress, at most.
 const THREADS_MAX: usize = 16;
 
@@ -199,13 +198,11 @@ pub fn export(
     write(&image, target, name, how, &|| lease.renew(), task)
 }
 
-/// So many threads compress.
 fn threads(asked: usize) -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if asked == 0 { processors } else { asked }.clamp(1, THREADS_MAX)
 }
 
-/// Writes all of it.
 fn write(
     image: &Image<'_>,
     mut target: Box<dyn Target>,
@@ -250,7 +247,7 @@ fn write(
     let manifest_digest = target.put(BlobKind::Manifest, &manifest)?;
     let finished = Finished {
         manifest: Descriptor {
-            media_type: MANIFEST.to_owned(),
+            media_type: OCI_MANIFEST.to_owned(),
             digest: manifest_digest.clone(),
             size: manifest.len() as u64,
         },
@@ -277,13 +274,13 @@ fn write(
 /// A manifest that says what it must.
 fn manifest(config: &BlobDigest, config_size: usize, layers: &[Descriptor]) -> Vec<u8> {
     let config = Descriptor {
-        media_type: CONFIG.to_owned(),
+        media_type: OCI_CONFIG.to_owned(),
         digest: config.clone(),
         size: config_size as u64,
     };
     let manifest = json!({
         "schemaVersion": 2,
-        "mediaType": MANIFEST,
+        "mediaType": OCI_MANIFEST,
         "config": config.json(),
         "layers": layers.iter().map(Descriptor::json).collect::<Vec<_>>(),
     });

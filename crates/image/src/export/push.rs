@@ -26,13 +26,13 @@ use super::compress::{BlobWriter, Compressors, LayerBlob};
 use super::error::ExportError;
 use super::image::{Image, Layer};
 use super::target::Descriptor;
-use super::{Compression, Exported, MANIFEST, manifest, threads};
+use super::{Compression, Exported, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
 use crate::lease::Lease;
 use crate::reference::Reference;
 use crate::registry::{Begun, Body, Failure, RegistryOptions, Repository, Session};
-use crate::source::manifest::Manifest;
+use crate::source::manifest::{Manifest, OCI_MANIFEST};
 use crate::threads::{NoThread, spawn, spawn_up_to};
 
 /// Blobs up to that size are complete before they are sent, so that their digest is known and they may turn
@@ -314,7 +314,6 @@ struct Push<'a> {
     sent: Mutex<BTreeMap<usize, u64>>,
 }
 
-/// A layer that the registry has.
 #[derive(Clone)]
 struct Done {
     blob: Descriptor,
@@ -323,7 +322,6 @@ struct Done {
 }
 
 impl Push<'_> {
-    /// Brings all layers there, several at a time.
     fn layers(&self, options: &PushOptions) -> Result<Vec<Done>, ExportError> {
         let layers = &self.image.layers;
         // An image can have a layer twice.
@@ -379,7 +377,6 @@ impl Push<'_> {
         all.collect::<Option<_>>().ok_or(ExportError::Cancelled(Cancelled))
     }
 
-    /// Brings one layer there.
     fn layer<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -502,11 +499,14 @@ impl Push<'_> {
         let (media_type, bytes) = match (original, document) {
             (Some(manifest), Some(document)) => {
                 let media_type = Some(manifest.media_type.clone()).filter(|text| !text.is_empty());
-                (media_type.unwrap_or_else(|| MANIFEST.to_owned()), document.as_bytes().to_vec())
+                (
+                    media_type.unwrap_or_else(|| OCI_MANIFEST.to_owned()),
+                    document.as_bytes().to_vec(),
+                )
             }
             _ => {
                 let blobs: Vec<_> = layers.iter().map(|layer| layer.blob.clone()).collect();
-                (MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
+                (OCI_MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
             }
         };
         let digest = BlobDigest::sha256(&bytes);
@@ -559,7 +559,6 @@ impl Push<'_> {
 
 /// Why a try came to nothing.
 enum Attempt {
-    /// The network, or the registry.
     Failed(Failure),
     /// Not worth another try.
     Fatal(ExportError),
@@ -577,7 +576,6 @@ impl From<RegistryError> for Attempt {
     }
 }
 
-/// A layer that is being uploaded.
 struct Upload<'a, 'b> {
     push: &'a Push<'b>,
     number: usize,
@@ -687,7 +685,6 @@ impl Upload<'_, '_> {
     }
 }
 
-/// How to make a layer's blob.
 struct Making<'push, 'scope, 'env> {
     push: &'scope Push<'push>,
     scope: &'scope Scope<'scope, 'env>,
@@ -719,7 +716,6 @@ impl<'scope> Making<'_, 'scope, '_> {
     }
 }
 
-/// A blob as it is being made.
 struct Pieces<'scope> {
     pieces: channel::Receiver<Vec<u8>>,
     current: Vec<u8>,

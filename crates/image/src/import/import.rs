@@ -25,7 +25,7 @@ use crate::layer::blob::{Budget, Pool};
 use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, commit_error, dumped, keep, known_layer, objects, store_error, unpack,
+    Counts, Shared, Unpacked, dumped, keep, known_layer, objects, store_error, unpack,
 };
 use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
@@ -424,10 +424,9 @@ fn record_of(layer: &FoundLayer) -> Layer {
 /// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
 const KEEP_BYTES_MIN: u64 = 1 << 20;
 
-/// A layer that waits to be merged.
 enum Unmerged {
     /// The first one, just unpacked: its tree becomes the merged one.
-    Base(Tree),
+    Lowest(Tree),
     /// Any other: it is merged from its dump.
     Over(DumpedLayer),
 }
@@ -507,7 +506,7 @@ fn build(
                         let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
                         counts.kept = kept;
                         let part = match (index, kept) {
-                            (0, _) => Unmerged::Base(tree),
+                            (0, _) => Unmerged::Lowest(tree),
                             (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
@@ -549,7 +548,7 @@ fn build(
                     counts.kept.iter().for_each(|stats| add_stats(report, stats));
                 }
                 let result = match part {
-                    Unmerged::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Unmerged::Lowest(tree) => merge::lowest(tree).map(|tree| merged = tree),
                     Unmerged::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
@@ -627,7 +626,7 @@ fn finish(
     };
     let objects = objects(tree).chain(below).filter(|_| whole);
     domain.wait_for_lock(&task.cancel)?;
-    let stats = staging.commit(&publish, objects).map_err(commit_error)?;
+    let stats = staging.commit(&publish, objects)?;
     add_stats(report, &stats);
     // A crash before this leaves an image that counts as not signed; the next pull makes up for it.
     for signature in signatures {
@@ -636,7 +635,6 @@ fn finish(
     Ok(())
 }
 
-/// Adds what a commit has written.
 fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
     report.objects_new += stats.new_objects;
     report.bytes_new += stats.new_bytes;

@@ -19,6 +19,7 @@
 //! unpacked. A layer that waits for its turn or is being merged is a dump on the disk.
 
 #[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/import.rs"]
 pub mod fuzz;
 #[expect(clippy::module_inception, reason = "the import itself; the folder holds its options too")]
 mod import;

@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 
-/// Why the text of an ACL was refused.
 #[derive(Debug, thiserror::Error)]
 #[error("ACL entry {entry:?}: {what}")]
 pub(crate) struct AclError {

@@ -142,20 +142,15 @@ impl Budget {
         }
     }
 
-    /// Whether a layer has failed.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stop.is_cancelled()
     }
 
-    /// Why the first layer failed that did.
     pub(crate) fn reason(&self) -> Option<ImportError> {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Takes `bytes` from the total.
-    ///
-    /// # Errors
-    /// [`ImportError::Limit`], naming `what`.
     pub(crate) fn take(
         &self,
         bytes: u64,
@@ -213,20 +208,19 @@ impl Drop for Chunk {
     }
 }
 
-/// A part of a chunk.
+/// Bytes of a chunk, shared with others.
 #[derive(Debug, Clone)]
-pub(crate) struct Piece {
+pub(crate) struct Slice {
     chunk: Arc<Chunk>,
     range: Range<usize>,
 }
 
-impl Piece {
+impl Slice {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.chunk.bytes()[self.range.clone()]
     }
 }
 
-/// What the parser gets.
 enum Message {
     /// Never empty.
     Chunk(Arc<Chunk>),
@@ -249,7 +243,6 @@ pub(crate) struct Stream {
 pub(crate) type OnRead<'a> = &'a (dyn Fn(u64) + Sync);
 
 impl Stream {
-    /// Starts the threads.
     pub(crate) fn start<'scope, 'env>(
         scope: &'scope Scope<'scope, 'env>,
         blob: Blob,
@@ -269,16 +262,13 @@ impl Stream {
     }
 
     /// Takes up to `max` bytes without copying them. Empty at the end of the stream only.
-    ///
-    /// # Errors
-    /// As [`BufRead::fill_buf`].
-    pub(crate) fn take_piece(&mut self, max: u64) -> io::Result<Option<Piece>> {
+    pub(crate) fn take_slice(&mut self, max: u64) -> io::Result<Option<Slice>> {
         let have = self.fill_buf()?.len();
         let Some(chunk) = self.current.clone().filter(|_| have > 0) else { return Ok(None) };
         let length = have.min(usize::try_from(max).unwrap_or(usize::MAX));
         let range = self.at..self.at + length;
         self.consume(length);
-        Ok(Some(Piece { chunk, range }))
+        Ok(Some(Slice { chunk, range }))
     }
 
     /// The digest of everything, once the end was read.
@@ -286,7 +276,6 @@ impl Stream {
         self.diff_id.take()
     }
 
-    /// Why reading failed, if it did.
     pub(crate) fn failure(&mut self) -> Option<ImportError> {
         self.failure.take()
     }

@@ -15,7 +15,6 @@ use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, WHITEOUT};
 /// Metadata of marks, and of what is not known yet.
 pub(crate) const NO_META: Meta = Meta { mode: 0, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
 
-/// A layer's dump, compressed with zstd.
 #[derive(Debug)]
 pub(crate) enum LayerDump {
     /// Of a layer that is in the store or staged for it.
@@ -44,9 +43,6 @@ impl LayerDump {
 
 impl DumpedLayer {
     /// Reads the whole dump once.
-    ///
-    /// # Errors
-    /// The dump cannot be read, or is none of a layer.
     pub(crate) fn read(dump: LayerDump) -> io::Result<Self> {
         let mut marks = Tree::new(DEFAULT_DIR);
         let mut records = dump.records()?;
@@ -77,9 +73,6 @@ impl DumpedLayer {
     }
 
     /// The entries, each directory before what it holds.
-    ///
-    /// # Errors
-    /// As reading the dump.
     pub(crate) fn records(&self) -> io::Result<Records<impl BufRead + '_>> {
         self.dump.records()
     }
@@ -93,7 +86,6 @@ pub(crate) fn is_implicit(record: &Record<'_>) -> bool {
     xattr(record, IMPLICIT).is_some()
 }
 
-/// The target of a link into a lower layer.
 pub(crate) fn lower_link<'a>(record: &Record<'a>) -> Option<&'a [u8]> {
     xattr(record, LOWER_LINK)
 }
@@ -165,14 +157,12 @@ impl<T> Dirs<T> {
         None
     }
 
-    /// Enters a directory in the last one.
     pub(crate) fn enter(&mut self, name: &[u8], dir: T) {
         self.path.push(b'/');
         self.path.extend_from_slice(name);
         self.open.push((self.path.len(), dir));
     }
 
-    /// The last one.
     pub(crate) fn last(&self) -> Option<&T> {
         self.open.last().map(|(_, dir)| dir)
     }

@@ -28,7 +28,6 @@ pub(crate) struct Pax {
     pub(crate) sparse: PaxSparse,
 }
 
-/// The records `GNU.sparse.*`.
 #[derive(Debug, Default)]
 pub(crate) struct PaxSparse {
     pub(crate) major: Option<u64>,

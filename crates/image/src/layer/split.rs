@@ -35,7 +35,6 @@ use cofolio_store::Digest;
 
 use crate::layer::tar::Input;
 
-/// What every split begins with.
 const MAGIC: &[u8; 16] = b"cofolio split 1\n";
 const SCRIPT: u32 = 1;
 const TABLE: u32 = 2;
@@ -78,10 +77,6 @@ pub(crate) struct SplitWriter<W> {
 }
 
 impl<W: Write> SplitWriter<W> {
-    /// Begins a split.
-    ///
-    /// # Errors
-    /// Those of the sink, as all of this type.
     pub(crate) fn new(mut sink: W) -> io::Result<Self> {
         sink.write_all(MAGIC)?;
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
@@ -269,7 +264,6 @@ impl<I: Input, W: Write> Recorder<I, W> {
         }
     }
 
-    /// Ends the split; see [`SplitWriter::finish`].
     pub(crate) fn finish(self, size: u64) -> io::Result<W> {
         match self.failed {
             Some(error) => Err(error),
@@ -308,20 +302,13 @@ impl<I: Input, W: Write> BufRead for Recorder<I, W> {
 
 impl<I: Input, W: Write> Input for Recorder<I, W> {}
 
-/// Why a split cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SplitError {
-    /// Reading failed.
     #[error(transparent)]
     Io(#[from] io::Error),
     /// It is not one, or it is damaged.
     #[error("offset {offset}: {what}")]
-    Bad {
-        /// Offset of the block in the file, in bytes.
-        offset: u64,
-        /// What is wrong.
-        what: &'static str,
-    },
+    Bad { offset: u64, what: &'static str },
 }
 
 /// What comes next in an archive.
@@ -349,10 +336,6 @@ pub(crate) struct Split<'a, S> {
 }
 
 impl<'a, S: ReadAt> Split<'a, S> {
-    /// Opens a split.
-    ///
-    /// # Errors
-    /// [`SplitError`], as all of this type.
     pub(crate) fn open(source: &'a S) -> Result<Self, SplitError> {
         let mut magic = [0; MAGIC.len()];
         read_exact(source, &mut magic, 0)?;

@@ -64,7 +64,6 @@ impl<R: Read> Read for Guarded<R> {
     }
 }
 
-/// One line.
 #[derive(Deserialize)]
 struct Line<'a> {
     #[serde(rename = "type")]
@@ -92,12 +91,12 @@ struct Archive<R> {
     /// Bytes of the archive, given out up to `at`.
     segment: Vec<u8>,
     at: usize,
-    file: Option<Part>,
+    file: Option<OpenFile>,
     line: Vec<u8>,
 }
 
 /// A file whose content is being given out.
-struct Part {
+struct OpenFile {
     name: Vec<u8>,
     file: File,
     left: u64,
@@ -158,7 +157,7 @@ impl<R: BufRead> Archive<R> {
                     }
                 }
                 let file = self.open_file(&name, line.size)?;
-                self.file = Some(Part { name, file, left: line.size });
+                self.file = Some(OpenFile { name, file, left: line.size });
             }
             // Links, directories and empty files have no content.
             FILE => {}
@@ -200,15 +199,15 @@ impl<R: BufRead> Read for Archive<R> {
             return Ok(0);
         }
         loop {
-            if let Some(part) = &mut self.file {
-                let length = buf.len().min(usize::try_from(part.left).unwrap_or(usize::MAX));
-                let count = part.file.read(&mut buf[..length])?;
+            if let Some(file) = &mut self.file {
+                let length = buf.len().min(usize::try_from(file.left).unwrap_or(usize::MAX));
+                let count = file.file.read(&mut buf[..length])?;
                 if count == 0 {
-                    let what = format!("its file {:?} became shorter", shown(&part.name));
+                    let what = format!("its file {:?} became shorter", shown(&file.name));
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
                 }
-                part.left -= count as u64;
-                if part.left == 0 {
+                file.left -= count as u64;
+                if file.left == 0 {
                     self.file = None;
                 }
                 return Ok(count);

@@ -3,7 +3,6 @@
 /// Parameters of one challenge that are looked at.
 const PARAMETERS_MAX: usize = 32;
 
-/// A way to authenticate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Challenge {
     Basic,

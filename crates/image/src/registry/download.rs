@@ -50,7 +50,6 @@ struct Connection {
 }
 
 impl Connection {
-    /// Reads on.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let asked = Instant::now();
         let count = self.body.read(buffer)?;
@@ -118,7 +117,6 @@ impl Download {
         })
     }
 
-    /// Asks for what is missing.
     fn connect(&self) -> Result<Connection, Failure> {
         let endpoint = self.repository.endpoint(self.endpoints[0]);
         let path = format!("blobs/{}", self.digest);
@@ -156,7 +154,6 @@ impl Download {
         Ok(())
     }
 
-    /// Takes what has come.
     fn receive(&mut self, buf: &mut [u8]) -> Result<usize, Failure> {
         let Some(connection) = &mut self.body else { return Ok(0) };
         let left = usize::try_from(self.size - self.at).unwrap_or(usize::MAX);

@@ -28,7 +28,6 @@ pub(crate) struct Endpoint {
     http: Arc<Http>,
     /// The registry's name: key of credentials.
     host: String,
-    /// Where it is.
     authority: String,
     repository: String,
     /// What a token must allow.
@@ -315,7 +314,6 @@ fn judge(mut response: Response, used: impl FnOnce() -> String) -> Result<Respon
     }
 }
 
-/// As whom we ask, for error messages.
 fn shown(credentials: Option<&Credentials>) -> String {
     credentials.map_or("anonymous".to_owned(), |found| format!("credentials of {}", found.from))
 }

@@ -14,7 +14,6 @@ use crate::error::{RegistryError, quoted};
 
 /// A helper may ask its user; nobody waits for ever.
 const TIME_MAX: Duration = Duration::from_secs(60);
-/// Longest answer that is read, in bytes.
 const ANSWER_MAX: u64 = 1 << 20;
 /// What helpers say when they know nothing of a server (docker-credential-helpers,
 /// `credentials/error.go`).
@@ -27,7 +26,6 @@ struct Answer {
     secret: String,
 }
 
-/// Asks a helper. `None` if it knows nothing of the server.
 pub(crate) fn get(name: &str, server: &str) -> Result<Option<Secret>, RegistryError> {
     let program = format!("docker-credential-{name}");
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);

@@ -3,15 +3,17 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::{self, Read};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use cofolio_store::task::Cancel;
 use ureq::http::{self, HeaderMap};
 use ureq::{Agent, Body, Proxy, SendBody};
 
 use super::RegistryOptions;
 use super::certs;
-use super::pace::{Failure, Limiter};
+use super::pace::{Failure, Limiter, NAP};
 use super::url::{Url, is_loopback};
 use crate::error::{RegistryError, quoted};
 
@@ -29,11 +31,13 @@ const DOCUMENT_STALLS: u32 = 4;
 pub(crate) struct Http {
     pub(crate) options: RegistryOptions,
     pub(crate) limiter: Limiter,
-    /// By host: certificates are the host's.
-    agents: Mutex<HashMap<String, Agent>>,
+    cancel: Cancel,
+    agents: Arc<Agents>,
 }
 
-/// What to ask.
+/// By host: certificates are the host's.
+type Agents = Mutex<HashMap<String, Agent>>;
+
 pub(crate) struct Request<'a> {
     pub(crate) method: http::Method,
     pub(crate) url: &'a Url,
@@ -43,7 +47,6 @@ pub(crate) struct Request<'a> {
     pub(crate) document: bool,
 }
 
-/// What is sent with a request.
 pub(crate) enum Payload<'a> {
     None,
     /// Bytes, and their media type.
@@ -60,7 +63,6 @@ pub(crate) enum Payload<'a> {
 /// Media type of what is no document.
 pub(crate) const OCTETS: &str = "application/octet-stream";
 
-/// What came back.
 pub(crate) struct Response {
     /// Where it came from in the end.
     pub(crate) url: Url,
@@ -77,7 +79,6 @@ impl Response {
         self.headers.get(name).and_then(|value| value.to_str().ok())
     }
 
-    /// The body, up to `max` bytes.
     pub(crate) fn document(&mut self, max: u64) -> Result<Vec<u8>, Failure> {
         let too_big = |size: &str| RegistryError::Answer {
             url: self.url.to_string(),
@@ -97,9 +98,24 @@ impl Response {
 }
 
 impl Http {
-    pub(crate) fn new(options: RegistryOptions) -> Self {
+    /// `cancel` also ends reads and writes that wait for the network: a thread watches it and closes all
+    /// connections.
+    pub(crate) fn new(options: RegistryOptions, cancel: &Cancel) -> Self {
         let limiter = Limiter::new(options.rate_max);
-        Self { options, limiter, agents: Mutex::default() }
+        let agents = Arc::<Agents>::default();
+        let (watched, watch) = (Arc::downgrade(&agents), cancel.clone());
+        // If the machine gives no thread, the time limits end the waiting.
+        let _ = std::thread::Builder::new().spawn(move || {
+            while let Some(agents) = watched.upgrade() {
+                if watch.is_cancelled() {
+                    let mut agents = agents.lock().unwrap_or_else(PoisonError::into_inner);
+                    agents.drain().for_each(|(_, agent)| agent.shutdown());
+                }
+                drop(agents);
+                std::thread::sleep(NAP);
+            }
+        });
+        Self { options, limiter, cancel: cancel.clone(), agents }
     }
 
     /// Sends a request, and follows redirects of those that only read; of others where they say that the same is to
@@ -189,6 +205,7 @@ impl Http {
         if !url.tls && !allowed() {
             return Err(RegistryError::PlainHttp { url: url.to_string() });
         }
+        self.cancel.check().map_err(|_| RegistryError::GivenUp)?;
         let agent = self.agent(&url.authority)?;
         let mut builder = http::Request::builder().method(request.method.clone()).uri(url.whole());
         for (name, value) in request.headers {
@@ -231,11 +248,13 @@ impl Http {
         Ok(match &request.body {
             Payload::None => {
                 let built = agent.configure_request(builder.body(()).map_err(bad)?);
-                agent.run(built.timeout_recv_body(time).build())
+                let built = built.timeout_recv_body(time).build();
+                self.unless_cancelled(url, move || agent.run(built))?
             }
             Payload::Bytes(..) | Payload::Form(_) => {
-                let built = agent.configure_request(builder.body(bytes).map_err(bad)?);
-                agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
+                let built = agent.configure_request(builder.body(bytes.to_vec()).map_err(bad)?);
+                let built = built.timeout_recv_response(answer).timeout_recv_body(time).build();
+                self.unless_cancelled(url, move || agent.run(built))?
             }
             Payload::Stream { reader, .. } => {
                 let mut reader = reader.borrow_mut();
@@ -244,6 +263,29 @@ impl Http {
                 agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
             }
         })
+    }
+
+    /// Runs a request in a thread that is left behind when the task is cancelled: looking up names and connecting
+    /// cannot be interrupted.
+    fn unless_cancelled<T: Send + 'static>(
+        &self,
+        url: &Url,
+        run: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, RegistryError> {
+        let (done, result) = sync_channel(1);
+        let thread = std::thread::Builder::new().spawn(move || done.send(run()));
+        thread.map_err(|error| RegistryError::Unreachable {
+            url: url.to_string(),
+            what: format!("no thread for the request: {error}"),
+            tries: 0,
+        })?;
+        loop {
+            match result.recv_timeout(NAP) {
+                Ok(result) => return Ok(result),
+                Err(RecvTimeoutError::Timeout) if !self.cancel.is_cancelled() => {}
+                Err(_) => return Err(RegistryError::GivenUp),
+            }
+        }
     }
 
     fn agent(&self, authority: &str) -> Result<Agent, RegistryError> {
@@ -292,7 +334,6 @@ fn tls_error(error: &ureq::Error) -> Option<&rustls::Error> {
     }
 }
 
-/// A connection that broke off.
 pub(crate) fn broken(url: &Url, error: &io::Error) -> RegistryError {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>());
     let what = match inner {
@@ -321,8 +362,7 @@ fn failure(url: &Url, error: &ureq::Error) -> Failure {
             Failure::again(unreachable("no connection within the time allowed".into()))
         }
         ureq::Error::Timeout(_) => Failure::again(unreachable("no answer came".into())),
-        ureq::Error::Io(error) => Failure::again(unreachable(quoted(&error.to_string()))),
-        ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
+        ureq::Error::Io(_) | ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
             Failure::again(unreachable(quoted(&error.to_string())))
         }
         ureq::Error::LargeResponseHeader(..) => RegistryError::Answer {

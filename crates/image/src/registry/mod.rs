@@ -19,6 +19,7 @@ mod credentials;
 mod download;
 mod endpoint;
 #[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/registry.rs"]
 pub mod fuzz;
 mod helper;
 mod http;
@@ -117,7 +118,6 @@ impl RegistryOptions {
         files
     }
 
-    /// Whether plain HTTP may be used with a host.
     fn is_insecure(&self, host: &str) -> bool {
         self.hosts.get(host).is_some_and(|host| host.insecure)
     }

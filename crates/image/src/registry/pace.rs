@@ -10,7 +10,7 @@ use super::RegistryOptions;
 use crate::error::RegistryError;
 
 /// How long a sleeper goes without looking whether it is still wanted.
-const NAP: Duration = Duration::from_millis(50);
+pub(super) const NAP: Duration = Duration::from_millis(50);
 
 /// A token bucket that all connections draw from. It holds a quarter of a second's worth.
 #[derive(Debug)]

@@ -33,7 +33,6 @@ pub(crate) struct Repository {
     http: Arc<Http>,
     /// The mirrors, and last the registry itself.
     endpoints: Vec<Endpoint>,
-    /// The one that answered last is asked first.
     preferred: AtomicUsize,
     /// What it is opened for.
     task: Task,
@@ -62,7 +61,7 @@ impl Repository {
         options: &RegistryOptions,
         task: &Task,
     ) -> Result<Arc<Self>, RegistryError> {
-        let http = Arc::new(Http::new(options.clone()));
+        let http = Arc::new(Http::new(options.clone(), &task.cancel));
         let (host, repository) = (reference.host(), reference.repository());
         let none = HostOptions::default();
         let mirrors = &options.hosts.get(host).unwrap_or(&none).mirrors;
@@ -84,18 +83,16 @@ impl Repository {
         others: &[String],
         task: Task,
     ) -> Self {
-        let http = Arc::new(Http::new(options.clone()));
+        let http = Arc::new(Http::new(options.clone(), &task.cancel));
         let endpoint = Endpoint::new(http.clone(), reference.host(), reference.repository());
         let (reference, preferred) = (reference.clone(), AtomicUsize::new(0));
         Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, task }
     }
 
-    /// What it is the repository of.
     pub(crate) fn reference(&self) -> &Reference {
         &self.reference
     }
 
-    /// How many layers to fetch at a time.
     pub(crate) fn jobs(&self) -> usize {
         match self.http.options.jobs {
             0 => JOBS,
@@ -123,7 +120,6 @@ impl Repository {
         (0..count).map(|at| (first + at) % count).collect()
     }
 
-    /// The registry itself.
     pub(super) fn registry(&self) -> &Endpoint {
         &self.endpoints[self.endpoints.len() - 1]
     }
@@ -179,9 +175,6 @@ impl Repository {
     }
 
     /// Asks for a manifest's digest, kind and size. `None` if the registry does not say all of it.
-    ///
-    /// # Errors
-    /// [`RegistryError`], if there is no such manifest.
     pub(crate) fn head(&self, target: &str) -> Result<Option<Head>, RegistryError> {
         let path = format!("manifests/{target}");
         let found = self.each(|endpoint| {
@@ -202,10 +195,6 @@ impl Repository {
         }
     }
 
-    /// Fetches a manifest or an index.
-    ///
-    /// # Errors
-    /// [`RegistryError`].
     pub(crate) fn manifest(&self, target: &str, max: u64) -> Result<Document, RegistryError> {
         let path = format!("manifests/{target}");
         self.each(|endpoint| {

@@ -27,12 +27,10 @@ pub(crate) enum Begun {
 #[derive(Debug)]
 pub(crate) struct Session {
     location: Url,
-    /// Bytes that are there.
     at: u64,
 }
 
 impl Session {
-    /// Bytes that are there.
     pub(crate) fn at(&self) -> u64 {
         self.at
     }
@@ -43,6 +41,7 @@ pub(crate) struct Body<'a> {
     repository: &'a Repository,
     reader: &'a mut dyn Read,
     count: &'a mut dyn FnMut(u64),
+    sent: u64,
 }
 
 impl<'a> Body<'a> {
@@ -52,7 +51,7 @@ impl<'a> Body<'a> {
         reader: &'a mut dyn Read,
         count: &'a mut dyn FnMut(u64),
     ) -> Self {
-        Self { repository, reader, count }
+        Self { repository, reader, count, sent: 0 }
     }
 }
 
@@ -65,6 +64,7 @@ impl Read for Body<'_> {
         let most = buf.len().min(limiter.portion());
         let count = self.reader.read(&mut buf[..most])?;
         limiter.take(count, stop).map_err(io::Error::other)?;
+        self.sent += count as u64;
         (self.count)(count as u64);
         Ok(count)
     }
@@ -72,9 +72,6 @@ impl Read for Body<'_> {
 
 impl Repository {
     /// Whether the registry has a blob, of that size.
-    ///
-    /// # Errors
-    /// [`RegistryError`], if it does not say.
     pub(crate) fn has_blob(&self, digest: &str, size: u64) -> Result<bool, RegistryError> {
         let path = format!("blobs/{digest}");
         self.each(|endpoint| match endpoint.ask(&Method::HEAD, &path, &[], true) {
@@ -92,9 +89,6 @@ impl Repository {
     }
 
     /// Begins to upload a blob, or has it mounted: its digest, and the repository that has it.
-    ///
-    /// # Errors
-    /// [`RegistryError`].
     pub(crate) fn begin_upload(&self, mount: Option<(&str, &str)>) -> Result<Begun, RegistryError> {
         self.each(|endpoint| {
             let mut url = endpoint.url("blobs/uploads/")?;
@@ -120,17 +114,16 @@ impl Repository {
         session: &mut Session,
         body: &mut Body<'_>,
     ) -> Result<(), Failure> {
-        let mut sent = 0;
-        let mut counted = Counted { body, sent: &mut sent };
-        let body = Payload::Stream { reader: RefCell::new(&mut counted), size: None };
+        let before = body.sent;
+        let payload = Payload::Stream { reader: RefCell::new(&mut *body), size: None };
         let (method, url) = (Method::PATCH, &session.location);
-        let request = Request { method, url, headers: &[], body, document: true };
+        let request = Request { method, url, headers: &[], body: payload, document: true };
         let mut response = self.registry().send(&request)?;
         used_up(&mut response);
         let location = next(&response)?;
         let there = received(&response);
         drop(request);
-        session.at += sent;
+        session.at += body.sent - before;
         session.location = location;
         match there {
             Some(there) if there != session.at => Err(Failure::again(RegistryError::Answer {
@@ -184,9 +177,6 @@ impl Repository {
     }
 
     /// Gives an image its tag. Says whether that was new.
-    ///
-    /// # Errors
-    /// [`RegistryError`].
     pub(crate) fn put_manifest(
         &self,
         tag: &str,
@@ -216,26 +206,11 @@ impl Repository {
     }
 }
 
-/// Counts what is read.
-struct Counted<'a, 'b> {
-    body: &'a mut Body<'b>,
-    sent: &'a mut u64,
-}
-
-impl Read for Counted<'_, '_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let count = self.body.read(buf)?;
-        *self.sent += count as u64;
-        Ok(count)
-    }
-}
-
 /// Reads an answer's body to its end, so that the connection can be used again.
 fn used_up(response: &mut Response) {
     let _ = response.document(ANSWER_MAX);
 }
 
-/// Where to go on.
 fn next(response: &Response) -> Result<Url, RegistryError> {
     match response.header("location") {
         Some(location) => response.url.join(location),

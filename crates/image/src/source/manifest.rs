@@ -13,12 +13,10 @@ pub(crate) const INDEX_DEPTH_MAX: usize = 4;
 /// Layers of an image. Engines stop at 127, overlayfs at 500.
 const LAYERS_MAX: usize = 1024;
 
-/// Media type of an index by OCI.
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
-/// Media type of a manifest by OCI.
+pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
-/// Media type of a layer that is not compressed.
 pub(crate) const OCI_LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 
 /// Annotation with the name or tag of an image in a layout.
@@ -212,7 +210,6 @@ pub(crate) struct DockerImage {
     pub(crate) layers: Vec<String>,
 }
 
-/// Parses a document, naming it in the error.
 pub(crate) fn parse<'a, T: Deserialize<'a>>(
     what_blob: &'static str,
     digest: &str,
@@ -253,8 +250,7 @@ pub(crate) fn leads(descriptor: &Descriptor) -> Result<Leads, ImportError> {
 /// Refuses what is not the config of a container image.
 pub(crate) fn check_config(descriptor: &Descriptor) -> Result<(), ImportError> {
     match descriptor.media_type.as_str() {
-        "application/vnd.oci.image.config.v1+json"
-        | "application/vnd.docker.container.image.v1+json" => Ok(()),
+        OCI_CONFIG | "application/vnd.docker.container.image.v1+json" => Ok(()),
         _ => Err(refused(descriptor, "not the config of a container image")),
     }
 }
@@ -324,7 +320,6 @@ pub(crate) fn for_platform<'a>(
     }
 }
 
-/// What the import needs of a config, and that it fits the manifest.
 pub(super) fn read_config(
     digest: &str,
     bytes: Vec<u8>,

@@ -15,7 +15,6 @@ use crate::layer::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError}
 /// Members of an archive that are looked at. A layout has a handful per layer.
 const MEMBERS_MAX: usize = 100_000;
 
-/// The members of a seekable tar archive, by name.
 pub(super) struct Members {
     pub(super) path: PathBuf,
     pub(super) file: Arc<File>,

@@ -31,7 +31,6 @@ pub(crate) struct FoundImage {
     pub(crate) manifest: BlobDigest,
     /// The manifest, byte for byte, if there is one and it is text.
     pub(crate) document: Option<String>,
-    /// The config, byte for byte.
     pub(crate) config: String,
     pub(crate) layers: Vec<FoundLayer>,
 }
@@ -45,7 +44,6 @@ pub(crate) struct Opened {
     docker: bool,
 }
 
-/// Where the blobs are.
 pub(super) enum Blobs {
     Directory(PathBuf),
     Archive(Members),
@@ -59,7 +57,6 @@ pub(super) enum Blobs {
 pub(crate) enum Chosen {
     Manifest {
         digest: BlobDigest,
-        /// Not read yet.
         descriptor: Descriptor,
         /// What `index.json` calls the image.
         name: Option<String>,
@@ -103,7 +100,7 @@ impl Opened {
                 });
             }
             Source::ContainersStorage(reference) => {
-                let storage = Storage::open(&reference.place)?;
+                let storage = Storage::open(&reference.location)?;
                 let image = storage.find(&reference.name)?.clone();
                 return Ok(Self {
                     path: storage.root().to_owned(),
@@ -113,7 +110,7 @@ impl Opened {
                 });
             }
             Source::Containerd(reference) => {
-                let store = Containerd::open(&reference.place)?;
+                let store = Containerd::open(&reference.location)?;
                 let image = store.find(&reference.name)?.clone();
                 return Ok(Self {
                     path: store.root().to_owned(),
@@ -129,7 +126,6 @@ impl Opened {
         Ok(Self { path: path.clone(), tag: tag.clone(), blobs, docker })
     }
 
-    /// Finds the manifest that was asked for, through indexes and platforms.
     pub(crate) fn choose(
         &self,
         platform: &Platform,
@@ -290,7 +286,6 @@ impl Opened {
         Ok(Chosen::Manifest { digest, descriptor, name, asked })
     }
 
-    /// Looks up config and layers of the chosen image and checks that they fit each other.
     pub(crate) fn resolve(&self, chosen: Chosen, max: u64) -> Result<FoundImage, ImportError> {
         match chosen {
             Chosen::Manifest { digest, descriptor, .. } => {

@@ -15,7 +15,6 @@ const KIND: &str = "cosign container image signature";
 /// A claim with its signature. Neither has been looked at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
-    /// JSON.
     pub(crate) payload: Vec<u8>,
     /// Of the payload: ASN.1 for ECDSA, 64 bytes for ed25519.
     pub(crate) signature: Vec<u8>,

@@ -16,7 +16,6 @@ use rustls::pki_types::{PrivatePkcs8KeyDer, SubjectPublicKeyInfoDer};
 use crate::digest::BlobDigest;
 use crate::error::TrustError;
 
-/// Largest key file that is read, in bytes.
 const FILE_MAX: u64 = 64 << 10;
 /// Length of an ed25519 signature, in bytes.
 pub const SIGNATURE_BYTES: usize = 64;
@@ -44,7 +43,6 @@ pub enum Algorithm {
 #[derive(Clone, PartialEq, Eq)]
 pub struct PublicKey {
     algorithm: Algorithm,
-    /// SubjectPublicKeyInfo.
     der: Vec<u8>,
     /// Where it was read.
     place: String,
@@ -52,18 +50,12 @@ pub struct PublicKey {
 
 impl PublicKey {
     /// Reads the public keys of a PEM file: at least one.
-    ///
-    /// # Errors
-    /// [`TrustError::Key`].
     pub fn read(path: &Path) -> Result<Vec<Self>, TrustError> {
         let (text, _) = read_file(path)?;
         Self::parse(&text, path)
     }
 
     /// Parses the public keys of a PEM text, `path` being what to call it.
-    ///
-    /// # Errors
-    /// [`TrustError::Key`].
     pub fn parse(text: &[u8], path: &Path) -> Result<Vec<Self>, TrustError> {
         let wrong = |what: &str| TrustError::Key { path: path.to_owned(), what: what.to_owned() };
         let mut keys = Vec::new();
@@ -103,7 +95,6 @@ impl PublicKey {
         BlobDigest::sha256(&self.der).to_string()
     }
 
-    /// SubjectPublicKeyInfo in DER.
     #[cfg(any(test, fuzzing))]
     pub(super) fn der(&self) -> &[u8] {
         &self.der
@@ -205,7 +196,6 @@ fn contains(text: &[u8], part: &[u8]) -> bool {
     text.windows(part.len()).any(|window| window == part)
 }
 
-/// The whole file, and its mode.
 fn read_file(path: &Path) -> Result<(Vec<u8>, u32), TrustError> {
     let wrong = |what: String| TrustError::Key { path: path.to_owned(), what };
     let read = || -> std::io::Result<_> {

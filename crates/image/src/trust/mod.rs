@@ -12,6 +12,7 @@
 
 mod cosign;
 #[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/trust.rs"]
 pub mod fuzz;
 mod key;
 mod policy;
@@ -41,9 +42,6 @@ pub struct Arrival {
 impl Arrival {
     /// Says whether the image may come in under a name, and which signatures to keep with it. `claims` are
     /// cosign's, verified.
-    ///
-    /// # Errors
-    /// [`TrustError`].
     pub(crate) fn admit(
         &self,
         domain: &Domain,

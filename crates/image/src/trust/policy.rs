@@ -148,9 +148,6 @@ impl Demand {
 impl Policy {
     /// The policy that a configuration says. All keys are read now: if one cannot be, there is no policy, and
     /// whoever has none lets nothing through.
-    ///
-    /// # Errors
-    /// [`TrustError::Policy`], [`TrustError::Key`].
     pub fn new(default: &Rule, refs: &BTreeMap<String, Rule>) -> Result<Self, TrustError> {
         let demands = refs.iter().map(|(pattern, rule)| {
             let wrong = |what: &str| TrustError::Policy { what: format!("{pattern:?}: {what}") };
@@ -170,9 +167,6 @@ impl Policy {
 
     /// Asks of every image that one of these keys has signed it, whatever the rules say and what was asked
     /// before; all of that is asked as well.
-    ///
-    /// # Errors
-    /// [`TrustError::Policy`], [`TrustError::Key`].
     pub fn demand(
         &mut self,
         signed_by: &[PathBuf],
@@ -270,9 +264,6 @@ impl Policy {
     }
 
     /// Says whether an image may come in under a name, with the signatures that come along.
-    ///
-    /// # Errors
-    /// [`TrustError`]; it may not.
     pub(crate) fn admits(
         &self,
         domain: &Domain,

@@ -58,9 +58,6 @@ pub fn config_digest(config: Option<&str>) -> Option<String> {
 }
 
 /// The signatures that are kept of an image. Kinds that this program does not know are left out.
-///
-/// # Errors
-/// [`cofolio_store::Error`].
 pub fn signatures(domain: &Domain, image: &Digest) -> Result<Vec<Record>, cofolio_store::Error> {
     let kept = domain.signatures(image)?;
     Ok(kept.iter().filter_map(|bytes| serde_json::from_slice(bytes).ok()).collect())

@@ -288,6 +288,8 @@ fn a_directory_becomes_a_layer() {
     fs::create_dir_all(root.join(&deep)).unwrap();
     std::os::unix::fs::symlink("t".repeat(300), root.join(&deep).join("long")).unwrap();
     fs::write(root.join("new\nline"), "n").unwrap();
+    sparse(&root.join("sparse"), 8 << 20, &[0, 3 << 20, (8 << 20) - 3]);
+    sparse(&root.join("hole at the end"), 9 << 20, &[1 << 20]);
     let report = bench.import(&Source::Directory { path: root.clone() }).unwrap();
     for compression in [Compression::Gzip, Compression::None] {
         let to = bench.path("out");
@@ -315,6 +317,29 @@ fn a_directory_becomes_a_layer() {
         Err(ExportError::Entry { path, .. }) => assert_eq!(path, "/.wh.not-a-whiteout"),
         other => panic!("{other:?}"),
     }
+}
+
+/// A file of this size with a few bytes at each offset.
+fn sparse(path: &Path, size: u64, offsets: &[u64]) {
+    use std::os::unix::fs::FileExt;
+    let file = fs::File::create(path).unwrap();
+    file.set_len(size).unwrap();
+    offsets.iter().for_each(|&offset| file.write_all_at(b"abc", offset).unwrap());
+}
+
+/// The archive of a directory had all zeros of its sparse files: a file of 64 GiB in a hole took minutes and 64 GiB.
+#[test]
+fn holes_of_a_directory_are_not_in_its_archive() {
+    let bench = Bench::new();
+    let root = bench.path("tree");
+    fs::create_dir(&root).unwrap();
+    sparse(&root.join("file"), 64 << 30, &[5, 32 << 30]);
+    let report = bench.import(&Source::Directory { path: root }).unwrap();
+    let to = bench.path("out");
+    let exported = bench.export(&report.name, &to, Compression::None).unwrap();
+    assert!(exported.layers[0].uncompressed < 1 << 20, "{}", exported.layers[0].uncompressed);
+    let other = Bench::new();
+    assert_eq!(other.import(&Source::Layout { path: to, tag: None }).unwrap().image, report.image);
 }
 
 /// Images come together in one layout; one of the same name goes, others stay, and so does everything when

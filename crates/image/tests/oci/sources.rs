@@ -378,8 +378,8 @@ fn a_full_store_is_left_as_it_was() {
         let result = import(&domain, &image.source(), &ImportOptions::default(), &Task::default());
         // 12 MB do not fit in 4: what is missing is the rest, give or take what the store itself takes.
         match result {
-            Err(ImportError::NoSpace { missing_bytes }) => {
-                assert!((7_500_000..12_500_000).contains(&missing_bytes), "{missing_bytes}");
+            Err(ImportError::Store(cofolio_store::Error::NoSpace { missing })) => {
+                assert!((7_500_000..12_500_000).contains(&missing), "{missing}");
             }
             other => panic!("{other:?}"),
         }

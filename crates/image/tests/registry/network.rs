@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use cofolio_image::error::ImportError;
+use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::registry::RegistryOptions;
+use cofolio_store::task::{Cancel, Task};
 
 use crate::server::{Answer, Cutter, Fake, Hello};
 use crate::support::{Bench, sha256};
-use crate::{app, layer, options, pull};
+use crate::{app, layer, options, pull, source};
 
 /// Every connection ends after 100 KiB, whether in the middle of a blob or not; a pull of 1.5 MiB comes
 /// through, and no byte that was hashed is fetched twice.
@@ -76,6 +79,34 @@ fn a_stalled_download_is_taken_up_again() {
     pull(&Bench::new(), &app(fake.address), options).unwrap();
     let layer = format!("GET blobs/{}", sha256(&layer(1, 400_000).bytes));
     assert!(fake.asked().iter().filter(|asked| **asked == layer).count() >= 3);
+}
+
+/// A cancelled pull waited for a registry that says nothing more until the stall timeout, 30 s by default. Here the
+/// timeout never comes: the registry stalls in the middle of a blob, or before it answers at all.
+#[test]
+fn a_cancelled_pull_does_not_wait_for_the_network() {
+    for in_the_middle in [true, false] {
+        let cancel = Cancel::default();
+        let cancels = cancel.clone();
+        let fake = Fake::new(move |asked, mut answer| {
+            if asked.is_blob() && answer.body.len() > 100_000 {
+                cancels.cancel();
+                answer.stall = Some(80_000);
+                if !in_the_middle {
+                    std::thread::sleep(Duration::from_secs(24 * 60 * 60));
+                }
+            }
+            answer
+        });
+        fake.tag("1", &fake.image(&[layer(1, 400_000)]));
+        let stall_timeout = Duration::from_secs(24 * 60 * 60);
+        let registry = RegistryOptions { stall_timeout, ..options() };
+        let options = ImportOptions { registry, ..ImportOptions::default() };
+        let bench = Bench::new();
+        let task = Task::new(cancel, |_| ());
+        let error = import(&bench.domain, &source(&app(fake.address)), &options, &task);
+        assert!(matches!(error, Err(ImportError::Cancelled(_))), "{error:?}");
+    }
 }
 
 #[test]

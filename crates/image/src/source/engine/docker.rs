@@ -61,9 +61,6 @@ pub fn own_containerd(root: &Path) -> PathBuf {
 }
 
 /// What is unpacked in Docker's own store, and which containers are mounted; `None` if it has none.
-///
-/// # Errors
-/// [`EngineError::Io`] and [`EngineError::Document`].
 pub fn inventory(root: &Path, mounts: &LiveMounts) -> Result<Option<Inventory>, EngineError> {
     let mut found = Inventory::new("Docker", root, "overlay2");
     let image = root.join("image");

@@ -5,6 +5,7 @@ pub mod containerd;
 pub mod containers_storage;
 pub mod docker;
 #[cfg(fuzzing)]
+#[path = "../../../../../fuzz/inside/engines.rs"]
 pub mod fuzz;
 mod inventory;
 mod names;

@@ -5,6 +5,29 @@ use super::EngineError;
 /// Names that an error lists.
 const NAMES_SHOWN: usize = 20;
 
+/// Splits `[STORE]NAME`, what follows `FORM:`, into the two. Without brackets there is no store.
+pub(super) fn split_store<'a>(
+    form: &str,
+    text: &'a str,
+) -> Result<(Option<&'a str>, &'a str), EngineError> {
+    let (store, name) = match text.strip_prefix('[') {
+        None => (None, text),
+        Some(rest) => {
+            let (store, name) =
+                rest.split_once(']').ok_or_else(|| wrong(form, text, "no closing `]`"))?;
+            (Some(store), name)
+        }
+    };
+    if name.is_empty() {
+        return Err(wrong(form, text, "no image is named"));
+    }
+    Ok((store, name))
+}
+
+pub(super) fn wrong(form: &str, text: &str, what: &str) -> EngineError {
+    EngineError::NotFound { what: format!("{form}:{text}: {what}") }
+}
+
 /// An image that can be asked for by name.
 pub(super) trait Named {
     /// Whole names, with tags.

@@ -1,7 +1,6 @@
-//! What the targets of `fuzz/` call: built with `--cfg fuzzing` only, and no part of the library otherwise.
+//! The module `import::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is private there.
 //!
-//! Each function takes any bytes and panics if something does not hold that must; `fuzz/fuzz_targets/` says
-//! what.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/` does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
@@ -41,7 +40,7 @@ pub fn layers(mut data: &[u8]) {
         cofolio_erofs::dump::write(&layer, &mut dump).unwrap();
         let text = zstd::bulk::compress(&dump, 1).unwrap();
         let result = match &mut merged {
-            None => merge::base(layer).map(|tree| merged = Some(tree)),
+            None => merge::lowest(layer).map(|tree| merged = Some(tree)),
             Some(lower) => match DumpedLayer::read(LayerDump::Memory(text)) {
                 Ok(layer) => merge::apply(lower, &layer, &mut hidden),
                 // An entry can need more text than a line may have.
