@@ -1,6 +1,8 @@
-//! The module `source::engine::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is private there.
+//! The module `source::engine::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees
+//! what is private there.
 //!
-//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/` does not hold.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/`
+//! does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
@@ -14,8 +16,8 @@ use super::{Inventory, LiveMounts, docker};
 
 const ROOT: &str = "/store";
 
-/// A database of containerd's, and what its records say: any bytes behind good metas, any bytes, or a sample with
-/// some bytes changed.
+/// A database of containerd's, and what its records say: any bytes behind good metas, any bytes, or
+/// a sample with some bytes changed.
 pub fn database(data: &[u8]) {
     let mut bytes = match data.split_first() {
         Some((0, pages)) => sample::file(2, &[pages.to_vec()]),

@@ -1,6 +1,8 @@
-//! The module `import::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is private there.
+//! The module `import::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is
+//! private there.
 //!
-//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/` does not hold.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/`
+//! does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
@@ -156,8 +158,8 @@ enum Said {
     Object(Digest, u64, Option<Vec<(u64, u64)>>),
 }
 
-/// A split, as it lies in a store, or if it does not begin like one: size of the archive, length of the script
-/// (two bytes each), script, table.
+/// A split, as it lies in a store, or if it does not begin like one: size of the archive, length of
+/// the script (two bytes each), script, table.
 pub fn split(data: &[u8]) {
     let source = match data {
         [b'c', ..] => data.to_vec(),
@@ -212,7 +214,8 @@ fn read_split(source: &Vec<u8>) -> Result<Vec<Said>, SplitError> {
     }
 }
 
-/// `None` where the parts of an object would be outside of any file: that is found out when it is read.
+/// `None` where the parts of an object would be outside of any file: that is found out when it is
+/// read.
 fn write_split(said: &[Said]) -> Option<Vec<u8>> {
     let mut writer = SplitWriter::new(Vec::new()).unwrap();
     let mut total = 0u64;
@@ -268,7 +271,6 @@ pub fn tar_split(data: &[u8]) {
 }
 
 /// A blob's bytes.
-#[derive(Debug)]
 struct InMemory(Arc<[u8]>);
 
 impl Bytes for InMemory {

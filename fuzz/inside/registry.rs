@@ -1,6 +1,8 @@
-//! The module `registry::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is private there.
+//! The module `registry::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is
+//! private there.
 //!
-//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/` does not hold.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/`
+//! does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 

@@ -1,4 +1,4 @@
-//! Digests of blobs, archives and chains, as OCI writes them: `sha256:<64 hex>` or `sha512:<128 hex>`.
+//! Digests of blobs, archives and chains: `sha256:<64 hex>` or `sha512:<128 hex>`.
 
 use std::fmt;
 use std::str::FromStr;

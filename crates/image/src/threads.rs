@@ -1,5 +1,4 @@
-//! Starting threads where the machine may refuse them (`ulimit -u`, `pids.max`). `Scope::spawn` and
-//! `thread::spawn` panic then.
+//! Starting threads where the machine may refuse them and `Scope::spawn` panics.
 
 use std::io;
 use std::thread::{Builder, Scope, ScopedJoinHandle};

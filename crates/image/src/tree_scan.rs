@@ -1,12 +1,12 @@
 //! A directory on disk as a tree: what `cofolio import dir:…`, `build` and `mkcomposefs` read.
 //!
-//! One thread walks, one directory open at a time; others read, hash and store the files' content. Nothing
-//! is followed: not symbolic links, nor anything that somebody swaps in while we look (directories are
-//! opened from the root with `openat2`, `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`). Files that change while
-//! they are read are an error, because a mixture of two states is what nobody asked for.
+//! One thread walks, one directory open at a time; others read, hash and store the files' content.
+//! Nothing is followed: not symbolic links, nor anything that somebody swaps in while we look
+//! (directories are opened from the root with `openat2`, `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`).
+//! Files that change while they are read are an error, because a mixture of two states is what
+//! nobody asked for.
 //!
-//! Hard links are kept. mkcomposefs 1.0 loses them from directories, so for trees that have any the
-//! image differs from its.
+//! Hard links are kept. mkcomposefs 1.0 loses them from directories, so its images differ.
 //!
 //! Everything below the path is taken, also what is mounted there, unless
 //! [`ScanOptions::one_filesystem`] says otherwise.
@@ -32,16 +32,15 @@ use cofolio_store::task::{Event, Task};
 
 /// Files up to this size are read whole before they are stored.
 const SMALL_MAX: usize = 1 << 20;
-/// Of larger ones so many bytes are read at once.
+/// Larger files are read in pieces of this many bytes.
 const PIECE_SIZE: usize = 256 << 10;
 /// Files that wait, open, to be read.
 const QUEUE: usize = 64;
-/// Largest list of attribute names, and largest value, that Linux gives out (`XATTR_LIST_MAX`,
-/// `XATTR_SIZE_MAX`), in bytes.
+/// Largest list of attribute names, and largest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_MAX: usize = 64 << 10;
 
-/// What of a directory is read, and how.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What of a directory is read, and how. By default all of it, with nothing inline.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ScanOptions {
     /// Files up to this many bytes become part of the metadata image.
     pub inline_max: u64,
@@ -60,24 +59,10 @@ pub struct ScanOptions {
 }
 
 impl ScanOptions {
-    /// For an image of the store: no inline content, so that every page is shared.
-    #[must_use]
-    pub fn for_import() -> Self {
-        Self {
-            inline_max: 0,
-            use_epoch: false,
-            skip_devices: false,
-            skip_xattrs: false,
-            user_xattrs: false,
-            one_filesystem: false,
-            threads: 0,
-        }
-    }
-
     /// As mkcomposefs reads a directory without options: files up to 64 bytes inline.
     #[must_use]
     pub fn like_mkcomposefs() -> Self {
-        Self { inline_max: 64, ..Self::for_import() }
+        Self { inline_max: 64, ..Self::default() }
     }
 }
 
@@ -89,8 +74,7 @@ pub struct Scanned {
     pub objects: u64,
     /// Bytes of the objects.
     pub object_bytes: u64,
-    /// Names left out: devices with `skip_devices`, mount points' content with `one_filesystem` (one
-    /// for each mount point).
+    /// Names left out: devices with `skip_devices`, mount points with `one_filesystem`.
     pub skipped: u64,
 }
 
@@ -262,8 +246,8 @@ fn for_each(
 /// Reads the directory `path` and stores the content of its files.
 ///
 /// # Errors
-/// [`ImportError::Source`] if it is no directory, [`ImportError::Io`], [`ImportError::Changed`], and
-/// those of the sink.
+/// [`ImportError::Source`] if it is no directory, [`ImportError::Io`], [`ImportError::Changed`],
+/// and those of the sink.
 pub fn scan(
     path: &Path,
     options: &ScanOptions,
@@ -347,8 +331,8 @@ impl Job {
         task: &Task,
     ) -> Result<Stored, ImportError> {
         let size = u64::try_from(self.stat.st_size).unwrap_or(0);
-        // Filesystems that compress or keep small files in their inodes have few blocks without holes,
-        // too: asking for the holes tells.
+        // Filesystems that compress or keep small files in their inodes have few blocks without
+        // holes, too: asking for the holes tells.
         let allocated = u64::try_from(self.stat.st_blocks).unwrap_or(0).saturating_mul(512);
         let may_have_holes = allocated < size && size > inline_max;
         if size <= SMALL_MAX as u64 && !may_have_holes {
@@ -546,7 +530,7 @@ impl Walk<'_> {
         let mut file = None;
         if kind == FileType::RegularFile {
             let opened = self.open_file(fd, name).map_err(|e| self.error(&here(), e))?;
-            // What counts is the file that is open, not the one that was there a moment ago.
+            // The open file counts, not the one that was there a moment ago.
             stat = rustix::fs::fstat(&opened).map_err(|e| self.error(&here(), e))?;
             kind = FileType::from_raw_mode(stat.st_mode);
             file = Some(opened);

@@ -1,7 +1,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::import::{self, ImportOptions};
 use cofolio_image::source::Source;
 use cofolio_node::mount::MountState;

@@ -25,8 +25,8 @@ pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, Du
     parser.finish()
 }
 
-/// Most bytes of one inode's attributes that mkcomposefs takes from a dump. An image may have twice as
-/// many, and [`Records`] takes them all.
+/// Most bytes of one inode's attributes that mkcomposefs takes from a dump. An image may have twice
+/// as many, and [`Records`] takes them all.
 pub(super) const XATTRS_MAX: usize = 0x7fff;
 
 #[derive(Default)]

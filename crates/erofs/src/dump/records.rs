@@ -14,8 +14,7 @@ pub(super) const LINE_MAX: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParseOptions {
     /// Refuse what mkcomposefs refuses with `CFS_PARSE_STRICT` set: a device number on what is no
-    /// device, a symbolic link with content or a size that is not its target's length, a last
-    /// line without a line end.
+    /// device, a symbolic link with content or a wrong size, a last line without a line end.
     pub strict: bool,
 }
 
@@ -48,8 +47,7 @@ pub enum What<'a> {
     },
 }
 
-/// Reads a dump line by line, for those who need no [`Tree`](crate::tree::Tree) of it: memory is bounded by the line
-/// at hand (1 MiB).
+/// Reads a dump line by line without a [`Tree`](crate::tree::Tree), in 1 MiB of memory.
 ///
 /// Each line is checked by itself. The caller checks that paths have directories, that links have
 /// targets, and what a tree bounds: names, paths and attributes.

@@ -130,8 +130,7 @@ impl<S: ReadAt> Image<S> {
         )
     }
 
-    /// The location of byte `offset` in the contiguous blocks from `block` of a device on (device 0
-    /// is the image itself).
+    /// The location of byte `offset` in the blocks from `block` of a device on (0: the image).
     fn locate(
         &self,
         inode: &Inode,

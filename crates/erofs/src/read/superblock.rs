@@ -12,8 +12,7 @@ use crate::format::{
     SUPER_MAGIC, SUPER_OFFSET, SuperBlock,
 };
 
-/// Features that a reader of uncompressed images can take: those it knows, and those that only
-/// touch compressed files.
+/// Features that we can read: those we know, and those of compressed files only.
 const INCOMPAT_KNOWN: u32 = INCOMPAT_ZERO_PADDING
     | INCOMPAT_COMPR_CFGS
     | INCOMPAT_CHUNKED_FILE

@@ -89,8 +89,7 @@ impl Tree {
         i.mtime_nsec = meta.mtime_nsec;
     }
 
-    /// Replaces what an inode is and holds, and its file type with it. Names, owner, permissions
-    /// and attributes stay.
+    /// Replaces file type and content. Names, owner, permissions and attributes stay.
     ///
     /// # Errors
     /// [`TreeError::NotDirectory`] or [`TreeError::LinkToDirectory`] when it would turn a
@@ -148,8 +147,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Makes the present first name of an inode the one under which it is stored, and sets the
-    /// link count that is shown.
+    /// Stores an inode under its present first name, and sets the link count that is shown.
     pub(crate) fn give_links(&mut self, inode: InodeId, nlink: u32) {
         if self.is_dir(inode) {
             return;
@@ -200,8 +198,7 @@ impl Tree {
                 if let Some(digest) = digest {
                     inode.a = self.digests.intern(digest);
                 }
-                // A path that is an object path (nearly always) is not kept as text: a million of
-                // them would be 65 MB.
+                // An object path is not kept as text: a million of them would be 65 MB.
                 let object = match payload {
                     Payload::Object(digest) => Some(*digest),
                     Payload::Path(path) => object_of_path(path),

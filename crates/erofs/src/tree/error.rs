@@ -1,21 +1,17 @@
 use std::fmt;
 
-/// Why a tree could not be changed as asked. Always the caller's mistake or its input's; the tree
-/// is as before.
+/// Why a tree could not be changed. The input is at fault; the tree is as before.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum TreeError {
-    /// The parent is not a directory (any more).
     #[error("not a directory")]
     NotDirectory,
-    /// The directory has that name already.
     #[error("the name {} exists already", Shown(name))]
     Exists { name: Box<[u8]> },
     /// A name that is empty, `.`, `..`, or holds `/` or NUL.
     #[error("{} is no file name", Shown(name))]
     Name { name: Box<[u8]> },
-    /// A name of more than 255 bytes.
     #[error("a file name of {len} bytes is longer than 255")]
     NameTooLong { len: usize },
     /// A path of more than [`super::PATH_MAX`] bytes.
@@ -29,7 +25,6 @@ pub enum TreeError {
     /// A hard link to a directory, or content that would make a file of a directory.
     #[error("{} would be a second name or another content of a directory", Shown(name))]
     LinkToDirectory { name: Box<[u8]> },
-    /// The file type in the mode is not that of the content.
     #[error("mode {mode:o} does not fit the content")]
     TypeMismatch { mode: u32 },
     /// A symbolic link target or object path that is empty, too long, or holds a NUL.

@@ -4,8 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use hashbrown::HashTable;
 
-/// Names come from images that others made, so the hash is keyed at random: nobody can prepare
-/// names that all collide.
+/// The hash is keyed at random, because images could hold names chosen to collide.
 #[derive(Clone)]
 pub(super) struct NameIndex {
     table: HashTable<u32>,

@@ -148,7 +148,7 @@ fn pair_of<'b>(bytes: &'b [u8], pair: &Pair) -> (&'b [u8], &'b [u8]) {
     (&bytes[start..name_end], &bytes[name_end..name_end + usize::from(pair.value_len)])
 }
 
-/// The hash of one attribute, for whoever interns them.
+/// The hash of one attribute.
 pub(crate) fn hash_pair(seed: &RandomState, name: &[u8], value: &[u8]) -> u64 {
     let mut hasher = seed.build_hasher();
     hasher.write_usize(name.len());

@@ -51,8 +51,7 @@ pub(super) struct NodeAttrs {
     redirect: Option<Attr>,
 }
 
-/// A name and a value of the tree, or one that composefs adds: its number of uses and its offset in
-/// the shared table.
+/// An attribute of the tree, or one that composefs adds, with uses and offset in the shared table.
 struct Pair<'t> {
     name: Cow<'t, [u8]>,
     value: Cow<'t, [u8]>,
@@ -455,8 +454,7 @@ impl<'t> Attrs<'t> {
         });
         let mut end = 0;
         for &attr in &shared {
-            // Offsets count words of four bytes on disk, so 16 GiB of them fit; the writer
-            // refuses more.
+            // Offsets count words of four bytes on disk: up to 16 GiB; the writer refuses more.
             let offset = u32::try_from(end / 4).unwrap_or(UNSHARED - 1);
             match attr {
                 Attr::Pair(id) => self.pairs[id as usize].shared = offset,

@@ -6,8 +6,7 @@
 //! blocks    |00 LZ4 |00000 LZ4 | plain     |...        4 KiB each, one for each pcluster
 //! ```
 //!
-//! Source: the LZ4 block format (`lz4_Block_format.md` of LZ4), `fs/erofs/zmap.c` and
-//! `decompressor.c` of Linux.
+//! Source: `lz4_Block_format.md` of LZ4, `fs/erofs/zmap.c` and `decompressor.c` of Linux.
 
 use std::io::{self, Read, Write};
 
@@ -55,8 +54,7 @@ pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Ve
         }
         let mut block = [0; BLOCK];
         let (len, compressed) = match table.fill(&buffer[..filled], &mut block) {
-            // Less than a block gains nothing, and EROFS does not allow two pclusters to end in one
-            // page.
+            // Less than a block gains nothing, and two pclusters must not end in one page.
             Some(len) if len > BLOCK => (len, true),
             _ => {
                 let len = filled.min(BLOCK);

@@ -72,7 +72,6 @@ pub struct WriteReport {
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum WriteError {
-    /// A version that does not exist.
     #[error("composefs format version {version} does not exist (0 to {VERSION_MAX} do)")]
     Version { version: u32 },
     /// The tree needs more than the format can address.
@@ -81,7 +80,6 @@ pub enum WriteError {
     /// A file whose blob is missing, has another size, or has invalid addresses.
     #[error("{}: its content is missing or invalid on the devices", path.escape_ascii())]
     NoContent { path: Box<[u8]> },
-    /// The sink failed.
     #[error("cannot write the image")]
     Sink(#[source] io::Error),
 }
@@ -131,8 +129,7 @@ pub fn write_data(
     write_planned(&Plan::with_data(tree, &checked), 0, sink)
 }
 
-/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]), with unescaped
-/// whiteouts.
+/// Writes a layer for a metadata image ([`crate::tree::delta`]), with unescaped whiteouts.
 ///
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
@@ -169,8 +166,7 @@ struct Map {
     blocks: u32,
     /// Those and the ones that the caller appends.
     all_blocks: u32,
-    /// The first block of each device in the address space that spans all; the blocks behind the
-    /// image come first.
+    /// The first block of each device in the common address space; blocks behind the image lead.
     first_blocks: Vec<u32>,
 }
 

@@ -36,11 +36,9 @@ pub(super) struct NodeAt<'p> {
 
 pub(crate) struct Plan<'t> {
     pub(super) tree: &'t Tree,
-    /// The file data of an image that is mounted by itself. `None` for an image over which
-    /// overlayfs mounts an object store.
+    /// The file data of an image that is mounted by itself; `None` for one over an object store.
     pub(super) data: Option<&'t Checked<'t>>,
-    /// Whether it is a metadata image: its root has whiteouts that hide the object store, and the
-    /// tree's whiteouts are escaped.
+    /// Whether the root has whiteouts that hide the object store, and other whiteouts are escaped.
     pub(super) is_metadata: bool,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,

@@ -11,17 +11,14 @@ pub enum EngineError {
     /// No such store, or no such image in it; or a name that could be several.
     #[error("{what}")]
     NotFound { what: String },
-    /// Reading failed.
     #[error("cannot read {path}")]
     Io {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// A file that is not as its engine writes it.
     #[error("{path}: {what}")]
     Document { path: PathBuf, what: String },
-    /// Something that engines do and Cofolio cannot read.
     #[error("{what}")]
     Unsupported { what: String },
 }

@@ -1,4 +1,4 @@
-//! What can go wrong with an import, told so that the reader knows whose fault it is.
+//! Errors of imports. The variant says whose fault it is.
 
 mod engine;
 mod registry;
@@ -21,35 +21,27 @@ pub use crate::threads::NoThread;
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum ImportError {
-    /// The caller's mistake: no image there, no such tag, no such platform, a form that is not known.
+    /// The caller's mistake: no such image, tag or platform, or an unknown form.
     #[error("{what}")]
     Source { what: String },
-    /// A name that no image may have.
     #[error("{name:?} cannot be the name of an image: {what}")]
     Name { name: String, what: &'static str },
-    /// An archive that is damaged or was cut off.
     #[error("{path}: {what}")]
     Archive { path: PathBuf, what: String },
-    /// Reading the source failed.
     #[error("cannot read {path}")]
     Io {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// A blob is not what its name says.
     #[error("blob {digest}: its content has the digest {actual}")]
     Digest { digest: String, actual: String },
-    /// A blob has not the size that its descriptor says.
     #[error("blob {digest}: {actual} bytes, its descriptor says {expected}")]
     Size { digest: String, expected: u64, actual: u64 },
-    /// A blob that the image refers to is not in the source.
     #[error("blob {digest} is missing from {path}")]
     Missing { digest: String, path: PathBuf },
-    /// A layer unpacks to something else than the image config says.
     #[error("layer {digest}: unpacks to {actual}, the image config says {expected}")]
     DiffId { digest: String, expected: String, actual: String },
-    /// A blob cannot be unpacked.
     #[error("blob {digest}, offset {offset}: {what}")]
     Corrupt {
         digest: String,
@@ -66,10 +58,8 @@ pub enum ImportError {
         entry: Option<String>,
         what: String,
     },
-    /// A layer does not fit on those below it.
     #[error("layer {digest}, entry {entry:?}: {what}")]
     Merge { digest: String, entry: String, what: String },
-    /// An index, manifest or config that is malformed or contradicts itself.
     #[error("{what_blob} {digest}: {what}")]
     Document {
         /// `index`, `manifest` or `config`.
@@ -91,25 +81,19 @@ pub enum ImportError {
     /// A file of a directory tree changed while it was read.
     #[error("{path} changed while it was read")]
     Changed { path: PathBuf },
-    /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
-    /// A registry did not give what was asked of it.
     #[error(transparent)]
     Registry(#[from] RegistryError),
-    /// An engine's store on this machine could not be read.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// The image may not come in: its signatures are not what was asked for.
     #[error(transparent)]
     Trust(#[from] TrustError),
-    /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
-    /// The machine gives no thread.
     #[error(transparent)]
     Thread(#[from] NoThread),
-    /// The image cannot be described as a metadata image.
     #[error("the image cannot be written: {what}")]
     Image { what: String },
 }
@@ -137,7 +121,7 @@ fn of(entry: &Option<String>) -> String {
     entry.as_ref().map(|name| format!(", entry {name:?}")).unwrap_or_default()
 }
 
-/// A name for people: no control characters, not without end.
+/// A name for an error, at most 400 bytes of it.
 pub(crate) fn shown(name: &[u8]) -> String {
     let mut text = String::from_utf8_lossy(&name[..name.len().min(400)]).into_owned();
     if name.len() > 400 {

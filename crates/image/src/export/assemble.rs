@@ -9,9 +9,9 @@ use crate::layer::split::{Split, SplitError, Step};
 use crate::stored::StoredImage;
 
 const READ_SIZE: usize = 256 << 10;
-/// An object with at least so many bytes in holes is a sparse file in an archive that we make.
+/// An object with at least this many bytes in holes is a sparse file in a new archive.
 const HOLES_MIN: u64 = 1 << 20;
-/// Readers, ours among them, take so many extents of a sparse file at the most.
+/// Most extents of a sparse file; readers, ours among them, bound their number.
 const EXTENTS_MAX: usize = 1 << 16;
 
 /// Where an archive goes to, piece by piece.
@@ -93,7 +93,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// Its extents of data (offset, length) if it has holes that are worth leaving out of an archive.
+    /// Its extents of data (offset, length), if its holes are worth leaving out of an archive.
     pub(crate) fn sparse_extents(&self) -> Result<Option<Vec<(u64, u64)>>, ExportError> {
         if self.left < HOLES_MIN {
             return Ok(None);

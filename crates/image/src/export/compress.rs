@@ -1,8 +1,8 @@
-//! Compressing a layer on all processors, in bounded memory, with the same bytes whatever their number.
+//! Compressing a layer on all processors in bounded memory, always to the same bytes.
 //!
-//! The archive is cut into chunks of fixed size, and each becomes a gzip member or a zstd frame of its own.
-//! Members and frames that follow one another are one stream to every reader of layers: estargz and
-//! zstd:chunked are made so.
+//! The archive is cut into chunks of fixed size, and each becomes a gzip member or a zstd frame of
+//! its own. Members and frames that follow one another are one stream to every reader of layers:
+//! estargz and zstd:chunked are made so.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};

@@ -16,10 +16,9 @@ pub enum ExportError {
     /// The caller's mistake: an unknown form of destination, or something is in the way there.
     #[error("{what}")]
     Destination { what: String },
-    /// A file is at the destination, and nobody asked for its replacement.
+    /// A file exists at the destination, and may not be replaced.
     #[error("{path} exists already")]
     Exists { path: PathBuf },
-    /// Writing at the destination failed.
     #[error("cannot write {path}")]
     Io {
         path: PathBuf,
@@ -32,7 +31,6 @@ pub enum ExportError {
         /// Their chain ids, lowest first.
         layers: Vec<String>,
     },
-    /// A layer's split is damaged.
     #[error("split of layer {layer}: {what}")]
     Split { layer: String, what: String },
     /// An object is missing, or is not what its name says.
@@ -46,22 +44,17 @@ pub enum ExportError {
     /// A layer came out other than it went in, though all its objects are right.
     #[error("layer {layer}: comes out as {actual}, the image config says {expected}")]
     DiffId { layer: String, expected: String, actual: String },
-    /// The image cannot be described as an OCI image.
     #[error("{path:?} cannot be put into a layer: {what}")]
     Entry { path: String, what: String },
     /// The store's record of the image, or the image itself, cannot be read.
     #[error("image {image}: {what}")]
     Image { image: Digest, what: String },
-    /// The registry did not take it.
     #[error(transparent)]
     Registry(#[from] RegistryError),
-    /// The machine gives no thread.
     #[error(transparent)]
     Thread(#[from] NoThread),
-    /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
-    /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
 }

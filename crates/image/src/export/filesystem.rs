@@ -1,5 +1,4 @@
-//! An image as one file that carries all of it: EROFS, for mounts without a store, and for virtual
-//! machines.
+//! An image as one EROFS file, for mounts without a store and for virtual machines.
 //!
 //! ```text
 //! metadata image ─▶ tree ────────────────────────────────┐
@@ -27,7 +26,7 @@ use sha2::Digest as _;
 use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
-use crate::compose::contents::open_image;
+use crate::compose::named_objects::open_image;
 use crate::lease::Lease;
 
 const BLOCK: usize = 4096;
@@ -114,7 +113,7 @@ struct Hashed<'a> {
 }
 
 impl Hashed<'_> {
-    /// Writes so many zeros, as a hole.
+    /// Writes zeros as a hole.
     fn zeros(&mut self, len: u64) -> io::Result<()> {
         self.hasher.zeros(len);
         self.file.seek_relative(i64::try_from(len).unwrap_or(i64::MAX))
@@ -134,8 +133,7 @@ impl Write for Hashed<'_> {
     }
 }
 
-/// Writes to a file whose zeros are to take no room: they are stepped over. At the end the file may
-/// be too short.
+/// Writes data but steps over blocks of zeros. At the end the file may be too short.
 fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
     let zeros = |block: &[u8]| block.iter().all(|&byte| byte == 0);
     while let Some(first) = data.chunks(BLOCK).next() {
@@ -229,7 +227,7 @@ impl Blocks {
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
-            // One that names no object the writer refuses, with its path.
+            // The writer refuses a file that names no object, with its path.
             let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
             let Some(digest) = new else { continue };
             let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;

@@ -1,7 +1,7 @@
 //! A tree as a tar archive: the layer of an image that was imported from a directory and has none.
 //!
-//! The bytes depend on the tree, and on the holes that the store's objects have: depth first, names sorted, PAX
-//! records only where the old header cannot say it. Everything that the tree says comes back with an import.
+//! The bytes depend on the tree and the holes of the store's objects: depth first, names sorted,
+//! PAX records where the header does not do. An import restores all that the tree says.
 
 use std::collections::HashMap;
 
@@ -26,10 +26,11 @@ pub(crate) fn header(name: &str, size: u64) -> [u8; BLOCK] {
     Head { meta: PLAIN, size, ..Head::of(b'0', name.as_bytes()) }.block()
 }
 
-/// Writes the archive of a tree. A file with large holes becomes a sparse file in GNU's PAX format 1.0.
+/// Writes the archive of a tree. A file with large holes is sparse in GNU's PAX format 1.0.
 ///
 /// # Errors
-/// [`ExportError::Entry`] for what no layer can hold, [`ExportError::Object`], and those of the sink.
+/// [`ExportError::Entry`] for what no layer can hold, [`ExportError::Object`], and those of the
+/// sink.
 pub(crate) fn write(
     domain: &Domain,
     tree: &Tree,
@@ -106,8 +107,8 @@ pub(crate) fn write(
     sink(&[0; 2 * BLOCK])
 }
 
-/// The map at the head of a sparse file's data: numbers in lines, padded to a block. As GNU tar does it, an empty
-/// extent at the end says how large the file is.
+/// The map at the head of a sparse file's data: numbers in lines, padded to a block. As GNU tar
+/// does it, an empty extent at the end says how large the file is.
 fn sparse_map(extents: &[(u64, u64)], size: u64) -> Vec<u8> {
     let mut map = format!("{}\n", extents.len() + 1);
     for (offset, length) in extents.iter().chain([&(size, 0)]) {
@@ -235,7 +236,7 @@ fn record(pax: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     pax.push(b'\n');
 }
 
-/// Seconds with their fraction. Before 1970 the fraction still counts forward in `Meta`, backward here.
+/// Seconds with their fraction, which counts forward in `Meta` before 1970, backward here.
 fn decimal_time(seconds: i64, nanoseconds: u32) -> String {
     let (sign, whole, part) = match (seconds < 0, nanoseconds) {
         (true, 1..) => ("-", (seconds + 1).unsigned_abs(), 1_000_000_000 - nanoseconds),

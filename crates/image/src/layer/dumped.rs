@@ -1,8 +1,9 @@
 //! A layer as the merge takes it: its dump, to be read as a stream, and a tree of its marks.
 //!
-//! Only the merged tree may be as large as the image. So a layer's own tree goes when its dump is written,
-//! and what must be known of the whole layer before the first of its entries comes (whiteouts, links into
-//! lower layers, and the directories on the way to them: few) is kept as a tree with nothing else in it.
+//! Only the merged tree may be as large as the image. So a layer's own tree goes when its dump is
+//! written, and what must be known of the whole layer before the first of its entries comes
+//! (whiteouts, links into lower layers, and the directories on the way to them: few) is kept as a
+//! tree with nothing else in it.
 
 use std::io::{self, BufRead, BufReader, Read};
 
@@ -19,14 +20,14 @@ pub(crate) const NO_META: Meta = Meta { mode: 0, uid: 0, gid: 0, mtime: 0, mtime
 pub(crate) enum LayerDump {
     /// Of a layer that is in the store or staged for it.
     File(StoredFile),
-    /// If there was no room to write it: then the import only goes on to say how much is missing.
+    /// The disk is full; the import goes on only to say how much is missing.
     Memory(Vec<u8>),
 }
 
 /// One layer, ready to be merged.
 pub(crate) struct DumpedLayer {
     dump: LayerDump,
-    /// Whiteouts and links into lower layers, in their directories, those with [`IMPLICIT`] if they have it.
+    /// Whiteouts and links into lower layers in their directories, [`IMPLICIT`] ones marked.
     pub(crate) marks: Tree,
 }
 

@@ -1,23 +1,23 @@
 //! A layer's own tree, in OCI form: what its tar archive says, whiteouts kept as entries.
 //!
-//! This is what `layers/<chain-id>.dump.zst` holds, so it must not depend on the layers below, and yet
-//! what an entry means can depend on them. Three things are therefore kept for the merge:
+//! This is what `layers/<chain-id>.dump.zst` holds, so it must not depend on the layers below, and
+//! yet what an entry means can depend on them. Three things are therefore kept for the merge:
 //!
 //! - whiteouts stay empty files `.wh.<name>` and `.wh..wh..opq`, as in the archive;
-//! - a directory that no entry made, but that has entries in it, carries [`IMPLICIT`]: below it may be a
-//!   directory whose metadata must stay, or a symbolic link that must be followed;
+//! - a directory that no entry made, but that has entries in it, carries [`IMPLICIT`]: below it may
+//!   be a directory whose metadata must stay, or a symbolic link that must be followed;
 //! - a hard link whose target is not in this layer is an empty file that carries [`LOWER_LINK`].
 //!
 //! The two marks are extended attributes without a namespace, which no archive can smuggle in: an
 //! entry's attributes outside of the kernel's namespaces are left out.
 //!
 //! # Names
-//! Paths are taken as containerd and umoci take them: relative to the root whether or not they begin with
-//! `/`; `.` means nothing; symbolic links in the parents are followed, but never out of the root; the last
-//! name is not followed. An entry that is there already is replaced, except that a directory over a
-//! directory only sets its metadata. Missing parents are made, 0755 and root's, with time 0 (not the
-//! time of the import: the same image has to give the same digest tomorrow). `..` in a name is refused:
-//! nobody writes it with good intentions.
+//! Paths are taken as containerd and umoci take them: relative to the root whether or not they
+//! begin with `/`; `.` means nothing; symbolic links in the parents are followed, but never out of
+//! the root; the last name is not followed. An entry that is there already is replaced, except that
+//! a directory over a directory only sets its metadata. Missing parents are made, 0755 and root's,
+//! with time 0 (not the time of the import: the same image has to give the same digest tomorrow).
+//! `..` in a name is refused: nobody writes it with good intentions.
 
 mod acl;
 pub(crate) mod blob;
@@ -57,7 +57,7 @@ pub(crate) const SYMLINKS_MAX: usize = 40;
 /// Longest path of an entry, in bytes: what Linux takes at a time.
 const PATH_MAX: usize = 4095;
 
-/// Metadata of directories that nobody described.
+/// Metadata of directories without an entry.
 pub(crate) const DEFAULT_DIR: Meta = Meta { mode: 0o755, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
 
 /// What an entry became.
@@ -161,8 +161,8 @@ impl LayerTree {
                     .insert(dir, name, meta, Content::Directory)
                     .map_err(|e| e.to_string())?;
                 if old.is_some() {
-                    // An entry before this one has replaced what lower layers have there, directory or
-                    // not, so nothing of theirs may show in this directory.
+                    // An entry before this one has replaced what lower layers have there, directory
+                    // or not, so nothing of theirs may show in this directory.
                     self.whiteout(new, OPAQUE)?;
                 }
                 new
@@ -370,8 +370,7 @@ fn device((major, minor): (u32, u32)) -> Result<u32, String> {
     Ok((minor & 0xff) | (major << 8) | ((minor & !0xff) << 12))
 }
 
-/// Whether Linux can hold an attribute of that name (xattr(7)). Others, such as macOS's, are left out,
-/// as containerd does.
+/// Whether Linux can hold an attribute of that name (xattr(7)). containerd drops others too.
 fn in_namespace(name: &[u8]) -> bool {
     let user = [&b"user."[..], b"trusted.", b"security."]
         .iter()

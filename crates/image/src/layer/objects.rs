@@ -1,10 +1,10 @@
 //! The threads that hash files and write them to the store.
 //!
-//! Small files come in batches, large ones as a stream of their own. Whoever sends work gets the results
-//! on a channel of its own. Queues are bounded; content is shared, not copied, until it reaches the store.
+//! Small files come in batches, large ones as streams. Each sender gets its results on a channel of
+//! its own. Queues are bounded; content is shared until it reaches the store.
 //!
-//! No deadlock: a stream that runs always has a sender that is either done or sending to it, since each
-//! layer sends one stream at a time; so some thread always gets free.
+//! No deadlock: a stream that runs always has a sender that is either done or sending to it, since
+//! each layer sends one stream at a time; so some thread always gets free.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -24,10 +24,10 @@ pub(crate) const SMALL_MAX: usize = 1 << 20;
 const BATCH_BYTES: u64 = 256 << 10;
 /// or this many files.
 const BATCH_FILES: usize = 256;
-/// Slices of a stream that wait: most files are in there as a whole, so the parser goes on to the next one.
+/// Slices of a stream that wait. Most files fit, so the parser goes on to the next one.
 const STREAM_QUEUE: usize = 16;
 
-/// A file of a layer, as whoever sends it knows it.
+/// A file of a layer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileId {
     pub(crate) inode: InodeId,
@@ -72,7 +72,7 @@ impl Workers {
                 let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     let result = run(&job.staging, job.work, &mut buffer);
-                    // Whoever has all results is the only one that has the staging.
+                    // After its last result a layer has the staging to itself.
                     drop(job.staging);
                     // Nobody listens any more if the layer failed for another reason.
                     let _ = job.reply.send(result);
@@ -157,7 +157,7 @@ pub(crate) struct FileStream(SyncSender<Item>);
 impl FileStream {
     // Sending fails if the worker failed; its reason comes as the result.
 
-    /// Adds content; false if nobody wants it any more.
+    /// Adds content; false if it is not wanted any more.
     pub(crate) fn data(&self, slice: Slice) -> bool {
         self.0.send(Item::Data(slice)).is_ok()
     }

@@ -5,12 +5,13 @@
 //! [L long name ][name\0      ]  ^ 512 bytes: ustar, GNU, V7 or star
 //! ```
 //!
-//! The crates `tar` 0.4.46 and `tar-core` 0.1.0 lose what an image needs: fractions of seconds, devices in base
-//! 256, attributes with a newline in their value, malformed PAX records, ACLs, sparse files in PAX form. Formats:
-//! POSIX pax(1), GNU tar's manual ("Basic Tar Format", "Storing Sparse Files"), libarchive's tar(5).
+//! The crates `tar` 0.4.46 and `tar-core` 0.1.0 lose what an image needs: fractions of seconds,
+//! devices in base 256, attributes with a newline in their value, malformed PAX records, ACLs,
+//! sparse files in PAX form. Formats: POSIX pax(1), GNU tar's manual ("Basic Tar Format", "Storing
+//! Sparse Files"), libarchive's tar(5).
 //!
-//! Everything that is buffered is bounded: one extended header by [`MetaLimits::extended_bytes`], one
-//! sparse map by [`MetaLimits::sparse_segments`]. File content is never buffered here: after
+//! Everything that is buffered is bounded: one extended header by [`MetaLimits::extended_bytes`],
+//! one sparse map by [`MetaLimits::sparse_segments`]. File content is never buffered here: after
 //! [`Reader::next_entry`] the caller takes it from the input and says so with [`Reader::taken`].
 
 use std::collections::BTreeMap;
@@ -82,11 +83,11 @@ pub(crate) enum Kind {
     Fifo,
 }
 
-/// Where the data of a sparse file lies.
+/// The data of a sparse file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sparse {
-    /// (offset, length) in the file, in order, not overlapping; the data of all of them follows one
-    /// after the other in the archive.
+    /// (offset, length) in the file, sorted, not overlapping; their data is contiguous in the
+    /// archive.
     pub(crate) segments: Vec<(u64, u64)>,
     /// Size of the file, in bytes.
     pub(crate) size: u64,
@@ -258,7 +259,7 @@ impl<R: Input> Reader<R> {
         self.data_left
     }
 
-    /// The input, for taking up to [`Reader::data_left`] bytes from it; tell with [`Reader::taken`].
+    /// The input, to take [`Reader::data_left`] bytes from at most; tell with [`Reader::taken`].
     pub(crate) fn input(&mut self) -> &mut R {
         &mut self.input
     }
@@ -274,8 +275,9 @@ impl<R: Input> Reader<R> {
         self.offset += count;
     }
 
-    /// The next entry; what is left of the current one is skipped. `None` at the end of the archive:
-    /// two blocks of zeros, or the end of the input between two entries, as every tar accepts it.
+    /// The next entry; what is left of the current one is skipped. `None` at the end of the
+    /// archive: two blocks of zeros, or the end of the input between two entries, as every tar
+    /// accepts it.
     ///
     /// # Errors
     /// [`TarError`]; the reader is of no use after one.
@@ -327,12 +329,12 @@ impl<R: Input> Reader<R> {
                     extended.pax.parse(&records).map_err(|what| bad(offset, &what))?;
                 }
                 b'g' => {
-                    // Container runtimes ignore global headers, tar(1) applies them: one archive, two
-                    // trees. Those that say nothing about entries (git's `comment=`) are harmless.
+                    // Container runtimes ignore global headers, tar(1) applies them: one archive,
+                    // two trees. Those that only hold git's `comment=` are harmless.
                     let records = self.extended(&header, offset, &mut extended)?;
                     let mut pax = Pax::default();
                     pax.parse(&records).map_err(|what| bad(offset, &what))?;
-                    if !pax.is_empty() {
+                    if pax != Pax::default() {
                         return Err(bad(
                             offset,
                             "a global header that changes entries is ambiguous",
@@ -445,8 +447,8 @@ impl<R: Input> Reader<R> {
             None => (field("mtime", MTIME)?, 0),
         };
         let mut size = unsigned("size", pax.size, SIZE)?;
-        // Only files have data, whatever the size field of a link or directory says (as in Go's reader,
-        // which the container world uses, and in GNU tar's).
+        // Only files have data, whatever the size field of a link or directory says (as in Go's
+        // reader, which the container world uses, and in GNU tar's).
         if kind != Kind::File {
             size = 0;
         }

@@ -1,8 +1,8 @@
-//! A layer's archive put together again from its unpacked files and its tar-split: lines of JSON that
-//! hold, in base64, everything that was not the content of a file, and where which file's content was.
+//! A layer's archive from its unpacked files and its tar-split: lines of JSON with the bytes of the
+//! archive (base64), and the places of files' content.
 //!
-//! The result is checked like any other blob, against the diff-id; the CRC-64 that each file has in the
-//! tar-split would add the name of the file that was altered, but another pass over all content, too.
+//! The result is checked against the diff-id. The CRC-64 of each file would also name an altered
+//! file, but costs another pass over all content.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -25,7 +25,6 @@ use crate::layer::blob::Content;
 const LINE_MAX: u64 = 64 << 20;
 
 /// A layer that an engine has unpacked.
-#[derive(Debug)]
 pub(crate) struct UnpackedLayer {
     /// The compressed tar-split.
     pub(crate) tar_split: PathBuf,
@@ -39,15 +38,14 @@ impl Content for UnpackedLayer {
     }
 }
 
-/// What went wrong, to be said as often as somebody asks.
+/// An error that can be repeated.
 type Failure = (io::ErrorKind, String);
 
 fn failure(error: io::Error) -> Failure {
     (error.kind(), error.to_string())
 }
 
-/// An archive that stays unreadable once it was: who skips to its end after an error must not be told that
-/// it is only too short.
+/// An archive that repeats its error, so that skipping to the end does not look short.
 struct Guarded<R>(Result<R, Failure>);
 
 impl<R: Read> Read for Guarded<R> {

@@ -30,10 +30,10 @@ pub(crate) struct Shared<'a> {
     pub(crate) entries: &'a AtomicU64,
 }
 
-/// A layer's tree and what there is to say about it.
+/// An unpacked layer.
 pub(crate) struct Unpacked {
     pub(crate) tree: Tree,
-    /// Objects of files that the archive replaces later: the tree does not show them, the split names them.
+    /// Objects of files that the archive replaces later: only the split names them.
     pub(crate) replaced: Vec<([u8; 32], u64)>,
     pub(crate) counts: Counts,
 }
@@ -148,8 +148,8 @@ impl Unpacking<'_, '_> {
             return Err(self.entry_error(entry, format!("a file of {size} bytes is absurd")));
         }
         if let Some(sparse) = &entry.sparse {
-            // Holes cost nothing in the archive nor in the store, but reading them does, and so does the
-            // kernel's tree of digests where the filesystem has fs-verity.
+            // Holes cost nothing in the archive nor in the store, but reading them does, and so
+            // does the kernel's tree of digests where the filesystem has fs-verity.
             let holes = size - entry.data_size;
             let digest = &self.layer.blob.digest;
             self.shared
@@ -293,8 +293,8 @@ pub(crate) fn objects(tree: &Tree) -> impl Iterator<Item = (Digest, u64)> {
     })
 }
 
-/// Publishes a layer on its own, before its image is complete: should the import not come to its end, the
-/// next one knows the layer. Nothing keeps it until then but the rarity of garbage collections.
+/// Publishes a layer before its image is complete, so that a failed import leaves it to the next
+/// one. It has no root: garbage collection may remove it.
 pub(crate) fn keep(
     staging: Arc<Staging>,
     tree: &Tree,
@@ -306,7 +306,7 @@ pub(crate) fn keep(
     Ok(staging.commit(&Publish::default(), objects(tree).chain(replaced))?)
 }
 
-/// Gives up the tree of an unpacked layer for its dump, which was written.
+/// Replaces the tree of an unpacked layer by its dump.
 pub(crate) fn dumped(
     staging: &Staging,
     layer: &FoundLayer,
@@ -324,7 +324,7 @@ pub(crate) fn dumped(
     DumpedLayer::read(dump).map_err(store_error)
 }
 
-/// Takes the store's own error back out of the I/O error that it travelled in.
+/// The store's error inside an I/O error.
 pub(crate) fn store_error(error: io::Error) -> ImportError {
     match error.downcast::<cofolio_store::Error>() {
         Ok(error) => ImportError::Store(error),
@@ -332,8 +332,8 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
     }
 }
 
-/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is unpacked
-/// again, which replaces nothing, but gives the same tree.
+/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is
+/// unpacked again, which replaces nothing, but gives the same tree.
 pub(crate) fn known_layer(domain: &Domain, chain_id: &str) -> Option<DumpedLayer> {
     if domain.has_split(chain_id).ok()? {
         let split = domain.open_split(chain_id).ok()?;

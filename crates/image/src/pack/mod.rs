@@ -29,7 +29,7 @@ use cofolio_store::{
 };
 use serde::Serialize;
 
-use crate::compose::contents::{ImageContents, open_image};
+use crate::compose::named_objects::{ImageContents, open_image};
 use crate::lease::Lease;
 
 pub use rewrite::{RewriteReport, rewrite};

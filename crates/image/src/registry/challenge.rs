@@ -9,7 +9,7 @@ pub(crate) enum Challenge {
     Bearer { realm: String, service: String },
 }
 
-/// The best challenge in the header's values: Bearer before Basic. `None` if there is none that we know.
+/// The best challenge in the header's values: Bearer before Basic, `None` if we know none.
 pub(crate) fn best<'a>(values: impl Iterator<Item = &'a str>) -> Option<Challenge> {
     let mut basic = None;
     for value in values {

@@ -1,4 +1,4 @@
-//! A repository wherever it can be had: its mirrors, then the registry itself.
+//! A repository through its mirrors, then the registry itself.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use super::{HostOptions, RegistryOptions};
 use crate::error::RegistryError;
 use crate::reference::Reference;
 
-/// All kinds of manifests and indexes that we can tell apart; what we cannot use is refused by name.
+/// Media types of manifests and indexes that we know.
 pub(super) const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
     application/vnd.oci.image.index.v1+json, \
     application/vnd.docker.distribution.manifest.v2+json, \
@@ -27,7 +27,6 @@ const JOBS_MAX: usize = 16;
 const MIRROR_TRIES_MAX: u32 = 2;
 
 /// A repository, ready to be read.
-#[derive(Debug)]
 pub(crate) struct Repository {
     reference: Reference,
     http: Arc<Http>,
@@ -75,8 +74,7 @@ impl Repository {
         Ok(Arc::new(Self { reference, http, endpoints, preferred, task }))
     }
 
-    /// One to push to: the registry itself, no mirror. `others` are repositories in it from which blobs may
-    /// be mounted.
+    /// The registry itself, to push to. Blobs may be mounted from its repositories `others`.
     pub(crate) fn for_push(
         reference: &Reference,
         options: &RegistryOptions,
@@ -108,7 +106,7 @@ impl Repository {
         &self.http.options
     }
 
-    /// What ends everything with it.
+    /// Cancels all requests.
     pub(crate) fn stop(&self) -> &Cancel {
         &self.task.cancel
     }
@@ -141,8 +139,7 @@ impl Repository {
         }
     }
 
-    /// Asks one endpoint after the other until one has it. The registry's own answer is what counts if
-    /// none has.
+    /// Asks the endpoints in turn. If none has it, the registry's own error counts.
     pub(super) fn each<T>(
         &self,
         ask: impl Fn(&Endpoint) -> Result<T, Failure>,

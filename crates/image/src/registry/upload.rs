@@ -1,5 +1,4 @@
-//! Giving blobs and manifests to a registry (OCI distribution spec 1.1, "Push"). Only ever to the registry
-//! itself: a mirror is not the place.
+//! Uploads to a registry (OCI distribution spec 1.1, "Push"), never to a mirror.
 
 use std::cell::RefCell;
 use std::io::{self, Read};
@@ -15,11 +14,11 @@ use crate::error::RegistryError;
 /// How much of an answer's body is read, in bytes.
 const ANSWER_MAX: u64 = 64 << 10;
 
-/// What became of the wish to upload.
+/// How an upload begins.
 pub(crate) enum Begun {
     /// The registry took the blob from another repository of its own.
     Mounted,
-    /// It waits for it.
+    /// It waits for the blob.
     Session(Session),
 }
 
@@ -36,7 +35,7 @@ impl Session {
     }
 }
 
-/// A blob on its way: keeps to the rate, ends when it is told to, counts.
+/// A blob that is being sent: keeps to the rate, can be cancelled, counts.
 pub(crate) struct Body<'a> {
     repository: &'a Repository,
     reader: &'a mut dyn Read,
@@ -107,9 +106,8 @@ impl Repository {
         })
     }
 
-    /// Sends what follows what is there, once. How much of it arrived if it fails,
-    /// [`Repository::resume_upload`] finds out.
-    pub(crate) fn send_part(
+    /// Sends the rest of a blob, once. After a failure `resume_upload` says how much arrived.
+    pub(crate) fn send_rest(
         &self,
         session: &mut Session,
         body: &mut Body<'_>,
@@ -169,14 +167,14 @@ impl Repository {
         }
     }
 
-    /// Lets the registry forget an upload. It does so by itself some day.
+    /// Cancels an upload. Registries drop unfinished ones by themselves, too.
     pub(crate) fn cancel_upload(&self, session: &Session) {
         let (method, url, body) = (Method::DELETE, &session.location, Payload::None);
         let request = Request { method, url, headers: &[], body, document: true };
         let _ = self.registry().send(&request);
     }
 
-    /// Gives an image its tag. Says whether that was new.
+    /// Sets a tag. Says whether it changed.
     pub(crate) fn put_manifest(
         &self,
         tag: &str,
@@ -199,7 +197,7 @@ impl Repository {
             if response.header("docker-content-digest").is_some() {
                 return same_digest(&response, digest);
             }
-            // One that does not say it when it takes it has to say it when it is asked.
+            // A registry that does not return a digest is asked for it.
             same_digest(&endpoint.ask(&Method::HEAD, &path, &[("accept", ACCEPT)], true)?, digest)
         })?;
         Ok(true)
@@ -230,7 +228,7 @@ fn received(response: &Response) -> Option<u64> {
     if first == "0" { last.checked_add(1) } else { None }
 }
 
-/// The registry must have got what was sent. Without a digest in the answer its status is what there is.
+/// Compares the digest in the answer, if there is one, with what was sent.
 fn same_digest(response: &Response, digest: &str) -> Result<(), Failure> {
     match response.header("docker-content-digest") {
         Some(theirs) if theirs != digest => Err(RegistryError::Answer {

@@ -1,4 +1,4 @@
-//! As much of URLs as a registry client needs: absolute `http` and `https` ones, and where redirects lead.
+//! As much of URLs as a registry client needs: absolute http and https ones, and redirects.
 
 use std::fmt;
 use std::net::IpAddr;

@@ -1,5 +1,5 @@
-//! The JSON documents of an image: index, manifest, config (OCI image spec 1.1, Docker image manifest v2
-//! schema 2), and what of them is accepted.
+//! The JSON documents of an image: index, manifest, config (OCI image spec 1.1, Docker image
+//! manifest v2 schema 2), and what of them is accepted.
 
 use std::collections::BTreeMap;
 
@@ -40,7 +40,7 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
-    /// One that says no more than it must.
+    /// A minimal descriptor.
     pub(crate) fn new(media_type: String, digest: String, size: u64) -> Self {
         let (urls, annotations, platform) = Default::default();
         Self { media_type, digest, size, urls, annotations, platform }
@@ -302,7 +302,7 @@ pub(crate) fn for_platform<'a>(
         return Ok(first);
     }
     match entries {
-        // One image, and nobody said what it is for: the config will.
+        // One image without a platform: its config says it.
         [one] if one.platform.is_none() => Ok(one),
         [] => Err(ImportError::Source { what: "the index holds no image".into() }),
         _ => {

@@ -87,8 +87,8 @@ impl Members {
         Ok(Self { path: path.to_owned(), file, members })
     }
 
-    /// The error for an archive without an expected member: it was cut off if it lacks the zeros at the
-    /// end as well, and is of another kind otherwise.
+    /// The error for an archive without an expected member: it was cut off if it lacks the zeros at
+    /// the end as well, and is of another kind otherwise.
     pub(super) fn lacks(&self, what: &str) -> ImportError {
         let path = self.path.clone();
         let mut last = [1; BLOCK];

@@ -1,5 +1,4 @@
-//! Keys: PEM files with public keys (SPKI) or a private one (PKCS#8), as `openssl genpkey` and
-//! `openssl pkey -pubout` write them.
+//! Keys in PEM, public (SPKI) or private (PKCS#8), as `openssl genpkey` and `pkey` write them.
 
 use std::fmt;
 use std::fs::File;
@@ -23,8 +22,7 @@ pub const SIGNATURE_BYTES: usize = 64;
 /// DER of a SubjectPublicKeyInfo up to the key itself: RFC 8410, section 4 (32 bytes follow).
 const SPKI_ED25519: [u8; 12] =
     [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0];
-/// The same for `id-ecPublicKey` on `prime256v1`: RFC 5480, section 2 (an uncompressed point of 65 bytes
-/// follows).
+/// The same for `id-ecPublicKey` on `prime256v1`: RFC 5480, section 2 (65 bytes follow).
 const SPKI_P256: [u8; 26] = [
     0x30, 0x59, 0x30, 0x13, 0x06, 0x07, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x02, 0x01, 0x06, 0x08, 0x2a,
     0x86, 0x48, 0xce, 0x3d, 0x03, 0x01, 0x07, 0x03, 0x42, 0,

@@ -133,8 +133,8 @@ fn path_of(digest: &str) -> String {
     format!("blobs/{}", digest.replace(':', "/"))
 }
 
-/// containerd writes all the time and holds its lock all the time. What is read without it must be of one
-/// moment: pages of a transaction that came later look like anything.
+/// containerd writes all the time and holds its lock all the time. What is read without it must be
+/// of one moment: pages of a transaction that came later look like anything.
 #[test]
 fn read_while_containerd_writes() {
     let test = "read_while_containerd_writes";

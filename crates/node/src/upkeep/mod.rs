@@ -5,7 +5,7 @@ pub mod bases;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{Backend, Digest, Domain, Error, GcOptions, GcReport, TrimOptions, TrimPlan};

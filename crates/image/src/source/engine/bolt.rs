@@ -12,14 +12,12 @@
 //!           pages u64 | transaction u64 | FNV-1a of all that, u64
 //! ```
 //!
-//! Numbers are in the byte order of the machine that wrote it: bolt maps the file. (Source: bbolt, `page.go`,
-//! `db.go`, `bucket.go`.)
+//! Numbers have the byte order of the machine. Source: bbolt, `page.go`, `db.go`, `bucket.go`.
 //!
-//! **Without the lock.** Who has a database open for writing keeps a lock on it, containerd as long as it
-//! runs. A transaction leaves the pages of the one before it alone; pages that it has freed are written
-//! over by later ones, which do not know of this reader. So the file is copied, and the copy is good if no
-//! transaction was committed meanwhile: the next one can only have begun, and it does not touch what the
-//! last one had. That is seen from the two meta pages, before and after.
+//! **Without the lock.** A writer locks its database, containerd as long as it runs. A transaction
+//! leaves the pages of the one before it alone, but later ones reuse what it freed. So the file is
+//! copied, and the copy is valid if no transaction was committed meanwhile, which the two meta
+//! pages show.
 
 use std::fs::File;
 use std::io;
@@ -90,7 +88,7 @@ impl Database {
             let bytes = super::read_aside(&file, FILE_MAX).map_err(failed)?;
             found = Self::new(bytes);
             let Ok(copied) = &found else { continue };
-            // A meta page that is being written now has a wrong checksum, and the other one is older.
+            // A meta page that is being written has a wrong checksum; the other one is older.
             if newest(&head(&file, copied.meta.page_size).map_err(failed)?) == Ok(copied.meta) {
                 return found.map_err(wrong);
             }
@@ -160,8 +158,8 @@ fn head(file: &File, page_size: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The valid meta page of the latest transaction. The second one's place depends on the page size, which
-/// the first one tells, if it is whole.
+/// The valid meta page of the latest transaction. The second one's place depends on the page size,
+/// which the first one tells, if it is whole.
 fn newest(bytes: &[u8]) -> Result<Meta> {
     let first = meta_at(bytes, 0);
     let second = PAGE_SIZES.filter_map(|shift| {
@@ -276,8 +274,8 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The elements of a page. What they point to is one behind the other, as bolt writes it: buckets in
-/// buckets cannot be larger together than the page that they are in.
+/// The elements of a page. What they point to is one behind the other, as bolt writes it: buckets
+/// in buckets cannot be larger together than the page that they are in.
 struct Elements<'a> {
     page: &'a [u8],
     count: usize,

@@ -1,4 +1,4 @@
-//! The stores of containerd: content, records, and the layers that its snapshotter `overlayfs` has unpacked.
+//! containerd's stores: content, records, and layers unpacked by its snapshotter `overlayfs`.
 //!
 //! ```text
 //! <root>/io.containerd.content.v1.content/blobs/sha256/<hex>     blobs, as in an OCI layout
@@ -10,8 +10,8 @@
 //! <root>/io.containerd.snapshotter.v1.overlayfs/snapshots/<id>/fs
 //! ```
 //!
-//! Docker keeps images there too, where it is told to or from version 29 on: in the namespace `moby`, in the
-//! containerd of the machine or one of its own.
+//! Docker keeps images there too, where it is told to or from version 29 on: in the namespace
+//! `moby`, in the containerd of the machine or one of its own.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 use super::bolt::{Bucket, Database};
 use super::names::{self, Named};
-use super::{Container, EngineError, Inventory, LiveMounts, home, is_root, read_text};
+use super::{Container, EngineError, Inventory, LiveMounts, is_root, read_toml, user_data};
 
 const RECORDS: &str = "io.containerd.metadata.v1.bolt/meta.db";
 const CONTENT: &str = "io.containerd.content.v1.content";
@@ -39,8 +39,8 @@ pub struct Reference {
     pub name: String,
 }
 
-/// Where a store is, and in which part of it to look. What is not said is as the machine's configuration
-/// of containerd says, and every namespace.
+/// Where a store is, and in which part of it to look. What is not said is as the machine's
+/// configuration of containerd says, and every namespace.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Location {
     /// containerd's root.
@@ -122,7 +122,7 @@ impl Containerd {
         root_of(location).is_ok_and(|root| root.join(RECORDS).exists())
     }
 
-    /// Reads the records of the store at a location, without the lock that a running containerd has on them.
+    /// Reads the records of a store, without the lock that a running containerd has on them.
     ///
     /// # Errors
     /// [`EngineError::NotFound`] if there is none or no such namespace, [`EngineError::Io`] and
@@ -193,8 +193,8 @@ impl Containerd {
         &self.images
     }
 
-    /// Finds an image by whole name, by the end of one, by name and digest, or by the beginning of its
-    /// digest. A name that stands for the same in several namespaces is one.
+    /// Finds an image by whole name, by the end of one, by name and digest, or by the beginning of
+    /// its digest. A name that stands for the same in several namespaces is one.
     ///
     /// # Errors
     /// [`EngineError::NotFound`] if there is none, or several.
@@ -219,8 +219,7 @@ impl Containerd {
         }
     }
 
-    /// What is unpacked here, and which containers are mounted. A container is what has files to change:
-    /// an active snapshot.
+    /// What is unpacked here, and which containers (active snapshots) are mounted.
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
         let path = self.root.join(SNAPSHOTTER).join("metadata.db");
         if !path.exists() {
@@ -346,7 +345,7 @@ fn images(namespace: &str, records: Option<&Bucket<'_>>) -> Result<Vec<Image>, E
     Ok(images)
 }
 
-/// A number as Go's `binary.PutUvarint` writes it; of `PutVarint` it is twice that, for what is not negative.
+/// A number as Go's `binary.PutUvarint` writes it; `PutVarint` doubles it, if not negative.
 fn uvarint(bytes: &[u8]) -> Option<u64> {
     let mut number = 0u64;
     for (index, byte) in bytes.iter().enumerate() {
@@ -372,17 +371,10 @@ fn root_of(location: &Location) -> Result<PathBuf, EngineError> {
         return Ok(root.clone());
     }
     if !is_root() {
-        let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
-        return Ok(data.unwrap_or_else(|| home().join(".local/share")).join("containerd"));
+        return Ok(user_data().join("containerd"));
     }
-    let path = Path::new("/etc/containerd/config.toml");
-    let configured: Configuration = match read_text(path)? {
-        Some(text) => toml::from_str(&text).map_err(|e| EngineError::Document {
-            path: path.to_owned(),
-            what: e.message().to_owned(),
-        })?,
-        None => Configuration::default(),
-    };
+    let configured: Configuration =
+        read_toml(Path::new("/etc/containerd/config.toml"))?.unwrap_or_default();
     let root = Some(configured.root).filter(|root| !root.is_empty());
     Ok(root.map_or_else(|| "/var/lib/containerd".into(), PathBuf::from))
 }

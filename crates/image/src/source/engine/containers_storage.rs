@@ -10,8 +10,8 @@
 //! <root>/overlay/<id>/diff, <root>/vfs/dir/<id>      a layer's files
 //! ```
 //!
-//! The engine replaces its JSON files as a whole, so that they can be read without its locks; what a
-//! removal takes away meanwhile is missing afterwards, which is an error and no wrong result.
+//! The engine replaces its JSON files as a whole, so that they can be read without its locks; what
+//! a removal takes away meanwhile is missing afterwards, which is an error and no wrong result.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -22,15 +22,15 @@ use serde::Deserialize;
 
 use super::names::{self, Named};
 use super::{
-    Container as Found, EngineError, Inventory, LiveMounts, home, is_id, is_root, read_json,
-    read_text,
+    Container as Found, EngineError, Inventory, LiveMounts, is_id, is_root, read_json, read_toml,
+    user_config, user_data,
 };
 
 /// Layers below one another. Engines stop at 127, overlayfs at 500.
 const DEPTH_MAX: usize = 1024;
 
-/// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it, the
-/// outer brackets being part of it.
+/// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it,
+/// the outer brackets being part of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reference {
     /// Where the store is.
@@ -168,11 +168,11 @@ impl Storage {
         !matches!(Self::open(location), Err(EngineError::NotFound { .. }))
     }
 
-    /// Opens the store at a location; where nothing is said, the one that this user's podman has.
+    /// Opens the store at a location, by default the one of this user's podman.
     ///
     /// # Errors
-    /// [`EngineError::NotFound`] if there is none, [`EngineError::Unsupported`] for another driver than
-    /// overlay and vfs, [`EngineError::Io`] and [`EngineError::Document`].
+    /// [`EngineError::NotFound`] if there is none, [`EngineError::Unsupported`] for another driver
+    /// than overlay and vfs, [`EngineError::Io`] and [`EngineError::Document`].
     pub fn open(location: &Location) -> Result<Self, EngineError> {
         let configured = match &location.root {
             Some(_) => StorageSection::default(),
@@ -398,11 +398,10 @@ fn default_root() -> PathBuf {
     if is_root() {
         return "/var/lib/containers/storage".into();
     }
-    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
-    data.unwrap_or_else(|| home().join(".local/share")).join("containers/storage")
+    user_data().join("containers/storage")
 }
 
-/// What the first of the files says that podman would read.
+/// The first of the files that podman would read.
 fn configuration() -> Result<StorageSection, EngineError> {
     let mut files = Vec::new();
     if let Some(path) = std::env::var_os("CONTAINERS_STORAGE_CONF") {
@@ -414,15 +413,12 @@ fn configuration() -> Result<StorageSection, EngineError> {
         );
     } else {
         // The machine's file is about root's store.
-        let config = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from);
-        let config = config.unwrap_or_else(|| home().join(".config"));
-        files.push(config.join("containers/storage.conf"));
+        files.push(user_config().join("containers/storage.conf"));
     }
     for path in files {
-        let Some(text) = read_text(&path)? else { continue };
-        let found: Configuration = toml::from_str(&text)
-            .map_err(|e| EngineError::Document { path, what: e.message().to_owned() })?;
-        return Ok(found.storage);
+        if let Some(found) = read_toml::<Configuration>(&path)? {
+            return Ok(found.storage);
+        }
     }
     Ok(StorageSection::default())
 }

@@ -1,4 +1,4 @@
-//! Finding an image by what people call it.
+//! Finding an image by its name.
 
 use super::EngineError;
 
@@ -78,7 +78,7 @@ pub(super) fn matching<'a, I: Named>(images: &'a [I], name: &str) -> Vec<&'a I> 
     ways.into_iter().map(|way| way()).find(|found| !found.is_empty()).unwrap_or_default()
 }
 
-/// That there is no such image at `place`, and which there are.
+/// The error for a missing image, with the names that exist.
 pub(super) fn none<I: Named>(images: &[I], name: &str, place: &str) -> EngineError {
     let mut names: Vec<&str> = images.iter().flat_map(I::names).map(String::as_str).collect();
     names.sort_unstable();

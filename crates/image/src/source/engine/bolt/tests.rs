@@ -78,8 +78,8 @@ pub(in super::super) fn file(root: u64, pages: &[Vec<u8>]) -> Vec<u8> {
     bytes
 }
 
-/// A database that has one of each: two meta pages, a branch, a leaf of two pages, buckets in a page of their
-/// own and in another's.
+/// A database that has one of each: two meta pages, a branch, a leaf of two pages, buckets in a
+/// page of their own and in another's.
 pub(in super::super) fn database() -> Vec<u8> {
     let inline = leaf(0, &[("digest", false, b"sha256:1"), ("empty", false, b"")]);
     file(
