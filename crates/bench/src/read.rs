@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use cofolio_erofs::tree::Content;
 use cofolio_image::{
-    compose::contents::{ImageContents, open_image},
+    compose::named_objects::{ImageContents, open_image},
     export::{FilesystemOptions, export_filesystem},
     pack::{PackOptions, pack},
 };

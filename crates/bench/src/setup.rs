@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_node::{
     ledger::residency,
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},

@@ -70,9 +70,10 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
         }
-        Error::NoSpace { .. } | Error::NoInodes { .. } => {
-            "`cofolio gc` frees what nothing uses any more"
+        Error::NoSpace { .. } => {
+            "`cofolio gc` frees what nothing uses any more (1 % of the filesystem, at most 1 GiB, is left free for others)"
         }
+        Error::NoInodes { .. } => "`cofolio gc` frees what nothing uses any more",
         Error::NoSuchRef(_) => "`cofolio images` lists what there is",
         Error::NoSuchPack(_) => "`cofolio pack IMAGE` makes one",
         Error::NoSuchSegment(_) => {
@@ -139,11 +140,6 @@ fn of_name(error: &NameError) -> Classified {
 
 fn of_import(error: &ImportError) -> Classified {
     match error {
-        ImportError::NoSpace { .. } => hint(
-            Exit::NoSpace,
-            "nothing was kept; `cofolio gc` frees what nothing uses any more (1 % of the \
-             filesystem, at most 1 GiB, is left free for others)",
-        ),
         ImportError::Cancelled(_) => hint(
             Exit::Interrupted,
             "no image was published; complete layers of a pull are kept: running it again goes on from there",

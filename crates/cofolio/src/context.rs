@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
 use cofolio_node::names;
 use cofolio_node::upkeep::Upkeep;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_erofs::read::{Image, Inode, ReadAt};
-use cofolio_image::compose::contents;
+use cofolio_image::compose::named_objects;
 use cofolio_store::{Digest, Domain, verity};
 
 use crate::compose::Hashing;
@@ -152,9 +152,9 @@ impl Opened {
         Ok(current)
     }
 
-    /// Whether an inode is no part of what was imported: see [`contents::is_added`].
+    /// Whether an inode is no part of what was imported: see [`named_objects::is_added`].
     pub(crate) fn is_added(&self, inode: &Inode) -> bool {
-        contents::is_added(&self.image, inode)
+        named_objects::is_added(&self.image, inode)
     }
 
     /// The path of the object that holds a file's content; `None` if it is in the image.

@@ -20,7 +20,7 @@
 //!
 //! A composefs metadata image is laid out in one fixed way: header, superblock, inodes in
 //! breadth-first order, shared xattrs, data blocks in the order of their inodes. It has no
-//! superblock checksum, no UUID, and no incompatible feature set, although its stub files are
+//! superblock checksum, no UUID and no incompatible feature, although its stub files are
 //! chunk-based.
 //!
 //! Sources: `fs/erofs/erofs_fs.h` of Linux and `include/erofs_fs.h` of erofs-utils 1.9 for EROFS;
@@ -50,8 +50,6 @@ pub const COMPAT_SB_CHKSUM: u32 = 0x01;
 pub const COMPAT_MTIME: u32 = 0x02;
 /// Inodes with xattrs have a filter over the names.
 pub const COMPAT_XATTR_FILTER: u32 = 0x04;
-/// Shared xattrs lie in the metabox inode.
-pub const COMPAT_SHARED_EA_IN_METABOX: u32 = 0x08;
 /// Long xattr prefixes lie in the image itself even where there is a packed or metabox inode.
 pub const COMPAT_PLAIN_XATTR_PFX: u32 = 0x10;
 /// An xattr names the content for the kernel's page cache sharing.
@@ -157,8 +155,7 @@ pub const USER_OPAQUE: &[u8] = b"user.overlay.opaque";
 /// The digest of a file's content, for the kernel's page cache sharing (by convention the argument
 /// of `mkfs.erofs --xattr-inode-digest`).
 pub const FINGERPRINT: &[u8] = b"trusted.erofs.fingerprint";
-/// What [`FINGERPRINT`] holds in front of a SHA-256 digest (`erofs_set_inode_fingerprint` of
-/// erofs-utils).
+/// What [`FINGERPRINT`] holds before a SHA-256 digest (`erofs_set_inode_fingerprint`).
 pub const FINGERPRINT_SHA256: &[u8; 7] = b"sha256:";
 /// What [`FINGERPRINT`] holds in front of an fs-verity digest, where the content has no SHA-256.
 pub const FINGERPRINT_VERITY: &[u8; 7] = b"verity:";
@@ -444,20 +441,14 @@ const _: () = {
 /// `file_type` of a directory entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
+#[expect(missing_docs, reason = "the names say it")]
 pub enum FileType {
-    /// Regular file.
     Regular = 1,
-    /// Directory.
     Directory = 2,
-    /// Character device.
     CharDevice = 3,
-    /// Block device.
     BlockDevice = 4,
-    /// Named pipe.
     Fifo = 5,
-    /// Socket.
     Socket = 6,
-    /// Symbolic link.
     Symlink = 7,
 }
 

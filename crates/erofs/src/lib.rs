@@ -1,5 +1,4 @@
-//! The EROFS format, composefs metadata images and composefs dump text: bytes in, bytes out, no
-//! I/O of its own.
+//! The EROFS format, composefs metadata images and composefs dump text, without I/O of its own.
 //!
 //! ```text
 //!   dump text  --dump::parse-->            --write::write-->  metadata image
@@ -8,8 +7,9 @@
 //!
 //! - [`tree`]: a filesystem tree in a compact arena; what importers build and images are made of.
 //! - [`dump`]: the text form of composefs, both ways, streaming.
-//! - [`write`](mod@write): a tree to its image, byte-identical with mkcomposefs 1.0.8, streaming; or to one that
-//!   carries its data, behind it or on devices, plain or LZ4, for mounts without an overlay.
+//! - [`write`](mod@write): a tree to its image, byte-identical with mkcomposefs 1.0.8, streaming;
+//!   or to one that carries its data, behind it or on devices, plain or LZ4, for mounts without an
+//!   overlay.
 //! - [`read`]: images, checked at every step; also plain ones of `mkfs.erofs`, uncompressed.
 //! - [`format`](mod@format): the structures on disk.
 //!

@@ -86,8 +86,8 @@ impl Devices {
         digest
     }
 
-    /// Stores a content: its zero blocks nowhere, and the others in up to `pieces` pieces on devices at random.
-    /// Returns the digest that the tree is to name it by: any will do here.
+    /// Stores a content: its zero blocks nowhere, and the others in up to `pieces` pieces on
+    /// devices at random. Returns the digest that the tree is to name it by: any will do here.
     fn add(&mut self, content: &[u8], pieces: u64, rng: &mut Rng) -> [u8; 32] {
         let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
         let digest: [u8; 32] = sha2::Sha256::digest(fingerprint).into();
@@ -143,8 +143,8 @@ fn meta(mode: u32, rng: &mut Rng) -> Meta {
     Meta { mode, uid: owner(rng), gid: owner(rng), mtime: seconds, mtime_nsec: 0 }
 }
 
-/// A tree with files of many sizes, some in pieces, some with holes, some twice, and what else a tree has. Also every
-/// file's content by path.
+/// A tree with files of many sizes, some in pieces, some with holes, some twice, and what else a
+/// tree has. Also every file's content by path.
 fn tree_of(seed: u64, lz4: Lz4) -> (Tree, Devices, HashMap<Vec<u8>, Vec<u8>>) {
     let mut rng = Rng::new(seed);
     let mut tree = Tree::new(Meta { mode: 0o755, ..meta(0, &mut rng) });
@@ -304,7 +304,8 @@ fn what_is_written_reads_back() {
     println!("{flat} files in one piece, {tables} in several, {compressed} compressed");
 }
 
-/// A content that is nowhere, shorter than the file, or beyond the device's end: no image, and the file is named.
+/// A content that is nowhere, shorter than the file, or beyond the device's end: no image, and the
+/// file is named.
 #[test]
 fn files_without_content_are_named() {
     let mut rng = Rng::new(1);
@@ -370,8 +371,9 @@ fn files_of(dir: &Path, image: &[u8], devices: &Devices) -> (PathBuf, Vec<PathBu
     (file, paths.collect())
 }
 
-/// Makes one file of an image and its devices, for fsck.erofs, which finds no compressed content on devices: they come
-/// behind the image, where they are in the address space that spans all, and the image says nothing of them any more.
+/// Makes one file of an image and its devices, for fsck.erofs, which finds no compressed content on
+/// devices: they come behind the image, where they are in the address space that spans all, and the
+/// image says nothing of them any more.
 fn flatten(image: &Path, devices: &[Vec<u8>]) {
     let mut bytes = fs::read(image).unwrap();
     devices.iter().for_each(|device| bytes.extend_from_slice(device));
@@ -382,7 +384,8 @@ fn flatten(image: &Path, devices: &[Vec<u8>]) {
     fs::write(image, bytes).unwrap();
 }
 
-/// Every file below a directory has its content, or all of it but zeros at its end that are `short`.
+/// Every file below a directory has its content, or all of it but zeros at its end that are
+/// `short`.
 fn compare(top: &Path, files: &HashMap<Vec<u8>, Vec<u8>>, short: bool, shown: &str) {
     for (path, content) in files {
         let file = top.join(OsStr::from_bytes(&path[1..]));
@@ -438,7 +441,8 @@ fn fsck_erofs_checks_and_extracts_them() {
         assert!(good, "seed {seed}: {said}");
         // It leaves out a hole at the end of a file.
         compare(&out, &files, true, &format!("seed {seed}"));
-        // A digest that is not right is told, so the first check means something: one byte in each block of the devices.
+        // A digest that is not right is told, so the first check means something: one byte in each
+        // block of the devices.
         if lz4 == Lz4::All {
             continue;
         }

@@ -1,5 +1,5 @@
-//! A layer with a delta over the image of its base shows what the whole image shows: by a model of overlayfs, and by the
-//! kernel's.
+//! A layer with a delta over the image of its base shows what the whole image shows: by a model of
+//! overlayfs, and by the kernel's.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
@@ -79,7 +79,8 @@ fn pair(seed: u64) -> (Tree, Tree) {
     (base, image)
 }
 
-/// What overlayfs shows of a layer over a base, but for which names are one inode: those of one layer still are.
+/// What overlayfs shows of a layer over a base, but for which names are one inode: those of one
+/// layer still are.
 fn overlaid(base: &Tree, layer: &Tree) -> Tree {
     let mut shown = Tree::new(layer.meta(layer.root()));
     shown.set_xattrs(shown.root(), layer.xattrs(layer.root())).unwrap();
@@ -168,7 +169,8 @@ fn what_no_layer_can_say_has_no_delta() {
     {
         assert!(delta(base, image).unwrap().is_none(), "{:?}", String::from_utf8(text(image)));
     }
-    // As a name of the image it is like any other; and what is in the base already is not asked for a path.
+    // As a name of the image it is like any other; and what is in the base already is not asked for
+    // a path.
     assert!(delta(&plain, &shard).unwrap().is_some());
     assert!(delta(&nowhere, &nowhere).unwrap().is_some());
 }
@@ -196,7 +198,8 @@ impl Drop for Mounts {
     }
 }
 
-/// Everything that can be seen of a tree without reading files: links of directories and numbers of inodes are overlayfs'.
+/// Everything that can be seen of a tree without reading files: links of directories and numbers of
+/// inodes are overlayfs'.
 fn seen(top: &Path) -> Vec<String> {
     let mut lines = Vec::new();
     let mut open = vec![top.to_path_buf()];

@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release -p cofolio-image --example million -- DIR [ENTRIES [LAYERS]]
 //!
-//! Makes `DIR/image-<entries>-<layers>` (an OCI layout with gzip layers; kept, and used again), imports it
-//! into a fresh store `DIR/store`, prints time and peak memory (`VmHWM`). The promise is 200 MB at
-//! a million entries; the program fails if it is broken.
+//! Makes `DIR/image-<entries>-<layers>` (an OCI layout with gzip layers; kept, and used again),
+//! imports it into a fresh store `DIR/store`, prints time and peak memory (`VmHWM`). The promise is
+//! 200 MB at a million entries; the program fails if it is broken.
 
 use std::error::Error;
 use std::fs::{self, File};

@@ -1,4 +1,4 @@
-//! Digests of blobs, archives and chains, as OCI writes them: `sha256:<64 hex>` or `sha512:<128 hex>`.
+//! Digests of blobs, archives and chains: `sha256:<64 hex>` or `sha512:<128 hex>`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -42,7 +42,6 @@ impl BlobDigest {
         format!("blobs/{}/{}", self.algorithm.name(), self.hex)
     }
 
-    /// Something that computes digests of the same kind.
     pub(crate) fn hasher(&self) -> BlobHasher {
         match self.algorithm {
             Algorithm::Sha256 => BlobHasher::Sha256(Sha256::new()),
@@ -185,7 +184,6 @@ impl fmt::Display for BlobDigest {
     }
 }
 
-/// Computes a [`BlobDigest`].
 pub(crate) enum BlobHasher {
     Sha256(Sha256),
     Sha512(Sha512),

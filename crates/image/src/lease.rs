@@ -1,5 +1,5 @@
-//! Keeping an image while it is given out, which may take hours: a lease, so that garbage collection need
-//! not wait. The domain's lock would hold it, and every import that waits for it, up.
+//! A lease keeps an image during an export, which may take hours. The domain's lock would make
+//! garbage collection and imports wait as long.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -58,7 +58,7 @@ impl<'a> Lease<'a> {
         Ok(Self { domain, kind })
     }
 
-    /// To be called now and then; costs nothing most times.
+    /// Renews the lease if it is time to. Call it often.
     pub(crate) fn renew(&self) {
         let Kind::Root(root) = &self.kind else { return };
         let mut root = root.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,13 +3,14 @@
 /// Largest index, manifest or config by default, in bytes (containerd has 8 MiB, registries 4 MiB).
 pub(crate) const DOCUMENT_MAX: u64 = 4 << 20;
 
-/// Bounds for what an image may demand. Reaching one is [`ImportError::Limit`](crate::error::ImportError::Limit).
+/// Bounds for what an image may demand. Reaching one is
+/// [`ImportError::Limit`](crate::error::ImportError::Limit).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Uncompressed bytes of all layers together, holes of sparse files included. Default 1 TiB.
     pub uncompressed_bytes: u64,
-    /// Uncompressed bytes for each compressed one, once a layer has unpacked to more than
-    /// `ratio_from_bytes`. Default 200.
+    /// Uncompressed bytes per compressed one, once a layer is beyond `ratio_from_bytes`. Default
+    /// 200.
     pub ratio: u64,
     /// From how many uncompressed bytes on `ratio` counts. Default 8 GiB.
     pub ratio_from_bytes: u64,

@@ -1,8 +1,8 @@
 //! Names of images in registries: `host[:port]/name[:tag][@digest]`, and Docker Hub's short forms.
 //!
-//! The grammar is that of the distribution project's `reference` package: the first part of a name is a
-//! host if it has a dot or a colon or is `localhost`; without a host it is Docker Hub's, and there a name
-//! of one part belongs to `library/`.
+//! The grammar is that of the distribution project's `reference` package: the first part of a name
+//! is a host if it has a dot or a colon or is `localhost`; without a host it is Docker Hub's, and
+//! there a name of one part belongs to `library/`.
 
 use std::fmt;
 
@@ -15,7 +15,6 @@ pub(crate) const DOCKER_HUB: &str = "docker.io";
 const REPOSITORY_MAX: usize = 255;
 /// Longest name of an image in the store, in bytes: the store's own limit.
 const IMAGE_NAME_MAX: usize = 1024;
-/// Longest tag.
 const TAG_MAX: usize = 128;
 /// The tag that is meant if none is given.
 const LATEST: &str = "latest";
@@ -136,7 +135,8 @@ impl fmt::Display for Reference {
 /// Checks a name that an image is to have in the store. Any name of an image in a registry is one.
 ///
 /// # Errors
-/// In words, what is wrong: blank, too long, with control characters, or what commands take for a path.
+/// In words, what is wrong: blank, too long, with control characters, or what commands take for a
+/// path.
 pub(crate) fn check_image_name(name: &str) -> Result<(), &'static str> {
     if name.trim().is_empty() {
         return Err("it is blank");
@@ -200,8 +200,7 @@ pub(crate) fn check_host(text: &str) -> Result<(), String> {
     }
 }
 
-/// Checks a repository's name: parts of lower-case letters and digits, between which are `.`, `_`, `__` or
-/// any number of `-`.
+/// Checks a repository's name: lower-case letters and digits, between them `.`, `_`, `__`, `-`….
 pub(crate) fn check_repository(name: &str) -> Result<(), String> {
     let part = |part: &str| {
         let mut separator = "";

@@ -8,9 +8,6 @@ use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, StoredFile};
 
 /// The fs-verity digest of a file's content, which is read for it.
-///
-/// # Errors
-/// Those of reading.
 pub(crate) fn digest_of(file: &StoredFile) -> io::Result<Digest> {
     let mut hasher = Hasher::new();
     let mut buffer = vec![0; 4 * BLOCK];
@@ -22,8 +19,8 @@ pub(crate) fn digest_of(file: &StoredFile) -> io::Result<Digest> {
     }
 }
 
-/// The bytes of an image or a split of the store. Readers of images ask for a few bytes at a time, tens of thousands
-/// of times for a small image, so they are read in blocks of which the last few are kept.
+/// The bytes of an image or a split of the store. Readers ask for a few bytes at a time, tens of
+/// thousands of times, so blocks are read and the last few are kept.
 #[derive(Debug)]
 pub struct StoredImage<'a> {
     file: &'a StoredFile,
@@ -46,8 +43,7 @@ impl<'a> StoredImage<'a> {
         Ok(Self { file, size: file.size()?, blocks: Mutex::default() })
     }
 
-    /// Copies the bytes from `offset` to the end of its block, or as many as `buf` has room for; says how
-    /// many.
+    /// Copies bytes from `offset` to the end of its block or of `buf`; says how many.
     fn copy(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         let number = offset / BLOCK as u64;
         let start = number * BLOCK as u64;

@@ -1,5 +1,4 @@
-//! Starting threads where the machine may refuse them (`ulimit -u`, `pids.max`). `Scope::spawn` and
-//! `thread::spawn` panic then.
+//! Starting threads where the machine may refuse them and `Scope::spawn` panics.
 
 use std::io;
 use std::thread::{Builder, Scope, ScopedJoinHandle};
@@ -10,9 +9,6 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 pub struct NoThread(#[source] io::Error);
 
 /// As [`Scope::spawn`].
-///
-/// # Errors
-/// [`NoThread`].
 pub(crate) fn spawn<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     work: impl FnOnce() -> T + Send + 'scope,
@@ -21,9 +17,6 @@ pub(crate) fn spawn<'scope, T: Send + 'scope>(
 }
 
 /// Starts `count` threads that do the same work, or fewer if the machine gives no more.
-///
-/// # Errors
-/// [`NoThread`] if it gives none at all.
 pub(crate) fn spawn_up_to<'scope, T: Send + 'scope, W: FnOnce() -> T + Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     count: usize,

@@ -1,12 +1,12 @@
 //! A directory on disk as a tree: what `cofolio import dir:…`, `build` and `mkcomposefs` read.
 //!
-//! One thread walks, one directory open at a time; others read, hash and store the files' content. Nothing
-//! is followed: not symbolic links, nor anything that somebody swaps in while we look (directories are
-//! opened from the root with `openat2`, `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`). Files that change while
-//! they are read are an error, because a mixture of two states is what nobody asked for.
+//! One thread walks, one directory open at a time; others read, hash and store the files' content.
+//! Nothing is followed: not symbolic links, nor anything that somebody swaps in while we look
+//! (directories are opened from the root with `openat2`, `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`).
+//! Files that change while they are read are an error, because a mixture of two states is what
+//! nobody asked for.
 //!
-//! Hard links are kept. mkcomposefs 1.0 loses them from directories, so for trees that have any the
-//! image differs from its.
+//! Hard links are kept. mkcomposefs 1.0 loses them from directories, so its images differ.
 //!
 //! Everything below the path is taken, also what is mounted there, unless
 //! [`ScanOptions::one_filesystem`] says otherwise.
@@ -32,16 +32,15 @@ use cofolio_store::task::{Event, Task};
 
 /// Files up to this size are read whole before they are stored.
 const SMALL_MAX: usize = 1 << 20;
-/// Of larger ones so many bytes are read at once.
+/// Larger files are read in pieces of this many bytes.
 const PIECE_SIZE: usize = 256 << 10;
 /// Files that wait, open, to be read.
 const QUEUE: usize = 64;
-/// Largest list of attribute names, and largest value, that Linux gives out (`XATTR_LIST_MAX`,
-/// `XATTR_SIZE_MAX`), in bytes.
+/// Largest list of attribute names, and largest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_MAX: usize = 64 << 10;
 
-/// What of a directory is read, and how.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What of a directory is read, and how. By default all of it, with nothing inline.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ScanOptions {
     /// Files up to this many bytes become part of the metadata image.
     pub inline_max: u64,
@@ -60,24 +59,10 @@ pub struct ScanOptions {
 }
 
 impl ScanOptions {
-    /// For an image of the store: no inline content, so that every page is shared.
-    #[must_use]
-    pub fn for_import() -> Self {
-        Self {
-            inline_max: 0,
-            use_epoch: false,
-            skip_devices: false,
-            skip_xattrs: false,
-            user_xattrs: false,
-            one_filesystem: false,
-            threads: 0,
-        }
-    }
-
     /// As mkcomposefs reads a directory without options: files up to 64 bytes inline.
     #[must_use]
     pub fn like_mkcomposefs() -> Self {
-        Self { inline_max: 64, ..Self::for_import() }
+        Self { inline_max: 64, ..Self::default() }
     }
 }
 
@@ -89,32 +74,25 @@ pub struct Scanned {
     pub objects: u64,
     /// Bytes of the objects.
     pub object_bytes: u64,
-    /// Names left out: devices with `skip_devices`, mount points' content with `one_filesystem` (one
-    /// for each mount point).
+    /// Names left out: devices with `skip_devices`, mount points with `one_filesystem`.
     pub skipped: u64,
 }
 
 /// Where the content of files goes.
 pub trait ObjectSink: Sync {
     /// Stores content that is in memory, returns its fs-verity digest.
-    ///
-    /// # Errors
-    /// Whatever keeps it from being stored.
     fn put(&self, content: &[u8]) -> Result<[u8; 32], ImportError>;
 
     /// Stores content that `read` gives piece by piece.
-    ///
-    /// # Errors
-    /// Those of `read`, and whatever keeps it from being stored.
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError>;
 }
 
 /// Gives the next piece of a file, its data in the buffer.
-pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<Piece, ImportError>;
+pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<Filled, ImportError>;
 
 /// What [`Next`] has given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Piece {
+pub enum Filled {
     /// So many bytes of data.
     Data(usize),
     /// So many zeros that the file's filesystem keeps nothing for.
@@ -134,7 +112,7 @@ impl ObjectSink for DigestOnly {
 
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let mut hasher = verity::Hasher::new();
-        for_pieces(read, |piece, hole| {
+        for_each(read, |piece, hole| {
             hasher.update(piece);
             hasher.zeros(hole);
             Ok(())
@@ -155,9 +133,9 @@ impl ObjectSink for Staging {
             // Not more than the processor's own cache keeps until it is hashed.
             let length = spare.len().min(PIECE_SIZE);
             match read(&mut spare[..length])? {
-                Piece::Data(count) => writer.advance(count),
-                Piece::Hole(len) => writer.push_hole(len)?,
-                Piece::End => return Ok(writer.finish()?.digest.0),
+                Filled::Data(count) => writer.advance(count),
+                Filled::Hole(len) => writer.push_hole(len)?,
+                Filled::End => return Ok(writer.finish()?.digest.0),
             }
         }
     }
@@ -172,9 +150,6 @@ pub struct DigestStore {
 
 impl DigestStore {
     /// A store in that directory, which is made if it is missing.
-    ///
-    /// # Errors
-    /// [`ImportError::Io`].
     pub fn open(path: &Path) -> Result<Self, ImportError> {
         std::fs::create_dir_all(path).map_err(|e| io_error(path, e))?;
         Ok(Self { path: path.to_owned(), next: AtomicU64::new(0) })
@@ -192,10 +167,10 @@ impl DigestStore {
     }
 
     /// Gives a complete temporary file its name, unless there is such an object.
-    fn place(&self, temporary: &Path, file: File, digest: [u8; 32]) -> Result<(), ImportError> {
+    fn publish(&self, temporary: &Path, file: File, digest: [u8; 32]) -> Result<(), ImportError> {
         use std::os::unix::fs::PermissionsExt;
         let object = self.object(digest);
-        let placed = (|| {
+        let published = (|| {
             file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
             // Its name says what it holds, also after a crash.
             file.sync_all()?;
@@ -214,7 +189,7 @@ impl DigestStore {
             }
         })();
         let removed = std::fs::remove_file(temporary);
-        placed.and(removed).map_err(|e| io_error(&object, e))
+        published.and(removed).map_err(|e| io_error(&object, e))
     }
 }
 
@@ -227,7 +202,7 @@ impl ObjectSink for DigestStore {
                 let _ = std::fs::remove_file(&path);
                 io_error(&path, e)
             })?;
-            self.place(&path, file, digest)?;
+            self.publish(&path, file, digest)?;
         }
         Ok(digest)
     }
@@ -235,7 +210,7 @@ impl ObjectSink for DigestStore {
     fn stream(&self, read: Next<'_>) -> Result<[u8; 32], ImportError> {
         let (path, mut file) = self.temporary()?;
         let mut hasher = verity::Hasher::new();
-        let written = for_pieces(read, |piece, hole| {
+        let written = for_each(read, |piece, hole| {
             hasher.update(piece);
             hasher.zeros(hole);
             io::Write::write_all(&mut file, piece).map_err(|e| io_error(&path, e))?;
@@ -248,22 +223,22 @@ impl ObjectSink for DigestStore {
             return Err(error);
         }
         let digest = hasher.finish().0;
-        self.place(&path, file, digest)?;
+        self.publish(&path, file, digest)?;
         Ok(digest)
     }
 }
 
 /// Calls `each` with every piece: its data, or else the length of the hole.
-fn for_pieces(
+fn for_each(
     read: Next<'_>,
     mut each: impl FnMut(&[u8], u64) -> Result<(), ImportError>,
 ) -> Result<(), ImportError> {
     let mut buffer = vec![0; PIECE_SIZE];
     loop {
         match read(&mut buffer)? {
-            Piece::Data(count) => each(&buffer[..count], 0)?,
-            Piece::Hole(len) => each(&[], len)?,
-            Piece::End => return Ok(()),
+            Filled::Data(count) => each(&buffer[..count], 0)?,
+            Filled::Hole(len) => each(&[], len)?,
+            Filled::End => return Ok(()),
         }
     }
 }
@@ -271,8 +246,8 @@ fn for_pieces(
 /// Reads the directory `path` and stores the content of its files.
 ///
 /// # Errors
-/// [`ImportError::Source`] if it is no directory, [`ImportError::Io`], [`ImportError::Changed`], and
-/// those of the sink.
+/// [`ImportError::Source`] if it is no directory, [`ImportError::Io`], [`ImportError::Changed`],
+/// and those of the sink.
 pub fn scan(
     path: &Path,
     options: &ScanOptions,
@@ -335,7 +310,6 @@ pub fn scan(
     })
 }
 
-/// A file to be read.
 struct Job {
     inode: InodeId,
     file: File,
@@ -343,7 +317,6 @@ struct Job {
     path: PathBuf,
 }
 
-/// What became of a file's content.
 enum Stored {
     Inline(Vec<u8>),
     Object(u64, [u8; 32]),
@@ -358,8 +331,8 @@ impl Job {
         task: &Task,
     ) -> Result<Stored, ImportError> {
         let size = u64::try_from(self.stat.st_size).unwrap_or(0);
-        // Filesystems that compress or keep small files in their inodes have few blocks without holes,
-        // too: asking for the holes tells.
+        // Filesystems that compress or keep small files in their inodes have few blocks without
+        // holes, too: asking for the holes tells.
         let allocated = u64::try_from(self.stat.st_blocks).unwrap_or(0).saturating_mul(512);
         let may_have_holes = allocated < size && size > inline_max;
         if size <= SMALL_MAX as u64 && !may_have_holes {
@@ -399,25 +372,25 @@ impl Job {
                 }
             }
             let piece = if hole > 0 {
-                Piece::Hole(hole)
+                Filled::Hole(hole)
             } else {
                 // One byte more than there should be is asked for, so that growth is noticed.
                 let left = (size + 1 - total).min(data_end - total);
                 let length = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
                 match read_retry(&self.file, &mut buffer[..length], total).map_err(error)? {
-                    0 => Piece::End,
-                    count => Piece::Data(count),
+                    0 => Filled::End,
+                    count => Filled::Data(count),
                 }
             };
             let length = match piece {
-                Piece::Data(count) => count as u64,
-                Piece::Hole(len) => len,
-                Piece::End => 0,
+                Filled::Data(count) => count as u64,
+                Filled::Hole(len) => len,
+                Filled::End => 0,
             };
             total = total.saturating_add(length);
             task.tell(Event::Read(length));
             task.check()?;
-            if piece == Piece::End || total > size {
+            if piece == Filled::End || total > size {
                 self.check(total)?;
             }
             Ok(piece)
@@ -425,7 +398,6 @@ impl Job {
         Ok(Stored::Object(size, digest))
     }
 
-    /// Whether the file is still what it was when it was opened.
     fn check(&self, read: u64) -> Result<(), ImportError> {
         let now = rustix::fs::fstat(&self.file).map_err(|e| io_error(&self.path, e.into()))?;
         let then = &self.stat;
@@ -558,7 +530,7 @@ impl Walk<'_> {
         let mut file = None;
         if kind == FileType::RegularFile {
             let opened = self.open_file(fd, name).map_err(|e| self.error(&here(), e))?;
-            // What counts is the file that is open, not the one that was there a moment ago.
+            // The open file counts, not the one that was there a moment ago.
             stat = rustix::fs::fstat(&opened).map_err(|e| self.error(&here(), e))?;
             kind = FileType::from_raw_mode(stat.st_mode);
             file = Some(opened);

@@ -28,8 +28,8 @@ fn many_passes_find_what_one_finds() {
     let images = ["a", "b"].map(|name| {
         let tree = dir.path().join(name);
         fs::create_dir(&tree).unwrap();
-        // Every page of `a` has a number below 5000, every page of `b` one from 3000 to 7999: as many
-        // distinct ones, in 60 files of 100 pages.
+        // Every page of `a` has a number below 5000, every page of `b` one from 3000 to 7999: as
+        // many distinct ones, in 60 files of 100 pages.
         let first = if name == "a" { 0 } else { 3000 };
         for file in 0..60_u32 {
             let content: Vec<u8> = (0..100)

@@ -1,4 +1,5 @@
-//! The rooms of this crate form floors, drawn in `src/lib.rs`: a room uses only rooms below its own.
+//! The rooms of this crate form floors, drawn in `src/lib.rs`: a room uses only rooms below its
+//! own.
 
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::import::{self};
 use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::Hierarchy;

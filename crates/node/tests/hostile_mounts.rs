@@ -16,7 +16,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 
 use support::*;

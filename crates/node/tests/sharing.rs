@@ -16,7 +16,7 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
 use cache::{SIZE, all_pages, content, forget, resident};
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::import;
 use cofolio_image::pack::{PackOptions, pack};
 use cofolio_image::source::Source;

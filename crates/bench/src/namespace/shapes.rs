@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use cofolio_image::{
-    compose::contents::ImageContents,
+    compose::named_objects::ImageContents,
     pack::{PackOptions, pack},
 };
 use cofolio_node::{

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use cofolio_erofs::dump;
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
-use cofolio_image::compose::contents::open_image;
+use cofolio_image::compose::named_objects::open_image;
 use cofolio_store::{Digest, Domain, ImportOptions, Layer, Publish, Ref};
 
 /// What a variant has that its base has not: so many directories with so many files each.

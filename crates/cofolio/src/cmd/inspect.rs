@@ -1,5 +1,5 @@
 use anyhow::Context as _;
-use cofolio_image::compose::contents;
+use cofolio_image::compose::named_objects;
 use cofolio_image::trust;
 use cofolio_node::container::bundle::ImageConfig;
 use serde_json::{Value, json};
@@ -206,7 +206,7 @@ fn count(opened: &Opened) -> anyhow::Result<Counted> {
         }
         counted.entries += 1;
         counted.files += u64::from(found.inode.is_file());
-        let object = contents::object_of(&opened.image, &found.inode);
+        let object = named_objects::object_of(&opened.image, &found.inode);
         if let Some(object) = object.map_err(|error| anyhow::anyhow!(error))?
             && seen.insert(object)
         {

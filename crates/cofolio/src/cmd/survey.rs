@@ -133,11 +133,11 @@ fn stores(args: &Args, mounts: &LiveMounts) -> anyhow::Result<Vec<Inventory>> {
     let all = !(podman || containerd || docker);
 
     let mut stores = Vec::new();
-    let place = containers_storage::Place { driver: None, root: args.podman_root.clone() };
+    let place = containers_storage::Location { driver: None, root: args.podman_root.clone() };
     if podman || all && Storage::is_at(&place) {
         stores.push(Storage::open(&place)?.inventory(mounts)?);
     }
-    let place = containerd::Place { root: args.containerd_root.clone(), namespace: None };
+    let place = containerd::Location { root: args.containerd_root.clone(), namespace: None };
     let containerd = containerd || all && Containerd::is_at(&place);
     if containerd {
         stores.push(Containerd::open(&place)?.inventory(mounts)?);
@@ -169,7 +169,7 @@ fn of_docker(root: &Path, machines: bool, mounts: &LiveMounts) -> anyhow::Result
         roots.push(None);
     }
     for root in roots {
-        let place = containerd::Place { root, namespace: Some("moby".into()) };
+        let place = containerd::Location { root, namespace: Some("moby".into()) };
         if !Containerd::is_at(&place) {
             continue;
         }

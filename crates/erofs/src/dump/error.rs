@@ -7,22 +7,18 @@ use crate::tree::TreeError;
 /// Why dump text could not be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum DumpError {
-    /// The input failed.
     #[error("cannot read the dump")]
     Read(#[source] io::Error),
-    /// A line is wrong.
     #[error("line {line} (at byte {offset}) of the dump")]
     Line {
         /// The line, from 1.
         line: u64,
-        /// Where the line begins, in bytes from the start of the dump.
         offset: u64,
-        /// What is wrong with it.
         #[source]
         problem: Problem,
     },
-    /// There is not a single line.
     #[error("no files in the dump")]
     Empty,
 }
@@ -30,20 +26,16 @@ pub enum DumpError {
 /// What is wrong with a line of a dump.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum Problem {
-    /// Longer than 1 MiB.
     #[error("the line is longer than {LINE_MAX} bytes")]
     LineTooLong,
-    /// A NUL, raw or escaped, where text belongs.
     #[error("a NUL byte in {0}")]
     Nul(&'static str),
-    /// A backslash that starts none of the known escapes.
     #[error("an invalid escape in {0}")]
     Escape(&'static str),
-    /// A field that is no number.
     #[error("{0} is no number")]
     Number(&'static str),
-    /// The mode has no known file type.
     #[error("mode {0:o} has no file type")]
     Mode(u32),
     /// The path is empty or ends in a slash.
@@ -52,39 +44,26 @@ pub enum Problem {
     /// The first line is not the root, or the root is no directory.
     #[error("the first line must be the directory /")]
     NoRoot,
-    /// The root comes again.
     #[error("a second root")]
     SecondRoot,
-    /// The directory of the path is not there (yet).
     #[error("the directory that should hold it is missing")]
     NoParent,
     /// A hard link without a target path, or whose target does not exist.
     #[error("the target of the hard link does not exist")]
     NoTarget,
-    /// A hard link that leads back to itself.
     #[error("the hard link leads to itself")]
     LinkLoop,
-    /// A hard link to or of a directory.
     #[error("a directory cannot be hard-linked")]
     DirectoryLink,
-    /// Content that is not as long as the size says.
     #[error("content of {len} bytes, but the size is {size}")]
-    ContentSize {
-        /// Length of the content in bytes.
-        len: usize,
-        /// The size field.
-        size: u64,
-    },
-    /// A digest that is not 64 hexadecimal digits.
+    ContentSize { len: usize, size: u64 },
     #[error("the digest is not 64 hexadecimal digits")]
     Digest,
-    /// An attribute without `=`.
     #[error("an extended attribute without =")]
     XattrWithoutValue,
     /// More attributes than mkcomposefs takes: their size in bytes.
     #[error("extended attributes of {0} bytes, a dump may have {XATTRS_MAX}")]
     XattrsTooLong(usize),
-    /// Refused in strict mode only.
     #[error("strict: {0}")]
     Strict(&'static str),
     /// A name, target, size or attribute that no tree can hold.

@@ -10,17 +10,11 @@ use crate::tree::{Content, EntryId, InodeId, Meta, S_IFDIR, S_IFLNK, S_IFMT, S_I
 /// NULs in text, unreadable digests, hard links to directories.
 ///
 /// Memory is bounded by the tree that results, and 1 MiB for the line at hand.
-///
-/// # Errors
-/// [`DumpError`], with the line.
 pub fn parse(input: impl BufRead) -> Result<Tree, DumpError> {
     parse_with(input, ParseOptions::default())
 }
 
 /// [`parse`] with options.
-///
-/// # Errors
-/// As [`parse`].
 pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, DumpError> {
     let mut parser = Parser::default();
     let mut records = Records::new(input);
@@ -31,8 +25,8 @@ pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, Du
     parser.finish()
 }
 
-/// Most bytes of one inode's attributes that mkcomposefs takes from a dump. An image may have twice as
-/// many, and [`Records`] takes them all.
+/// Most bytes of one inode's attributes that mkcomposefs takes from a dump. An image may have twice
+/// as many, and [`Records`] takes them all.
 pub(super) const XATTRS_MAX: usize = 0x7fff;
 
 #[derive(Default)]
@@ -77,7 +71,6 @@ impl Parser {
         Ok(())
     }
 
-    /// Adds what a line describes at its path.
     fn insert(
         &mut self,
         path: &[u8],

@@ -14,8 +14,7 @@ pub(super) const LINE_MAX: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParseOptions {
     /// Refuse what mkcomposefs refuses with `CFS_PARSE_STRICT` set: a device number on what is no
-    /// device, a symbolic link with content or a size that is not its target's length, a last
-    /// line without a line end.
+    /// device, a symbolic link with content or a wrong size, a last line without a line end.
     pub strict: bool,
 }
 
@@ -48,8 +47,7 @@ pub enum What<'a> {
     },
 }
 
-/// Reads a dump line by line, for those who need no [`Tree`](crate::tree::Tree) of it: memory is bounded by the line
-/// at hand (1 MiB).
+/// Reads a dump line by line without a [`Tree`](crate::tree::Tree), in 1 MiB of memory.
 ///
 /// Each line is checked by itself. The caller checks that paths have directories, that links have
 /// targets, and what a tree bounds: names, paths and attributes.
@@ -71,9 +69,6 @@ impl<R: BufRead> Records<R> {
     }
 
     /// The next line; `None` at the end.
-    ///
-    /// # Errors
-    /// [`DumpError`], with the line.
     #[allow(clippy::should_implement_trait, reason = "what it returns borrows from the reader")]
     pub fn next(&mut self) -> Result<Option<Record<'_>>, DumpError> {
         Ok(self.next_at()?.map(|(record, _)| record))
@@ -116,7 +111,6 @@ enum Line {
     TooLong,
 }
 
-/// Reads one line without its end into `line`.
 fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> {
     line.clear();
     loop {
@@ -152,7 +146,6 @@ struct Scratch {
     xattrs: Vec<u8>,
 }
 
-/// Splits and unescapes one line.
 fn record<'a>(
     line: &'a [u8],
     options: ParseOptions,
@@ -287,7 +280,6 @@ fn digest_of<'a>(hex: &[u8], raw: &'a mut [u8; 32]) -> Result<&'a [u8; 32], Prob
 
 type XattrList<'a> = Vec<(&'a [u8], &'a [u8])>;
 
-/// Splits and unescapes the attributes of a line.
 fn xattrs<'a>(list: &[u8], scratch: &'a mut Vec<u8>) -> Result<XattrList<'a>, Problem> {
     scratch.clear();
     let mut bounds = Vec::new();
@@ -357,7 +349,6 @@ fn optional_bytes<'a>(
     if field == b"-" { Ok(None) } else { bytes(field, what, scratch).map(Some) }
 }
 
-/// Appends `field` to `out` with its escapes undone.
 fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), Problem> {
     let mut bytes = field.iter().copied();
     while let Some(byte) = bytes.next() {

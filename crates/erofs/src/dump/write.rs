@@ -10,9 +10,6 @@ const PIECE: usize = 64 * 1024;
 /// prints for the image of this tree, attributes sorted by name.
 ///
 /// mkcomposefs makes of this text the image that [`crate::write::write`] makes of the tree.
-///
-/// # Errors
-/// What the sink says.
 pub fn write(tree: &Tree, mut sink: impl Write) -> io::Result<()> {
     let primary = tree.primary_names();
     let mut out = Vec::with_capacity(2 * PIECE);

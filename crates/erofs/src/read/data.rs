@@ -101,9 +101,6 @@ impl<S: ReadAt> Image<S> {
     }
 
     /// All bytes of a small file: `None` where it has more than `max`.
-    ///
-    /// # Errors
-    /// As [`Image::read`].
     pub fn read_small(&self, inode: &Inode, max: usize) -> Result<Option<Vec<u8>>, ReadError> {
         match usize::try_from(inode.size) {
             Ok(len) if len <= max => {
@@ -133,8 +130,7 @@ impl<S: ReadAt> Image<S> {
         )
     }
 
-    /// The location of byte `offset` in the contiguous blocks from `block` of a device on (device 0
-    /// is the image itself).
+    /// The location of byte `offset` in the blocks from `block` of a device on (0: the image).
     fn locate(
         &self,
         inode: &Inode,
@@ -170,7 +166,6 @@ impl<S: ReadAt> Image<S> {
         Ok(Location::Image(at))
     }
 
-    /// The location of the inline tail, which must not cross a block's end.
     fn tail(&self, inode: &Inode, tail_start: u64, offset: u64) -> Result<Location, ReadError> {
         let start = inode.tail();
         let block_size = self.superblock().block_size;
@@ -180,7 +175,6 @@ impl<S: ReadAt> Image<S> {
         Ok(Location::Image(start + (offset - tail_start)))
     }
 
-    /// The location of byte `within` of a chunk.
     fn chunk(&self, inode: &Inode, chunk: u64, within: u64) -> Result<Location, ReadError> {
         let Layout::Chunks { indexes, wide, .. } = inode.layout else { return Ok(Location::Hole) };
         let unit = if indexes { 8 } else { 4 };
@@ -212,7 +206,6 @@ impl<S: ReadAt> Image<S> {
         }
     }
 
-    /// Data in the image must be within the image.
     fn check_extent(&self, inode: &Inode, extent: &Extent) -> Result<(), ReadError> {
         match extent.location {
             Location::Image(at)

@@ -31,13 +31,11 @@ pub struct ReadDir<'i, S> {
     failed: bool,
 }
 
-/// A directory block at hand.
 #[derive(Default)]
 struct Block {
     bytes: Vec<u8>,
     /// Where it is, in bytes from the start of the directory.
     start: u64,
-    /// Number of its names.
     count: usize,
 }
 
@@ -56,9 +54,6 @@ impl<S: ReadAt> Image<S> {
 
     /// Finds a name in a directory by binary search, as the kernel does. In a directory whose names
     /// are out of order it can miss a name; only [`Image::readdir`] reports such a directory.
-    ///
-    /// # Errors
-    /// As [`Image::readdir`].
     pub fn lookup(&self, dir: &Inode, name: &[u8]) -> Result<Option<DirEntry>, ReadError> {
         self.check_dir(dir)?;
         let mut block = Block::default();
@@ -84,16 +79,13 @@ impl<S: ReadAt> Image<S> {
             match found.cmp(name) {
                 std::cmp::Ordering::Less => first = middle + 1,
                 std::cmp::Ordering::Greater => end = middle,
-                std::cmp::Ordering::Equal => return Ok(Some(entry.named(found))),
+                std::cmp::Ordering::Equal => return Ok(Some(named(&entry, found))),
             }
         }
         Ok(None)
     }
 
     /// All names below the root, depth first, a directory before what it holds.
-    ///
-    /// # Errors
-    /// As [`Image::root`].
     pub fn walk(&self) -> Result<Walk<'_, S>, ReadError> {
         Ok(self.walk_from(self.root()?))
     }
@@ -117,7 +109,6 @@ impl<S: ReadAt> Image<S> {
         Ok(())
     }
 
-    /// Reads one block of a directory and checks its head.
     fn load(&self, dir: &Inode, number: u64, block: &mut Block) -> Result<(), ReadError> {
         let block_size = self.superblock().block_size;
         block.start = number * block_size;
@@ -139,21 +130,13 @@ impl<S: ReadAt> Image<S> {
     }
 }
 
-/// A directory entry without its name.
-struct Bare {
-    nid: u64,
-    file_type: u8,
-}
-
-impl Bare {
-    fn named(&self, name: &[u8]) -> DirEntry {
-        DirEntry { name: name.to_vec(), nid: self.nid, file_type: self.file_type }
-    }
+fn named(entry: &Dirent, name: &[u8]) -> DirEntry {
+    DirEntry { name: name.to_vec(), nid: entry.nid.get(), file_type: entry.file_type }
 }
 
 impl Block {
     /// The name with the number `i`, which is below `count`.
-    fn name(&self, i: usize, dir: &Inode) -> Result<(&[u8], Bare), ReadError> {
+    fn name(&self, i: usize, dir: &Inode) -> Result<(&[u8], Dirent), ReadError> {
         let bad = |what| Err(ReadError::corrupt(dir.offset, what));
         let entry = |i: usize| {
             let bytes = self.bytes.get(i * DIRENT..).unwrap_or_default();
@@ -177,7 +160,7 @@ impl Block {
         if name.is_empty() || name.len() > NAME_LEN || name.iter().any(|&b| b == 0 || b == b'/') {
             return bad("a name of a directory is empty, too long, or has bytes that no name has");
         }
-        Ok((name, Bare { nid: this.nid.get(), file_type: this.file_type }))
+        Ok((name, this))
     }
 }
 
@@ -193,7 +176,7 @@ impl<S: ReadAt> ReadDir<'_, S> {
                 self.next_block += 1;
                 self.next = 0;
             }
-            let (name, bare) = self.block.name(self.next, &self.dir)?;
+            let (name, entry) = self.block.name(self.next, &self.dir)?;
             self.next += 1;
             if *name <= *self.last {
                 let (name, before) = (name.into(), self.last.as_slice().into());
@@ -202,7 +185,7 @@ impl<S: ReadAt> ReadDir<'_, S> {
             self.last.clear();
             self.last.extend_from_slice(name);
             if name != b"." && name != b".." {
-                return Ok(Some(bare.named(name)));
+                return Ok(Some(named(&entry, name)));
             }
         }
     }

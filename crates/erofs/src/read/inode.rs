@@ -91,12 +91,10 @@ impl Inode {
         matches!(self.layout, Layout::Chunks { .. })
     }
 
-    /// Whether it has the 64-byte form.
     pub(super) fn is_long(&self) -> bool {
         self.xattrs - self.offset == size_of::<InodeExtended>() as u64
     }
 
-    /// First byte behind the xattrs.
     pub(super) fn tail(&self) -> u64 {
         self.xattrs + self.xattr_size
     }

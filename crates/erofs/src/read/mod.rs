@@ -146,9 +146,6 @@ impl<S: ReadAt> Image<S> {
 
     /// The inode at `path` from the root; `None` where there is nothing. Symbolic links are not
     /// followed, empty components are skipped.
-    ///
-    /// # Errors
-    /// [`ReadError::Corrupt`] and [`ReadError::Source`].
     pub fn resolve(&self, path: &[u8]) -> Result<Option<Inode>, ReadError> {
         let mut inode = self.root()?;
         for name in path.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
@@ -163,12 +160,10 @@ impl<S: ReadAt> Image<S> {
         Ok(Some(inode))
     }
 
-    /// Fills `buf` from the image itself, metadata and data alike.
     fn fill(&self, offset: u64, buf: &mut [u8]) -> Result<(), ReadError> {
         fill(&self.source, offset, buf)
     }
 
-    /// Decodes a structure.
     fn get<T: zerocopy::FromBytes + zerocopy::IntoBytes>(
         &self,
         offset: u64,

@@ -12,8 +12,7 @@ use crate::format::{
     SUPER_MAGIC, SUPER_OFFSET, SuperBlock,
 };
 
-/// Features that a reader of uncompressed images can take: those it knows, and those that only
-/// touch compressed files.
+/// Features that we can read: those we know, and those of compressed files only.
 const INCOMPAT_KNOWN: u32 = INCOMPAT_ZERO_PADDING
     | INCOMPAT_COMPR_CFGS
     | INCOMPAT_CHUNKED_FILE
@@ -54,9 +53,7 @@ pub struct Super {
     /// What composefs says, if it made the image.
     pub composefs: Option<Composefs>,
     pub(super) root_nid: u64,
-    /// First byte of the inodes.
     pub(super) inodes_start: u64,
-    /// First byte of the shared xattrs.
     pub(super) xattrs_start: u64,
     pub(super) xattr_prefix_start: u64,
     pub(super) xattr_prefix_count: u8,

@@ -90,9 +90,9 @@ fn unknown_features_are_refused_by_name() {
     assert!(matches!(Image::open(&[0; 4096][..]), Err(ReadError::NotErofs)));
 }
 
-/// An image can have 65,535 bytes of attributes for each inode; mkcomposefs takes 32,767 from a dump.
-/// Layers are kept as dumps and were read with the smaller limit, so one attribute of 40 kB in an
-/// archive made each later gc of the store fail.
+/// An image can have 65,535 bytes of attributes for each inode; mkcomposefs takes 32,767 from a
+/// dump. Layers are kept as dumps and were read with the smaller limit, so one attribute of 40 kB
+/// in an archive made each later gc of the store fail.
 #[test]
 fn layers_are_read_with_the_limit_of_images() {
     use crate::tree::{TreeError, XATTRS_MAX};

@@ -73,7 +73,6 @@ struct Order {
     whiteout_dirs: HashSet<InodeId>,
 }
 
-/// What an inode's attributes say.
 #[derive(Default)]
 struct Attributes {
     digest: Option<[u8; 32]>,

@@ -13,9 +13,6 @@ pub struct Xattr {
 impl<S: ReadAt> Image<S> {
     /// The extended attributes of an inode as they are stored: its own, then the shared ones.
     /// Takes at most 256 KiB and 255 times 64 KiB of memory.
-    ///
-    /// # Errors
-    /// [`ReadError::Corrupt`] and [`ReadError::Source`].
     pub fn xattrs(&self, inode: &Inode) -> Result<Vec<Xattr>, ReadError> {
         let mut xattrs = Vec::new();
         self.each_xattr(inode, |xattr| {

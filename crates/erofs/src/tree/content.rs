@@ -67,8 +67,8 @@ pub enum Content<'a> {
     Directory,
     /// A symbolic link with its target: 1 to [`TARGET_MAX`] bytes without NUL.
     Symlink(&'a [u8]),
-    /// A regular file whose content (at most [`INLINE_MAX`] bytes) is in the image itself.
-    /// An empty file is always this one.
+    /// A regular file with its content (at most [`INLINE_MAX`] bytes) in the image. Empty files
+    /// are.
     Inline(&'a [u8]),
     /// A regular file whose content is an object outside the image.
     External {
@@ -111,8 +111,7 @@ impl<'a> Content<'a> {
         }
     }
 
-    /// The digest that an external file's content goes by: that of its object, or else the one to
-    /// check.
+    /// The digest of an external file's content: that of its object, or else the one to check.
     #[must_use]
     pub fn digest(&self) -> Option<&'a [u8; 32]> {
         match *self {

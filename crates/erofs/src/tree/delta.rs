@@ -42,7 +42,6 @@ fn has_whiteouts(tree: &Tree) -> bool {
     tree.walk().any(|visit| tree.content(visit.inode).is_whiteout())
 }
 
-/// Two trees side by side.
 struct Compared<'t> {
     base: &'t Tree,
     image: &'t Tree,

@@ -38,7 +38,7 @@ impl Digests {
     /// The raw id of a digest. There are fewer of them than inodes, whose number is bounded, or
     /// contents that were replaced; should ids run out, the digest counts as absent.
     pub(super) fn intern(&mut self, digest: &[u8; 32]) -> u32 {
-        // Digests look random, but whoever made the image chose them.
+        // Digests look random, but the image's maker chose them.
         let hash = self.seed.hash_one(digest);
         if let Some(&id) = self.index.find(hash, |&id| self.all[id as usize] == *digest) {
             return id;

@@ -5,7 +5,6 @@ use super::{
     small_id,
 };
 
-/// Building a tree.
 impl Tree {
     /// Adds a new inode under a new name.
     ///
@@ -90,8 +89,7 @@ impl Tree {
         i.mtime_nsec = meta.mtime_nsec;
     }
 
-    /// Replaces what an inode is and holds, and its file type with it. Names, owner, permissions
-    /// and attributes stay.
+    /// Replaces file type and content. Names, owner, permissions and attributes stay.
     ///
     /// # Errors
     /// [`TreeError::NotDirectory`] or [`TreeError::LinkToDirectory`] when it would turn a
@@ -129,7 +127,6 @@ impl Tree {
     }
 }
 
-/// What the dump parser and the reader of this crate need besides.
 impl Tree {
     /// Takes a name for a hard link whose target is to be known later ([`Tree::settle`]).
     pub(crate) fn reserve(&mut self, dir: InodeId, name: &[u8]) -> Result<EntryId, TreeError> {
@@ -150,8 +147,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Makes the present first name of an inode the one under which it is stored, and sets the
-    /// link count that is shown.
+    /// Stores an inode under its present first name, and sets the link count that is shown.
     pub(crate) fn give_links(&mut self, inode: InodeId, nlink: u32) {
         if self.is_dir(inode) {
             return;
@@ -171,7 +167,6 @@ impl Tree {
         }
     }
 
-    /// Marks a special file that claims more than 4 GiB.
     pub(crate) fn mark_odd_size(&mut self, inode: InodeId) {
         self.inodes[inode.index()].flags |= ODD_SIZE;
     }
@@ -203,8 +198,7 @@ impl Tree {
                 if let Some(digest) = digest {
                     inode.a = self.digests.intern(digest);
                 }
-                // A path that is an object path (nearly always) is not kept as text: a million of
-                // them would be 65 MB.
+                // An object path is not kept as text: a million of them would be 65 MB.
                 let object = match payload {
                     Payload::Object(digest) => Some(*digest),
                     Payload::Path(path) => object_of_path(path),
@@ -223,7 +217,6 @@ impl Tree {
         }
     }
 
-    /// Length of a directory's path in bytes.
     fn path_len(&self, dir: InodeId) -> usize {
         self.inodes[dir.index()].b as usize
     }
@@ -240,7 +233,7 @@ impl Tree {
         }
         let id = small_id(self.entries.len())?;
         let start = u32::try_from(self.names.len()).map_err(|_| TreeError::Full)?;
-        if self.lookup_reserved(dir, name) {
+        if self.lookup_entry(dir, name).is_some() {
             return Err(TreeError::Exists { name: name.into() });
         }
         // `check_name` bounds the length to 255.
@@ -259,10 +252,6 @@ impl Tree {
         d.word += 1;
         self.live_entries += 1;
         Ok(EntryId(id))
-    }
-
-    fn lookup_reserved(&self, dir: InodeId, name: &[u8]) -> bool {
-        self.index.find(dir.0, name, |id| self.entry_key(id)).is_some()
     }
 
     fn links_mut(&mut self, inode: InodeId) -> &mut Links {

@@ -1,31 +1,19 @@
 use std::fmt;
 
-/// Why a tree could not be changed as asked. Always the caller's mistake or its input's; the tree
-/// is as before.
+/// Why a tree could not be changed. The input is at fault; the tree is as before.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum TreeError {
-    /// The parent is not a directory (any more).
     #[error("not a directory")]
     NotDirectory,
-    /// The directory has that name already.
     #[error("the name {} exists already", Shown(name))]
-    Exists {
-        /// The name.
-        name: Box<[u8]>,
-    },
+    Exists { name: Box<[u8]> },
     /// A name that is empty, `.`, `..`, or holds `/` or NUL.
     #[error("{} is no file name", Shown(name))]
-    Name {
-        /// The name.
-        name: Box<[u8]>,
-    },
-    /// A name of more than 255 bytes.
+    Name { name: Box<[u8]> },
     #[error("a file name of {len} bytes is longer than 255")]
-    NameTooLong {
-        /// Its length in bytes.
-        len: usize,
-    },
+    NameTooLong { len: usize },
     /// A path of more than [`super::PATH_MAX`] bytes.
     #[error("a path of {len} bytes is longer than 4095: {}…", Shown(start))]
     PathTooLong {
@@ -36,46 +24,24 @@ pub enum TreeError {
     },
     /// A hard link to a directory, or content that would make a file of a directory.
     #[error("{} would be a second name or another content of a directory", Shown(name))]
-    LinkToDirectory {
-        /// The name of the link.
-        name: Box<[u8]>,
-    },
-    /// The file type in the mode is not that of the content.
+    LinkToDirectory { name: Box<[u8]> },
     #[error("mode {mode:o} does not fit the content")]
-    TypeMismatch {
-        /// The mode as given.
-        mode: u32,
-    },
+    TypeMismatch { mode: u32 },
     /// A symbolic link target or object path that is empty, too long, or holds a NUL.
     #[error("a target of {len} bytes: it must have 1 to 4095 and no NUL")]
-    Target {
-        /// Its length in bytes.
-        len: usize,
-    },
+    Target { len: usize },
     /// Inline content beyond [`super::INLINE_MAX`].
     #[error("inline content of {len} bytes is more than 5000")]
-    InlineTooBig {
-        /// Its length in bytes.
-        len: usize,
-    },
+    InlineTooBig { len: usize },
     /// An external file beyond [`super::EXTERNAL_MAX`].
     #[error("a file of {size} bytes is more than an image can describe")]
-    FileTooBig {
-        /// Its size in bytes.
-        size: u64,
-    },
+    FileTooBig { size: u64 },
     /// An attribute name that is empty, too long, or holds a NUL.
     #[error("an extended attribute name of {len} bytes: it must have 1 to 255 and no NUL")]
-    XattrName {
-        /// Its length in bytes.
-        len: usize,
-    },
+    XattrName { len: usize },
     /// The attributes of one inode together are larger than [`super::XATTRS_MAX`].
     #[error("extended attributes of {space} bytes are more than 65535")]
-    XattrSpace {
-        /// Their size in bytes.
-        space: usize,
-    },
+    XattrSpace { space: usize },
     /// Ids or buffers of the arena are used up (2^31 inodes or names, 4 GiB of names).
     #[error("too many entries for one tree")]
     Full,

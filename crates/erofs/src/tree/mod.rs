@@ -12,9 +12,8 @@
 //! xattrs   interned        one attribute (name, value) once; one set of attributes once
 //! ```
 //!
-//! Names within a directory have no order here: whoever enumerates gets them sorted by their bytes.
-//! What is removed leaves its bytes behind in the arena until the tree is dropped; trees are built
-//! once and written, so this costs less than the bookkeeping would.
+//! Names within a directory are unsorted here; they are enumerated sorted by their bytes. Removed
+//! bytes stay in the arena until the tree is dropped: trees are built once and written.
 
 mod content;
 mod delta;
@@ -59,9 +58,7 @@ impl InodeId {
     pub fn index(self) -> usize {
         self.0 as usize
     }
-}
 
-impl InodeId {
     pub(crate) fn to_u32(self) -> u32 {
         self.0
     }
@@ -88,7 +85,6 @@ pub struct Child<'a> {
     pub entry: EntryId,
 }
 
-/// The references of an external file, for the writer.
 #[derive(Clone, Copy)]
 pub(crate) struct External {
     pub(crate) digest: Option<DigestId>,
@@ -313,8 +309,7 @@ impl Tree {
         }
     }
 
-    /// The extended attributes of an inode as (name, value), sorted by name. Names are complete
-    /// (`user.x`); values are any bytes.
+    /// The extended attributes of an inode as (complete name, value), sorted by name.
     #[must_use]
     pub fn xattrs(&self, inode: InodeId) -> Xattrs<'_> {
         self.xattrs.set(self.inodes[inode.index()].xattrs)
@@ -354,8 +349,7 @@ impl Tree {
             .map(EntryId)
     }
 
-    /// Inodes that had names and have none any more, in the order in which they came; their content
-    /// is still known.
+    /// Inodes that have lost all names, in the order in which they came; their content is known.
     pub fn nameless(&self) -> impl Iterator<Item = InodeId> + '_ {
         let ids = 0u32..;
         ids.zip(&self.inodes).filter(|(_, i)| i.flags & DEAD != 0).map(|(id, _)| InodeId(id))
@@ -388,8 +382,7 @@ impl Tree {
         InodeId(self.entries[entry.0 as usize].parent)
     }
 
-    /// The directory that holds an inode (of a hard-linked one: its first name); `None` for the
-    /// root.
+    /// The directory that holds an inode (its first name, if it has several); `None` for the root.
     #[must_use]
     pub fn parent(&self, inode: InodeId) -> Option<InodeId> {
         let entry = self.inodes[inode.index()].entry;
@@ -449,7 +442,6 @@ impl Tree {
     }
 }
 
-/// What the dump parser, the reader and the writer of this crate need besides.
 impl Tree {
     pub(crate) fn has_odd_size(&self, inode: InodeId) -> bool {
         self.inodes[inode.index()].flags & ODD_SIZE != 0

@@ -4,8 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use hashbrown::HashTable;
 
-/// Names come from images that others made, so the hash is keyed at random: nobody can prepare
-/// names that all collide.
+/// The hash is keyed at random, because images could hold names chosen to collide.
 #[derive(Clone)]
 pub(super) struct NameIndex {
     table: HashTable<u32>,
@@ -17,20 +16,13 @@ impl NameIndex {
         NameIndex { table: HashTable::new(), seed: RandomState::new() }
     }
 
-    fn hash(&self, dir: u32, name: &[u8]) -> u64 {
-        let mut hasher = self.seed.build_hasher();
-        hasher.write_u32(dir);
-        hasher.write(name);
-        hasher.finish()
-    }
-
     pub(super) fn find<'k>(
         &self,
         dir: u32,
         name: &[u8],
         key: impl Fn(u32) -> (u32, &'k [u8]),
     ) -> Option<u32> {
-        self.table.find(self.hash(dir, name), |&id| key(id) == (dir, name)).copied()
+        self.table.find(hash(&self.seed, (dir, name)), |&id| key(id) == (dir, name)).copied()
     }
 
     /// Adds an entry whose key is known not to be there.
@@ -41,21 +33,21 @@ impl NameIndex {
         name: &[u8],
         key: impl Fn(u32) -> (u32, &'k [u8]),
     ) {
-        let hash = self.hash(dir, name);
         let seed = &self.seed;
-        self.table.insert_unique(hash, id, |&id| {
-            let (dir, name) = key(id);
-            let mut hasher = seed.build_hasher();
-            hasher.write_u32(dir);
-            hasher.write(name);
-            hasher.finish()
-        });
+        self.table.insert_unique(hash(seed, (dir, name)), id, |&id| hash(seed, key(id)));
     }
 
     pub(super) fn remove(&mut self, id: u32, dir: u32, name: &[u8]) {
-        let hash = self.hash(dir, name);
+        let hash = hash(&self.seed, (dir, name));
         if let Ok(found) = self.table.find_entry(hash, |&other| other == id) {
             found.remove();
         }
     }
+}
+
+fn hash(seed: &RandomState, (dir, name): (u32, &[u8])) -> u64 {
+    let mut hasher = seed.build_hasher();
+    hasher.write_u32(dir);
+    hasher.write(name);
+    hasher.finish()
 }

@@ -14,12 +14,10 @@ pub const XATTRS_MAX: usize = 0xffff;
 /// Longest attribute name (`XATTR_NAME_MAX`).
 const NAME_MAX: usize = 255;
 
-/// A set of attributes in an [`XattrTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SetId(pub(crate) u32);
 
 impl SetId {
-    /// No attributes.
     pub(crate) const EMPTY: SetId = SetId(NONE);
 }
 
@@ -60,7 +58,6 @@ impl XattrTable {
         self.sets.len()
     }
 
-    /// The attributes of a set, sorted by name.
     pub(crate) fn set(&self, id: SetId) -> Xattrs<'_> {
         let (start, len) = self.sets.get(id.0 as usize).copied().unwrap_or((0, 0));
         Xattrs { table: self, items: self.items[start as usize..][..len as usize].iter() }
@@ -151,7 +148,7 @@ fn pair_of<'b>(bytes: &'b [u8], pair: &Pair) -> (&'b [u8], &'b [u8]) {
     (&bytes[start..name_end], &bytes[name_end..name_end + usize::from(pair.value_len)])
 }
 
-/// The hash of one attribute, for whoever interns them.
+/// The hash of one attribute.
 pub(crate) fn hash_pair(seed: &RandomState, name: &[u8], value: &[u8]) -> u64 {
     let mut hasher = seed.build_hasher();
     hasher.write_usize(name.len());

@@ -24,7 +24,6 @@ use crate::tree::{
     Content, DigestId, External, InodeId, Payload, SetId, Tree, hash_pair, object_path,
 };
 
-/// Not shared.
 const UNSHARED: u32 = u32::MAX;
 
 /// An inode that stands for a whiteout.
@@ -33,7 +32,6 @@ const WHITEOUT: u8 = 1;
 const WHITEOUT_DIR: u8 = 2;
 const ROOT: u8 = 4;
 
-/// One attribute as an image stores it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attr {
     /// A pair of the table.
@@ -46,7 +44,6 @@ pub(super) enum Attr {
     Fingerprint(DigestId),
 }
 
-/// All attributes of an inode.
 #[derive(Clone, Copy)]
 pub(super) struct NodeAttrs {
     group: Option<u32>,
@@ -54,14 +51,12 @@ pub(super) struct NodeAttrs {
     redirect: Option<Attr>,
 }
 
-/// A name and a value of the tree, or one that composefs adds: its number of uses and its offset in
-/// the shared table.
+/// An attribute of the tree, or one that composefs adds, with uses and offset in the shared table.
 struct Pair<'t> {
     name: Cow<'t, [u8]>,
     value: Cow<'t, [u8]>,
     uses: u32,
     shared: u32,
-    /// Size of its entry in bytes.
     size: u32,
     filter_bit: u8,
 }
@@ -178,7 +173,6 @@ impl<'t> Attrs<'t> {
         attrs
     }
 
-    /// The attributes of an inode.
     pub(super) fn of(&self, plan: &Plan<'_>, node: Node) -> NodeAttrs {
         let Node::Inode(inode) = node else {
             return NodeAttrs { group: self.ghost, metacopy: None, redirect: None };
@@ -228,17 +222,14 @@ impl<'t> Attrs<'t> {
         last.iter().for_each(|&p| give(Attr::Pair(p)));
     }
 
-    /// The shared table's entries in their order.
     pub(super) fn shared(&self) -> &[Attr] {
         &self.shared
     }
 
-    /// Size of the shared table in bytes.
     pub(super) fn shared_size(&self) -> u64 {
         self.shared_size
     }
 
-    /// Calls `f` with the name and the value of an attribute.
     pub(super) fn with<R>(&self, attr: Attr, f: impl FnOnce(&[u8], &[u8]) -> R) -> R {
         match attr {
             Attr::Pair(id) => {
@@ -277,7 +268,6 @@ impl<'t> Attrs<'t> {
         }
     }
 
-    /// Size of an attribute's entry in bytes.
     pub(super) fn entry_size(&self, attr: Attr) -> u32 {
         match attr {
             Attr::Pair(id) => self.pairs[id as usize].size,
@@ -298,7 +288,6 @@ impl<'t> Attrs<'t> {
         }
     }
 
-    /// The redirect of a file with an explicit path.
     fn path_of(&self, inode: InodeId) -> Option<Vec<u8>> {
         match self.tree.content(inode) {
             Content::External { payload: Payload::Path(path), .. } => Some([b"/", path].concat()),
@@ -465,8 +454,7 @@ impl<'t> Attrs<'t> {
         });
         let mut end = 0;
         for &attr in &shared {
-            // Offsets count words of four bytes on disk, so 16 GiB of them fit; the writer
-            // refuses more.
+            // Offsets count words of four bytes on disk: up to 16 GiB; the writer refuses more.
             let offset = u32::try_from(end / 4).unwrap_or(UNSHARED - 1);
             match attr {
                 Attr::Pair(id) => self.pairs[id as usize].shared = offset,

@@ -71,8 +71,7 @@ pub enum Form<'a> {
 /// The content of a file, stored once for all files that have it.
 #[derive(Clone, Copy, Debug)]
 pub struct Blob<'a> {
-    /// Its SHA-256, by which the kernel lets files share their page cache. A content without one
-    /// goes by its fs-verity digest.
+    /// Its SHA-256, by which the kernel shares page cache. Without one its fs-verity digest counts.
     pub sha256: Option<[u8; 32]>,
     /// How it is stored, and where.
     pub form: Form<'a>,
@@ -98,7 +97,6 @@ pub struct Data<'a> {
 /// [`Data`] that was checked to hold all files of a tree.
 pub(super) struct Checked<'a> {
     pub(super) data: Data<'a>,
-    /// Some file is compressed.
     pub(super) lz4: bool,
 }
 

@@ -35,7 +35,6 @@ fn prefixes_start(data: &Checked<'_>) -> u64 {
     SUPER_END + (data.data.devices.len() * size_of::<DeviceSlot>()) as u64
 }
 
-/// Where the first inode may begin.
 pub(super) fn inodes_start(plan: &Plan<'_>) -> u64 {
     match plan.data {
         None => SUPER_END,
@@ -44,7 +43,6 @@ pub(super) fn inodes_start(plan: &Plan<'_>) -> u64 {
 }
 
 impl<W: Write> Image<'_, W> {
-    /// Everything before the first inode.
     pub(super) fn write_head(&mut self, version: u32) -> Result<(), WriteError> {
         match self.plan.data {
             None => self.write_composefs_head(version),

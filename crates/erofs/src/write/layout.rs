@@ -122,7 +122,6 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Size of the inode, its xattrs and its tail.
     pub(super) fn len(&self) -> u64 {
         self.inode_size() + self.xattr_size + u64::from(self.tail)
     }

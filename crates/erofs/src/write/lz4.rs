@@ -6,8 +6,7 @@
 //! blocks    |00 LZ4 |00000 LZ4 | plain     |...        4 KiB each, one for each pcluster
 //! ```
 //!
-//! Source: the LZ4 block format (`lz4_Block_format.md` of LZ4), `fs/erofs/zmap.c` and
-//! `decompressor.c` of Linux.
+//! Source: `lz4_Block_format.md` of LZ4, `fs/erofs/zmap.c` and `decompressor.c` of Linux.
 
 use std::io::{self, Read, Write};
 
@@ -15,13 +14,11 @@ const BLOCK: usize = 4096;
 /// Most content of a pcluster in bytes: a reader of any of it must decompress it all.
 const CONTENT_MAX: usize = 128 << 10;
 
-/// Shortest match.
 const MATCH_MIN: usize = 4;
 /// The last match begins at least this far before the end of a block.
 const MATCH_LIMIT: usize = 12;
 /// The last bytes of a block that must be literals.
 const LAST_LITERALS: usize = 5;
-/// Farthest match.
 const DISTANCE_MAX: usize = 65_535;
 const HASH_BITS: u32 = 12;
 
@@ -57,8 +54,7 @@ pub fn compress(mut content: impl Read, mut blocks: impl Write) -> io::Result<Ve
         }
         let mut block = [0; BLOCK];
         let (len, compressed) = match table.fill(&buffer[..filled], &mut block) {
-            // Less than a block gains nothing, and EROFS does not allow two pclusters to end in one
-            // page.
+            // Less than a block gains nothing, and two pclusters must not end in one page.
             Some(len) if len > BLOCK => (len, true),
             _ => {
                 let len = filled.min(BLOCK);

@@ -70,23 +70,16 @@ pub struct WriteReport {
 /// Why an image could not be written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum WriteError {
-    /// A version that does not exist.
     #[error("composefs format version {version} does not exist (0 to {VERSION_MAX} do)")]
-    Version {
-        /// The version as asked.
-        version: u32,
-    },
+    Version { version: u32 },
     /// The tree needs more than the format can address.
     #[error("the image would be larger than its format can address")]
     TooLarge,
     /// A file whose blob is missing, has another size, or has invalid addresses.
     #[error("{}: its content is missing or invalid on the devices", path.escape_ascii())]
-    NoContent {
-        /// The file in the tree.
-        path: Box<[u8]>,
-    },
-    /// The sink failed.
+    NoContent { path: Box<[u8]> },
     #[error("cannot write the image")]
     Sink(#[source] io::Error),
 }
@@ -136,8 +129,7 @@ pub fn write_data(
     write_planned(&Plan::with_data(tree, &checked), 0, sink)
 }
 
-/// Writes a layer that goes over a metadata image ([`crate::tree::delta`]), with unescaped
-/// whiteouts.
+/// Writes a layer for a metadata image ([`crate::tree::delta`]), with unescaped whiteouts.
 ///
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
@@ -164,20 +156,17 @@ fn write_planned(
 /// A block, as a length in memory.
 const BLOCK: usize = 1 << BLOCK_BITS;
 
-/// Offsets and addresses of the image.
 struct Map {
     /// By inode of the tree, in slots of 32 bytes.
     nids: Vec<u32>,
     ghost_nids: [u32; 256],
     inodes_end: u64,
-    /// First data block.
     data_start: u64,
     /// Blocks that are written.
     blocks: u32,
     /// Those and the ones that the caller appends.
     all_blocks: u32,
-    /// The first block of each device in the address space that spans all; the blocks behind the
-    /// image come first.
+    /// The first block of each device in the common address space; blocks behind the image lead.
     first_blocks: Vec<u32>,
 }
 

@@ -7,7 +7,6 @@ use crate::tree::{Content, EntryId, InodeId, Meta, S_IFCHR, Tree};
 /// there to hide the directories of the object store, which lie in the overlay's lowest layer.
 const GHOST: u32 = 1 << 31;
 
-/// Permissions of a ghost.
 pub(super) const GHOST_MODE: u32 = S_IFCHR | 0o644;
 
 static GHOST_NAMES: [[u8; 2]; 256] = {
@@ -21,7 +20,6 @@ static GHOST_NAMES: [[u8; 2]; 256] = {
     names
 };
 
-/// What a name leads to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Node {
     Inode(InodeId),
@@ -38,11 +36,9 @@ pub(super) struct NodeAt<'p> {
 
 pub(crate) struct Plan<'t> {
     pub(super) tree: &'t Tree,
-    /// The file data of an image that is mounted by itself. `None` for an image over which
-    /// overlayfs mounts an object store.
+    /// The file data of an image that is mounted by itself; `None` for one over an object store.
     pub(super) data: Option<&'t Checked<'t>>,
-    /// Whether it is a metadata image: its root has whiteouts that hide the object store, and the
-    /// tree's whiteouts are escaped.
+    /// Whether the root has whiteouts that hide the object store, and other whiteouts are escaped.
     pub(super) is_metadata: bool,
     /// The names of all directories, sorted within each, directories in breadth-first order.
     names: Vec<u32>,
@@ -50,7 +46,7 @@ pub(crate) struct Plan<'t> {
     /// the inode in the place of the name, and each once.
     order: Vec<u32>,
     /// By inode: directories with whiteouts in them.
-    whiteout_dirs: BitSet,
+    whiteout_dirs: Vec<bool>,
     pub(super) has_whiteouts: bool,
     pub(super) inode_count: u64,
     /// The earliest modification time: that of compact inodes.
@@ -81,12 +77,12 @@ impl<'t> Plan<'t> {
             is_metadata,
             names: Vec::with_capacity(tree.entry_count() + ghosts),
             order: Vec::with_capacity(tree.inode_count() + ghosts),
-            whiteout_dirs: BitSet::new(tree.inode_capacity()),
+            whiteout_dirs: vec![false; tree.inode_capacity()],
             has_whiteouts: false,
             inode_count: 1,
             min_time: time_of(tree.meta(tree.root())),
         };
-        let mut stored = BitSet::new(tree.inode_capacity());
+        let mut stored = vec![false; tree.inode_capacity()];
         append_names(tree, tree.root(), is_metadata, &mut plan.names);
         let mut at = 0;
         while let Some(&raw) = plan.names.get(at) {
@@ -95,7 +91,7 @@ impl<'t> Plan<'t> {
                     let entry = EntryId::from_u32(raw);
                     let here = tree
                         .is_primary(inode, entry)
-                        .unwrap_or_else(|| !stored.replace(inode.index()));
+                        .unwrap_or_else(|| !std::mem::replace(&mut stored[inode.index()], true));
                     if here {
                         plan.note_inode(inode, entry);
                     }
@@ -120,7 +116,7 @@ impl<'t> Plan<'t> {
             }
             content if self.is_metadata && content.is_whiteout() => {
                 self.has_whiteouts = true;
-                self.whiteout_dirs.replace(self.tree.entry_parent(entry).index());
+                self.whiteout_dirs[self.tree.entry_parent(entry).index()] = true;
             }
             _ => {}
         }
@@ -132,7 +128,7 @@ impl<'t> Plan<'t> {
     }
 
     pub(super) fn holds_whiteouts(&self, dir: InodeId) -> bool {
-        self.whiteout_dirs.get(dir.index())
+        self.whiteout_dirs[dir.index()]
     }
 }
 
@@ -227,7 +223,6 @@ pub(super) struct DirNames<'a> {
     dotdot: usize,
 }
 
-/// What a name of a directory leads to.
 #[derive(Clone, Copy)]
 pub(super) enum Target {
     Itself,
@@ -261,7 +256,6 @@ impl<'a> DirNames<'a> {
         (name_of(self.tree, raw), Target::Node(node_of(self.tree, raw)))
     }
 
-    /// Number of subdirectories.
     pub(super) fn subdirs(&self) -> usize {
         let is_dir = |&&raw: &&u32| match node_of(self.tree, raw) {
             Node::Inode(inode) => self.tree.is_dir(inode),
@@ -277,25 +271,4 @@ pub(crate) fn dir_size(tree: &Tree, dir: InodeId) -> u64 {
     append_names(tree, dir, dir == tree.root(), &mut names);
     let (blocks, tail) = super::layout::dir_extent(&DirNames::new(tree, &names));
     u64::from(blocks) * crate::format::BLOCK_SIZE + u64::from(tail)
-}
-
-struct BitSet(Vec<u64>);
-
-impl BitSet {
-    fn new(len: usize) -> BitSet {
-        BitSet(vec![0; len.div_ceil(64)])
-    }
-
-    fn get(&self, i: usize) -> bool {
-        self.0.get(i / 64).is_some_and(|word| word >> (i % 64) & 1 != 0)
-    }
-
-    /// Sets a bit and returns what it was.
-    fn replace(&mut self, i: usize) -> bool {
-        let was = self.get(i);
-        if let Some(word) = self.0.get_mut(i / 64) {
-            *word |= 1 << (i % 64);
-        }
-        was
-    }
 }

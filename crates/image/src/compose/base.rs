@@ -1,4 +1,4 @@
-//! Bases: what images have in common below is mounted once, and each of them is a small delta over it.
+//! Bases: lower layers that images have in common are mounted once; each image is a delta.
 //!
 //! ```text
 //! layers   1 ─ 2 ─ 3 ─ 4     image a        base of a and b: layers 1 to 3
@@ -6,8 +6,9 @@
 //!          └ 7               image c
 //! ```
 //!
-//! Where the chains of two images part, or the chain of one ends, is a base: an image of its own, whether it has a name or
-//! not. What is over it follows from the two trees ([`cofolio_erofs::tree::delta`]), whatever the layers between them did.
+//! Where the chains of two images part, or the chain of one ends, is a base: an image of its own,
+//! whether it has a name or not. What is over it follows from the two trees
+//! ([`cofolio_erofs::tree::delta`]), whatever the layers between them did.
 
 use cofolio_erofs::tree::{Tree, delta};
 use cofolio_erofs::write::{WriteError, WriteOptions, write, write_layer};
@@ -15,15 +16,15 @@ use cofolio_store::{Base, Digest, Domain, Error, Publish, Staging};
 use serde::Serialize;
 
 use super::merge::merged;
-use crate::compose::contents::open_image;
+use crate::compose::named_objects::open_image;
 use crate::error::ImportError;
 use crate::layer::unpack::objects;
 
 /// A base with fewer inodes saves less than a superblock of its own and longer lookups cost.
 const BASE_INODES_MIN: u64 = 1000;
-/// And of an image at least one inode in so many must be the base's.
+/// At least one in this many inodes of an image must be the base's.
 const BASE_SHARE: u64 = 4;
-/// An image with more inodes gets none: its tree, the base's and the delta's are in memory together, 120 bytes an inode each.
+/// Larger images get none: the trees of image, base and delta take 120 bytes an inode each.
 const IMAGE_INODES_MAX: u64 = 500_000;
 
 /// An image that got a base.
@@ -35,22 +36,20 @@ pub struct Based {
     pub base: Digest,
     /// What goes over that.
     pub delta: Digest,
-    /// Names that the image has, and how many of them are the base's.
+    /// Names that the image has.
     pub names: usize,
-    /// See there.
+    /// How many of them are the base's.
     pub shared: usize,
 }
 
 /// Why images did not get a base. What is mounted, and how, is as it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum BaseError {
     /// An image or a layer cannot be read.
     #[error("{what}")]
-    Unreadable {
-        /// Which, and why.
-        what: String,
-    },
+    Unreadable { what: String },
     /// The store refused.
     #[error(transparent)]
     Store(#[from] Error),
@@ -81,11 +80,7 @@ impl<'a> Over<'a> {
         Self { domain, chain, image, tree: None }
     }
 
-    /// Puts the image of a longer chain over it; `image` if the store has that. `None` if it is not worth
-    /// it.
-    ///
-    /// # Errors
-    /// [`BaseError`].
+    /// Puts the image of a longer chain over it, `image` if the store has it. `None`: not worth it.
     pub fn put(
         &mut self,
         chain: &[String],

@@ -1,7 +1,7 @@
 //! Puts one layer's tree over the merged tree of the layers below it (OCI image spec, "Layers").
 //!
-//! Three passes over the layer, because what it hides must go before anything of it comes, whatever the
-//! order in the archive, and what it links to in lower layers must be held before it is hidden:
+//! Three passes over the layer, because what it hides must go before anything of it comes, whatever
+//! the order in the archive, and what it links to in lower layers must be held before it is hidden:
 //!
 //! 1. targets of hard links into lower layers get a second name in a hidden directory;
 //! 2. opaque marks and whiteouts remove lower names;
@@ -23,17 +23,18 @@ use crate::layer::dumped::{
     not_in_order,
 };
 use crate::layer::unpack::store_error;
-use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, Walked, make_dirs, walk};
+use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, OPAQUE, WHITEOUT, make_dirs, walk};
 
-/// Holds inodes that more names may come for, during a merge. Cannot clash: whiteouts never reach a merged tree.
+/// Holds inodes that may get more names during a merge. No whiteout reaches a merged tree.
 const HELD: &[u8] = b".wh..wh..held";
 
-/// Why a layer could not be merged.
 #[derive(Debug)]
 pub(crate) enum MergeError {
     /// It does not fit what is below: the path of the entry in the layer, and why.
-    Entry { path: Vec<u8>, what: String },
-    /// Its dump cannot be read.
+    Entry {
+        path: Vec<u8>,
+        what: String,
+    },
     Dump(io::Error),
 }
 
@@ -41,15 +42,15 @@ fn at(path: &[u8], what: impl ToString) -> MergeError {
     MergeError::Entry { path: path.to_vec(), what: what.to_string() }
 }
 
-/// Objects of lower layers that upper layers hide, or that a layer's archive replaces itself: digest and
-/// size. The image does not show them, but the layers' trees and splits name them, so they must be there, too.
+/// Objects, with sizes, that upper layers hide or that a layer's own archive replaces. Trees and
+/// splits of the layers name them, so they must exist.
 pub(crate) type Hidden = Vec<([u8; 32], u64)>;
 
 /// Puts `layer` over `lower`. After an error `lower` is of no use.
 ///
 /// # Errors
-/// A hard link without a target, a path through something that is no directory, too many entries; a dump
-/// that cannot be read.
+/// A hard link without a target, a path through something that is no directory, too many entries; a
+/// dump that cannot be read.
 pub(crate) fn apply(
     lower: &mut Tree,
     layer: &DumpedLayer,
@@ -105,9 +106,6 @@ fn remove(tree: &mut Tree, dir: InodeId, name: &[u8], hidden: &mut Hidden) {
 }
 
 /// The tree of a chain of layers that are all in the store.
-///
-/// # Errors
-/// Those of the store; [`ImportError::Image`] for layers that do not fit on each other.
 pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportError> {
     let mut tree = Tree::new(DEFAULT_DIR);
     for chain_id in chain {
@@ -124,10 +122,7 @@ pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportEr
 }
 
 /// The first layer has nothing below it: its tree becomes the merged tree, without the marks.
-///
-/// # Errors
-/// A hard link whose target is nowhere.
-pub(crate) fn base(mut layer: Tree) -> Result<Tree, MergeError> {
+pub(crate) fn lowest(mut layer: Tree) -> Result<Tree, MergeError> {
     let mut implicit = Vec::new();
     let mut marks = Vec::new();
     let root = layer.root();
@@ -163,8 +158,7 @@ fn missing(target: &[u8]) -> String {
     format!("hard link to {:?}, which does not exist", shown(target))
 }
 
-/// First pass. Maps each link among the marks to the lower inode that it means; says whether the layer has
-/// whiteouts.
+/// First pass. Maps the marked links to lower inodes; says whether the layer has whiteouts.
 fn hold_link_targets(
     lower: &mut Tree,
     marks: &Tree,
@@ -178,10 +172,7 @@ fn hold_link_targets(
         let fail = |what: String| at(&marks.path(visit.entry), what);
         let path: Vec<Vec<u8>> = target.split(|&b| b == b'/').map(<[u8]>::to_vec).collect();
         let found = path.split_last().and_then(|(name, parents)| {
-            match walk(lower, lower.root(), parents) {
-                Walked::Dir(dir) => lower.lookup(dir, name),
-                Walked::Missing | Walked::NotDirectory(_) => None,
-            }
+            lower.lookup(walk(lower, lower.root(), parents).ok()??, name)
         });
         let Some(inode) = found else {
             return Err(no_target(marks, visit.entry, visit.inode));
@@ -218,8 +209,8 @@ fn hide(lower: &mut Tree, marks: &Tree, removed: &mut Hidden) {
     }
 }
 
-/// The lower directory that a layer's directory is laid over: the one of that name, or the one that a
-/// symbolic link of that name leads to if the layer has no entry of its own for it.
+/// The lower directory that a layer's directory is laid over: the one of that name, or the one that
+/// a symbolic link of that name leads to if the layer has no entry of its own for it.
 fn lower_dir(
     lower: &Tree,
     marks: &Tree,
@@ -232,10 +223,7 @@ fn lower_dir(
         return Some(inode);
     }
     marks.xattr(of_layer, IMPLICIT)?;
-    match walk(lower, dir, &[name.to_vec()]) {
-        Walked::Dir(dir) => Some(dir),
-        Walked::Missing | Walked::NotDirectory(_) => None,
-    }
+    walk(lower, dir, &[name.to_vec()]).ok()?
 }
 
 /// Third pass: the layer's own entries.
@@ -245,8 +233,9 @@ struct Bring<'a> {
     links: HashMap<InodeId, InodeId>,
     held: Held,
     hidden: &'a mut Hidden,
-    /// Inodes with several names in the layer, by the path that its dump describes them at. They are held:
-    /// a name of the layer can be replaced by another one that comes through a lower symbolic link.
+    /// Inodes with several names in the layer, by the path that its dump describes them at. They
+    /// are held: a name of the layer can be replaced by another one that comes through a lower
+    /// symbolic link.
     shared: HashMap<Vec<u8>, Shared>,
 }
 
@@ -290,7 +279,7 @@ impl Bring<'_> {
         }
     }
 
-    /// A directory of the layer: makes it, or describes the one that is there.
+    /// Makes a directory of the layer, or describes the existing one.
     fn directory(
         &mut self,
         dir: InodeId,
@@ -367,7 +356,6 @@ impl Bring<'_> {
         Ok(())
     }
 
-    /// Gives an inode what a line of the dump says about it.
     fn describe(&mut self, inode: InodeId, record: &Record<'_>) -> Result<(), TreeError> {
         let What::Inode { meta, content, xattrs, .. } = &record.what else { return Ok(()) };
         self.lower.set_meta(inode, *meta);

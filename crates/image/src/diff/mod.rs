@@ -1,7 +1,7 @@
 //! What two images have in common and what differs: by content ([`Diff::of`]), path by path
 //! ([`Change`]), and page by page ([`pages`]).
 //!
-//! Content is compared by the digests that the images name, so nothing but metadata is read, except for pages.
+//! Content is compared by digests, so only metadata is read, except for pages.
 
 pub mod pages;
 mod paths;
@@ -13,7 +13,7 @@ use cofolio_store::task::Cancelled;
 use cofolio_store::{BoxError, Digest, Domain};
 use serde::Serialize;
 
-use crate::compose::contents;
+use crate::compose::named_objects;
 use crate::stored::StoredImage;
 
 pub use paths::{Aspect, Change, ChangeKind, PathCounts};
@@ -23,26 +23,17 @@ pub const PAGE_SIZE: u64 = 4096;
 
 /// Why images cannot be compared.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum DiffError {
     /// The store.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
     /// An image cannot be read.
     #[error("image {image}")]
-    Image {
-        /// Which.
-        image: Digest,
-        /// Why.
-        source: BoxError,
-    },
+    Image { image: Digest, source: BoxError },
     /// An object cannot be read.
     #[error("object {object}")]
-    Object {
-        /// Which.
-        object: Digest,
-        /// Why.
-        source: std::io::Error,
-    },
+    Object { object: Digest, source: std::io::Error },
     /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
@@ -79,7 +70,7 @@ pub struct Side {
     /// Its distinct contents.
     #[serde(flatten)]
     pub content: Tally,
-    /// Pages of its files with one copy per inode: what reading them takes where the image is unpacked.
+    /// Pages of its files with one copy per inode, as where the image is unpacked.
     pub unpacked_pages: u64,
 }
 
@@ -103,7 +94,7 @@ pub struct Diff {
     contents: Vec<(Digest, Content)>,
 }
 
-/// A distinct content and who has it.
+/// A distinct content and the images that have it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Content {
     size: u64,
@@ -112,9 +103,9 @@ struct Content {
 }
 
 impl Diff {
-    /// Compares two images of a domain. `change` is called for every path that is not the same in both,
-    /// in the order of paths (a directory before what it holds). Memory is in proportion to distinct
-    /// contents, not to paths.
+    /// Compares two images of a domain. `change` is called for every path that is not the same in
+    /// both, in the order of paths (a directory before what it holds). Memory is in proportion to
+    /// distinct contents, not to paths.
     ///
     /// # Errors
     /// [`DiffError::Store`] if an image is missing, [`DiffError::Image`] if one cannot be read.
@@ -128,7 +119,7 @@ impl Diff {
         let unreadable =
             |side: usize| move |source| DiffError::Image { image: *images[side], source };
         let open = |side: usize| -> Result<_, DiffError> {
-            let image = contents::open_image(&files[side]);
+            let image = named_objects::open_image(&files[side]);
             image.map_err(|error| unreadable(side)(error.into()))
         };
         let opened = [open(0)?, open(1)?];
@@ -165,7 +156,7 @@ impl Diff {
         Ok(diff)
     }
 
-    /// Pages of both images' distinct contents: what reading both takes where equal files are shared.
+    /// Pages of both images' distinct contents: the cost of reading both with shared files.
     pub fn pages_by_file(&self) -> u64 {
         self.shared.pages.saturating_add(self.only_a.pages).saturating_add(self.only_b.pages)
     }
@@ -176,7 +167,6 @@ impl Diff {
     }
 }
 
-/// Counts what one image holds.
 struct Count<'i, 'f> {
     image: &'i Image<StoredImage<'f>>,
     number: usize,
@@ -204,7 +194,7 @@ impl<'i, 'f> Count<'i, 'f> {
             let pages = inode.size.div_ceil(PAGE_SIZE);
             self.side.unpacked_pages = self.side.unpacked_pages.saturating_add(pages);
         }
-        if let Some(object) = contents::object_of(self.image, inode)? {
+        if let Some(object) = named_objects::object_of(self.image, inode)? {
             let content = contents.entry(object).or_default();
             content.size = inode.size;
             content.names[self.number] += 1;

@@ -1,9 +1,9 @@
 //! What sharing equal pages would add to sharing equal files.
 //!
-//! Every distinct content of both images is read once and each of its pages hashed; a page is then known
-//! by 62 bits of a hash with a random key (a million pages collide with a chance of one in ten million, and
-//! nothing but a figure depends on it). Memory has a bound: what does not fit is done in several passes, each for
-//! a part of the hashes.
+//! Every distinct content of both images is read once and each of its pages hashed; a page is then
+//! known by 62 bits of a hash with a random key (a million pages collide with a chance of one in
+//! ten million, and nothing but a figure depends on it). Memory has a bound: what does not fit is
+//! done in several passes, each for a part of the hashes.
 
 use std::collections::hash_map::RandomState;
 use std::fs::File;
@@ -20,14 +20,12 @@ use serde::Serialize;
 use super::{Content, Diff, DiffError, PAGE_SIZE};
 use crate::threads::spawn_up_to;
 
-/// Bytes of memory for hashes unless somebody says otherwise: enough for 100 GiB of content in one pass.
+/// Default bytes of memory for hashes: enough for 100 GiB of content in one pass.
 pub const MEMORY_DEFAULT: usize = 256 << 20;
 
-/// A page as a number.
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
-/// Bytes read at a time.
 const BUFFER: usize = 128 * PAGE;
 
 /// Pages of two images, by content.
@@ -35,7 +33,7 @@ const BUFFER: usize = 128 * PAGE;
 pub struct PageReport {
     /// Distinct pages of both: what reading both would take if equal pages were shared.
     pub distinct_pages: u64,
-    /// Distinct pages of contents that only the first image has, which the second has too, in whatever file.
+    /// Distinct pages of contents that only the first image has, but the second has elsewhere.
     pub a_in_b_pages: u64,
     /// Distinct pages of contents that only the second image has, which the first has too.
     pub b_in_a_pages: u64,
@@ -47,11 +45,11 @@ pub struct PageReport {
     pub memory_bytes: u64,
 }
 
-/// Hashes the pages of both images' contents on all processors, with about `memory_max` bytes for hashes.
+/// Hashes the pages of both images on all processors, with about `memory_max` bytes for hashes.
 ///
 /// # Errors
-/// [`DiffError::Store`] if an object is missing, [`DiffError::Object`] if it cannot be read or is not as long
-/// as its image says.
+/// [`DiffError::Store`] if an object is missing, [`DiffError::Object`] if it cannot be read or is
+/// not as long as its image says.
 pub fn compare(
     domain: &Domain,
     diff: &Diff,
@@ -111,8 +109,7 @@ fn open(domain: &Domain, object: &Digest, content: &Content) -> Result<File, Dif
     open().map_err(|source| DiffError::Object { object: *object, source })
 }
 
-/// Pages of all contents that are not in holes, nearly: a file of a terabyte with nothing in it is not to make
-/// a thousand passes.
+/// Pages that are not in holes, so that an empty file of a terabyte makes no thousand passes.
 fn data_pages(domain: &Domain, diff: &Diff) -> Result<u64, DiffError> {
     let mut pages = 0_u64;
     for (object, content) in &diff.contents {
@@ -163,7 +160,6 @@ fn each<T: Sync>(
     failed.into_inner().unwrap_or_default().map_or(Ok(()), Err)
 }
 
-/// Which hashes a pass is for, and how they are made.
 struct Wanted<'a> {
     key: &'a RandomState,
     pass: u64,
@@ -171,14 +167,14 @@ struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// The hash of a page, with its lowest bits free for who has it; `None` if it is another pass's.
+    /// The hash of a page, its lowest bits free for the owner; `None` if it is another pass's.
     fn hash(&self, page: &[u8]) -> Option<u64> {
         let hash = self.key.hash_one(page) & !OWNER;
         ((hash >> OWNER_BITS) % self.passes == self.pass).then_some(hash)
     }
 }
 
-/// The bits of an entry that say who has the page.
+/// The bits of an entry that say which images have the page.
 const OWNER: u64 = 3;
 const OWNER_BITS: u32 = 2;
 const SHARED: u64 = 0;

@@ -6,7 +6,7 @@ use cofolio_erofs::read::{Image, Inode, Walk, Xattr};
 use cofolio_store::BoxError;
 use serde::Serialize;
 
-use crate::compose::contents;
+use crate::compose::named_objects;
 use crate::stored::StoredImage;
 
 /// Attributes that say where content is, which is compared as content.
@@ -143,36 +143,25 @@ pub(super) fn merge(
     };
     loop {
         let [a, b] = &mut heads;
-        match (&a.inode, &b.inode) {
+        let order = match (a.inode, b.inode) {
             (None, None) => return Ok(counts),
-            (Some(inode), None) => {
-                told(&a.path, Some(inode), None)?;
-                step(a)?;
-            }
-            (None, Some(inode)) => {
-                told(&b.path, None, Some(inode))?;
-                step(b)?;
-            }
-            (Some(of_a), Some(of_b)) => match order(&a.path, &b.path) {
-                Ordering::Less => {
-                    told(&a.path, Some(of_a), None)?;
-                    step(a)?;
-                }
-                Ordering::Greater => {
-                    told(&b.path, None, Some(of_b))?;
-                    step(b)?;
-                }
-                Ordering::Equal => {
-                    told(&a.path, Some(of_a), Some(of_b))?;
-                    step(a)?;
-                    step(b)?;
-                }
-            },
+            (Some(_), None) => Ordering::Less,
+            (None, Some(_)) => Ordering::Greater,
+            (Some(_), Some(_)) => order(&a.path, &b.path),
+        };
+        let of_a = a.inode.filter(|_| order != Ordering::Greater);
+        let of_b = b.inode.filter(|_| order != Ordering::Less);
+        let path = if of_a.is_some() { &a.path } else { &b.path };
+        told(path, of_a.as_ref(), of_b.as_ref())?;
+        if of_a.is_some() {
+            step(a)?;
+        }
+        if of_b.is_some() {
+            step(b)?;
         }
     }
 }
 
-/// Where a walk is.
 struct Head<'i, 'f> {
     image: &'i Stored<'f>,
     side: usize,
@@ -193,8 +182,7 @@ impl<'i, 'f> Head<'i, 'f> {
     fn advance(&mut self) -> Result<(), OfSide> {
         self.inode = None;
         while let Some(found) = self.walk.advance().map_err(|error| (self.side, error.into()))? {
-            // The order is what makes one pass enough. The kernel looks names up by it, too, so an image
-            // without it is broken.
+            // One pass needs sorted names, and so does the kernel.
             if order(&self.path, found.path) != Ordering::Less {
                 let what = format!(
                     "the names of a directory are not in order at `{}`",
@@ -204,7 +192,7 @@ impl<'i, 'f> Head<'i, 'f> {
             }
             self.path.clear();
             self.path.extend_from_slice(found.path);
-            if !contents::is_added(self.image, &found.inode) {
+            if !named_objects::is_added(self.image, &found.inode) {
                 self.inode = Some(found.inode);
                 break;
             }
@@ -270,7 +258,7 @@ fn holds(image: &Stored<'_>, inode: &Inode) -> Result<Holds, BoxError> {
     if !inode.is_file() {
         return Ok(Holds::Nothing);
     }
-    if let Some(object) = contents::object_of(image, inode)? {
+    if let Some(object) = named_objects::object_of(image, inode)? {
         return Ok(Holds::Object(object));
     }
     let bytes = image.read_small(inode, INLINE_MAX)?;

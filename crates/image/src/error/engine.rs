@@ -6,34 +6,19 @@ use std::path::PathBuf;
 /// Why an engine's store cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum EngineError {
     /// No such store, or no such image in it; or a name that could be several.
     #[error("{what}")]
-    NotFound {
-        /// What was asked for and what there is.
-        what: String,
-    },
-    /// Reading failed.
+    NotFound { what: String },
     #[error("cannot read {path}")]
     Io {
-        /// The file.
         path: PathBuf,
-        /// What the system said.
         #[source]
         source: io::Error,
     },
-    /// A file that is not as its engine writes it.
     #[error("{path}: {what}")]
-    Document {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        what: String,
-    },
-    /// Something that engines do and Cofolio cannot read.
+    Document { path: PathBuf, what: String },
     #[error("{what}")]
-    Unsupported {
-        /// What, and where.
-        what: String,
-    },
+    Unsupported { what: String },
 }

@@ -1,4 +1,4 @@
-//! What can go wrong with an import, told so that the reader knows whose fault it is.
+//! Errors of imports. The variant says whose fault it is.
 
 mod engine;
 mod registry;
@@ -19,172 +19,83 @@ pub use crate::threads::NoThread;
 /// Why an import failed. The store is as it was before, whichever it is.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum ImportError {
-    /// The caller's mistake: no image there, no such tag, no such platform, a form that is not known.
+    /// The caller's mistake: no such image, tag or platform, or an unknown form.
     #[error("{what}")]
-    Source {
-        /// What was asked for and what there is.
-        what: String,
-    },
-    /// A name that no image may have.
+    Source { what: String },
     #[error("{name:?} cannot be the name of an image: {what}")]
-    Name {
-        /// The name.
-        name: String,
-        /// What is wrong with it.
-        what: &'static str,
-    },
-    /// An archive that is damaged or was cut off.
+    Name { name: String, what: &'static str },
     #[error("{path}: {what}")]
-    Archive {
-        /// The archive.
-        path: PathBuf,
-        /// What is wrong, and where.
-        what: String,
-    },
-    /// Reading the source failed.
+    Archive { path: PathBuf, what: String },
     #[error("cannot read {path}")]
     Io {
-        /// The file.
         path: PathBuf,
-        /// What the system said.
         #[source]
         source: io::Error,
     },
-    /// A blob is not what its name says.
     #[error("blob {digest}: its content has the digest {actual}")]
-    Digest {
-        /// The digest by which it was asked for.
-        digest: String,
-        /// The digest of what is there.
-        actual: String,
-    },
-    /// A blob has not the size that its descriptor says.
+    Digest { digest: String, actual: String },
     #[error("blob {digest}: {actual} bytes, its descriptor says {expected}")]
-    Size {
-        /// Its digest.
-        digest: String,
-        /// Size by the descriptor, in bytes.
-        expected: u64,
-        /// Size of what is there, in bytes.
-        actual: u64,
-    },
-    /// A blob that the image refers to is not in the source.
+    Size { digest: String, expected: u64, actual: u64 },
     #[error("blob {digest} is missing from {path}")]
-    Missing {
-        /// Its digest, or its name in a `docker save` archive.
-        digest: String,
-        /// The layout or archive.
-        path: PathBuf,
-    },
-    /// A layer unpacks to something else than the image config says.
+    Missing { digest: String, path: PathBuf },
     #[error("layer {digest}: unpacks to {actual}, the image config says {expected}")]
-    DiffId {
-        /// The layer's blob.
-        digest: String,
-        /// The diff-id in the config.
-        expected: String,
-        /// The digest of the unpacked tar archive.
-        actual: String,
-    },
-    /// A blob cannot be unpacked.
+    DiffId { digest: String, expected: String, actual: String },
     #[error("blob {digest}, offset {offset}: {what}")]
     Corrupt {
-        /// Its digest.
         digest: String,
         /// How far it was read, in (compressed) bytes.
         offset: u64,
-        /// What is wrong.
         what: String,
     },
     /// A layer's archive or one of its entries is malformed, or makes no sense in a filesystem.
     #[error("layer {digest}, offset {offset} of its tar archive{}: {what}", of(entry))]
     Layer {
-        /// The layer's blob.
         digest: String,
         /// Offset in the uncompressed archive, in bytes.
         offset: u64,
-        /// Name of the entry, if it is one.
         entry: Option<String>,
-        /// What is wrong.
         what: String,
     },
-    /// A layer does not fit on those below it.
     #[error("layer {digest}, entry {entry:?}: {what}")]
-    Merge {
-        /// The layer's blob.
-        digest: String,
-        /// The entry.
-        entry: String,
-        /// What is wrong.
-        what: String,
-    },
-    /// An index, manifest or config that is malformed or contradicts itself.
+    Merge { digest: String, entry: String, what: String },
     #[error("{what_blob} {digest}: {what}")]
     Document {
         /// `index`, `manifest` or `config`.
         what_blob: &'static str,
-        /// Its digest or file name.
         digest: String,
-        /// What is wrong.
         what: String,
     },
     /// A media type that Cofolio does not know or cannot handle.
     #[error("blob {digest}: {what} ({media_type:?})")]
-    MediaType {
-        /// The blob.
-        digest: String,
-        /// Its media type.
-        media_type: String,
-        /// Why not.
-        what: &'static str,
-    },
+    MediaType { digest: String, media_type: String, what: &'static str },
     /// A limit of [`Limits`](crate::limits::Limits) was reached.
     #[error("{what}: more than the limit of {limit} ({option})")]
     Limit {
-        /// What is too much, and where.
         what: String,
-        /// The limit.
         limit: u64,
         /// The field of [`Limits`](crate::limits::Limits) that sets it.
         option: &'static str,
     },
     /// A file of a directory tree changed while it was read.
     #[error("{path} changed while it was read")]
-    Changed {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The store's filesystem is full. Nothing was kept.
-    #[error("no space left in the store: {missing_bytes} bytes more are needed")]
-    NoSpace {
-        /// Bytes of objects and metadata that could not be written, in whole blocks.
-        missing_bytes: u64,
-    },
-    /// The caller cancelled it.
+    Changed { path: PathBuf },
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
-    /// A registry did not give what was asked of it.
     #[error(transparent)]
     Registry(#[from] RegistryError),
-    /// An engine's store on this machine could not be read.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// The image may not come in: its signatures are not what was asked for.
     #[error(transparent)]
     Trust(#[from] TrustError),
-    /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
-    /// The machine gives no thread.
     #[error(transparent)]
     Thread(#[from] NoThread),
-    /// The image cannot be described as a metadata image.
     #[error("the image cannot be written: {what}")]
-    Image {
-        /// Why not.
-        what: String,
-    },
+    Image { what: String },
 }
 
 impl ImportError {
@@ -210,7 +121,7 @@ fn of(entry: &Option<String>) -> String {
     entry.as_ref().map(|name| format!(", entry {name:?}")).unwrap_or_default()
 }
 
-/// A name for people: no control characters, not without end.
+/// A name for an error, at most 400 bytes of it.
 pub(crate) fn shown(name: &[u8]) -> String {
     let mut text = String::from_utf8_lossy(&name[..name.len().min(400)]).into_owned();
     if name.len() > 400 {

@@ -1,111 +1,42 @@
-//! What can go wrong between us and a registry. Nothing in here ever holds a secret: URLs are shown
-//! without their query, which may be signed.
+//! Errors of registries. They hold no secrets: URLs lose their query, which may be signed.
 
 /// Why a registry did not give or take what it should.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum RegistryError {
     /// The caller's mistake: not a name of an image.
     #[error("{text:?} is not the name of an image in a registry: {what}")]
-    Reference {
-        /// What was given.
-        text: String,
-        /// Which part is wrong.
-        what: String,
-    },
-    /// The caller's mistake: options that cannot be.
+    Reference { text: String, what: String },
+    /// The caller's mistake: invalid options.
     #[error("{what}")]
-    Options {
-        /// Which, and why.
-        what: String,
-    },
-    /// There is no such image or blob.
+    Options { what: String },
     #[error("{url}: not there{}", because(what))]
-    NotFound {
-        /// What was asked for.
-        url: String,
-        /// What the registry said.
-        what: String,
-    },
-    /// The registry does not let us.
+    NotFound { url: String, what: String },
     #[error("{url}: access denied ({used}){}", because(what))]
-    Denied {
-        /// What was asked for.
-        url: String,
-        /// As whom: with which credentials, from where.
-        used: String,
-        /// What the registry said.
-        what: String,
-    },
-    /// Credentials cannot be read, or a credential helper failed.
+    Denied { url: String, used: String, what: String },
     #[error("{place}: {what}")]
-    Credentials {
-        /// The file or program.
-        place: String,
-        /// What is wrong.
-        what: String,
-    },
-    /// A certificate or key of this machine cannot be used.
+    Credentials { place: String, what: String },
     #[error("{path}: {what}")]
-    Certificate {
-        /// The file.
-        path: String,
-        /// What is wrong.
-        what: String,
-    },
-    /// Plain HTTP, which nobody has allowed.
+    Certificate { path: String, what: String },
     #[error("{url}: plain HTTP to a host that is not this machine is only used when asked for")]
-    PlainHttp {
-        /// Where.
-        url: String,
-    },
-    /// No connection, or it broke off, or stood still for too long.
+    PlainHttp { url: String },
     #[error("{url}: {what}{}", after(tries))]
-    Unreachable {
-        /// Where.
-        url: String,
-        /// What happened last.
-        what: String,
-        /// How often it was tried without getting on.
-        tries: u32,
-    },
-    /// An answer with a status that is not success.
+    Unreachable { url: String, what: String, tries: u32 },
     #[error("{url}: status {status}{}{}", because(what), after(tries))]
-    Status {
-        /// Where.
-        url: String,
-        /// The HTTP status.
-        status: u16,
-        /// What the registry said.
-        what: String,
-        /// How often it was tried without getting on.
-        tries: u32,
-    },
-    /// The registry does not do what was asked of it, and will not next time.
+    Status { url: String, status: u16, what: String, tries: u32 },
+    /// The registry refuses; a retry would not help.
     #[error("{url}: refused (status {status}){}", because(what))]
-    Refused {
-        /// Where.
-        url: String,
-        /// The HTTP status.
-        status: u16,
-        /// What the registry said.
-        what: String,
-    },
-    /// An answer that makes no sense, or too much of it.
+    Refused { url: String, status: u16, what: String },
     #[error("{url}: {what}")]
-    Answer {
-        /// Where.
-        url: String,
-        /// What is wrong.
-        what: String,
-    },
+    Answer { url: String, what: String },
     /// The import that wanted this has failed for another reason.
     #[error("given up, because something else failed")]
     GivenUp,
 }
 
 impl RegistryError {
-    /// How often it was tried, for those for which it is.
+    /// Sets the number of tries where the message shows it.
     pub(crate) fn tried(mut self, count: u32) -> Self {
         if let Self::Unreachable { tries, .. } | Self::Status { tries, .. } = &mut self {
             *tries = count;
@@ -122,7 +53,7 @@ fn after(tries: &u32) -> String {
     if *tries > 1 { format!(" (tried {tries} times)") } else { String::new() }
 }
 
-/// Text of somebody else for our own error: no control characters, not without end.
+/// Foreign text for an error: no control characters, at most 300 characters.
 pub(crate) fn quoted(text: &str) -> String {
     let clean = text.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut short: String = clean.clone().take(300).collect();

@@ -1,7 +1,7 @@
 //! An image in one tar archive: an OCI layout, or what `docker save` writes.
 //!
-//! A member's header comes before its content, and says digest and size, which are known after it: room is
-//! left for it and filled in afterwards. So the archive is written to a file, also on its way to a pipe.
+//! A member's header precedes its content, but its name and size are known after it: a gap is left
+//! and filled later. So the archive is written to a file first, even for a pipe.
 
 use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
@@ -17,21 +17,18 @@ use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 use crate::layer::tar::{BLOCK, pad};
 
-/// Which archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Style {
     Oci,
     Docker,
 }
 
-/// An archive that is being written.
 pub(crate) struct Archive {
     style: Style,
     output: OutputFile,
     /// Where the member at hand begins, and what it is.
     member: u64,
     kind: BlobKind,
-    /// Where the next byte goes.
     at: u64,
     members: Vec<String>,
 }

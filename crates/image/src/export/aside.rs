@@ -1,10 +1,10 @@
 //! Files and directories that are not complete yet. They lie beside their destination, on the same
 //! filesystem, under a hidden name that says which process makes them (`.NAME.cofolio-PID`).
 //!
-//! They are locked while they are written. A killed process leaves one behind without a lock; the next
-//! export to the same destination removes it if that process is gone as well. (Lock and process are both
-//! checked: the number of a process in another container means nothing here, but its lock is visible; and
-//! the lock is taken a moment after the name appears.)
+//! They are locked while they are written. A killed process leaves one behind without a lock; the
+//! next export to the same destination removes it if that process is gone as well. (Lock and
+//! process are both checked: the number of a process in another container means nothing here, but
+//! its lock is visible; and the lock is taken a moment after the name appears.)
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -22,7 +22,6 @@ use super::error::{ExportError, io_error};
 #[derive(Debug)]
 pub struct OutputFile {
     file: File,
-    /// Where it lies until it is published.
     aside: PathBuf,
     to: To,
 }
@@ -39,12 +38,11 @@ enum To {
 }
 
 impl OutputFile {
-    /// Begins a file that will be at `path`; `-` is standard output. A regular file that is there is
-    /// replaced if `replace` says so.
+    /// Begins a file for `path` (`-`: standard output). `replace` allows replacing a regular file.
     ///
     /// # Errors
-    /// [`ExportError::Exists`] for a file that may not be replaced; [`ExportError::Destination`] for
-    /// anything but a regular file, and for a terminal; [`ExportError::Io`].
+    /// [`ExportError::Exists`] for a file that may not be replaced; [`ExportError::Destination`]
+    /// for anything but a regular file, and for a terminal; [`ExportError::Io`].
     pub fn create(path: &Path, replace: bool) -> Result<Self, ExportError> {
         if path.as_os_str() == "-" {
             if io::stdout().is_terminal() {
@@ -65,7 +63,7 @@ impl OutputFile {
         &self.file
     }
 
-    /// Where it lies until it is published: for error messages, and for further files beside it.
+    /// Its path until it is published, for messages and for files beside it.
     pub(super) fn aside(&self) -> &Path {
         &self.aside
     }
@@ -104,8 +102,7 @@ impl Drop for OutputFile {
     }
 }
 
-/// Refuses a destination that may not be replaced: a device, a symbolic link, a directory, and without
-/// `replace` any file.
+/// Refuses a device, a symbolic link, a directory, and without `replace` any file.
 fn check_free(path: &Path, replace: bool) -> Result<(), ExportError> {
     match path.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -132,8 +129,7 @@ fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
     }
 }
 
-/// A file without a name in the directory of `path`, for reading and writing. The kernel removes it
-/// when it is closed.
+/// An unnamed file in the directory of `path`. The kernel removes it when it is closed.
 pub(super) fn unnamed_file(path: &Path) -> Result<File, ExportError> {
     let (_, name) = create_file(path)?;
     let opened = File::options().read(true).write(true).open(&name);
@@ -173,7 +169,7 @@ fn name(path: &Path) -> Result<PathBuf, ExportError> {
     Ok(path.with_file_name(prefix))
 }
 
-/// As far as it goes: what cannot be removed is in nobody's way.
+/// What cannot be removed stays.
 fn remove_leftovers(directory: &Path, prefix: &OsStr) {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     for entry in entries {
@@ -195,7 +191,7 @@ fn is_alive(process: u32) -> bool {
     process == std::process::id() || Path::new("/proc").join(process.to_string()).exists()
 }
 
-/// Whether nobody holds the lock of a file or directory.
+/// Whether no process holds the lock of a file or directory.
 fn is_free(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());

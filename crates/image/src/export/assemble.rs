@@ -2,22 +2,21 @@
 
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::Hasher;
-use cofolio_store::{Digest, Domain, Piece};
+use cofolio_store::{Digest, Domain, Piece, Stretch, stretch_at};
 
 use super::error::ExportError;
 use crate::layer::split::{Split, SplitError, Step};
 use crate::stored::StoredImage;
 
-/// How much is read at once, in bytes.
 const READ_SIZE: usize = 256 << 10;
+/// An object with at least this many bytes in holes is a sparse file in a new archive.
+const HOLES_MIN: u64 = 1 << 20;
+/// Most extents of a sparse file; readers, ours among them, bound their number.
+const EXTENTS_MAX: usize = 1 << 16;
 
 /// Where an archive goes to, piece by piece.
 pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), ExportError> + 'a;
 
-/// Writes a layer's archive.
-///
-/// # Errors
-/// [`ExportError::Split`], [`ExportError::Object`], [`ExportError::Store`], and those of the sink.
 pub(crate) fn layer(
     domain: &Domain,
     chain_id: &str,
@@ -72,7 +71,6 @@ pub(crate) struct Object<'a> {
 }
 
 impl<'a> Object<'a> {
-    /// Opens an object of that size.
     pub(crate) fn open(
         domain: &Domain,
         digest: Digest,
@@ -93,6 +91,29 @@ impl<'a> Object<'a> {
             Ok(found) => Err(object.bad(format!("it has {found} bytes and not {size}"))),
             Err(error) => Err(object.bad(error.to_string())),
         }
+    }
+
+    /// Its extents of data (offset, length), if its holes are worth leaving out of an archive.
+    pub(crate) fn sparse_extents(&self) -> Result<Option<Vec<(u64, u64)>>, ExportError> {
+        if self.left < HOLES_MIN {
+            return Ok(None);
+        }
+        let bad = |error: std::io::Error| self.bad(error.to_string());
+        let file = self.file.to_std().map_err(bad)?;
+        let (mut extents, mut at, mut data) = (Vec::new(), 0, 0);
+        while at < self.left && extents.len() <= EXTENTS_MAX {
+            at += match stretch_at(&file, at).map_err(bad)? {
+                Stretch::Hole(len) => len,
+                Stretch::Data(len) => {
+                    let len = len.min(self.left - at);
+                    extents.push((at, len));
+                    data += len;
+                    len
+                }
+            };
+        }
+        let is_sparse = self.left - data >= HOLES_MIN && extents.len() <= EXTENTS_MAX;
+        Ok(is_sparse.then_some(extents))
     }
 
     /// Reads on; without a sink what is read is only hashed.

@@ -1,8 +1,8 @@
-//! Compressing a layer on all processors, in bounded memory, with the same bytes whatever their number.
+//! Compressing a layer on all processors in bounded memory, always to the same bytes.
 //!
-//! The archive is cut into chunks of fixed size, and each becomes a gzip member or a zstd frame of its own.
-//! Members and frames that follow one another are one stream to every reader of layers: estargz and
-//! zstd:chunked are made so.
+//! The archive is cut into chunks of fixed size, and each becomes a gzip member or a zstd frame of
+//! its own. Members and frames that follow one another are one stream to every reader of layers:
+//! estargz and zstd:chunked are made so.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -64,7 +64,6 @@ struct Job {
     reply: channel::Sender<io::Result<Vec<u8>>>,
 }
 
-/// The threads that compress.
 pub(crate) struct Compressors {
     compression: Compression,
     jobs: channel::Sender<Job>,
@@ -74,9 +73,6 @@ pub(crate) struct Compressors {
 
 impl Compressors {
     /// Starts `count` threads, for `layers` layers at a time; they end when this is dropped.
-    ///
-    /// # Errors
-    /// [`NoThread`].
     pub(crate) fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         compression: Compression,
@@ -98,14 +94,11 @@ impl Compressors {
     }
 }
 
-/// A layer that was written.
 #[derive(Debug, Clone)]
 pub(crate) struct LayerBlob {
     pub(crate) diff_id: DiffId,
-    /// Bytes of the archive.
     pub(crate) uncompressed: u64,
     pub(crate) digest: BlobDigest,
-    /// Bytes of the blob.
     pub(crate) size: u64,
 }
 
@@ -151,7 +144,6 @@ impl<'a> BlobWriter<'a> {
         Ok(())
     }
 
-    /// Bytes of the archive so far.
     pub(crate) fn uncompressed(&self) -> u64 {
         self.uncompressed
     }

@@ -11,25 +11,17 @@ use crate::error::{NoThread, RegistryError};
 /// Why an image could not be given out. Nothing half-written is left at the destination.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum ExportError {
     /// The caller's mistake: an unknown form of destination, or something is in the way there.
     #[error("{what}")]
-    Destination {
-        /// What is wrong.
-        what: String,
-    },
-    /// A file is at the destination, and nobody asked for its replacement.
+    Destination { what: String },
+    /// A file exists at the destination, and may not be replaced.
     #[error("{path} exists already")]
-    Exists {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Writing at the destination failed.
+    Exists { path: PathBuf },
     #[error("cannot write {path}")]
     Io {
-        /// The file.
         path: PathBuf,
-        /// What the system said.
         #[source]
         source: io::Error,
     },
@@ -39,60 +31,30 @@ pub enum ExportError {
         /// Their chain ids, lowest first.
         layers: Vec<String>,
     },
-    /// A layer's split is damaged.
     #[error("split of layer {layer}: {what}")]
-    Split {
-        /// Chain id of the layer.
-        layer: String,
-        /// What is wrong, and where.
-        what: String,
-    },
+    Split { layer: String, what: String },
     /// An object is missing, or is not what its name says.
     #[error("object {digest}, which {user} needs: {what}")]
     Object {
-        /// The object.
         digest: Digest,
         /// `layer <chain-id>` or `image <digest>`.
         user: String,
-        /// What is wrong.
         what: String,
     },
     /// A layer came out other than it went in, though all its objects are right.
     #[error("layer {layer}: comes out as {actual}, the image config says {expected}")]
-    DiffId {
-        /// Chain id of the layer.
-        layer: String,
-        /// The diff-id in the config.
-        expected: String,
-        /// What was written.
-        actual: String,
-    },
-    /// The image cannot be described as an OCI image.
+    DiffId { layer: String, expected: String, actual: String },
     #[error("{path:?} cannot be put into a layer: {what}")]
-    Entry {
-        /// Path in the image.
-        path: String,
-        /// Why not.
-        what: String,
-    },
+    Entry { path: String, what: String },
     /// The store's record of the image, or the image itself, cannot be read.
     #[error("image {image}: {what}")]
-    Image {
-        /// The image.
-        image: Digest,
-        /// What is wrong.
-        what: String,
-    },
-    /// The registry did not take it.
+    Image { image: Digest, what: String },
     #[error(transparent)]
     Registry(#[from] RegistryError),
-    /// The machine gives no thread.
     #[error(transparent)]
     Thread(#[from] NoThread),
-    /// The store failed.
     #[error(transparent)]
     Store(#[from] cofolio_store::Error),
-    /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
 }

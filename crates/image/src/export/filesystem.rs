@@ -1,5 +1,4 @@
-//! An image as one file that carries all of it: EROFS, for mounts without a store, and for virtual
-//! machines.
+//! An image as one EROFS file, for mounts without a store and for virtual machines.
 //!
 //! ```text
 //! metadata image ─▶ tree ────────────────────────────────┐
@@ -27,10 +26,9 @@ use sha2::Digest as _;
 use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
-use crate::compose::contents::open_image;
+use crate::compose::named_objects::open_image;
 use crate::lease::Lease;
 
-/// Bytes of a block.
 const BLOCK: usize = 4096;
 /// How much is read at once, in bytes: whole blocks.
 const READ_SIZE: usize = 256 << 10;
@@ -98,10 +96,10 @@ fn write_file(
     cancel: &Cancel,
 ) -> Result<(Digest, u64), WriteError> {
     use WriteError::Sink;
-    let mut sink = Hashed { file, hasher: Hasher::new() };
+    let mut sink = Hashed { file, hasher: Hasher::new(), cancel };
     let data = Data { devices: &[], own_blocks: blocks.count, blobs: &*blocks };
     write_data(tree, &data, &mut sink)?;
-    blocks.copy_to(&mut sink, cancel).map_err(Sink)?;
+    blocks.copy_to(&mut sink).map_err(Sink)?;
     let size = sink.hasher.size();
     file.set_len(size).map_err(Sink)?;
     Ok((sink.hasher.finish(), size))
@@ -111,10 +109,11 @@ fn write_file(
 struct Hashed<'a> {
     file: &'a File,
     hasher: Hasher,
+    cancel: &'a Cancel,
 }
 
 impl Hashed<'_> {
-    /// Writes so many zeros, as a hole.
+    /// Writes zeros as a hole.
     fn zeros(&mut self, len: u64) -> io::Result<()> {
         self.hasher.zeros(len);
         self.file.seek_relative(i64::try_from(len).unwrap_or(i64::MAX))
@@ -123,6 +122,7 @@ impl Hashed<'_> {
 
 impl Write for Hashed<'_> {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.cancel.check().map_err(io::Error::other)?;
         self.hasher.update(data);
         write_sparse(self.file, data)?;
         Ok(data.len())
@@ -133,8 +133,7 @@ impl Write for Hashed<'_> {
     }
 }
 
-/// Writes to a file whose zeros are to take no room: they are stepped over. At the end the file may
-/// be too short.
+/// Writes data but steps over blocks of zeros. At the end the file may be too short.
 fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
     let zeros = |block: &[u8]| block.iter().all(|&byte| byte == 0);
     while let Some(first) = data.chunks(BLOCK).next() {
@@ -151,7 +150,6 @@ fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// The contents of all files, in blocks.
 struct Blocks {
     file: File,
     /// What its name was, for messages.
@@ -191,7 +189,7 @@ impl Blocks {
     }
 
     /// Writes all of them behind the metadata; holes are not read.
-    fn copy_to(&mut self, sink: &mut Hashed<'_>, cancel: &Cancel) -> io::Result<()> {
+    fn copy_to(&mut self, sink: &mut Hashed<'_>) -> io::Result<()> {
         let end = u64::from(self.count) * BLOCK as u64;
         let mut buffer = vec![0; READ_SIZE];
         let mut at = 0;
@@ -204,7 +202,6 @@ impl Blocks {
                 Stretch::Data(len) => {
                     let data_end = end.min(at.saturating_add(len));
                     while at < data_end {
-                        cancel.check().map_err(io::Error::other)?;
                         let len = usize::try_from(data_end - at).unwrap_or(READ_SIZE);
                         let bytes = &mut buffer[..len.min(READ_SIZE)];
                         self.file.read_exact_at(bytes, at)?;
@@ -230,11 +227,11 @@ impl Blocks {
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
-            // One that names no object the writer refuses, with its path.
+            // The writer refuses a file that names no object, with its path.
             let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
             let Some(digest) = new else { continue };
             let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;
-            self.put(*digest, size, object)?;
+            self.put(*digest, size, object, cancel)?;
             self.content += size;
             step(self.content);
         }
@@ -246,6 +243,7 @@ impl Blocks {
         digest: [u8; 32],
         size: u64,
         mut object: Object<'_>,
+        cancel: &Cancel,
     ) -> Result<(), ExportError> {
         let too_large = || ExportError::Destination {
             what: "the image is larger than its format can address".to_owned(),
@@ -273,18 +271,22 @@ impl Blocks {
             first.checked_add(blocks).ok_or_else(too_large)?;
             let mut plain = Plain::new(&self.file, first, size);
             object.take_pieces(size, |piece| {
-                let hashed = sha.iter_mut();
                 match piece {
                     Piece::Data(bytes) => {
-                        hashed.for_each(|sha| sha.update(bytes));
-                        plain.data(bytes).map_err(&bad)
+                        sha.iter_mut().for_each(|sha| sha.update(bytes));
+                        plain.data(bytes).map_err(&bad)?;
                     }
                     Piece::Hole(len) => {
-                        hashed.for_each(|sha| zeros(len).for_each(|bytes| sha.update(bytes)));
+                        if let Some(sha) = &mut sha {
+                            for bytes in zeros(len) {
+                                cancel.check()?;
+                                sha.update(bytes);
+                            }
+                        }
                         plain.at += len;
-                        Ok(())
                     }
                 }
+                Ok(())
             })?;
             let (count, extents) = plain.finish().map_err(bad)?;
             self.count = first + count;
@@ -328,7 +330,6 @@ impl<'f> Plain<'f> {
         Self { file, first, size, granule, at: 0, extents, placed: 0, written: 0 }
     }
 
-    /// Takes the next bytes.
     fn data(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let left =
@@ -374,7 +375,6 @@ impl<'f> Plain<'f> {
         }
     }
 
-    /// How many blocks were written, and where the content is.
     fn finish(mut self) -> io::Result<(u32, Vec<Extent>)> {
         self.skip_to(blocks_of(self.size));
         let end = u64::from(self.first + self.written) * BLOCK as u64;

@@ -9,11 +9,10 @@ use serde_json::json;
 use super::compress::{BlobWriter, LayerBlob};
 use super::error::ExportError;
 use super::{Exported, assemble, tar};
-use crate::compose::contents::open_image;
+use crate::compose::named_objects::open_image;
 use crate::digest::DiffId;
 use crate::source::Platform;
 
-/// What there is to give out.
 pub(crate) struct Image<'a> {
     domain: &'a Domain,
     pub(crate) digest: &'a Digest,
@@ -23,7 +22,7 @@ pub(crate) struct Image<'a> {
 }
 
 pub(crate) enum Layer {
-    /// One that was imported.
+    /// An imported layer.
     Split { chain_id: String, diff_id: String },
     /// The whole image as one.
     Whole,
@@ -56,7 +55,6 @@ impl<'a> Image<'a> {
         Self { domain, digest, record, layers }
     }
 
-    /// The chains of its layers.
     pub(crate) fn chain_ids(&self) -> Vec<String> {
         let chain_id = |layer: &Layer| match layer {
             Layer::Split { chain_id, .. } => Some(chain_id.clone()),
@@ -84,7 +82,7 @@ impl<'a> Image<'a> {
         if lacking.is_empty() { Ok(()) } else { Err(ExportError::NoSplit { layers: lacking }) }
     }
 
-    /// The config: byte for byte as it came, or one that says the least that it can.
+    /// The original config, or a minimal one.
     pub(crate) fn config<'b>(&self, diff_ids: impl Iterator<Item = &'b DiffId>) -> Cow<'a, str> {
         match self.record.and_then(|record| record.config.as_deref()) {
             Some(config) => config.into(),
@@ -92,8 +90,8 @@ impl<'a> Image<'a> {
         }
     }
 
-    /// Writes a layer's archive as a blob, and checks that it is the right one. `step` hears how far the
-    /// archive has come, in bytes.
+    /// Writes a layer's archive as a blob, and checks that it is the right one. `step` hears how
+    /// far the archive has come, in bytes.
     pub(crate) fn write_layer(
         &self,
         layer: &Layer,

@@ -11,17 +11,14 @@ use super::error::{ExportError, io_error};
 use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
 
-/// The content of `oci-layout`.
 pub(crate) const OCI_LAYOUT: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
-/// Annotation with the name of an image in a layout.
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// Largest `index.json` that is added to, in bytes.
 const INDEX_MAX: u64 = 4 << 20;
 
-/// A layout that is being written: a new one aside, under a temporary name; one that is there in place, blob
-/// by blob, with `index.json` last.
+/// A layout that is being written: a new one under a temporary name, an existing one in place, with
+/// `index.json` last.
 pub(crate) struct Layout {
-    /// Where it is written.
     root: PathBuf,
     /// Where it goes when it is complete, if it is new.
     goes_to: Option<PathBuf>,
@@ -76,7 +73,7 @@ impl Layout {
     }
 }
 
-/// Whether something lies there itself. A layout may come from anybody, and its links could lead anywhere.
+/// Whether something lies there itself. Links in a foreign layout could lead anywhere.
 fn is_own(path: &Path, is: impl FnOnce(&fs::Metadata) -> bool) -> bool {
     path.symlink_metadata().is_ok_and(|found| is(&found))
 }

@@ -1,5 +1,4 @@
-//! Giving images out again: to OCI layouts and archives, to what `docker load` takes, to registries; and as a filesystem
-//! in a file.
+//! Exports: OCI layouts and archives, archives for `docker load`, registries, EROFS files.
 //!
 //! ```text
 //! layer: split + objects ─▶ archive ─┬▶ diff-id, compared with the config
@@ -7,10 +6,10 @@
 //! config: byte for byte as it came ─▶ blob       manifest: new ─▶ blob ─▶ name
 //! ```
 //!
-//! The config is the original and names the layers by their diff-ids, so the image keeps its id. Blobs and
-//! manifest need not be those of the registry it came from: nobody can compress again as somebody else did.
+//! The config is the original and names the layers by their diff-ids, so the image keeps its id.
+//! Blobs and manifest can differ from the registry's, because compression does.
 //!
-//! Nothing that is not complete and checked is ever to be seen at the destination.
+//! An image appears at the destination complete and checked.
 
 mod archive;
 mod aside;
@@ -24,7 +23,7 @@ mod push;
 mod tar;
 mod target;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use cofolio_store::task::{Event, Task};
 use cofolio_store::{Digest, Domain, Ref};
@@ -39,54 +38,41 @@ pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
 use crate::digest::{BlobDigest, DiffId};
 use crate::lease::Lease;
+use crate::source::manifest::{OCI_CONFIG, OCI_MANIFEST};
+use crate::source::{split_at, split_tag};
 use archive::{Archive, Style};
 use compress::{BlobWriter, Compressors, LayerBlob};
 use image::Image;
 use layout::Layout;
 use target::{BlobKind, Descriptor, Finished, Target};
 
-const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
-const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 /// Threads that compress, at most.
 const THREADS_MAX: usize = 16;
 
 /// Where an image goes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the form of a variant says what its fields are")]
 pub enum Destination {
-    /// An OCI image layout: `oci:DIR[:TAG]`. One that is there gets the image in addition.
-    Layout {
-        /// The directory.
-        path: PathBuf,
-        /// What the image is called in it.
-        tag: Option<String>,
-    },
-    /// An OCI image layout in a tar archive: `oci-archive:FILE[:TAG]`.
-    Archive {
-        /// The archive; `-` is standard output.
-        path: PathBuf,
-        /// What the image is called in it.
-        tag: Option<String>,
-    },
-    /// What `docker load` takes: `docker-archive:FILE[:TAG]`. Its layers are not compressed.
-    DockerArchive {
-        /// The archive; `-` is standard output.
-        path: PathBuf,
-        /// What the image is called in it: `name:tag`.
-        tag: Option<String>,
-    },
+    /// An OCI image layout: `oci:DIR[:TAG]`. An existing one gets the image in addition.
+    Layout { path: PathBuf, tag: Option<String> },
+    /// An OCI image layout in a tar archive: `oci-archive:FILE[:TAG]`; `-` is standard output.
+    Archive { path: PathBuf, tag: Option<String> },
+    /// What `docker load` takes: `docker-archive:FILE[:NAME:TAG]`. Its layers are not compressed.
+    DockerArchive { path: PathBuf, tag: Option<String> },
 }
 
 impl Destination {
     /// Understands `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`.
     ///
-    /// Both paths and tags may hold colons: the path that exists is taken, the longest of several; if none
-    /// does, the path ends at the first colon.
+    /// Both paths and tags may hold colons: the path that exists is taken, the longest of several;
+    /// if none does, the path ends at the first colon.
     ///
     /// # Errors
     /// [`ExportError::Destination`] for any other form.
     pub fn parse(text: &str) -> Result<Self, ExportError> {
         let (form, rest) = text.split_once(':').unwrap_or(("", text));
-        let (path, tag) = split_tag(rest);
+        let colon = rest.find(':').unwrap_or(rest.len());
+        let (path, tag) = split_tag(rest).unwrap_or_else(|| split_at(rest, colon));
         match form {
             _ if path.as_os_str().is_empty() => {}
             "oci" => return Ok(Self::Layout { path, tag }),
@@ -107,23 +93,12 @@ impl Destination {
     }
 }
 
-fn split_tag(text: &str) -> (PathBuf, Option<String>) {
-    let ends = || text.match_indices(':').map(|(at, _)| at);
-    let there = |end: &usize| Path::new(&text[..*end]).symlink_metadata().is_ok();
-    let end = match Some(text.len()).into_iter().chain(ends().rev()).find(there) {
-        Some(end) => end,
-        None => ends().next().unwrap_or(text.len()),
-    };
-    let tag = text.get(end + 1..).filter(|tag| !tag.is_empty()).map(str::to_owned);
-    (text[..end].into(), tag)
-}
-
 /// How to export.
 #[derive(Debug, Clone, Default)]
 pub struct ExportOptions {
     /// How layers are compressed; for [`Destination::DockerArchive`] without effect.
     pub compression: Compression,
-    /// Threads that compress. 0: as many as the machine has processors. The result does not depend on it.
+    /// Threads that compress; 0: one per processor. The result does not depend on it.
     pub threads: usize,
     /// Replace an archive that exists.
     pub replace: bool,
@@ -199,13 +174,11 @@ pub fn export(
     write(&image, target, name, how, &|| lease.renew(), task)
 }
 
-/// So many threads compress.
 fn threads(asked: usize) -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if asked == 0 { processors } else { asked }.clamp(1, THREADS_MAX)
 }
 
-/// Writes all of it.
 fn write(
     image: &Image<'_>,
     mut target: Box<dyn Target>,
@@ -250,7 +223,7 @@ fn write(
     let manifest_digest = target.put(BlobKind::Manifest, &manifest)?;
     let finished = Finished {
         manifest: Descriptor {
-            media_type: MANIFEST.to_owned(),
+            media_type: OCI_MANIFEST.to_owned(),
             digest: manifest_digest.clone(),
             size: manifest.len() as u64,
         },
@@ -274,16 +247,16 @@ fn write(
     })
 }
 
-/// A manifest that says what it must.
+/// A minimal manifest.
 fn manifest(config: &BlobDigest, config_size: usize, layers: &[Descriptor]) -> Vec<u8> {
     let config = Descriptor {
-        media_type: CONFIG.to_owned(),
+        media_type: OCI_CONFIG.to_owned(),
         digest: config.clone(),
         size: config_size as u64,
     };
     let manifest = json!({
         "schemaVersion": 2,
-        "mediaType": MANIFEST,
+        "mediaType": OCI_MANIFEST,
         "config": config.json(),
         "layers": layers.iter().map(Descriptor::json).collect::<Vec<_>>(),
     });

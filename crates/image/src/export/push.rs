@@ -7,8 +7,8 @@
 //! all blobs those of the manifest that it came with ─▶ that manifest; otherwise a new one
 //! ```
 //!
-//! A layer is never in memory or on the disk as a whole. It can be made again, the same to the byte, from
-//! any place on: that is how an upload that broke off goes on.
+//! A layer is never in memory or on the disk as a whole. It can be made again, the same to the
+//! byte, from any place on: that is how an upload that broke off goes on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read};
@@ -26,21 +26,20 @@ use super::compress::{BlobWriter, Compressors, LayerBlob};
 use super::error::ExportError;
 use super::image::{Image, Layer};
 use super::target::Descriptor;
-use super::{Compression, Exported, MANIFEST, manifest, threads};
+use super::{Compression, Exported, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
 use crate::lease::Lease;
 use crate::reference::Reference;
 use crate::registry::{Begun, Body, Failure, RegistryOptions, Repository, Session};
-use crate::source::manifest::Manifest;
+use crate::source::manifest::{Manifest, OCI_MANIFEST};
 use crate::threads::{NoThread, spawn, spawn_up_to};
 
-/// Blobs up to that size are complete before they are sent, so that their digest is known and they may turn
-/// out to be there.
+/// Blobs up to this size are made before they are sent: the registry may have them.
 const SMALL: usize = 4 << 20;
-/// Pieces of a blob between who makes and who sends it; each is a compressed chunk.
-const PIECES: usize = 2;
-/// So many bytes that arrived count as getting on.
+/// Compressed chunks of a blob that wait to be sent.
+const CHUNKS_AHEAD: usize = 2;
+/// This many bytes that arrived are progress.
 const PROGRESS_BYTES: u64 = 64 << 10;
 /// Blobs of a layer that the registry is asked for.
 const KNOWN_MAX: usize = 8;
@@ -104,12 +103,12 @@ pub struct PushedLayer {
     pub how: How,
 }
 
-/// Pushes an image to a registry. Nothing of it is collected meanwhile. A store has one platform of an
-/// image, and that is what is pushed: a manifest, no index.
+/// Pushes an image to a registry. Nothing of it is collected meanwhile. A store has one platform of
+/// an image, and that is what is pushed: a manifest, no index.
 ///
 /// # Errors
-/// [`ExportError`]; the tag is as before then. Blobs that were complete stay with the registry, which
-/// forgets them some day.
+/// [`ExportError`]; the tag is as before then. Blobs that were complete stay with the registry,
+/// which forgets them some day.
 pub fn push(
     domain: &Domain,
     exported: Exported<'_>,
@@ -124,7 +123,7 @@ pub fn push(
     };
     let image = Image::of(domain, exported);
     let lease = Lease::take(domain, image.digest, image.chain_ids(), &format!("push to {to}"))?;
-    // They help to save work, no more.
+    // They only save work.
     let refs = domain.readable_refs().unwrap_or_default();
     let known = Known::of(&image, exported.record, &refs, to);
     let others: Vec<_> = known.places().into_iter().collect();
@@ -145,9 +144,8 @@ pub fn push(
     Ok(report)
 }
 
-/// Notes which blobs the layers have and which repository has them now. The next push neither makes them
-/// again to know their digests, nor sends to another repository what the registry can mount from this one.
-/// The push has done what it should even where that cannot be noted.
+/// Records the layers' blobs and their repository for the next push, which can ask for them or
+/// mount them. The push is complete even if that fails.
 fn remember(domain: &Domain, name: &str, image: &Image<'_>, to: &Reference, layers: &[Done]) {
     let Ok(Some(mut record)) = domain.get_ref(name) else { return };
     if record.image != *image.digest {
@@ -178,7 +176,7 @@ fn remember(domain: &Domain, name: &str, image: &Image<'_>, to: &Reference, laye
     }
 }
 
-/// What is known of an image's layers: which blobs of each there are in the world, and where.
+/// Known blobs of an image's layers, and repositories that have them.
 struct Known {
     /// The manifest that it came with.
     manifest: Option<Manifest>,
@@ -191,7 +189,7 @@ struct KnownBlob {
     digest: BlobDigest,
     size: u64,
     media_type: String,
-    /// Of a whole image, whose archive nobody knows otherwise.
+    /// Of a whole image only earlier pushes know it.
     diff_id: DiffId,
     /// Repositories of the same registry that have had it.
     places: Vec<String>,
@@ -314,7 +312,6 @@ struct Push<'a> {
     sent: Mutex<BTreeMap<usize, u64>>,
 }
 
-/// A layer that the registry has.
 #[derive(Clone)]
 struct Done {
     blob: Descriptor,
@@ -323,7 +320,6 @@ struct Done {
 }
 
 impl Push<'_> {
-    /// Brings all layers there, several at a time.
     fn layers(&self, options: &PushOptions) -> Result<Vec<Done>, ExportError> {
         let layers = &self.image.layers;
         // An image can have a layer twice.
@@ -379,7 +375,6 @@ impl Push<'_> {
         all.collect::<Option<_>>().ok_or(ExportError::Cancelled(Cancelled))
     }
 
-    /// Brings one layer there.
     fn layer<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -410,7 +405,7 @@ impl Push<'_> {
         for (blob, place) in blobs.iter().flat_map(|b| b.places.iter().map(move |p| (b, p))) {
             match self.repository.begin_upload(Some((&blob.digest.to_string(), place))) {
                 Ok(Begun::Mounted) => return Ok(known(blob, How::Mounted)),
-                // It was not, and the registry goes on as without the wish.
+                // Not mounted: the registry began an upload.
                 Ok(Begun::Session(begun)) => session = Some(begun),
                 // We may not read there, or it is not there any more.
                 Err(
@@ -446,7 +441,7 @@ impl Push<'_> {
         self.task.tell(Event::Layer { index, count: self.image.layers.len(), state, blob });
     }
 
-    /// Tells how much of all layers was sent; `bytes` of this one, fewer than before if it began again.
+    /// Tells how much of all layers was sent; `bytes` of this one, fewer after a restart.
     fn tell_sent(&self, number: usize, bytes: u64) {
         let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
         sent.insert(number, bytes);
@@ -502,11 +497,14 @@ impl Push<'_> {
         let (media_type, bytes) = match (original, document) {
             (Some(manifest), Some(document)) => {
                 let media_type = Some(manifest.media_type.clone()).filter(|text| !text.is_empty());
-                (media_type.unwrap_or_else(|| MANIFEST.to_owned()), document.as_bytes().to_vec())
+                (
+                    media_type.unwrap_or_else(|| OCI_MANIFEST.to_owned()),
+                    document.as_bytes().to_vec(),
+                )
             }
             _ => {
                 let blobs: Vec<_> = layers.iter().map(|layer| layer.blob.clone()).collect();
-                (MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
+                (OCI_MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
             }
         };
         let digest = BlobDigest::sha256(&bytes);
@@ -557,9 +555,8 @@ impl Push<'_> {
     }
 }
 
-/// Why a try came to nothing.
+/// Why an attempt failed.
 enum Attempt {
-    /// The network, or the registry.
     Failed(Failure),
     /// Not worth another try.
     Fatal(ExportError),
@@ -577,7 +574,6 @@ impl From<RegistryError> for Attempt {
     }
 }
 
-/// A layer that is being uploaded.
 struct Upload<'a, 'b> {
     push: &'a Push<'b>,
     number: usize,
@@ -596,13 +592,13 @@ impl Upload<'_, '_> {
             return Ok((packed.clone(), How::Sent));
         }
         let from = self.session.as_ref().map_or(0, Session::at);
-        let mut pieces = making.start(from).map_err(|error| Attempt::Fatal(error.into()))?;
+        let mut chunks = making.start(from).map_err(|error| Attempt::Fatal(error.into()))?;
         let mut head = Vec::new();
         if from == 0 {
-            let read = (&mut pieces).take(SMALL as u64 + 1).read_to_end(&mut head);
-            // What ended it early, its maker says.
+            let read = (&mut chunks).take(SMALL as u64 + 1).read_to_end(&mut head);
+            // `end` has the reason if it ended early.
             if read.is_err() || head.len() <= SMALL {
-                return self.small(pieces.end().map_err(Attempt::Fatal)?, &head);
+                return self.small(chunks.end().map_err(Attempt::Fatal)?, &head);
             }
         }
         let mut session = self.session()?;
@@ -613,12 +609,12 @@ impl Upload<'_, '_> {
             push.lease.renew();
             push.tell_sent(number, sent);
         };
-        let mut reader = head.chain(&mut pieces);
+        let mut reader = head.chain(&mut chunks);
         let mut body = Body::new(repository, &mut reader, &mut count);
-        let result = repository.send_part(&mut session, &mut body);
+        let result = repository.send_rest(&mut session, &mut body);
         let at = session.at();
         self.session = Some(session);
-        match (pieces.end(), result) {
+        match (chunks.end(), result) {
             (Err(error), _) if !matches!(error, ExportError::Cancelled(_)) => {
                 Err(Attempt::Fatal(error))
             }
@@ -638,7 +634,7 @@ impl Upload<'_, '_> {
                     }
                 };
                 ended.map_err(|failure| match failure.error {
-                    // It put the parts together wrongly: from the beginning, then.
+                    // It put the parts together wrongly: start again.
                     error @ RegistryError::Refused { .. } if from > 0 => {
                         self.session = None;
                         Attempt::Failed(Failure::again(error))
@@ -668,14 +664,14 @@ impl Upload<'_, '_> {
         Ok((packed, How::Sent))
     }
 
-    /// Where to send it; that place is good for one try, unless the registry says more.
+    /// The session to send it in. It is good for one attempt, unless the registry resumes it.
     fn session(&mut self) -> Result<Session, Attempt> {
         if let Some(session) = self.session.take() {
             return Ok(session);
         }
         match self.push.repository.begin_upload(None)? {
             Begun::Session(session) => Ok(session),
-            // Nobody asked for it.
+            // It was not asked to mount anything.
             Begun::Mounted => Err(Attempt::Fatal(RegistryError::GivenUp.into())),
         }
     }
@@ -687,7 +683,6 @@ impl Upload<'_, '_> {
     }
 }
 
-/// How to make a layer's blob.
 struct Making<'push, 'scope, 'env> {
     push: &'scope Push<'push>,
     scope: &'scope Scope<'scope, 'env>,
@@ -697,8 +692,8 @@ struct Making<'push, 'scope, 'env> {
 
 impl<'scope> Making<'_, 'scope, '_> {
     /// Makes it in a thread of its own; what comes before `from` is left out.
-    fn start(&self, from: u64) -> Result<Pieces<'scope>, NoThread> {
-        let (to_us, pieces) = channel::bounded::<Vec<u8>>(PIECES);
+    fn start(&self, from: u64) -> Result<MadeBlob<'scope>, NoThread> {
+        let (to_us, chunks) = channel::bounded::<Vec<u8>>(CHUNKS_AHEAD);
         let (push, layer, compressors) = (self.push, self.layer, self.compressors.clone());
         let maker = spawn(self.scope, move || {
             let mut skip = from;
@@ -715,34 +710,33 @@ impl<'scope> Making<'_, 'scope, '_> {
             let stop = push.repository.stop();
             push.image.write_layer(layer, writer, stop, &mut |_| ())
         })?;
-        Ok(Pieces { pieces, current: Vec::new(), at: 0, maker })
+        Ok(MadeBlob { chunks, current: Vec::new(), at: 0, maker })
     }
 }
 
-/// A blob as it is being made.
-struct Pieces<'scope> {
-    pieces: channel::Receiver<Vec<u8>>,
+struct MadeBlob<'scope> {
+    chunks: channel::Receiver<Vec<u8>>,
     current: Vec<u8>,
     at: usize,
     maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
 }
 
-impl Pieces<'_> {
+impl MadeBlob<'_> {
     /// What it is, if all of it was taken. [`ExportError::Cancelled`] if not.
     fn end(self) -> Result<LayerBlob, ExportError> {
-        drop(self.pieces);
+        drop(self.chunks);
         self.maker.join().unwrap_or(Err(Cancelled.into()))
     }
 }
 
-impl Read for Pieces<'_> {
+impl Read for MadeBlob<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         if buf.is_empty() {
             return Ok(0);
         }
         while self.at == self.current.len() {
-            match self.pieces.recv() {
-                Ok(piece) => (self.current, self.at) = (piece, 0),
+            match self.chunks.recv() {
+                Ok(chunk) => (self.current, self.at) = (chunk, 0),
                 Err(_) => return Ok(0),
             }
         }

@@ -1,7 +1,7 @@
 //! A tree as a tar archive: the layer of an image that was imported from a directory and has none.
 //!
-//! The bytes depend on the tree alone: depth first, names sorted, PAX records only where the old header
-//! cannot say it. Everything that the tree says is in it, and comes back with an import.
+//! The bytes depend on the tree and the holes of the store's objects: depth first, names sorted,
+//! PAX records where the header does not do. An import restores all that the tree says.
 
 use std::collections::HashMap;
 
@@ -23,14 +23,14 @@ const WORD_MAX: u64 = 0o77_777_777_777;
 
 /// Header of a regular file in an archive that holds an image.
 pub(crate) fn header(name: &str, size: u64) -> [u8; BLOCK] {
-    let meta = Meta { mode: 0o644, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
-    Head { name: name.as_bytes(), flag: b'0', meta, size, link: b"", device: 0 }.block()
+    Head { meta: PLAIN, size, ..Head::of(b'0', name.as_bytes()) }.block()
 }
 
-/// Writes the archive of a tree.
+/// Writes the archive of a tree. A file with large holes is sparse in GNU's PAX format 1.0.
 ///
 /// # Errors
-/// [`ExportError::Entry`] for what no layer can hold, [`ExportError::Object`], and those of the sink.
+/// [`ExportError::Entry`] for what no layer can hold, [`ExportError::Object`], and those of the
+/// sink.
 pub(crate) fn write(
     domain: &Domain,
     tree: &Tree,
@@ -39,107 +39,111 @@ pub(crate) fn write(
 ) -> Result<(), ExportError> {
     let mut firsts: HashMap<InodeId, Vec<u8>> = HashMap::new();
     let root = tree.root();
-    entry(tree, root, b"./", b'5', b"", 0, sink)?;
+    Head { meta: tree.meta(root), ..Head::of(b'5', b"./") }.write(tree.xattrs(root), sink)?;
     for visit in tree.walk() {
         let inode = visit.inode;
         let path = tree.path(visit.entry);
-        let fail = |what: &str| ExportError::Entry {
-            path: String::from_utf8_lossy(&path).into_owned(),
-            what: what.to_owned(),
-        };
-        if visit.name.starts_with(WHITEOUT) {
-            return Err(fail("a layer means the removal of another file by such a name"));
-        }
         let mut name = path.strip_prefix(b"/").unwrap_or(&path).to_vec();
-        if !tree.is_dir(inode) && tree.nlink(inode) > 1 {
+        if visit.name.starts_with(WHITEOUT) {
+            return Err(refused(&name, "a layer means the removal of another file by such a name"));
+        }
+        if tree.is_dir(inode) {
+            name.push(b'/');
+        } else if tree.nlink(inode) > 1 {
             if let Some(first) = firsts.get(&inode) {
-                let head = Head {
-                    name: &name,
-                    flag: b'1',
-                    meta: tree.meta(inode),
-                    size: 0,
-                    link: first,
-                    device: 0,
-                };
-                head.write(std::iter::empty(), sink).map_err(|what| what.or(&fail))?;
+                let head = Head { meta: tree.meta(inode), link: first, ..Head::of(b'1', &name) };
+                head.write(std::iter::empty(), sink)?;
                 continue;
             }
             firsts.insert(inode, name.clone());
         }
+        let head = |flag| Head { meta: tree.meta(inode), ..Head::of(flag, &name) };
+        let xattrs = tree.xattrs(inode);
         match tree.content(inode) {
-            Content::Directory => {
-                name.push(b'/');
-                entry(tree, inode, &name, b'5', b"", 0, sink)?;
-            }
-            Content::Symlink(target) => entry(tree, inode, &name, b'2', target, 0, sink)?,
-            Content::CharDevice(_) => entry(tree, inode, &name, b'3', b"", 0, sink)?,
-            Content::BlockDevice(_) => entry(tree, inode, &name, b'4', b"", 0, sink)?,
-            Content::Fifo => entry(tree, inode, &name, b'6', b"", 0, sink)?,
-            Content::Socket => return Err(fail("tar has no sockets")),
+            Content::Directory => head(b'5').write(xattrs, sink)?,
+            Content::Symlink(link) => Head { link, ..head(b'2') }.write(xattrs, sink)?,
+            Content::CharDevice(device) => Head { device, ..head(b'3') }.write(xattrs, sink)?,
+            Content::BlockDevice(device) => Head { device, ..head(b'4') }.write(xattrs, sink)?,
+            Content::Fifo => head(b'6').write(xattrs, sink)?,
+            Content::Socket => return Err(refused(&name, "tar has no sockets")),
             Content::Inline(bytes) => {
                 let size = bytes.len() as u64;
-                entry(tree, inode, &name, b'0', b"", size, sink)?;
+                Head { size, ..head(b'0') }.write(xattrs, sink)?;
                 sink(bytes)?;
                 sink(&[0; BLOCK][..pad(size)])?;
             }
             Content::External { size, digest, .. } => {
-                let digest = *digest.ok_or_else(|| fail("the image does not name its object"))?;
-                entry(tree, inode, &name, b'0', b"", size, sink)?;
-                let mut object = Object::open(domain, Digest(digest), size, (user, cancel))?;
-                object.take(size, Some(&mut *sink))?;
+                let digest =
+                    digest.ok_or_else(|| refused(&name, "the image does not name its object"))?;
+                let mut object = Object::open(domain, Digest(*digest), size, (user, cancel))?;
+                let written = match object.sparse_extents()? {
+                    None => {
+                        Head { size, ..head(b'0') }.write(xattrs, sink)?;
+                        object.take(size, Some(&mut *sink))?;
+                        size
+                    }
+                    Some(extents) => {
+                        let map = sparse_map(&extents, size);
+                        let data: u64 = extents.iter().map(|(_, length)| length).sum();
+                        let written = map.len() as u64 + data;
+                        let head = Head { size: written, sparse: Some(size), ..head(b'0') };
+                        head.write(xattrs, sink)?;
+                        sink(&map)?;
+                        let mut at = 0;
+                        for (offset, length) in extents {
+                            object.take(offset - at, None)?;
+                            object.take(length, Some(&mut *sink))?;
+                            at = offset + length;
+                        }
+                        object.take(size - at, None)?;
+                        written
+                    }
+                };
                 object.check()?;
-                sink(&[0; BLOCK][..pad(size)])?;
+                sink(&[0; BLOCK][..pad(written)])?;
             }
         }
     }
     sink(&[0; 2 * BLOCK])
 }
 
-fn entry(
-    tree: &Tree,
-    inode: InodeId,
-    name: &[u8],
-    flag: u8,
-    link: &[u8],
-    size: u64,
-    sink: &mut Sink<'_>,
-) -> Result<(), ExportError> {
-    let device = match tree.content(inode) {
-        Content::CharDevice(device) | Content::BlockDevice(device) => device,
-        _ => 0,
-    };
-    let head = Head { name, flag, meta: tree.meta(inode), size, link, device };
-    head.write(tree.xattrs(inode), sink).map_err(|what| {
-        what.or(&|what| ExportError::Entry {
-            path: String::from_utf8_lossy(name).into_owned(),
-            what: what.to_owned(),
-        })
-    })
+/// The map at the head of a sparse file's data: numbers in lines, padded to a block. As GNU tar
+/// does it, an empty extent at the end says how large the file is.
+fn sparse_map(extents: &[(u64, u64)], size: u64) -> Vec<u8> {
+    let mut map = format!("{}\n", extents.len() + 1);
+    for (offset, length) in extents.iter().chain([&(size, 0)]) {
+        map.push_str(&format!("{offset}\n{length}\n"));
+    }
+    let mut map = map.into_bytes();
+    map.resize(map.len().next_multiple_of(BLOCK), 0);
+    map
 }
+
+fn refused(name: &[u8], what: &str) -> ExportError {
+    let path = format!("/{}", String::from_utf8_lossy(name));
+    ExportError::Entry { path, what: what.to_owned() }
+}
+
+/// Metadata of entries that are no files of the image.
+const PLAIN: Meta = Meta { mode: 0o644, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
 
 /// What an entry says, as the tree has it.
 struct Head<'a> {
     name: &'a [u8],
     flag: u8,
     meta: Meta,
+    /// Bytes that follow in the archive.
     size: u64,
+    /// Of a sparse file: the size of the file itself.
+    sparse: Option<u64>,
     link: &'a [u8],
     /// As `new_encode_dev` puts it: 12 bits of major, 20 bits of minor.
     device: u32,
 }
 
-/// Why an entry was not written.
-enum Failed {
-    What(&'static str),
-    Sink(ExportError),
-}
-
-impl Failed {
-    fn or(self, error: &dyn Fn(&str) -> ExportError) -> ExportError {
-        match self {
-            Self::What(what) => error(what),
-            Self::Sink(error) => error,
-        }
+impl<'a> Head<'a> {
+    fn of(flag: u8, name: &'a [u8]) -> Self {
+        Self { name, flag, meta: PLAIN, size: 0, sparse: None, link: b"", device: 0 }
     }
 }
 
@@ -149,9 +153,15 @@ impl Head<'_> {
         &self,
         xattrs: impl Iterator<Item = (&'x [u8], &'x [u8])>,
         sink: &mut Sink<'_>,
-    ) -> Result<(), Failed> {
+    ) -> Result<(), ExportError> {
         let mut pax = Vec::new();
         let Meta { uid, gid, mtime, mtime_nsec, .. } = self.meta;
+        if let Some(size) = self.sparse {
+            record(&mut pax, b"GNU.sparse.major", b"1");
+            record(&mut pax, b"GNU.sparse.minor", b"0");
+            record(&mut pax, b"GNU.sparse.name", self.name);
+            record(&mut pax, b"GNU.sparse.realsize", size.to_string().as_bytes());
+        }
         if self.name.len() > NAME_MAX {
             record(&mut pax, b"path", self.name);
         }
@@ -171,19 +181,17 @@ impl Head<'_> {
         }
         for (name, value) in xattrs {
             if name.contains(&b'=') {
-                return Err(Failed::What("tar cannot hold an attribute with `=` in its name"));
+                return Err(refused(self.name, "tar holds no attribute with `=` in its name"));
             }
             record(&mut pax, &[b"SCHILY.xattr.", name].concat(), value);
         }
         if !pax.is_empty() {
             let size = pax.len() as u64;
-            let meta = Meta { mode: 0o644, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
-            let name = b"././@PaxHeader";
-            let head = Head { name, flag: b'x', meta, size, link: b"", device: 0 };
             pax.resize(pax.len() + pad(size), 0);
-            sink(&head.block()).and_then(|()| sink(&pax)).map_err(Failed::Sink)?;
+            sink(&Head { size, ..Head::of(b'x', b"././@PaxHeader") }.block())?;
+            sink(&pax)?;
         }
-        sink(&self.block()).map_err(Failed::Sink)
+        sink(&self.block())
     }
 
     /// The header itself; what does not fit is cut, or 0.
@@ -228,7 +236,7 @@ fn record(pax: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     pax.push(b'\n');
 }
 
-/// Seconds with their fraction. Before 1970 the fraction still counts forward in `Meta`, backward here.
+/// Seconds with their fraction, which counts forward in `Meta` before 1970, backward here.
 fn decimal_time(seconds: i64, nanoseconds: u32) -> String {
     let (sign, whole, part) = match (seconds < 0, nanoseconds) {
         (true, 1..) => ("-", (seconds + 1).unsigned_abs(), 1_000_000_000 - nanoseconds),

@@ -5,7 +5,6 @@ use serde_json::{Value, json};
 use super::error::ExportError;
 use crate::digest::BlobDigest;
 
-/// What a blob is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BlobKind {
     Layer,
@@ -23,7 +22,6 @@ pub(crate) struct Finished {
     pub(crate) name: Option<String>,
 }
 
-/// Media type, digest and size of a blob.
 #[derive(Debug, Clone)]
 pub(crate) struct Descriptor {
     pub(crate) media_type: String,
@@ -41,16 +39,13 @@ impl Descriptor {
 ///
 /// Dropped without [`Target::publish`] it removes what it has written.
 pub(crate) trait Target {
-    /// Begins a blob.
     fn begin(&mut self, kind: BlobKind) -> Result<(), ExportError>;
-    /// Takes the next bytes of it.
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError>;
     /// The blob is complete. It may be there already: then the new copy goes.
     fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError>;
     /// Makes the image visible.
     fn publish(self: Box<Self>, image: &Finished) -> Result<(), ExportError>;
 
-    /// A blob that is at hand.
     fn put(&mut self, kind: BlobKind, bytes: &[u8]) -> Result<BlobDigest, ExportError> {
         let digest = BlobDigest::sha256(bytes);
         self.begin(kind)?;

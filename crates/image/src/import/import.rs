@@ -25,7 +25,7 @@ use crate::layer::blob::{Budget, Pool};
 use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, commit_error, dumped, keep, known_layer, objects, store_error, unpack,
+    Counts, Shared, Unpacked, dumped, keep, known_layer, objects, store_error, unpack,
 };
 use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
@@ -95,8 +95,8 @@ pub struct LayerReport {
 
 /// Imports an image into a domain and publishes it as a ref.
 ///
-/// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id is
-/// known is not unpacked again, and an object that is known not written again.
+/// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id
+/// is known is not unpacked again, and an object that is known not written again.
 ///
 /// # Errors
 /// [`ImportError`]; the domain is as before then, also when the filesystem fills up.
@@ -123,7 +123,7 @@ fn worth_another_try(error: &ImportError) -> bool {
     matches!(error, ImportError::Store(error) if error.is_race())
 }
 
-/// Retries once under the lock, trusting no cached layer. `attempt` hears whether it is the second try.
+/// Retries once under the lock, trusting no cached layer. `attempt` hears which try it is.
 fn twice(
     attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
     task: &Task,
@@ -148,10 +148,7 @@ fn import_directory(
     let attempt = |hold_lock| {
         let staging = begin(domain, options, hold_lock)?;
         task.tell(Event::Phase(Phase::Unpack));
-        let scan = tree_scan::ScanOptions {
-            threads: options.threads,
-            ..tree_scan::ScanOptions::for_import()
-        };
+        let scan = tree_scan::ScanOptions { threads: options.threads, ..Default::default() };
         let scanned = tree_scan::scan(path, &scan, &staging, task)?;
         let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
         let mut record = Ref::new(Digest([0; 32]));
@@ -230,7 +227,7 @@ fn import_image(
     twice(|again| attempt(&gate, again), task)
 }
 
-/// Where the image is to be had again.
+/// The name to pull the image by again.
 fn in_registry(source: &Source) -> Option<String> {
     match source {
         Source::Registry(reference) => Some(reference.to_string()),
@@ -238,7 +235,7 @@ fn in_registry(source: &Source) -> Option<String> {
     }
 }
 
-/// What stands between an image and its name.
+/// Checks before an image gets its name.
 struct Gate<'a> {
     options: &'a ImportOptions,
     /// Signatures by cosign that came with it, verified.
@@ -253,8 +250,8 @@ impl Gate<'_> {
     }
 }
 
-/// Signatures by cosign of what is about to be pulled. If only such a signature will do and there is none,
-/// it ends here, before anything is fetched.
+/// Signatures by cosign of what is about to be pulled. If only such a signature will do and there
+/// is none, it ends here, before anything is fetched.
 fn cosigned(
     opened: &Opened,
     chosen: &Chosen,
@@ -289,8 +286,8 @@ fn begin(
     })
 }
 
-/// A ref that came from the same manifest; of `docker save`, which has none, from the same config, which
-/// names all layers by their content as well.
+/// A ref that came from the same manifest; of `docker save`, which has none, from the same config,
+/// which names all layers by their content as well.
 fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportError> {
     let record = match chosen {
         Chosen::Manifest { digest, .. } => {
@@ -306,8 +303,8 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
     Ok(record)
 }
 
-/// Files of a known image that are missing or altered: its metadata image, and its layers' trees and
-/// splits. Objects are not read; `fsck` does that.
+/// Files of a known image that are missing or altered: its metadata image, and its layers' trees
+/// and splits. Objects are not read; `fsck` does that.
 fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
     let mut damage = Damage::default();
     let intact = |file: StoredFile| digest_of(&file).is_ok_and(|found| found == record.image);
@@ -350,7 +347,7 @@ fn publish_known(
     }
 }
 
-/// What there is to say of an image that was not read.
+/// The report on an image that was not read.
 fn known_report(name: &str, record: &Ref) -> Result<ImportReport, NoDigest> {
     let layer = |layer: &Layer| {
         let diff_id: DiffId = layer.diff_id.parse()?;
@@ -374,8 +371,8 @@ fn known_report(name: &str, record: &Ref) -> Result<ImportReport, NoDigest> {
     })
 }
 
-/// The labels of a ref: those that were asked for, and the pin that it may have already. Importing a newer
-/// image under a pinned name does not unpin it.
+/// The labels of a ref: those that were asked for, and the pin that it may have already. Importing
+/// a newer image under a pinned name does not unpin it.
 fn labels(
     domain: &Domain,
     name: &str,
@@ -421,13 +418,12 @@ fn record_of(layer: &FoundLayer) -> Layer {
     }
 }
 
-/// Layers of fewer bytes are not published on their own: to fetch them again costs less than to sync.
+/// Smaller layers are not published early: fetching them again costs less than a sync.
 const KEEP_BYTES_MIN: u64 = 1 << 20;
 
-/// A layer that waits to be merged.
 enum Unmerged {
     /// The first one, just unpacked: its tree becomes the merged one.
-    Base(Tree),
+    Lowest(Tree),
     /// Any other: it is merged from its dump.
     Over(DumpedLayer),
 }
@@ -476,7 +472,7 @@ fn build(
                 let chain_id = layer.chain_id.to_string();
                 let damage = options.repair.as_ref();
                 let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
-                // A repair reads no layer only to make a split that there never was.
+                // A repair does not read a layer for a split that never existed.
                 let domain = staging.domain();
                 let known = trust_known
                     && !damaged
@@ -493,7 +489,7 @@ fn build(
                         if let Some(layer) = there {
                             return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
-                        // What came over the network is worth keeping even if the rest does not come.
+                        // A pulled layer is kept even if the pull fails.
                         let own = jobs.filter(|_| {
                             trust_known
                                 && options.repair.is_none()
@@ -507,7 +503,7 @@ fn build(
                         let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
                         counts.kept = kept;
                         let part = match (index, kept) {
-                            (0, _) => Unmerged::Base(tree),
+                            (0, _) => Unmerged::Lowest(tree),
                             (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
@@ -549,7 +545,7 @@ fn build(
                     counts.kept.iter().for_each(|stats| add_stats(report, stats));
                 }
                 let result = match part {
-                    Unmerged::Base(tree) => merge::base(tree).map(|tree| merged = tree),
+                    Unmerged::Lowest(tree) => merge::lowest(tree).map(|tree| merged = tree),
                     Unmerged::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
@@ -612,7 +608,7 @@ fn finish(
     report.image = image;
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;
-    // A repair brings back what this source has; the rest of the damage is somebody else's to mend.
+    // A repair restores only what this source has.
     let whole = gate.options.repair.is_none();
     let domain = staging.domain().clone();
     let signatures = match whole {
@@ -627,7 +623,7 @@ fn finish(
     };
     let objects = objects(tree).chain(below).filter(|_| whole);
     domain.wait_for_lock(&task.cancel)?;
-    let stats = staging.commit(&publish, objects).map_err(commit_error)?;
+    let stats = staging.commit(&publish, objects)?;
     add_stats(report, &stats);
     // A crash before this leaves an image that counts as not signed; the next pull makes up for it.
     for signature in signatures {
@@ -636,7 +632,6 @@ fn finish(
     Ok(())
 }
 
-/// Adds what a commit has written.
 fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
     report.objects_new += stats.new_objects;
     report.bytes_new += stats.new_bytes;
@@ -644,7 +639,7 @@ fn add_stats(report: &mut ImportReport, stats: &StagingStats) {
     report.bytes_known += stats.known_bytes;
 }
 
-/// A layer that was published a moment ago is gone: garbage collection was quicker.
+/// Garbage collection removed a layer that was just published.
 fn vanished() -> ImportError {
     ImportError::Store(cofolio_store::Error::Vanished { count: 1, first: "a layer".into() })
 }
@@ -674,8 +669,8 @@ pub fn check_name(name: &str) -> Result<(), ImportError> {
     check_image_name(name).map_err(bad)
 }
 
-/// A name from the source: the tag that was asked for, or else what the source calls the image, if that is
-/// a whole name; else the source's file name, with the tag if there is one.
+/// A name from the source: the tag that was asked for, or else what the source calls the image, if
+/// that is a whole name; else the source's file name, with the tag if there is one.
 fn default_name(source: &Source, called: Option<&str>) -> String {
     let stem = |path: &Path| {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());

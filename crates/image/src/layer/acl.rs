@@ -1,12 +1,11 @@
 //! POSIX ACLs: from the text of `SCHILY.acl.*` PAX records to the kernel's xattr value.
 //!
-//! Text: entries `tag:qualifier:perms[:id]`, apart by comma or newline (star(1), acl(5)).
-//! Value: `u32 version = 2`, then `{u16 tag, u16 perm, u32 id}`, little-endian, sorted by tag and id
+//! Text: entries `tag:qualifier:perms[:id]`, apart by comma or newline (star(1), acl(5)). Value:
+//! `u32 version = 2`, then `{u16 tag, u16 perm, u32 id}`, little-endian, sorted by tag and id
 //! (linux/posix_acl_xattr.h).
 
 use std::collections::BTreeMap;
 
-/// Why the text of an ACL was refused.
 #[derive(Debug, thiserror::Error)]
 #[error("ACL entry {entry:?}: {what}")]
 pub(crate) struct AclError {
@@ -24,12 +23,11 @@ const NO_ID: u32 = u32::MAX;
 /// What fits into the largest xattr value, 64 KiB.
 const ENTRIES_MAX: usize = (65_536 - 4) / 8;
 
-/// The xattr value for the text, or `None` if it holds nothing but the three entries that the mode has
-/// already (the kernel keeps no xattr then, either).
+/// The xattr value for the text, or `None` if it holds nothing but the three entries that the mode
+/// has already (the kernel keeps no xattr then, either).
 ///
 /// # Errors
-/// An entry that is not understood; a named user or group without its number, which nobody can resolve
-/// in a foreign image.
+/// Unknown entries, and named users or groups without a number.
 pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, AclError> {
     let mut entries = BTreeMap::new();
     for line in text.split(|&b| b == b',' || b == b'\n') {
@@ -133,8 +131,8 @@ mod tests {
         }
     }
 
-    /// Each entry was compared with all before it: 30 files with 8,180 entries each took 9 seconds of a processor in
-    /// a debug build. The sorted value is what it was.
+    /// Each entry was compared with all before it: 30 files with 8,180 entries each took 9 seconds
+    /// of a processor in a debug build. The sorted value is what it was.
     #[test]
     fn as_many_entries_as_a_value_has_room_for() {
         let text = |count: usize| {

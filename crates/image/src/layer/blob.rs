@@ -5,13 +5,12 @@
 //!        (a thread)           └─ chunks ─▶ diff-id          (a thread)
 //! ```
 //!
-//! A blob that is not compressed is hashed once: its digest is the diff-id. Since a SHA-256 cannot be divided, the
-//! thread that makes it does nothing else.
-//! Chunks are shared, never copied, and come from a pool; the queues between the threads are short.
-//! The blob's digest is checked before the end of the stream is reported, so whoever has seen the end
-//! has seen the right bytes. What was read before the end is provisional: it only reaches staging.
+//! A blob that is not compressed is hashed once: its digest is the diff-id. Since a SHA-256 cannot
+//! be divided, the thread that makes it does nothing else. Chunks are shared, never copied, and
+//! come from a pool; the queues between the threads are short. The blob's digest is checked before
+//! the end of the stream is reported, so whoever has seen the end has seen the right bytes. What
+//! was read before the end is provisional: it only reaches staging.
 
-use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,25 +30,22 @@ use crate::threads::{NoThread, spawn};
 pub(crate) const CHUNK: usize = 256 * 1024;
 /// Chunks that wait between two threads.
 const QUEUE: usize = 4;
-/// Chunks that are kept to be used again: what the queues of two layers hold. More are about for moments
-/// only, when workers lag behind, and would be lost to the trees that grow meanwhile.
+/// Chunks that are kept for reuse: what the queues of two layers hold. More exist only for moments.
 const POOLED_MAX: usize = 4 * QUEUE;
 /// Largest zstd window, as `zstd -d` takes it without `--long`: 128 MiB of memory at worst.
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 
 /// A blob that can be read, from wherever it is.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Blob {
     pub(crate) digest: BlobDigest,
     pub(crate) size: u64,
     content: Arc<dyn Content>,
 }
 
-/// Where blobs are. A reader gives the bytes from the first to the last; what went wrong in getting them
-/// may travel in its errors as a [`RegistryError`].
-pub(crate) trait Content: fmt::Debug + Send + Sync {
-    /// Begins to read a blob. A reader ends soon after `stop` (else what the source is opened with) is
-    /// cancelled.
+/// Where blobs are. Errors of a reader may hold a [`RegistryError`].
+pub(crate) trait Content: Send + Sync {
+    /// Begins to read a blob, until `stop` is cancelled, or else the source's own token.
     fn open(&self, digest: &BlobDigest, size: u64, stop: Option<&Cancel>) -> Box<dyn Read + Send>;
 }
 
@@ -93,7 +89,7 @@ impl Blob {
         }
     }
 
-    /// Reading failed: because of the way, or because of what lies there.
+    /// Keeps errors of the registry and corrupt blobs apart.
     fn failed(&self, offset: u64, error: io::Error) -> ImportError {
         match error.downcast::<RegistryError>() {
             Ok(error) => ImportError::Registry(error),
@@ -106,19 +102,19 @@ impl Blob {
     }
 }
 
-/// What a stream may amount to; shared by the layers of an import.
+/// What the layers of an import may unpack to.
 #[derive(Debug)]
 pub(crate) struct Budget {
     /// Uncompressed bytes of all layers together.
     pub(crate) total_max: u64,
-    /// Uncompressed bytes of one layer from which on `ratio_max` counts.
+    /// `ratio_max` counts for a layer with more uncompressed bytes.
     pub(crate) ratio_from: u64,
     /// Uncompressed bytes for one compressed byte.
     pub(crate) ratio_max: u64,
     used: AtomicU64,
     /// Cancelled with the import, or when one layer failed: the others need not go on.
     stop: Cancel,
-    /// Why the first one failed; what the others say then is only a consequence.
+    /// Why the first one failed, and the others with it.
     reason: Mutex<Option<ImportError>>,
 }
 
@@ -134,7 +130,7 @@ impl Budget {
         }
     }
 
-    /// Has all layers stop, and keeps the reason if it is the first.
+    /// Stops all layers. The first reason is kept.
     pub(crate) fn stop(&self, reason: ImportError) {
         let mut first = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if self.stop.cancel() {
@@ -142,20 +138,15 @@ impl Budget {
         }
     }
 
-    /// Whether a layer has failed.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stop.is_cancelled()
     }
 
-    /// Why the first layer failed that did.
     pub(crate) fn reason(&self) -> Option<ImportError> {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Takes `bytes` from the total.
-    ///
-    /// # Errors
-    /// [`ImportError::Limit`], naming `what`.
     pub(crate) fn take(
         &self,
         bytes: u64,
@@ -183,13 +174,13 @@ impl Pool {
         buffer.unwrap_or_else(|| vec![0; CHUNK])
     }
 
-    /// Gives the memory back, when nobody unpacks.
+    /// Frees the buffers.
     pub(crate) fn clear(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 
-/// Uncompressed content; goes back to its pool when nobody needs it any more.
+/// Uncompressed content, whose buffer goes back to the pool.
 #[derive(Debug)]
 pub(crate) struct Chunk {
     buffer: Vec<u8>,
@@ -213,20 +204,19 @@ impl Drop for Chunk {
     }
 }
 
-/// A part of a chunk.
+/// Bytes of a chunk, shared with others.
 #[derive(Debug, Clone)]
-pub(crate) struct Piece {
+pub(crate) struct Slice {
     chunk: Arc<Chunk>,
     range: Range<usize>,
 }
 
-impl Piece {
+impl Slice {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.chunk.bytes()[self.range.clone()]
     }
 }
 
-/// What the parser gets.
 enum Message {
     /// Never empty.
     Chunk(Arc<Chunk>),
@@ -249,7 +239,6 @@ pub(crate) struct Stream {
 pub(crate) type OnRead<'a> = &'a (dyn Fn(u64) + Sync);
 
 impl Stream {
-    /// Starts the threads.
     pub(crate) fn start<'scope, 'env>(
         scope: &'scope Scope<'scope, 'env>,
         blob: Blob,
@@ -269,16 +258,13 @@ impl Stream {
     }
 
     /// Takes up to `max` bytes without copying them. Empty at the end of the stream only.
-    ///
-    /// # Errors
-    /// As [`BufRead::fill_buf`].
-    pub(crate) fn take_piece(&mut self, max: u64) -> io::Result<Option<Piece>> {
+    pub(crate) fn take_slice(&mut self, max: u64) -> io::Result<Option<Slice>> {
         let have = self.fill_buf()?.len();
         let Some(chunk) = self.current.clone().filter(|_| have > 0) else { return Ok(None) };
         let length = have.min(usize::try_from(max).unwrap_or(usize::MAX));
         let range = self.at..self.at + length;
         self.consume(length);
-        Ok(Some(Piece { chunk, range }))
+        Ok(Some(Slice { chunk, range }))
     }
 
     /// The digest of everything, once the end was read.
@@ -286,19 +272,22 @@ impl Stream {
         self.diff_id.take()
     }
 
-    /// Why reading failed, if it did.
     pub(crate) fn failure(&mut self) -> Option<ImportError> {
         self.failure.take()
     }
 }
 
+/// [`Read::read`] of an input that has a buffer.
+pub(crate) fn read_buffered(input: &mut impl BufRead, buf: &mut [u8]) -> io::Result<usize> {
+    let mut have = input.fill_buf()?;
+    let count = have.read(buf)?;
+    input.consume(count);
+    Ok(count)
+}
+
 impl Read for Stream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let have = self.fill_buf()?;
-        let count = have.len().min(buf.len());
-        buf[..count].copy_from_slice(&have[..count]);
-        self.consume(count);
-        Ok(count)
+        read_buffered(self, buf)
     }
 }
 
@@ -358,8 +347,8 @@ impl Read for Tap<'_> {
     }
 }
 
-/// The compressions of layers, told apart by their first bytes: everything is checked against digests
-/// anyway, and media types are wrong often enough that all runtimes do so.
+/// The compression of a layer, found by its first bytes as all runtimes do it: media types are
+/// often wrong.
 enum Unpacker<'a> {
     Plain(Box<BufReader<Tap<'a>>>),
     Gzip(Box<flate2::bufread::MultiGzDecoder<BufReader<Tap<'a>>>>),
@@ -407,8 +396,8 @@ impl Read for Unpacker<'_> {
     }
 }
 
-/// The unpacking thread. Gives the diff-id when everything was sent and checked; `None` if it ended early, because
-/// nobody listens any more.
+/// The unpacking thread. Gives the diff-id when everything was sent and checked; `None` if it ended
+/// early, because nobody listens any more.
 fn unpack(
     blob: &Blob,
     pool: &Arc<Pool>,
@@ -419,7 +408,7 @@ fn unpack(
     let inner = blob.open(Some(&budget.stop));
     let tap = Tap { inner, hasher: Some(blob.digest.hasher()), count: 0, on_read };
     let mut unpacker = Unpacker::new(tap).map_err(|e| blob.failed(0, e))?;
-    // The blob's digest is the diff-id of a layer that is not compressed (and diff-ids are SHA-256).
+    // The digest of a blob that is not compressed is its diff-id (which is SHA-256).
     let hash_once = !unpacker.compressed() && blob.digest.is_sha256();
     if hash_once {
         unpacker.tap().get_mut().hasher = None;
@@ -446,7 +435,7 @@ fn unpack(
     })
 }
 
-/// Sends all chunks of a blob. Gives the error that unpacking ended with, if it did; `None` if nobody wants the rest.
+/// Sends all chunks. Gives the error that ended unpacking; `None` if nobody wants the rest.
 fn chunks(
     blob: &Blob,
     unpacker: &mut Unpacker<'_>,
@@ -522,8 +511,8 @@ fn check(
     }
 }
 
-/// What the unpacking thread makes of a blob, for the fuzz targets: the chunks that reached the parser, and
-/// whether an end came after them. `Err` is the reason why not.
+/// What the unpacking thread makes of a blob, for the fuzz targets: the chunks that reached the
+/// parser, and whether an end came after them. `Err` is the reason why not.
 #[cfg(fuzzing)]
 pub(crate) fn fuzz(blob: &Blob, budget: &Budget) -> (Vec<u8>, Result<bool, ImportError>) {
     // Room for all that the budget allows, since nobody takes anything out meanwhile.

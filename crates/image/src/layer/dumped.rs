@@ -1,8 +1,9 @@
 //! A layer as the merge takes it: its dump, to be read as a stream, and a tree of its marks.
 //!
-//! Only the merged tree may be as large as the image. So a layer's own tree goes when its dump is written,
-//! and what must be known of the whole layer before the first of its entries comes (whiteouts, links into
-//! lower layers, and the directories on the way to them: few) is kept as a tree with nothing else in it.
+//! Only the merged tree may be as large as the image. So a layer's own tree goes when its dump is
+//! written, and what must be known of the whole layer before the first of its entries comes
+//! (whiteouts, links into lower layers, and the directories on the way to them: few) is kept as a
+//! tree with nothing else in it.
 
 use std::io::{self, BufRead, BufReader, Read};
 
@@ -15,19 +16,18 @@ use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, WHITEOUT};
 /// Metadata of marks, and of what is not known yet.
 pub(crate) const NO_META: Meta = Meta { mode: 0, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
 
-/// A layer's dump, compressed with zstd.
 #[derive(Debug)]
 pub(crate) enum LayerDump {
     /// Of a layer that is in the store or staged for it.
     File(StoredFile),
-    /// If there was no room to write it: then the import only goes on to say how much is missing.
+    /// The disk is full; the import goes on only to say how much is missing.
     Memory(Vec<u8>),
 }
 
 /// One layer, ready to be merged.
 pub(crate) struct DumpedLayer {
     dump: LayerDump,
-    /// Whiteouts and links into lower layers, in their directories, those with [`IMPLICIT`] if they have it.
+    /// Whiteouts and links into lower layers in their directories, [`IMPLICIT`] ones marked.
     pub(crate) marks: Tree,
 }
 
@@ -44,9 +44,6 @@ impl LayerDump {
 
 impl DumpedLayer {
     /// Reads the whole dump once.
-    ///
-    /// # Errors
-    /// The dump cannot be read, or is none of a layer.
     pub(crate) fn read(dump: LayerDump) -> io::Result<Self> {
         let mut marks = Tree::new(DEFAULT_DIR);
         let mut records = dump.records()?;
@@ -77,9 +74,6 @@ impl DumpedLayer {
     }
 
     /// The entries, each directory before what it holds.
-    ///
-    /// # Errors
-    /// As reading the dump.
     pub(crate) fn records(&self) -> io::Result<Records<impl BufRead + '_>> {
         self.dump.records()
     }
@@ -93,7 +87,6 @@ pub(crate) fn is_implicit(record: &Record<'_>) -> bool {
     xattr(record, IMPLICIT).is_some()
 }
 
-/// The target of a link into a lower layer.
 pub(crate) fn lower_link<'a>(record: &Record<'a>) -> Option<&'a [u8]> {
     xattr(record, LOWER_LINK)
 }
@@ -165,14 +158,12 @@ impl<T> Dirs<T> {
         None
     }
 
-    /// Enters a directory in the last one.
     pub(crate) fn enter(&mut self, name: &[u8], dir: T) {
         self.path.push(b'/');
         self.path.extend_from_slice(name);
         self.open.push((self.path.len(), dir));
     }
 
-    /// The last one.
     pub(crate) fn last(&self) -> Option<&T> {
         self.open.last().map(|(_, dir)| dir)
     }

@@ -1,23 +1,23 @@
 //! A layer's own tree, in OCI form: what its tar archive says, whiteouts kept as entries.
 //!
-//! This is what `layers/<chain-id>.dump.zst` holds, so it must not depend on the layers below, and yet
-//! what an entry means can depend on them. Three things are therefore kept for the merge:
+//! This is what `layers/<chain-id>.dump.zst` holds, so it must not depend on the layers below, and
+//! yet what an entry means can depend on them. Three things are therefore kept for the merge:
 //!
 //! - whiteouts stay empty files `.wh.<name>` and `.wh..wh..opq`, as in the archive;
-//! - a directory that no entry made, but that has entries in it, carries [`IMPLICIT`]: below it may be a
-//!   directory whose metadata must stay, or a symbolic link that must be followed;
+//! - a directory that no entry made, but that has entries in it, carries [`IMPLICIT`]: below it may
+//!   be a directory whose metadata must stay, or a symbolic link that must be followed;
 //! - a hard link whose target is not in this layer is an empty file that carries [`LOWER_LINK`].
 //!
 //! The two marks are extended attributes without a namespace, which no archive can smuggle in: an
 //! entry's attributes outside of the kernel's namespaces are left out.
 //!
 //! # Names
-//! Paths are taken as containerd and umoci take them: relative to the root whether or not they begin with
-//! `/`; `.` means nothing; symbolic links in the parents are followed, but never out of the root; the last
-//! name is not followed. An entry that is there already is replaced, except that a directory over a
-//! directory only sets its metadata. Missing parents are made, 0755 and root's, with time 0 (not the
-//! time of the import: the same image has to give the same digest tomorrow). `..` in a name is refused:
-//! nobody writes it with good intentions.
+//! Paths are taken as containerd and umoci take them: relative to the root whether or not they
+//! begin with `/`; `.` means nothing; symbolic links in the parents are followed, but never out of
+//! the root; the last name is not followed. An entry that is there already is replaced, except that
+//! a directory over a directory only sets its metadata. Missing parents are made, 0755 and root's,
+//! with time 0 (not the time of the import: the same image has to give the same digest tomorrow).
+//! `..` in a name is refused: nobody writes it with good intentions.
 
 mod acl;
 pub(crate) mod blob;
@@ -43,7 +43,6 @@ pub(crate) struct FoundLayer {
     pub(crate) chain_id: ChainId,
 }
 
-/// Prefix of whiteouts.
 pub(crate) const WHITEOUT: &[u8] = b".wh.";
 /// Whiteout of all that lower layers have in a directory.
 pub(crate) const OPAQUE: &[u8] = b".wh..wh..opq";
@@ -58,7 +57,7 @@ pub(crate) const SYMLINKS_MAX: usize = 40;
 /// Longest path of an entry, in bytes: what Linux takes at a time.
 const PATH_MAX: usize = 4095;
 
-/// Metadata of directories that nobody described.
+/// Metadata of directories without an entry.
 pub(crate) const DEFAULT_DIR: Meta = Meta { mode: 0o755, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
 
 /// What an entry became.
@@ -101,10 +100,6 @@ impl LayerTree {
         self.tree.set_content(file, content)
     }
 
-    /// Takes in one entry.
-    ///
-    /// # Errors
-    /// In words, why it makes no sense.
     pub(crate) fn add(&mut self, entry: &Entry) -> Result<Made, String> {
         let mut path = std::mem::take(&mut self.path);
         let made = split(&entry.path, &mut path).and_then(|()| self.add_at(entry, &path));
@@ -166,8 +161,8 @@ impl LayerTree {
                     .insert(dir, name, meta, Content::Directory)
                     .map_err(|e| e.to_string())?;
                 if old.is_some() {
-                    // An entry before this one has replaced what lower layers have there, directory or
-                    // not, so nothing of theirs may show in this directory.
+                    // An entry before this one has replaced what lower layers have there, directory
+                    // or not, so nothing of theirs may show in this directory.
                     self.whiteout(new, OPAQUE)?;
                 }
                 new
@@ -194,13 +189,10 @@ impl LayerTree {
     fn hard_link(&mut self, entry: &Entry, dir: InodeId, name: &[u8]) -> Result<Made, String> {
         let mut target = Vec::new();
         split(&entry.link, &mut target).map_err(|e| format!("hard link target: {e}"))?;
-        let there = match self.find(&target)? {
-            Found::Inode(inode) if self.tree.is_dir(inode) => {
-                return Err(format!("hard link to the directory {:?}", shown(&entry.link)));
-            }
-            Found::Inode(inode) => Some(inode),
-            Found::Below => None,
-        };
+        let there = self.find(&target)?;
+        if there.is_some_and(|inode| self.tree.is_dir(inode)) {
+            return Err(format!("hard link to the directory {:?}", shown(&entry.link)));
+        }
         match there {
             Some(inode) => {
                 if self.tree.lookup(dir, name) == Some(inode) {
@@ -231,16 +223,11 @@ impl LayerTree {
         Ok(Made::Done)
     }
 
-    /// What `path` is in this layer, without making anything.
-    fn find(&self, path: &[Vec<u8>]) -> Result<Found, String> {
-        let Some((name, parents)) = path.split_last() else {
-            return Err("hard link to the root".into());
-        };
-        match walk(&self.tree, self.tree.root(), parents) {
-            Walked::Dir(dir) => Ok(self.tree.lookup(dir, name).map_or(Found::Below, Found::Inode)),
-            Walked::Missing => Ok(Found::Below),
-            Walked::NotDirectory(what) => Err(what),
-        }
+    /// What `path` is in this layer, if it is in it.
+    fn find(&self, path: &[Vec<u8>]) -> Result<Option<InodeId>, String> {
+        let (name, parents) = path.split_last().ok_or("hard link to the root")?;
+        let dir = walk(&self.tree, self.tree.root(), parents)?;
+        Ok(dir.and_then(|dir| self.tree.lookup(dir, name)))
     }
 
     /// The directory of that path, made where it is missing.
@@ -258,49 +245,61 @@ impl LayerTree {
     }
 }
 
-enum Found {
-    Inode(InodeId),
-    /// Not in this layer.
-    Below,
+/// A path that is followed through directories, and symbolic links within the root of the tree.
+struct Steps {
+    dir: InodeId,
+    /// Names to come, last first. `..` of a link stays until it is known what it is relative to.
+    todo: Vec<Vec<u8>>,
+    links: usize,
 }
 
-/// Outcome of [`walk`].
-pub(crate) enum Walked {
-    Dir(InodeId),
-    Missing,
-    /// In words: what is in the way.
-    NotDirectory(String),
-}
-
-/// Follows a path of directories, and of symbolic links within the root of the tree.
-pub(crate) fn walk(tree: &Tree, from: InodeId, path: &[Vec<u8>]) -> Walked {
-    let mut dir = from;
-    let mut todo: Vec<Vec<u8>> = path.iter().rev().cloned().collect();
-    let mut links = 0;
-    while let Some(name) = todo.pop() {
-        if name == b".." {
-            dir = tree.parent(dir).unwrap_or(dir);
-            continue;
-        }
-        let Some(next) = tree.lookup(dir, &name) else { return Walked::Missing };
-        match tree.content(next) {
-            Content::Directory => dir = next,
-            Content::Symlink(target) => {
-                links += 1;
-                if links > SYMLINKS_MAX {
-                    return Walked::NotDirectory(format!(
-                        "too many symbolic links at {:?}",
-                        shown(&name)
-                    ));
-                }
-                dir = follow(tree, dir, target, &mut todo);
-            }
-            _ => {
-                return Walked::NotDirectory(format!("{:?} is not a directory", shown(&name)));
-            }
-        }
+impl Steps {
+    fn new(dir: InodeId, path: &[Vec<u8>]) -> Self {
+        Self { dir, todo: path.iter().rev().cloned().collect(), links: 0 }
     }
-    Walked::Dir(dir)
+
+    /// Goes on to the first name that does not exist, or to the end: `None`.
+    ///
+    /// # Errors
+    /// In words, what is in the way.
+    fn next_missing(&mut self, tree: &Tree) -> Result<Option<Vec<u8>>, String> {
+        while let Some(name) = self.todo.pop() {
+            if name == b".." {
+                self.dir = tree.parent(self.dir).unwrap_or(self.dir);
+                continue;
+            }
+            let Some(next) = tree.lookup(self.dir, &name) else { return Ok(Some(name)) };
+            match tree.content(next) {
+                Content::Directory => self.dir = next,
+                Content::Symlink(target) => {
+                    self.links += 1;
+                    if self.links > SYMLINKS_MAX {
+                        return Err(format!("too many symbolic links at {:?}", shown(&name)));
+                    }
+                    let names = target.split(|&b| b == b'/').filter(|p| !matches!(*p, b"" | b"."));
+                    self.todo.extend(names.rev().map(<[u8]>::to_vec));
+                    if target.starts_with(b"/") {
+                        self.dir = tree.root();
+                    }
+                }
+                _ => return Err(format!("{:?} is not a directory", shown(&name))),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The directory at a path; `None` if there is none.
+///
+/// # Errors
+/// In words, what is in the way.
+pub(crate) fn walk(
+    tree: &Tree,
+    from: InodeId,
+    path: &[Vec<u8>],
+) -> Result<Option<InodeId>, String> {
+    let mut steps = Steps::new(from, path);
+    Ok(steps.next_missing(tree)?.is_none().then_some(steps.dir))
 }
 
 /// As [`walk`], making what is missing; with `mark`, as [`IMPLICIT`] directories.
@@ -319,44 +318,15 @@ pub(crate) fn make_dirs(
             _ => break,
         }
     }
-    let mut todo: Vec<Vec<u8>> = rest.iter().rev().cloned().collect();
-    let mut links = 0;
-    while let Some(name) = todo.pop() {
-        if name == b".." {
-            dir = tree.parent(dir).unwrap_or(dir);
-            continue;
-        }
-        let Some(next) = tree.lookup(dir, &name) else {
-            dir = tree
-                .insert(dir, &name, DEFAULT_DIR, Content::Directory)
-                .map_err(|e| e.to_string())?;
-            if mark {
-                tree.set_xattrs(dir, [(IMPLICIT, &b""[..])]).map_err(|e| e.to_string())?;
-            }
-            continue;
-        };
-        match tree.content(next) {
-            Content::Directory => dir = next,
-            Content::Symlink(target) => {
-                links += 1;
-                if links > SYMLINKS_MAX {
-                    return Err(format!("too many symbolic links at {:?}", shown(&name)));
-                }
-                let target = target.to_vec();
-                dir = follow(tree, dir, &target, &mut todo);
-            }
-            _ => return Err(format!("its parent {:?} is not a directory", shown(&name))),
+    let mut steps = Steps::new(dir, rest);
+    while let Some(name) = steps.next_missing(tree)? {
+        let new = tree.insert(steps.dir, &name, DEFAULT_DIR, Content::Directory);
+        steps.dir = new.map_err(|e| e.to_string())?;
+        if mark {
+            tree.set_xattrs(steps.dir, [(IMPLICIT, &b""[..])]).map_err(|e| e.to_string())?;
         }
     }
-    Ok(dir)
-}
-
-/// Puts the parts of a symbolic link's target before what is still to do; `..` stays for later, when it
-/// is known what it is relative to. Returns where to go on.
-fn follow(tree: &Tree, dir: InodeId, target: &[u8], todo: &mut Vec<Vec<u8>>) -> InodeId {
-    let parts = target.split(|&b| b == b'/').filter(|p| !matches!(*p, b"" | b"."));
-    todo.extend(parts.rev().map(<[u8]>::to_vec));
-    if target.starts_with(b"/") { tree.root() } else { dir }
+    Ok(steps.dir)
 }
 
 /// Splits a path into names.
@@ -400,8 +370,7 @@ fn device((major, minor): (u32, u32)) -> Result<u32, String> {
     Ok((minor & 0xff) | (major << 8) | ((minor & !0xff) << 12))
 }
 
-/// Whether Linux can hold an attribute of that name (xattr(7)). Others, such as macOS's, are left out,
-/// as containerd does.
+/// Whether Linux can hold an attribute of that name (xattr(7)). containerd drops others too.
 fn in_namespace(name: &[u8]) -> bool {
     let user = [&b"user."[..], b"trusted.", b"security."]
         .iter()

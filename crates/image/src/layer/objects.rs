@@ -1,10 +1,10 @@
 //! The threads that hash files and write them to the store.
 //!
-//! Small files come in batches, large ones as a stream of their own. Whoever sends work gets the results
-//! on a channel of its own. Queues are bounded; content is shared, not copied, until it reaches the store.
+//! Small files come in batches, large ones as streams. Each sender gets its results on a channel of
+//! its own. Queues are bounded; content is shared until it reaches the store.
 //!
-//! No deadlock: a stream that runs always has a sender that is either done or sending to it, since each
-//! layer sends one stream at a time; so some thread always gets free.
+//! No deadlock: a stream that runs always has a sender that is either done or sending to it, since
+//! each layer sends one stream at a time; so some thread always gets free.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -15,7 +15,7 @@ use cofolio_store::{Buffer, Staging, Stored};
 use crossbeam_channel as channel;
 
 use crate::error::ImportError;
-use crate::layer::blob::Piece;
+use crate::layer::blob::Slice;
 use crate::threads::{NoThread, spawn_up_to};
 
 /// Files up to this many bytes go in batches.
@@ -24,10 +24,10 @@ pub(crate) const SMALL_MAX: usize = 1 << 20;
 const BATCH_BYTES: u64 = 256 << 10;
 /// or this many files.
 const BATCH_FILES: usize = 256;
-/// Pieces of a stream that wait: most files are in there as a whole, so the parser goes on to the next one.
+/// Slices of a stream that wait. Most files fit, so the parser goes on to the next one.
 const STREAM_QUEUE: usize = 16;
 
-/// A file of a layer, as whoever sends it knows it.
+/// A file of a layer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileId {
     pub(crate) inode: InodeId,
@@ -35,27 +35,25 @@ pub(crate) struct FileId {
     pub(crate) number: Option<u64>,
 }
 
-/// A part of a large file, in order.
-enum StreamPart {
-    Data(Piece),
+/// What comes next of a large file.
+enum Item {
+    Data(Slice),
     Hole(u64),
     /// The file is complete. Without it the stream was cut off and is given up.
     End,
 }
 
 enum Work {
-    Batch(Vec<(FileId, Vec<Piece>)>),
-    Stream(FileId, Receiver<StreamPart>),
+    Batch(Vec<(FileId, Vec<Slice>)>),
+    Stream(FileId, Receiver<Item>),
 }
 
 struct Job {
     work: Work,
-    /// Where it goes.
     staging: Arc<Staging>,
     reply: channel::Sender<Result<Vec<(FileId, Stored)>, ImportError>>,
 }
 
-/// Where to send files to.
 #[derive(Clone)]
 pub(crate) struct Workers {
     jobs: channel::Sender<Job>,
@@ -63,9 +61,6 @@ pub(crate) struct Workers {
 
 impl Workers {
     /// Starts `count` threads; they end when the last clone is dropped.
-    ///
-    /// # Errors
-    /// [`NoThread`].
     pub(crate) fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         count: usize,
@@ -77,7 +72,7 @@ impl Workers {
                 let mut buffer = Buffer::new(SMALL_MAX);
                 for job in queue {
                     let result = run(&job.staging, job.work, &mut buffer);
-                    // Whoever has all results is the only one that has the staging.
+                    // After its last result a layer has the staging to itself.
                     drop(job.staging);
                     // Nobody listens any more if the layer failed for another reason.
                     let _ = job.reply.send(result);
@@ -88,11 +83,10 @@ impl Workers {
     }
 }
 
-/// One layer's way to the workers.
 pub(crate) struct Files {
     workers: Workers,
     staging: Arc<Staging>,
-    batch: Vec<(FileId, Vec<Piece>)>,
+    batch: Vec<(FileId, Vec<Slice>)>,
     batch_bytes: u64,
     pending: usize,
     to_us: channel::Sender<Result<Vec<(FileId, Stored)>, ImportError>>,
@@ -100,22 +94,19 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    /// For files that go to `staging`.
     pub(crate) fn new(workers: Workers, staging: Arc<Staging>) -> Self {
         let (to_us, replies) = channel::unbounded();
         Self { workers, staging, batch: Vec::new(), batch_bytes: 0, pending: 0, to_us, replies }
     }
 
-    /// Adds a small file to the batch.
-    pub(crate) fn small(&mut self, file: FileId, pieces: Vec<Piece>, size: u64) {
-        self.batch.push((file, pieces));
+    pub(crate) fn small(&mut self, file: FileId, slices: Vec<Slice>, size: u64) {
+        self.batch.push((file, slices));
         self.batch_bytes += size;
         if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_FILES {
             self.flush();
         }
     }
 
-    /// Sends the batch on its way.
     pub(crate) fn flush(&mut self) {
         if !self.batch.is_empty() {
             let batch = std::mem::take(&mut self.batch);
@@ -124,11 +115,10 @@ impl Files {
         }
     }
 
-    /// Begins a large file.
     pub(crate) fn stream(&mut self, file: FileId) -> FileStream {
         self.flush();
-        let (to_worker, parts) = sync_channel(STREAM_QUEUE);
-        self.send(Work::Stream(file, parts));
+        let (to_worker, items) = sync_channel(STREAM_QUEUE);
+        self.send(Work::Stream(file, items));
         FileStream(to_worker)
     }
 
@@ -162,24 +152,22 @@ impl Files {
 }
 
 /// A large file on its way. Given up if dropped without [`FileStream::end`].
-pub(crate) struct FileStream(SyncSender<StreamPart>);
+pub(crate) struct FileStream(SyncSender<Item>);
 
 impl FileStream {
     // Sending fails if the worker failed; its reason comes as the result.
 
-    /// Adds content; false if nobody wants it any more.
-    pub(crate) fn data(&self, piece: Piece) -> bool {
-        self.0.send(StreamPart::Data(piece)).is_ok()
+    /// Adds content; false if it is not wanted any more.
+    pub(crate) fn data(&self, slice: Slice) -> bool {
+        self.0.send(Item::Data(slice)).is_ok()
     }
 
-    /// Adds a hole.
     pub(crate) fn hole(&self, size: u64) -> bool {
-        size == 0 || self.0.send(StreamPart::Hole(size)).is_ok()
+        size == 0 || self.0.send(Item::Hole(size)).is_ok()
     }
 
-    /// The file is complete.
     pub(crate) fn end(self) -> bool {
-        self.0.send(StreamPart::End).is_ok()
+        self.0.send(Item::End).is_ok()
     }
 }
 
@@ -191,13 +179,13 @@ fn run(
     match work {
         Work::Batch(files) => {
             let mut done = Vec::with_capacity(files.len());
-            for (file, pieces) in files {
-                let stored = match &pieces[..] {
+            for (file, slices) in files {
+                let stored = match &slices[..] {
                     [one] => staging.put_object(one.bytes())?,
                     _ => {
                         buffer.clear();
-                        for piece in &pieces {
-                            let bytes = piece.bytes();
+                        for slice in &slices {
+                            let bytes = slice.bytes();
                             buffer.spare()[..bytes.len()].copy_from_slice(bytes);
                             buffer.advance(bytes.len());
                         }
@@ -208,13 +196,13 @@ fn run(
             }
             Ok(done)
         }
-        Work::Stream(file, parts) => {
+        Work::Stream(file, items) => {
             let mut writer = staging.object_writer();
-            for part in parts {
-                match part {
-                    StreamPart::Data(piece) => writer.push(piece.bytes())?,
-                    StreamPart::Hole(size) => writer.push_hole(size)?,
-                    StreamPart::End => return Ok(vec![(file, writer.finish()?)]),
+            for item in items {
+                match item {
+                    Item::Data(slice) => writer.push(slice.bytes())?,
+                    Item::Hole(size) => writer.push_hole(size)?,
+                    Item::End => return Ok(vec![(file, writer.finish()?)]),
                 }
             }
             Ok(Vec::new())

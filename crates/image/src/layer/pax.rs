@@ -1,8 +1,9 @@
 //! Records of PAX extended headers: `<length> <key>=<value>\n`, one after the other.
 //!
 //! Keys: POSIX pax(1); `GNU.sparse.*` from GNU tar's manual; `SCHILY.xattr.*`, `SCHILY.acl.*`,
-//! `SCHILY.dev*` from star(1); `LIBARCHIVE.xattr.*` from libarchive's tar(5); `RHT.security.selinux` from
-//! GNU tar. Others (`atime`, `uname`, `comment`, …) make no difference to the tree and are passed over.
+//! `SCHILY.dev*` from star(1); `LIBARCHIVE.xattr.*` from libarchive's tar(5);
+//! `RHT.security.selinux` from GNU tar. Others (`atime`, `uname`, `comment`, …) make no difference
+//! to the tree and are passed over.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +12,7 @@ use base64::alphabet::STANDARD;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 
 /// What the records of one entry say. A record with an empty value takes back what was said before.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Pax {
     pub(crate) path: Option<Vec<u8>>,
     pub(crate) link: Option<Vec<u8>>,
@@ -28,8 +29,7 @@ pub(crate) struct Pax {
     pub(crate) sparse: PaxSparse,
 }
 
-/// The records `GNU.sparse.*`.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct PaxSparse {
     pub(crate) major: Option<u64>,
     pub(crate) minor: Option<u64>,
@@ -43,26 +43,6 @@ pub(crate) struct PaxSparse {
 }
 
 impl Pax {
-    /// Whether the records say nothing about an entry.
-    pub(crate) fn is_empty(&self) -> bool {
-        let Self { path, link, size, uid, gid, mtime, major, minor, xattrs, .. } = self;
-        path.is_none()
-            && link.is_none()
-            && size.is_none()
-            && uid.is_none()
-            && gid.is_none()
-            && mtime.is_none()
-            && major.is_none()
-            && minor.is_none()
-            && xattrs.is_empty()
-            && self.acl_access.is_none()
-            && self.acl_default.is_none()
-            && !self.sparse.has_map
-            && self.sparse.major.is_none()
-            && self.sparse.size.is_none()
-            && self.sparse.name.is_none()
-    }
-
     /// Takes in the records of one extended header.
     ///
     /// # Errors
@@ -172,7 +152,7 @@ fn decimal(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// `[-]seconds[.fraction]` to whole seconds, rounded down, and nanoseconds; finer digits are cut off.
+/// `[-]seconds[.fraction]` as seconds, rounded down, and nanoseconds, cut off.
 fn time(text: &[u8]) -> Option<(i64, u32)> {
     let (negative, text) = match text.strip_prefix(b"-") {
         Some(rest) => (true, rest),
@@ -275,9 +255,9 @@ mod tests {
         assert_eq!(pax.path, None);
     }
 
-    /// The names were in a list that every record was looked up in. A header of 1 MiB holds 47,000 names: an archive
-    /// of three such entries, 27 KB with zstd, took 45 seconds of a processor in a debug build, and nothing
-    /// bounds the number of entries.
+    /// The names were in a list that every record was looked up in. A header of 1 MiB holds 47,000
+    /// names: an archive of three such entries, 27 KB with zstd, took 45 seconds of a processor in
+    /// a debug build, and nothing bounds the number of entries.
     #[test]
     fn many_attributes_are_no_work() {
         linear::assert_linear(47_000, |count| {

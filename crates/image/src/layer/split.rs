@@ -1,7 +1,7 @@
-//! A layer's split: its tar archive without the content of its files, which the store has as objects.
+//! A layer's split: its tar archive without the content of files, which are objects.
 //!
-//! With it the archive can be written again byte for byte (`cofolio export`, `cofolio push`), though the
-//! layer is not kept: headers, padding, extended headers, sparse maps, and what follows the end.
+//! With it an export writes the archive again byte for byte: headers, padding, extended headers,
+//! sparse maps, and what follows the end.
 //!
 //! ```text
 //! magic            "cofolio split 1\n"
@@ -20,9 +20,9 @@
 //!   size           u64, little-endian
 //! ```
 //!
-//! Script and table are apart because digests come late and out of order from the threads that hash; both
-//! are written as they come, and who reads follows each with a cursor of its own, so neither side holds
-//! more than a few blocks. Garbage collection reads the table alone and skips the script.
+//! Script and table are apart because digests come late and out of order from the threads that
+//! hash. Writer and reader handle each on its own, so neither holds more than a few blocks. Garbage
+//! collection reads the table alone.
 //!
 //! What only the archive says stays in the script, also files that no tree shows (AUFS bookkeeping,
 //! content of whiteouts). Files that the archive itself replaces later are objects like all others.
@@ -33,9 +33,9 @@ use std::io::{self, BufRead, Read, Write};
 use cofolio_erofs::read::ReadAt;
 use cofolio_store::Digest;
 
+use crate::layer::blob::read_buffered;
 use crate::layer::tar::Input;
 
-/// What every split begins with.
 const MAGIC: &[u8; 16] = b"cofolio split 1\n";
 const SCRIPT: u32 = 1;
 const TABLE: u32 = 2;
@@ -69,8 +69,7 @@ pub(crate) struct SplitWriter<W> {
     /// Bytes of the archive that are not in the script yet.
     literal: Vec<u8>,
     table: Vec<u8>,
-    /// Objects that the script takes and the table lacks; their digests are under way. Only as many as
-    /// wait for the threads that hash.
+    /// Objects of the script without a row in the table: those that are being hashed.
     pending: VecDeque<Option<(Digest, u64)>>,
     /// Number of the first of them.
     first: u64,
@@ -78,10 +77,6 @@ pub(crate) struct SplitWriter<W> {
 }
 
 impl<W: Write> SplitWriter<W> {
-    /// Begins a split.
-    ///
-    /// # Errors
-    /// Those of the sink, as all of this type.
     pub(crate) fn new(mut sink: W) -> io::Result<Self> {
         sink.write_all(MAGIC)?;
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
@@ -111,8 +106,8 @@ impl<W: Write> SplitWriter<W> {
         Ok(())
     }
 
-    /// The next bytes of the archive are the content of an object, or parts of it (offset, length; in order
-    /// and apart). Returns its number, for [`SplitWriter::stored`].
+    /// The next bytes of the archive are the content of an object, or parts of it (offset, length;
+    /// in order and apart). Returns its number, for [`SplitWriter::stored`].
     pub(crate) fn object(&mut self, parts: Option<&[(u64, u64)]>) -> io::Result<u64> {
         self.end_literal()?;
         match parts {
@@ -223,7 +218,7 @@ impl<W: Write> SplitWriter<W> {
     }
 }
 
-/// A split of any script and table, for the fuzz targets: they would spend their time on sums otherwise.
+/// A split of any script and table, with right sums, for the fuzz targets.
 #[cfg(fuzzing)]
 pub(crate) fn fuzz(script: &[u8], table: &[u8], size: u64) -> io::Result<Vec<u8>> {
     let mut writer = SplitWriter::new(Vec::new())?;
@@ -246,8 +241,8 @@ impl<I: Input, W: Write> Recorder<I, W> {
         Ok(Self { input, split: SplitWriter::new(sink)?, failed: None })
     }
 
-    /// The input itself. What is taken from it is not recorded: it must be the content of a file, announced
-    /// by [`SplitWriter::object`].
+    /// The input itself. What is taken from it is not recorded: it must be the content of a file,
+    /// announced by [`SplitWriter::object`].
     pub(crate) fn content(&mut self) -> &mut I {
         &mut self.input
     }
@@ -269,7 +264,6 @@ impl<I: Input, W: Write> Recorder<I, W> {
         }
     }
 
-    /// Ends the split; see [`SplitWriter::finish`].
     pub(crate) fn finish(self, size: u64) -> io::Result<W> {
         match self.failed {
             Some(error) => Err(error),
@@ -280,11 +274,7 @@ impl<I: Input, W: Write> Recorder<I, W> {
 
 impl<I: Input, W: Write> Read for Recorder<I, W> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let have = self.fill_buf()?;
-        let count = have.len().min(buf.len());
-        buf[..count].copy_from_slice(&have[..count]);
-        self.consume(count);
-        Ok(count)
+        read_buffered(self, buf)
     }
 }
 
@@ -308,27 +298,20 @@ impl<I: Input, W: Write> BufRead for Recorder<I, W> {
 
 impl<I: Input, W: Write> Input for Recorder<I, W> {}
 
-/// Why a split cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SplitError {
-    /// Reading failed.
     #[error(transparent)]
     Io(#[from] io::Error),
     /// It is not one, or it is damaged.
     #[error("offset {offset}: {what}")]
-    Bad {
-        /// Offset of the block in the file, in bytes.
-        offset: u64,
-        /// What is wrong.
-        what: &'static str,
-    },
+    Bad { offset: u64, what: &'static str },
 }
 
 /// What comes next in an archive.
 pub(crate) enum Step {
     /// Bytes that are to be taken from [`Split::read`].
     Literal,
-    /// The content of an object of that size: all of it, or as many parts, to be taken from [`Split::part`].
+    /// An object of that size: all of it, or as many parts, to be taken from [`Split::part`].
     Object {
         digest: Digest,
         size: u64,
@@ -349,10 +332,6 @@ pub(crate) struct Split<'a, S> {
 }
 
 impl<'a, S: ReadAt> Split<'a, S> {
-    /// Opens a split.
-    ///
-    /// # Errors
-    /// [`SplitError`], as all of this type.
     pub(crate) fn open(source: &'a S) -> Result<Self, SplitError> {
         let mut magic = [0; MAGIC.len()];
         read_exact(source, &mut magic, 0)?;
@@ -624,7 +603,7 @@ mod tests {
         panic!("a split without an end");
     }
 
-    /// Objects whose digests come in another order, literals of every length, a map larger than a block.
+    /// Objects whose digests come out of order, literals of every length, a map beyond a block.
     fn made() -> (Vec<u8>, Vec<Seen>) {
         let mut writer = SplitWriter::new(Vec::new()).unwrap();
         let mut expected = Vec::new();
@@ -667,8 +646,8 @@ mod tests {
         assert_eq!(named, (0..10_000).map(|n| (digest(n), n)).collect::<Vec<_>>());
     }
 
-    /// A disk that lies, at every place: an error, or by rare luck the same. What is cut short is never
-    /// taken for less: garbage collection would take away what is still needed.
+    /// A disk that lies, at every place: an error, or by rare luck the same. What is cut short is
+    /// never taken for less: garbage collection would take away what is still needed.
     #[test]
     fn damage_is_an_error() {
         let (bytes, expected) = made();

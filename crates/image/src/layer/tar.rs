@@ -5,20 +5,13 @@
 //! [L long name ][name\0      ]  ^ 512 bytes: ustar, GNU, V7 or star
 //! ```
 //!
-//! Why not a library: both that there are (by their sources, read in 2026) lose what an image needs.
+//! The crates `tar` 0.4.46 and `tar-core` 0.1.0 lose what an image needs: fractions of seconds,
+//! devices in base 256, attributes with a newline in their value, malformed PAX records, ACLs,
+//! sparse files in PAX form. Formats: POSIX pax(1), GNU tar's manual ("Basic Tar Format", "Storing
+//! Sparse Files"), libarchive's tar(5).
 //!
-//! - `tar` 0.4.46 takes `mtime` from the header only, in whole seconds; reads devices in octal only; splits
-//!   PAX records at line ends, so that an attribute with a newline in its value (a capability can have one)
-//!   is left out without a word, as every malformed record is; and knows neither GNU's sparse files in PAX
-//!   form nor ACLs nor `LIBARCHIVE.xattr`.
-//! - `tar-core` 0.1.0 keeps whole seconds only, refuses negative ones, reads devices in octal only, stops
-//!   silently at a malformed PAX record, and leaves ACLs and `LIBARCHIVE.xattr` to the caller.
-//!
-//! What is left of them is a table of field offsets. The formats are those of POSIX pax(1), GNU tar's
-//! manual ("Basic Tar Format", "Storing Sparse Files") and libarchive's tar(5).
-//!
-//! Everything that is buffered is bounded: one extended header by [`MetaLimits::extended_bytes`], one
-//! sparse map by [`MetaLimits::sparse_segments`]. File content is never buffered here: after
+//! Everything that is buffered is bounded: one extended header by [`MetaLimits::extended_bytes`],
+//! one sparse map by [`MetaLimits::sparse_segments`]. File content is never buffered here: after
 //! [`Reader::next_entry`] the caller takes it from the input and says so with [`Reader::taken`].
 
 use std::collections::BTreeMap;
@@ -44,10 +37,8 @@ impl Default for MetaLimits {
     }
 }
 
-/// What is wrong with an archive, and what the I/O below it said.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TarError {
-    /// The input failed; its own error says how.
     #[error(transparent)]
     Io(#[from] io::Error),
     /// The archive is not what it should be.
@@ -55,25 +46,16 @@ pub(crate) enum TarError {
     Bad {
         /// Offset of the entry's header in the uncompressed archive, in bytes.
         offset: u64,
-        /// What is wrong, in words.
         what: String,
     },
     /// The archive ends inside of an entry.
     #[error("tar archive ends at offset {offset}, in the middle of {what}")]
-    Truncated {
-        /// Where it ends, in bytes.
-        offset: u64,
-        /// What should have followed.
-        what: &'static str,
-    },
+    Truncated { offset: u64, what: &'static str },
 }
 
 /// Input of a [`Reader`]: buffered, and able to leave bytes out.
 pub(crate) trait Input: BufRead {
     /// Drops `count` bytes.
-    ///
-    /// # Errors
-    /// `UnexpectedEof` if the input ends before.
     fn skip(&mut self, mut count: u64) -> io::Result<()> {
         while count > 0 {
             let have = self.fill_buf()?.len();
@@ -90,7 +72,6 @@ pub(crate) trait Input: BufRead {
 
 impl Input for &[u8] {}
 
-/// What kind of thing an entry makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     File,
@@ -102,22 +83,20 @@ pub(crate) enum Kind {
     Fifo,
 }
 
-/// Where the data of a sparse file lies.
+/// The data of a sparse file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sparse {
-    /// (offset, length) in the file, in order, not overlapping; the data of all of them follows one
-    /// after the other in the archive.
+    /// (offset, length) in the file, sorted, not overlapping; their data is contiguous in the
+    /// archive.
     pub(crate) segments: Vec<(u64, u64)>,
     /// Size of the file, in bytes.
     pub(crate) size: u64,
 }
 
-/// One entry, with all its extended headers applied.
 #[derive(Debug, Clone)]
 pub(crate) struct Entry {
     /// The name as the archive has it, not yet judged.
     pub(crate) path: Vec<u8>,
-    /// Target of a symbolic or hard link.
     pub(crate) link: Vec<u8>,
     pub(crate) kind: Kind,
     /// Permission bits with SUID, SGID and sticky.
@@ -272,22 +251,19 @@ impl<R: Input> Reader<R> {
         Self { input, limits, offset: 0, data_left: 0, padding: 0, ended: false }
     }
 
-    /// Bytes of the archive consumed so far.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes of the current entry's data that nobody took yet.
     pub(crate) fn data_left(&self) -> u64 {
         self.data_left
     }
 
-    /// The input, for taking up to [`Reader::data_left`] bytes from it; tell with [`Reader::taken`].
+    /// The input, to take [`Reader::data_left`] bytes from at most; tell with [`Reader::taken`].
     pub(crate) fn input(&mut self) -> &mut R {
         &mut self.input
     }
 
-    /// The input, after the end of the archive.
     pub(crate) fn into_input(self) -> R {
         self.input
     }
@@ -299,8 +275,9 @@ impl<R: Input> Reader<R> {
         self.offset += count;
     }
 
-    /// The next entry; what is left of the current one is skipped. `None` at the end of the archive:
-    /// two blocks of zeros, or the end of the input between two entries, as every tar accepts it.
+    /// The next entry; what is left of the current one is skipped. `None` at the end of the
+    /// archive: two blocks of zeros, or the end of the input between two entries, as every tar
+    /// accepts it.
     ///
     /// # Errors
     /// [`TarError`]; the reader is of no use after one.
@@ -352,12 +329,12 @@ impl<R: Input> Reader<R> {
                     extended.pax.parse(&records).map_err(|what| bad(offset, &what))?;
                 }
                 b'g' => {
-                    // Container runtimes ignore global headers, tar(1) applies them: one archive, two
-                    // trees. Those that say nothing about entries (git's `comment=`) are harmless.
+                    // Container runtimes ignore global headers, tar(1) applies them: one archive,
+                    // two trees. Those that only hold git's `comment=` are harmless.
                     let records = self.extended(&header, offset, &mut extended)?;
                     let mut pax = Pax::default();
                     pax.parse(&records).map_err(|what| bad(offset, &what))?;
-                    if !pax.is_empty() {
+                    if pax != Pax::default() {
                         return Err(bad(
                             offset,
                             "a global header that changes entries is ambiguous",
@@ -376,7 +353,6 @@ impl<R: Input> Reader<R> {
         }
     }
 
-    /// The content of an extended header.
     fn extended(
         &mut self,
         header: &Header<'_>,
@@ -412,8 +388,17 @@ impl<R: Input> Reader<R> {
         let bad_here = |what: String| TarError::Bad { offset, what };
         let field =
             |name: &str, at| number(header.bytes(at)).map_err(|e| bad_here(format!("{name}: {e}")));
-        let unsigned = |name: &str, value: i64| {
-            u64::try_from(value).map_err(|_| bad_here(format!("{name} is negative: {value}")))
+        // A PAX record goes before the header's field.
+        let unsigned = |name: &str, pax: Option<u64>, at| match pax {
+            Some(value) => Ok(value),
+            None => {
+                let value = field(name, at)?;
+                u64::try_from(value).map_err(|_| bad_here(format!("{name} is negative: {value}")))
+            }
+        };
+        let in_32_bits = |name: &str, pax: Option<u64>, at| {
+            let value = unsigned(name, pax, at)?;
+            u32::try_from(value).map_err(|_| bad_here(format!("{name} {value} is out of range")))
         };
         let mut pax = extended.pax;
         let format = header.format();
@@ -452,40 +437,23 @@ impl<R: Input> Reader<R> {
             }
         };
 
-        let owner = |name: &str, from_pax: Option<u64>, at| -> Result<u32, TarError> {
-            let id = match from_pax {
-                Some(id) => id,
-                None => unsigned(name, field(name, at)?)?,
-            };
-            // The last one is (uid_t)-1, which no file can have.
-            u32::try_from(id)
-                .ok()
-                .filter(|&id| id != u32::MAX)
-                .ok_or_else(|| bad_here(format!("{name} {id} is out of range")))
+        let owner = |name: &str, pax: Option<u64>, at| match in_32_bits(name, pax, at)? {
+            // (uid_t)-1 is no owner.
+            u32::MAX => Err(bad_here(format!("{name} {} is out of range", u32::MAX))),
+            id => Ok(id),
         };
         let (mtime, mtime_nsec) = match pax.mtime {
             Some(time) => time,
             None => (field("mtime", MTIME)?, 0),
         };
-        let mut size = match pax.size {
-            Some(size) => size,
-            None => unsigned("size", field("size", SIZE)?)?,
-        };
-        // Only files have data, whatever the size field of a link or directory says (as in Go's reader,
-        // which the container world uses, and in GNU tar's).
+        let mut size = unsigned("size", pax.size, SIZE)?;
+        // Only files have data, whatever the size field of a link or directory says (as in Go's
+        // reader, which the container world uses, and in GNU tar's).
         if kind != Kind::File {
             size = 0;
         }
         let device = if matches!(kind, Kind::CharDevice | Kind::BlockDevice) {
-            let part = |name: &str, from_pax: Option<u64>, at| -> Result<u32, TarError> {
-                let value = match from_pax {
-                    Some(value) => value,
-                    None => unsigned(name, field(name, at)?)?,
-                };
-                u32::try_from(value)
-                    .map_err(|_| bad_here(format!("{name} {value} is out of range")))
-            };
-            (part("devmajor", pax.major, MAJOR)?, part("devminor", pax.minor, MINOR)?)
+            (in_32_bits("devmajor", pax.major, MAJOR)?, in_32_bits("devminor", pax.minor, MINOR)?)
         } else {
             (0, 0)
         };

@@ -1,8 +1,8 @@
-//! A layer's archive put together again from its unpacked files and its tar-split: lines of JSON that
-//! hold, in base64, everything that was not the content of a file, and where which file's content was.
+//! A layer's archive from its unpacked files and its tar-split: lines of JSON with the bytes of the
+//! archive (base64), and the places of files' content.
 //!
-//! The result is checked like any other blob, against the diff-id; the CRC-64 that each file has in the
-//! tar-split would add the name of the file that was altered, but another pass over all content, too.
+//! The result is checked against the diff-id. The CRC-64 of each file would also name an altered
+//! file, but costs another pass over all content.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -25,7 +25,6 @@ use crate::layer::blob::Content;
 const LINE_MAX: u64 = 64 << 20;
 
 /// A layer that an engine has unpacked.
-#[derive(Debug)]
 pub(crate) struct UnpackedLayer {
     /// The compressed tar-split.
     pub(crate) tar_split: PathBuf,
@@ -39,15 +38,14 @@ impl Content for UnpackedLayer {
     }
 }
 
-/// What went wrong, to be said as often as somebody asks.
+/// An error that can be repeated.
 type Failure = (io::ErrorKind, String);
 
 fn failure(error: io::Error) -> Failure {
     (error.kind(), error.to_string())
 }
 
-/// An archive that stays unreadable once it was: who skips to its end after an error must not be told that
-/// it is only too short.
+/// An archive that repeats its error, so that skipping to the end does not look short.
 struct Guarded<R>(Result<R, Failure>);
 
 impl<R: Read> Read for Guarded<R> {
@@ -64,7 +62,6 @@ impl<R: Read> Read for Guarded<R> {
     }
 }
 
-/// One line.
 #[derive(Deserialize)]
 struct Line<'a> {
     #[serde(rename = "type")]
@@ -92,12 +89,12 @@ struct Archive<R> {
     /// Bytes of the archive, given out up to `at`.
     segment: Vec<u8>,
     at: usize,
-    file: Option<Part>,
+    file: Option<OpenFile>,
     line: Vec<u8>,
 }
 
 /// A file whose content is being given out.
-struct Part {
+struct OpenFile {
     name: Vec<u8>,
     file: File,
     left: u64,
@@ -158,7 +155,7 @@ impl<R: BufRead> Archive<R> {
                     }
                 }
                 let file = self.open_file(&name, line.size)?;
-                self.file = Some(Part { name, file, left: line.size });
+                self.file = Some(OpenFile { name, file, left: line.size });
             }
             // Links, directories and empty files have no content.
             FILE => {}
@@ -200,15 +197,15 @@ impl<R: BufRead> Read for Archive<R> {
             return Ok(0);
         }
         loop {
-            if let Some(part) = &mut self.file {
-                let length = buf.len().min(usize::try_from(part.left).unwrap_or(usize::MAX));
-                let count = part.file.read(&mut buf[..length])?;
+            if let Some(file) = &mut self.file {
+                let length = buf.len().min(usize::try_from(file.left).unwrap_or(usize::MAX));
+                let count = file.file.read(&mut buf[..length])?;
                 if count == 0 {
-                    let what = format!("its file {:?} became shorter", shown(&part.name));
+                    let what = format!("its file {:?} became shorter", shown(&file.name));
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
                 }
-                part.left -= count as u64;
-                if part.left == 0 {
+                file.left -= count as u64;
+                if file.left == 0 {
                     self.file = None;
                 }
                 return Ok(count);

@@ -10,7 +10,7 @@ use cofolio_store::{Digest, Domain, LayerWriter, Publish, Staging, StagingStats}
 
 use crate::error::{ImportError, shown};
 use crate::layer::FoundLayer;
-use crate::layer::blob::{Budget, OnRead, Pool, Stream};
+use crate::layer::blob::{Budget, OnRead, Pool, Slice, Stream};
 use crate::layer::dumped::{DumpedLayer, LayerDump};
 use crate::layer::objects::{FileId, Files, SMALL_MAX, Workers};
 use crate::layer::split::{self, Recorder};
@@ -22,7 +22,6 @@ use crate::stored::StoredImage;
 /// zstd level of `layers/*.dump.zst`: fast; the text is repetitive enough.
 const DUMP_LEVEL: i32 = 1;
 
-/// What all layers of one import share.
 pub(crate) struct Shared<'a> {
     pub(crate) budget: &'a Budget,
     pub(crate) limits: &'a Limits,
@@ -31,15 +30,14 @@ pub(crate) struct Shared<'a> {
     pub(crate) entries: &'a AtomicU64,
 }
 
-/// A layer's tree and what there is to say about it.
+/// An unpacked layer.
 pub(crate) struct Unpacked {
     pub(crate) tree: Tree,
-    /// Objects of files that the archive replaces later: the tree does not show them, the split names them.
+    /// Objects of files that the archive replaces later: only the split names them.
     pub(crate) replaced: Vec<([u8; 32], u64)>,
     pub(crate) counts: Counts,
 }
 
-/// What a layer amounted to.
 pub(crate) struct Counts {
     pub(crate) entries: u64,
     pub(crate) foreign_xattrs: u64,
@@ -141,7 +139,6 @@ impl Unpacking<'_, '_> {
         Ok(())
     }
 
-    /// Sends a file's content on its way to the store.
     fn file(&mut self, entry: &Entry, inode: InodeId) -> Result<(), ImportError> {
         let size = entry.file_size();
         if size == 0 {
@@ -151,8 +148,8 @@ impl Unpacking<'_, '_> {
             return Err(self.entry_error(entry, format!("a file of {size} bytes is absurd")));
         }
         if let Some(sparse) = &entry.sparse {
-            // Holes cost nothing in the archive nor in the store, but reading them does, and so does the
-            // kernel's tree of digests where the filesystem has fs-verity.
+            // Holes cost nothing in the archive nor in the store, but reading them does, and so
+            // does the kernel's tree of digests where the filesystem has fs-verity.
             let holes = size - entry.data_size;
             let digest = &self.layer.blob.digest;
             self.shared
@@ -169,7 +166,7 @@ impl Unpacking<'_, '_> {
             let mut wanted = true;
             for &(offset, length) in &sparse.segments {
                 wanted = wanted && file.hole(offset - at);
-                wanted = self.pieces(length, |piece| wanted && file.data(piece))?;
+                wanted = self.content(length, |slice| wanted && file.data(slice))?;
                 at = offset + length;
             }
             let _ = wanted && file.hole(size - at) && file.end();
@@ -179,34 +176,34 @@ impl Unpacking<'_, '_> {
         let id = FileId { inode, number: Some(number) };
         if size > SMALL_MAX as u64 {
             let file = self.files.stream(id);
-            let wanted = self.pieces(size, |piece| file.data(piece))?;
+            let wanted = self.content(size, |slice| file.data(slice))?;
             let _ = wanted && file.end();
         } else {
-            let mut pieces = Vec::with_capacity(1);
-            self.pieces(size, |piece| {
-                pieces.push(piece);
+            let mut slices = Vec::with_capacity(1);
+            self.content(size, |slice| {
+                slices.push(slice);
                 true
             })?;
-            self.files.small(id, pieces, size);
+            self.files.small(id, slices, size);
         }
         Ok(())
     }
 
     /// Takes `size` bytes of the current entry; ends early when `take` wants no more.
-    fn pieces(
+    fn content(
         &mut self,
         size: u64,
-        mut take: impl FnMut(crate::layer::blob::Piece) -> bool,
+        mut take: impl FnMut(Slice) -> bool,
     ) -> Result<bool, ImportError> {
         let mut left = size;
         while left > 0 {
             let offset = self.reader.offset();
-            match self.reader.input().content().take_piece(left) {
-                Ok(Some(piece)) => {
-                    let length = piece.bytes().len() as u64;
+            match self.reader.input().content().take_slice(left) {
+                Ok(Some(slice)) => {
+                    let length = slice.bytes().len() as u64;
                     self.reader.taken(length);
                     left -= length;
-                    if !take(piece) {
+                    if !take(slice) {
                         return Ok(false);
                     }
                 }
@@ -272,7 +269,6 @@ impl Unpacking<'_, '_> {
     }
 }
 
-/// Writes the layer's tree to the staging area.
 fn write_dump(staging: &Staging, layer: &FoundLayer, tree: &Tree) -> Result<(), ImportError> {
     let mut file = staging.layer_writer(&layer.chain_id.to_string())?;
     compress_dump(tree, &mut file).map_err(store_error)?;
@@ -297,8 +293,8 @@ pub(crate) fn objects(tree: &Tree) -> impl Iterator<Item = (Digest, u64)> {
     })
 }
 
-/// Publishes a layer on its own, before its image is complete: should the import not come to its end, the
-/// next one knows the layer. Nothing keeps it until then but the rarity of garbage collections.
+/// Publishes a layer before its image is complete, so that a failed import leaves it to the next
+/// one. It has no root: garbage collection may remove it.
 pub(crate) fn keep(
     staging: Arc<Staging>,
     tree: &Tree,
@@ -307,20 +303,10 @@ pub(crate) fn keep(
     let gone = || ImportError::Image { what: "a layer's staging is still in use".into() };
     let staging = Arc::into_inner(staging).ok_or_else(gone)?;
     let replaced = replaced.iter().map(|&(digest, size)| (Digest(digest), size));
-    staging.commit(&Publish::default(), objects(tree).chain(replaced)).map_err(commit_error)
+    Ok(staging.commit(&Publish::default(), objects(tree).chain(replaced))?)
 }
 
-/// Says what a failed commit means.
-pub(crate) fn commit_error(error: cofolio_store::Error) -> ImportError {
-    match error {
-        cofolio_store::Error::NoSpace { missing } => {
-            ImportError::NoSpace { missing_bytes: missing }
-        }
-        other => ImportError::Store(other),
-    }
-}
-
-/// Gives up the tree of an unpacked layer for its dump, which was written.
+/// Replaces the tree of an unpacked layer by its dump.
 pub(crate) fn dumped(
     staging: &Staging,
     layer: &FoundLayer,
@@ -338,7 +324,7 @@ pub(crate) fn dumped(
     DumpedLayer::read(dump).map_err(store_error)
 }
 
-/// Takes the store's own error back out of the I/O error that it travelled in.
+/// The store's error inside an I/O error.
 pub(crate) fn store_error(error: io::Error) -> ImportError {
     match error.downcast::<cofolio_store::Error>() {
         Ok(error) => ImportError::Store(error),
@@ -346,8 +332,8 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
     }
 }
 
-/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is unpacked
-/// again, which replaces nothing, but gives the same tree.
+/// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is
+/// unpacked again, which replaces nothing, but gives the same tree.
 pub(crate) fn known_layer(domain: &Domain, chain_id: &str) -> Option<DumpedLayer> {
     if domain.has_split(chain_id).ok()? {
         let split = domain.open_split(chain_id).ok()?;

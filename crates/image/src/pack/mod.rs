@@ -29,7 +29,7 @@ use cofolio_store::{
 };
 use serde::Serialize;
 
-use crate::compose::contents::{ImageContents, open_image};
+use crate::compose::named_objects::{ImageContents, open_image};
 use crate::lease::Lease;
 
 pub use rewrite::{RewriteReport, rewrite};
@@ -79,15 +79,11 @@ pub struct PackReport {
 /// Why an image could not be packed. The store is as it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum PackError {
     /// The image cannot be read, or has files that cannot be packed.
     #[error("image {image}: {what}")]
-    Image {
-        /// The image.
-        image: Digest,
-        /// What is wrong.
-        what: String,
-    },
+    Image { image: Digest, what: String },
     /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
@@ -97,9 +93,6 @@ pub enum PackError {
 }
 
 /// Packs an image.
-///
-/// # Errors
-/// [`PackError`].
 pub fn pack(
     domain: &Domain,
     image: &Digest,

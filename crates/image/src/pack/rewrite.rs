@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::usage::{self, Usage};
 use super::{PackError, PackOptions, pack_without};
-use crate::compose::contents::ImageContents;
+use crate::compose::named_objects::ImageContents;
 
 /// What was done about segments of which little is used.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]

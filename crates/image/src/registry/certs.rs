@@ -9,9 +9,9 @@ use crate::error::RegistryError;
 /// Largest certificate or key file that is read, in bytes.
 const FILE_MAX: u64 = 4 << 20;
 
-/// TLS towards one host: verified against the machine's authorities and those of the host's directories.
+/// TLS for one host, verified against the machine's authorities and those of the host.
 pub(crate) fn tls_for(host: &str, dirs: &[PathBuf]) -> Result<TlsConfig, RegistryError> {
-    // What of the machine's own cannot be read leaves fewer authorities, which the handshake tells.
+    // Without an authority that cannot be read the handshake fails and says so.
     let system = rustls_native_certs::load_native_certs().certs;
     let mut roots: Vec<Certificate<'static>> =
         system.iter().map(|der| Certificate::from_der(der).to_owned()).collect();

@@ -3,14 +3,13 @@
 /// Parameters of one challenge that are looked at.
 const PARAMETERS_MAX: usize = 32;
 
-/// A way to authenticate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Challenge {
     Basic,
     Bearer { realm: String, service: String },
 }
 
-/// The best challenge in the header's values: Bearer before Basic. `None` if there is none that we know.
+/// The best challenge in the header's values: Bearer before Basic, `None` if we know none.
 pub(crate) fn best<'a>(values: impl Iterator<Item = &'a str>) -> Option<Challenge> {
     let mut basic = None;
     for value in values {

@@ -1,8 +1,9 @@
-//! Who we are to a registry: docker's and podman's files and credential helpers.
+//! Credentials for registries: docker's and podman's files and credential helpers.
 //!
-//! A file is `{"auths": {KEY: {"auth": base64(user:password)}}, "credHelpers": {KEY: NAME}, "credsStore": NAME}`.
-//! podman's keys may name a namespace or a repository (`host/ns/name`): the longest that fits is taken.
-//! docker's may be URLs (`https://index.docker.io/v1/`): only their host counts (containers-auth.json(5)).
+//! A file is `{"auths": {KEY: {"auth": base64(user:password)}}, "credHelpers": {KEY: NAME},
+//! "credsStore": NAME}`. podman's keys may name a namespace or a repository (`host/ns/name`): the
+//! longest that fits is taken. docker's may be URLs (`https://index.docker.io/v1/`): only their
+//! host counts (containers-auth.json(5)).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,10 +20,10 @@ use crate::reference::DOCKER_HUB;
 
 /// Largest file with credentials that is read, in bytes.
 const FILE_MAX: u64 = 4 << 20;
-/// Docker Hub's key, from the times of its first protocol.
+/// Docker Hub's key, a URL of its first protocol.
 const DOCKER_HUB_KEY: &str = "https://index.docker.io/v1/";
 
-/// What opens a door. Shown as nothing but its kind.
+/// A secret. Debug output shows its kind only.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) enum Secret {
     /// User and password.
@@ -79,7 +80,7 @@ struct Auth {
     registrytoken: String,
 }
 
-/// Finds what to show to a registry: in the first of the files that knows of one.
+/// The credentials for a registry, from the first file that has some.
 ///
 /// # Errors
 /// [`RegistryError::Credentials`] if a file cannot be understood or a helper fails.
@@ -114,7 +115,7 @@ fn read(path: &Path) -> Result<Option<AuthFile>, RegistryError> {
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Ok(None);
     }
-    // Only the place is told: the text around it may be a password.
+    // Only the position is shown: the text around it may be a password.
     serde_json::from_slice(&bytes).map(Some).map_err(|e| {
         bad(format!("not a file with credentials: line {}, column {}", e.line(), e.column()))
     })
@@ -148,7 +149,7 @@ fn in_file(
     Ok(secret.map(|secret| Credentials { secret, from: path.display().to_string() }))
 }
 
-/// Keys that fit, the most particular first.
+/// Matching keys, the most specific first.
 fn keys(host: &str, repository: &str) -> Vec<String> {
     let mut keys = Vec::new();
     let mut name = format!("{host}/{repository}");
@@ -168,7 +169,7 @@ fn host_of(key: &str) -> &str {
     let stripped = key.strip_prefix("https://").or_else(|| key.strip_prefix("http://"));
     let host = match stripped {
         Some(url) => url.split('/').next().unwrap_or_default(),
-        // A key with a namespace is for that only.
+        // A key with a namespace is valid for that only.
         None => key.strip_suffix('/').unwrap_or(key),
     };
     match host {

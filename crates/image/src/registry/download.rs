@@ -1,4 +1,4 @@
-//! A blob on its way: goes on where a connection broke off, waits where it has to, and tries elsewhere.
+//! Downloads a blob: resumes after broken connections, keeps to the rate, tries mirrors.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use super::repository::Repository;
 use super::url::Url;
 use crate::error::RegistryError;
 
-/// So many bytes from one connection count as getting on; fewer are a failure to be counted.
+/// A connection that brings this many bytes is progress.
 const PROGRESS_BYTES: u64 = 64 << 10;
-/// They must be this part of what had to be read again to get there, too: a server without ranges that cuts
-/// early would have a large blob read a thousand times.
+/// It must also bring one byte for this many that were read again: a server without ranges that
+/// cuts early would have a large blob read a thousand times.
 const PROGRESS_PART: u64 = 8;
 /// Bytes that are read to leave something out, at a time.
 const SKIP_BYTES: usize = 64 << 10;
@@ -34,7 +34,7 @@ pub(crate) struct Download {
     /// Endpoints that are left to try; the first is the one in use.
     endpoints: Vec<usize>,
     tries: Tries,
-    /// Why there is nothing more to come.
+    /// The final error, which later reads repeat.
     failed: Option<RegistryError>,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Download {
 struct Connection {
     url: Url,
     body: BodyReader<'static>,
-    /// Where it began to be of use.
+    /// Offset of its first new byte.
     from: u64,
     /// Bytes before that, which came again.
     again: u64,
@@ -50,19 +50,12 @@ struct Connection {
 }
 
 impl Connection {
-    /// Reads on.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let asked = Instant::now();
         let count = self.body.read(buffer)?;
         // What came is dropped with the connection, and asked for again.
         self.speed.add(count, asked.elapsed()).map_err(io::Error::other)?;
         Ok(count)
-    }
-}
-
-impl std::fmt::Debug for Download {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Download").field("digest", &self.digest).finish_non_exhaustive()
     }
 }
 
@@ -118,7 +111,6 @@ impl Download {
         })
     }
 
-    /// Asks for what is missing.
     fn connect(&self) -> Result<Connection, Failure> {
         let endpoint = self.repository.endpoint(self.endpoints[0]);
         let path = format!("blobs/{}", self.digest);
@@ -135,7 +127,7 @@ impl Download {
         Ok(connection)
     }
 
-    /// Leaves out what is known already: the server would not begin later.
+    /// Skips known bytes that a server without ranges sends again.
     fn skip(&self, connection: &mut Connection) -> Result<(), Failure> {
         let mut count = connection.again;
         let mut buffer = vec![0; if count > 0 { SKIP_BYTES } else { 0 }];
@@ -156,12 +148,11 @@ impl Download {
         Ok(())
     }
 
-    /// Takes what has come.
     fn receive(&mut self, buf: &mut [u8]) -> Result<usize, Failure> {
         let Some(connection) = &mut self.body else { return Ok(0) };
         let left = usize::try_from(self.size - self.at).unwrap_or(usize::MAX);
         let limiter = self.repository.limiter();
-        // At the end one more read: it finds out whether this is the end, and gives the connection back.
+        // One more read finds out whether this is the end, and gives the connection back.
         let mut one = [0u8; 1];
         let target = match left {
             0 => &mut one[..],
@@ -199,7 +190,7 @@ impl Download {
     }
 }
 
-/// Where an answer begins. It must be what was promised, from where it was asked for or from the beginning.
+/// The offset at which an answer begins: the one asked for, or 0.
 fn begin(response: &Response, at: u64, size: u64) -> Result<u64, RegistryError> {
     let bad = |what: String| RegistryError::Answer { url: response.url.to_string(), what };
     let length = response.body.content_length();

@@ -1,4 +1,4 @@
-//! One registry, as seen from one repository: who we are there, and what its statuses mean.
+//! One repository of one registry: authentication, and what HTTP statuses mean.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -15,7 +15,7 @@ use crate::reference::{DOCKER_HUB, check_host, check_repository};
 
 /// Where Docker Hub's registry is.
 const DOCKER_HUB_HOST: &str = "registry-1.docker.io";
-/// How we call ourselves to token servers.
+/// Our client id at token servers.
 const CLIENT_ID: &str = "cofolio";
 /// Largest answer of a token server, in bytes.
 const TOKEN_MAX: u64 = 1 << 20;
@@ -23,34 +23,26 @@ const TOKEN_MAX: u64 = 1 << 20;
 const REASON_MAX: u64 = 16 << 10;
 
 /// A repository in one registry.
-#[derive(Debug)]
 pub(crate) struct Endpoint {
     http: Arc<Http>,
     /// The registry's name: key of credentials.
     host: String,
-    /// Where it is.
     authority: String,
     repository: String,
-    /// What a token must allow.
+    /// Scopes that a token is asked for.
     scopes: Vec<String>,
     /// Found out once, where it may be either.
     tls: OnceLock<bool>,
     access: Mutex<Access>,
 }
 
-/// What opens this repository to us.
+/// Credentials, and the token in use.
 #[derive(Default)]
 struct Access {
     /// Looked up when first needed; helpers may ask their user.
     credentials: Option<Option<Credentials>>,
     /// Value of the `Authorization` header that worked last.
     authorization: Option<String>,
-}
-
-impl std::fmt::Debug for Access {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Access").field("credentials", &self.credentials).finish_non_exhaustive()
-    }
 }
 
 #[derive(Deserialize)]
@@ -133,9 +125,9 @@ impl Endpoint {
         self.send(&Request { method, url, headers, body, document })
     }
 
-    /// Sends a request once, as whom we are there if it goes to the registry.
+    /// Sends a request once, authenticated if it goes to the registry.
     pub(crate) fn send(&self, request: &Request<'_>) -> Result<Response, Failure> {
-        // Only the registry itself may see and ask who we are.
+        // Only the registry itself may see and demand credentials.
         let home = request.url.same_origin(&self.url("")?);
         let mut used = self.access().authorization.clone().filter(|_| home);
         let mut renewed = false;
@@ -165,7 +157,7 @@ impl Endpoint {
         Ok(Url::new(self.tls()?, &self.authority, &format!("/v2/{}/{path}", self.repository)))
     }
 
-    /// Whether the registry speaks TLS: always, unless it may do otherwise and does.
+    /// Whether the registry speaks TLS. It must, unless plain HTTP is allowed.
     fn tls(&self) -> Result<bool, Failure> {
         if let Some(&known) = self.tls.get() {
             return Ok(known);
@@ -181,16 +173,16 @@ impl Endpoint {
         Ok(*self.tls.get_or_init(|| tls))
     }
 
-    /// As whom we are there, for error messages.
+    /// Identity used, for error messages.
     fn used(&self) -> String {
         shown(self.access().credentials.as_ref().and_then(Option::as_ref))
     }
 
-    /// Gets what the registry wants to see.
+    /// Answers a challenge with the value of an `Authorization` header.
     fn authorize(&self, mut response: Response, used: Option<&str>) -> Result<String, Failure> {
         let values = response.headers.get_all("www-authenticate").into_iter();
         let challenge = challenge::best(values.filter_map(|value| value.to_str().ok()));
-        // Only one asks for a token, those that wait here take it from them.
+        // One thread asks for a token; those that wait here reuse it.
         let mut access = self.access();
         if let Some(newer) = access.authorization.as_ref().filter(|new| Some(new.as_str()) != used)
         {
@@ -286,7 +278,7 @@ pub(super) fn token_of(answer: &[u8]) -> Result<String, &'static str> {
     tokens.find(|token| !token.is_empty()).ok_or("holds no token")
 }
 
-/// What a status means; `used` says as whom we asked.
+/// Makes an error of a status; `used` is the identity for its message.
 fn judge(mut response: Response, used: impl FnOnce() -> String) -> Result<Response, Failure> {
     let url = response.url.to_string();
     let status = response.status;
@@ -315,12 +307,11 @@ fn judge(mut response: Response, used: impl FnOnce() -> String) -> Result<Respon
     }
 }
 
-/// As whom we ask, for error messages.
 fn shown(credentials: Option<&Credentials>) -> String {
     credentials.map_or("anonymous".to_owned(), |found| format!("credentials of {}", found.from))
 }
 
-/// What a registry says about a failure, in its own words.
+/// The registry's own message about a failure.
 fn reason(response: &mut Response) -> String {
     let Ok(bytes) = response.document(REASON_MAX) else { return String::new() };
     let Ok(reasons) = serde_json::from_slice::<Reasons>(&bytes) else { return String::new() };

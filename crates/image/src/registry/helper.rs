@@ -1,4 +1,4 @@
-//! Credential helpers: `docker-credential-NAME get`, the server on standard input, JSON on standard output.
+//! Credential helpers: `docker-credential-NAME get`, the server on stdin, JSON on stdout.
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
@@ -12,12 +12,10 @@ use serde::Deserialize;
 use super::credentials::Secret;
 use crate::error::{RegistryError, quoted};
 
-/// A helper may ask its user; nobody waits for ever.
+/// A helper may ask its user.
 const TIME_MAX: Duration = Duration::from_secs(60);
-/// Longest answer that is read, in bytes.
 const ANSWER_MAX: u64 = 1 << 20;
-/// What helpers say when they know nothing of a server (docker-credential-helpers,
-/// `credentials/error.go`).
+/// The answer of helpers without credentials (docker-credential-helpers).
 const NOT_FOUND: &str = "credentials not found in native keychain";
 
 #[derive(Deserialize)]
@@ -27,7 +25,6 @@ struct Answer {
     secret: String,
 }
 
-/// Asks a helper. `None` if it knows nothing of the server.
 pub(crate) fn get(name: &str, server: &str) -> Result<Option<Secret>, RegistryError> {
     let program = format!("docker-credential-{name}");
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
@@ -76,7 +73,7 @@ fn ask(program: &str, server: &str, time: Duration) -> Result<Option<Secret>, Re
         }
         return Err(bad(format!("{status}: {}", quoted(&text))));
     }
-    // Not even the parser's words: they may quote the secret.
+    // The parser's error may quote the secret.
     let answer: Answer =
         serde_json::from_slice(&bytes).map_err(|_| bad("its answer is not JSON".into()))?;
     Ok(Some(match answer.username.as_str() {
@@ -107,7 +104,7 @@ mod tests {
         fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("written");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
         let program = path.to_str().expect("UTF-8");
-        // Another thread of the tests may have forked while the script was open for writing (ETXTBSY).
+        // Another thread may have forked while the script was open for writing (ETXTBSY).
         for _ in 0..50 {
             match ask(program, "h.example", time) {
                 Err(error) if error.to_string().contains("busy") => {

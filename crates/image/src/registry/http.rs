@@ -3,15 +3,18 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::{self, Read};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
+use cofolio_store::task::Cancel;
 use ureq::http::{self, HeaderMap};
 use ureq::{Agent, Body, Proxy, SendBody};
 
 use super::RegistryOptions;
 use super::certs;
-use super::pace::{Failure, Limiter};
+use super::pace::{Failure, Limiter, NAP};
 use super::url::{Url, is_loopback};
 use crate::error::{RegistryError, quoted};
 
@@ -19,21 +22,33 @@ use crate::error::{RegistryError, quoted};
 const REDIRECTS_MAX: usize = 8;
 /// Largest header of an answer, in bytes.
 const HEADER_MAX: usize = 64 << 10;
-/// A registry that was sent something may take so many stall timeouts to answer.
+/// Stall timeouts that a registry may take to answer an upload.
 const TAKEN_STALLS: u32 = 10;
-/// A document that takes longer than so many stall timeouts is not worth waiting for.
+/// Stall timeouts that a document may take.
 const DOCUMENT_STALLS: u32 = 4;
 
 /// All connections of one pull or push, kept open between requests.
-#[derive(Debug)]
 pub(crate) struct Http {
     pub(crate) options: RegistryOptions,
     pub(crate) limiter: Limiter,
-    /// By host: certificates are the host's.
-    agents: Mutex<HashMap<String, Agent>>,
+    cancel: Cancel,
+    agents: Arc<Agents>,
+    watcher: Option<(SyncSender<()>, JoinHandle<()>)>,
 }
 
-/// What to ask.
+/// Its threads end with it: a process with threads cannot fork.
+impl Drop for Http {
+    fn drop(&mut self) {
+        if let Some((alive, thread)) = self.watcher.take() {
+            drop(alive);
+            let _ = thread.join();
+        }
+    }
+}
+
+/// By host: certificates are the host's.
+type Agents = Mutex<HashMap<String, Agent>>;
+
 pub(crate) struct Request<'a> {
     pub(crate) method: http::Method,
     pub(crate) url: &'a Url,
@@ -43,7 +58,6 @@ pub(crate) struct Request<'a> {
     pub(crate) document: bool,
 }
 
-/// What is sent with a request.
 pub(crate) enum Payload<'a> {
     None,
     /// Bytes, and their media type.
@@ -60,14 +74,13 @@ pub(crate) enum Payload<'a> {
 /// Media type of what is no document.
 pub(crate) const OCTETS: &str = "application/octet-stream";
 
-/// What came back.
 pub(crate) struct Response {
-    /// Where it came from in the end.
+    /// After redirects.
     pub(crate) url: Url,
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Body,
-    /// Another server than the one that was asked has answered.
+    /// A redirect led to another server.
     pub(crate) elsewhere: bool,
 }
 
@@ -77,7 +90,6 @@ impl Response {
         self.headers.get(name).and_then(|value| value.to_str().ok())
     }
 
-    /// The body, up to `max` bytes.
     pub(crate) fn document(&mut self, max: u64) -> Result<Vec<u8>, Failure> {
         let too_big = |size: &str| RegistryError::Answer {
             url: self.url.to_string(),
@@ -97,14 +109,28 @@ impl Response {
 }
 
 impl Http {
-    pub(crate) fn new(options: RegistryOptions) -> Self {
+    /// A thread closes all connections when `cancel` is cancelled, so nobody waits for a server.
+    pub(crate) fn new(options: RegistryOptions, cancel: &Cancel) -> Self {
         let limiter = Limiter::new(options.rate_max);
-        Self { options, limiter, agents: Mutex::default() }
+        let agents = Arc::<Agents>::default();
+        let (alive, gone) = sync_channel::<()>(0);
+        let (watched, watch) = (agents.clone(), cancel.clone());
+        let watcher = std::thread::Builder::new().spawn(move || {
+            while gone.recv_timeout(NAP) == Err(RecvTimeoutError::Timeout) {
+                if watch.is_cancelled() {
+                    let mut agents = watched.lock().unwrap_or_else(PoisonError::into_inner);
+                    agents.drain().for_each(|(_, agent)| agent.shutdown());
+                }
+            }
+        });
+        // If the machine gives no thread, the time limits end the waiting.
+        let watcher = watcher.ok().map(|thread| (alive, thread));
+        Self { options, limiter, cancel: cancel.clone(), agents, watcher }
     }
 
-    /// Sends a request, and follows redirects of those that only read; of others where they say that the same is to
-    /// be sent elsewhere, and it can be sent again: as docker and podman do. `authorization` is the value of the
-    /// `Authorization` header; it is never sent to another server than the URL's.
+    /// Sends a request and follows redirects as docker and podman do: of reads, and of other
+    /// requests that can be sent again. `authorization` is the value of the `Authorization` header;
+    /// only the URL's own server gets it.
     pub(crate) fn send(
         &self,
         request: &Request<'_>,
@@ -146,9 +172,9 @@ impl Http {
         self.raw(request, url, authorization)?.map_err(|error| failure(url, &error))
     }
 
-    /// Whether a server speaks TLS, where plain HTTP would be allowed. One without a valid certificate does:
-    /// the error says what is wrong with it. A server that gives no TLS answer at all (it waits for a line of
-    /// text, or closes the connection) is asked once more by plain HTTP.
+    /// Whether a server speaks TLS, where plain HTTP would be allowed. One with an invalid
+    /// certificate does: that is an error. A server that gives no TLS answer at all is asked once
+    /// more by plain HTTP.
     pub(crate) fn speaks_tls(&self, url: &Url) -> Result<bool, Failure> {
         let request = Request {
             method: http::Method::GET,
@@ -189,6 +215,7 @@ impl Http {
         if !url.tls && !allowed() {
             return Err(RegistryError::PlainHttp { url: url.to_string() });
         }
+        self.cancel.check().map_err(|_| RegistryError::GivenUp)?;
         let agent = self.agent(&url.authority)?;
         let mut builder = http::Request::builder().method(request.method.clone()).uri(url.whole());
         for (name, value) in request.headers {
@@ -206,7 +233,7 @@ impl Http {
             Payload::None => builder,
             Payload::Bytes(media_type, _) => builder.header("content-type", *media_type),
             Payload::Form(_) => builder.header("content-type", "application/x-www-form-urlencoded"),
-            // A registry that does not want it says so before it is sent.
+            // The registry can refuse before the body is sent.
             Payload::Stream { size: None, .. } => {
                 builder.header("content-type", OCTETS).header("expect", "100-continue")
             }
@@ -216,7 +243,7 @@ impl Http {
         };
         let stall = self.options.stall_timeout;
         let time = request.document.then(|| stall * DOCUMENT_STALLS);
-        // Who has taken a large blob reads it once more before it answers.
+        // A registry may read a large blob once more before it answers.
         let takes = matches!(request.method, http::Method::PUT | http::Method::PATCH);
         let answer = Some(if takes { stall * TAKEN_STALLS } else { stall });
         let bad = |e: http::Error| RegistryError::Answer {
@@ -231,11 +258,13 @@ impl Http {
         Ok(match &request.body {
             Payload::None => {
                 let built = agent.configure_request(builder.body(()).map_err(bad)?);
-                agent.run(built.timeout_recv_body(time).build())
+                let built = built.timeout_recv_body(time).build();
+                self.unless_cancelled(url, move || agent.run(built))?
             }
             Payload::Bytes(..) | Payload::Form(_) => {
-                let built = agent.configure_request(builder.body(bytes).map_err(bad)?);
-                agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
+                let built = agent.configure_request(builder.body(bytes.to_vec()).map_err(bad)?);
+                let built = built.timeout_recv_response(answer).timeout_recv_body(time).build();
+                self.unless_cancelled(url, move || agent.run(built))?
             }
             Payload::Stream { reader, .. } => {
                 let mut reader = reader.borrow_mut();
@@ -244,6 +273,32 @@ impl Http {
                 agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
             }
         })
+    }
+
+    /// Runs a request in a thread that is left behind when the task is cancelled: looking up names
+    /// and connecting cannot be interrupted.
+    fn unless_cancelled<T: Send + 'static>(
+        &self,
+        url: &Url,
+        run: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, RegistryError> {
+        let (done, result) = sync_channel(1);
+        let thread = std::thread::Builder::new().spawn(move || done.send(run()));
+        let thread = thread.map_err(|error| RegistryError::Unreachable {
+            url: url.to_string(),
+            what: format!("no thread for the request: {error}"),
+            tries: 0,
+        })?;
+        loop {
+            match result.recv_timeout(NAP) {
+                Ok(result) => {
+                    let _ = thread.join();
+                    return Ok(result);
+                }
+                Err(RecvTimeoutError::Timeout) if !self.cancel.is_cancelled() => {}
+                Err(_) => return Err(RegistryError::GivenUp),
+            }
+        }
     }
 
     fn agent(&self, authority: &str) -> Result<Agent, RegistryError> {
@@ -292,7 +347,6 @@ fn tls_error(error: &ureq::Error) -> Option<&rustls::Error> {
     }
 }
 
-/// A connection that broke off.
 pub(crate) fn broken(url: &Url, error: &io::Error) -> RegistryError {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>());
     let what = match inner {
@@ -303,7 +357,7 @@ pub(crate) fn broken(url: &Url, error: &io::Error) -> RegistryError {
     RegistryError::Unreachable { url: url.to_string(), what, tries: 0 }
 }
 
-/// Tells what went wrong without repeating what may be secret: ureq quotes URLs.
+/// Describes an error of ureq without its URL, which may be secret.
 fn failure(url: &Url, error: &ureq::Error) -> Failure {
     use ureq::Timeout;
     let unreachable =
@@ -321,8 +375,7 @@ fn failure(url: &Url, error: &ureq::Error) -> Failure {
             Failure::again(unreachable("no connection within the time allowed".into()))
         }
         ureq::Error::Timeout(_) => Failure::again(unreachable("no answer came".into())),
-        ureq::Error::Io(error) => Failure::again(unreachable(quoted(&error.to_string()))),
-        ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
+        ureq::Error::Io(_) | ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
             Failure::again(unreachable(quoted(&error.to_string())))
         }
         ureq::Error::LargeResponseHeader(..) => RegistryError::Answer {

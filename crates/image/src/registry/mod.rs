@@ -1,4 +1,4 @@
-//! Container registries (OCI distribution spec 1.1, Docker registry v2): pulling and pushing, synchronously.
+//! Clients of registries (OCI distribution spec 1.1, Docker registry v2), synchronous.
 //!
 //! ```text
 //! Reference ─▶ Repository ─┬─ Endpoint: mirror 1 ─┐
@@ -9,9 +9,9 @@
 //! ```
 //!
 //! What comes back is never believed: documents are bounded and checked against their digests here,
-//! blobs while they are unpacked (`layer/blob.rs`). Credentials go to the registry they are for, and to the
-//! token server that it names; a redirect to another host goes without. TLS is always verified; plain
-//! HTTP is for this machine, or for hosts of which the caller says so.
+//! blobs while they are unpacked (`layer/blob.rs`). Credentials go to the registry they are for,
+//! and to the token server that it names; a redirect to another host goes without. TLS is always
+//! verified; plain HTTP is for this machine, or for hosts of which the caller says so.
 
 mod certs;
 mod challenge;
@@ -19,6 +19,7 @@ mod credentials;
 mod download;
 mod endpoint;
 #[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/registry.rs"]
 pub mod fuzz;
 mod helper;
 mod http;
@@ -46,8 +47,7 @@ pub struct RegistryOptions {
     pub jobs: usize,
     /// Tries in a row without getting on, before a download is given up. Default 6.
     pub tries_max: u32,
-    /// Pause before the second try; each later one is twice as long, less a random part, up to
-    /// `pause_max`. Default 250 ms.
+    /// Pause before the second try, doubled for each later one up to `pause_max`. Default 250 ms.
     pub pause: Duration,
     /// Longest pause, also if a registry asks for a longer one (`Retry-After`). Default 30 s.
     pub pause_max: Duration,
@@ -55,14 +55,14 @@ pub struct RegistryOptions {
     pub connect_timeout: Duration,
     /// How long nothing may arrive before the connection counts as broken. Default 30 s.
     pub stall_timeout: Duration,
-    /// Bytes per second that a connection must bring, measured over a `stall_timeout` of waiting; with
-    /// fewer it counts as broken. Default 1024.
+    /// Bytes per second that a connection must bring, measured over a `stall_timeout` of waiting;
+    /// with fewer it counts as broken. Default 1024.
     pub rate_min: u64,
-    /// Files with credentials, in docker's and podman's format; the first that has some is used. Missing
-    /// ones are passed over. Default: [`RegistryOptions::auth_files_of_environment`].
+    /// Files with credentials, in docker's and podman's format; the first that has some is used.
+    /// Missing ones are passed over. Default: [`RegistryOptions::auth_files_of_environment`].
     pub auth_files: Vec<PathBuf>,
-    /// Directories with a directory for each host: `*.crt` are further authorities, `*.cert` with
-    /// `*.key` is what to show of ourselves. Default: `/etc/containers/certs.d`, `/etc/docker/certs.d`.
+    /// Directories with a directory for each host: `*.crt` are further authorities, `*.cert` and
+    /// `*.key` our own. Default: `/etc/containers/certs.d`, `/etc/docker/certs.d`.
     pub certs_dirs: Vec<PathBuf>,
 }
 
@@ -96,8 +96,9 @@ impl Default for RegistryOptions {
 impl RegistryOptions {
     /// Where podman and docker keep credentials (containers-auth.json(5), `docker login`):
     /// `$REGISTRY_AUTH_FILE` and nothing else if it is set, otherwise
-    /// `$XDG_RUNTIME_DIR/containers/auth.json` (`/run/containers/UID/auth.json` without that variable),
-    /// `$XDG_CONFIG_HOME/containers/auth.json` (`~/.config`), and `$DOCKER_CONFIG/config.json` (`~/.docker`).
+    /// `$XDG_RUNTIME_DIR/containers/auth.json` (`/run/containers/UID/auth.json` without that
+    /// variable), `$XDG_CONFIG_HOME/containers/auth.json` (`~/.config`), and
+    /// `$DOCKER_CONFIG/config.json` (`~/.docker`).
     #[must_use]
     pub fn auth_files_of_environment() -> Vec<PathBuf> {
         let path = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
@@ -117,7 +118,6 @@ impl RegistryOptions {
         files
     }
 
-    /// Whether plain HTTP may be used with a host.
     fn is_insecure(&self, host: &str) -> bool {
         self.hosts.get(host).is_some_and(|host| host.insecure)
     }

@@ -9,15 +9,14 @@ use cofolio_store::task::{Cancel, Event, Task};
 use super::RegistryOptions;
 use crate::error::RegistryError;
 
-/// How long a sleeper goes without looking whether it is still wanted.
-const NAP: Duration = Duration::from_millis(50);
+/// How often code that waits looks for a cancel.
+pub(super) const NAP: Duration = Duration::from_millis(50);
 
 /// A token bucket that all connections draw from. It holds a quarter of a second's worth.
-#[derive(Debug)]
 pub(crate) struct Limiter {
     /// 0: no limit.
     rate: u64,
-    /// When all that was taken so far will have been due.
+    /// When the rate allows more.
     due: Mutex<Instant>,
 }
 
@@ -26,7 +25,7 @@ impl Limiter {
         Self { rate, due: Mutex::new(Instant::now()) }
     }
 
-    /// How much to read at a time, so that pauses stay short: no more than a quarter of a second's worth.
+    /// How much to read at a time for short pauses: at most a quarter of a second's worth.
     pub(crate) fn portion(&self) -> usize {
         match self.rate {
             0 => usize::MAX,
@@ -34,7 +33,7 @@ impl Limiter {
         }
     }
 
-    /// Says that `bytes` were read; returns when that was in order.
+    /// Counts bytes that were read; returns when the rate allows more.
     pub(crate) fn take(&self, bytes: usize, stop: &Cancel) -> Result<(), RegistryError> {
         if self.rate == 0 {
             return Ok(());
@@ -43,7 +42,7 @@ impl Limiter {
         sleep(self.due(bytes, now).saturating_duration_since(now), stop)
     }
 
-    /// When `bytes` that are read now will have been due.
+    /// When the rate allows more, after `bytes` that are read now.
     fn due(&self, bytes: usize, now: Instant) -> Instant {
         let cost = Duration::from_secs_f64(bytes as f64 / self.rate as f64);
         let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
@@ -53,9 +52,7 @@ impl Limiter {
     }
 }
 
-/// Whether a connection is too slow: the bytes that came, and the time spent waiting for them. Time that
-/// the reader took for itself does not count.
-#[derive(Debug)]
+/// Whether a connection is too slow. Only time spent waiting for bytes counts.
 pub(crate) struct Speed {
     rate_min: u64,
     window: Duration,
@@ -114,7 +111,6 @@ impl From<RegistryError> for Failure {
 }
 
 /// Counts the tries of one thing.
-#[derive(Debug)]
 pub(crate) struct Tries {
     count: u32,
     max: u32,
@@ -130,7 +126,7 @@ impl Tries {
         Self { count: 0, max: tries_max.max(1), pause, pause_max, task }
     }
 
-    /// It got on: what failed before does not count any more.
+    /// Forgets failures after progress.
     pub(crate) fn got_on(&mut self) {
         self.count = 0;
     }
@@ -138,7 +134,7 @@ impl Tries {
     /// Waits until it is time for another try.
     ///
     /// # Errors
-    /// The failure, if another try is not worth it, or was made too often.
+    /// The failure, if a retry cannot help or too many were made.
     pub(crate) fn wait(&mut self, failure: Failure) -> Result<(), RegistryError> {
         self.count += 1;
         if !failure.again || self.count >= self.max {
@@ -155,7 +151,7 @@ impl Tries {
     }
 }
 
-/// Sleeps, unless nobody waits for it any more.
+/// Sleeps, until it is cancelled.
 fn sleep(how_long: Duration, stop: &Cancel) -> Result<(), RegistryError> {
     let end = Instant::now() + how_long;
     loop {
@@ -169,7 +165,7 @@ fn sleep(how_long: Duration, stop: &Cancel) -> Result<(), RegistryError> {
     }
 }
 
-/// From 0 to 1, good enough that clients do not come back all at once.
+/// From 0 to 1, so that clients do not retry all at once.
 fn random() -> f64 {
     let bits = std::hash::RandomState::new().build_hasher().finish();
     f64::from(u32::try_from(bits >> 32).unwrap_or(0)) / f64::from(u32::MAX)

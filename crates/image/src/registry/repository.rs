@@ -1,4 +1,4 @@
-//! A repository wherever it can be had: its mirrors, then the registry itself.
+//! A repository through its mirrors, then the registry itself.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use super::{HostOptions, RegistryOptions};
 use crate::error::RegistryError;
 use crate::reference::Reference;
 
-/// All kinds of manifests and indexes that we can tell apart; what we cannot use is refused by name.
+/// Media types of manifests and indexes that we know.
 pub(super) const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
     application/vnd.oci.image.index.v1+json, \
     application/vnd.docker.distribution.manifest.v2+json, \
@@ -27,13 +27,11 @@ const JOBS_MAX: usize = 16;
 const MIRROR_TRIES_MAX: u32 = 2;
 
 /// A repository, ready to be read.
-#[derive(Debug)]
 pub(crate) struct Repository {
     reference: Reference,
     http: Arc<Http>,
     /// The mirrors, and last the registry itself.
     endpoints: Vec<Endpoint>,
-    /// The one that answered last is asked first.
     preferred: AtomicUsize,
     /// What it is opened for.
     task: Task,
@@ -62,7 +60,7 @@ impl Repository {
         options: &RegistryOptions,
         task: &Task,
     ) -> Result<Arc<Self>, RegistryError> {
-        let http = Arc::new(Http::new(options.clone()));
+        let http = Arc::new(Http::new(options.clone(), &task.cancel));
         let (host, repository) = (reference.host(), reference.repository());
         let none = HostOptions::default();
         let mirrors = &options.hosts.get(host).unwrap_or(&none).mirrors;
@@ -76,26 +74,23 @@ impl Repository {
         Ok(Arc::new(Self { reference, http, endpoints, preferred, task }))
     }
 
-    /// One to push to: the registry itself, no mirror. `others` are repositories in it from which blobs may
-    /// be mounted.
+    /// The registry itself, to push to. Blobs may be mounted from its repositories `others`.
     pub(crate) fn for_push(
         reference: &Reference,
         options: &RegistryOptions,
         others: &[String],
         task: Task,
     ) -> Self {
-        let http = Arc::new(Http::new(options.clone()));
+        let http = Arc::new(Http::new(options.clone(), &task.cancel));
         let endpoint = Endpoint::new(http.clone(), reference.host(), reference.repository());
         let (reference, preferred) = (reference.clone(), AtomicUsize::new(0));
         Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, task }
     }
 
-    /// What it is the repository of.
     pub(crate) fn reference(&self) -> &Reference {
         &self.reference
     }
 
-    /// How many layers to fetch at a time.
     pub(crate) fn jobs(&self) -> usize {
         match self.http.options.jobs {
             0 => JOBS,
@@ -111,7 +106,7 @@ impl Repository {
         &self.http.options
     }
 
-    /// What ends everything with it.
+    /// Cancels all requests.
     pub(crate) fn stop(&self) -> &Cancel {
         &self.task.cancel
     }
@@ -123,7 +118,6 @@ impl Repository {
         (0..count).map(|at| (first + at) % count).collect()
     }
 
-    /// The registry itself.
     pub(super) fn registry(&self) -> &Endpoint {
         &self.endpoints[self.endpoints.len() - 1]
     }
@@ -145,8 +139,7 @@ impl Repository {
         }
     }
 
-    /// Asks one endpoint after the other until one has it. The registry's own answer is what counts if
-    /// none has.
+    /// Asks the endpoints in turn. If none has it, the registry's own error counts.
     pub(super) fn each<T>(
         &self,
         ask: impl Fn(&Endpoint) -> Result<T, Failure>,
@@ -179,9 +172,6 @@ impl Repository {
     }
 
     /// Asks for a manifest's digest, kind and size. `None` if the registry does not say all of it.
-    ///
-    /// # Errors
-    /// [`RegistryError`], if there is no such manifest.
     pub(crate) fn head(&self, target: &str) -> Result<Option<Head>, RegistryError> {
         let path = format!("manifests/{target}");
         let found = self.each(|endpoint| {
@@ -202,10 +192,6 @@ impl Repository {
         }
     }
 
-    /// Fetches a manifest or an index.
-    ///
-    /// # Errors
-    /// [`RegistryError`].
     pub(crate) fn manifest(&self, target: &str, max: u64) -> Result<Document, RegistryError> {
         let path = format!("manifests/{target}");
         self.each(|endpoint| {

@@ -1,5 +1,4 @@
-//! Giving blobs and manifests to a registry (OCI distribution spec 1.1, "Push"). Only ever to the registry
-//! itself: a mirror is not the place.
+//! Uploads to a registry (OCI distribution spec 1.1, "Push"), never to a mirror.
 
 use std::cell::RefCell;
 use std::io::{self, Read};
@@ -15,11 +14,11 @@ use crate::error::RegistryError;
 /// How much of an answer's body is read, in bytes.
 const ANSWER_MAX: u64 = 64 << 10;
 
-/// What became of the wish to upload.
+/// How an upload begins.
 pub(crate) enum Begun {
     /// The registry took the blob from another repository of its own.
     Mounted,
-    /// It waits for it.
+    /// It waits for the blob.
     Session(Session),
 }
 
@@ -27,22 +26,21 @@ pub(crate) enum Begun {
 #[derive(Debug)]
 pub(crate) struct Session {
     location: Url,
-    /// Bytes that are there.
     at: u64,
 }
 
 impl Session {
-    /// Bytes that are there.
     pub(crate) fn at(&self) -> u64 {
         self.at
     }
 }
 
-/// A blob on its way: keeps to the rate, ends when it is told to, counts.
+/// A blob that is being sent: keeps to the rate, can be cancelled, counts.
 pub(crate) struct Body<'a> {
     repository: &'a Repository,
     reader: &'a mut dyn Read,
     count: &'a mut dyn FnMut(u64),
+    sent: u64,
 }
 
 impl<'a> Body<'a> {
@@ -52,7 +50,7 @@ impl<'a> Body<'a> {
         reader: &'a mut dyn Read,
         count: &'a mut dyn FnMut(u64),
     ) -> Self {
-        Self { repository, reader, count }
+        Self { repository, reader, count, sent: 0 }
     }
 }
 
@@ -65,6 +63,7 @@ impl Read for Body<'_> {
         let most = buf.len().min(limiter.portion());
         let count = self.reader.read(&mut buf[..most])?;
         limiter.take(count, stop).map_err(io::Error::other)?;
+        self.sent += count as u64;
         (self.count)(count as u64);
         Ok(count)
     }
@@ -72,9 +71,6 @@ impl Read for Body<'_> {
 
 impl Repository {
     /// Whether the registry has a blob, of that size.
-    ///
-    /// # Errors
-    /// [`RegistryError`], if it does not say.
     pub(crate) fn has_blob(&self, digest: &str, size: u64) -> Result<bool, RegistryError> {
         let path = format!("blobs/{digest}");
         self.each(|endpoint| match endpoint.ask(&Method::HEAD, &path, &[], true) {
@@ -92,9 +88,6 @@ impl Repository {
     }
 
     /// Begins to upload a blob, or has it mounted: its digest, and the repository that has it.
-    ///
-    /// # Errors
-    /// [`RegistryError`].
     pub(crate) fn begin_upload(&self, mount: Option<(&str, &str)>) -> Result<Begun, RegistryError> {
         self.each(|endpoint| {
             let mut url = endpoint.url("blobs/uploads/")?;
@@ -113,24 +106,22 @@ impl Repository {
         })
     }
 
-    /// Sends what follows what is there, once. How much of it arrived if it fails,
-    /// [`Repository::resume_upload`] finds out.
-    pub(crate) fn send_part(
+    /// Sends the rest of a blob, once. After a failure `resume_upload` says how much arrived.
+    pub(crate) fn send_rest(
         &self,
         session: &mut Session,
         body: &mut Body<'_>,
     ) -> Result<(), Failure> {
-        let mut sent = 0;
-        let mut counted = Counted { body, sent: &mut sent };
-        let body = Payload::Stream { reader: RefCell::new(&mut counted), size: None };
+        let before = body.sent;
+        let payload = Payload::Stream { reader: RefCell::new(&mut *body), size: None };
         let (method, url) = (Method::PATCH, &session.location);
-        let request = Request { method, url, headers: &[], body, document: true };
+        let request = Request { method, url, headers: &[], body: payload, document: true };
         let mut response = self.registry().send(&request)?;
         used_up(&mut response);
         let location = next(&response)?;
         let there = received(&response);
         drop(request);
-        session.at += sent;
+        session.at += body.sent - before;
         session.location = location;
         match there {
             Some(there) if there != session.at => Err(Failure::again(RegistryError::Answer {
@@ -176,17 +167,14 @@ impl Repository {
         }
     }
 
-    /// Lets the registry forget an upload. It does so by itself some day.
+    /// Cancels an upload. Registries drop unfinished ones by themselves, too.
     pub(crate) fn cancel_upload(&self, session: &Session) {
         let (method, url, body) = (Method::DELETE, &session.location, Payload::None);
         let request = Request { method, url, headers: &[], body, document: true };
         let _ = self.registry().send(&request);
     }
 
-    /// Gives an image its tag. Says whether that was new.
-    ///
-    /// # Errors
-    /// [`RegistryError`].
+    /// Sets a tag. Says whether it changed.
     pub(crate) fn put_manifest(
         &self,
         tag: &str,
@@ -209,24 +197,10 @@ impl Repository {
             if response.header("docker-content-digest").is_some() {
                 return same_digest(&response, digest);
             }
-            // One that does not say it when it takes it has to say it when it is asked.
+            // A registry that does not return a digest is asked for it.
             same_digest(&endpoint.ask(&Method::HEAD, &path, &[("accept", ACCEPT)], true)?, digest)
         })?;
         Ok(true)
-    }
-}
-
-/// Counts what is read.
-struct Counted<'a, 'b> {
-    body: &'a mut Body<'b>,
-    sent: &'a mut u64,
-}
-
-impl Read for Counted<'_, '_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let count = self.body.read(buf)?;
-        *self.sent += count as u64;
-        Ok(count)
     }
 }
 
@@ -235,7 +209,6 @@ fn used_up(response: &mut Response) {
     let _ = response.document(ANSWER_MAX);
 }
 
-/// Where to go on.
 fn next(response: &Response) -> Result<Url, RegistryError> {
     match response.header("location") {
         Some(location) => response.url.join(location),
@@ -255,7 +228,7 @@ fn received(response: &Response) -> Option<u64> {
     if first == "0" { last.checked_add(1) } else { None }
 }
 
-/// The registry must have got what was sent. Without a digest in the answer its status is what there is.
+/// Compares the digest in the answer, if there is one, with what was sent.
 fn same_digest(response: &Response, digest: &str) -> Result<(), Failure> {
     match response.header("docker-content-digest") {
         Some(theirs) if theirs != digest => Err(RegistryError::Answer {

@@ -1,4 +1,4 @@
-//! As much of URLs as a registry client needs: absolute `http` and `https` ones, and where redirects lead.
+//! As much of URLs as a registry client needs: absolute http and https ones, and redirects.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -23,7 +23,6 @@ impl Url {
         Self { tls, authority: authority.to_ascii_lowercase(), rest: path.to_owned() }
     }
 
-    /// Parses an absolute URL.
     pub(crate) fn parse(text: &str) -> Result<Self, RegistryError> {
         let bad = |what: &str| RegistryError::Answer {
             url: quoted(text.split(['?', '#']).next().unwrap_or_default()),
@@ -79,7 +78,6 @@ impl Url {
         self
     }
 
-    /// The same without TLS.
     pub(crate) fn plain(self) -> Self {
         Self { tls: false, ..self }
     }

@@ -64,8 +64,8 @@ impl Opened {
                 digest: name.clone(),
                 path: self.path.clone(),
             })?;
-            // There is no digest of the blob but its name in the new form; the diff-id is checked in
-            // either, and is the same thing as long as the archive's layers are not compressed.
+            // There is no digest of the blob but its name in the new form; the diff-id is checked
+            // in either, and is the same thing as long as the archive's layers are not compressed.
             let promised = name.strip_prefix("blobs/sha256/").map(|hex| format!("sha256:{hex}"));
             let digest = match promised {
                 Some(promised) => {

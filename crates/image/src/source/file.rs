@@ -1,4 +1,4 @@
-//! Places where blobs are: files and parts of files.
+//! Blobs in files and in sections of files.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,8 +14,7 @@ use crate::layer::blob::{Blob, Content};
 
 /// Opens a file of a source for reading; anything but a regular file, or a link to one, is refused.
 ///
-/// A layout out of somebody's archive may hold a FIFO, which would block whoever opens it, or a link to a
-/// device, to which opening alone may mean something: neither is opened.
+/// A foreign layout may hold a FIFO, which would block, or a link to a device.
 ///
 /// # Errors
 /// `InvalidInput` for what is no regular file, and what the system says.
@@ -31,7 +30,6 @@ pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
 }
 
 /// A file that holds a blob, or an archive of which a member is one.
-#[derive(Debug)]
 struct InFile {
     file: Arc<File>,
     offset: u64,

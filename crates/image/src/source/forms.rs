@@ -1,4 +1,4 @@
-//! The forms in which a source is given, and finding out what lies at a path.
+//! Forms of sources, and finding out what a path holds.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,14 +10,14 @@ use crate::reference::Reference;
 use crate::source::engine::{containerd, containers_storage};
 
 impl Source {
-    /// Understands a form with its prefix, or finds out what lies at `PATH[:TAG]`.
+    /// Parses a form with its prefix, or finds out what `PATH[:TAG]` holds.
     ///
-    /// Both paths and tags may hold colons: of all ways to split, the one with the longest path that
-    /// exists is taken.
+    /// Both paths and tags may hold colons: the longest path that exists counts.
     ///
     /// # Errors
-    /// [`ImportError::Source`] if nothing is there or it is none of the forms; [`ImportError::Registry`] for
-    /// a name that cannot be, [`ImportError::Engine`] as well; [`ImportError::Io`].
+    /// [`ImportError::Source`] if nothing is there or it is none of the forms;
+    /// [`ImportError::Registry`] for a name that cannot be, [`ImportError::Engine`] as well;
+    /// [`ImportError::Io`].
     pub fn parse(text: &str) -> Result<Self, ImportError> {
         if let Some(path) = text.strip_prefix("dir:") {
             return Ok(Self::Directory { path: path.into() });
@@ -31,23 +31,25 @@ impl Source {
         if let Some(name) = text.strip_prefix("containerd:") {
             return Ok(Self::Containerd(containerd::Reference::parse(name)?));
         }
+        let split = |rest| split_tag(rest).unwrap_or_else(|| split_at(rest, rest.len()));
         if let Some(rest) = text.strip_prefix("oci:") {
-            let (path, tag) = split_tag(rest);
+            let (path, tag) = split(rest);
             return Ok(Self::Layout { path, tag });
         }
         if let Some(rest) = text.strip_prefix("oci-archive:") {
-            let (path, tag) = split_tag(rest);
+            let (path, tag) = split(rest);
             return Ok(Self::Archive { path, tag });
         }
         if let Some(rest) = text.strip_prefix("docker-archive:") {
-            let (path, tag) = split_tag(rest);
+            let (path, tag) = split(rest);
             return Ok(Self::DockerSave { path, tag });
         }
         Self::detect(text)
     }
 
     fn detect(text: &str) -> Result<Self, ImportError> {
-        let (path, tag) = split_tag(text);
+        // If nothing exists, the error names all of it.
+        let (path, tag) = split_tag(text).unwrap_or_else(|| split_at(text, text.len()));
         let meta = std::fs::metadata(&path).map_err(|e| {
             if e.kind() == io::ErrorKind::NotFound {
                 ImportError::Source {
@@ -86,18 +88,16 @@ impl Source {
     }
 }
 
-/// Splits `PATH[:TAG]` at the colon that leaves the longest existing path.
-fn split_tag(text: &str) -> (PathBuf, Option<String>) {
-    let mut end = text.len();
-    loop {
-        if Path::new(&text[..end]).symlink_metadata().is_ok() {
-            let tag = text.get(end + 1..).filter(|t| !t.is_empty()).map(str::to_owned);
-            return (text[..end].into(), tag);
-        }
-        match text[..end].rfind(':') {
-            Some(colon) if colon > 0 => end = colon,
-            // Nothing exists: what the error message should name.
-            _ => return (text.into(), None),
-        }
-    }
+/// Splits `PATH[:TAG]` so that the path is the longest one that exists; `None` if none does.
+pub(crate) fn split_tag(text: &str) -> Option<(PathBuf, Option<String>)> {
+    let colons = text.rmatch_indices(':').map(|(at, _)| at).filter(|&at| at > 0);
+    let mut ends = [text.len()].into_iter().chain(colons);
+    let end = ends.find(|&end| Path::new(&text[..end]).symlink_metadata().is_ok())?;
+    Some(split_at(text, end))
+}
+
+/// The path before a colon, and the tag behind it.
+pub(crate) fn split_at(text: &str, colon: usize) -> (PathBuf, Option<String>) {
+    let tag = text.get(colon + 1..).filter(|tag| !tag.is_empty());
+    (text[..colon].into(), tag.map(str::to_owned))
 }

@@ -1,5 +1,5 @@
-//! The JSON documents of an image: index, manifest, config (OCI image spec 1.1, Docker image manifest v2
-//! schema 2), and what of them is accepted.
+//! The JSON documents of an image: index, manifest, config (OCI image spec 1.1, Docker image
+//! manifest v2 schema 2), and what of them is accepted.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +13,10 @@ pub(crate) const INDEX_DEPTH_MAX: usize = 4;
 /// Layers of an image. Engines stop at 127, overlayfs at 500.
 const LAYERS_MAX: usize = 1024;
 
-/// Media type of an index by OCI.
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
-/// Media type of a manifest by OCI.
+pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
-/// Media type of a layer that is not compressed.
 pub(crate) const OCI_LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 
 /// Annotation with the name or tag of an image in a layout.
@@ -42,7 +40,7 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
-    /// One that says no more than it must.
+    /// A minimal descriptor.
     pub(crate) fn new(media_type: String, digest: String, size: u64) -> Self {
         let (urls, annotations, platform) = Default::default();
         Self { media_type, digest, size, urls, annotations, platform }
@@ -212,7 +210,6 @@ pub(crate) struct DockerImage {
     pub(crate) layers: Vec<String>,
 }
 
-/// Parses a document, naming it in the error.
 pub(crate) fn parse<'a, T: Deserialize<'a>>(
     what_blob: &'static str,
     digest: &str,
@@ -253,8 +250,7 @@ pub(crate) fn leads(descriptor: &Descriptor) -> Result<Leads, ImportError> {
 /// Refuses what is not the config of a container image.
 pub(crate) fn check_config(descriptor: &Descriptor) -> Result<(), ImportError> {
     match descriptor.media_type.as_str() {
-        "application/vnd.oci.image.config.v1+json"
-        | "application/vnd.docker.container.image.v1+json" => Ok(()),
+        OCI_CONFIG | "application/vnd.docker.container.image.v1+json" => Ok(()),
         _ => Err(refused(descriptor, "not the config of a container image")),
     }
 }
@@ -306,7 +302,7 @@ pub(crate) fn for_platform<'a>(
         return Ok(first);
     }
     match entries {
-        // One image, and nobody said what it is for: the config will.
+        // One image without a platform: its config says it.
         [one] if one.platform.is_none() => Ok(one),
         [] => Err(ImportError::Source { what: "the index holds no image".into() }),
         _ => {
@@ -324,7 +320,6 @@ pub(crate) fn for_platform<'a>(
     }
 }
 
-/// What the import needs of a config, and that it fits the manifest.
 pub(super) fn read_config(
     digest: &str,
     bytes: Vec<u8>,

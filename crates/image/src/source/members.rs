@@ -15,7 +15,6 @@ use crate::layer::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError}
 /// Members of an archive that are looked at. A layout has a handful per layer.
 const MEMBERS_MAX: usize = 100_000;
 
-/// The members of a seekable tar archive, by name.
 pub(super) struct Members {
     pub(super) path: PathBuf,
     pub(super) file: Arc<File>,
@@ -88,8 +87,8 @@ impl Members {
         Ok(Self { path: path.to_owned(), file, members })
     }
 
-    /// The error for an archive without an expected member: it was cut off if it lacks the zeros at the
-    /// end as well, and is of another kind otherwise.
+    /// The error for an archive without an expected member: it was cut off if it lacks the zeros at
+    /// the end as well, and is of another kind otherwise.
     pub(super) fn lacks(&self, what: &str) -> ImportError {
         let path = self.path.clone();
         let mut last = [1; BLOCK];

@@ -12,6 +12,7 @@ mod remote;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub(crate) use forms::{split_at, split_tag};
 pub use manifest::Platform;
 pub(crate) use opened::{Chosen, FoundImage, Opened};
 
@@ -21,26 +22,14 @@ use crate::source::engine::{containerd, containers_storage};
 
 /// Where an image comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the form of a variant says what its fields are")]
 pub enum Source {
     /// A plain directory tree: `dir:PATH`.
-    Directory {
-        /// Its root.
-        path: PathBuf,
-    },
+    Directory { path: PathBuf },
     /// An OCI image layout in a directory: `oci:PATH[:TAG]`.
-    Layout {
-        /// The directory with `oci-layout` and `index.json`.
-        path: PathBuf,
-        /// Which image, if there are several.
-        tag: Option<String>,
-    },
+    Layout { path: PathBuf, tag: Option<String> },
     /// An OCI image layout in a tar archive: `oci-archive:PATH[:TAG]`.
-    Archive {
-        /// The archive.
-        path: PathBuf,
-        /// Which image, if there are several.
-        tag: Option<String>,
-    },
+    Archive { path: PathBuf, tag: Option<String> },
     /// An image in a registry: `docker://[HOST[:PORT]/]NAME[:TAG][@DIGEST]`.
     Registry(Reference),
     /// An image in podman's own store: `containers-storage:[[DRIVER@]ROOT]NAME`.
@@ -48,12 +37,7 @@ pub enum Source {
     /// An image in containerd's store: `containerd:[[ROOT][+NAMESPACE]]NAME`.
     Containerd(containerd::Reference),
     /// What `docker save` writes: `docker-archive:PATH[:TAG]`.
-    DockerSave {
-        /// The archive.
-        path: PathBuf,
-        /// Which image, if there are several: `name:tag`.
-        tag: Option<String>,
-    },
+    DockerSave { path: PathBuf, tag: Option<String> },
 }
 
 pub(crate) fn io_error(path: &Path, source: io::Error) -> ImportError {

@@ -31,7 +31,6 @@ pub(crate) struct FoundImage {
     pub(crate) manifest: BlobDigest,
     /// The manifest, byte for byte, if there is one and it is text.
     pub(crate) document: Option<String>,
-    /// The config, byte for byte.
     pub(crate) config: String,
     pub(crate) layers: Vec<FoundLayer>,
 }
@@ -45,7 +44,6 @@ pub(crate) struct Opened {
     docker: bool,
 }
 
-/// Where the blobs are.
 pub(super) enum Blobs {
     Directory(PathBuf),
     Archive(Members),
@@ -59,7 +57,6 @@ pub(super) enum Blobs {
 pub(crate) enum Chosen {
     Manifest {
         digest: BlobDigest,
-        /// Not read yet.
         descriptor: Descriptor,
         /// What `index.json` calls the image.
         name: Option<String>,
@@ -80,56 +77,39 @@ impl Opened {
         registry: &RegistryOptions,
         task: &Task,
     ) -> Result<Self, ImportError> {
-        let (path, tag, docker) = match source {
+        let (path, tag, blobs) = match source {
             Source::Directory { path } => {
                 return Err(ImportError::Source {
                     what: format!("{}: a plain directory has no blobs", path.display()),
                 });
             }
             Source::Layout { path, tag } => {
-                return Ok(Self {
-                    path: path.clone(),
-                    tag: tag.clone(),
-                    blobs: Blobs::Directory(path.clone()),
-                    docker: false,
-                });
+                (path.clone(), tag.clone(), Blobs::Directory(path.clone()))
+            }
+            Source::Archive { path, tag } | Source::DockerSave { path, tag } => {
+                (path.clone(), tag.clone(), Blobs::Archive(Members::open(path)?))
             }
             Source::Registry(reference) => {
-                return Ok(Self {
-                    path: reference.to_string().into(),
-                    tag: None,
-                    blobs: Blobs::Registry(Repository::open(reference, registry, task)?),
-                    docker: false,
-                });
+                let repository = Repository::open(reference, registry, task)?;
+                (reference.to_string().into(), None, Blobs::Registry(repository))
             }
             Source::ContainersStorage(reference) => {
-                let storage = Storage::open(&reference.place)?;
+                let storage = Storage::open(&reference.location)?;
                 let image = storage.find(&reference.name)?.clone();
-                return Ok(Self {
-                    path: storage.root().to_owned(),
-                    tag: Some(reference.name.clone()),
-                    blobs: Blobs::Storage(storage, image),
-                    docker: false,
-                });
+                let root = storage.root().to_owned();
+                (root, Some(reference.name.clone()), Blobs::Storage(storage, image))
             }
             Source::Containerd(reference) => {
-                let store = Containerd::open(&reference.place)?;
+                let store = Containerd::open(&reference.location)?;
                 let image = store.find(&reference.name)?.clone();
-                return Ok(Self {
-                    path: store.root().to_owned(),
-                    tag: Some(reference.name.clone()),
-                    blobs: Blobs::Containerd(store.content(), image),
-                    docker: false,
-                });
+                let blobs = Blobs::Containerd(store.content(), image);
+                (store.root().to_owned(), Some(reference.name.clone()), blobs)
             }
-            Source::Archive { path, tag } => (path, tag, false),
-            Source::DockerSave { path, tag } => (path, tag, true),
         };
-        let blobs = Blobs::Archive(Members::open(path)?);
-        Ok(Self { path: path.clone(), tag: tag.clone(), blobs, docker })
+        let docker = matches!(source, Source::DockerSave { .. });
+        Ok(Self { path, tag, blobs, docker })
     }
 
-    /// Finds the manifest that was asked for, through indexes and platforms.
     pub(crate) fn choose(
         &self,
         platform: &Platform,
@@ -151,8 +131,8 @@ impl Opened {
         }
     }
 
-    /// What cosign has signed of the chosen image with one of these keys: the index that the name stands for,
-    /// which names the manifest by its digest, or the manifest itself. Only a registry has such signatures.
+    /// What cosign has signed of the chosen image with one of these keys: its index, which names
+    /// the manifest by digest, or the manifest. Only registries have such signatures.
     pub(crate) fn cosigned(
         &self,
         chosen: &Chosen,
@@ -290,7 +270,6 @@ impl Opened {
         Ok(Chosen::Manifest { digest, descriptor, name, asked })
     }
 
-    /// Looks up config and layers of the chosen image and checks that they fit each other.
     pub(crate) fn resolve(&self, chosen: Chosen, max: u64) -> Result<FoundImage, ImportError> {
         match chosen {
             Chosen::Manifest { digest, descriptor, .. } => {
@@ -443,22 +422,9 @@ impl Blobs {
         match self {
             // There documents have digests, not names.
             Self::Registry(_) | Self::Containerd(..) => Ok(None),
-            Self::Directory(_) | Self::Storage(..) => {
-                let path = match self {
-                    Self::Storage(storage, image) => storage.document(image, name)?,
-                    Self::Directory(root) => root.join(name),
-                    _ => return Ok(None),
-                };
-                let file = match file::open_regular(&path) {
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-                    other => other.map_err(|e| io_error(&path, e))?,
-                };
-                let mut bytes = Vec::new();
-                file.take(max + 1).read_to_end(&mut bytes).map_err(|e| io_error(&path, e))?;
-                if bytes.len() as u64 > max {
-                    return Err(too_big(bytes.len() as u64));
-                }
-                Ok(Some(bytes))
+            Self::Directory(root) => document(&root.join(name), max, too_big),
+            Self::Storage(storage, image) => {
+                document(&storage.document(image, name)?, max, too_big)
             }
             Self::Archive(members) => {
                 let Some((offset, size)) = members.find(name) else { return Ok(None) };
@@ -474,4 +440,17 @@ impl Blobs {
             }
         }
     }
+}
+
+/// A file of at most `max` bytes; `None` if it does not exist.
+fn document(
+    path: &Path,
+    max: u64,
+    too_big: impl Fn(u64) -> ImportError,
+) -> Result<Option<Vec<u8>>, ImportError> {
+    let Some((file, _, _)) = open_whole(path)? else { return Ok(None) };
+    let mut bytes = Vec::new();
+    file.take(max + 1).read_to_end(&mut bytes).map_err(|e| io_error(path, e))?;
+    let size = bytes.len() as u64;
+    if size > max { Err(too_big(size)) } else { Ok(Some(bytes)) }
 }

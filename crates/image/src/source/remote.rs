@@ -40,7 +40,7 @@ pub(crate) fn blob(
     Ok(Blob::new(digest, descriptor.size, Arc::new(repository.clone())))
 }
 
-/// Finds out what the image's name stands for: one HEAD, where the registry answers it as it should.
+/// Resolves the image's name, with one HEAD if the registry answers it in full.
 pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, ImportError> {
     let reference = repository.reference();
     let target = reference.target();
@@ -111,8 +111,7 @@ struct Claims {
     layers: Vec<Descriptor>,
 }
 
-/// What lies at cosign's tag for a manifest or index. Nothing of it has been verified; what cannot be a claim
-/// is left out.
+/// What lies at cosign's tag for a manifest or index, unverified; what is no claim is left out.
 pub(crate) fn claims(
     repository: &Arc<Repository>,
     digest: &BlobDigest,

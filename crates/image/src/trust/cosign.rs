@@ -1,6 +1,6 @@
-//! Cosign's signatures as registries keep them (sigstore/cosign, `specs/SIGNATURE_SPEC.md`): at the tag
-//! `sha256-<hex>.sig` beside what is signed lies an image whose layers are claims ("simple signing", JSON),
-//! each with its signature in an annotation of the layer.
+//! Cosign's signatures as registries keep them (sigstore/cosign, `specs/SIGNATURE_SPEC.md`): at the
+//! tag `sha256-<hex>.sig` beside what is signed lies an image whose layers are claims ("simple
+//! signing", JSON), each with its signature in an annotation of the layer.
 
 use serde::Deserialize;
 
@@ -15,7 +15,6 @@ const KIND: &str = "cosign container image signature";
 /// A claim with its signature. Neither has been looked at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
-    /// JSON.
     pub(crate) payload: Vec<u8>,
     /// Of the payload: ASN.1 for ECDSA, 64 bytes for ed25519.
     pub(crate) signature: Vec<u8>,
@@ -45,11 +44,10 @@ pub(crate) fn tag(digest: &BlobDigest) -> String {
 }
 
 impl Claim {
-    /// The key that has signed the claim, if one of them has and what it claims is that this digest is an
-    /// image of the signer's.
+    /// The key that has signed the claim, if one has and it claims this digest.
     ///
-    /// The name in the claim (`docker-reference`) is not looked at, as cosign itself does not: the same image
-    /// comes from mirrors and under other names.
+    /// The name in the claim (`docker-reference`) is not looked at, as cosign itself does not: the
+    /// same image comes from mirrors and under other names.
     pub(crate) fn signer<'k>(
         &self,
         digest: &str,

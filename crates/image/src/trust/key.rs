@@ -1,5 +1,4 @@
-//! Keys: PEM files with public keys (SPKI) or a private one (PKCS#8), as `openssl genpkey` and
-//! `openssl pkey -pubout` write them.
+//! Keys in PEM, public (SPKI) or private (PKCS#8), as `openssl genpkey` and `pkey` write them.
 
 use std::fmt;
 use std::fs::File;
@@ -16,7 +15,6 @@ use rustls::pki_types::{PrivatePkcs8KeyDer, SubjectPublicKeyInfoDer};
 use crate::digest::BlobDigest;
 use crate::error::TrustError;
 
-/// Largest key file that is read, in bytes.
 const FILE_MAX: u64 = 64 << 10;
 /// Length of an ed25519 signature, in bytes.
 pub const SIGNATURE_BYTES: usize = 64;
@@ -24,8 +22,7 @@ pub const SIGNATURE_BYTES: usize = 64;
 /// DER of a SubjectPublicKeyInfo up to the key itself: RFC 8410, section 4 (32 bytes follow).
 const SPKI_ED25519: [u8; 12] =
     [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0];
-/// The same for `id-ecPublicKey` on `prime256v1`: RFC 5480, section 2 (an uncompressed point of 65 bytes
-/// follows).
+/// The same for `id-ecPublicKey` on `prime256v1`: RFC 5480, section 2 (65 bytes follow).
 const SPKI_P256: [u8; 26] = [
     0x30, 0x59, 0x30, 0x13, 0x06, 0x07, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x02, 0x01, 0x06, 0x08, 0x2a,
     0x86, 0x48, 0xce, 0x3d, 0x03, 0x01, 0x07, 0x03, 0x42, 0,
@@ -44,7 +41,6 @@ pub enum Algorithm {
 #[derive(Clone, PartialEq, Eq)]
 pub struct PublicKey {
     algorithm: Algorithm,
-    /// SubjectPublicKeyInfo.
     der: Vec<u8>,
     /// Where it was read.
     place: String,
@@ -52,18 +48,12 @@ pub struct PublicKey {
 
 impl PublicKey {
     /// Reads the public keys of a PEM file: at least one.
-    ///
-    /// # Errors
-    /// [`TrustError::Key`].
     pub fn read(path: &Path) -> Result<Vec<Self>, TrustError> {
         let (text, _) = read_file(path)?;
         Self::parse(&text, path)
     }
 
     /// Parses the public keys of a PEM text, `path` being what to call it.
-    ///
-    /// # Errors
-    /// [`TrustError::Key`].
     pub fn parse(text: &[u8], path: &Path) -> Result<Vec<Self>, TrustError> {
         let wrong = |what: &str| TrustError::Key { path: path.to_owned(), what: what.to_owned() };
         let mut keys = Vec::new();
@@ -103,7 +93,6 @@ impl PublicKey {
         BlobDigest::sha256(&self.der).to_string()
     }
 
-    /// SubjectPublicKeyInfo in DER.
     #[cfg(any(test, fuzzing))]
     pub(super) fn der(&self) -> &[u8] {
         &self.der
@@ -205,7 +194,6 @@ fn contains(text: &[u8], part: &[u8]) -> bool {
     text.windows(part.len()).any(|window| window == part)
 }
 
-/// The whole file, and its mode.
 fn read_file(path: &Path) -> Result<(Vec<u8>, u32), TrustError> {
     let wrong = |what: String| TrustError::Key { path: path.to_owned(), what };
     let read = || -> std::io::Result<_> {

@@ -1,4 +1,4 @@
-//! Who vouches for an image, and what is asked of one before it is used. `docs/SIGNATURES.md` has the bytes.
+//! Signatures of images, and the policy that requires them. `docs/SIGNATURES.md` has the bytes.
 //!
 //! ```text
 //! key.rs      keys in PEM files: ed25519 and ECDSA P-256
@@ -7,11 +7,12 @@
 //! policy.rs   which names need which keys; the one place that says yes or no
 //! ```
 //!
-//! A decision is about a digest: whoever asked resolves a name once, has the answer for the digest that it
-//! led to, and mounts that digest. What a name leads to afterwards makes no difference.
+//! A decision is about a digest: whoever asked resolves a name once, has the answer for the digest
+//! that it led to, and mounts that digest. What a name leads to afterwards makes no difference.
 
 mod cosign;
 #[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/trust.rs"]
 pub mod fuzz;
 mod key;
 mod policy;
@@ -39,11 +40,7 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// Says whether the image may come in under a name, and which signatures to keep with it. `claims` are
-    /// cosign's, verified.
-    ///
-    /// # Errors
-    /// [`TrustError`].
+    /// Checks that the image may come in; gives signatures to keep. `claims` are verified.
     pub(crate) fn admit(
         &self,
         domain: &Domain,

@@ -40,11 +40,11 @@ pub struct Rule {
 pub enum Need<'a> {
     /// Its files: its digest is all there is to vouch for.
     Files,
-    /// To be run as this OCI config says, which somebody must vouch for too. None: it has none.
+    /// To be run as this OCI config says, which must be signed too. None: it has none.
     Run(Option<&'a str>),
 }
 
-/// An image that somebody wants to use.
+/// An image that is about to be used.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
     /// The ref by which it was asked for, where it was; no names are looked up then.
@@ -61,18 +61,18 @@ pub(super) struct Demand {
     require: Require,
     signed_by: Vec<PublicKey>,
     cosign: Vec<PublicKey>,
-    /// Who demands it, for people.
+    /// What demands it, for people.
     pub(super) origin: String,
 }
 
 /// All rules. The default lets everything through.
 #[derive(Clone, Debug, Default)]
 pub struct Policy {
-    /// Of images that no pattern is for.
+    /// For names without a pattern.
     default: Demand,
     /// By pattern: a name, or the beginning of one with `*` after it.
     refs: BTreeMap<String, Demand>,
-    /// Asked of every image, beside the rule that is for it.
+    /// Asked of every image besides its rule.
     beside: Vec<Demand>,
 }
 
@@ -146,11 +146,8 @@ impl Demand {
 }
 
 impl Policy {
-    /// The policy that a configuration says. All keys are read now: if one cannot be, there is no policy, and
-    /// whoever has none lets nothing through.
-    ///
-    /// # Errors
-    /// [`TrustError::Policy`], [`TrustError::Key`].
+    /// The policy of a configuration. All keys are read now; if one cannot be, there is no policy,
+    /// and nothing is let through.
     pub fn new(default: &Rule, refs: &BTreeMap<String, Rule>) -> Result<Self, TrustError> {
         let demands = refs.iter().map(|(pattern, rule)| {
             let wrong = |what: &str| TrustError::Policy { what: format!("{pattern:?}: {what}") };
@@ -168,11 +165,8 @@ impl Policy {
         Ok(Self { default, refs, beside: Vec::new() })
     }
 
-    /// Asks of every image that one of these keys has signed it, whatever the rules say and what was asked
-    /// before; all of that is asked as well.
-    ///
-    /// # Errors
-    /// [`TrustError::Policy`], [`TrustError::Key`].
+    /// Asks of every image that one of these keys has signed it, whatever the rules say and what
+    /// was asked before; all of that is asked as well.
     pub fn demand(
         &mut self,
         signed_by: &[PathBuf],
@@ -201,12 +195,11 @@ impl Policy {
         longest.map_or(&self.default, |(_, demand)| demand)
     }
 
-    /// Says whether an image may be used now, or that it may not: an error. The answer is whether somebody
-    /// had to vouch for it.
+    /// Checks that an image may be used now. Says whether a signature was required.
     ///
-    /// By name it is the name's rule that counts. By digest alone the rules of all names that the image has
-    /// count, and the default where it has none: leaving the name out opens nothing. A ref that cannot be read
-    /// may be one of its names.
+    /// By name it is the name's rule that counts. By digest alone the rules of all names that the
+    /// image has count, and the default where it has none: leaving the name out opens nothing. A
+    /// ref that cannot be read may be one of its names.
     ///
     /// # Errors
     /// [`TrustError`]; it may not.
@@ -253,7 +246,7 @@ impl Policy {
         Ok(signed)
     }
 
-    /// The rules that a name can have: one, or any if nobody knows the name.
+    /// The rules that may apply: one, or all if the name is unknown.
     fn rules_of(&self, name: &Option<String>) -> Vec<&Demand> {
         match name {
             Some(name) => vec![self.rule_for(name)],
@@ -261,18 +254,15 @@ impl Policy {
         }
     }
 
-    /// What is asked of an image that arrives under a name: what [`Policy::demand`] asks, and of the name's
-    /// rule what cannot be had later. A signature of ours may be added when the image is here.
+    /// Demands on an arriving image: those of [`Policy::demand`], and of the name's rule what
+    /// cannot be had later. A signature of ours can be added later.
     fn on_arrival(&self, name: &str) -> impl Iterator<Item = &Demand> {
         let rule = self.rule_for(name);
         let later = rule.require == Require::Signed && !rule.signed_by.is_empty();
         self.beside.iter().chain((!later).then_some(rule))
     }
 
-    /// Says whether an image may come in under a name, with the signatures that come along.
-    ///
-    /// # Errors
-    /// [`TrustError`]; it may not.
+    /// Checks that an image may be imported under a name, with the signatures that it brings.
     pub(crate) fn admits(
         &self,
         domain: &Domain,
@@ -294,8 +284,8 @@ impl Policy {
         demands.flat_map(|demand| &demand.cosign).cloned().collect()
     }
 
-    /// The keys of which only a signature by cosign will do, for an image that is pulled under a name: if
-    /// there is none, nothing needs to be fetched.
+    /// The keys of which only a signature by cosign will do, for an image that is pulled under a
+    /// name: if there is none, nothing needs to be fetched.
     pub(crate) fn needs_cosign(&self, name: &str) -> Option<String> {
         let only =
             |demand: &&Demand| demand.require == Require::Signed && demand.signed_by.is_empty();

@@ -1,7 +1,6 @@
-//! What the store keeps beside an image: who says what of it.
+//! Signatures that the store keeps beside an image.
 //!
-//! A record says nothing by itself. Whoever reads one checks its signature with a key that is trusted for
-//! other reasons.
+//! A record proves nothing until its signature is checked with a trusted key.
 
 use cofolio_store::{Digest, Domain};
 use serde::{Deserialize, Serialize};
@@ -26,8 +25,8 @@ pub enum Record {
         #[serde(with = "as_base64")]
         signature: Vec<u8>,
     },
-    /// One that cosign made, of what a registry had. That this image is what came of it, an import of ours
-    /// has found; nobody has signed that.
+    /// cosign's, of what a registry had. That it became this image is our import's finding, and
+    /// unsigned.
     Cosign {
         /// Digest of the OCI config that belongs to it.
         config: Option<String>,
@@ -44,7 +43,7 @@ pub enum Record {
 
 /// The bytes that are signed for an image: three lines of text.
 ///
-/// The config is in it because the image's digest does not cover it, and it says what is run and as whom.
+/// The config is included because the image's digest does not cover it, and it says what runs.
 #[must_use]
 pub fn message(image: &Digest, config: Option<&str>) -> Vec<u8> {
     let config = config.unwrap_or("none");
@@ -58,9 +57,6 @@ pub fn config_digest(config: Option<&str>) -> Option<String> {
 }
 
 /// The signatures that are kept of an image. Kinds that this program does not know are left out.
-///
-/// # Errors
-/// [`cofolio_store::Error`].
 pub fn signatures(domain: &Domain, image: &Digest) -> Result<Vec<Record>, cofolio_store::Error> {
     let kept = domain.signatures(image)?;
     Ok(kept.iter().filter_map(|bytes| serde_json::from_slice(bytes).ok()).collect())
@@ -111,7 +107,7 @@ impl Record {
         Self::Cosign { config: None, manifest, payload, signature }
     }
 
-    /// An import has found out which config belongs to what cosign has signed.
+    /// Sets the config of what cosign signed, which an import found.
     pub(crate) fn set_config(&mut self, found: Option<String>) {
         if let Self::Cosign { config, .. } = self {
             *config = found;
@@ -127,8 +123,7 @@ impl Record {
         domain.add_signature(image, &json)
     }
 
-    /// The key that vouches in it for what is needed of an image, if one of them does. `cosign` are the keys
-    /// for cosign's claims.
+    /// The key whose signature covers what is needed of an image. `cosign` are keys for claims.
     pub(crate) fn signer<'k>(
         &self,
         image: &Digest,
@@ -153,7 +148,7 @@ impl Record {
         }
     }
 
-    /// What it says that it is, for people. Nobody has checked it.
+    /// What it claims to be, unverified, for people.
     #[must_use]
     pub fn shown(&self) -> String {
         match self {

@@ -1,5 +1,6 @@
-//! Signatures that are none, keys that cannot be, rules that make no sense, and what is refused for want of a
-//! signature. That openssl and cosign agree about the bytes is tested where they are at hand.
+//! Signatures that are none, keys that cannot be, rules that make no sense, and what is refused for
+//! want of a signature. That openssl and cosign agree about the bytes is tested where they are at
+//! hand.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -144,7 +145,8 @@ fn a_signature_is_of_one_image_with_one_config_by_one_key() {
     }
     record.keep(&fixture.domain, &one).unwrap();
     fixture.check(&policy, Some("one:1"), one).unwrap();
-    // The config is somebody's who has not signed: nobody is told to run it, but the files are fine.
+    // The config is somebody's who has not signed: nobody is told to run it, but the files are
+    // fine.
     let run = Subject { name: Some("one:1"), image: one, need: Need::Run(Some("{}")) };
     let said = policy.check(&fixture.domain, &run).unwrap_err().to_string();
     assert!(said.contains("another config"), "{said}");
@@ -272,8 +274,9 @@ fn the_longest_pattern_counts_and_a_whole_name_before_it() {
     assert_eq!(said("host/team/app:1"), Ok(true), "somebody had to vouch for it");
 }
 
-/// A torn record made the policy refuse every image that was asked for by digest. It may be a name of the image, so
-/// its rule is asked as well; what that rule lets through, and what is asked for by another name, it does not touch.
+/// A torn record made the policy refuse every image that was asked for by digest. It may be a name
+/// of the image, so its rule is asked as well; what that rule lets through, and what is asked for
+/// by another name, it does not touch.
 #[test]
 fn a_torn_ref_counts_as_a_name_of_any_image() {
     let fixture = Fixture::new();
@@ -409,8 +412,8 @@ fn claims_of_cosign_are_of_one_digest_and_of_the_right_kind() {
     let mut altered = good.clone();
     altered.payload.push(b' ');
     assert!(altered.signer(&digest, &keys).is_none());
-    // What nobody asks for was passed over without a look whether it is text: a claim with a byte in it that is no
-    // UTF-8, and so no JSON, counted. Found by the fuzz target `trust`.
+    // What nobody asks for was passed over without a look whether it is text: a claim with a byte
+    // in it that is no UTF-8, and so no JSON, counted. Found by the fuzz target `trust`.
     let mut payload = payload(&digest, KIND).into_bytes();
     let at = payload.windows(4).position(|part| part == b"host").unwrap();
     payload[at] = 0x9d;

@@ -29,8 +29,8 @@ fn limits_stop_bombs() {
     let holes = Layout::image(bench.path("holes"), &[Blob::plain(sparse)]);
     refused(&bench, &holes, Limits::default(), &["uncompressed_bytes", "holes"]);
 
-    // Within the limit a terabyte is made as fast as a kilobyte, and read as fast for a check. More than
-    // any file can have is refused whatever the limit is.
+    // Within the limit a terabyte is made as fast as a kilobyte, and read as fast for a check. More
+    // than any file can have is refused whatever the limit is.
     let hole = |size: &[u8]| {
         let tar = Tar::new()
             .pax(&[("GNU.sparse.size", size), ("GNU.sparse.map", b"1000000,3")])
@@ -43,7 +43,7 @@ fn limits_stop_bombs() {
     if !bench.domain.protection().verity {
         let report = bench.import(&hole(b"1000000000000").source()).unwrap();
         let image = report.image;
-        let contents = cofolio_image::compose::contents::ImageContents;
+        let contents = cofolio_image::compose::named_objects::ImageContents;
         let verified = bench.domain.verify_image(&image, &contents, &Task::default()).unwrap();
         assert_eq!((verified.bytes, verified.findings.len()), (1_000_000_000_000, 0));
     }
@@ -60,7 +60,8 @@ fn limits_stop_bombs() {
     import(&bench.domain, &many.source(), &options, &Task::default()).unwrap();
 }
 
-/// Compressed a thousandfold, by each of the formats: the ratio stops it while it is unpacked, whatever the size is.
+/// Compressed a thousandfold, by each of the formats: the ratio stops it while it is unpacked,
+/// whatever the size is.
 #[test]
 fn every_format_is_held_to_the_ratio() {
     let bench = Bench::new();
@@ -71,7 +72,8 @@ fn every_format_is_held_to_the_ratio() {
         let layout = Layout::image(bench.path(name), &[blob]);
         refused(&bench, &layout, limits.clone(), &["ratio"]);
     }
-    // In many small members or frames, which a reader that looks at one of them only would let pass.
+    // In many small members or frames, which a reader that looks at one of them only would let
+    // pass.
     let many =
         |pack: fn(&[u8]) -> Vec<u8>| -> Vec<u8> { zeros.chunks(1 << 20).flat_map(pack).collect() };
     for (name, media_type, bytes) in [("members", GZIP, many(gzip)), ("frames", ZSTD, many(zstd))] {
@@ -81,8 +83,8 @@ fn every_format_is_held_to_the_ratio() {
     }
 }
 
-/// A bomb in a bomb. One layer of compression is undone, the one that the media type says; what comes out is no
-/// archive, however small its next shell unpacks.
+/// A bomb in a bomb. One layer of compression is undone, the one that the media type says; what
+/// comes out is no archive, however small its next shell unpacks.
 #[test]
 fn nested_compression_is_undone_once() {
     let zeros = Tar::new().file("zeros", &vec![0; 8 << 20]).end();
@@ -100,9 +102,9 @@ fn nested_compression_is_undone_once() {
     assert!(view.is_file("/inner.tar.gz", &gzip(&zeros)));
 }
 
-/// Each entry goes through a link that leads to where the last one ended: forty of them lie forty times deeper than a path
-/// can say. As text, which layers are kept as, all their paths would be gigabytes; and collecting garbage, which reads
-/// that, would have failed for the whole store.
+/// Each entry goes through a link that leads to where the last one ended: forty of them lie forty
+/// times deeper than a path can say. As text, which layers are kept as, all their paths would be
+/// gigabytes; and collecting garbage, which reads that, would have failed for the whole store.
 #[test]
 fn directories_deeper_than_any_path() {
     for (name, step) in

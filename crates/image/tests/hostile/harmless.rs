@@ -1,10 +1,11 @@
-//! What looks like an attack and is none, if it is taken for what it says: it arrives in the image as it is
-//! in the archive, and nothing of it touches this machine.
+//! What looks like an attack and is none, if it is taken for what it says: it arrives in the image
+//! as it is in the archive, and nothing of it touches this machine.
 
 use crate::support::*;
 
-/// A layer brings a link to /etc and then writes through it. An unpacker that follows links of its own machine
-/// writes into /etc of the host; here the link leads to the image's own /etc, as it would in the container.
+/// A layer brings a link to /etc and then writes through it. An unpacker that follows links of its
+/// own machine writes into /etc of the host; here the link leads to the image's own /etc, as it
+/// would in the container.
 #[test]
 fn a_link_out_of_the_image_leads_into_it() {
     let bench = Bench::new();
@@ -28,7 +29,8 @@ fn a_link_out_of_the_image_leads_into_it() {
     }
 }
 
-/// The same with two layers: the lower one has the link, the upper one writes through it or hides behind it.
+/// The same with two layers: the lower one has the link, the upper one writes through it or hides
+/// behind it.
 #[test]
 fn a_link_of_a_lower_layer_leads_into_the_image() {
     let bench = Bench::new();
@@ -49,8 +51,8 @@ fn absolute_names_begin_at_the_root_of_the_image() {
     assert_eq!(view.unwrap().paths(), ["/", "/a", "/a/b", "/etc", "/etc/shadow"]);
 }
 
-/// A whiteout of a directory that the same layer fills, of the layer's own file, of the parent of a file, and of
-/// what is nowhere. Whiteouts hide what is below, and only that.
+/// A whiteout of a directory that the same layer fills, of the layer's own file, of the parent of a
+/// file, and of what is nowhere. Whiteouts hide what is below, and only that.
 #[test]
 fn whiteouts_of_parents_hide_lower_layers_only() {
     let bench = Bench::new();
@@ -67,7 +69,8 @@ fn whiteouts_of_parents_hide_lower_layers_only() {
     assert_eq!(view.paths(), ["/", "/a", "/a/b", "/a/b/new"]);
 }
 
-/// AUFS kept its own books in layers, `.wh..wh.plnk` and the like. Nothing of them is a file of the image.
+/// AUFS kept its own books in layers, `.wh..wh.plnk` and the like. Nothing of them is a file of the
+/// image.
 #[test]
 fn bookkeeping_of_aufs_is_left_out() {
     let tar =
@@ -75,8 +78,9 @@ fn bookkeeping_of_aufs_is_left_out() {
     assert_eq!(Bench::new().tar(tar.file("f", b"f")).unwrap().paths(), ["/", "/f"]);
 }
 
-/// Device nodes of the machine's disk and memory, and the device 0:0 that overlayfs takes for a whiteout. They
-/// are what images may have; whether they can be opened is for the mount (`nodev`) and the runtime.
+/// Device nodes of the machine's disk and memory, and the device 0:0 that overlayfs takes for a
+/// whiteout. They are what images may have; whether they can be opened is for the mount (`nodev`)
+/// and the runtime.
 #[test]
 fn devices_and_setuid_are_what_they_say() {
     let head = |flag, path: &'static str, device| Head {
@@ -99,7 +103,8 @@ fn devices_and_setuid_are_what_they_say() {
     assert_eq!((view.get("/su").mode, view.get("/tmp").mode), (0o6755, 0o1777));
 }
 
-/// One name many times: the last one wins, whatever it is, and what was below a replaced directory is gone.
+/// One name many times: the last one wins, whatever it is, and what was below a replaced directory
+/// is gone.
 #[test]
 fn the_last_of_several_entries_wins() {
     let mut tar = Tar::new();
@@ -141,8 +146,8 @@ fn hard_links_in_circles_end() {
     assert_eq!((view.get("/x").nlink, view.get("/y").nlink, view.get("/z").nlink), (3, 3, 3));
 }
 
-/// Marks that the store keeps in layers for itself, sent by an archive: attributes without a namespace are
-/// no attributes that Linux has, and do not come in.
+/// Marks that the store keeps in layers for itself, sent by an archive: attributes without a
+/// namespace are no attributes that Linux has, and do not come in.
 #[test]
 fn marks_of_our_own_cannot_be_sent() {
     let tar = Tar::new()
@@ -157,8 +162,8 @@ fn marks_of_our_own_cannot_be_sent() {
     assert!(view.get("/f").xattrs.is_empty());
 }
 
-/// Capabilities come in as the kernel's bytes, valid or not: it looks at them when the file is executed, and
-/// a mount can be `nosuid`.
+/// Capabilities come in as the kernel's bytes, valid or not: it looks at them when the file is
+/// executed, and a mount can be `nosuid`.
 #[test]
 fn capabilities_are_bytes() {
     let valid: &[u8] = b"\x01\0\0\x02\0\x20\0\0\0\0\0\0\0\0\0\0\0\0\0\0";

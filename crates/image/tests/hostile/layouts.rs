@@ -24,8 +24,8 @@ fn layer_file(layout: &Layout) -> std::path::PathBuf {
     layout.0.join("blobs/sha256").join(&digest[7..])
 }
 
-/// The directory of blobs is a link to a directory of the machine. Nothing is read there but names that are
-/// digests, and nothing that is not what its digest says comes in.
+/// The directory of blobs is a link to a directory of the machine. Nothing is read there but names
+/// that are digests, and nothing that is not what its digest says comes in.
 #[test]
 fn a_directory_of_blobs_that_is_a_link() {
     let bench = Bench::new();
@@ -53,8 +53,9 @@ fn a_directory_of_blobs_that_is_a_link() {
     assert!(!error.to_string().contains("root:"), "{error} shows what it has read");
 }
 
-/// Files without end, and such as block whoever opens them: a layout from a tar archive can hold FIFOs, and a
-/// link can lead to a device. An import must not hang on them, nor open a device that does something then.
+/// Files without end, and such as block whoever opens them: a layout from a tar archive can hold
+/// FIFOs, and a link can lead to a device. An import must not hang on them, nor open a device that
+/// does something then.
 #[test]
 fn blobs_that_are_no_files() {
     let bench = Bench::new();
@@ -124,8 +125,8 @@ fn names_of_docker_archives_stay_inside() {
     }
 }
 
-/// An image that calls itself a path, or has control characters in its name, needs another name. Any other
-/// name is one, and the record's file name has no slash.
+/// An image that calls itself a path, or has control characters in its name, needs another name.
+/// Any other name is one, and the record's file name has no slash.
 #[test]
 fn names_that_are_paths() {
     let bench = Bench::new();

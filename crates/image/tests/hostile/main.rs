@@ -1,8 +1,9 @@
-//! Images, layouts and registries that want to do harm. `docs/HOSTILE.md` lists each of them with what becomes of it.
+//! Images, layouts and registries that want to do harm. `docs/HOSTILE.md` lists each of them with
+//! what becomes of it.
 //!
-//! Each is either refused, with an error that names what is wrong and where and a store that is exactly as it
-//! was, or taken in faithfully because it harms nobody. They are made here, by code that can be read: there are
-//! no files of bytes.
+//! Each is either refused, with an error that names what is wrong and where and a store that is
+//! exactly as it was, or taken in faithfully because it harms nobody. They are made here, by code
+//! that can be read: there are no files of bytes.
 
 #![allow(
     missing_docs,

@@ -165,7 +165,8 @@ fn plain_http_is_for_this_machine() {
     let fake = Fake::honest();
     fake.tag("1", &fake.image(&[layer(1, 100)]));
     pull(&Bench::new(), &format!("localhost:{}/app:1", fake.address.port()), options()).unwrap();
-    // A registry that promises TLS gets no second chance on a plain connection: 192.0.2.0/24 is nobody's.
+    // A registry that promises TLS gets no second chance on a plain connection: 192.0.2.0/24 is
+    // nobody's.
     let quick =
         RegistryOptions { connect_timeout: Duration::from_millis(50), tries_max: 1, ..options() };
     let error = pull(&Bench::new(), "192.0.2.1:5000/app:1", quick).unwrap_err().to_string();

@@ -1,11 +1,11 @@
-//! The second try of an import that relied on something which went away meanwhile. What goes is taken
-//! from inside the import, at a phase that it reports, so that every run takes the same turn.
+//! The second try of an import that relied on something which went away meanwhile. What goes is
+//! taken from inside the import, at a phase that it reports, so that every run takes the same turn.
 
 use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, ImportReport, import};
 use cofolio_image::source::Source;
@@ -72,8 +72,8 @@ fn is_there(bench: &Bench, content: &[u8]) -> bool {
     bench.domain.object_size(&verity::digest(content)).unwrap() == Some(content.len() as u64)
 }
 
-/// Everything that is published is complete and of the right content, and nothing is left of the first
-/// try.
+/// Everything that is published is complete and of the right content, and nothing is left of the
+/// first try.
 fn assert_sound(bench: &Bench) {
     let report =
         bench.domain.fsck(&ImageContents, FsckOptions { rehash: true }, &Task::default()).unwrap();
@@ -96,7 +96,8 @@ fn damage(bench: &Bench, content: &[u8], keep: Option<usize>) {
     }
 }
 
-/// A base image and another over it. The base's blob stays in both layouts: the second try reads it.
+/// A base image and another over it. The base's blob stays in both layouts: the second try reads
+/// it.
 fn base_and_app(bench: &Bench) -> (Source, Source) {
     let base = Blob::gzip(&Tar::new().dir("usr").file("usr/libc", LIBC).end());
     let app = Blob::gzip(&Tar::new().file("app", APP).end());
@@ -116,8 +117,8 @@ fn assert_is_app(bench: &Bench, report: &ImportReport) {
     }
 }
 
-/// The base image is removed and collected after the import found its layer: layer and objects are gone
-/// when the import wants to publish an image that names them.
+/// The base image is removed and collected after the import found its layer: layer and objects are
+/// gone when the import wants to publish an image that names them.
 #[test]
 fn an_image_is_imported_again_when_gc_took_its_known_layer() {
     let bench = Arc::new(Bench::new());
@@ -136,7 +137,8 @@ fn an_image_is_imported_again_when_gc_took_its_known_layer() {
     assert_sound(&bench);
 }
 
-/// As above, but another image keeps the object: only the layer's tree is gone, which the ref would name.
+/// As above, but another image keeps the object: only the layer's tree is gone, which the ref would
+/// name.
 #[test]
 fn an_image_is_imported_again_when_only_a_layer_went() {
     let bench = Arc::new(Bench::new());
@@ -158,9 +160,9 @@ fn an_image_is_imported_again_when_only_a_layer_went() {
     assert_sound(&bench);
 }
 
-/// A disk that loses files, or somebody with `rm`: before the import or in the middle of it. Either way
-/// the known layer names an object that is not what it was; the second try writes it anew, and the image
-/// that was damaged is whole again, too.
+/// A disk that loses files, or somebody with `rm`: before the import or in the middle of it. Either
+/// way the known layer names an object that is not what it was; the second try writes it anew, and
+/// the image that was damaged is whole again, too.
 #[test]
 fn an_image_repairs_objects_of_a_known_layer() {
     for keep in [None, Some(0), Some(LIBC.len() - 1)] {
@@ -235,8 +237,8 @@ fn a_directory_repairs_known_objects() {
     }
 }
 
-/// The second try is the last one, its error is told, and nothing was published. Here it cannot read
-/// what the first one did not need: the blob of the known layer.
+/// The second try is the last one, its error is told, and nothing was published. Here it cannot
+/// read what the first one did not need: the blob of the known layer.
 #[test]
 fn there_is_no_third_try() {
     let bench = Arc::new(Bench::new());
@@ -260,8 +262,8 @@ fn lose(blob: &Path) {
     fs::write(blob, vec![0; usize::try_from(size).unwrap()]).unwrap();
 }
 
-/// The same image twice: the second import only makes a ref. If the first ref and the image are gone when
-/// it does, it is an import like any other and no "no such image".
+/// The same image twice: the second import only makes a ref. If the first ref and the image are
+/// gone when it does, it is an import like any other and no "no such image".
 #[test]
 fn a_known_image_that_gc_took_is_imported() {
     let bench = Arc::new(Bench::new());
@@ -276,8 +278,8 @@ fn a_known_image_that_gc_took_is_imported() {
     assert_sound(&bench);
 }
 
-/// Imports of images that share layers and objects, names that go, and gc, all at once: imports failed with
-/// "no layer" where gc had taken one between two looks at it.
+/// Imports of images that share layers and objects, names that go, and gc, all at once: imports
+/// failed with "no layer" where gc had taken one between two looks at it.
 #[test]
 fn imports_survive_gc_in_a_loop() {
     const IMAGES: u32 = 4;

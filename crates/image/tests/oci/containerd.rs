@@ -133,8 +133,8 @@ fn path_of(digest: &str) -> String {
     format!("blobs/{}", digest.replace(':', "/"))
 }
 
-/// containerd writes all the time and holds its lock all the time. What is read without it must be of one
-/// moment: pages of a transaction that came later look like anything.
+/// containerd writes all the time and holds its lock all the time. What is read without it must be
+/// of one moment: pages of a transaction that came later look like anything.
 #[test]
 fn read_while_containerd_writes() {
     let test = "read_while_containerd_writes";
@@ -150,7 +150,7 @@ fn read_while_containerd_writes() {
         let name = format!("localhost/app:copy-{index}");
         done(&mut containerd.ctr(&["images", "tag", "localhost/app:1", &name]));
     }
-    let place = containerd::Place { root: Some(containerd.root()), namespace: None };
+    let place = containerd::Location { root: Some(containerd.root()), namespace: None };
     let names = || -> Vec<String> {
         let store = containerd::Containerd::open(&place).unwrap();
         let mut names: Vec<_> = store.images().iter().flat_map(|i| i.names.clone()).collect();

@@ -1,7 +1,7 @@
 //! Real images, entry by entry against what GNU tar extracts from the same layers.
 //!
-//! The images are those that `corpus/build` makes: in `COFOLIO_CORPUS`, or in `corpus/out` below the
-//! workspace.
+//! The images are those that `corpus/build` makes: in `COFOLIO_CORPUS`, or in `corpus/out` below
+//! the workspace.
 
 use std::fs;
 use std::path::{Path, PathBuf};

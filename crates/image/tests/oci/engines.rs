@@ -1,5 +1,5 @@
-//! A real containerd with a root and a socket of its own, which goes away with the test. Also part of
-//! `crates/cofolio/tests/survey.rs`.
+//! A real containerd with a root and a socket of its own, which goes away with the test. Also part
+//! of `crates/cofolio/tests/survey.rs`.
 #![allow(dead_code, reason = "each of the two programs uses a part")]
 
 use std::fs;
@@ -95,9 +95,10 @@ impl Containerd {
         done(run.arg(fifos).args([image, id]).args(command));
     }
 
-    /// Has it collect garbage now. By itself it does so some time after something was deleted: 49 times what
-    /// collections take on average, which with a slow disk were more than the two seconds that a test once
-    /// waited, and then the times of its database changed in the middle of a survey.
+    /// Has it collect garbage now. By itself it does so some time after something was deleted: 49
+    /// times what collections take on average, which with a slow disk were more than the two
+    /// seconds that a test once waited, and then the times of its database changed in the middle of
+    /// a survey.
     pub(crate) fn collect(&self) {
         done(&mut self.ctr(&["leases", "create", "--id", "collect"]));
         done(&mut self.ctr(&["leases", "delete", "--sync", "collect"]));

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_store::GcOptions;
 
 use crate::support::*;
@@ -125,9 +125,9 @@ fn attributes_capabilities_and_acls() {
     assert_eq!(shared["system.posix_acl_default"].len(), 4 + 5 * 8);
 }
 
-/// An inode may carry 65,535 bytes of attributes, but garbage collection read layers with a parser that
-/// refused more than 32,767, as mkcomposefs does: after one file with a large attribute had been imported,
-/// every collection of the domain failed with "nothing was collected".
+/// An inode may carry 65,535 bytes of attributes, but garbage collection read layers with a parser
+/// that refused more than 32,767, as mkcomposefs does: after one file with a large attribute had
+/// been imported, every collection of the domain failed with "nothing was collected".
 #[test]
 fn a_file_with_large_attributes_does_not_stop_garbage_collection() {
     for size in [32_000, 40_000, 65_000] {

@@ -1,5 +1,5 @@
-//! What goes in as an image comes out as the same image. Archives of every kind are taken out again byte for
-//! byte by [`Bench::layers`], so by all tests that import any; here is the rest.
+//! What goes in as an image comes out as the same image. Archives of every kind are taken out again
+//! byte for byte by [`Bench::layers`], so by all tests that import any; here is the rest.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::export::{
     Compression, Destination, ExportError, ExportOptions, Exported, export,
 };
@@ -62,8 +62,8 @@ fn damage(file: &Path, change: impl FnOnce(&Path)) {
     fs::set_permissions(file, read_only).unwrap();
 }
 
-/// However it is compressed: the config is the same to the byte, and so the image has the same id; another
-/// store makes the same metadata image of it; and threads make no difference.
+/// However it is compressed: the config is the same to the byte, and so the image has the same id;
+/// another store makes the same metadata image of it; and threads make no difference.
 #[test]
 fn an_image_comes_out_as_itself() {
     let bench = Bench::new();
@@ -101,8 +101,8 @@ fn an_image_comes_out_as_itself() {
     }
 }
 
-/// One archive replaces its own file. The image shows the second content only, garbage collection runs, and
-/// the archive still has both.
+/// One archive replaces its own file. The image shows the second content only, garbage collection
+/// runs, and the archive still has both.
 #[test]
 fn files_that_an_archive_replaces_itself_are_kept_for_it() {
     let bench = Bench::new();
@@ -140,7 +140,8 @@ fn files_that_an_archive_replaces_itself_are_kept_for_it() {
     }
 }
 
-/// An object was altered behind our back: the error names it, and the destination has nothing of the image.
+/// An object was altered behind our back: the error names it, and the destination has nothing of
+/// the image.
 #[test]
 fn altered_content_is_not_given_out() {
     let bench = Bench::new();
@@ -183,8 +184,8 @@ fn altered_content_is_not_given_out() {
     assert_eq!(names(&out), [""; 0]);
 }
 
-/// A slow export must hold up neither garbage collection nor the imports that wait behind it; and what it
-/// writes stays until it is done, even if its name goes meanwhile.
+/// A slow export must hold up neither garbage collection nor the imports that wait behind it; and
+/// what it writes stays until it is done, even if its name goes meanwhile.
 #[test]
 fn garbage_is_collected_while_an_export_runs() {
     let bench = Bench::new();
@@ -209,8 +210,8 @@ fn garbage_is_collected_while_an_export_runs() {
     assert_eq!(bench.domain.images().unwrap(), []);
 }
 
-/// A store from before there were splits: the export says which layer lacks its own, and importing the image
-/// again, which otherwise would not read a byte, makes it.
+/// A store from before there were splits: the export says which layer lacks its own, and importing
+/// the image again, which otherwise would not read a byte, makes it.
 #[test]
 fn layers_without_a_split_get_one_with_the_next_import() {
     let bench = Bench::new();
@@ -236,8 +237,8 @@ fn layers_without_a_split_get_one_with_the_next_import() {
     bench.export("image", &bench.path("out"), Compression::None).unwrap();
     assert!(bench.import(&layout.source()).unwrap().known);
 
-    // A damaged one stops the export, garbage collection and nothing else, and fsck names it. A layer whose
-    // split cannot be read is not believed when another image brings it.
+    // A damaged one stops the export, garbage collection and nothing else, and fsck names it. A
+    // layer whose split cannot be read is not believed when another image brings it.
     let (chain, file) = without(0);
     damage_split(&file);
     match bench.export("image", &bench.path("again"), Compression::None) {
@@ -288,6 +289,8 @@ fn a_directory_becomes_a_layer() {
     fs::create_dir_all(root.join(&deep)).unwrap();
     std::os::unix::fs::symlink("t".repeat(300), root.join(&deep).join("long")).unwrap();
     fs::write(root.join("new\nline"), "n").unwrap();
+    sparse(&root.join("sparse"), 8 << 20, &[0, 3 << 20, (8 << 20) - 3]);
+    sparse(&root.join("hole at the end"), 9 << 20, &[1 << 20]);
     let report = bench.import(&Source::Directory { path: root.clone() }).unwrap();
     for compression in [Compression::Gzip, Compression::None] {
         let to = bench.path("out");
@@ -317,8 +320,32 @@ fn a_directory_becomes_a_layer() {
     }
 }
 
-/// Images come together in one layout; one of the same name goes, others stay, and so does everything when
-/// the export fails.
+/// A file of this size with a few bytes at each offset.
+fn sparse(path: &Path, size: u64, offsets: &[u64]) {
+    use std::os::unix::fs::FileExt;
+    let file = fs::File::create(path).unwrap();
+    file.set_len(size).unwrap();
+    offsets.iter().for_each(|&offset| file.write_all_at(b"abc", offset).unwrap());
+}
+
+/// The archive of a directory had all zeros of its sparse files: a file of 64 GiB in a hole took
+/// minutes and 64 GiB.
+#[test]
+fn holes_of_a_directory_are_not_in_its_archive() {
+    let bench = Bench::new();
+    let root = bench.path("tree");
+    fs::create_dir(&root).unwrap();
+    sparse(&root.join("file"), 64 << 30, &[5, 32 << 30]);
+    let report = bench.import(&Source::Directory { path: root }).unwrap();
+    let to = bench.path("out");
+    let exported = bench.export(&report.name, &to, Compression::None).unwrap();
+    assert!(exported.layers[0].uncompressed < 1 << 20, "{}", exported.layers[0].uncompressed);
+    let other = Bench::new();
+    assert_eq!(other.import(&Source::Layout { path: to, tag: None }).unwrap().image, report.image);
+}
+
+/// Images come together in one layout; one of the same name goes, others stay, and so does
+/// everything when the export fails.
 #[test]
 fn a_layout_that_is_there_gets_the_image_in_addition() {
     let bench = Bench::new();
@@ -382,8 +409,9 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
     }
 }
 
-/// A layout came from somewhere, with a link where its blobs lie: the export wrote to where that leads. Now it says so,
-/// and neither the layout nor what the link leads to is different. A blob that is a link is replaced, not written through.
+/// A layout came from somewhere, with a link where its blobs lie: the export wrote to where that
+/// leads. Now it says so, and neither the layout nor what the link leads to is different. A blob
+/// that is a link is replaced, not written through.
 #[test]
 fn links_in_a_layout_lead_an_export_nowhere() {
     let bench = Bench::new();
@@ -430,8 +458,9 @@ fn links_in_a_layout_lead_an_export_nowhere() {
     assert!(!blob.is_symlink() && fs::read(&blob).unwrap() == content);
 }
 
-/// Exports were killed and left what they had, hidden beside where it was to go. The next export to that place removes
-/// it; not what another process is still making, be it one whose number means nothing here.
+/// Exports were killed and left what they had, hidden beside where it was to go. The next export to
+/// that place removes it; not what another process is still making, be it one whose number means
+/// nothing here.
 #[test]
 fn what_a_killed_export_left_goes_with_the_next() {
     let bench = Bench::new();
@@ -479,7 +508,8 @@ fn what_a_killed_export_left_goes_with_the_next() {
     assert_eq!(names(&out.join("layout")), ["blobs", "index.json", "oci-layout"]);
 }
 
-/// Archives of both kinds are read by our own import, and the docker one has the same config as the layout.
+/// Archives of both kinds are read by our own import, and the docker one has the same config as the
+/// layout.
 #[test]
 fn archives_are_read_again() {
     let bench = Bench::new();
@@ -511,8 +541,8 @@ fn archives_are_read_again() {
     }
 }
 
-/// An outside judge: skopeo reads what is exported, checks every blob's digest on the way, and unpacks the
-/// layers to what their diff-ids say.
+/// An outside judge: skopeo reads what is exported, checks every blob's digest on the way, and
+/// unpacks the layers to what their diff-ids say.
 #[test]
 fn skopeo_takes_what_is_exported() {
     let test = "skopeo_takes_what_is_exported";

@@ -1,5 +1,5 @@
-//! Layers over layers, one rule at a time: whiteouts, opaque directories, links into lower layers, replacements.
-//! `model.rs` has them all at once.
+//! Layers over layers, one rule at a time: whiteouts, opaque directories, links into lower layers,
+//! replacements. `model.rs` has them all at once.
 
 use crate::support::*;
 
@@ -84,8 +84,8 @@ fn links_survive_an_opaque_root() {
     assert!(view.is_file("/kept", b"root"));
 }
 
-/// Debian's merged /usr: a layer that brings lib/x over a lower lib -> usr/lib adds to usr/lib, as it
-/// does when containerd unpacks into a mount of the lower layers. A directory entry of its own
+/// Debian's merged /usr: a layer that brings lib/x over a lower lib -> usr/lib adds to usr/lib, as
+/// it does when containerd unpacks into a mount of the lower layers. A directory entry of its own
 /// replaces the link.
 #[test]
 fn implicit_directories_follow_lower_symlinks() {
@@ -97,8 +97,8 @@ fn implicit_directories_follow_lower_symlinks() {
     assert!(view.is_file("/lib/extra", b"x") && view.is_file("/usr/lib/libc", b"libc"));
 }
 
-/// A directory that no entry describes keeps the lower one's metadata; one that an entry describes gets
-/// the entry's.
+/// A directory that no entry describes keeps the lower one's metadata; one that an entry describes
+/// gets the entry's.
 #[test]
 fn directory_metadata_comes_from_entries_only() {
     let lower = Tar::new().head(&Head { mode: 0o1777, uid: 5, ..Head::new(b'5', b"tmp") });
@@ -154,8 +154,9 @@ fn known_layers_are_not_unpacked_again() {
     assert_eq!(report.objects_new, 1, "{report:?}");
 }
 
-/// Layers are merged from their dumps, which describe an inode at the name nearest to the root, and that
-/// name can come after others; meanwhile what was there can be replaced through a lower symbolic link.
+/// Layers are merged from their dumps, which describe an inode at the name nearest to the root, and
+/// that name can come after others; meanwhile what was there can be replaced through a lower
+/// symbolic link.
 #[test]
 fn names_come_before_what_they_lead_to() {
     let view = image(vec![
@@ -186,8 +187,8 @@ fn long_attributes_in_upper_layers() {
     assert!(xattrs.contains("user.long") && xattrs.len() > value.len());
 }
 
-/// The same image, whichever layers were known: which name of a file its inode is stored under is for the
-/// whole image to decide.
+/// The same image, whichever layers were known: which name of a file its inode is stored under is
+/// for the whole image to decide.
 #[test]
 fn known_layers_give_the_same_image() {
     let lower = Blob::gzip(&Tar::new().file("d/f", b"f").link("d/g", "d/f").end());

@@ -1,7 +1,8 @@
-//! Imports from the outside: what goes in as archives comes out of the metadata image and the objects.
+//! Imports from the outside: what goes in as archives comes out of the metadata image and the
+//! objects.
 //!
-//! Archives are made here, byte by byte, so that every oddity can be made; GNU tar, bsdtar, Python and
-//! skopeo make more where they are there, and are skipped with a line where not.
+//! Archives are made here, byte by byte, so that every oddity can be made; GNU tar, bsdtar, Python
+//! and skopeo make more where they are there, and are skipped with a line where not.
 
 #![allow(
     unreachable_pub,

@@ -1,7 +1,8 @@
-//! Layers over layers against a model of a filesystem that is a map: whiteouts, opaque directories, replacements of
-//! everything by everything, hard links across layers, in any order.
+//! Layers over layers against a model of a filesystem that is a map: whiteouts, opaque directories,
+//! replacements of everything by everything, hard links across layers, in any order.
 //!
-//! What fails is shrunk to the fewest entries that still do. `COFOLIO_SOAK=n` multiplies the number of images.
+//! What fails is shrunk to the fewest entries that still do. `COFOLIO_SOAK=n` multiplies the number
+//! of images.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -87,7 +88,8 @@ fn layer() -> impl Strategy<Value = Layer> {
 }
 
 impl Layer {
-    /// The archive. What makes no sense over what `model` has is left out; the rest is done to the model.
+    /// The archive. What makes no sense over what `model` has is left out; the rest is done to the
+    /// model.
     fn archive(&self, model: &mut Model, clock: &mut i64) -> Tar {
         // What the layer hides goes first in the model, and anywhere in the archive.
         let mut hidden = Vec::new();
@@ -107,7 +109,8 @@ impl Layer {
                 hidden.push((name.trim_start_matches('/').to_owned(), parent));
             }
         }
-        // A whiteout whose directory another one took away would make it again, in model and import.
+        // A whiteout whose directory another one took away would make it again, in model and
+        // import.
         for (_, dir) in hidden.iter().filter(|(_, dir)| !dir.is_empty()) {
             model.parents(&format!("{dir}/x"));
         }
@@ -116,8 +119,8 @@ impl Layer {
             *clock += 1;
             let mut next = model.clone();
             let Some(entry) = bring(path, brings, &mut next, *clock) else { continue };
-            // Nothing may take the place of a directory that a whiteout of this layer stands in: the
-            // archive's order would decide, and whiteouts have none.
+            // Nothing may take the place of a directory that a whiteout of this layer stands in:
+            // the archive's order would decide, and whiteouts have none.
             if hidden.iter().any(|(_, dir)| !next.is_dir(dir)) {
                 continue;
             }

@@ -38,7 +38,8 @@ impl Podman {
         podman
     }
 
-    /// Copies a layout into the store. Says SKIP if the kernel or filesystem cannot do what the driver needs.
+    /// Copies a layout into the store. Says SKIP if the kernel or filesystem cannot do what the
+    /// driver needs.
     fn copy(&self, test: &str, layout: &Path, name: &str) -> bool {
         let mut skopeo = Command::new("skopeo");
         skopeo
@@ -71,8 +72,8 @@ fn ready(test: &str) -> bool {
     is_root(test) && have(test, "skopeo") && have(test, "podman")
 }
 
-/// Two layers with what is hard to put together again: links, whiteouts, padding, names that are no UTF-8,
-/// a file that the layer above replaces and one that it removes.
+/// Two layers with what is hard to put together again: links, whiteouts, padding, names that are no
+/// UTF-8, a file that the layer above replaces and one that it removes.
 pub fn layers() -> Vec<Blob> {
     let long = "x".repeat(150);
     let mut below = Tar::new()
@@ -175,8 +176,8 @@ fn loaded_by_podman_itself() {
     assert_eq!(report.image, expected.import(&layout.source()).unwrap().image);
 }
 
-/// Files in podman's store are files like others: whoever is root can change them. Then the layer is not
-/// what its diff-id says, and no image comes of it.
+/// Files in podman's store are files like others: whoever is root can change them. Then the layer
+/// is not what its diff-id says, and no image comes of it.
 #[test]
 fn what_was_changed_in_the_store_is_noticed() {
     let test = "what_was_changed_in_the_store_is_noticed";

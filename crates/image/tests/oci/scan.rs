@@ -124,8 +124,8 @@ pub fn view_of_directory(root: &Path) -> View {
     View(nodes)
 }
 
-/// Compares all but the order in which linked names come. Without `exact`, times count in whole seconds
-/// and attributes not at all, which is what GNU's own format keeps.
+/// Compares all but the order in which linked names come. Without `exact`, times count in whole
+/// seconds and attributes not at all, which is what GNU's own format keeps.
 pub fn compare(expected: &View, found: &View, exact: bool) {
     assert_eq!(found.paths(), expected.paths());
     for (path, expected) in &expected.0 {
@@ -161,8 +161,8 @@ fn a_directory_comes_as_it_is() {
     assert_eq!((again.image, again.objects_new), (report.image, 0));
 }
 
-/// Holes of a directory's files stay holes in the store, in a digest store too; small files and large
-/// ones, holes at the start, in the middle, at the end.
+/// Holes of a directory's files stay holes in the store, in a digest store too; small files and
+/// large ones, holes at the start, in the middle, at the end.
 #[test]
 fn holes_of_a_directory_stay_holes() {
     use std::os::unix::fs::FileExt;
@@ -235,8 +235,8 @@ fn options_leave_out_what_they_say() {
     assert!(hosts(like).contains(&"trusted.secret".to_owned()));
 }
 
-/// The image of a directory (without hard links, which mkcomposefs loses) is mkcomposefs' own, and so is
-/// the digest store.
+/// The image of a directory (without hard links, which mkcomposefs loses) is mkcomposefs' own, and
+/// so is the digest store.
 #[test]
 fn byte_identical_with_mkcomposefs() {
     let test = "byte_identical_with_mkcomposefs";

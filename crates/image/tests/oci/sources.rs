@@ -174,8 +174,8 @@ fn tags_and_platforms() {
     }
 }
 
-/// skopeo and containerd write what an image is called into the index: so it is called here, unless a tag
-/// was asked for. A name that is a tag only goes behind the layout's own name.
+/// skopeo and containerd write what an image is called into the index: so it is called here, unless
+/// a tag was asked for. A name that is a tag only goes behind the layout's own name.
 #[test]
 fn the_index_names_the_image() {
     let bench = Bench::new();
@@ -207,7 +207,8 @@ fn the_index_names_the_image() {
     }
 }
 
-/// `docker save` before version 25: uncompressed layers named by ids, one shared by a symbolic link.
+/// `docker save` before version 25: uncompressed layers named by ids, one shared by a symbolic
+/// link.
 #[test]
 fn docker_save_of_old() {
     let bench = Bench::new();
@@ -376,10 +377,11 @@ fn a_full_store_is_left_as_it_was() {
     let before = list();
     for image in images {
         let result = import(&domain, &image.source(), &ImportOptions::default(), &Task::default());
-        // 12 MB do not fit in 4: what is missing is the rest, give or take what the store itself takes.
+        // 12 MB do not fit in 4: what is missing is the rest, give or take what the store itself
+        // takes.
         match result {
-            Err(ImportError::NoSpace { missing_bytes }) => {
-                assert!((7_500_000..12_500_000).contains(&missing_bytes), "{missing_bytes}");
+            Err(ImportError::Store(cofolio_store::Error::NoSpace { missing })) => {
+                assert!((7_500_000..12_500_000).contains(&missing), "{missing}");
             }
             other => panic!("{other:?}"),
         }

@@ -288,8 +288,8 @@ impl Bench {
         import(&self.domain, source, &ImportOptions::default(), &Task::default())
     }
 
-    /// Imports an image of these layers and looks at it. Whatever the layers are: each of them must come out
-    /// of the store again byte for byte.
+    /// Imports an image of these layers and looks at it. Whatever the layers are: each of them must
+    /// come out of the store again byte for byte.
     pub fn layers(&self, name: &str, layers: &[Blob]) -> Result<View, ImportError> {
         let layout = Layout::image(self.path(name), layers);
         let report = self.import(&layout.source())?;

@@ -136,8 +136,8 @@ fn tokens_are_asked_for_with_password_or_identity() {
     assert_eq!(other.log().len(), 0);
 }
 
-/// A registry's blobs often lie elsewhere, behind a signed URL: nothing of ours goes there, and when the
-/// signature runs out the registry is asked again.
+/// A registry's blobs often lie elsewhere, behind a signed URL: nothing of ours goes there, and
+/// when the signature runs out the registry is asked again.
 #[test]
 fn credentials_do_not_follow_redirects() {
     let bench = Bench::new();

@@ -1,5 +1,5 @@
-//! Cosign's signatures at a pull: made here with openssl, byte for byte as cosign's specification has them.
-//! (That cosign's own are taken was tried once by hand: docs/SIGNATURES.md.)
+//! Cosign's signatures at a pull: made here with openssl, byte for byte as cosign's specification
+//! has them. (That cosign's own are taken was tried once by hand: docs/SIGNATURES.md.)
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -230,8 +230,8 @@ fn a_real_registry_with_signatures_as_cosign_makes_them() {
     usable(&bench, &report, &keys.public("ed")).unwrap();
 }
 
-/// The name leads to an index: cosign signs that, and with `--recursive` the manifests too. Either will do,
-/// since the index names the manifest by its digest.
+/// The name leads to an index: cosign signs that, and with `--recursive` the manifests too. Either
+/// will do, since the index names the manifest by its digest.
 #[test]
 fn an_index_may_be_signed_or_the_manifest_that_it_leads_to() {
     const TEST: &str = "an_index_may_be_signed_or_the_manifest_that_it_leads_to";
@@ -318,8 +318,8 @@ fn what_is_no_signature_is_passed_over() {
     pull().unwrap();
 }
 
-/// A registry that does not say whether there is a signature has not said that there is none: the error is the
-/// registry's, and what is here stays as it was.
+/// A registry that does not say whether there is a signature has not said that there is none: the
+/// error is the registry's, and what is here stays as it was.
 #[test]
 fn a_registry_that_fails_is_no_answer() {
     const TEST: &str = "a_registry_that_fails_is_no_answer";
@@ -338,7 +338,8 @@ fn a_registry_that_fails_is_no_answer() {
     assert!(bench.domain.refs().unwrap().is_empty());
 }
 
-/// A policy that a signature of ours would satisfy as well does not stop the pull; the mount is stopped.
+/// A policy that a signature of ours would satisfy as well does not stop the pull; the mount is
+/// stopped.
 #[test]
 fn where_another_signature_would_do_the_pull_goes_on() {
     const TEST: &str = "where_another_signature_would_do_the_pull_goes_on";

@@ -1,5 +1,5 @@
-//! Pulling from registries and pushing to them: honest ones, and real ones with networks that fail. Hostile ones are
-//! in `tests/hostile`.
+//! Pulling from registries and pushing to them: honest ones, and real ones with networks that fail.
+//! Hostile ones are in `tests/hostile`.
 
 #![allow(
     clippy::unwrap_used,

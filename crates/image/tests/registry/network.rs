@@ -4,14 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use cofolio_image::error::ImportError;
+use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::registry::RegistryOptions;
+use cofolio_store::task::{Cancel, Task};
 
 use crate::server::{Answer, Cutter, Fake, Hello};
 use crate::support::{Bench, sha256};
-use crate::{app, layer, options, pull};
+use crate::{app, layer, options, pull, source};
 
-/// Every connection ends after 100 KiB, whether in the middle of a blob or not; a pull of 1.5 MiB comes
-/// through, and no byte that was hashed is fetched twice.
+/// Every connection ends after 100 KiB, whether in the middle of a blob or not; a pull of 1.5 MiB
+/// comes through, and no byte that was hashed is fetched twice.
 #[test]
 fn a_download_goes_on_where_the_connection_was_cut() {
     let fake = Fake::honest();
@@ -34,8 +37,8 @@ fn a_download_goes_on_where_the_connection_was_cut() {
     assert!(ranges.is_sorted() && ranges[0] > 90_000, "{ranges:?}");
 }
 
-/// The same with a server that knows no ranges: what is known is skipped. Each connection gets further than
-/// the one before.
+/// The same with a server that knows no ranges: what is known is skipped. Each connection gets
+/// further than the one before.
 #[test]
 fn a_server_without_ranges_is_read_from_the_beginning() {
     let layers = [layer(1, 600_000)];
@@ -78,6 +81,35 @@ fn a_stalled_download_is_taken_up_again() {
     assert!(fake.asked().iter().filter(|asked| **asked == layer).count() >= 3);
 }
 
+/// A cancelled pull waited for a registry that says nothing more until the stall timeout, 30 s by
+/// default. Here the timeout never comes: the registry stalls in the middle of a blob, or before it
+/// answers at all.
+#[test]
+fn a_cancelled_pull_does_not_wait_for_the_network() {
+    for in_the_middle in [true, false] {
+        let cancel = Cancel::default();
+        let cancels = cancel.clone();
+        let fake = Fake::new(move |asked, mut answer| {
+            if asked.is_blob() && answer.body.len() > 100_000 {
+                cancels.cancel();
+                answer.stall = Some(80_000);
+                if !in_the_middle {
+                    std::thread::sleep(Duration::from_secs(24 * 60 * 60));
+                }
+            }
+            answer
+        });
+        fake.tag("1", &fake.image(&[layer(1, 400_000)]));
+        let stall_timeout = Duration::from_secs(24 * 60 * 60);
+        let registry = RegistryOptions { stall_timeout, ..options() };
+        let options = ImportOptions { registry, ..ImportOptions::default() };
+        let bench = Bench::new();
+        let task = Task::new(cancel, |_| ());
+        let error = import(&bench.domain, &source(&app(fake.address)), &options, &task);
+        assert!(matches!(error, Err(ImportError::Cancelled(_))), "{error:?}");
+    }
+}
+
 #[test]
 fn overload_is_waited_for_but_not_for_ever() {
     for (status, header) in
@@ -114,7 +146,8 @@ fn a_registry_that_is_not_there_is_named() {
     assert_eq!(bench.listing(), before);
 }
 
-/// The first layer was complete when the second could not be had: the next pull does not fetch it again.
+/// The first layer was complete when the second could not be had: the next pull does not fetch it
+/// again.
 #[test]
 fn complete_layers_outlive_a_pull_that_fails() {
     let layers = [layer(1, 3_000_000), layer(2, 2_000_000)];
@@ -147,8 +180,8 @@ fn complete_layers_outlive_a_pull_that_fails() {
     assert_eq!(whole.objects_new, 3);
 }
 
-/// A limited pull, which would take hours, is still at its first layer after three unlimited pulls of
-/// the same image. A unit test of `Limiter` shows that all connections share one limit.
+/// A limited pull, which would take hours, is still at its first layer after three unlimited pulls
+/// of the same image. A unit test of `Limiter` shows that all connections share one limit.
 #[test]
 fn the_rate_is_limited() {
     let layers = [layer(1, 1_000_000), layer(2, 1000)];
@@ -187,8 +220,8 @@ fn the_rate_is_limited() {
     assert_eq!(bench.domain.layers().unwrap(), Vec::<String>::new());
 }
 
-/// A registry that sent a few bytes a second was read for as long as it liked: 35 bytes a second counted as
-/// getting on.
+/// A registry that sent a few bytes a second was read for as long as it liked: 35 bytes a second
+/// counted as getting on.
 #[test]
 fn a_registry_that_is_too_slow_is_given_up() {
     for ranges in [true, false] {
@@ -215,8 +248,8 @@ fn a_registry_that_is_too_slow_is_given_up() {
     }
 }
 
-/// A registry without TLS that waits for a line of text, or hangs up, never says that it has no TLS. It was
-/// asked by TLS until the last try.
+/// A registry without TLS that waits for a line of text, or hangs up, never says that it has no
+/// TLS. It was asked by TLS until the last try.
 #[test]
 fn a_plain_registry_that_ignores_tls_is_asked_by_http() {
     for hello in [Hello::Refused, Hello::Ignored, Hello::Closed] {

@@ -56,8 +56,8 @@ fn an_image_goes_back_as_it_came() {
     assert_eq!(bench.domain.roots(RootKind::Lease).unwrap(), []);
 }
 
-/// A registry that has none of it gets blobs that are made anew, and the same image from them: the same
-/// config, diff-ids and metadata image. The second time it gets nothing.
+/// A registry that has none of it gets blobs that are made anew, and the same image from them: the
+/// same config, diff-ids and metadata image. The second time it gets nothing.
 #[test]
 fn what_is_not_there_is_sent_once() {
     // Larger and smaller than what is sent in one piece, and one twice.
@@ -97,7 +97,8 @@ fn what_is_not_there_is_sent_once() {
     }
 }
 
-/// One layer of two is there as it came: it is named, the other one is sent, and the manifest is a new one.
+/// One layer of two is there as it came: it is named, the other one is sent, and the manifest is a
+/// new one.
 #[test]
 fn blobs_that_are_there_stay_what_they_are() {
     let layers = [layer(1, 100_000), layer(2, 50_000)];
@@ -129,8 +130,8 @@ fn a_directory_is_pushed_as_one_layer() {
     assert_eq!(image, report.image);
 }
 
-/// Where a connection was cut, the registry is asked how much it has, and gets the rest. Six megabytes in
-/// pieces of one.
+/// Where a connection was cut, the registry is asked how much it has, and gets the rest. Six
+/// megabytes in pieces of one.
 #[test]
 fn an_upload_goes_on_where_the_connection_was_cut() {
     let bench = with_image(&[layer(1, 6_000_000)]);
@@ -164,8 +165,8 @@ fn an_upload_goes_on_where_the_connection_was_cut() {
     assert!(remarks[0].contains(&host) && remarks[0].contains("try 2 of 3 in "), "{remarks:?}");
 }
 
-/// A registry that keeps nothing of what broke off gets it from the beginning; one that never gets it all
-/// is given up.
+/// A registry that keeps nothing of what broke off gets it from the beginning; one that never gets
+/// it all is given up.
 #[test]
 fn an_upload_begins_again_where_it_must() {
     let bench = with_image(&[layer(1, 6_000_000)]);
@@ -264,9 +265,9 @@ fn a_registry_that_refuses_is_quoted() {
     assert!(error.contains("status 503: later (tried 6 times)"), "{error}");
 }
 
-/// A registry that has moved, or takes uploads elsewhere, says so with 307 or 308, and pushes to it failed. docker and
-/// podman follow with what they can send again: requests without a body, and manifests. Not with a blob that is on its
-/// way, and nobody else hears who we are.
+/// A registry that has moved, or takes uploads elsewhere, says so with 307 or 308, and pushes to it
+/// failed. docker and podman follow with what they can send again: requests without a body, and
+/// manifests. Not with a blob that is on its way, and nobody else hears who we are.
 #[test]
 fn redirects_are_followed_with_what_can_be_sent_again() {
     let elsewhere = Fake::honest();
@@ -394,7 +395,8 @@ fn a_push_ends_when_it_is_told_to() {
     assert!(matches!(error, ExportError::Cancelled(_)), "{error}");
 }
 
-/// A limited push, which would take hours, is not done after three unlimited ones of the same image.
+/// A limited push, which would take hours, is not done after three unlimited ones of the same
+/// image.
 #[test]
 fn the_rate_is_limited() {
     let bench = with_image(&[layer(1, 1_000_000)]);
@@ -425,7 +427,8 @@ fn the_rate_is_limited() {
 #[test]
 fn overload_is_waited_for() {
     let bench = with_image(&[layer(1, 500_000), layer(2, 500_000)]);
-    // Each request twice: were it two of any three, one that others overtake could be refused for ever.
+    // Each request twice: were it two of any three, one that others overtake could be refused for
+    // ever.
     let counts = Mutex::new(HashMap::new());
     let fake = Fake::new(move |asked, answer| {
         let mut counts = counts.lock().unwrap();
@@ -441,8 +444,8 @@ fn overload_is_waited_for() {
     push(&bench, "image", &app(fake.address), options()).unwrap();
 }
 
-/// Seeded nonsense in answers: it ends soon, never in a panic; and if it is said to be done, the image can be
-/// pulled from a registry that comes to its senses.
+/// Seeded nonsense in answers: it ends soon, never in a panic; and if it is said to be done, the
+/// image can be pulled from a registry that comes to its senses.
 #[test]
 fn nonsense_ends_soon() {
     let (mut pushed, mut errors) = (0, 0);
@@ -502,8 +505,8 @@ fn nonsense_ends_soon() {
     assert!(pushed > 0 && errors > 0, "{pushed} {errors}");
 }
 
-/// Tokens must allow to push, and to read where blobs are to be mounted from; one that runs out in the
-/// middle is renewed.
+/// Tokens must allow to push, and to read where blobs are to be mounted from; one that runs out in
+/// the middle is renewed.
 #[test]
 fn tokens_for_pushing_are_asked_for() {
     let tokens = Fake::new(|_, _| {
@@ -543,8 +546,8 @@ fn tokens_for_pushing_are_asked_for() {
     assert_eq!(manifest["schemaVersion"], 2);
 }
 
-/// Only the repository that an image was pulled from was remembered, not those that it was pushed to. So
-/// what one repository had been sent was sent to the next one again.
+/// Only the repository that an image was pulled from was remembered, not those that it was pushed
+/// to. So what one repository had been sent was sent to the next one again.
 #[test]
 fn what_was_pushed_is_mounted_in_the_next_repository() {
     // The repository `other` takes everything, and mounts what it is asked to.

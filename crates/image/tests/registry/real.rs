@@ -1,5 +1,5 @@
-//! Debian's docker-registry on loopback: plain, with TLS by a certificate authority of our own, with
-//! passwords, and behind a network that cuts.
+//! Debian's docker-registry on loopback: plain, with TLS by a certificate authority of our own,
+//! with passwords, and behind a network that cuts.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -306,8 +306,8 @@ fn how(report: &PushReport) -> Vec<How> {
     report.layers.iter().map(|layer| layer.how).collect()
 }
 
-/// What was pushed comes back as the same image; what is there is not sent; what another repository has is
-/// mounted; and a manifest whose blobs are all there is the one that came, to the byte.
+/// What was pushed comes back as the same image; what is there is not sent; what another repository
+/// has is mounted; and a manifest whose blobs are all there is the one that came, to the byte.
 #[test]
 fn a_real_registry_takes_what_is_pushed() {
     const TEST: &str = "a_real_registry_takes_what_is_pushed";
@@ -365,8 +365,8 @@ fn a_real_registry_takes_the_image_over_a_network_that_cuts() {
     assert_eq!(image.image, report.image);
 }
 
-/// Outside judges: skopeo checks every digest on the way and unpacks the layers to what their diff-ids say,
-/// and podman, if it may run here, pulls the image.
+/// Outside judges: skopeo checks every digest on the way and unpacks the layers to what their
+/// diff-ids say, and podman, if it may run here, pulls the image.
 #[test]
 fn others_understand_what_was_pushed() {
     const TEST: &str = "others_understand_what_was_pushed";

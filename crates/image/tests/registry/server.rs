@@ -1,5 +1,5 @@
-//! Registries of our own making: one that serves what it was given and misbehaves as told, and a proxy that
-//! cuts connections.
+//! Registries of our own making: one that serves what it was given and misbehaves as told, and a
+//! proxy that cuts connections.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read, Write};

@@ -6,7 +6,7 @@ pub mod repair;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::error::ImportError;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};

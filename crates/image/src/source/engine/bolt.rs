@@ -12,14 +12,12 @@
 //!           pages u64 | transaction u64 | FNV-1a of all that, u64
 //! ```
 //!
-//! Numbers are in the byte order of the machine that wrote it: bolt maps the file. (Source: bbolt, `page.go`,
-//! `db.go`, `bucket.go`.)
+//! Numbers have the byte order of the machine. Source: bbolt, `page.go`, `db.go`, `bucket.go`.
 //!
-//! **Without the lock.** Who has a database open for writing keeps a lock on it, containerd as long as it
-//! runs. A transaction leaves the pages of the one before it alone; pages that it has freed are written
-//! over by later ones, which do not know of this reader. So the file is copied, and the copy is good if no
-//! transaction was committed meanwhile: the next one can only have begun, and it does not touch what the
-//! last one had. That is seen from the two meta pages, before and after.
+//! **Without the lock.** A writer locks its database, containerd as long as it runs. A transaction
+//! leaves the pages of the one before it alone, but later ones reuse what it freed. So the file is
+//! copied, and the copy is valid if no transaction was committed meanwhile, which the two meta
+//! pages show.
 
 use std::fs::File;
 use std::io;
@@ -90,7 +88,7 @@ impl Database {
             let bytes = super::read_aside(&file, FILE_MAX).map_err(failed)?;
             found = Self::new(bytes);
             let Ok(copied) = &found else { continue };
-            // A meta page that is being written now has a wrong checksum, and the other one is older.
+            // A meta page that is being written has a wrong checksum; the other one is older.
             if newest(&head(&file, copied.meta.page_size).map_err(failed)?) == Ok(copied.meta) {
                 return found.map_err(wrong);
             }
@@ -160,8 +158,8 @@ fn head(file: &File, page_size: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The valid meta page of the latest transaction. The second one's place depends on the page size, which
-/// the first one tells, if it is whole.
+/// The valid meta page of the latest transaction. The second one's place depends on the page size,
+/// which the first one tells, if it is whole.
 fn newest(bytes: &[u8]) -> Result<Meta> {
     let first = meta_at(bytes, 0);
     let second = PAGE_SIZES.filter_map(|shift| {
@@ -276,8 +274,8 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The elements of a page. What they point to is one behind the other, as bolt writes it: buckets in
-/// buckets cannot be larger together than the page that they are in.
+/// The elements of a page. What they point to is one behind the other, as bolt writes it: buckets
+/// in buckets cannot be larger together than the page that they are in.
 struct Elements<'a> {
     page: &'a [u8],
     count: usize,
@@ -335,273 +333,5 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// A database that has one of each: two meta pages, a branch, a leaf of two pages, buckets in a page of their
-/// own and in another's.
 #[cfg(any(test, fuzzing))]
-mod sample {
-    use super::{HEAD, HOLDS_BUCKET, IS_BRANCH, IS_LEAF, IS_META, MAGIC, META, VERSION, fnv1a};
-
-    pub(super) const PAGE: usize = 512;
-
-    fn join(parts: &[&[u8]]) -> Vec<u8> {
-        parts.concat()
-    }
-
-    /// A page of elements: their first numbers, and how many of these the place of the data is behind.
-    fn page(id: u64, flags: u16, elements: &[(Vec<u8>, usize, Vec<u8>)]) -> Vec<u8> {
-        let mut at = HEAD + elements.len() * HEAD;
-        let (mut heads, mut data) = (Vec::new(), Vec::new());
-        for (index, (element, pos, content)) in elements.iter().enumerate() {
-            let mut element = element.clone();
-            let from = u32::try_from(at - HEAD - index * HEAD).unwrap_or_default();
-            element[*pos..*pos + 4].copy_from_slice(&from.to_ne_bytes());
-            heads.extend(element);
-            data.extend_from_slice(content);
-            at += content.len();
-        }
-        let count = u16::try_from(elements.len()).unwrap_or_default();
-        let overflow = u32::try_from(at.div_ceil(PAGE) - 1).unwrap_or_default();
-        let head = join(&[
-            &id.to_ne_bytes(),
-            &flags.to_ne_bytes(),
-            &count.to_ne_bytes(),
-            &overflow.to_ne_bytes(),
-        ]);
-        join(&[&head, &heads, &data])
-    }
-
-    pub(super) fn leaf(id: u64, entries: &[(&str, bool, &[u8])]) -> Vec<u8> {
-        let element = |&(key, bucket, value): &(&str, bool, &[u8])| {
-            let size = |bytes: &[u8]| u32::try_from(bytes.len()).unwrap_or_default().to_ne_bytes();
-            let flags = if bucket { HOLDS_BUCKET } else { 0 };
-            let head = join(&[&flags.to_ne_bytes(), &[0; 4], &size(key.as_bytes()), &size(value)]);
-            (head, 4, join(&[key.as_bytes(), value]))
-        };
-        page(id, IS_LEAF, &entries.iter().map(element).collect::<Vec<_>>())
-    }
-
-    pub(super) fn branch(id: u64, children: &[(&str, u64)]) -> Vec<u8> {
-        let element = |&(key, child): &(&str, u64)| {
-            let size = u32::try_from(key.len()).unwrap_or_default();
-            let head = join(&[&[0; 4], &size.to_ne_bytes(), &child.to_ne_bytes()]);
-            (head, 0, key.as_bytes().to_vec())
-        };
-        page(id, IS_BRANCH, &children.iter().map(element).collect::<Vec<_>>())
-    }
-
-    pub(super) fn bucket(root: u64, inline: &[u8]) -> Vec<u8> {
-        join(&[&root.to_ne_bytes(), &[0; 8], inline])
-    }
-
-    pub(super) fn meta(id: u64, transaction: u64, root: u64, pages: u64) -> Vec<u8> {
-        let head = join(&[&id.to_ne_bytes(), &IS_META.to_ne_bytes(), &[0; 6]]);
-        let size = u32::try_from(PAGE).unwrap_or_default();
-        let fields: Vec<u8> =
-            [MAGIC, VERSION, size, 0].iter().flat_map(|n| n.to_ne_bytes()).collect();
-        let more = [root, 0, u64::MAX, pages, transaction];
-        let fields = join(&[&fields, &more.map(u64::to_ne_bytes).concat()]);
-        debug_assert_eq!(fields.len(), META - 8);
-        join(&[&head, &fields, &fnv1a(&fields).to_ne_bytes()])
-    }
-
-    /// Pages one behind the other, each filled up; metas for them in front, of transactions 6 and 7.
-    pub(super) fn file(root: u64, pages: &[Vec<u8>]) -> Vec<u8> {
-        let mut bytes = vec![0; 2 * PAGE];
-        for page in pages {
-            bytes.extend_from_slice(page);
-            bytes.resize(bytes.len().next_multiple_of(PAGE), 0);
-        }
-        let count = (bytes.len() / PAGE) as u64;
-        for (at, meta) in [(0, meta(0, 6, root, count)), (PAGE, meta(1, 7, root, count))] {
-            bytes[at..at + meta.len()].copy_from_slice(&meta);
-        }
-        bytes
-    }
-
-    pub(super) fn database() -> Vec<u8> {
-        let inline = leaf(0, &[("digest", false, b"sha256:1"), ("empty", false, b"")]);
-        file(
-            2,
-            &[
-                leaf(2, &[("other", false, b"x"), ("v1", true, &bucket(3, &[]))]),
-                branch(3, &[("a", 4), ("k", 6)]),
-                leaf(4, &[("a", false, &[b'a'; 700]), ("b", false, b"bb")]),
-                leaf(6, &[("k", true, &bucket(0, &inline)), ("l", true, &bucket(7, &[]))]),
-                leaf(7, &[]),
-            ],
-        )
-    }
-
-    /// Records as containerd has them: two images, and a container's snapshot on two layers.
-    #[cfg(fuzzing)]
-    pub(super) fn containerd() -> Vec<u8> {
-        let all = |entries: &[(&str, bool, &[u8])]| bucket(0, &leaf(0, entries));
-        let target = |digest: &[u8]| {
-            let fields: [(&str, bool, &[u8]); 3] = [
-                ("digest", false, digest),
-                ("mediatype", false, b"m"),
-                ("size", false, &[0xac, 2]),
-            ];
-            all(&[("target", true, &all(&fields))])
-        };
-        let snapshot = |id: u8, kind: u8, parent: &str| {
-            all(&[
-                ("id", false, &[id]),
-                ("kind", false, &[kind]),
-                ("parent", false, parent.as_bytes()),
-            ])
-        };
-        let images = all(&[
-            ("docker.io/library/a:1", true, &target(b"sha256:aaa1")),
-            ("docker.io/library/b@sha256:aaa1", true, &target(b"sha256:aaa1")),
-            ("registry/c:2", true, &target(b"sha256:bbb2")),
-        ]);
-        let used = all(&[("k", true, &all(&[("name", false, b"n")]))]);
-        let namespace = all(&[
-            ("images", true, &images),
-            ("snapshots", true, &all(&[("other", true, &used), ("overlayfs", true, &used)])),
-        ]);
-        let snapshots = all(&[
-            ("default/1/x", true, &snapshot(1, 3, "")),
-            ("default/2/y", true, &snapshot(2, 3, "default/1/x")),
-            ("default/3/c", true, &snapshot(3, 2, "default/2/y")),
-            ("default/4/extract-d", true, &snapshot(4, 2, "default/1/x")),
-            ("default/5/e", true, &snapshot(5, 1, "default/2/y")),
-        ]);
-        let version = leaf(3, &[("default", true, &namespace), ("snapshots", true, &snapshots)]);
-        file(2, &[leaf(2, &[("v1", true, &bucket(3, &[]))]), version])
-    }
-}
-
-/// What `fuzz/fuzz_targets/bolt.rs` calls: any bytes behind good metas, any bytes, or a sample with some bytes
-/// changed. What is in the database goes to `read`.
-#[cfg(fuzzing)]
-pub(super) fn fuzz(data: &[u8], read: impl Fn(&Bucket<'_>)) {
-    let mut bytes = match data.split_first() {
-        Some((0, pages)) => sample::file(2, &[pages.to_vec()]),
-        Some((1, raw)) => raw.to_vec(),
-        Some((2, _)) => sample::database(),
-        _ => sample::containerd(),
-    };
-    if let Some((2.., changes)) = data.split_first() {
-        let end = bytes.len() - 2 * sample::PAGE;
-        for change in changes.chunks_exact(3) {
-            let at = usize::from(u16::from_le_bytes([change[0], change[1]])) % end;
-            bytes[2 * sample::PAGE + at] = change[2];
-        }
-    }
-    let length = bytes.len();
-    let Ok(database) = Database::new(bytes) else { return };
-    if let Ok(root) = database.root() {
-        assert!(held(&root) <= length, "it holds more than the file");
-        read(&root);
-    }
-}
-
-/// Bytes of all keys and values.
-#[cfg(any(test, fuzzing))]
-fn held(bucket: &Bucket<'_>) -> usize {
-    let value = |value: &Value<'_>| match value {
-        Value::Bytes(bytes) => bytes.len(),
-        Value::Bucket(bucket) => held(bucket),
-    };
-    bucket.entries().map(|(key, of)| key.len() + value(of)).sum()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::sample::{PAGE, branch, bucket, file, leaf};
-    use super::*;
-
-    fn error(bytes: Vec<u8>) -> String {
-        Database::new(bytes).and_then(|database| database.root().map(|_| ())).unwrap_err()
-    }
-
-    #[test]
-    fn all_that_a_database_can_have() {
-        let database = Database::new(sample::database()).unwrap();
-        assert_eq!(database.meta.transaction, 7);
-        let root = database.root().unwrap();
-        assert_eq!(root.bytes("other"), Some(&b"x"[..]));
-        let v1 = root.bucket("v1").unwrap();
-        assert_eq!(v1.entries().map(|(key, _)| key).collect::<Vec<_>>(), [b"a", b"b", b"k", b"l"]);
-        assert_eq!(v1.bytes("a").unwrap(), [b'a'; 700]);
-        assert_eq!(v1.bucket("k").unwrap().text("digest"), "sha256:1");
-        assert_eq!(v1.bucket("k").unwrap().bytes("empty"), Some(&b""[..]));
-        assert_eq!(v1.buckets().map(|(key, _)| key).collect::<Vec<_>>(), ["k", "l"]);
-        assert_eq!(v1.bucket("l").unwrap().entries().count(), 0);
-        assert!(v1.bucket("a").is_none() && v1.bytes("k").is_none() && v1.bytes("z").is_none());
-    }
-
-    /// A meta page that is only half written is not looked at; the other one says what was before.
-    #[test]
-    fn the_last_whole_meta_page_counts() {
-        for (torn, transaction) in [(0, 7), (PAGE, 6)] {
-            let mut bytes = sample::database();
-            bytes[torn + 50] ^= 1;
-            let database = Database::new(bytes).unwrap();
-            assert_eq!((database.meta.transaction, database.meta.page_size), (transaction, PAGE));
-            assert!(database.root().is_ok());
-        }
-        let mut bytes = sample::database();
-        bytes[50] ^= 1;
-        bytes[PAGE + 50] ^= 1;
-        assert!(error(bytes).contains("neither of its first two pages"));
-    }
-
-    #[test]
-    fn what_cannot_be_is_refused_with_its_page() {
-        let one = |page: Vec<u8>| error(file(2, &[page]));
-        let says = |error: String, what: &str| assert!(error.contains(what), "{error}: {what}");
-        says(error(Vec::new()), "neither of its first two pages");
-        says(one(leaf(3, &[])), "page 2: it says that it is another one");
-        says(one(branch(2, &[("a", 2)])), "page 2: there is more than one way to it");
-        says(one(branch(2, &[("a", 1)])), "page 1: no page of the database");
-        says(one(branch(2, &[("a", 9)])), "page 9: no page of the database");
-        says(one(leaf(2, &[("a", true, &bucket(2, &[]))])), "page 2: there is more than one way");
-        says(one(leaf(2, &[("a", true, b"short")])), "page 2: a bucket of 5 bytes");
-        says(one(leaf(2, &[("a", true, &bucket(0, &[]))])), "page 2: a bucket in it is no leaf");
-        let mut many = leaf(2, &[]);
-        many[10] = 200;
-        says(one(many), "page 2: 200 elements, more than fit");
-        let mut long = leaf(2, &[]);
-        long[12] = 1;
-        says(one(long), "page 2: behind the end of the file");
-        let mut other = leaf(2, &[]);
-        other[8] = 16;
-        says(one(other), "page 2: neither a branch nor a leaf");
-        // Two keys with the same bytes: a bucket that two elements have could be had by millions.
-        let mut twice = leaf(2, &[("a", false, b"x"), ("b", false, b"y")]);
-        let from = u32::from_ne_bytes(twice[HEAD + 4..HEAD + 8].try_into().unwrap()) - 16;
-        twice[2 * HEAD + 4..2 * HEAD + 8].copy_from_slice(&from.to_ne_bytes());
-        says(one(twice), "page 2: element 1 points out of the page, or to data of others");
-        let mut inside = leaf(0, &[]);
-        for _ in 0..=DEPTH_MAX {
-            inside = leaf(0, &[("b", true, &bucket(0, &inside))]);
-        }
-        inside[..8].copy_from_slice(&2u64.to_ne_bytes());
-        says(error(file(2, &[inside])), "page 2: too many buckets in buckets");
-        let chain: Vec<_> = (2..40).map(|id| branch(id, &[("a", id + 1)])).collect();
-        says(error(file(2, &chain)), "too far below its root");
-    }
-
-    /// Whatever is changed in it, it is read or refused, and nothing is taken twice.
-    #[test]
-    fn any_byte_changed_and_any_end_cut_off() {
-        let good = sample::database();
-        for at in 0..good.len() {
-            for value in [0, 1, 2, 16, 0x7f, 0xff] {
-                let mut bytes = good.clone();
-                bytes[at] = value;
-                if let Ok(database) = Database::new(bytes) {
-                    assert!(
-                        database.root().is_ok_and(|root| held(&root) <= good.len()) || at >= PAGE
-                    );
-                }
-            }
-            if let Ok(database) = Database::new(good[..at].to_vec()) {
-                assert!(database.root().is_err());
-            }
-        }
-    }
-}
+pub(super) mod tests;

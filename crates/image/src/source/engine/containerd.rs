@@ -1,4 +1,4 @@
-//! The stores of containerd: content, records, and the layers that its snapshotter `overlayfs` has unpacked.
+//! containerd's stores: content, records, and layers unpacked by its snapshotter `overlayfs`.
 //!
 //! ```text
 //! <root>/io.containerd.content.v1.content/blobs/sha256/<hex>     blobs, as in an OCI layout
@@ -10,8 +10,8 @@
 //! <root>/io.containerd.snapshotter.v1.overlayfs/snapshots/<id>/fs
 //! ```
 //!
-//! Docker keeps images there too, where it is told to or from version 29 on: in the namespace `moby`, in the
-//! containerd of the machine or one of its own.
+//! Docker keeps images there too, where it is told to or from version 29 on: in the namespace
+//! `moby`, in the containerd of the machine or one of its own.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 use super::bolt::{Bucket, Database};
 use super::names::{self, Named};
-use super::{Container, EngineError, Inventory, LiveMounts, home, is_root, read_text};
+use super::{Container, EngineError, Inventory, LiveMounts, is_root, read_toml, user_data};
 
 const RECORDS: &str = "io.containerd.metadata.v1.bolt/meta.db";
 const CONTENT: &str = "io.containerd.content.v1.content";
@@ -34,15 +34,15 @@ const DEPTH_MAX: usize = 1024;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reference {
     /// Where the store is.
-    pub place: Place,
+    pub location: Location,
     /// Name, name with a digest, or beginning of the target's digest.
     pub name: String,
 }
 
-/// Where a store is, and in which part of it to look. What is not said is as the machine's configuration
-/// of containerd says, and every namespace.
+/// Where a store is, and in which part of it to look. What is not said is as the machine's
+/// configuration of containerd says, and every namespace.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Place {
+pub struct Location {
     /// containerd's root.
     pub root: Option<PathBuf>,
     /// One namespace: `default`, `k8s.io`, `moby`, …
@@ -55,12 +55,11 @@ impl Reference {
     /// # Errors
     /// [`EngineError::NotFound`] for what can be no name.
     pub fn parse(text: &str) -> Result<Self, EngineError> {
-        let wrong =
-            |what: &str| EngineError::NotFound { what: format!("containerd:{text}: {what}") };
-        let (place, name) = match text.strip_prefix('[') {
-            None => (Place::default(), text),
-            Some(rest) => {
-                let (inner, name) = rest.split_once(']').ok_or_else(|| wrong("no closing `]`"))?;
+        let wrong = |what: &str| names::wrong("containerd", text, what);
+        let (store, name) = names::split_store("containerd", text)?;
+        let location = match store {
+            None => Location::default(),
+            Some(inner) => {
                 // A namespace has no `+` in its name, a path may.
                 let (root, namespace) = match inner.rsplit_once('+') {
                     Some((root, namespace)) => (root, Some(namespace.to_owned())),
@@ -70,13 +69,10 @@ impl Reference {
                     return Err(wrong("containerd's root is no absolute path"));
                 }
                 let root = Some(PathBuf::from(root)).filter(|root| !root.as_os_str().is_empty());
-                (Place { root, namespace }, name)
+                Location { root, namespace }
             }
         };
-        if name.is_empty() {
-            return Err(wrong("no image is named"));
-        }
-        Ok(Self { place, name: name.to_owned() })
+        Ok(Self { location, name: name.to_owned() })
     }
 }
 
@@ -120,19 +116,19 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Whether there is a store at a place.
+    /// Whether there is a store at a location.
     #[must_use]
-    pub fn is_at(place: &Place) -> bool {
-        root_of(place).is_ok_and(|root| root.join(RECORDS).exists())
+    pub fn is_at(location: &Location) -> bool {
+        root_of(location).is_ok_and(|root| root.join(RECORDS).exists())
     }
 
-    /// Reads the records of the store at a place, without the lock that a running containerd has on them.
+    /// Reads the records of a store, without the lock that a running containerd has on them.
     ///
     /// # Errors
     /// [`EngineError::NotFound`] if there is none or no such namespace, [`EngineError::Io`] and
     /// [`EngineError::Document`].
-    pub fn open(place: &Place) -> Result<Self, EngineError> {
-        let root = root_of(place)?;
+    pub fn open(location: &Location) -> Result<Self, EngineError> {
+        let root = root_of(location)?;
         let path = root.join(RECORDS);
         if !path.exists() {
             let what = format!("{}: no images of containerd's here ({RECORDS})", root.display());
@@ -140,13 +136,13 @@ impl Containerd {
         }
         let database = Database::copy(&path)?;
         let wrong = |what| EngineError::Document { path: path.clone(), what };
-        Self::of(root, place, &database.root().map_err(wrong)?)
+        Self::of(root, location, &database.root().map_err(wrong)?)
     }
 
     /// A store with these records.
     pub(super) fn of(
         root: PathBuf,
-        place: &Place,
+        location: &Location,
         records: &Bucket<'_>,
     ) -> Result<Self, EngineError> {
         let nothing = Bucket::default();
@@ -155,11 +151,11 @@ impl Containerd {
             root,
             images: Vec::new(),
             others: BTreeSet::new(),
-            namespace: place.namespace.clone(),
+            namespace: location.namespace.clone(),
         };
         let mut known = Vec::new();
         for (namespace, records) in version.buckets() {
-            if place.namespace.as_ref().is_none_or(|wanted| *wanted == namespace) {
+            if location.namespace.as_ref().is_none_or(|wanted| *wanted == namespace) {
                 found.images.extend(images(&namespace, records.bucket("images"))?);
                 let snapshotters =
                     records.bucket("snapshots").into_iter().flat_map(Bucket::buckets);
@@ -169,7 +165,7 @@ impl Containerd {
             }
             known.push(namespace);
         }
-        match &place.namespace {
+        match &location.namespace {
             Some(wanted) if !known.contains(wanted) => {
                 let (root, known) = (found.root.display(), known.join(", "));
                 let what = format!("{root} has no namespace {wanted:?}; it has: {known}");
@@ -197,19 +193,19 @@ impl Containerd {
         &self.images
     }
 
-    /// Finds an image by whole name, by the end of one, by name and digest, or by the beginning of its
-    /// digest. A name that stands for the same in several namespaces is one.
+    /// Finds an image by whole name, by the end of one, by name and digest, or by the beginning of
+    /// its digest. A name that stands for the same in several namespaces is one.
     ///
     /// # Errors
     /// [`EngineError::NotFound`] if there is none, or several.
     pub fn find(&self, name: &str) -> Result<&Image, EngineError> {
-        let mut place = self.root.display().to_string();
+        let mut location = self.root.display().to_string();
         if let Some(namespace) = &self.namespace {
-            place += &format!(" (namespace {namespace})");
+            location += &format!(" (namespace {namespace})");
         }
         let found = names::matching(&self.images, name);
         match found[..] {
-            [] => Err(names::none(&self.images, name, &place)),
+            [] => Err(names::none(&self.images, name, &location)),
             [one, ref more @ ..] if more.iter().all(|other| other.digest == one.digest) => Ok(one),
             _ => {
                 let each = |image: &&Image| {
@@ -217,17 +213,13 @@ impl Containerd {
                     format!("[+{}]{name} ({})", image.namespace, image.digest)
                 };
                 let all: Vec<_> = found.iter().map(each).collect();
-                let what = format!("{place}: {name:?} could be each of {}", all.join(", "));
+                let what = format!("{location}: {name:?} could be each of {}", all.join(", "));
                 Err(EngineError::NotFound { what })
             }
         }
     }
 
-    /// What is unpacked here, and which containers are mounted. A container is what has files to change:
-    /// an active snapshot.
-    ///
-    /// # Errors
-    /// [`EngineError::Io`] and [`EngineError::Document`].
+    /// What is unpacked here, and which containers (active snapshots) are mounted.
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
         let path = self.root.join(SNAPSHOTTER).join("metadata.db");
         if !path.exists() {
@@ -353,7 +345,7 @@ fn images(namespace: &str, records: Option<&Bucket<'_>>) -> Result<Vec<Image>, E
     Ok(images)
 }
 
-/// A number as Go's `binary.PutUvarint` writes it; of `PutVarint` it is twice that, for what is not negative.
+/// A number as Go's `binary.PutUvarint` writes it; `PutVarint` doubles it, if not negative.
 fn uvarint(bytes: &[u8]) -> Option<u64> {
     let mut number = 0u64;
     for (index, byte) in bytes.iter().enumerate() {
@@ -374,22 +366,15 @@ pub(super) struct Configuration {
     root: String,
 }
 
-fn root_of(place: &Place) -> Result<PathBuf, EngineError> {
-    if let Some(root) = &place.root {
+fn root_of(location: &Location) -> Result<PathBuf, EngineError> {
+    if let Some(root) = &location.root {
         return Ok(root.clone());
     }
     if !is_root() {
-        let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
-        return Ok(data.unwrap_or_else(|| home().join(".local/share")).join("containerd"));
+        return Ok(user_data().join("containerd"));
     }
-    let path = Path::new("/etc/containerd/config.toml");
-    let configured: Configuration = match read_text(path)? {
-        Some(text) => toml::from_str(&text).map_err(|e| EngineError::Document {
-            path: path.to_owned(),
-            what: e.message().to_owned(),
-        })?,
-        None => Configuration::default(),
-    };
+    let configured: Configuration =
+        read_toml(Path::new("/etc/containerd/config.toml"))?.unwrap_or_default();
     let root = Some(configured.root).filter(|root| !root.is_empty());
     Ok(root.map_or_else(|| "/var/lib/containerd".into(), PathBuf::from))
 }
@@ -401,15 +386,15 @@ mod tests {
     #[test]
     fn references() {
         let parse = |text: &str| Reference::parse(text).unwrap();
-        assert_eq!(parse("redis:7").place, Place::default());
-        let place = |text: &str| {
-            let Place { root, namespace } = parse(text).place;
+        assert_eq!(parse("redis:7").location, Location::default());
+        let location = |text: &str| {
+            let Location { root, namespace } = parse(text).location;
             (root.map(|root| root.display().to_string()), namespace)
         };
         let both = (Some("/srv/a+b".into()), Some("k8s.io".into()));
-        assert_eq!(place("[/srv/a+b+k8s.io]docker.io/library/redis:7"), both);
-        assert_eq!(place("[/srv/a]redis"), (Some("/srv/a".into()), None));
-        assert_eq!(place("[+moby]redis"), (None, Some("moby".into())));
+        assert_eq!(location("[/srv/a+b+k8s.io]docker.io/library/redis:7"), both);
+        assert_eq!(location("[/srv/a]redis"), (Some("/srv/a".into()), None));
+        assert_eq!(location("[+moby]redis"), (None, Some("moby".into())));
         for bad in ["", "[/srv", "[/srv]", "[srv]a", "[]a", "[srv+moby]a"] {
             assert!(Reference::parse(bad).is_err(), "{bad}");
         }

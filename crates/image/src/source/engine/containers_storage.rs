@@ -10,8 +10,8 @@
 //! <root>/overlay/<id>/diff, <root>/vfs/dir/<id>      a layer's files
 //! ```
 //!
-//! The engine replaces its JSON files as a whole, so that they can be read without its locks; what a
-//! removal takes away meanwhile is missing afterwards, which is an error and no wrong result.
+//! The engine replaces its JSON files as a whole, so that they can be read without its locks; what
+//! a removal takes away meanwhile is missing afterwards, which is an error and no wrong result.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -22,26 +22,26 @@ use serde::Deserialize;
 
 use super::names::{self, Named};
 use super::{
-    Container as Found, EngineError, Inventory, LiveMounts, home, is_id, is_root, read_json,
-    read_text,
+    Container as Found, EngineError, Inventory, LiveMounts, is_id, is_root, read_json, read_toml,
+    user_config, user_data,
 };
 
 /// Layers below one another. Engines stop at 127, overlayfs at 500.
 const DEPTH_MAX: usize = 1024;
 
-/// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it, the
-/// outer brackets being part of it.
+/// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it,
+/// the outer brackets being part of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reference {
     /// Where the store is.
-    pub place: Place,
+    pub location: Location,
     /// Name, name with a digest, or beginning of an id.
     pub name: String,
 }
 
 /// Where a store is. What is not said is as the machine's `storage.conf` says.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Place {
+pub struct Location {
     /// `overlay` or `vfs`.
     pub driver: Option<String>,
     /// The graph root.
@@ -54,29 +54,24 @@ impl Reference {
     /// # Errors
     /// [`EngineError::NotFound`] for what can be no name.
     pub fn parse(text: &str) -> Result<Self, EngineError> {
-        let wrong = |what: &str| EngineError::NotFound {
-            what: format!("containers-storage:{text}: {what}"),
-        };
-        let (place, name) = match text.strip_prefix('[') {
-            None => (Place::default(), text),
-            Some(rest) => {
-                let (inner, name) = rest.split_once(']').ok_or_else(|| wrong("no closing `]`"))?;
+        let (store, name) = names::split_store("containers-storage", text)?;
+        let location = match store {
+            None => Location::default(),
+            Some(inner) => {
                 let (driver, rest) = match inner.split_once('@') {
                     Some((driver, rest)) => (Some(driver.to_owned()), rest),
                     None => (None, inner),
                 };
-                // The run root and the driver's options are of no use to who only reads.
+                // The run root and the driver's options matter to writers only.
                 let root = rest.split(['+', ':']).next().unwrap_or_default();
                 if !root.starts_with('/') {
-                    return Err(wrong("the store's root is no absolute path"));
+                    let what = "the store's root is no absolute path";
+                    return Err(names::wrong("containers-storage", text, what));
                 }
-                (Place { driver, root: Some(root.into()) }, name)
+                Location { driver, root: Some(root.into()) }
             }
         };
-        if name.is_empty() {
-            return Err(wrong("no image is named"));
-        }
-        Ok(Self { place, name: name.to_owned() })
+        Ok(Self { location, name: name.to_owned() })
     }
 }
 
@@ -167,28 +162,28 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Whether there is a store at a place that can be read.
+    /// Whether there is a store at a location that can be read.
     #[must_use]
-    pub fn is_at(place: &Place) -> bool {
-        !matches!(Self::open(place), Err(EngineError::NotFound { .. }))
+    pub fn is_at(location: &Location) -> bool {
+        !matches!(Self::open(location), Err(EngineError::NotFound { .. }))
     }
 
-    /// Opens the store at a place; where nothing is said, the one that this user's podman has.
+    /// Opens the store at a location, by default the one of this user's podman.
     ///
     /// # Errors
-    /// [`EngineError::NotFound`] if there is none, [`EngineError::Unsupported`] for another driver than
-    /// overlay and vfs, [`EngineError::Io`] and [`EngineError::Document`].
-    pub fn open(place: &Place) -> Result<Self, EngineError> {
-        let configured = match &place.root {
+    /// [`EngineError::NotFound`] if there is none, [`EngineError::Unsupported`] for another driver
+    /// than overlay and vfs, [`EngineError::Io`] and [`EngineError::Document`].
+    pub fn open(location: &Location) -> Result<Self, EngineError> {
+        let configured = match &location.root {
             Some(_) => StorageSection::default(),
             None => configuration()?,
         };
-        let root = match &place.root {
+        let root = match &location.root {
             Some(root) => root.clone(),
             None if !configured.graphroot.is_empty() => configured.graphroot.into(),
             None => default_root(),
         };
-        let wanted = place.driver.clone().unwrap_or(configured.driver);
+        let wanted = location.driver.clone().unwrap_or(configured.driver);
         let there = |driver: &str| root.join(format!("{driver}-images/images.json"));
         let driver = match wanted.as_str() {
             "overlay" | "overlay2" => "overlay",
@@ -249,9 +244,6 @@ impl Storage {
     }
 
     /// All containers, whether they run or not.
-    ///
-    /// # Errors
-    /// [`EngineError::Io`] and [`EngineError::Document`].
     pub fn containers(&self) -> Result<Vec<Container>, EngineError> {
         let path = self.root.join(format!("{}-containers/containers.json", self.driver));
         Ok(read_json(&path)?.unwrap_or_default())
@@ -331,9 +323,6 @@ impl Storage {
     }
 
     /// What is unpacked here, and which containers are mounted.
-    ///
-    /// # Errors
-    /// [`EngineError::Io`] and [`EngineError::Document`].
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
         Ok(self.inventory_with(self.containers()?, mounts))
     }
@@ -409,11 +398,10 @@ fn default_root() -> PathBuf {
     if is_root() {
         return "/var/lib/containers/storage".into();
     }
-    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
-    data.unwrap_or_else(|| home().join(".local/share")).join("containers/storage")
+    user_data().join("containers/storage")
 }
 
-/// What the first of the files says that podman would read.
+/// The first of the files that podman would read.
 fn configuration() -> Result<StorageSection, EngineError> {
     let mut files = Vec::new();
     if let Some(path) = std::env::var_os("CONTAINERS_STORAGE_CONF") {
@@ -425,15 +413,12 @@ fn configuration() -> Result<StorageSection, EngineError> {
         );
     } else {
         // The machine's file is about root's store.
-        let config = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from);
-        let config = config.unwrap_or_else(|| home().join(".config"));
-        files.push(config.join("containers/storage.conf"));
+        files.push(user_config().join("containers/storage.conf"));
     }
     for path in files {
-        let Some(text) = read_text(&path)? else { continue };
-        let found: Configuration = toml::from_str(&text)
-            .map_err(|e| EngineError::Document { path, what: e.message().to_owned() })?;
-        return Ok(found.storage);
+        if let Some(found) = read_toml::<Configuration>(&path)? {
+            return Ok(found.storage);
+        }
     }
     Ok(StorageSection::default())
 }
@@ -487,13 +472,13 @@ mod tests {
     #[test]
     fn references_as_skopeo_writes_them() {
         let parse = |text: &str| Reference::parse(text).unwrap();
-        assert_eq!(parse("redis:7").place, Place::default());
+        assert_eq!(parse("redis:7").location, Location::default());
         let whole =
             parse("[overlay@/var/store+/run/store:overlay.mount_program=x]localhost/redis:7");
         assert_eq!(whole.name, "localhost/redis:7");
-        assert_eq!(whole.place.driver.as_deref(), Some("overlay"));
-        assert_eq!(whole.place.root.as_deref(), Some(Path::new("/var/store")));
-        assert_eq!(parse("[/var/store]a").place.root.as_deref(), Some(Path::new("/var/store")));
+        assert_eq!(whole.location.driver.as_deref(), Some("overlay"));
+        assert_eq!(whole.location.root.as_deref(), Some(Path::new("/var/store")));
+        assert_eq!(parse("[/var/store]a").location.root.as_deref(), Some(Path::new("/var/store")));
         for bad in ["", "[/var/store", "[/var/store]", "[store]a"] {
             assert!(Reference::parse(bad).is_err(), "{bad}");
         }

@@ -1,5 +1,5 @@
-//! Docker's own store of images, with the driver `overlay2`. Images that it keeps in containerd's stores
-//! are [`containerd`](super::containerd)'s, in the namespace `moby`.
+//! Docker's own store of images, with the driver `overlay2`. Images that it keeps in containerd's
+//! stores are [`containerd`](super::containerd)'s, in the namespace `moby`.
 //!
 //! ```text
 //! <root>/image/overlay2/imagedb/content/sha256/<hex>              image configs
@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::{
-    Container, EngineError, Inventory, LiveMounts, home, is_id, is_root, read_json, read_text,
+    Container, EngineError, Inventory, LiveMounts, is_id, is_root, read_json, read_text,
+    user_config, user_data,
 };
 
 /// Layers below one another. Docker stops at 127.
@@ -38,16 +39,9 @@ pub fn root(given: Option<&Path>) -> Result<PathBuf, EngineError> {
     if let Some(root) = given {
         return Ok(root.to_owned());
     }
-    let own = |name: &str, place: &str| {
-        let dir = std::env::var_os(name).map(PathBuf::from);
-        dir.unwrap_or_else(|| home().join(place))
-    };
     let (settings, default) = match is_root() {
         true => ("/etc/docker/daemon.json".into(), "/var/lib/docker".into()),
-        false => (
-            own("XDG_CONFIG_HOME", ".config").join("docker/daemon.json"),
-            own("XDG_DATA_HOME", ".local/share").join("docker"),
-        ),
+        false => (user_config().join("docker/daemon.json"), user_data().join("docker")),
     };
     let configured: Configuration = read_json(&settings)?.unwrap_or_default();
     let root = Some(configured.data_root).filter(|root| !root.as_os_str().is_empty());
@@ -61,9 +55,6 @@ pub fn own_containerd(root: &Path) -> PathBuf {
 }
 
 /// What is unpacked in Docker's own store, and which containers are mounted; `None` if it has none.
-///
-/// # Errors
-/// [`EngineError::Io`] and [`EngineError::Document`].
 pub fn inventory(root: &Path, mounts: &LiveMounts) -> Result<Option<Inventory>, EngineError> {
     let mut found = Inventory::new("Docker", root, "overlay2");
     let image = root.join("image");

@@ -18,7 +18,7 @@ pub struct Inventory {
     pub layers: Vec<PathBuf>,
     /// Its containers, running or not.
     pub containers: Vec<Container>,
-    /// What is here and cannot be told, in words.
+    /// What could not be examined, in words.
     pub unseen: Vec<String>,
 }
 
@@ -65,7 +65,7 @@ impl LiveMounts {
     }
 }
 
-/// A store's root can be a symbolic link: the kernel names a target without, an option as it was given.
+/// A store's root can be a symbolic link, which the kernel resolves in targets.
 fn has(paths: &HashSet<PathBuf>, path: &Path) -> bool {
     paths.contains(path) || path.canonicalize().is_ok_and(|path| paths.contains(&path))
 }

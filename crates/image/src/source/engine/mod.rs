@@ -5,6 +5,7 @@ pub mod containerd;
 pub mod containers_storage;
 pub mod docker;
 #[cfg(fuzzing)]
+#[path = "../../../../../fuzz/inside/engines.rs"]
 pub mod fuzz;
 mod inventory;
 mod names;
@@ -33,7 +34,7 @@ fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Reads a file of records, or of settings, and leaves the page cache as it was; `None` if it is not there.
+/// Reads a file of records or settings past the page cache; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<Vec<u8>>, EngineError> {
     let failed = |source| EngineError::Io { path: path.to_owned(), source };
     let file = match open(path) {
@@ -61,8 +62,25 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-fn home() -> PathBuf {
-    std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default()
+/// `$NAME`, or else a directory in the user's home.
+fn user_dir(name: &str, in_home: &str) -> PathBuf {
+    let home = || std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default();
+    std::env::var_os(name).map_or_else(|| home().join(in_home), PathBuf::from)
+}
+
+fn user_data() -> PathBuf {
+    user_dir("XDG_DATA_HOME", ".local/share")
+}
+
+fn user_config() -> PathBuf {
+    user_dir("XDG_CONFIG_HOME", ".config")
+}
+
+/// Reads settings in TOML; `None` if it is not there.
+fn read_toml<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, EngineError> {
+    let Some(text) = read_text(path)? else { return Ok(None) };
+    let wrong = |what: &str| EngineError::Document { path: path.to_owned(), what: what.to_owned() };
+    toml::from_str(&text).map(Some).map_err(|e| wrong(e.message()))
 }
 
 /// Whether an id can be part of a path.

@@ -1,9 +1,32 @@
-//! Finding an image by what people call it.
+//! Finding an image by its name.
 
 use super::EngineError;
 
 /// Names that an error lists.
 const NAMES_SHOWN: usize = 20;
+
+/// Splits `[STORE]NAME`, what follows `FORM:`, into the two. Without brackets there is no store.
+pub(super) fn split_store<'a>(
+    form: &str,
+    text: &'a str,
+) -> Result<(Option<&'a str>, &'a str), EngineError> {
+    let (store, name) = match text.strip_prefix('[') {
+        None => (None, text),
+        Some(rest) => {
+            let (store, name) =
+                rest.split_once(']').ok_or_else(|| wrong(form, text, "no closing `]`"))?;
+            (Some(store), name)
+        }
+    };
+    if name.is_empty() {
+        return Err(wrong(form, text, "no image is named"));
+    }
+    Ok((store, name))
+}
+
+pub(super) fn wrong(form: &str, text: &str, what: &str) -> EngineError {
+    EngineError::NotFound { what: format!("{form}:{text}: {what}") }
+}
 
 /// An image that can be asked for by name.
 pub(super) trait Named {
@@ -55,7 +78,7 @@ pub(super) fn matching<'a, I: Named>(images: &'a [I], name: &str) -> Vec<&'a I> 
     ways.into_iter().map(|way| way()).find(|found| !found.is_empty()).unwrap_or_default()
 }
 
-/// That there is no such image at `place`, and which there are.
+/// The error for a missing image, with the names that exist.
 pub(super) fn none<I: Named>(images: &[I], name: &str, place: &str) -> EngineError {
     let mut names: Vec<&str> = images.iter().flat_map(I::names).map(String::as_str).collect();
     names.sort_unstable();

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::mount::state::list;
 use crate::mount::{Mounter, RunDir, kernel, mountinfo};
-use cofolio_image::compose::contents::ImageContents;
+use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::pack::{PackOptions, pack};
 
 /// Prints why and returns, where the test cannot run; else moves this thread into a mount namespace

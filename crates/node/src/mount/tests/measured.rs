@@ -6,7 +6,7 @@ use cofolio_store::{Base, ImportOptions, Publish};
 
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
-use cofolio_image::compose::contents::open_image;
+use cofolio_image::compose::named_objects::open_image;
 
 /// An image's tree.
 fn tree(fixture: &Fixture, image: &Digest) -> Tree {

@@ -1,7 +1,8 @@
-//! What the targets of `fuzz/` call: built with `--cfg fuzzing` only, and no part of the library otherwise.
+//! The module `trust::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is
+//! private there.
 //!
-//! Each function takes any bytes and panics if something does not hold that must; `fuzz/fuzz_targets/` says
-//! what.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/`
+//! does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
@@ -24,7 +25,8 @@ const CONFIG: &str = r#"{"os":"linux"}"#;
 const MANIFEST: &str = "sha256:1111111111111111111111111111111111111111111111111111111111111111";
 const CLAIM: &str = r#"{"critical":{"identity":{"docker-reference":"registry.example/app"},"image":{"docker-manifest-digest":"sha256:1111111111111111111111111111111111111111111111111111111111111111"},"type":"cosign container image signature"},"optional":null}"#;
 
-/// A key, its file, and the only two things that it has signed: an image with [`CONFIG`], and [`CLAIM`].
+/// A key, its file, and the only two things that it has signed: an image with [`CONFIG`], and
+/// [`CLAIM`].
 struct Signed {
     pair: Ed25519KeyPair,
     keys: Vec<PublicKey>,

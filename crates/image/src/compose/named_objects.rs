@@ -1,4 +1,4 @@
-//! Which objects images, layers and splits name: what garbage collection, fsck, `du` and `verify` ask the formats.
+//! Which objects images, layers and splits name.
 
 use std::io::BufReader;
 
@@ -39,8 +39,8 @@ impl Contents for ImageContents {
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
         let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
-        // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted must
-        // be readable here, or garbage collection could not tell what the layer needs.
+        // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted
+        // must be readable here, or garbage collection could not tell what the layer needs.
         let mut records = Records::new(BufReader::with_capacity(256 << 10, decoder));
         while let Some(record) = records.next()? {
             let What::Inode { content: Content::External { size, payload, .. }, .. } = record.what
@@ -97,8 +97,7 @@ fn segment_of(tag: &[u8]) -> Result<Digest, BoxError> {
     named.ok_or_else(|| format!("device `{}` is no segment", tag.escape_ascii()).into())
 }
 
-/// A file whose content is neither in the image nor an object: nothing of ours makes such images, and
-/// whoever collects garbage must not guess.
+/// A file whose content is neither in the image nor an object. gc must not guess.
 #[derive(Debug, thiserror::Error)]
 #[error("file `{}` names no object", String::from_utf8_lossy(.0))]
 struct NoObject(Vec<u8>);
@@ -112,7 +111,7 @@ pub fn open_image(file: &StoredFile) -> Result<Image<StoredImage<'_>>, ReadError
     Image::open(image.map_err(|source| ReadError::Source { offset: 0, source })?)
 }
 
-/// The object that holds the content of an inode; `None` if it has none, or the image itself holds it.
+/// The object with the content of an inode; `None` if it has none, or has it inline.
 ///
 /// # Errors
 /// [`ReadError`], or that a file's content is nowhere.
@@ -128,8 +127,8 @@ pub fn object_of<S: ReadAt>(image: &Image<S>, inode: &Inode) -> Result<Option<Di
     }
 }
 
-/// Whether an inode is one of the whiteouts that composefs adds to the root of an image so that overlayfs
-/// hides the shards of the objects directory. They are no part of what was imported.
+/// Whether an inode is one of the whiteouts that composefs adds to the root of an image so that
+/// overlayfs hides the shards of the objects directory. They are no part of what was imported.
 pub fn is_added<S: ReadAt>(image: &Image<S>, inode: &Inode) -> bool {
     let whiteout = inode.mode & 0o170_000 == 0o020_000 && inode.rdev == 0;
     whiteout && image.superblock().composefs.is_some()

@@ -1,7 +1,8 @@
-//! What the targets of `fuzz/` call: built with `--cfg fuzzing` only, and no part of the library otherwise.
+//! The module `registry::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is
+//! private there.
 //!
-//! Each function takes any bytes and panics if something does not hold that must; `fuzz/fuzz_targets/` says
-//! what.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/`
+//! does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 

@@ -1,7 +1,8 @@
-//! What the targets of `fuzz/` call: built with `--cfg fuzzing` only, and no part of the library otherwise.
+//! The module `import::fuzz` of crate image, which only `--cfg fuzzing` builds: it sees what is
+//! private there.
 //!
-//! Each function takes any bytes and panics if something does not hold that must; `fuzz/fuzz_targets/` says
-//! what.
+//! Each function takes any bytes and panics where an invariant of its target in `fuzz_targets/`
+//! does not hold.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
@@ -41,7 +42,7 @@ pub fn layers(mut data: &[u8]) {
         cofolio_erofs::dump::write(&layer, &mut dump).unwrap();
         let text = zstd::bulk::compress(&dump, 1).unwrap();
         let result = match &mut merged {
-            None => merge::base(layer).map(|tree| merged = Some(tree)),
+            None => merge::lowest(layer).map(|tree| merged = Some(tree)),
             Some(lower) => match DumpedLayer::read(LayerDump::Memory(text)) {
                 Ok(layer) => merge::apply(lower, &layer, &mut hidden),
                 // An entry can need more text than a line may have.
@@ -157,8 +158,8 @@ enum Said {
     Object(Digest, u64, Option<Vec<(u64, u64)>>),
 }
 
-/// A split, as it lies in a store, or if it does not begin like one: size of the archive, length of the script
-/// (two bytes each), script, table.
+/// A split, as it lies in a store, or if it does not begin like one: size of the archive, length of
+/// the script (two bytes each), script, table.
 pub fn split(data: &[u8]) {
     let source = match data {
         [b'c', ..] => data.to_vec(),
@@ -213,7 +214,8 @@ fn read_split(source: &Vec<u8>) -> Result<Vec<Said>, SplitError> {
     }
 }
 
-/// `None` where the parts of an object would be outside of any file: that is found out when it is read.
+/// `None` where the parts of an object would be outside of any file: that is found out when it is
+/// read.
 fn write_split(said: &[Said]) -> Option<Vec<u8>> {
     let mut writer = SplitWriter::new(Vec::new()).unwrap();
     let mut total = 0u64;
@@ -269,7 +271,6 @@ pub fn tar_split(data: &[u8]) {
 }
 
 /// A blob's bytes.
-#[derive(Debug)]
 struct InMemory(Arc<[u8]>);
 
 impl Bytes for InMemory {
