@@ -261,7 +261,7 @@ const DAMAGED: &str =
 
 fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
     use cofolio_store::Error;
-    use cofolio_store::ErrorKind;
+    use cofolio_store::{ErrorKind, FileKind};
     let hint = match error {
         Error::NotAStore { .. } => Some(
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is",
@@ -270,8 +270,8 @@ fn of_store(error: &cofolio_store::Error) -> (Option<Exit>, Option<String>) {
             Some("`cofolio gc` frees what nothing uses any more")
         }
         Error::NoSuchRef(_) => Some("`cofolio images` lists what there is"),
-        Error::NoSuchPack(_) => Some("`cofolio pack IMAGE` makes one"),
-        Error::NoSuchSegment(_) => Some(
+        Error::NoPack(_) => Some("`cofolio pack IMAGE` makes one"),
+        Error::NoSuch(name) if name.kind() == FileKind::Segment => Some(
             "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again",
         ),
         Error::NoSuchDomain(_) => Some("`cofolio doctor` lists the trust domains"),

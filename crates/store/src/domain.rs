@@ -22,13 +22,17 @@ const LOCK_POLL: std::time::Duration = std::time::Duration::from_millis(2);
 const RECORD_SIZE_MAX: u64 = 16 << 20;
 /// Suffix of refs and roots.
 pub(crate) const RECORD_SUFFIX: &str = ".json";
+/// Directory of the refs.
+const REFS: &str = "refs";
 /// Directory of the roots.
 pub(crate) const ROOTS: &str = "roots";
+/// Directories of the records that keep images and layers.
+pub(crate) const RECORDS: [&str; 3] =
+    [REFS, RootKind::Lease.directory(), RootKind::Mount.directory()];
 
 /// The directories that every domain has, parents first.
-pub(crate) fn directories() -> impl Iterator<Item = String> {
-    let plain = ["objects", "images", "refs", "layers", ROOTS, "segments"].map(String::from);
-    plain.into_iter().chain(RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str())))
+pub(crate) fn directories() -> impl Iterator<Item = &'static str> {
+    ["objects", "images", "layers", ROOTS, "segments"].into_iter().chain(RECORDS)
 }
 
 /// One trust domain of a store.
@@ -37,6 +41,22 @@ pub struct Domain {
     store: Store,
     name: String,
     base: String,
+}
+
+/// The file of a record.
+pub(crate) struct RecordFile {
+    /// Path below the store.
+    pub(crate) path: String,
+    /// The ref's name or the root's id; `None` for a long one, which only the record tells.
+    pub(crate) name: Option<String>,
+}
+
+/// What a record keeps.
+#[derive(Default)]
+pub(crate) struct Kept {
+    pub(crate) images: Vec<Digest>,
+    /// Chain ids.
+    pub(crate) layers: Vec<String>,
 }
 
 /// The refs of a domain. See [`Domain::all_refs`].
@@ -173,7 +193,7 @@ impl Domain {
 
     fn root_file(&self, kind: RootKind, id: &str) -> Result<String> {
         let encoded = name::encode("root id", id)?;
-        Ok(format!("{}/roots/{}/{encoded}{RECORD_SUFFIX}", self.base, kind.as_str()))
+        Ok(format!("{}/{}/{encoded}{RECORD_SUFFIX}", self.base, kind.directory()))
     }
 
     // Objects, images, layers.
@@ -199,9 +219,9 @@ impl Domain {
     /// Opens an object for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchObject`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Io`].
     pub fn open_object(&self, digest: &Digest) -> Result<StoredFile> {
-        self.open_file(self.object_file(digest))?.ok_or(Error::NoSuchObject(*digest))
+        self.open_named(&FileName::content(FileKind::Object, digest))
     }
 
     /// Whether an image is here.
@@ -215,7 +235,7 @@ impl Domain {
     /// Opens a metadata image for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Io`].
     pub fn open_image(&self, digest: &Digest) -> Result<StoredFile> {
         self.open_named(&FileName::content(FileKind::Image, digest))
     }
@@ -245,7 +265,7 @@ impl Domain {
     /// Opens a layer's tree (composefs dump text, zstd) for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn open_layer(&self, chain_id: &str) -> Result<StoredFile> {
         self.open_named(&FileName::chain(FileKind::Layer, chain_id)?)
     }
@@ -261,7 +281,7 @@ impl Domain {
     /// Opens a layer's split (its archive without the content of its files) for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchSplit`], [`Error::BadName`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn open_split(&self, chain_id: &str) -> Result<StoredFile> {
         self.open_named(&FileName::chain(FileKind::Split, chain_id)?)
     }
@@ -297,9 +317,9 @@ impl Domain {
     /// Opens a file for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchObject`], [`Error::NoSuchImage`] and so on, by its kind; [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Io`].
     pub fn open_named(&self, name: &FileName) -> Result<StoredFile> {
-        self.open_file(self.named_file(name))?.ok_or_else(|| no_such(name))
+        self.open_file(self.named_file(name))?.ok_or_else(|| Error::NoSuch(name.clone()))
     }
 
     /// Removes files that can be made again. Who has one open keeps it. Durable on return.
@@ -396,14 +416,11 @@ impl Domain {
     /// [`Error::Io`].
     pub fn all_refs(&self) -> Result<Refs> {
         let mut refs = Refs::default();
-        for stem in self.files("refs", RECORD_SUFFIX)? {
-            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base);
-            match self.read_ref(&path) {
-                // One that was removed since it was listed is simply not there.
+        for record in self.records(REFS)? {
+            // One that was removed since it was listed is simply not there.
+            match self.read_ref(&record.path) {
                 Ok(found) => refs.readable.extend(found),
-                Err(error) => {
-                    refs.unreadable.push(UnreadableRef { name: name::decode(&stem), error });
-                }
+                Err(error) => refs.unreadable.push(UnreadableRef { name: record.name, error }),
             }
         }
         refs.readable.sort_by(|a, b| a.0.cmp(&b.0));
@@ -423,7 +440,7 @@ impl Domain {
     /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on return.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn put_ref(&self, ref_name: &str, record: &Ref) -> Result<()> {
         self.store.check_writable()?;
         let path = self.ref_file(ref_name)?;
@@ -468,27 +485,18 @@ impl Domain {
     /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
     pub fn roots(&self, kind: RootKind) -> Result<Vec<Root>> {
         let mut roots = Vec::new();
-        for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
-            let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base, kind.as_str());
-            roots.extend(self.read_root(&path)?);
+        for record in self.records(kind.directory())? {
+            roots.extend(self.read_root(&record.path)?);
         }
         roots.sort_by(|a, b| a.id.cmp(&b.id));
         Ok(roots)
-    }
-
-    /// One root.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`], [`Error::BadName`], [`Error::Io`].
-    pub fn get_root(&self, kind: RootKind, id: &str) -> Result<Option<Root>> {
-        self.read_root(&self.root_file(kind, id)?)
     }
 
     /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts: they
     /// do not outlive a crash anyway, and must be quick.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn put_root(&self, root: &Root) -> Result<()> {
         self.check_root_writable(root.kind)?;
         let path = self.root_file(root.kind, &root.id)?;
@@ -496,7 +504,7 @@ impl Domain {
         let _lock = self.lock_shared()?;
         self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
         self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
-        let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
+        let directory = format!("{}/{}", self.base, root.kind.directory());
         let durable = root.kind != RootKind::Mount;
         if durable {
             self.sync_parts()?;
@@ -522,7 +530,7 @@ impl Domain {
         if kind == RootKind::Mount {
             return self.unlink_if_there(&path);
         }
-        self.remove_record(&format!("roots/{}", kind.as_str()), &path)
+        self.remove_record(kind.directory(), &path)
     }
 
     /// Mounts are state of this boot and not part of what the store keeps: a store of which this program
@@ -535,7 +543,7 @@ impl Domain {
         let Some(root) = self.read_record::<Root>(path)? else { return Ok(None) };
         check_own_name(path, &root.id)?;
         check_chain_ids(path, root.layers.iter().map(String::as_str))?;
-        if !path.contains(&format!("/roots/{}/", root.kind.as_str())) {
+        if !path.contains(&format!("/{}/", root.kind.directory())) {
             return Err(Error::corrupt(
                 path,
                 format!("it says that it is a {}", root.kind.as_str()),
@@ -545,6 +553,28 @@ impl Domain {
     }
 
     // Records in general.
+
+    /// The records in one of the directories of [`RECORDS`].
+    pub(crate) fn records(&self, directory: &str) -> Result<Vec<RecordFile>> {
+        let record = |stem: String| RecordFile {
+            path: format!("{}/{directory}/{stem}{RECORD_SUFFIX}", self.base),
+            name: name::decode(&stem),
+        };
+        Ok(self.files(directory, RECORD_SUFFIX)?.into_iter().map(record).collect())
+    }
+
+    /// The images and layers that a ref or a root keeps; `None` if it was removed since it was listed.
+    pub(crate) fn read_kept(&self, record: &RecordFile) -> Result<Option<Kept>> {
+        if record.path.starts_with(&format!("{}/{REFS}/", self.base)) {
+            let found = self.read_ref(&record.path)?;
+            return Ok(found.map(|(_, it)| Kept {
+                images: vec![it.image],
+                layers: it.layers.into_iter().map(|layer| layer.chain_id).collect(),
+            }));
+        }
+        let found = self.read_root(&record.path)?;
+        Ok(found.map(|root| Kept { images: root.images, layers: root.layers }))
+    }
 
     pub(crate) fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
         let Some(file) = self.open_file(path.to_owned())? else { return Ok(None) };
@@ -581,17 +611,10 @@ impl Domain {
         images: &[Digest],
         layers: impl Iterator<Item = &'a str>,
     ) -> Result<()> {
-        for image in images {
-            if !self.has_image(image)? {
-                return Err(Error::NoSuchImage(*image));
-            }
+        match self.missing_files(images, layers)?.pop() {
+            Some(missing) => Err(Error::NoSuch(missing)),
+            None => Ok(()),
         }
-        for chain_id in layers {
-            if !self.has_layer(chain_id)? {
-                return Err(Error::NoSuchLayer(chain_id.to_owned()));
-            }
-        }
-        Ok(())
     }
 
     /// Makes the names of images and layers durable. A record must not outlive what it names: an image
@@ -616,7 +639,7 @@ impl Domain {
     pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
-        let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
+        let directory = format!("{}/{}", self.base, root.kind.directory());
         Ok((self.store.write_temporary(&directory, &json, Purpose::Record, false)?, path))
     }
 
@@ -661,20 +684,6 @@ fn check_chain_ids<'a>(path: &str, mut chain_ids: impl Iterator<Item = &'a str>)
         Ok(_) => Ok(()),
         Err(error) => Err(Error::corrupt(path, error)),
     })
-}
-
-fn no_such(name: &FileName) -> Error {
-    // Only those that are named by content come here with a digest, and the others have a chain.
-    let digest = name.digest().unwrap_or(Digest([0; 32]));
-    let chain_id = || name.chain_id().unwrap_or_else(|| name.to_string());
-    match name.kind() {
-        FileKind::Object => Error::NoSuchObject(digest),
-        FileKind::Image => Error::NoSuchImage(digest),
-        FileKind::Layer => Error::NoSuchLayer(chain_id()),
-        FileKind::Split => Error::NoSuchSplit(chain_id()),
-        FileKind::Segment => Error::NoSuchSegment(digest),
-        FileKind::Pack => Error::NoSuchPack(name.image().unwrap_or(digest)),
-    }
 }
 
 /// The file is not there, or a directory on the way to it is not.

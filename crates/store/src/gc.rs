@@ -20,11 +20,10 @@ use crate::base;
 use crate::collector::{Collector, Suspect, Swept};
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::domain::ROOTS;
+use crate::domain::RECORDS;
 use crate::error::{At, BoxError, Result};
 use crate::kinds::FileKind;
 use crate::parallel::for_each;
-use crate::record::RootKind;
 use crate::signatures;
 use crate::store::TEMPORARY;
 use crate::task::Cancel;
@@ -243,10 +242,8 @@ impl Collector<'_> {
     /// that is there when the collection holds it alone belongs to nobody.
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
-        let roots = RootKind::ALL.map(|kind| format!("{ROOTS}/{}", kind.as_str()));
-        let mut directories = vec![String::new(), "refs".to_owned(), used::DIRECTORY.to_owned()];
-        directories.push(base::DIRECTORY.to_owned());
-        directories.extend(roots);
+        let mut directories = RECORDS.map(str::to_owned).to_vec();
+        directories.extend(["", used::DIRECTORY, base::DIRECTORY].map(str::to_owned));
         for (image, kind) in domain.entries(signatures::DIRECTORY)? {
             if kind == Kind::Directory {
                 directories.push(format!("{}/{image}", signatures::DIRECTORY));

@@ -23,7 +23,6 @@ mod buffer;
 mod collector;
 mod commit;
 mod contents;
-mod copy;
 mod digest;
 pub mod disk;
 mod domain;
@@ -45,9 +44,8 @@ mod scrub;
 mod segment;
 mod settings;
 mod signatures;
-#[cfg(feature = "sim")]
-pub mod sim;
 mod sizes;
+mod staged;
 mod staging;
 mod store;
 pub mod task;
@@ -82,9 +80,8 @@ pub use segment::{
 pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use sizes::SizesReport;
-pub use staging::{
-    ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
-};
+pub use staged::{ImageWriter, LayerWriter, ObjectWriter, StagedFile};
+pub use staging::{ImportOptions, Staging, StagingStats, Stored};
 pub use store::{DEFAULT_DOMAIN, InitOptions, Store};
 pub use trim::{KEEP_LABEL, Spared, TrimOptions, TrimPlan, Victim};
 pub use verify::VerifyReport;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
-use crate::domain::{RECORD_SUFFIX, Refs};
+use crate::domain::RECORDS;
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
@@ -17,7 +17,7 @@ use crate::parallel::for_each;
 use crate::staging::Staging;
 use crate::store::remove_entry;
 use crate::task::{Cancel, Task};
-use crate::{Digest, Domain, ImportOptions, RootKind};
+use crate::{Digest, Domain, ImportOptions};
 
 /// What is missing from a domain or is not what its name says.
 #[derive(Clone, Debug, Default)]
@@ -182,17 +182,16 @@ impl Domain {
 
     /// Whether a ref or root names an image, or a record that cannot be read might.
     fn is_named(&self, image: &Digest) -> Result<bool> {
-        let Refs { readable, unreadable } = self.all_refs()?;
-        if !unreadable.is_empty() || readable.iter().any(|(_, record)| record.image == *image) {
-            return Ok(true);
-        }
-        for kind in RootKind::ALL {
-            let roots = match self.roots(kind) {
-                Err(Error::Corrupt { .. }) => return Ok(true),
-                other => other?,
-            };
-            if roots.iter().any(|root| root.images.contains(image)) {
-                return Ok(true);
+        for directory in RECORDS {
+            for record in self.records(directory)? {
+                let is_named = match self.read_kept(&record) {
+                    Ok(kept) => kept.is_some_and(|kept| kept.images.contains(image)),
+                    Err(error) if is_damage(&error) => true,
+                    Err(error) => return Err(error),
+                };
+                if is_named {
+                    return Ok(true);
+                }
             }
         }
         Ok(false)
@@ -290,26 +289,14 @@ impl Domain {
     /// Images and layers that a ref or root names and that are not there. A record that cannot be read is
     /// a finding of its own.
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
-        let mut named = Vec::new();
-        for stem in self.files("refs", RECORD_SUFFIX)? {
-            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base());
-            if let Ok(Some((_, record))) = self.read_ref(&path) {
-                let layers = record.layers.into_iter().map(|layer| layer.chain_id);
-                named.push((vec![record.image], layers.collect()));
-            }
-        }
-        for kind in RootKind::ALL.map(RootKind::as_str) {
-            for stem in self.files(&format!("roots/{kind}"), RECORD_SUFFIX)? {
-                let path = format!("{}/roots/{kind}/{stem}{RECORD_SUFFIX}", self.base());
-                if let Ok(Some(root)) = self.read_root(&path) {
-                    named.push((root.images, root.layers));
+        for directory in RECORDS {
+            for record in self.records(directory)? {
+                let Ok(Some(kept)) = self.read_kept(&record) else { continue };
+                let layers = kept.layers.iter().map(String::as_str);
+                for file in self.missing_files(&kept.images, layers)? {
+                    damage.images.extend(file.image());
+                    damage.layers.extend(file.chain_id());
                 }
-            }
-        }
-        for (images, layers) in named {
-            for file in self.missing_files(&images, layers.iter().map(String::as_str))? {
-                damage.images.extend(file.image());
-                damage.layers.extend(file.chain_id());
             }
         }
         Ok(())

@@ -16,12 +16,12 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use cofolio_store::disk::Disk;
-use cofolio_store::sim::{Fault, SimDisk};
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Backend, Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions,
-    InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
+    Backend, Contents, Digest, Domain, Error, ErrorKind, FileKind, FsckOptions, GcOptions,
+    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
 };
+use common::sim::{Fault, SimDisk};
 use common::{Lines, content, import_split as import, nothing_live, replaced};
 
 /// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
@@ -135,7 +135,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
     assert_eq!(files, all.len(), "{context}");
     for base in bases.values() {
         Lines
-            .image_objects(&domain.open_image(&base.base).unwrap(), &mut |object, _| {
+            .names(FileKind::Image, &domain.open_image(&base.base).unwrap(), &mut |object, _| {
                 objects.insert(object);
             })
             .unwrap();
@@ -149,10 +149,13 @@ fn check_clean(disk: &SimDisk, context: &str) {
     domain.backend().unwrap();
     let packs = domain.packs().unwrap();
     assert!(packs.iter().all(|pack| needed.contains(&pack.image)), "{context}");
-    let segments: BTreeSet<_> = packs
-        .iter()
-        .flat_map(|pack| Lines.pack_segments(&domain.open_pack(pack).unwrap()).unwrap())
-        .collect();
+    let mut segments = BTreeSet::new();
+    for pack in &packs {
+        let visit = &mut |segment, _| {
+            segments.insert(segment);
+        };
+        Lines.names(FileKind::Pack, &domain.open_pack(pack).unwrap(), visit).unwrap();
+    }
     assert_eq!(domain.segments().unwrap(), segments.into_iter().collect::<Vec<_>>(), "{context}");
     let stray = disk.files().into_keys().find(|p| p.starts_with("staging/") || p.contains(".tmp."));
     assert_eq!(stray, None, "{context}");

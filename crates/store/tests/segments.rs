@@ -238,7 +238,7 @@ fn a_pack_is_not_published_without_what_it_needs() {
     let pages = Pages::default();
     let cancel = Cancel::default();
     let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
-    assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuchObject(_))));
+    assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuch(_))));
     assert!(matches!(writer.add(&object, 5), Err(Error::SizeMismatch { .. })));
     let path = domain.object_path(&object).unwrap();
     change(&path, 100);

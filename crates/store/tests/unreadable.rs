@@ -9,12 +9,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::sync::Arc;
 
-use cofolio_store::sim::SimDisk;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, ImportOptions,
-    InitOptions, Root, RootKind, ScrubOptions, Store, verity,
+    BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind, FsckOptions,
+    GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store, StoredFile, verity,
 };
+use common::sim::SimDisk;
 use common::volume::Volume;
 use common::{Lines, Scratch, content, import, import_split, nothing_live};
 
@@ -76,36 +76,14 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
 struct Short(rustix::io::Errno);
 
 impl Contents for Short {
-    fn image_objects(
+    fn names(
         &self,
-        _: &cofolio_store::StoredFile,
+        _: FileKind,
+        _: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), cofolio_store::BoxError> {
+    ) -> Result<(), BoxError> {
         visit(Digest([1; 32]), 1);
         Err(std::io::Error::other(std::io::Error::from(self.0)).into())
-    }
-    fn layer_objects(
-        &self,
-        layer: &cofolio_store::StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), cofolio_store::BoxError> {
-        self.image_objects(layer, visit)
-    }
-    fn split_objects(
-        &self,
-        split: &cofolio_store::StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), cofolio_store::BoxError> {
-        self.image_objects(split, visit)
-    }
-    fn pack_segments(
-        &self,
-        _: &cofolio_store::StoredFile,
-    ) -> Result<Vec<Digest>, cofolio_store::BoxError> {
-        Err(self.0.into())
-    }
-    fn check_segment(&self, _: &cofolio_store::StoredFile) -> Result<(), cofolio_store::BoxError> {
-        Err(self.0.into())
     }
 }
 

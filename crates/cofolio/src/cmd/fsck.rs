@@ -8,7 +8,8 @@ use cofolio_node::mount::MountState;
 use cofolio_node::upkeep::bases;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Contents, Damage, Digest, Domain, Finding, FindingKind, FsckOptions, FsckReport, Store,
+    Contents, Damage, Digest, Domain, FileKind, Finding, FindingKind, FsckOptions, FsckReport,
+    Store,
 };
 
 use crate::cmd::Outcome;
@@ -96,7 +97,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 "{} {} ({})",
                 context.ui.paint(Tone::Good, "repaired"),
                 finding.path,
-                finding.kind.as_str()
+                finding.kind
             ))?;
         }
         for target in &repaired.mounts {
@@ -133,7 +134,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 }
             }
             table.row(vec![
-                Cell::left(finding.kind.as_str()).tone(tone),
+                Cell::left(finding.kind.to_string()).tone(tone),
                 Cell::left(&finding.path),
                 Cell::left(detail),
             ]);
@@ -271,7 +272,7 @@ fn mounts_of(
 fn names_any(domain: &Domain, image: &Digest, damage: &Damage) -> bool {
     let mut hit = damage.images.contains(image);
     let read = domain.open_image(image).map_err(Into::into).and_then(|file| {
-        ImageContents.image_objects(&file, &mut |digest, _| {
+        ImageContents.names(FileKind::Image, &file, &mut |digest, _| {
             hit |= damage.objects.contains(&digest);
         })
     });

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, Domain, StoredFile, verity};
+use cofolio_store::{Digest, Domain, FileKind, StoredFile, verity};
 use rustix::fs::{AtFlags, StatxFlags};
 
 use super::Mounter;
@@ -26,9 +26,8 @@ impl Mounter<'_> {
         const OBJECTS_PER_THREAD_MIN: usize = 500;
         let mut sizes = Vec::new();
         let visit = &mut |object: Digest, size: u64| sizes.push((object, size));
-        self.contents.image_objects(file, visit).map_err(|error| MountError::ImageInvalid {
-            image: *image,
-            reason: error.to_string(),
+        self.contents.names(FileKind::Image, file, visit).map_err(|error| {
+            MountError::ImageInvalid { image: *image, reason: error.to_string() }
         })?;
         let dir = open_dir(objects).at("open", objects)?;
         // A content with several names is looked at as often: remembering it would cost more.

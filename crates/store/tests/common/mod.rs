@@ -6,6 +6,7 @@
     reason = "shared by several test binaries, none of which uses all of it; a failure may panic"
 )]
 
+pub mod sim;
 pub mod volume;
 
 use std::collections::HashSet;
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
-    Base, BoxError, Contents, Digest, Domain, Error, Extent, FsckOptions, ImportOptions,
+    Base, BoxError, Contents, Digest, Domain, Error, Extent, FileKind, FsckOptions, ImportOptions,
     InitOptions, Layer, Pages, Publish, Ref, Segment, Staging, Store, StoredFile,
 };
 
@@ -92,34 +93,16 @@ impl Lines {
 }
 
 impl Contents for Lines {
-    fn image_objects(
+    fn names(
         &self,
-        image: &StoredFile,
+        kind: FileKind,
+        file: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
-        Self::read(image, visit)
-    }
-
-    fn layer_objects(
-        &self,
-        layer: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Self::read(layer, visit)
-    }
-
-    fn split_objects(
-        &self,
-        split: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Self::read(split, visit)
-    }
-
-    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-        let mut segments = Vec::new();
-        Self::read(pack, &mut |digest, _| segments.push(digest))?;
-        Ok(segments)
+        match kind {
+            FileKind::Segment => Ok(Segment::check(file)?),
+            _ => Self::read(file, visit),
+        }
     }
 
     fn image_paths(
@@ -134,10 +117,6 @@ impl Contents for Lines {
             }
         })
     }
-
-    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
-        Ok(Segment::check(segment)?)
-    }
 }
 
 /// Packs an image: its objects go into segments of `count` objects each, unless they are in one already.
@@ -149,7 +128,7 @@ pub fn pack(
 ) -> Result<Vec<Digest>, Error> {
     let mut objects = Vec::new();
     Lines
-        .image_objects(&domain.open_image(image)?, &mut |digest, size| {
+        .names(FileKind::Image, &domain.open_image(image)?, &mut |digest, size| {
             if size > 0 {
                 objects.push((digest, size));
             }
