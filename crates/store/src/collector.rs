@@ -33,7 +33,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::contents::Contents;
@@ -171,6 +171,10 @@ pub(crate) struct Collector<'a> {
     pub(crate) reach: Reachability<'a>,
     /// Images that were published or named since the beginning.
     pub(crate) noted: BTreeSet<Digest>,
+    /// Whether a file got its flag that had none.
+    pub(crate) protected: AtomicBool,
+    /// Files that are kept and get the immutable flag after all objects.
+    pub(crate) protect_last: Vec<String>,
     /// If there are no notes: nobody else has changed anything since the beginning.
     held: Option<DomainLock>,
     /// Last, so that the notes are gone before another collection can begin.
@@ -193,6 +197,8 @@ impl<'a> Collector<'a> {
             options,
             reach: Reachability::new(domain, contents, options.cancel.clone()),
             noted: BTreeSet::new(),
+            protected: AtomicBool::new(false),
+            protect_last: Vec::new(),
             held: None,
             _alone: None,
         };
@@ -226,7 +232,7 @@ impl<'a> Collector<'a> {
             return Ok(());
         }
         match disk.stat(path) {
-            Ok(stat) if !stat.immutable => {}
+            Ok(stat) if !stat.immutable => self.protected.store(true, Relaxed),
             Err(error) if !is_absent(&error) => return Err(error).at("look at", path),
             _ => return Ok(()),
         }

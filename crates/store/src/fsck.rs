@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::domain::{self, RECORD_SUFFIX, RECORDS, ROOTS};
+use crate::domain::{self, Kept, RECORD_SUFFIX, RECORDS, ROOTS};
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::kinds::{FileKind, FileName};
@@ -56,12 +56,16 @@ pub enum FindingKind {
     PackIncomplete,
     /// A ref's record cannot be read.
     RefUnreadable,
-    /// A ref names an image or layer that is not there.
+    /// A ref names an image or layer that is not there, or a layer without its split.
     RefDangling,
     /// A root's record cannot be read.
     RootUnreadable,
-    /// A root names an image or layer that is not there.
+    /// A root names an image or layer that is not there, or a layer without its split.
     RootDangling,
+    /// `meta.json` cannot be read.
+    MetaUnreadable,
+    /// The settings of the domain cannot be read.
+    SettingsUnreadable,
     /// A signature's content has another digest than its name.
     SignatureAltered,
     /// A directory of the domain is missing.
@@ -251,6 +255,14 @@ impl Domain {
         if report.is_damaged() {
             return Ok(report);
         }
+        match self.settings() {
+            Err(error) if is_damage(&error) => {
+                let detail = format!("{error}; `cofolio backend` sets it again");
+                let path = self.settings_file();
+                report.add(Finding::new(FindingKind::SettingsUnreadable, path, detail));
+            }
+            other => drop(other?),
+        }
         let threads = self.disk().parallelism();
         let reading = |threads| match options.rehash {
             true => Reading::Cached(threads),
@@ -313,15 +325,26 @@ impl Domain {
                         continue;
                     }
                 };
-                for file in
-                    self.missing_files(&kept.images, kept.layers.iter().map(String::as_str))?
-                {
+                for file in self.missing_of(&kept)? {
                     let detail = format!("{file} is missing");
                     report.add(Finding::new(dangling, &record.path, detail));
                 }
             }
         }
         Ok(())
+    }
+
+    /// What a ref or root keeps and is not here: images, and layers or their splits.
+    pub(crate) fn missing_of(&self, kept: &Kept) -> Result<Vec<FileName>> {
+        let layers = || kept.layers.iter().map(String::as_str);
+        let mut missing = self.missing_files(&kept.images, layers())?;
+        for chain_id in layers() {
+            let split = FileName::chain(FileKind::Split, chain_id)?;
+            if self.has_layer(chain_id)? && self.named_size(&split)?.is_none() {
+                missing.push(split);
+            }
+        }
+        Ok(missing)
     }
 
     /// Images and layers of these that are not here.

@@ -7,12 +7,14 @@
 //! 2. what interrupted imports and writes left goes, leases that have run out, mounts of an earlier boot;
 //! 3. images, layers, splits and packs that are not marked go, and that is made durable: no image that is in
 //!    place ever lacks an object, after a crash either, and no pack a segment;
-//! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it.
+//! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it,
+//!    images after their objects.
 //!
 //! Time and the number of system calls grow with the number of files, records, and names in images and
 //! layers; memory with the number of kept objects, 31 bytes each.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::Ordering::Relaxed;
 
 use serde::Serialize;
 
@@ -153,6 +155,12 @@ impl Collector<'_> {
             self.sweep_kind(kind, &mut report)?;
         }
         self.sweep_objects(&mut report)?;
+        if self.protected.load(Relaxed) {
+            domain.disk().sync_all().at("sync", domain.base())?;
+        }
+        for path in std::mem::take(&mut self.protect_last) {
+            self.protect(&path)?;
+        }
         self.sweep_hints()?;
         if !self.options.dry_run {
             // There may be room for it now.
@@ -171,7 +179,11 @@ impl Collector<'_> {
             self.options.cancel.check()?;
             let path = self.domain.named_file(&name);
             if self.reach.keeps(&name) {
-                self.protect(&path)?;
+                match kind.names() {
+                    // The flag of an image stands for those of its objects: it comes after them.
+                    Some(_) => self.protect_last.push(path),
+                    None => self.protect(&path)?,
+                }
                 kept += 1;
             } else {
                 suspects.push(Suspect { what: name, path, kind: Kind::File });

@@ -253,15 +253,15 @@ fn a_repair_looks_again_before_it_removes_a_base() {
     let seeds = [pieces(&[1]), vec![content(5000, 999)]].concat();
     let named = import(&domain, "b", &seeds, None, ImportOptions::default()).unwrap();
     assert_eq!(named, base.base);
-    domain.remove_derived(&report, &Lines).unwrap();
+    domain.remove_derived(&report, &Lines, &Task::default()).unwrap();
     assert!(domain.has_image(&named).unwrap(), "it has a name, and is right");
     is_whole(&domain);
     // Damaged again, it is the image of a name: for a source to bring back, not to be removed.
     damage();
-    domain.remove_derived(&report, &Lines).unwrap();
+    domain.remove_derived(&report, &Lines, &Task::default()).unwrap();
     assert!(domain.has_image(&named).unwrap());
     domain.remove_ref("b").unwrap();
-    domain.remove_derived(&report, &Lines).unwrap();
+    domain.remove_derived(&report, &Lines, &Task::default()).unwrap();
     assert!(!domain.has_image(&named).unwrap(), "a base and nothing else");
 }
 

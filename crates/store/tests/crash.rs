@@ -18,8 +18,9 @@ use std::sync::Arc;
 use cofolio_store::disk::Disk;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Backend, Contents, Digest, Domain, Error, ErrorKind, FileKind, FsckOptions, GcOptions,
-    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
+    Backend, Contents, Digest, Domain, Error, ErrorKind, FileKind, FileName, FsckOptions,
+    GcOptions, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions,
+    verity,
 };
 use common::sim::{Fault, SimDisk};
 use common::{Lines, content, import_split as import, nothing_live, replaced};
@@ -97,6 +98,18 @@ fn check(disk: &SimDisk, context: &str) {
     // A mount's record is not synced; gc knows that a torn one means nothing.
     let damage: Vec<_> = damage.iter().filter(|f| !f.path.contains("/roots/mount/")).collect();
     assert!(damage.is_empty(), "{context}: {damage:#?}");
+    // A mount takes the immutable flag of an image as that of all its objects.
+    let is_immutable = |name: &FileName| {
+        let file = domain.open_named(name).unwrap();
+        disk.stat(file.path()).unwrap().immutable
+    };
+    for image in domain.named(FileKind::Image).unwrap().iter().filter(|it| is_immutable(it)) {
+        let visit = &mut |object, _| {
+            let object = FileName::content(FileKind::Object, &object);
+            assert!(is_immutable(&object), "{context}: {image} is protected, and {object} is not");
+        };
+        Lines.names(FileKind::Image, &domain.open_named(image).unwrap(), visit).unwrap();
+    }
 }
 
 /// After one garbage collection nothing is left but what refs and roots need.
@@ -509,7 +522,10 @@ fn what_cannot_be_read_of_segments_and_packs_is_told() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);
-        assert_eq!(domain.remove_derived(&report, &Lines).unwrap(), [expected_image("a")].into());
+        assert_eq!(
+            domain.remove_derived(&report, &Lines, &Task::default()).unwrap(),
+            [expected_image("a")].into()
+        );
         check_clean(&disk, suffix);
     }
 }

@@ -95,7 +95,7 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
     std::fs::set_permissions(&altered, PermissionsExt::from_mode(0o644)).unwrap();
     std::fs::write(&altered, vec![0; 5000]).unwrap();
     std::fs::set_permissions(&altered, PermissionsExt::from_mode(0o444)).unwrap();
-    assert_eq!(domain.protect_all().unwrap(), pieces.len() as u64);
+    assert_eq!(domain.protect_all(&Task::default()).unwrap(), pieces.len() as u64);
     assert_eq!(unprotected(&domain).len(), 1);
     for piece in &pieces[..3] {
         let path = domain.object_path(&verity::digest(piece)).unwrap();
@@ -104,7 +104,7 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
         assert!(std::fs::read(&path).unwrap() == *piece);
         assert!(std::fs::remove_file(&path).is_err(), "immutable again");
     }
-    assert_eq!(domain.protect_all().unwrap(), 0);
+    assert_eq!(domain.protect_all(&Task::default()).unwrap(), 0);
     Store::open(&directory.join("store")).unwrap().destroy().unwrap();
 }
 
@@ -207,7 +207,7 @@ fn many_may_protect_the_same_at_once() {
             }
             std::thread::scope(|scope| {
                 for _ in 0..4 {
-                    scope.spawn(|| domain.protect_all().unwrap());
+                    scope.spawn(|| domain.protect_all(&Task::default()).unwrap());
                 }
             });
         }

@@ -327,7 +327,11 @@ fn damage_is_told_and_taken_away() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert!(report.is_damaged());
         assert_eq!(
-            domain.remove_derived(&report, &Lines).unwrap().into_iter().collect::<Vec<_>>(),
+            domain
+                .remove_derived(&report, &Lines, &Task::default())
+                .unwrap()
+                .into_iter()
+                .collect::<Vec<_>>(),
             [image]
         );
         assert_eq!(findings(&domain), [], "after {what}");

@@ -53,15 +53,17 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let done = context.ui.paint(Tone::Good, "repaired");
         context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
     }
-    let domain = context.domain()?;
+    let (store, of_meta) = Store::open_damaged(&context.global.store)?;
+    let domain = store.domain(&context.global.domain)?;
     let work = Work::begin(context.ui, "checking", "object")?;
     let options = FsckOptions { rehash: !args.quick };
     let mut report = domain.fsck(&ImageContents, options, &work.task)?;
-    drop(work);
+    report.findings.extend(of_meta);
     let unpacked = match args.repair && report.findings.iter().any(|it| it.kind.is_derived()) {
-        true => remove_derived(&domain, &mut report)?,
+        true => remove_derived(&domain, &mut report, &work.task)?,
         false => Vec::new(),
     };
+    drop(work);
     let has_damage = args.repair && report.is_damaged();
     let repaired = match has_damage {
         true => Some(repair(context, &domain, &sources, &mut report)?),
@@ -73,7 +75,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let protected =
         match args.repair && (report.more > 0 || report.findings.iter().any(unprotected)) {
-            true => protect(&domain, &mut report)?,
+            true => protect(context, &domain, &mut report)?,
             false => 0,
         };
     let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
@@ -184,7 +186,9 @@ fn repair(
     report: &mut FsckReport,
 ) -> anyhow::Result<Repaired> {
     let before = std::mem::take(report);
-    let mut damage = domain.damage(&before, &ImageContents)?;
+    let work = Work::begin(context.ui, "repairing", "file")?;
+    let task = work.task.clone();
+    let mut damage = domain.damage(&before, &ImageContents, &task)?;
     let first = damage.clone();
     for source in sources {
         if damage.is_empty() {
@@ -192,13 +196,12 @@ fn repair(
         }
         let registry = RegistryArgs::default().options(source, &context.config.config)?;
         let options = ImportOptions { repair: Some(damage), registry, ..ImportOptions::default() };
-        let work = Work::begin(context.ui, "repairing", "file")?;
-        import::import(domain, source, &options, &work.task)?;
-        drop(work);
-        let left = domain.recheck(&first, &ImageContents)?;
-        damage = domain.damage(&left, &ImageContents)?;
+        import::import(domain, source, &options, &task)?;
+        let left = domain.recheck(&first, &ImageContents, &task)?;
+        damage = domain.damage(&left, &ImageContents, &task)?;
     }
-    let left = domain.recheck(&first, &ImageContents)?;
+    let left = domain.recheck(&first, &ImageContents, &task)?;
+    drop(work);
     let is_mended = |finding: &&Finding| {
         !left
             .findings
@@ -216,22 +219,28 @@ fn repair(
 
 /// Removes what is derived and damaged; gives the images that have no pack any more. Afterwards `report` says
 /// what is left.
-fn remove_derived(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<Vec<Digest>> {
-    let images = domain.remove_derived(report, &ImageContents)?;
+fn remove_derived(
+    domain: &Domain,
+    report: &mut FsckReport,
+    task: &Task,
+) -> anyhow::Result<Vec<Digest>> {
+    let images = domain.remove_derived(report, &ImageContents, task)?;
     let is_base =
         |it: &Finding| matches!(it.kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
     if report.findings.iter().any(is_base) {
         // Bases are made again here and now; where that fails, images are mounted without.
-        let _ = bases::find(domain, &Task::default());
+        let _ = bases::find(domain, task);
+        task.check()?;
     }
     report.findings.retain(|finding| !finding.kind.is_derived());
     Ok(images.into_iter().collect())
 }
 
 /// Protects what is not; afterwards `report` says what is left.
-fn protect(domain: &Domain, report: &mut FsckReport) -> anyhow::Result<u64> {
-    let protected = domain.protect_all()?;
-    let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &Task::default())?;
+fn protect(context: &Context<'_>, domain: &Domain, report: &mut FsckReport) -> anyhow::Result<u64> {
+    let work = Work::begin(context.ui, "protecting", "object")?;
+    let protected = domain.protect_all(&work.task)?;
+    let now = domain.fsck(&ImageContents, FsckOptions { rehash: false }, &work.task)?;
     let still = |finding: &Finding| {
         !matches!(finding.kind, FindingKind::Unprotected | FindingKind::Permissions)
             || now

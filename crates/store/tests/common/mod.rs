@@ -253,7 +253,8 @@ fn import_as(
 /// Brings back what is damaged, from images as [`import_split`] makes them: of each the pieces and the layer.
 pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), Error> {
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default())?;
-    let mut damage = domain.damage(&report, &Lines)?;
+    let task = Task::default();
+    let mut damage = domain.damage(&report, &Lines, &task)?;
     for (pieces, layer) in sources {
         if damage.is_empty() {
             break;
@@ -261,9 +262,9 @@ pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), E
         let staging = domain.begin_repair(&damage)?;
         fill(&staging, pieces, Some(layer), true)?;
         staging.commit(&Publish::default(), [])?;
-        damage = domain.damage(&domain.recheck(&damage, &Lines)?, &Lines)?;
+        damage = domain.damage(&domain.recheck(&damage, &Lines, &task)?, &Lines, &task)?;
     }
-    domain.protect_all().map(drop)
+    domain.protect_all(&task).map(drop)
 }
 
 /// A record of an image, and the objects that it needs.
@@ -302,14 +303,15 @@ fn fill(
         // The store's error, not the one that `Write` wraps it in.
         writer.write_all(text.as_bytes()).map_err(unwrap_store_error)?;
         writer.finish()?;
+        let mut split = text.clone();
         if with_split {
             let stored = staging.put_object(&replaced(chain_id))?;
             objects.push((stored.digest, stored.size));
-            let split = format!("{} {}\n{text}", stored.digest, stored.size);
-            let mut writer = staging.split_writer(chain_id)?;
-            writer.write_all(split.as_bytes()).map_err(unwrap_store_error)?;
-            writer.finish()?;
+            split.insert_str(0, &format!("{} {}\n", stored.digest, stored.size));
         }
+        let mut writer = staging.split_writer(chain_id)?;
+        writer.write_all(split.as_bytes()).map_err(unwrap_store_error)?;
+        writer.finish()?;
         record.layers.push(Layer { chain_id: chain_id.to_owned(), ..Layer::default() });
     }
     let mut image = staging.image_writer()?;
