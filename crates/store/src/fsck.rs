@@ -9,11 +9,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::domain::{self, Kept, RECORD_SUFFIX, RECORDS, ROOTS};
+use crate::domain;
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
+use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};

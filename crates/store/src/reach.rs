@@ -6,10 +6,10 @@ use serde::Serialize;
 
 use crate::base::with_bases;
 use crate::contents::{Contents, DigestSet};
-use crate::domain::RecordFile;
 use crate::error::{BoxError, Error, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
+use crate::records::RecordFile;
 use crate::task::Cancel;
 use crate::{Digest, Domain, GcOptions};
 

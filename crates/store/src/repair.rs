@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
-use crate::domain::RECORDS;
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
+use crate::records::RECORDS;
 use crate::staging::Staging;
 use crate::store::remove_entry;
 use crate::task::Task;

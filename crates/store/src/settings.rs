@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::Domain;
 use crate::disk::LockMode;
-use crate::domain::to_json;
 use crate::error::{At, ErrorKind, Result};
+use crate::records::to_json;
 use crate::segment::Form;
 
 /// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
