@@ -1,13 +1,18 @@
 //! Where a benchmark works: its directory and its store, alone on the machine.
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::{self, Write},
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context as _, Result};
-use cofolio_store::{Backend, DEFAULT_DOMAIN, Domain, Form, InitOptions, Store};
+use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_store::{
+    Backend, Contents as _, DEFAULT_DOMAIN, Domain, FileKind, FileName, Form, ImportOptions,
+    InitOptions, Publish, Store,
+};
 use rustix::fs::FlockOperation;
 
 use cofolio_cli::args::BackendArg;
@@ -106,6 +111,39 @@ fn open_domain(store: &Path, domain: &str, options: &InitOptions) -> Result<Doma
     }
     let store = Store::open_or_init(store, options)?;
     Ok(store.domain_or_create(domain)?)
+}
+
+/// Brings an image with its layers into another domain of the store.
+pub(super) fn copy_image(from: &Domain, to: &Domain, name: &str) -> Result<()> {
+    // What is copied must not be collected meanwhile.
+    let _lock = from.lock_shared()?;
+    let record = from.get_ref(name)?.with_context(|| format!("no image {name}"))?;
+    let staging = to.begin_import(ImportOptions::default())?;
+    let mut files = vec![FileName::content(FileKind::Image, &record.image)];
+    for layer in &record.layers {
+        files.push(FileName::chain(FileKind::Layer, &layer.chain_id)?);
+        if from.has_split(&layer.chain_id)? {
+            files.push(FileName::chain(FileKind::Split, &layer.chain_id)?);
+        }
+    }
+    let mut objects = BTreeMap::new();
+    for name in files {
+        let file = from.open_named(&name)?;
+        let visit = &mut |digest, size| {
+            objects.insert(digest, size);
+        };
+        ImageContents.names(name.kind(), &file, visit).map_err(anyhow::Error::from_boxed)?;
+        let mut writer = staging.file_writer()?;
+        io::copy(&mut file.reader(), &mut writer)?;
+        writer.finish(&name)?;
+    }
+    for object in objects.keys() {
+        let mut writer = staging.object_writer();
+        io::copy(&mut from.open_object(object)?.reader(), &mut writer)?;
+        writer.finish()?;
+    }
+    staging.commit(&Publish::named(name, record), objects)?;
+    Ok(())
 }
 
 /// The domain of the benchmarks that has this backend, over packs of this form; `domain` itself if none is asked for.

@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use cofolio_erofs::tree::Content;
 use cofolio_image::{
-    compose::named_objects::{ImageContents, open_image},
+    compose::named_objects::{ImageContents, open_image, pack_segments},
     export::{FilesystemOptions, export_filesystem},
     pack::{PackOptions, pack},
 };
@@ -24,14 +24,14 @@ use cofolio_node::{
     probe::{self, Presence},
 };
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Contents as _, Digest, Domain, Form};
+use cofolio_store::{Backend, Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
 use super::{
     measure::cold_start,
     namespace::find,
-    place::{Place, PlaceArgs, with_backend},
+    place::{Place, PlaceArgs, copy_image, with_backend},
     report,
 };
 use crate::Outcome;
@@ -308,7 +308,7 @@ fn domains(
         let own = with_backend(domain.clone(), Some(Backend::InodeShare.into()), form)?;
         for (name, image) in images {
             if !own.has_image(image)? {
-                own.copy_ref_from(domain, name, &ImageContents)?;
+                copy_image(domain, &own, name)?;
             }
             let options = PackOptions { form, ..PackOptions::default() };
             pack(&own, image, &options, &Task::default())?;
@@ -346,7 +346,7 @@ fn ways<'a>(
     for (domain, form, name) in packed {
         let no_path = "the store is not on a disk";
         let pack = *domain.packs_of(image)?.first().context("the image has no pack")?;
-        let segments = ImageContents.pack_segments(&domain.open_pack(&pack)?);
+        let segments = pack_segments(&domain.open_pack(&pack)?);
         let segments = segments.map_err(anyhow::Error::from_boxed)?;
         let segments: Option<Vec<_>> =
             segments.iter().map(|segment| domain.segment_path(segment)).collect();

@@ -65,7 +65,7 @@ const DAMAGED: &str =
     "`cofolio fsck` says what else is damaged; `cofolio fsck --repair --from SOURCE` restores it";
 
 fn of_store(error: &cofolio_store::Error) -> Classified {
-    use cofolio_store::Error;
+    use cofolio_store::{Error, FileKind};
     let hint = match error {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
@@ -75,8 +75,8 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         Error::NoInodes { .. } => "`cofolio gc` frees what nothing uses any more",
         Error::NoSuchRef(_) => "`cofolio images` lists what there is",
-        Error::NoSuchPack(_) => "`cofolio pack IMAGE` makes one",
-        Error::NoSuchSegment(_) => {
+        Error::NoPack(_) => "`cofolio pack IMAGE` makes one",
+        Error::NoSuch(name) if name.kind() == FileKind::Segment => {
             "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again"
         }
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",

@@ -152,7 +152,7 @@ fn fsck_names_every_kind_of_damage() {
     write_layout(&layout, "box:1", &[layer], json!({}));
     // (what is done, finding, exit codes of fsck and of fsck --quick)
     type Harm = fn(&Damaged);
-    let cases: [(Harm, &str, i32, i32); 18] = [
+    let cases: [(Harm, &str, i32, i32); 21] = [
         (|d| d.remove(&d.object), "object-missing", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes.truncate(3)), "object-truncated", 4, 4),
         (|d| d.rewrite(&d.object, |bytes| bytes[0] ^= 1), "object-altered", 4, 0),
@@ -163,6 +163,9 @@ fn fsck_names_every_kind_of_damage() {
         (|d| fs::write(d.domain.join("refs/box%3A1.json"), "{").unwrap(), "ref-unreadable", 4, 4),
         (|d| d.remove(&d.image), "ref-dangling", 4, 4),
         (|d| d.remove(&d.layer), "ref-dangling", 4, 4),
+        (|d| d.remove(&split_of(&d.layer)), "ref-dangling", 4, 4),
+        (|d| fs::write(d.store.join("meta.json"), "{").unwrap(), "meta-unreadable", 4, 4),
+        (|d| fs::write(d.domain.join("domain.json"), "{").unwrap(), "settings-unreadable", 4, 4),
         (|d| fs::write(d.domain.join("roots/lease/a.json"), "").unwrap(), "root-unreadable", 4, 4),
         (|d| d.fake_root(), "root-dangling", 4, 4),
         (|d| fs::remove_dir(d.domain.join("roots/lease")).unwrap(), "directory-missing", 4, 4),
@@ -195,6 +198,10 @@ fn fsck_names_every_kind_of_damage() {
         let quick_report = sandbox.run(&["fsck", "--quick"]);
         assert_eq!(quick_report.code, quick, "{kind}: {}", quick_report.stdout);
     }
+}
+
+fn split_of(layer: &std::path::Path) -> std::path::PathBuf {
+    layer.to_string_lossy().replace(".dump.zst", ".split").into()
 }
 
 /// An image of one layer, in a store to do harm to.

@@ -12,10 +12,10 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use serde::{Deserialize, Serialize};
 
-use crate::disk::{Kind, Purpose};
-use crate::domain::to_json;
+use crate::disk::Kind;
 use crate::error::{At, Result};
 use crate::fsck::{Finding, FindingKind, FsckReport};
+use crate::records::to_json;
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
@@ -96,7 +96,7 @@ impl Domain {
         self.disk().sync_dir(self.base()).at("sync", self.base())?;
         let path = self.base_file(image);
         let json = to_json(&path, base)?;
-        Ok((self.store().write_temporary(&directory, &json, Purpose::Record, false)?, path))
+        self.prepare(path, &json)
     }
 
     /// Removes the records of what is not all there any more.

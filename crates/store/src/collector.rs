@@ -33,16 +33,16 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
-use crate::domain::{DomainLock, ROOTS, is_absent};
+use crate::domain::{DomainLock, is_absent};
 use crate::error::{At, Error, Result, is_full};
 use crate::kinds::{FileKind, FileName};
-use crate::parallel::for_each;
 use crate::reach::Reachability;
+use crate::records::ROOTS;
 use crate::store::remove_entry;
 use crate::{Digest, Domain, GcOptions};
 
@@ -50,10 +50,9 @@ use crate::{Digest, Domain, GcOptions};
 const ADDED: &str = "added";
 /// Notes that are taken at once, with the lock held.
 const NOTES: usize = 64;
-/// How long a batch goes on with the lock held, and how many removals there are between two looks at the
-/// clock: some disks take a millisecond for one.
-const HELD_MAX: Duration = Duration::from_millis(5);
-const STEP: usize = 8;
+/// How long a batch goes on with the lock held. The clock is looked at after each removal: some disks take
+/// milliseconds for one.
+const HELD_MAX: Duration = Duration::from_millis(3);
 /// Least time between two batches, so that whoever waits for the lock gets it: `flock` gives it to whoever
 /// asks first. It is also at least half of the time that the last batch took.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
@@ -171,6 +170,10 @@ pub(crate) struct Collector<'a> {
     pub(crate) reach: Reachability<'a>,
     /// Images that were published or named since the beginning.
     pub(crate) noted: BTreeSet<Digest>,
+    /// Whether a file got its flag that had none.
+    pub(crate) protected: AtomicBool,
+    /// Files that are kept and get the immutable flag after all objects.
+    pub(crate) protect_last: Vec<String>,
     /// If there are no notes: nobody else has changed anything since the beginning.
     held: Option<DomainLock>,
     /// Last, so that the notes are gone before another collection can begin.
@@ -193,6 +196,8 @@ impl<'a> Collector<'a> {
             options,
             reach: Reachability::new(domain, contents, options.cancel.clone()),
             noted: BTreeSet::new(),
+            protected: AtomicBool::new(false),
+            protect_last: Vec::new(),
             held: None,
             _alone: None,
         };
@@ -226,7 +231,7 @@ impl<'a> Collector<'a> {
             return Ok(());
         }
         match disk.stat(path) {
-            Ok(stat) if !stat.immutable => {}
+            Ok(stat) if !stat.immutable => self.protected.store(true, Relaxed),
             Err(error) if !is_absent(&error) => return Err(error).at("look at", path),
             _ => return Ok(()),
         }
@@ -242,44 +247,36 @@ impl<'a> Collector<'a> {
     ///
     /// # Errors
     /// [`Error::Busy`], [`Error::Io`], and those of [`Reachability::mark`].
-    pub(crate) fn sweep<T: Sync>(
+    pub(crate) fn sweep<T>(
         &mut self,
         suspects: &[Suspect<T>],
-        is_garbage: impl Fn(&Self, &T) -> Result<bool> + Sync,
+        is_garbage: impl Fn(&Self, &T) -> Result<bool>,
     ) -> Result<Swept> {
-        let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        let mut swept = Swept::default();
         let (disk, dry_run) = (self.domain.disk(), self.options.dry_run);
-        let mut steps = suspects.chunks(STEP).peekable();
-        while steps.peek().is_some() {
+        let mut suspects = suspects.iter().peekable();
+        while suspects.peek().is_some() {
             self.options.cancel.check()?;
             let lock = self.section()?;
             let start = Instant::now();
-            for step in steps.by_ref() {
-                let mut garbage = Vec::with_capacity(step.len());
-                for suspect in step {
-                    if is_garbage(self, &suspect.what)? {
-                        garbage.push(suspect);
-                    }
-                }
-                for_each(disk.parallelism(), &garbage, |suspect| {
-                    let freed = match dry_run {
+            for suspect in suspects.by_ref() {
+                if is_garbage(self, &suspect.what)? {
+                    let bytes = match dry_run {
                         true => allocated(disk, &suspect.path, suspect.kind)?,
                         false => remove_entry(disk, &suspect.path, suspect.kind)?,
                     };
-                    count.fetch_add(1, Relaxed);
-                    bytes.fetch_add(freed, Relaxed);
-                    Ok(())
-                })?;
+                    swept += Swept { count: 1, bytes };
+                }
                 if lock.is_some() && start.elapsed() >= HELD_MAX {
                     break;
                 }
             }
             drop(lock);
-            if steps.peek().is_some() && self.held.is_none() {
+            if suspects.peek().is_some() && self.held.is_none() {
                 std::thread::sleep((start.elapsed() / 2).max(PAUSE_MIN));
             }
         }
-        Ok(Swept { count: count.into_inner(), bytes: bytes.into_inner() })
+        Ok(swept)
     }
 
     /// The domain's lock, exclusive, at a moment when there are no notes.

@@ -2,12 +2,14 @@
 //!
 //! 1. everything staged is made durable (one sync for all of it);
 //! 2. the domain's lock is taken, shared: from here on nothing is collected;
-//! 3. every object, image and layer that is to be published is checked to be there, with its size;
+//! 3. every object, image and layer that is to be published is checked to be there, with its size; objects
+//!    that were in place get the immutable flag if they lack it;
 //! 4. the records are written to temporary files, a collection that runs is told what comes, the objects
 //!    move into place;
 //! 5. that is made durable: from here on the objects cannot be lost;
 //! 6. layers and images move into place, and their directories are synced: whoever sees an image, also
-//!    after a crash, sees all its objects; then segments, and then packs, likewise;
+//!    after a crash, sees all its objects; then segments, and then packs, likewise. The immutable flag of
+//!    an image comes after those of its objects: whoever sees it need not look at them;
 //! 7. the records are renamed into place, roots first, then refs, and their directories synced.
 //!
 //! Before step 7 nobody can see anything of the import; a crash leaves content that nothing keeps, which
@@ -19,6 +21,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::Digest;
 use crate::base::Base;
 use crate::disk::{Disk, Kind, StoredFile};
+use crate::domain::is_absent;
 use crate::error::{At, Error, Result, is_damage, is_full};
 use crate::examine::hash_file;
 use crate::kinds::{FileKind, FileName};
@@ -156,15 +159,28 @@ impl Staging {
         if self.domain.file_size(&self.object_file(&digest))? == Some(size) {
             return Ok(());
         }
-        match self.domain.object_size(&digest)? {
-            Some(found) if found == size => {}
-            Some(found) => return Err(Error::SizeMismatch { digest, expected: size, found }),
-            None => missing
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .add(|| format!("object {digest}")),
+        let path = self.domain.object_file(&digest);
+        let stat = match self.disk().stat(&path) {
+            Err(error) if is_absent(&error) => {
+                let mut missing = missing.lock().unwrap_or_else(PoisonError::into_inner);
+                missing.add(|| format!("object {digest}"));
+                return Ok(());
+            }
+            other => other.at("look at", &path)?,
+        };
+        match stat.kind {
+            Kind::File if stat.size == size => {}
+            Kind::File => {
+                return Err(Error::SizeMismatch { digest, expected: size, found: stat.size });
+            }
+            _ => return Err(Error::corrupt(path, "it is not a regular file")),
         }
-        Ok(())
+        // An import that was interrupted may not have got to that, and mounts take the flag of an image as
+        // that of all its objects.
+        match self.domain.protection().immutable && !stat.immutable {
+            true => protect_file(self.disk(), &path),
+            false => Ok(()),
+        }
     }
 
     /// Moves the staged objects into place, shard by shard. A shard that the domain does not have yet

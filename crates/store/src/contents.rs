@@ -4,46 +4,25 @@ use crate::error::{BoxError, Error};
 use crate::kinds::{FileKind, FileName};
 use crate::{Digest, Domain, StoredFile};
 
-/// Reads images and layers for the store, which does not know their formats.
+/// Reads files for the store, which does not know their formats.
 pub trait Contents: Sync {
-    /// Calls `visit` with every object that a metadata image names and the size in bytes that it says
-    /// the object has; in any order, with repetitions as they come.
+    /// Reads a file as what its kind says, and calls `visit` with everything that it names; in any order,
+    /// with repetitions as they come:
+    ///
+    /// - an image, a layer or a split: objects, with the size in bytes that it says they have. A split can
+    ///   name objects that the tree does not, of files that the same archive replaces later;
+    /// - a pack: its segments, in its own order, with size 0;
+    /// - a segment: nothing, but that it can be read is checked. Its blocks are not looked at.
     ///
     /// # Errors
-    /// Whatever is wrong with the image. No object is collected then, so an image that cannot be read in
-    /// full must be an error and never end early.
-    fn image_objects(
+    /// Whatever is wrong with the file. Nothing that it may name is collected then, so a file that cannot be
+    /// read in full must be an error and never end early.
+    fn names(
         &self,
-        image: &StoredFile,
+        kind: FileKind,
+        file: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError>;
-
-    /// The same for a layer's tree.
-    ///
-    /// # Errors
-    /// As above.
-    fn layer_objects(
-        &self,
-        layer: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError>;
-
-    /// The same for a layer's split: what its archive holds beside the content of its files. It can name
-    /// objects that the tree does not, of files that the same archive replaces later.
-    ///
-    /// # Errors
-    /// As above.
-    fn split_objects(
-        &self,
-        split: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError>;
-
-    /// The segments that a pack needs, in its own order.
-    ///
-    /// # Errors
-    /// Whatever is wrong with the pack. It is as good as not there then.
-    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError>;
 
     /// Calls `found` with the path of each file of an image whose content is one of the `wanted` objects.
     /// Used to say what damage hits; nothing depends on it.
@@ -59,17 +38,10 @@ pub trait Contents: Sync {
         let _ = (image, wanted, found);
         Ok(())
     }
-
-    /// Reads a segment as one; its blocks are not looked at.
-    ///
-    /// # Errors
-    /// Whatever is wrong with the segment.
-    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError>;
 }
 
 impl FileName {
-    /// Visits what the file names: objects with their sizes, or segments of a pack. Objects and segments
-    /// name nothing.
+    /// Visits what the file names: see [`Contents::names`].
     ///
     /// # Errors
     /// Whatever is wrong with the file: see [`crate::error::is_damage`].
@@ -79,18 +51,7 @@ impl FileName {
         contents: &dyn Contents,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
-        let file = domain.open_named(self)?;
-        match self.kind() {
-            FileKind::Object | FileKind::Segment => Ok(()),
-            FileKind::Image => contents.image_objects(&file, visit),
-            FileKind::Layer => contents.layer_objects(&file, visit),
-            FileKind::Split => contents.split_objects(&file, visit),
-            FileKind::Pack => {
-                let segments = contents.pack_segments(&file)?;
-                segments.into_iter().for_each(|segment| visit(segment, 0));
-                Ok(())
-            }
-        }
+        contents.names(self.kind(), &domain.open_named(self)?, visit)
     }
 
     /// The same; of a layer also what its split names, if it has one.

@@ -1,8 +1,8 @@
 //! The one seam under all durable state.
 //!
 //! Everything the store keeps goes through [`Disk`]: [`RealDisk`] is a directory of this machine,
-//! `sim::SimDisk` is a disk in memory that loses power at the worst moment. What the store may rely on is
-//! what both of them keep:
+//! `SimDisk` of the tests is a disk in memory that loses power at the worst moment. What the store may
+//! rely on is what both of them keep:
 //!
 //! - `rename` is atomic for whoever looks, but not durable until `sync_dir` or `sync_all`;
 //! - written data is not durable until `sync_all` or the file's own `sync`, and a crash may keep any
@@ -138,8 +138,6 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
     /// The digest that the kernel enforces for a file; `None` without fs-verity.
     fn measure_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
-    /// Makes `to` a copy of `from` that shares its blocks but not its inode.
-    fn reflink(&self, from: &str, to: &str) -> io::Result<()>;
     /// What the filesystem offers.
     fn protection(&self) -> Protection;
     /// Lets only the owner into the directory of the store.

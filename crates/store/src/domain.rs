@@ -4,31 +4,20 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-
-use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, StoredFile};
-use crate::error::{At, Error, ErrorKind, Result};
+use crate::Digest;
+use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
+use crate::error::{At, Error, Result};
 use crate::kinds::{FileKind, FileName};
-use crate::record::{Ref, Root, RootKind};
+use crate::records::{RECORDS, ROOTS};
 use crate::store::{DOMAINS, Store, TEMPORARY, remove_entry};
 use crate::task::Cancel;
-use crate::{Digest, name};
 
 /// How long a lock that is waited for is not asked for again.
 const LOCK_POLL: std::time::Duration = std::time::Duration::from_millis(2);
 
-/// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
-const RECORD_SIZE_MAX: u64 = 16 << 20;
-/// Suffix of refs and roots.
-pub(crate) const RECORD_SUFFIX: &str = ".json";
-/// Directory of the roots.
-pub(crate) const ROOTS: &str = "roots";
-
 /// The directories that every domain has, parents first.
-pub(crate) fn directories() -> impl Iterator<Item = String> {
-    let plain = ["objects", "images", "refs", "layers", ROOTS, "segments"].map(String::from);
-    plain.into_iter().chain(RootKind::ALL.map(|kind| format!("roots/{}", kind.as_str())))
+pub(crate) fn directories() -> impl Iterator<Item = &'static str> {
+    ["objects", "images", "layers", ROOTS, "segments"].into_iter().chain(RECORDS)
 }
 
 /// One trust domain of a store.
@@ -37,24 +26,6 @@ pub struct Domain {
     store: Store,
     name: String,
     base: String,
-}
-
-/// The refs of a domain. See [`Domain::all_refs`].
-#[derive(Debug, Default)]
-pub struct Refs {
-    /// Those whose records can be read, sorted by name.
-    pub readable: Vec<(String, Ref)>,
-    /// Those that are there, and nobody knows what they stand for.
-    pub unreadable: Vec<UnreadableRef>,
-}
-
-/// A ref whose record cannot be read.
-#[derive(Debug)]
-pub struct UnreadableRef {
-    /// Its name; `None` for a long one, which only the record tells.
-    pub name: Option<String>,
-    /// Why: it names the file.
-    pub error: Error,
 }
 
 /// The domain's lock, held until dropped. Shared: nothing is collected meanwhile.
@@ -166,16 +137,6 @@ impl Domain {
         format!("{}/{}", self.base, name.path())
     }
 
-    pub(crate) fn ref_file(&self, ref_name: &str) -> Result<String> {
-        let encoded = name::encode("ref name", ref_name)?;
-        Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.base))
-    }
-
-    fn root_file(&self, kind: RootKind, id: &str) -> Result<String> {
-        let encoded = name::encode("root id", id)?;
-        Ok(format!("{}/roots/{}/{encoded}{RECORD_SUFFIX}", self.base, kind.as_str()))
-    }
-
     // Objects, images, layers.
 
     /// Size of an object in bytes; `None` if it is not here.
@@ -199,9 +160,9 @@ impl Domain {
     /// Opens an object for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchObject`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Io`].
     pub fn open_object(&self, digest: &Digest) -> Result<StoredFile> {
-        self.open_file(self.object_file(digest))?.ok_or(Error::NoSuchObject(*digest))
+        self.open_named(&FileName::content(FileKind::Object, digest))
     }
 
     /// Whether an image is here.
@@ -215,7 +176,7 @@ impl Domain {
     /// Opens a metadata image for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Io`].
     pub fn open_image(&self, digest: &Digest) -> Result<StoredFile> {
         self.open_named(&FileName::content(FileKind::Image, digest))
     }
@@ -245,7 +206,7 @@ impl Domain {
     /// Opens a layer's tree (composefs dump text, zstd) for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn open_layer(&self, chain_id: &str) -> Result<StoredFile> {
         self.open_named(&FileName::chain(FileKind::Layer, chain_id)?)
     }
@@ -261,7 +222,7 @@ impl Domain {
     /// Opens a layer's split (its archive without the content of its files) for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchSplit`], [`Error::BadName`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn open_split(&self, chain_id: &str) -> Result<StoredFile> {
         self.open_named(&FileName::chain(FileKind::Split, chain_id)?)
     }
@@ -297,9 +258,9 @@ impl Domain {
     /// Opens a file for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchObject`], [`Error::NoSuchImage`] and so on, by its kind; [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Io`].
     pub fn open_named(&self, name: &FileName) -> Result<StoredFile> {
-        self.open_file(self.named_file(name))?.ok_or_else(|| no_such(name))
+        self.open_file(self.named_file(name))?.ok_or_else(|| Error::NoSuch(name.clone()))
     }
 
     /// Removes files that can be made again. Who has one open keeps it. Durable on return.
@@ -361,319 +322,8 @@ impl Domain {
             .collect())
     }
 
-    // Refs.
-
-    /// The record of a ref; `None` if there is no such ref.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`], [`Error::BadName`], [`Error::Io`].
-    pub fn get_ref(&self, ref_name: &str) -> Result<Option<Ref>> {
-        Ok(self.read_ref(&self.ref_file(ref_name)?)?.map(|(_, record)| record))
-    }
-
-    /// All refs, sorted by name.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
-    pub fn refs(&self) -> Result<Vec<(String, Ref)>> {
-        let Refs { readable, unreadable } = self.all_refs()?;
-        unreadable.into_iter().next().map_or(Ok(readable), |first| Err(first.error))
-    }
-
-    /// The refs that can be read, sorted by name: for whoever looks for one of them, and is not to fail because
-    /// another one is damaged. What has to know all refs, as garbage collection, takes [`Domain::refs`].
-    ///
-    /// # Errors
-    /// [`Error::Io`].
-    pub fn readable_refs(&self) -> Result<Vec<(String, Ref)>> {
-        Ok(self.all_refs()?.readable)
-    }
-
-    /// All refs, those that cannot be read apart: for whoever shows them, or must not take one that is damaged
-    /// for one that is not there.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
-    pub fn all_refs(&self) -> Result<Refs> {
-        let mut refs = Refs::default();
-        for stem in self.files("refs", RECORD_SUFFIX)? {
-            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base);
-            match self.read_ref(&path) {
-                // One that was removed since it was listed is simply not there.
-                Ok(found) => refs.readable.extend(found),
-                Err(error) => {
-                    refs.unreadable.push(UnreadableRef { name: name::decode(&stem), error });
-                }
-            }
-        }
-        refs.readable.sort_by(|a, b| a.0.cmp(&b.0));
-        Ok(refs)
-    }
-
-    /// The ref that came from this OCI manifest (`sha256:…`), if there is one: the image need not be
-    /// imported again.
-    ///
-    /// # Errors
-    /// Those of [`Domain::readable_refs`].
-    pub fn find_by_manifest(&self, manifest: &str) -> Result<Option<(String, Ref)>> {
-        let refs = self.readable_refs()?;
-        Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
-    }
-
-    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on return.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
-    pub fn put_ref(&self, ref_name: &str, record: &Ref) -> Result<()> {
-        self.store.check_writable()?;
-        let path = self.ref_file(ref_name)?;
-        let json = ref_json(ref_name, record)?;
-        let _lock = self.lock_shared()?;
-        let layers = || record.layers.iter().map(|layer| layer.chain_id.as_str());
-        self.check_present(&[record.image], layers())?;
-        self.note_named(&[record.image], layers())?;
-        self.sync_parts()?;
-        self.store.replace_file(&format!("{}/refs", self.base), &path, &json, true)
-    }
-
-    /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`].
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRef`], [`Error::BadName`], [`Error::Io`].
-    pub fn remove_ref(&self, ref_name: &str) -> Result<()> {
-        let path = self.ref_file(ref_name)?;
-        match self.remove_record("refs", &path)? {
-            true => Ok(()),
-            false => Err(Error::NoSuchRef(ref_name.to_owned())),
-        }
-    }
-
-    pub(crate) fn read_ref(&self, path: &str) -> Result<Option<(String, Ref)>> {
-        let Some((ref_name, record)) =
-            self.read_record::<Named<Ref>>(path)?.map(|n| (n.name, n.record))
-        else {
-            return Ok(None);
-        };
-        check_own_name(path, &ref_name)?;
-        check_chain_ids(path, record.layers.iter().map(|layer| layer.chain_id.as_str()))?;
-        Ok(Some((ref_name, record)))
-    }
-
-    // Roots.
-
-    /// All roots of one kind, sorted by id. Refs are roots too but are not listed here: see
-    /// [`Domain::refs`].
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
-    pub fn roots(&self, kind: RootKind) -> Result<Vec<Root>> {
-        let mut roots = Vec::new();
-        for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
-            let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base, kind.as_str());
-            roots.extend(self.read_root(&path)?);
-        }
-        roots.sort_by(|a, b| a.id.cmp(&b.id));
-        Ok(roots)
-    }
-
-    /// One root.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`], [`Error::BadName`], [`Error::Io`].
-    pub fn get_root(&self, kind: RootKind, id: &str) -> Result<Option<Root>> {
-        self.read_root(&self.root_file(kind, id)?)
-    }
-
-    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts: they
-    /// do not outlive a crash anyway, and must be quick.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::NoSuchLayer`], [`Error::BadName`], [`Error::Io`].
-    pub fn put_root(&self, root: &Root) -> Result<()> {
-        self.check_root_writable(root.kind)?;
-        let path = self.root_file(root.kind, &root.id)?;
-        let json = to_json(&path, root)?;
-        let _lock = self.lock_shared()?;
-        self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
-        self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
-        let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
-        let durable = root.kind != RootKind::Mount;
-        if durable {
-            self.sync_parts()?;
-        }
-        match self.store.replace_file(&directory, &path, &json, durable) {
-            // A read-only mount of an image that is here must not need room.
-            Err(error)
-                if !durable && error.kind() == ErrorKind::Space && self.store.use_reserve() =>
-            {
-                self.store.replace_file(&directory, &path, &json, durable)
-            }
-            other => other,
-        }
-    }
-
-    /// Removes a root; says whether it was there.
-    ///
-    /// # Errors
-    /// [`Error::BadName`], [`Error::Io`].
-    pub fn remove_root(&self, kind: RootKind, id: &str) -> Result<bool> {
-        let path = self.root_file(kind, id)?;
-        self.check_root_writable(kind)?;
-        if kind == RootKind::Mount {
-            return self.unlink_if_there(&path);
-        }
-        self.remove_record(&format!("roots/{}", kind.as_str()), &path)
-    }
-
-    /// Mounts are state of this boot and not part of what the store keeps: a store of which this program
-    /// may change nothing can be mounted, and whoever may collect it must see that.
-    fn check_root_writable(&self, kind: RootKind) -> Result<()> {
-        if kind == RootKind::Mount { Ok(()) } else { self.store.check_writable() }
-    }
-
-    pub(crate) fn read_root(&self, path: &str) -> Result<Option<Root>> {
-        let Some(root) = self.read_record::<Root>(path)? else { return Ok(None) };
-        check_own_name(path, &root.id)?;
-        check_chain_ids(path, root.layers.iter().map(String::as_str))?;
-        if !path.contains(&format!("/roots/{}/", root.kind.as_str())) {
-            return Err(Error::corrupt(
-                path,
-                format!("it says that it is a {}", root.kind.as_str()),
-            ));
-        }
-        Ok(Some(root))
-    }
-
-    // Records in general.
-
-    pub(crate) fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
-        let Some(file) = self.open_file(path.to_owned())? else { return Ok(None) };
-        let json = match file.read_all(RECORD_SIZE_MAX) {
-            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
-                return Err(Error::corrupt(path, "it is larger than 16 MiB"));
-            }
-            other => other.at("read", path)?,
-        };
-        serde_json::from_slice(&json).map(Some).map_err(|error| Error::corrupt(path, error))
-    }
-
-    fn remove_record(&self, directory: &str, path: &str) -> Result<bool> {
-        self.store.check_writable()?;
-        let removed = self.unlink_if_there(path)?;
-        if removed {
-            let directory = format!("{}/{directory}", self.base);
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
-        }
-        Ok(removed)
-    }
-
-    fn unlink_if_there(&self, path: &str) -> Result<bool> {
-        match self.disk().unlink(path) {
-            Ok(()) => Ok(true),
-            Err(error) if is_absent(&error) => Ok(false),
-            Err(error) => Err(error).at("remove", path),
-        }
-    }
-
-    /// With the lock held, what is here now stays here until it is given back.
-    fn check_present<'a>(
-        &self,
-        images: &[Digest],
-        layers: impl Iterator<Item = &'a str>,
-    ) -> Result<()> {
-        for image in images {
-            if !self.has_image(image)? {
-                return Err(Error::NoSuchImage(*image));
-            }
-        }
-        for chain_id in layers {
-            if !self.has_layer(chain_id)? {
-                return Err(Error::NoSuchLayer(chain_id.to_owned()));
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes the names of images and layers durable. A record must not outlive what it names: an image
-    /// that is in place may have come there a moment ago, by another import that has not synced yet.
-    pub(crate) fn sync_parts(&self) -> Result<()> {
-        for part in ["layers", "images"] {
-            let path = format!("{}/{part}", self.base);
-            self.disk().sync_dir(&path).at("sync", &path)?;
-        }
-        Ok(())
-    }
-
-    /// Writes a ref's record to a temporary file; gives it and its later place.
-    pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
-        let path = self.ref_file(ref_name)?;
-        let json = ref_json(ref_name, record)?;
-        let directory = format!("{}/refs", self.base);
-        Ok((self.store.write_temporary(&directory, &json, Purpose::Record, false)?, path))
-    }
-
-    /// Writes a root's record to a temporary file; gives it and its later place.
-    pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
-        let path = self.root_file(root.kind, &root.id)?;
-        let json = to_json(&path, root)?;
-        let directory = format!("{}/roots/{}", self.base, root.kind.as_str());
-        Ok((self.store.write_temporary(&directory, &json, Purpose::Record, false)?, path))
-    }
-
     pub(crate) fn disk(&self) -> &dyn Disk {
         self.store.disk()
-    }
-}
-
-/// A ref with its name, as it lies in the file.
-#[derive(Serialize, serde::Deserialize)]
-struct Named<T> {
-    name: String,
-    #[serde(flatten)]
-    record: T,
-}
-
-fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
-    to_json(ref_name, &Named { name: ref_name.to_owned(), record })
-}
-
-pub(crate) fn to_json<T: Serialize>(path: &str, record: &T) -> Result<Vec<u8>> {
-    let json = serde_json::to_vec_pretty(record).map_err(|error| Error::corrupt(path, error))?;
-    if json.len() as u64 > RECORD_SIZE_MAX {
-        return Err(Error::corrupt(path, "the record would be larger than 16 MiB"));
-    }
-    Ok(json)
-}
-
-/// A record that says another name than its file was copied or renamed by hand.
-fn check_own_name(path: &str, own_name: &str) -> Result<()> {
-    let file = path.rsplit('/').next().unwrap_or(path);
-    let stem = file.strip_suffix(RECORD_SUFFIX).unwrap_or(file);
-    if name::matches(stem, own_name) {
-        return Ok(());
-    }
-    Err(Error::corrupt(path, format!("it holds the record of {own_name:?}")))
-}
-
-/// A record that names what cannot be a layer is damaged.
-fn check_chain_ids<'a>(path: &str, mut chain_ids: impl Iterator<Item = &'a str>) -> Result<()> {
-    chain_ids.try_for_each(|chain_id| match FileName::chain(FileKind::Layer, chain_id) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(Error::corrupt(path, error)),
-    })
-}
-
-fn no_such(name: &FileName) -> Error {
-    // Only those that are named by content come here with a digest, and the others have a chain.
-    let digest = name.digest().unwrap_or(Digest([0; 32]));
-    let chain_id = || name.chain_id().unwrap_or_else(|| name.to_string());
-    match name.kind() {
-        FileKind::Object => Error::NoSuchObject(digest),
-        FileKind::Image => Error::NoSuchImage(digest),
-        FileKind::Layer => Error::NoSuchLayer(chain_id()),
-        FileKind::Split => Error::NoSuchSplit(chain_id()),
-        FileKind::Segment => Error::NoSuchSegment(digest),
-        FileKind::Pack => Error::NoSuchPack(name.image().unwrap_or(digest)),
     }
 }
 

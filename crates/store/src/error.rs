@@ -2,8 +2,8 @@
 
 use std::io;
 
-use crate::Digest;
 use crate::task::Cancelled;
+use crate::{Digest, FileName};
 
 /// Result of a store operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -121,24 +121,12 @@ pub enum Error {
     /// No such ref.
     #[error("no ref `{0}`")]
     NoSuchRef(String),
-    /// No such image.
-    #[error("no image {0}")]
-    NoSuchImage(Digest),
-    /// No such object.
-    #[error("no object {0}")]
-    NoSuchObject(Digest),
-    /// No such layer.
-    #[error("no layer `{0}`")]
-    NoSuchLayer(String),
-    /// A layer without a split: imported by a program that did not make any yet.
-    #[error("layer `{0}` has no split: what its archive held beside its files was not kept")]
-    NoSuchSplit(String),
-    /// No such segment.
-    #[error("no segment {0}")]
-    NoSuchSegment(Digest),
+    /// No such file of the domain.
+    #[error("no {0}")]
+    NoSuch(FileName),
     /// An image without a pack.
     #[error("image {0} has no pack")]
-    NoSuchPack(Digest),
+    NoPack(Digest),
     /// More content than a segment can address.
     #[error("object {digest} with {size} bytes is more than a segment can address")]
     SegmentFull {
@@ -202,14 +190,7 @@ impl Error {
     pub fn is_race(&self) -> bool {
         matches!(
             self,
-            Self::Vanished { .. }
-                | Self::SizeMismatch { .. }
-                | Self::NoSuchImage(_)
-                | Self::NoSuchObject(_)
-                | Self::NoSuchLayer(_)
-                | Self::NoSuchSplit(_)
-                | Self::NoSuchSegment(_)
-                | Self::NoSuchPack(_)
+            Self::Vanished { .. } | Self::SizeMismatch { .. } | Self::NoSuch(_) | Self::NoPack(_)
         )
     }
 
@@ -224,12 +205,8 @@ impl Error {
             | Self::BadName { .. }
             | Self::NoSuchDomain(_)
             | Self::NoSuchRef(_)
-            | Self::NoSuchImage(_)
-            | Self::NoSuchObject(_)
-            | Self::NoSuchLayer(_)
-            | Self::NoSuchSplit(_)
-            | Self::NoSuchSegment(_)
-            | Self::NoSuchPack(_)
+            | Self::NoSuch(_)
+            | Self::NoPack(_)
             | Self::SegmentFull { .. }
             | Self::TooMany { .. } => ErrorKind::Caller,
             Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,

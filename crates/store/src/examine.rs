@@ -123,14 +123,7 @@ impl<'a> Examiner<'a> {
     /// # Errors
     /// As [`Examiner::look`].
     pub(crate) fn read(&self, name: &FileName, visit: &mut dyn FnMut(Digest, u64)) -> Result<Seen> {
-        let read = match name.kind() {
-            FileKind::Segment => {
-                let segment = self.domain.open_named(name).map_err(Into::into);
-                segment.and_then(|file| self.contents.check_segment(&file))
-            }
-            _ => name.visit(self.domain, self.contents, visit),
-        };
-        match read {
+        match name.visit(self.domain, self.contents, visit) {
             Ok(()) => Ok(Seen::Sound),
             Err(error) => match error.downcast::<Error>().map(|error| *error) {
                 Ok(error) if error.is_race() => Ok(Seen::Missing),
@@ -398,16 +391,17 @@ impl Drop for Quiet<'_> {
     }
 }
 
-#[cfg(all(test, feature = "sim"))]
+#[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::{Disk, Purpose};
-    use crate::sim::SimDisk;
+    use crate::disk::{Disk, Purpose, RealDisk};
 
     /// Content at the seams of the units, holes between, and an end that is no unit.
     #[test]
     fn a_large_file_has_one_digest_on_any_number_of_threads() {
-        let disk = SimDisk::new(1);
+        let name = format!("cofolio-store-large-{}", std::process::id());
+        let directory = std::env::temp_dir().join(name);
+        let disk = RealDisk::create_dir(&directory).unwrap();
         let mut file = disk.create("large", Purpose::Content).unwrap();
         let mut size = 0;
         for (hole, data) in [(UNIT - 2, "abcd"), (UNIT, "at a seam"), (2 * UNIT + 4097, "end")] {
@@ -426,5 +420,6 @@ mod tests {
                 "{threads} threads"
             );
         }
+        std::fs::remove_dir_all(directory).unwrap();
     }
 }

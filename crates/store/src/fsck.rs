@@ -1,6 +1,7 @@
 //! fsck: what is wrong with a domain. It changes nothing.
 
 use std::collections::{HashMap, HashSet};
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
@@ -8,12 +9,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::domain::{self, RECORD_SUFFIX};
+use crate::domain;
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::record::RootKind;
+use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -56,12 +57,16 @@ pub enum FindingKind {
     PackIncomplete,
     /// A ref's record cannot be read.
     RefUnreadable,
-    /// A ref names an image or layer that is not there.
+    /// A ref names an image or layer that is not there, or a layer without its split.
     RefDangling,
     /// A root's record cannot be read.
     RootUnreadable,
-    /// A root names an image or layer that is not there.
+    /// A root names an image or layer that is not there, or a layer without its split.
     RootDangling,
+    /// `meta.json` cannot be read.
+    MetaUnreadable,
+    /// The settings of the domain cannot be read.
+    SettingsUnreadable,
     /// A signature's content has another digest than its name.
     SignatureAltered,
     /// A directory of the domain is missing.
@@ -79,37 +84,6 @@ pub enum FindingKind {
 }
 
 impl FindingKind {
-    /// The stable text.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::ObjectMissing => "object-missing",
-            Self::ObjectTruncated => "object-truncated",
-            Self::ObjectAltered => "object-altered",
-            Self::ObjectUnreadable => "object-unreadable",
-            Self::ImageAltered => "image-altered",
-            Self::ImageUnreadable => "image-unreadable",
-            Self::BaseAltered => "base-altered",
-            Self::BaseIncomplete => "base-incomplete",
-            Self::LayerUnreadable => "layer-unreadable",
-            Self::SegmentAltered => "segment-altered",
-            Self::SegmentUnreadable => "segment-unreadable",
-            Self::PackAltered => "pack-altered",
-            Self::PackUnreadable => "pack-unreadable",
-            Self::PackIncomplete => "pack-incomplete",
-            Self::RefUnreadable => "ref-unreadable",
-            Self::RefDangling => "ref-dangling",
-            Self::RootUnreadable => "root-unreadable",
-            Self::RootDangling => "root-dangling",
-            Self::SignatureAltered => "signature-altered",
-            Self::DirectoryMissing => "directory-missing",
-            Self::Permissions => "permissions",
-            Self::Unprotected => "unprotected",
-            Self::UnexpectedEntry => "unexpected-entry",
-            Self::StagingOrphaned => "staging-orphaned",
-            Self::SignatureOrphaned => "signature-orphaned",
-        }
-    }
-
     /// Whether it is about something that can be made again from images and objects: a base, a delta, a segment, a pack.
     pub fn is_derived(self) -> bool {
         matches!(
@@ -135,6 +109,13 @@ impl FindingKind {
                 | Self::StagingOrphaned
                 | Self::SignatureOrphaned
         )
+    }
+}
+
+/// The stable text, which is also that of JSON.
+impl fmt::Display for FindingKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
     }
 }
 
@@ -275,6 +256,14 @@ impl Domain {
         if report.is_damaged() {
             return Ok(report);
         }
+        match self.settings() {
+            Err(error) if is_damage(&error) => {
+                let detail = format!("{error}; `cofolio backend` sets it again");
+                let path = self.settings_file();
+                report.add(Finding::new(FindingKind::SettingsUnreadable, path, detail));
+            }
+            other => drop(other?),
+        }
         let threads = self.disk().parallelism();
         let reading = |threads| match options.rehash {
             true => Reading::Cached(threads),
@@ -285,8 +274,7 @@ impl Domain {
         let (users, mut named) = one.fsck_images_and_layers(&mut report)?;
         self.fsck_bases(&mut report)?;
         Examiner::new(self, contents, reading(threads), &task.cancel).fsck_packs(&mut report)?;
-        self.fsck_refs(&mut report)?;
-        self.fsck_roots(&mut report)?;
+        self.fsck_records(&mut report)?;
         self.fsck_signatures(&mut report)?;
         one.fsck_objects(&users, &mut named, task, &mut report)?;
         for id in self.store().orphaned_staging()? {
@@ -312,69 +300,52 @@ impl Domain {
         self.fsck_attributes(path, kind, report)
     }
 
-    fn fsck_refs(&self, report: &mut FsckReport) -> Result<()> {
-        for stem in self.fsck_records("refs", report)? {
-            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base());
-            report.refs += 1;
-            match self.read_ref(&path) {
-                Ok(None) => {}
-                Ok(Some((_, record))) => {
-                    let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
-                    let missing = self.missing_files(&[record.image], layers)?;
-                    for file in missing {
-                        let detail = format!("{file} is missing");
-                        report.add(Finding::new(FindingKind::RefDangling, &path, detail));
-                    }
-                }
-                Err(error) => {
-                    report.add(Finding::new(FindingKind::RefUnreadable, path, error.to_string()));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn fsck_roots(&self, report: &mut FsckReport) -> Result<()> {
-        for kind in RootKind::ALL {
-            let directory = format!("roots/{}", kind.as_str());
-            for stem in self.fsck_records(&directory, report)? {
-                let path = format!("{}/{directory}/{stem}{RECORD_SUFFIX}", self.base());
-                report.roots += 1;
-                match self.read_root(&path) {
-                    Ok(None) => {}
-                    Ok(Some(root)) => {
-                        let layers = root.layers.iter().map(String::as_str);
-                        for file in self.missing_files(&root.images, layers)? {
-                            let detail = format!("{file} is missing");
-                            report.add(Finding::new(FindingKind::RootDangling, &path, detail));
-                        }
-                    }
-                    Err(error) => {
-                        let detail = error.to_string();
-                        report.add(Finding::new(FindingKind::RootUnreadable, path, detail));
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Stems of the records in a directory; what is not a record is reported. Temporary files are being
-    /// written by somebody, or gc takes them.
-    fn fsck_records(&self, directory: &str, report: &mut FsckReport) -> Result<Vec<String>> {
-        let path = format!("{}/{directory}", self.base());
-        let mut stems = Vec::new();
-        for (entry, kind) in self.disk().list(&path).at("list", &path)? {
-            match entry.strip_suffix(RECORD_SUFFIX) {
-                _ if entry.starts_with(TEMPORARY) => {}
-                Some(stem) if kind == Kind::File => stems.push(stem.to_owned()),
-                _ => {
+    /// Refs and roots: whether they can be read, and what they name is here.
+    fn fsck_records(&self, report: &mut FsckReport) -> Result<()> {
+        for directory in RECORDS {
+            let path = format!("{}/{directory}", self.base());
+            for (entry, kind) in self.disk().list(&path).at("list", &path)? {
+                // Temporary files are being written by somebody, or gc takes them.
+                let is_ours = entry.ends_with(RECORD_SUFFIX) && kind == Kind::File;
+                if !is_ours && !entry.starts_with(TEMPORARY) {
                     let path = format!("{path}/{entry}");
                     report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
                 }
             }
+            let (count, unreadable, dangling) = match directory.starts_with(ROOTS) {
+                true => (&mut report.roots, FindingKind::RootUnreadable, FindingKind::RootDangling),
+                false => (&mut report.refs, FindingKind::RefUnreadable, FindingKind::RefDangling),
+            };
+            let records = self.records(directory)?;
+            *count += records.len() as u64;
+            for record in records {
+                let kept = match self.read_kept(&record) {
+                    Ok(kept) => kept.unwrap_or_default(),
+                    Err(error) => {
+                        report.add(Finding::new(unreadable, record.path, error.to_string()));
+                        continue;
+                    }
+                };
+                for file in self.missing_of(&kept)? {
+                    let detail = format!("{file} is missing");
+                    report.add(Finding::new(dangling, &record.path, detail));
+                }
+            }
         }
-        Ok(stems)
+        Ok(())
+    }
+
+    /// What a ref or root keeps and is not here: images, and layers or their splits.
+    pub(crate) fn missing_of(&self, kept: &Kept) -> Result<Vec<FileName>> {
+        let layers = || kept.layers.iter().map(String::as_str);
+        let mut missing = self.missing_files(&kept.images, layers())?;
+        for chain_id in layers() {
+            let split = FileName::chain(FileKind::Split, chain_id)?;
+            if self.has_layer(chain_id)? && self.named_size(&split)?.is_none() {
+                missing.push(split);
+            }
+        }
+        Ok(missing)
     }
 
     /// Images and layers of these that are not here.

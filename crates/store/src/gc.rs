@@ -7,12 +7,14 @@
 //! 2. what interrupted imports and writes left goes, leases that have run out, mounts of an earlier boot;
 //! 3. images, layers, splits and packs that are not marked go, and that is made durable: no image that is in
 //!    place ever lacks an object, after a crash either, and no pack a segment;
-//! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it.
+//! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it,
+//!    images after their objects.
 //!
 //! Time and the number of system calls grow with the number of files, records, and names in images and
 //! layers; memory with the number of kept objects, 31 bytes each.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::Ordering::Relaxed;
 
 use serde::Serialize;
 
@@ -20,11 +22,10 @@ use crate::base;
 use crate::collector::{Collector, Suspect, Swept};
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::domain::ROOTS;
 use crate::error::{At, BoxError, Result};
 use crate::kinds::FileKind;
 use crate::parallel::for_each;
-use crate::record::RootKind;
+use crate::records::RECORDS;
 use crate::signatures;
 use crate::store::TEMPORARY;
 use crate::task::Cancel;
@@ -154,6 +155,12 @@ impl Collector<'_> {
             self.sweep_kind(kind, &mut report)?;
         }
         self.sweep_objects(&mut report)?;
+        if self.protected.load(Relaxed) {
+            domain.disk().sync_all().at("sync", domain.base())?;
+        }
+        for path in std::mem::take(&mut self.protect_last) {
+            self.protect(&path)?;
+        }
         self.sweep_hints()?;
         if !self.options.dry_run {
             // There may be room for it now.
@@ -172,7 +179,11 @@ impl Collector<'_> {
             self.options.cancel.check()?;
             let path = self.domain.named_file(&name);
             if self.reach.keeps(&name) {
-                self.protect(&path)?;
+                match kind.names() {
+                    // The flag of an image stands for those of its objects: it comes after them.
+                    Some(_) => self.protect_last.push(path),
+                    None => self.protect(&path)?,
+                }
                 kept += 1;
             } else {
                 suspects.push(Suspect { what: name, path, kind: Kind::File });
@@ -243,10 +254,8 @@ impl Collector<'_> {
     /// that is there when the collection holds it alone belongs to nobody.
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
-        let roots = RootKind::ALL.map(|kind| format!("{ROOTS}/{}", kind.as_str()));
-        let mut directories = vec![String::new(), "refs".to_owned(), used::DIRECTORY.to_owned()];
-        directories.push(base::DIRECTORY.to_owned());
-        directories.extend(roots);
+        let mut directories = RECORDS.map(str::to_owned).to_vec();
+        directories.extend(["", used::DIRECTORY, base::DIRECTORY].map(str::to_owned));
         for (image, kind) in domain.entries(signatures::DIRECTORY)? {
             if kind == Kind::Directory {
                 directories.push(format!("{}/{image}", signatures::DIRECTORY));

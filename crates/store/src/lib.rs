@@ -23,7 +23,6 @@ mod buffer;
 mod collector;
 mod commit;
 mod contents;
-mod copy;
 mod digest;
 pub mod disk;
 mod domain;
@@ -40,14 +39,14 @@ mod parallel;
 mod reach;
 mod real;
 mod record;
+mod records;
 mod repair;
 mod scrub;
 mod segment;
 mod settings;
 mod signatures;
-#[cfg(feature = "sim")]
-pub mod sim;
 mod sizes;
+mod staged;
 mod staging;
 mod store;
 pub mod task;
@@ -63,7 +62,7 @@ pub use commit::Publish;
 pub use contents::Contents;
 pub use digest::{Digest, ParseDigestError};
 pub use disk::{Piece, Protection, StoredFile, Stretch};
-pub use domain::{Domain, DomainLock, Refs, UnreadableRef};
+pub use domain::{Domain, DomainLock};
 pub use du::{DuReport, ImageUsage};
 pub use error::{BoxError, Error, ErrorKind, Result, is_damage};
 pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};
@@ -73,6 +72,7 @@ pub use meta::{Features, Meta};
 pub use reach::Unreadable;
 pub use real::stretch_at;
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind};
+pub use records::{Refs, UnreadableRef};
 pub use repair::Damage;
 pub use scrub::{ScrubOptions, ScrubReport};
 pub use segment::{
@@ -82,9 +82,8 @@ pub use segment::{
 pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use sizes::SizesReport;
-pub use staging::{
-    ImageWriter, ImportOptions, LayerWriter, ObjectWriter, Staging, StagingStats, Stored,
-};
+pub use staged::{ImageWriter, LayerWriter, ObjectWriter, StagedFile};
+pub use staging::{ImportOptions, Staging, StagingStats, Stored};
 pub use store::{DEFAULT_DOMAIN, InitOptions, Store};
 pub use trim::{KEEP_LABEL, Spared, TrimOptions, TrimPlan, Victim};
 pub use verify::VerifyReport;

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use crate::error::Result;
 
 /// Calls `work` for every item on up to `threads` threads, each taking the next item when it is free.
-/// The first error stops them all and is returned. With one thread the order is that of the list.
+/// The first error stops them all and is returned. With one thread the order is that of the list. Where
+/// the machine gives fewer threads, these and the caller's do it.
 pub(crate) fn for_each<T: Sync>(
     threads: usize,
     items: &[T],
@@ -30,7 +31,10 @@ pub(crate) fn for_each<T: Sync>(
     };
     std::thread::scope(|scope| {
         for _ in 1..threads {
-            scope.spawn(run);
+            // `Scope::spawn` panics if there is none to be had.
+            if std::thread::Builder::new().spawn_scoped(scope, run).is_err() {
+                break;
+            }
         }
         run();
     });

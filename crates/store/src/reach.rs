@@ -6,12 +6,12 @@ use serde::Serialize;
 
 use crate::base::with_bases;
 use crate::contents::{Contents, DigestSet};
-use crate::domain::RECORD_SUFFIX;
 use crate::error::{BoxError, Error, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
+use crate::records::RecordFile;
 use crate::task::Cancel;
-use crate::{Digest, Domain, GcOptions, name};
+use crate::{Digest, Domain, GcOptions};
 
 /// Something that keeps images and layers and cannot be read, or an image or layer that is kept and cannot
 /// be read. What it might need is kept.
@@ -59,9 +59,9 @@ impl Domain {
             keepers.add_unreadable(unreadable.error)?;
         }
         for kind in RootKind::ALL {
-            for stem in self.files(&format!("roots/{}", kind.as_str()), RECORD_SUFFIX)? {
-                let path = format!("{}/roots/{}/{stem}{RECORD_SUFFIX}", self.base(), kind.as_str());
-                let shown = format!("{}/{}", kind.as_str(), name::decode(&stem).unwrap_or(stem));
+            for RecordFile { path, name } in self.records(kind.directory())? {
+                let shown = name.map(|name| format!("{}/{name}", kind.as_str()));
+                let shown = shown.unwrap_or_else(|| path.clone());
                 match self.read_root(&path) {
                     Ok(None) => {}
                     Ok(Some(root)) if is_stale(&root, options) => {

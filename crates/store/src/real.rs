@@ -276,16 +276,6 @@ impl Disk for RealDisk {
         }
     }
 
-    fn reflink(&self, from: &str, to: &str) -> io::Result<()> {
-        let source = self.open_at(from, OFlags::RDONLY, Mode::empty())?;
-        let mode = Mode::from_raw_mode(Purpose::Content.mode());
-        let target = self.open_at(to, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, mode)?;
-        if self.needs_chmod {
-            fs::fchmod(&target, mode)?;
-        }
-        Ok(fs::ioctl_ficlone(&target, &source)?)
-    }
-
     fn protection(&self) -> Protection {
         *self.protection.get_or_init(|| self.probe())
     }

@@ -102,11 +102,18 @@ impl RootKind {
     /// All kinds.
     pub const ALL: [Self; 2] = [Self::Lease, Self::Mount];
 
-    /// Name of the directory under `roots/`.
+    /// Its name.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Lease => "lease",
             Self::Mount => "mount",
+        }
+    }
+
+    pub(crate) const fn directory(self) -> &'static str {
+        match self {
+            Self::Lease => "roots/lease",
+            Self::Mount => "roots/mount",
         }
     }
 }

@@ -4,20 +4,20 @@
 //! with the lock held before it is removed.
 
 use std::collections::{BTreeSet, HashSet};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
-use crate::domain::{RECORD_SUFFIX, Refs};
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
+use crate::records::RECORDS;
 use crate::staging::Staging;
 use crate::store::remove_entry;
-use crate::task::{Cancel, Task};
-use crate::{Digest, Domain, ImportOptions, RootKind};
+use crate::task::Task;
+use crate::{Digest, Domain, ImportOptions};
 
 /// What is missing from a domain or is not what its name says.
 #[derive(Clone, Debug, Default)]
@@ -38,12 +38,27 @@ impl Damage {
     }
 }
 
+/// What came of protecting a file.
+enum Protected {
+    /// It is protected now.
+    Now,
+    /// It was.
+    Before,
+    /// It is not what its name says.
+    Not,
+}
+
 impl Domain {
     /// What of the findings an import could bring back.
     ///
     /// # Errors
     /// [`crate::Error::Io`].
-    pub fn damage(&self, report: &FsckReport, contents: &dyn Contents) -> Result<Damage> {
+    pub fn damage(
+        &self,
+        report: &FsckReport,
+        contents: &dyn Contents,
+        task: &Task,
+    ) -> Result<Damage> {
         let mut damage = Damage::default();
         for finding in &report.findings {
             match finding.kind {
@@ -63,6 +78,7 @@ impl Domain {
         }
         self.missing_files_of_records(&mut damage)?;
         for layer in self.named(FileKind::Layer)? {
+            task.check()?;
             let mut hit = false;
             let read = layer.visit_whole(self, contents, &mut |digest, _| {
                 hit |= damage.objects.contains(&digest);
@@ -108,6 +124,7 @@ impl Domain {
         &self,
         report: &FsckReport,
         contents: &dyn Contents,
+        task: &Task,
     ) -> Result<BTreeSet<Digest>> {
         self.store().check_writable()?;
         let derived = report.findings.iter().filter(|finding| finding.kind.is_derived());
@@ -122,12 +139,8 @@ impl Domain {
         let segments = self.named(FileKind::Segment)?;
         let sound = segments.iter().filter_map(FileName::digest);
         let sound = sound.filter(|segment| !damaged.contains(segment)).collect();
-        let mut examiner = Examiner::new(
-            self,
-            contents,
-            Reading::Cached(self.disk().parallelism()),
-            &Cancel::default(),
-        );
+        let mut examiner =
+            Examiner::new(self, contents, Reading::Cached(self.disk().parallelism()), &task.cancel);
         examiner.derived = self.derived_images()?;
         let mut images = BTreeSet::new();
         for name in &names {
@@ -135,7 +148,7 @@ impl Domain {
                 images.extend(name.image());
             }
         }
-        let _lock = self.lock(LockMode::Exclusive, true)?;
+        let _lock = self.lock_alone(true, &task.cancel)?;
         self.drop_broken_bases()?;
         for directory in ["segments", "images"] {
             let directory = format!("{}/{directory}", self.base());
@@ -182,17 +195,16 @@ impl Domain {
 
     /// Whether a ref or root names an image, or a record that cannot be read might.
     fn is_named(&self, image: &Digest) -> Result<bool> {
-        let Refs { readable, unreadable } = self.all_refs()?;
-        if !unreadable.is_empty() || readable.iter().any(|(_, record)| record.image == *image) {
-            return Ok(true);
-        }
-        for kind in RootKind::ALL {
-            let roots = match self.roots(kind) {
-                Err(Error::Corrupt { .. }) => return Ok(true),
-                other => other?,
-            };
-            if roots.iter().any(|root| root.images.contains(image)) {
-                return Ok(true);
+        for directory in RECORDS {
+            for record in self.records(directory)? {
+                let is_named = match self.read_kept(&record) {
+                    Ok(kept) => kept.is_some_and(|kept| kept.images.contains(image)),
+                    Err(error) if is_damage(&error) => true,
+                    Err(error) => return Err(error),
+                };
+                if is_named {
+                    return Ok(true);
+                }
             }
         }
         Ok(false)
@@ -200,53 +212,73 @@ impl Domain {
 
     /// Gives content in place the protection that this store gives and that it lacks: fs-verity, if the filesystem
     /// has gained it since (`tune2fs -O verity`), and the immutable flag. What is not what its name says is left
-    /// as it is, for fsck to tell. Returns how many files are protected now that were not.
+    /// as it is, for fsck to tell, and images are then, too. Returns how many files are protected now that
+    /// were not.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Corrupt`] if the kernel computes another digest than this
-    /// program, [`crate::Error::Io`].
-    pub fn protect_all(&self) -> Result<u64> {
+    /// program, [`crate::Error::Cancelled`], [`crate::Error::Io`].
+    pub fn protect_all(&self, task: &Task) -> Result<u64> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
         if self.store().open_to_others()?.is_some() {
             self.store().restrict()?;
         }
-        let mut files = Vec::new();
-        for kind in FileKind::NAMED {
-            files.extend(self.named(kind)?);
-        }
+        let (mut content, mut named) = (Vec::new(), Vec::new());
         self.each_object(&mut |digest, _| {
-            files.push(FileName::content(FileKind::Object, &digest))
+            content.push(FileName::content(FileKind::Object, &digest))
         })?;
-        let count = AtomicU64::new(0);
-        for_each(self.disk().parallelism(), &files, |name| {
+        for kind in FileKind::NAMED {
+            match kind.names() {
+                Some(_) => named.extend(self.named(kind)?),
+                None => content.extend(self.named(kind)?),
+            }
+        }
+        let (count, all) = (AtomicU64::new(0), AtomicBool::new(true));
+        let protect = |name: &FileName| {
+            task.check()?;
             let path = self.named_file(name);
-            count.fetch_add(self.protect_file(&path, name.digest().as_ref())?.into(), Relaxed);
+            match self.protect_file(&path, name.digest().as_ref(), task)? {
+                Protected::Now => drop(count.fetch_add(1, Relaxed)),
+                Protected::Before => {}
+                Protected::Not => all.store(false, Relaxed),
+            }
             Ok(())
-        })?;
+        };
+        for_each(self.disk().parallelism(), &content, protect)?;
+        // The flag of an image stands for those of its objects, after a crash too.
+        if all.load(Relaxed) {
+            if count.load(Relaxed) > 0 {
+                self.disk().sync_all().at("sync", self.base())?;
+            }
+            for_each(self.disk().parallelism(), &named, protect)?;
+        }
         if count.load(Relaxed) > 0 {
             self.disk().sync_all().at("sync", self.base())?;
         }
         Ok(count.into_inner())
     }
 
-    /// Protects one file, whose content has that digest if it has one; says whether there was something to do.
-    fn protect_file(&self, path: &str, digest: Option<&Digest>) -> Result<bool> {
+    /// Protects one file, whose content has that digest if it has one.
+    fn protect_file(&self, path: &str, digest: Option<&Digest>, task: &Task) -> Result<Protected> {
         let disk = self.disk();
         let (protection, stat) = (self.protection(), disk.stat(path).at("look at", path)?);
         let wants_flag = protection.immutable && !stat.immutable;
         let wants_verity = protection.verity
             && digest.is_some()
             && disk.measure_verity(path).at("measure", path)?.is_none();
-        if stat.kind != Kind::File || !(wants_flag || wants_verity) {
-            return Ok(false);
+        if stat.kind != Kind::File {
+            return Ok(Protected::Not);
+        }
+        if !(wants_flag || wants_verity) {
+            return Ok(Protected::Before);
         }
         if let Some(digest) = digest {
-            let Some(file) = self.open_file(path.to_owned())? else { return Ok(false) };
-            match hash_file(&file, &Cancel::default()) {
+            let Some(file) = self.open_file(path.to_owned())? else { return Ok(Protected::Not) };
+            match hash_file(&file, &task.cancel) {
                 Ok(found) if found == *digest => {}
                 Err(error) if !is_damage(&error) => return Err(error),
-                _ => return Ok(false),
+                _ => return Ok(Protected::Not),
             }
         }
         let mut measured = Ok(digest.map(|digest| digest.0));
@@ -263,16 +295,21 @@ impl Domain {
         if measured? != digest.map(|digest| digest.0) {
             return Err(Error::corrupt(path, "the kernel computes another fs-verity digest"));
         }
-        Ok(true)
+        Ok(Protected::Now)
     }
 
     /// What is still wrong after a repair. Of content, only what was damaged before is read.
     ///
     /// # Errors
     /// As [`Domain::fsck`].
-    pub fn recheck(&self, damage: &Damage, contents: &dyn Contents) -> Result<FsckReport> {
-        let mut report = self.fsck(contents, FsckOptions { rehash: false }, &Task::default())?;
-        let examiner = Examiner::new(self, contents, Reading::Cached(1), &Cancel::default());
+    pub fn recheck(
+        &self,
+        damage: &Damage,
+        contents: &dyn Contents,
+        task: &Task,
+    ) -> Result<FsckReport> {
+        let mut report = self.fsck(contents, FsckOptions { rehash: false }, task)?;
+        let examiner = Examiner::new(self, contents, Reading::Cached(1), &task.cancel);
         let content = |kind| move |digest| FileName::content(kind, digest);
         let objects = damage.objects.iter().map(content(FileKind::Object));
         for name in objects.chain(damage.images.iter().map(content(FileKind::Image))) {
@@ -290,26 +327,13 @@ impl Domain {
     /// Images and layers that a ref or root names and that are not there. A record that cannot be read is
     /// a finding of its own.
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
-        let mut named = Vec::new();
-        for stem in self.files("refs", RECORD_SUFFIX)? {
-            let path = format!("{}/refs/{stem}{RECORD_SUFFIX}", self.base());
-            if let Ok(Some((_, record))) = self.read_ref(&path) {
-                let layers = record.layers.into_iter().map(|layer| layer.chain_id);
-                named.push((vec![record.image], layers.collect()));
-            }
-        }
-        for kind in RootKind::ALL.map(RootKind::as_str) {
-            for stem in self.files(&format!("roots/{kind}"), RECORD_SUFFIX)? {
-                let path = format!("{}/roots/{kind}/{stem}{RECORD_SUFFIX}", self.base());
-                if let Ok(Some(root)) = self.read_root(&path) {
-                    named.push((root.images, root.layers));
+        for directory in RECORDS {
+            for record in self.records(directory)? {
+                let Ok(Some(kept)) = self.read_kept(&record) else { continue };
+                for file in self.missing_of(&kept)? {
+                    damage.images.extend(file.image());
+                    damage.layers.extend(file.chain_id());
                 }
-            }
-        }
-        for (images, layers) in named {
-            for file in self.missing_files(&images, layers.iter().map(String::as_str))? {
-                damage.images.extend(file.image());
-                damage.layers.extend(file.chain_id());
             }
         }
         Ok(())

@@ -68,7 +68,7 @@ impl Domain {
     /// findings are among those of the report.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::Unreadable`], [`Error::Io`]. Damage is no error: it is in the
+    /// [`Error::NoSuch`], [`Error::Unreadable`], [`Error::Io`]. Damage is no error: it is in the
     /// report.
     pub fn scrub(
         &self,
@@ -200,8 +200,7 @@ impl Examiner<'_> {
             };
             match seen {
                 Seen::Missing if options.images.is_some() => {
-                    let image = name.image().unwrap_or(Digest([0; 32]));
-                    return Err(Error::NoSuchImage(image));
+                    return Err(Error::NoSuch(name));
                 }
                 // Collected since it was listed, if it is missing.
                 seen => findings.extend(seen.finding()),

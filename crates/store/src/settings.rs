@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::Domain;
 use crate::disk::LockMode;
-use crate::domain::to_json;
 use crate::error::{At, ErrorKind, Result};
+use crate::records::to_json;
 use crate::segment::Form;
 
 /// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
@@ -61,7 +61,7 @@ impl fmt::Debug for Secret {
 
 /// The content of `domain.json`. Readable by the owner of the store alone.
 #[derive(Serialize, Deserialize)]
-struct Settings {
+pub(crate) struct Settings {
     #[serde(default)]
     backend: Backend,
     packs: Form,
@@ -123,11 +123,11 @@ impl Domain {
         self.store().replace_secret(self.base(), &path, &json)
     }
 
-    fn settings(&self) -> Result<Option<Settings>> {
+    pub(crate) fn settings(&self) -> Result<Option<Settings>> {
         self.read_record(&self.settings_file())
     }
 
-    fn settings_file(&self) -> String {
+    pub(crate) fn settings_file(&self) -> String {
         format!("{}/domain.json", self.base())
     }
 }

@@ -12,7 +12,7 @@ use crate::disk::Kind;
 use crate::error::{At, Error, Result};
 use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::store::{TEMPORARY, mkdir_if_missing};
-use crate::{Digest, Domain};
+use crate::{Digest, Domain, FileKind, FileName};
 
 /// Directory of the signatures, with a directory for each image that has some.
 pub(crate) const DIRECTORY: &str = "signatures";
@@ -25,7 +25,7 @@ impl Domain {
     /// Keeps a signature of an image, which must be here. Durable on return.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::TooMany`] beyond [`SIGNATURES_MAX`] or [`SIGNATURE_SIZE_MAX`],
+    /// [`Error::NoSuch`], [`Error::TooMany`] beyond [`SIGNATURES_MAX`] or [`SIGNATURE_SIZE_MAX`],
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn add_signature(&self, image: &Digest, signature: &[u8]) -> Result<()> {
         self.store().check_writable()?;
@@ -36,7 +36,7 @@ impl Domain {
         // Until it is written the image stays.
         let _lock = self.lock_shared()?;
         if !self.has_image(image)? {
-            return Err(Error::NoSuchImage(*image));
+            return Err(Error::NoSuch(FileName::content(FileKind::Image, image)));
         }
         let parent = format!("{}/{DIRECTORY}", self.base());
         let directory = format!("{parent}/{image}");

@@ -94,7 +94,7 @@ impl Domain {
             }
         }
         let path = self.sizes_file();
-        let json = crate::domain::to_json(&path, &report)?;
+        let json = crate::records::to_json(&path, &report)?;
         self.store().replace_file(self.base(), &path, &json, false)?;
         Ok(Some(report))
     }

@@ -20,26 +20,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::buffer::Buffer;
-use crate::copy::check_file;
-use crate::disk::{Disk, DiskFile, Lock, Purpose, StoredFile};
+use crate::disk::{Disk, Lock, Purpose, StoredFile};
 use crate::domain::{Domain, DomainLock, is_absent};
 use crate::error::{At, Error, Result, is_damage, is_full};
 use crate::examine::hash_file;
 use crate::kinds::{FileKind, FileName};
 use crate::repair::Damage;
+use crate::staged::{ImageWriter, LayerWriter, ObjectWriter, StagedFile};
 use crate::store::remove_entry;
 use crate::task::Cancel;
 
 use crate::Digest;
-use crate::verity::{self, Hasher};
+use crate::verity;
 
 /// [`ImportOptions::buffer_bytes_max`] unless said otherwise.
 const BUFFER_BYTES_MAX: usize = 1 << 20;
 /// [`ImportOptions::early_sync_bytes`] unless said otherwise.
 const EARLY_SYNC_BYTES: u64 = 32 << 20;
-/// Shorter runs of zeros are written: they hold no whole block that could be left out, and an archive can
-/// have a hole between any two bytes.
-const HOLE_MIN: usize = 4096;
 
 /// A write that takes more than this is rare: content comes in pieces of at most so many bytes, give or
 /// take a block.
@@ -109,7 +106,7 @@ pub struct Staging {
     pub(crate) repair: bool,
     /// Only this is stored, in place of what has its name; everything else counts as known.
     pub(crate) wanted: Option<Damage>,
-    next_temporary: AtomicU64,
+    pub(crate) next_temporary: AtomicU64,
     /// Looked at without the lock on every object.
     working: AtomicBool,
     /// Writes that certainly fit, until the room is looked at again.
@@ -215,7 +212,15 @@ impl Staging {
     pub fn object_writer(&self) -> ObjectWriter<'_> {
         let buffer =
             self.lock_buffers().pop().unwrap_or_else(|| Buffer::new(self.buffer_max.max(1)));
-        ObjectWriter { staging: self, hasher: Hasher::new(), buffer, spilled: None }
+        ObjectWriter::new(self, buffer)
+    }
+
+    /// A file of any kind but objects, whose name is said when it is complete.
+    ///
+    /// # Errors
+    /// As [`Staging::put_object`].
+    pub fn file_writer(&self) -> Result<StagedFile<'_>> {
+        StagedFile::new(self)
     }
 
     /// A writer for the metadata image.
@@ -223,7 +228,7 @@ impl Staging {
     /// # Errors
     /// As [`Staging::put_object`].
     pub fn image_writer(&self) -> Result<ImageWriter<'_>> {
-        Ok(ImageWriter { file: Spilled::new(self)?, hasher: Hasher::new(), packed: None })
+        ImageWriter::new(self, None)
     }
 
     /// A writer for the pack of an image, over segments that are staged or in place: the commit wants to know which
@@ -232,7 +237,7 @@ impl Staging {
     /// # Errors
     /// As [`Staging::put_object`].
     pub fn pack_writer(&self, image: &Digest) -> Result<ImageWriter<'_>> {
-        Ok(ImageWriter { packed: Some(*image), ..self.image_writer()? })
+        ImageWriter::new(self, Some(*image))
     }
 
     /// A writer for a layer's own tree (composefs dump text, zstd).
@@ -240,7 +245,7 @@ impl Staging {
     /// # Errors
     /// [`Error::BadName`], and as [`Staging::put_object`].
     pub fn layer_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
-        self.chain_writer(FileKind::Layer, chain_id)
+        LayerWriter::new(self, FileName::chain(FileKind::Layer, chain_id)?)
     }
 
     /// A writer for a layer's split: its archive without the content of its files.
@@ -248,30 +253,20 @@ impl Staging {
     /// # Errors
     /// As [`Staging::layer_writer`].
     pub fn split_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
-        self.chain_writer(FileKind::Split, chain_id)
+        LayerWriter::new(self, FileName::chain(FileKind::Split, chain_id)?)
     }
 
-    fn chain_writer(&self, kind: FileKind, chain_id: &str) -> Result<LayerWriter<'_>> {
-        let target = self.named_file(&FileName::chain(kind, chain_id)?);
-        Ok(LayerWriter { file: Spilled::new(self)?, target })
-    }
-
-    /// Opens a layer's tree that this import has written. `None` if it has not, or had no room for it
+    /// Opens a file that this import has written. `None` if it has not, or had no room for it
     /// ([`Staging::is_full`]).
     ///
     /// # Errors
-    /// [`Error::BadName`], [`Error::Io`].
-    pub fn open_layer(&self, chain_id: &str) -> Result<Option<StoredFile>> {
-        let path = self.named_file(&FileName::chain(FileKind::Layer, chain_id)?);
-        match self.disk().open(&path) {
-            Ok(file) => Ok(Some(StoredFile::new(file, path))),
-            Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(error).at("open", &path),
-        }
+    /// [`Error::Io`].
+    pub fn open_named(&self, name: &FileName) -> Result<Option<StoredFile>> {
+        self.domain.open_file(self.named_file(name))
     }
 
     /// Stores content whose digest is known to be right.
-    fn put_hashed(&self, digest: Digest, data: &[u8]) -> Result<Stored> {
+    pub(crate) fn put_hashed(&self, digest: Digest, data: &[u8]) -> Result<Stored> {
         let size = data.len() as u64;
         if self.is_in_place(&digest, size)? {
             return Ok(self.count(digest, size, false));
@@ -318,50 +313,6 @@ impl Staging {
         self.disk().sync_all().or_else(|error| self.fail(error, "sync", &self.directory))
     }
 
-    /// Stores a file of this store as a new file that shares its blocks. The copy is hashed, not the
-    /// original: it is ours alone and cannot change any more. None if this file cannot be shared so.
-    pub(crate) fn put_reflink(
-        &self,
-        from: &str,
-        digest: &Digest,
-        size: u64,
-    ) -> Result<Option<Stored>> {
-        if self.is_known(digest, size)? {
-            return Ok(Some(self.count(*digest, size, false)));
-        }
-        if !self.check()? {
-            return Ok(Some(self.count_missing(*digest, size, size)));
-        }
-        let number = self.next_temporary.fetch_add(1, Relaxed);
-        let mut copy = Spilled {
-            staging: self,
-            path: format!("{}/tmp/{number}", self.directory),
-            file: None,
-            written: size,
-        };
-        // Nothing was written yet, so whatever the reason is, copying the bytes may still go.
-        if self.disk().reflink(from, &copy.path).is_err() {
-            return Ok(None);
-        }
-        let file = self.disk().open(&copy.path).at("open", &copy.path)?;
-        check_file(&StoredFile::new(file, from.to_owned()), *digest)?;
-        let target = self.object_file(digest);
-        match self.in_shard(digest, || self.disk().rename(&copy.path, &target, true)) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Ok(Some(self.count(*digest, size, false)));
-            }
-            Err(error) => {
-                self.fail(error, "rename", &copy.path)?;
-                return Ok(Some(self.count_missing(*digest, size, size)));
-            }
-            Ok(()) => copy.path.clear(),
-        }
-        if !self.enable_verity(&target, digest)? {
-            return Ok(Some(self.count_missing(*digest, size, size)));
-        }
-        Ok(Some(self.count(*digest, size, true)))
-    }
-
     /// Whether an object is in place in the domain. One of another size is damaged: it is written again,
     /// and replaced at the commit.
     fn is_in_place(&self, digest: &Digest, size: u64) -> Result<bool> {
@@ -381,12 +332,12 @@ impl Staging {
     }
 
     /// Whether an object is in place or in this staging.
-    fn is_known(&self, digest: &Digest, size: u64) -> Result<bool> {
+    pub(crate) fn is_known(&self, digest: &Digest, size: u64) -> Result<bool> {
         Ok(self.is_in_place(digest, size)?
             || self.domain.file_size(&self.object_file(digest))? == Some(size))
     }
 
-    fn count(&self, digest: Digest, size: u64, new: bool) -> Stored {
+    pub(crate) fn count(&self, digest: Digest, size: u64, new: bool) -> Stored {
         let (objects, bytes) = match new {
             true => (&self.new_objects, &self.new_bytes),
             false => (&self.known_objects, &self.known_bytes),
@@ -397,7 +348,7 @@ impl Staging {
     }
 
     /// An object for which there is no room: `bytes` of its content are not holes.
-    fn count_missing(&self, digest: Digest, size: u64, bytes: u64) -> Stored {
+    pub(crate) fn count_missing(&self, digest: Digest, size: u64, bytes: u64) -> Stored {
         if let Health::Counting { missing, seen } = &mut *self.health()
             && seen.insert(digest)
         {
@@ -415,7 +366,11 @@ impl Staging {
 
     /// Runs a call that puts an entry into the digest's shard; makes the shard if that is why it fails.
     /// Most shards exist most of the time, so asking first would be a wasted call.
-    fn in_shard<T>(&self, digest: &Digest, call: impl Fn() -> io::Result<T>) -> io::Result<T> {
+    pub(crate) fn in_shard<T>(
+        &self,
+        digest: &Digest,
+        call: impl Fn() -> io::Result<T>,
+    ) -> io::Result<T> {
         match call() {
             Err(error) if is_absent(&error) => {}
             other => return other,
@@ -462,7 +417,7 @@ impl Staging {
     // Health.
 
     /// True while writing makes sense, false when only counting does. Asked before every write.
-    fn check(&self) -> Result<bool> {
+    pub(crate) fn check(&self) -> Result<bool> {
         if self.working.load(Relaxed) && self.has_room()? {
             return Ok(true);
         }
@@ -519,7 +474,7 @@ impl Staging {
 
     /// Records a failed write. After one nobody knows what is on the disk, so it is never tried again:
     /// a full disk turns the import into one that counts, anything else ends it.
-    fn fail(&self, error: io::Error, action: &'static str, path: &str) -> Result<()> {
+    pub(crate) fn fail(&self, error: io::Error, action: &'static str, path: &str) -> Result<()> {
         if is_full(&error) {
             self.fill();
             return Ok(());
@@ -543,7 +498,7 @@ impl Staging {
         self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_buffers(&self) -> MutexGuard<'_, Vec<Buffer>> {
+    pub(crate) fn lock_buffers(&self) -> MutexGuard<'_, Vec<Buffer>> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -557,318 +512,5 @@ impl Drop for Staging {
             drop(self.lock.take());
             let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
         }
-    }
-}
-
-/// A file under `tmp/` whose final name is not known yet. Without `finish` it is removed.
-pub(crate) struct Spilled<'a> {
-    pub(crate) staging: &'a Staging,
-    pub(crate) path: String,
-    /// None once the disk is full.
-    file: Option<Box<dyn DiskFile>>,
-    /// Bytes, holes not counted.
-    pub(crate) written: u64,
-}
-
-/// What became of a file that was to get its name.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Placed {
-    New,
-    /// Another thread has just staged the same content.
-    Known,
-    /// The disk is full: there is no file.
-    Full,
-}
-
-impl<'a> Spilled<'a> {
-    pub(crate) fn new(staging: &'a Staging) -> Result<Self> {
-        let number = staging.next_temporary.fetch_add(1, Relaxed);
-        let path = format!("{}/tmp/{number}", staging.directory);
-        let mut spilled = Self { staging, path, file: None, written: 0 };
-        if staging.check()? {
-            match staging.disk().create(&spilled.path, Purpose::Content) {
-                Ok(file) => spilled.file = Some(file),
-                Err(error) => staging.fail(error, "create", &spilled.path)?,
-            }
-        }
-        Ok(spilled)
-    }
-
-    pub(crate) fn write(&mut self, data: &[u8]) -> Result<()> {
-        self.written += data.len() as u64;
-        self.call(|file| file.write_all(data))
-    }
-
-    pub(crate) fn hole(&mut self, len: u64) -> Result<()> {
-        self.call(|file| file.append_hole(len))
-    }
-
-    pub(crate) fn call(
-        &mut self,
-        call: impl FnOnce(&mut dyn DiskFile) -> io::Result<()>,
-    ) -> Result<()> {
-        // Another thread's failure ends this file too: nothing of it can be published.
-        if !self.staging.check()? {
-            self.file = None;
-        }
-        if let Some(file) = &mut self.file
-            && let Err(error) = call(&mut **file)
-        {
-            self.file = None;
-            self.staging.fail(error, "write", &self.path)?;
-        }
-        Ok(())
-    }
-
-    /// Gives the file its name in the staging directory; what already has the name stays.
-    pub(crate) fn finish(
-        mut self,
-        call: impl FnOnce(&Staging, &str) -> io::Result<()>,
-    ) -> Result<Placed> {
-        let Some(file) = self.file.take() else { return Ok(Placed::Full) };
-        drop(file);
-        match call(self.staging, &self.path) {
-            // `drop` removes ours.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Placed::Known),
-            Err(error) => self.staging.fail(error, "rename", &self.path).map(|()| Placed::Full),
-            Ok(()) => {
-                self.path.clear();
-                Ok(Placed::New)
-            }
-        }
-    }
-}
-
-impl Drop for Spilled<'_> {
-    fn drop(&mut self) {
-        self.file = None;
-        if !self.path.is_empty() {
-            let _ = self.staging.disk().unlink(&self.path);
-        }
-    }
-}
-
-/// Writes one object. Content up to [`ImportOptions::buffer_bytes_max`] is kept in memory until [`ObjectWriter::finish`].
-pub struct ObjectWriter<'a> {
-    staging: &'a Staging,
-    hasher: Hasher,
-    buffer: Buffer,
-    spilled: Option<Spilled<'a>>,
-}
-
-impl fmt::Debug for ObjectWriter<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ObjectWriter").field("size", &self.hasher.size()).finish_non_exhaustive()
-    }
-}
-
-impl ObjectWriter<'_> {
-    /// Takes the next bytes of the content.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
-    pub fn push(&mut self, mut data: &[u8]) -> Result<()> {
-        while !data.is_empty() {
-            let spare = self.spare()?;
-            let count = spare.len().min(data.len());
-            spare[..count].copy_from_slice(&data[..count]);
-            self.advance(count);
-            data = &data[count..];
-        }
-        Ok(())
-    }
-
-    /// Room for the next bytes of the content, at least one, in memory of the writer's own: for who would otherwise
-    /// read them to another place first. [`ObjectWriter::advance`] takes them.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
-    pub fn spare(&mut self) -> Result<&mut [u8]> {
-        if self.buffer.spare().is_empty() {
-            match self.spilled {
-                None => self.spill()?,
-                Some(_) => self.flush_buffer()?,
-            }
-        }
-        Ok(self.buffer.spare())
-    }
-
-    /// Takes the first `count` bytes of [`ObjectWriter::spare`] as the next of the content.
-    pub fn advance(&mut self, count: usize) {
-        let before = self.buffer.filled().len();
-        self.buffer.advance(count);
-        self.hasher.update(&self.buffer.filled()[before..]);
-    }
-
-    /// Takes zeros as the next `len` bytes and leaves a hole for them in the file, so that an object is no
-    /// larger on disk than its source was. Time and memory do not depend on `len`.
-    ///
-    /// Only for what the source says is a hole. Zeros that it has written down are not looked for: whoever
-    /// preallocated a file wants its blocks, a hole takes as much page cache as data once it is read, and
-    /// there is little disk to gain (of the images of `corpus/`, runs of 64 KiB and more are 2 % in mysql,
-    /// 0.3 % in postgres, none in the others).
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
-    pub fn push_hole(&mut self, len: u64) -> Result<()> {
-        if let Some(zeros) = usize::try_from(len).ok().and_then(|len| [0; HOLE_MIN - 1].get(..len))
-        {
-            return self.push(zeros);
-        }
-        self.hasher.zeros(len);
-        match self.spilled {
-            None => self.spill()?,
-            Some(_) => self.flush_buffer()?,
-        }
-        self.spilled.as_mut().map_or(Ok(()), |spilled| spilled.hole(len))
-    }
-
-    /// From memory to a file of its own.
-    fn spill(&mut self) -> Result<()> {
-        self.spilled = Some(Spilled::new(self.staging)?);
-        self.flush_buffer()
-    }
-
-    fn flush_buffer(&mut self) -> Result<()> {
-        if let Some(spilled) = &mut self.spilled {
-            spilled.write(self.buffer.filled())?;
-            self.buffer.clear();
-        }
-        Ok(())
-    }
-
-    /// Ends the object and gives its name.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
-    pub fn finish(mut self) -> Result<Stored> {
-        self.flush_buffer()?;
-        let staging = self.staging;
-        let hasher = std::mem::take(&mut self.hasher);
-        let size = hasher.size();
-        let digest = hasher.finish();
-        let Some(spilled) = self.spilled.take() else {
-            return staging.put_hashed(digest, self.buffer.filled());
-        };
-        if staging.is_known(&digest, size)? {
-            return Ok(staging.count(digest, size, false));
-        }
-        let target = staging.object_file(&digest);
-        let written = spilled.written;
-        let placed = spilled.finish(|staging, path| {
-            staging.in_shard(&digest, || staging.disk().rename(path, &target, true))
-        })?;
-        match placed {
-            Placed::Known => Ok(staging.count(digest, size, false)),
-            Placed::New if staging.enable_verity(&target, &digest)? => {
-                Ok(staging.count(digest, size, true))
-            }
-            Placed::New | Placed::Full => Ok(staging.count_missing(digest, size, written)),
-        }
-    }
-}
-
-impl Drop for ObjectWriter<'_> {
-    fn drop(&mut self) {
-        let mut buffer = std::mem::take(&mut self.buffer);
-        buffer.clear();
-        self.staging.lock_buffers().push(buffer);
-    }
-}
-
-impl io::Write for ObjectWriter<'_> {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        self.push(data).map(|()| data.len()).map_err(io::Error::other)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Writes a metadata image or a pack; give it pieces of at least some KiB.
-pub struct ImageWriter<'a> {
-    file: Spilled<'a>,
-    hasher: Hasher,
-    /// The image, if it is a pack.
-    packed: Option<Digest>,
-}
-
-impl fmt::Debug for ImageWriter<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ImageWriter").field("size", &self.file.written).finish_non_exhaustive()
-    }
-}
-
-impl ImageWriter<'_> {
-    /// Ends the image and gives its name.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
-    pub fn finish(self) -> Result<Digest> {
-        let Self { file, hasher, packed } = self;
-        let (staging, written) = (file.staging, file.written);
-        let digest = hasher.finish();
-        if staging.wanted.as_ref().is_some_and(|wanted| !wanted.images.contains(&digest)) {
-            return Ok(digest);
-        }
-        let target = staging.named_file(&match packed {
-            None => FileName::content(FileKind::Image, &digest),
-            Some(image) => FileName::of_image(FileKind::Pack, &image, &digest),
-        });
-        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
-        if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
-            staging.count_missing_bytes(written);
-        }
-        Ok(digest)
-    }
-}
-
-impl io::Write for ImageWriter<'_> {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        self.hasher.update(data);
-        self.file.write(data).map(|()| data.len()).map_err(io::Error::other)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Writes a layer's tree or split; give it pieces of at least some KiB.
-pub struct LayerWriter<'a> {
-    file: Spilled<'a>,
-    target: String,
-}
-
-impl fmt::Debug for LayerWriter<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LayerWriter").field("target", &self.target).finish_non_exhaustive()
-    }
-}
-
-impl LayerWriter<'_> {
-    /// Ends the tree.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
-    pub fn finish(self) -> Result<()> {
-        let Self { file, target } = self;
-        let (staging, written) = (file.staging, file.written);
-        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
-        if placed == Placed::Full {
-            staging.count_missing_bytes(written);
-        }
-        Ok(())
-    }
-}
-
-impl io::Write for LayerWriter<'_> {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        self.file.write(data).map(|()| data.len()).map_err(io::Error::other)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }

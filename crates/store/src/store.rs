@@ -7,6 +7,7 @@ use crate::collector::{Swept, allocated};
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
+use crate::fsck::{Finding, FindingKind};
 use crate::meta::{META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
 
@@ -141,6 +142,28 @@ impl Store {
         Ok(Self { inner: Arc::new(Inner { disk, meta }) })
     }
 
+    /// Opens a store to look at what is wrong with it. If `meta.json` is damaged, that is a finding, and the
+    /// store is opened as if [`Store::mend_meta`] had made it again.
+    ///
+    /// # Errors
+    /// Those of [`Store::open`].
+    pub fn open_damaged(path: &Path) -> Result<(Self, Option<Finding>)> {
+        let (path_of_meta, reason) = match Self::open(path) {
+            Err(Error::Corrupt { path, reason }) => (path, reason),
+            other => return other.map(|store| (store, None)),
+        };
+        let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
+        let meta = Self::mended(&disk)?;
+        let finding = Finding::new(FindingKind::MetaUnreadable, path_of_meta, reason);
+        Ok((Self { inner: Arc::new(Inner { disk: Arc::new(disk), meta }) }, Some(finding)))
+    }
+
+    fn mended(disk: &dyn Disk) -> Result<Meta> {
+        let damaged = read_meta(disk).unwrap_or_default();
+        let fresh = disk.random().at("get random bytes for", META_PATH)?;
+        Ok(Meta::mended(&damaged, fresh, disk.protection().immutable))
+    }
+
     /// Makes `meta.json` again if it is damaged: with the store's id if the file still says it, or else with
     /// a new one, by which runtime state of mounts from before is not found any more. Says whether there was something to do.
     ///
@@ -154,10 +177,7 @@ impl Store {
         }
         let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
         let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
-        let damaged = read_meta(&disk).unwrap_or_default();
-        let immutable = disk.protection().immutable;
-        let fresh = disk.random().at("get random bytes for", META_PATH)?;
-        let meta = Meta::mended(&damaged, fresh, immutable);
+        let meta = Self::mended(&disk)?;
         let json = serde_json::to_vec_pretty(&meta).map_err(|it| Error::corrupt(META_PATH, it))?;
         let store = Self { inner: Arc::new(Inner { disk: Arc::new(disk), meta }) };
         store.replace_file("", META_PATH, &json, true).map(|()| true)

@@ -35,7 +35,7 @@ impl Domain {
     /// segments, too, and of one with a base, that and the delta. Nothing is collected meanwhile.
     ///
     /// # Errors
-    /// [`Error::NoSuchImage`], [`Error::Io`]. Damage is no error: it is in the report.
+    /// [`Error::NoSuch`], [`Error::Io`]. Damage is no error: it is in the report.
     pub fn verify_image(
         &self,
         image: &Digest,
@@ -57,7 +57,7 @@ impl Domain {
         };
         match seen {
             Seen::Sound => {}
-            Seen::Missing => return Err(Error::NoSuchImage(*image)),
+            Seen::Missing => return Err(Error::NoSuch(name)),
             // What an altered image names means nothing.
             Seen::Damaged(finding) => {
                 report.findings.push(finding);

@@ -117,8 +117,8 @@ fn damage_to_a_base_is_told_and_removed() {
         assert!(path.to_str().unwrap().ends_with(&about[0].1), "{about:?}");
 
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
-        assert!(domain.damage(&report, &Lines).unwrap().is_empty(), "{damaged}");
-        domain.remove_derived(&report, &Lines).unwrap();
+        assert!(domain.damage(&report, &Lines, &Task::default()).unwrap().is_empty(), "{damaged}");
+        domain.remove_derived(&report, &Lines, &Task::default()).unwrap();
         assert_eq!(domain.base_of(&image).unwrap(), None);
         assert_eq!(gc(&domain).kept_images, 1, "{damaged}");
         assert_eq!(findings(&domain), [], "{damaged}");

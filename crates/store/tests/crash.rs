@@ -16,12 +16,13 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use cofolio_store::disk::Disk;
-use cofolio_store::sim::{Fault, SimDisk};
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Backend, Contents, Digest, Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions,
-    InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
+    Backend, Contents, Digest, Domain, Error, ErrorKind, FileKind, FileName, FsckOptions,
+    GcOptions, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions,
+    verity,
 };
+use common::sim::{Fault, SimDisk};
 use common::{Lines, content, import_split as import, nothing_live, replaced};
 
 /// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
@@ -97,6 +98,18 @@ fn check(disk: &SimDisk, context: &str) {
     // A mount's record is not synced; gc knows that a torn one means nothing.
     let damage: Vec<_> = damage.iter().filter(|f| !f.path.contains("/roots/mount/")).collect();
     assert!(damage.is_empty(), "{context}: {damage:#?}");
+    // A mount takes the immutable flag of an image as that of all its objects.
+    let is_immutable = |name: &FileName| {
+        let file = domain.open_named(name).unwrap();
+        disk.stat(file.path()).unwrap().immutable
+    };
+    for image in domain.named(FileKind::Image).unwrap().iter().filter(|it| is_immutable(it)) {
+        let visit = &mut |object, _| {
+            let object = FileName::content(FileKind::Object, &object);
+            assert!(is_immutable(&object), "{context}: {image} is protected, and {object} is not");
+        };
+        Lines.names(FileKind::Image, &domain.open_named(image).unwrap(), visit).unwrap();
+    }
 }
 
 /// After one garbage collection nothing is left but what refs and roots need.
@@ -135,7 +148,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
     assert_eq!(files, all.len(), "{context}");
     for base in bases.values() {
         Lines
-            .image_objects(&domain.open_image(&base.base).unwrap(), &mut |object, _| {
+            .names(FileKind::Image, &domain.open_image(&base.base).unwrap(), &mut |object, _| {
                 objects.insert(object);
             })
             .unwrap();
@@ -149,10 +162,13 @@ fn check_clean(disk: &SimDisk, context: &str) {
     domain.backend().unwrap();
     let packs = domain.packs().unwrap();
     assert!(packs.iter().all(|pack| needed.contains(&pack.image)), "{context}");
-    let segments: BTreeSet<_> = packs
-        .iter()
-        .flat_map(|pack| Lines.pack_segments(&domain.open_pack(pack).unwrap()).unwrap())
-        .collect();
+    let mut segments = BTreeSet::new();
+    for pack in &packs {
+        let visit = &mut |segment, _| {
+            segments.insert(segment);
+        };
+        Lines.names(FileKind::Pack, &domain.open_pack(pack).unwrap(), visit).unwrap();
+    }
     assert_eq!(domain.segments().unwrap(), segments.into_iter().collect::<Vec<_>>(), "{context}");
     let stray = disk.files().into_keys().find(|p| p.starts_with("staging/") || p.contains(".tmp."));
     assert_eq!(stray, None, "{context}");
@@ -506,7 +522,10 @@ fn what_cannot_be_read_of_segments_and_packs_is_told() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);
-        assert_eq!(domain.remove_derived(&report, &Lines).unwrap(), [expected_image("a")].into());
+        assert_eq!(
+            domain.remove_derived(&report, &Lines, &Task::default()).unwrap(),
+            [expected_image("a")].into()
+        );
         check_clean(&disk, suffix);
     }
 }

@@ -95,7 +95,7 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
     std::fs::set_permissions(&altered, PermissionsExt::from_mode(0o644)).unwrap();
     std::fs::write(&altered, vec![0; 5000]).unwrap();
     std::fs::set_permissions(&altered, PermissionsExt::from_mode(0o444)).unwrap();
-    assert_eq!(domain.protect_all().unwrap(), pieces.len() as u64);
+    assert_eq!(domain.protect_all(&Task::default()).unwrap(), pieces.len() as u64);
     assert_eq!(unprotected(&domain).len(), 1);
     for piece in &pieces[..3] {
         let path = domain.object_path(&verity::digest(piece)).unwrap();
@@ -104,7 +104,7 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
         assert!(std::fs::read(&path).unwrap() == *piece);
         assert!(std::fs::remove_file(&path).is_err(), "immutable again");
     }
-    assert_eq!(domain.protect_all().unwrap(), 0);
+    assert_eq!(domain.protect_all(&Task::default()).unwrap(), 0);
     Store::open(&directory.join("store")).unwrap().destroy().unwrap();
 }
 
@@ -207,7 +207,7 @@ fn many_may_protect_the_same_at_once() {
             }
             std::thread::scope(|scope| {
                 for _ in 0..4 {
-                    scope.spawn(|| domain.protect_all().unwrap());
+                    scope.spawn(|| domain.protect_all(&Task::default()).unwrap());
                 }
             });
         }
@@ -272,8 +272,7 @@ fn two_domains_with_the_same_content_never_share_a_page() {
         let third = store.domain_or_create("tenant-c").unwrap();
         let sizes = [1 << 20, 3 << 20];
         let pieces = put(&first, "a", &sizes);
-        // Once by copying from the other domain (reflinks where possible), once by an import of its own.
-        second.copy_ref_from(&first, "a", &Lines).unwrap();
+        put(&second, "a", &sizes);
         put(&third, "a", &sizes);
         assert_eq!(first.refs().unwrap()[0].1.image, second.refs().unwrap()[0].1.image);
         for piece in &pieces {
@@ -355,14 +354,12 @@ fn holes_stay_holes() {
         let image = common::image_of(&staging, &named);
         let publish = Publish::named("a", Ref::new(image));
         staging.commit(&publish, named).unwrap();
-        // A copy of the content, where the filesystem shares no blocks.
-        let other = store.domain_or_create("other").unwrap();
-        other.copy_ref_from(&domain, "a", &Lines).unwrap();
 
         // xfs allocates ahead of a writer, and keeps that if the file grows over it.
         let is_xfs = rustix::fs::statfs(parent).unwrap().f_type == XFS_SUPER_MAGIC;
         let slack = if is_xfs { 256 << 10 } else { 0 };
-        for domain in [&domain, &other] {
+        {
+            let domain = &domain;
             let mut most = 0;
             for (digest, size, allocated_max, content) in &objects {
                 let path = domain.object_path(digest).unwrap();
@@ -422,31 +419,6 @@ fn fsck_sees_what_became_of_a_hole() {
         file.set_len(piece.len() as u64).unwrap();
     });
     assert_eq!(found, [FindingKind::ObjectAltered]);
-}
-
-#[test]
-fn a_reflinked_copy_takes_no_room() {
-    let mount = match LoopMount::new("btrfs") {
-        Ok(mount) => mount,
-        Err(reason) => {
-            println!("SKIP a_reflinked_copy_takes_no_room: {reason}");
-            return;
-        }
-    };
-    let scratch = Scratch::below(mount.directory(), "reflink");
-    let store = scratch.store();
-    let first = store.domain("default").unwrap();
-    let size = 40 << 20;
-    put(&first, "a", &[size]);
-    let free = || {
-        rustix::fs::syncfs(std::fs::File::open(mount.directory()).unwrap()).unwrap();
-        let stat = rustix::fs::statvfs(mount.directory()).unwrap();
-        stat.f_bavail * stat.f_frsize
-    };
-    let before = free();
-    store.domain_or_create("b").unwrap().copy_ref_from(&first, "a", &Lines).unwrap();
-    let used = before.saturating_sub(free());
-    assert!(used < size as u64 / 4, "{used} bytes for a copy that shares blocks");
 }
 
 /// A segment is content, and protected as such; where the filesystem can, it takes no room beside the objects.

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 
 use cofolio_store::task::{Cancel, Event, Task};
 use cofolio_store::{
-    Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, GcReport,
-    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, ScrubOptions, Store, TrimOptions,
-    verity,
+    Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind, FsckOptions, GcOptions,
+    GcReport, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, ScrubOptions, Store,
+    TrimOptions, verity,
 };
 use common::{Lines, Scratch, content, import, nothing_live};
 
@@ -296,7 +296,7 @@ fn fsck_tells_every_kind_of_damage() {
     assert_eq!(report.findings[1].user.as_deref(), Some(format!("image {a}").as_str()));
     let json = serde_json::to_string(&report).unwrap();
     for (kind, _) in expected {
-        assert!(json.contains(&format!("\"{}\"", kind.as_str())), "{json}");
+        assert!(json.contains(&format!("\"{kind}\"")), "{json}");
     }
 
     // What can be mended by importing again is mended: the missing and the truncated object.
@@ -421,7 +421,7 @@ fn verification_reads_every_byte_and_reports_progress() {
     assert_eq!(report.findings[0].kind, FindingKind::ObjectAltered);
     assert_eq!(report.findings[0].digest, Some(object(2)));
     let absent = domain.verify_image(&Digest([1; 32]), &Lines, &Task::default());
-    assert!(matches!(absent, Err(Error::NoSuchImage(_))));
+    assert!(matches!(absent, Err(Error::NoSuch(_))));
 }
 
 #[test]
@@ -543,7 +543,7 @@ fn a_cut_stand_in_is_unreadable() {
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
     std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
     let file = domain.open_image(&image).unwrap();
-    assert!(Lines.image_objects(&file, &mut |_, _| ()).is_err());
+    assert!(Lines.names(FileKind::Image, &file, &mut |_, _| ()).is_err());
 }
 
 /// What others say of an image is kept as long as the image, and no longer.
@@ -576,7 +576,7 @@ fn signatures_go_with_their_image() {
     assert_eq!(std::fs::read_dir(directory.join(a.to_string())).unwrap().count(), 2);
     assert_eq!(domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap().findings, []);
 
-    assert!(matches!(domain.add_signature(&b, b"one"), Err(Error::NoSuchImage(_))));
+    assert!(matches!(domain.add_signature(&b, b"one"), Err(Error::NoSuch(_))));
     let large = vec![0; cofolio_store::SIGNATURE_SIZE_MAX + 1];
     assert!(matches!(domain.add_signature(&a, &large), Err(Error::TooMany { .. })));
     for number in 2..cofolio_store::SIGNATURES_MAX {

@@ -13,12 +13,12 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use cofolio_store::sim::SimDisk;
 use cofolio_store::task::Task;
 use cofolio_store::{
     Digest, Domain, Error, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref, Root, RootKind,
     Store, TrimOptions, verity,
 };
+use common::sim::SimDisk;
 use common::{Lines, content, import_split, nothing_live, replaced};
 use proptest::prelude::*;
 
@@ -159,7 +159,7 @@ fn apply(operation: &Operation, domain: &Domain, model: &mut Model) {
                 assert!(!model.names.contains_key(&from));
                 // A record of what is not there is refused; of what is there but has no name it would not be.
                 let missing = Ref::new(Digest([7; 32]));
-                assert!(matches!(domain.put_ref(&to, &missing), Err(Error::NoSuchImage(_))));
+                assert!(matches!(domain.put_ref(&to, &missing), Err(Error::NoSuch(_))));
                 return;
             };
             domain.put_ref(&to, &record).unwrap();

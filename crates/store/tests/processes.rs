@@ -74,7 +74,7 @@ fn mounter(domain: &Domain, until: Instant) -> u64 {
         match domain.put_root(&root) {
             Ok(()) => {}
             // Its ref went, and gc took it before we had the root.
-            Err(Error::NoSuchImage(_)) => continue,
+            Err(Error::NoSuch(_)) => continue,
             Err(error) => panic!("{error}"),
         }
         std::thread::sleep(Duration::from_millis(5));

@@ -238,7 +238,7 @@ fn a_pack_is_not_published_without_what_it_needs() {
     let pages = Pages::default();
     let cancel = Cancel::default();
     let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
-    assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuchObject(_))));
+    assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuch(_))));
     assert!(matches!(writer.add(&object, 5), Err(Error::SizeMismatch { .. })));
     let path = domain.object_path(&object).unwrap();
     change(&path, 100);
@@ -327,7 +327,11 @@ fn damage_is_told_and_taken_away() {
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert!(report.is_damaged());
         assert_eq!(
-            domain.remove_derived(&report, &Lines).unwrap().into_iter().collect::<Vec<_>>(),
+            domain
+                .remove_derived(&report, &Lines, &Task::default())
+                .unwrap()
+                .into_iter()
+                .collect::<Vec<_>>(),
             [image]
         );
         assert_eq!(findings(&domain), [], "after {what}");

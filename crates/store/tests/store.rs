@@ -76,10 +76,10 @@ fn what_is_not_there_cannot_be_published() {
         other => panic!("{other:?}"),
     }
     assert_eq!(domain.refs().unwrap(), []);
-    assert!(matches!(domain.put_ref("a:1", &Ref::new(absent)), Err(Error::NoSuchImage(_))));
+    assert!(matches!(domain.put_ref("a:1", &Ref::new(absent)), Err(Error::NoSuch(_))));
     let mut root = Root::new(RootKind::Lease, "l");
     root.images.push(absent);
-    assert!(matches!(domain.put_root(&root), Err(Error::NoSuchImage(_))));
+    assert!(matches!(domain.put_root(&root), Err(Error::NoSuch(_))));
 }
 
 /// What the kernel knows a domain by is like a password: made once, kept where nobody else can read it, and not shown.

@@ -15,7 +15,7 @@ use common::{Lines, Scratch, content, import, nothing_live};
 /// One block on disk.
 const BLOCK: u64 = 4096;
 
-/// An image of one-block objects, last used at `created`. Two more blocks are its metadata and its layer.
+/// An image of one-block objects, last used at `created`. Three more blocks are its metadata, its layer and the split of that.
 fn put(domain: &Domain, name: &str, seeds: &[u64], created: i64) -> Digest {
     let pieces: Vec<_> = seeds.iter().map(|seed| content(4000, *seed)).collect();
     let layer = format!("sha256:{name}");
@@ -59,14 +59,14 @@ fn the_least_recently_used_go_first_and_no_more_than_needed() {
     put(&domain, "old", &[1, 2], 100);
     put(&domain, "base", &[2, 3, 4], 200);
     put(&domain, "new", &[4, 5], 300);
-    let all = 5 * BLOCK + 3 * 2 * BLOCK;
+    let all = 5 * BLOCK + 3 * 3 * BLOCK;
     assert_eq!(domain.bytes().unwrap(), all);
     let to = |size| TrimOptions { size: Some(size), ..TrimOptions::default() };
     assert_eq!(trim(&domain, &to(all)).victims, []);
 
-    // Object 2 is shared with `base`, so only object 1, the image and the layer of `old` go.
+    // Object 2 is shared with `base`, so only object 1, the image, the layer and the split of `old` go.
     let plan = trim(&domain, &to(all - 1));
-    assert_eq!((plan.victims.len(), plan.victims[0].bytes), (1, 3 * BLOCK));
+    assert_eq!((plan.victims.len(), plan.victims[0].bytes), (1, 4 * BLOCK));
     assert_eq!((plan.victims[0].last_used, &plan.victims[0].refs[..]), (100, &["old".into()][..]));
     assert_eq!(names(&domain), ["base", "new"]);
 

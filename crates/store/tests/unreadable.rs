@@ -9,12 +9,14 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::sync::Arc;
 
-use cofolio_store::sim::SimDisk;
+use cofolio_store::disk::Disk as _;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Contents, Digest, Domain, Error, ErrorKind, FindingKind, FsckOptions, GcOptions, ImportOptions,
-    InitOptions, Root, RootKind, ScrubOptions, Store, verity,
+    Backend, BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind,
+    FsckOptions, GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store,
+    StoredFile, verity,
 };
+use common::sim::SimDisk;
 use common::volume::Volume;
 use common::{Lines, Scratch, content, import, import_split, nothing_live};
 
@@ -76,36 +78,14 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
 struct Short(rustix::io::Errno);
 
 impl Contents for Short {
-    fn image_objects(
+    fn names(
         &self,
-        _: &cofolio_store::StoredFile,
+        _: FileKind,
+        _: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), cofolio_store::BoxError> {
+    ) -> Result<(), BoxError> {
         visit(Digest([1; 32]), 1);
         Err(std::io::Error::other(std::io::Error::from(self.0)).into())
-    }
-    fn layer_objects(
-        &self,
-        layer: &cofolio_store::StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), cofolio_store::BoxError> {
-        self.image_objects(layer, visit)
-    }
-    fn split_objects(
-        &self,
-        split: &cofolio_store::StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), cofolio_store::BoxError> {
-        self.image_objects(split, visit)
-    }
-    fn pack_segments(
-        &self,
-        _: &cofolio_store::StoredFile,
-    ) -> Result<Vec<Digest>, cofolio_store::BoxError> {
-        Err(self.0.into())
-    }
-    fn check_segment(&self, _: &cofolio_store::StoredFile) -> Result<(), cofolio_store::BoxError> {
-        Err(self.0.into())
     }
 }
 
@@ -151,7 +131,7 @@ fn only_the_owner_looks_into_a_store() {
         std::fs::set_permissions(&scratch.path, PermissionsExt::from_mode(wrong)).unwrap();
         assert!(store.open_to_others().unwrap().is_some());
         assert_eq!(kinds(&domain), [FindingKind::Permissions]);
-        domain.protect_all().unwrap();
+        domain.protect_all(&Task::default()).unwrap();
         assert_eq!((mode(), kinds(&domain)), (0o700, vec![]));
     }
     // What is no store stays as it is.
@@ -178,6 +158,10 @@ fn a_damaged_meta_json_is_made_again() {
     for (damaged, keeps_id) in [(cut, true), (flipped, true), (Vec::new(), false)] {
         std::fs::write(&path, &damaged).unwrap();
         assert!(matches!(Store::open(&scratch.path), Err(Error::Corrupt { .. })));
+        // fsck ended with that error, too, and looked at nothing else.
+        let (opened, finding) = Store::open_damaged(&scratch.path).unwrap();
+        assert_eq!(finding.unwrap().kind, FindingKind::MetaUnreadable);
+        assert_eq!(kinds(&opened.domain("default").unwrap()), []);
         assert!(Store::mend_meta(&scratch.path).unwrap());
         let mended = Store::open(&scratch.path).unwrap();
         assert_eq!(mended.id() == store.id(), keeps_id);
@@ -193,6 +177,70 @@ fn a_damaged_meta_json_is_made_again() {
     assert!(matches!(Store::mend_meta(&scratch.path), Err(Error::UnknownFeature { .. })));
     assert_eq!(std::fs::read_to_string(&path).unwrap(), newer);
     std::fs::write(&path, whole).unwrap();
+}
+
+/// fsck did not look at the settings of a domain, and a layer without its split was no damage to it: an
+/// export of the image failed later.
+#[test]
+fn damaged_settings_and_a_missing_split_are_found() {
+    let base = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(base.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let options = ImportOptions::default();
+    import_split(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
+    domain.set_backend(Backend::Overlay).unwrap();
+    assert_eq!(kinds(&domain), []);
+    base.damage("domains/default/domain.json", |bytes| bytes.truncate(3));
+    assert_eq!(kinds(&domain), [FindingKind::SettingsUnreadable]);
+    domain.set_backend(Backend::Overlay).unwrap();
+    let split = base.files().into_keys().find(|path| path.ends_with(".split")).unwrap();
+    base.set_immutable(&split, false).unwrap();
+    base.unlink(&split).unwrap();
+    assert_eq!(kinds(&domain), [FindingKind::RefDangling]);
+    common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+    assert_eq!(kinds(&domain), []);
+}
+
+/// Not a test by itself: the process of the test below runs this.
+#[test]
+#[ignore = "worker: started by without_threads_the_work_is_done_all_the_same"]
+fn worker_without_threads() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let before = getrlimit(Resource::As);
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let size: u64 = size.trim().trim_end_matches(" kB").parse().unwrap();
+    // A thread has a stack of 2 MiB.
+    let low = Some((size << 10) + (3 << 19));
+    setrlimit(Resource::As, Rlimit { current: low, ..before }).unwrap();
+    let refused = std::thread::Builder::new().spawn(|| ()).is_err();
+    let store = Store::open(std::env::var_os("COFOLIO_STORE_LOW").unwrap().as_ref()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let image = domain.images().unwrap()[0];
+    let verified = domain.verify_image(&image, &Lines, &Task::default());
+    setrlimit(Resource::As, before).unwrap();
+    assert!(refused);
+    assert_eq!(verified.unwrap().findings, []);
+}
+
+/// A thread that was not to be had (`pids.max`, `ulimit -u`) was a panic. Without room in the address space
+/// for its stack there is none either.
+#[test]
+fn without_threads_the_work_is_done_all_the_same() {
+    let scratch = Scratch::new("threads");
+    let domain = scratch.store().domain("default").unwrap();
+    import(&domain, "a", &pieces(), Some("sha256:l"), ImportOptions::default()).unwrap();
+    run_worker("worker_without_threads", &scratch);
+}
+
+fn run_worker(name: &str, scratch: &Scratch) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+        .env("COFOLIO_STORE_LOW", &scratch.path)
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
 }
 
 /// Once per boot the sizes of all objects are looked at, because mounts of protected content do not.
@@ -262,13 +310,7 @@ fn worker() {
 fn a_low_descriptor_limit_leaves_no_staging_directory() {
     let scratch = Scratch::new("low");
     drop(scratch.store());
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["worker", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
-        .env("COFOLIO_STORE_LOW", &scratch.path)
-        .output()
-        .unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+    run_worker("worker", &scratch);
 }
 
 /// A small filesystem, or the reason why there is none.

@@ -23,7 +23,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
 use super::variants::variants;
-use crate::place::with_backend;
+use crate::place::{copy_image, with_backend};
 use cofolio_cli::exit::{Exit, Fail};
 
 /// A way in which containers get their files.
@@ -93,7 +93,7 @@ pub(super) fn shapes<'a>(
                 with_backend(domain.clone(), Some(backend.into()), Form::Plain)?
             };
             if !own.has_image(&image)? {
-                own.copy_ref_from(domain, name, &ImageContents)?;
+                copy_image(domain, &own, name)?;
             }
             let mut images = over(&own)?;
             // Of those over a base one is the first.

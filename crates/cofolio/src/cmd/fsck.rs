@@ -47,12 +47,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let done = context.ui.paint(Tone::Good, "repaired");
         context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
     }
-    let domain = context.domain()?;
+    let (store, of_meta) = Store::open_damaged(&context.global.store)?;
+    let domain = store.domain(&context.global.domain)?;
     let doing = if args.repair { "repairing" } else { "checking" };
     let work = Work::begin(context.ui, doing, "object")?;
     let repair = args.repair.then_some(&sources[..]);
-    let checked = context.upkeep(&domain).fsck(!args.quick, repair, &work.task)?;
+    let mut checked = context.upkeep(&domain).fsck(!args.quick, repair, &work.task)?;
     drop(work);
+    checked.report.findings.extend(of_meta);
     let report = &checked.report;
     let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
     if context.ui.json {
@@ -71,7 +73,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     for finding in &checked.repaired {
         let done = context.ui.paint(Tone::Good, "repaired");
-        context.ui.line(format!("{done} {} ({})", finding.path, finding.kind.as_str()))?;
+        context.ui.line(format!("{done} {} ({})", finding.path, finding.kind))?;
     }
     for target in &checked.mounts {
         context.ui.note(format!(
@@ -106,7 +108,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                 }
             }
             table.row(vec![
-                Cell::left(finding.kind.as_str()).tone(tone),
+                Cell::left(finding.kind.to_string()).tone(tone),
                 Cell::left(&finding.path),
                 Cell::left(detail),
             ]);

@@ -93,7 +93,7 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
     let exit = exit(report);
     let Report { gc: report, rewritten, bases, sizes, .. } = report;
     for finding in sizes.iter().flat_map(|sizes| &sizes.findings) {
-        let said = format!("{} {}: {}", finding.path, finding.kind.as_str(), finding.detail);
+        let said = format!("{} {}: {}", finding.path, finding.kind, finding.detail);
         context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
     }
     for it in &report.unreadable {

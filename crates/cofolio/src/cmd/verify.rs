@@ -107,7 +107,7 @@ fn show(context: &Context<'_>, what: &str, findings: &[Finding], read: &str) -> 
     let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
     for finding in findings {
         table.row(vec![
-            Cell::left(finding.kind.as_str()).tone(Tone::Bad),
+            Cell::left(finding.kind.to_string()).tone(Tone::Bad),
             Cell::left(&finding.path),
             Cell::left(&finding.detail),
         ]);

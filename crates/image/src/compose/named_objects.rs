@@ -5,7 +5,7 @@ use std::io::BufReader;
 use cofolio_erofs::dump::{Records, What};
 use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
 use cofolio_erofs::tree::{Content, Payload};
-use cofolio_store::{BoxError, Contents, Digest, Segment, StoredFile};
+use cofolio_store::{BoxError, Contents, Digest, FileKind, Segment, StoredFile};
 
 use crate::layer::split;
 use crate::stored::StoredImage;
@@ -18,56 +18,23 @@ const REDIRECT: &[u8] = b"trusted.overlay.redirect";
 pub struct ImageContents;
 
 impl Contents for ImageContents {
-    fn image_objects(
+    fn names(
         &self,
-        image: &StoredFile,
+        kind: FileKind,
+        file: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
-        let image = open_image(image)?;
-        let mut walk = image.walk()?;
-        while let Some(found) = walk.advance()? {
-            if let Some(digest) = object_of(&image, &found.inode)? {
-                visit(digest, found.inode.size);
+        match kind {
+            FileKind::Object => Ok(()),
+            FileKind::Image => image_objects(file, visit),
+            FileKind::Layer => layer_objects(file, visit),
+            FileKind::Split => Ok(split::objects(&StoredImage::new(file)?, visit)?),
+            FileKind::Pack => {
+                pack_segments(file)?.into_iter().for_each(|segment| visit(segment, 0));
+                Ok(())
             }
+            FileKind::Segment => Ok(Segment::check(file)?),
         }
-        Ok(())
-    }
-
-    fn layer_objects(
-        &self,
-        layer: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
-        // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted
-        // must be readable here, or garbage collection could not tell what the layer needs.
-        let mut records = Records::new(BufReader::with_capacity(256 << 10, decoder));
-        while let Some(record) = records.next()? {
-            let What::Inode { content: Content::External { size, payload, .. }, .. } = record.what
-            else {
-                continue;
-            };
-            let digest = match payload {
-                Payload::Object(digest) => Some(Digest(*digest)),
-                Payload::Path(path) => object_at(path),
-                Payload::None => None,
-            };
-            visit(digest.ok_or_else(|| NoObject(record.path.to_vec()))?, size);
-        }
-        Ok(())
-    }
-
-    fn split_objects(
-        &self,
-        split: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Ok(split::objects(&StoredImage::new(split)?, visit)?)
-    }
-
-    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-        let image = open_image(pack)?;
-        image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
     }
 
     fn image_paths(
@@ -85,10 +52,46 @@ impl Contents for ImageContents {
         }
         Ok(())
     }
+}
 
-    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
-        Ok(Segment::check(segment)?)
+fn image_objects(image: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Result<(), BoxError> {
+    let image = open_image(image)?;
+    let mut walk = image.walk()?;
+    while let Some(found) = walk.advance()? {
+        if let Some(digest) = object_of(&image, &found.inode)? {
+            visit(digest, found.inode.size);
+        }
     }
+    Ok(())
+}
+
+fn layer_objects(layer: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Result<(), BoxError> {
+    let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
+    // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted must
+    // be readable here, or garbage collection could not tell what the layer needs.
+    let mut records = Records::new(BufReader::with_capacity(256 << 10, decoder));
+    while let Some(record) = records.next()? {
+        let What::Inode { content: Content::External { size, payload, .. }, .. } = record.what
+        else {
+            continue;
+        };
+        let digest = match payload {
+            Payload::Object(digest) => Some(Digest(*digest)),
+            Payload::Path(path) => object_at(path),
+            Payload::None => None,
+        };
+        visit(digest.ok_or_else(|| NoObject(record.path.to_vec()))?, size);
+    }
+    Ok(())
+}
+
+/// The segments that a pack needs, in its own order.
+///
+/// # Errors
+/// Whatever is wrong with the pack.
+pub fn pack_segments(pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
+    let image = open_image(pack)?;
+    image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
 }
 
 /// The segment that a device of a pack is: its tag is the digest.

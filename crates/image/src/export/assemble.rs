@@ -79,7 +79,7 @@ impl<'a> Object<'a> {
     ) -> Result<Self, ExportError> {
         let file = match domain.open_object(&digest) {
             Ok(file) => file,
-            Err(cofolio_store::Error::NoSuchObject(_)) => {
+            Err(cofolio_store::Error::NoSuch(_)) => {
                 let what = "it is not in the store".to_owned();
                 return Err(ExportError::Object { digest, user: user.to_owned(), what });
             }

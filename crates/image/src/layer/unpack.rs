@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 
 use cofolio_erofs::tree::{Content, InodeId, Tree};
-use cofolio_store::{Digest, Domain, LayerWriter, Publish, Staging, StagingStats};
+use cofolio_store::{
+    Digest, Domain, FileKind, FileName, LayerWriter, Publish, Staging, StagingStats,
+};
 
 use crate::error::{ImportError, shown};
 use crate::layer::FoundLayer;
@@ -312,7 +314,8 @@ pub(crate) fn dumped(
     layer: &FoundLayer,
     tree: Tree,
 ) -> Result<DumpedLayer, ImportError> {
-    let dump = match staging.open_layer(&layer.chain_id.to_string())? {
+    let name = FileName::chain(FileKind::Layer, &layer.chain_id.to_string())?;
+    let dump = match staging.open_named(&name)? {
         Some(file) => LayerDump::File(file),
         None => {
             let mut bytes = Vec::new();

@@ -24,12 +24,12 @@ use cofolio_erofs::write::{
 };
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{
-    Contents as _, Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish,
-    SHA256_SIZE_MAX, Segment, Staging,
+    Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish, SHA256_SIZE_MAX, Segment,
+    Staging,
 };
 use serde::Serialize;
 
-use crate::compose::named_objects::{ImageContents, open_image};
+use crate::compose::named_objects::{open_image, pack_segments};
 use crate::lease::Lease;
 
 pub use rewrite::{RewriteReport, rewrite};
@@ -143,7 +143,7 @@ fn pack_without(
 /// What there is already, if it can be used.
 fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
     for pack in domain.packs_of(image)? {
-        let Ok(segments) = ImageContents.pack_segments(&domain.open_pack(&pack)?) else { continue };
+        let Ok(segments) = pack_segments(&domain.open_pack(&pack)?) else { continue };
         let usable = |digest| domain.read_segment(digest).is_ok_and(|it| it.form() == form);
         if segments.iter().all(usable) {
             return Ok(Some(PackReport {

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use cofolio_store::{Contents as _, Digest, Domain, Error};
+use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind};
 
 use super::PackError;
 use crate::compose::named_objects::ImageContents;
@@ -23,11 +23,11 @@ pub(super) fn layers(domain: &Domain, image: &Digest) -> Result<HashMap<Digest, 
     let mut brought = HashMap::new();
     for (number, layer) in record.into_iter().flat_map(|record| record.layers).enumerate() {
         let file = match domain.open_layer(&layer.chain_id) {
-            Err(Error::NoSuchLayer(_)) => continue,
+            Err(Error::NoSuch(_)) => continue,
             other => other?,
         };
         // What was read before it went wrong is right as far as it goes.
-        let _ = ImageContents.layer_objects(&file, &mut |object, _| {
+        let _ = ImageContents.names(FileKind::Layer, &file, &mut |object, _| {
             brought.entry(object).or_insert(number);
         });
     }

@@ -7,12 +7,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_store::task::Task;
-use cofolio_store::{Contents as _, Digest, Domain, Form};
+use cofolio_store::{Contents as _, Digest, Domain, FileKind, Form};
 use serde::Serialize;
 
 use super::usage::{self, Usage};
 use super::{PackError, PackOptions, pack_without};
-use crate::compose::named_objects::ImageContents;
+use crate::compose::named_objects::{ImageContents, pack_segments};
 
 /// What was done about segments of which little is used.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -82,7 +82,7 @@ pub fn rewrite(
 fn objects(domain: &Domain, image: &Digest) -> Option<BTreeSet<Digest>> {
     let mut objects = BTreeSet::new();
     let file = domain.open_image(image).ok()?;
-    let read = ImageContents.image_objects(&file, &mut |object, _| {
+    let read = ImageContents.names(FileKind::Image, &file, &mut |object, _| {
         objects.insert(object);
     });
     read.ok().map(|()| objects)
@@ -100,7 +100,7 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
     let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();
     for pack in domain.packs()? {
         let Ok(file) = domain.open_pack(&pack) else { continue };
-        let Ok(needs) = ImageContents.pack_segments(&file) else { continue };
+        let Ok(needs) = pack_segments(&file) else { continue };
         let objects = objects(domain, &pack.image);
         for digest in needs {
             let Some(segment) = segments.get_mut(&digest) else { continue };

@@ -23,7 +23,7 @@ pub(super) fn sizes(
 /// What was read of a segment; nothing if that is damaged, which is for fsck to tell, or gone.
 pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
     match read {
-        Err(Error::Corrupt { .. } | Error::NoSuchSegment(_)) => Ok(None),
+        Err(Error::Corrupt { .. } | Error::NoSuch(_)) => Ok(None),
         Err(error) if error.is_unreadable() => Ok(None),
         other => other.map(Some),
     }

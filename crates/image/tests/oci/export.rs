@@ -247,7 +247,7 @@ fn layers_without_a_split_get_one_with_the_next_import() {
     }
     let fsck =
         || bench.domain.fsck(&ImageContents, FsckOptions::default(), &Task::default()).unwrap();
-    let damage = bench.domain.damage(&fsck(), &ImageContents).unwrap();
+    let damage = bench.domain.damage(&fsck(), &ImageContents, &Task::default()).unwrap();
     assert_eq!(damage.layers.iter().collect::<Vec<_>>(), [&chain]);
     let (_, other) = import(&bench, "other", &two_layers()[..1]);
     assert_ne!(other, image);
@@ -257,7 +257,7 @@ fn layers_without_a_split_get_one_with_the_next_import() {
     // A repair brings back one layer's split, and its object that no tree names.
     let (_, file) = without(1);
     damage_split(&file);
-    let damage = bench.domain.damage(&fsck(), &ImageContents).unwrap();
+    let damage = bench.domain.damage(&fsck(), &ImageContents, &Task::default()).unwrap();
     let options = ImportOptions { repair: Some(damage), ..ImportOptions::default() };
     let report =
         cofolio_image::import::import(&bench.domain, &layout.source(), &options, &Task::default());

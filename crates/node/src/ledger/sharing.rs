@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use cofolio_store::{BoxError, Contents, Digest, Domain};
+use cofolio_store::{BoxError, Contents, Digest, Domain, FileKind};
 use serde::Serialize;
 
 use cofolio_image::compose::named_objects::ImageContents;
@@ -40,7 +40,7 @@ impl Sharing {
     /// all the work, and memory is in proportion to their distinct objects.
     ///
     /// # Errors
-    /// [`cofolio_store::Error::NoSuchImage`], [`cofolio_store::Error::Unreadable`] naming the image that cannot
+    /// [`cofolio_store::Error::NoSuch`], [`cofolio_store::Error::Unreadable`] naming the image that cannot
     /// be read, [`cofolio_store::Error::Io`].
     pub fn of(domain: &Domain, images: &[Digest]) -> cofolio_store::Result<Self> {
         let _lock = domain.lock_shared()?;
@@ -54,7 +54,7 @@ impl Sharing {
                     object.images.push(number);
                 }
             };
-            ImageContents.image_objects(&domain.open_image(image)?, &mut visit).map_err(
+            ImageContents.names(FileKind::Image, &domain.open_image(image)?, &mut visit).map_err(
                 |source: BoxError| cofolio_store::Error::Unreadable {
                     what: format!("image {image}"),
                     source,

@@ -4,7 +4,7 @@ use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, Domain, StoredFile, verity};
+use cofolio_store::{Digest, Domain, FileKind, StoredFile, verity};
 use rustix::fs::{AtFlags, StatxFlags};
 
 use super::Mounter;
@@ -31,7 +31,7 @@ impl Mounter<'_> {
                 checked = check_size(dir.as_fd(), objects, image, &object, size);
             }
         };
-        let read = self.contents.image_objects(file, &mut visit);
+        let read = self.contents.names(FileKind::Image, file, &mut visit);
         read.map_err(|error| damaged(image, error.to_string()))?;
         checked.map(|()| count)
     }

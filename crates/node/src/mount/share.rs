@@ -7,7 +7,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, Error, Pack, Secret, StoredFile};
+use cofolio_store::{Digest, Error, FileKind, Pack, Secret, StoredFile};
 
 use super::check::{check_digest, measured};
 use super::error::{At as _, MountError, refused};
@@ -34,12 +34,12 @@ impl Mounter<'_> {
     /// Opens the pack of an image and its segments. With fs-verity the kernel has said what they are; otherwise the
     /// pack is hashed, and of segments the size is looked at, so that none is cut short.
     pub(super) fn open_pack(&self, image: &Digest) -> Result<Packed, MountError> {
-        let secret = self.domain.secret()?.ok_or(Error::NoSuchPack(*image))?;
+        let secret = self.domain.secret()?.ok_or(Error::NoPack(*image))?;
         let verity = self.domain.protection().verity;
         // Until all of it is open: `gc` replaces packs, and collects segments that it has written anew.
         let _stays = self.domain.lock_shared()?;
         let packs = self.domain.packs_of(image)?;
-        let pack = packs.first().ok_or(Error::NoSuchPack(*image))?;
+        let pack = packs.first().ok_or(Error::NoPack(*image))?;
         let file = self.domain.open_pack(pack)?;
         check_pack(&file, pack, verity)?;
         let invalid = |error: cofolio_store::BoxError| {
@@ -47,7 +47,10 @@ impl Mounter<'_> {
             MountError::PackInvalid { image: *image, reason }
         };
         let mut segments = Vec::new();
-        for digest in self.contents.pack_segments(&file).map_err(invalid)? {
+        let mut needed = Vec::new();
+        let visit = &mut |segment, _| needed.push(segment);
+        self.contents.names(FileKind::Pack, &file, visit).map_err(invalid)?;
+        for digest in needed {
             let segment = self.domain.open_segment(&digest)?;
             match verity {
                 true if measured(&segment)? != Some(digest) => {

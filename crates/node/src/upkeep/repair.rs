@@ -8,7 +8,9 @@ use cofolio_image::import::{self, ImportOptions};
 use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
 use cofolio_store::task::Task;
-use cofolio_store::{Contents, Damage, Digest, Finding, FindingKind, FsckOptions, FsckReport};
+use cofolio_store::{
+    Contents, Damage, Digest, FileKind, Finding, FindingKind, FsckOptions, FsckReport,
+};
 
 use super::{Upkeep, UpkeepError, bases};
 use crate::mount::MountState;
@@ -51,17 +53,18 @@ impl Upkeep<'_> {
         let mut checked = Checked::default();
         if before.findings.iter().any(|it| it.kind.is_derived()) {
             checked.unpacked =
-                domain.remove_derived(&before, &ImageContents)?.into_iter().collect();
+                domain.remove_derived(&before, &ImageContents, task)?.into_iter().collect();
             let is_base =
                 |kind| matches!(kind, FindingKind::BaseAltered | FindingKind::BaseIncomplete);
             if before.findings.iter().any(|it| is_base(it.kind)) {
                 // Where bases cannot be made again images are mounted without.
                 let _ = bases::find(domain, task);
+                task.check()?;
             }
         }
         let is_lost = |it: &&Finding| it.kind.is_damage() && !it.kind.is_derived();
         checked.had_damage = before.more_damage || before.findings.iter().any(|it| is_lost(&it));
-        let first = domain.damage(&before, &ImageContents)?;
+        let first = domain.damage(&before, &ImageContents, task)?;
         let mut damage = first.clone();
         for (source, registry) in sources {
             if damage.is_empty() {
@@ -70,17 +73,18 @@ impl Upkeep<'_> {
             let (repair, registry) = (Some(damage), registry.clone());
             let options = ImportOptions { repair, registry, ..ImportOptions::default() };
             import::import(domain, source, &options, task)?;
-            damage = domain.damage(&domain.recheck(&first, &ImageContents)?, &ImageContents)?;
+            let left = domain.recheck(&first, &ImageContents, task)?;
+            damage = domain.damage(&left, &ImageContents, task)?;
         }
         let is_unprotected = |it: &Finding| {
             it.kind == FindingKind::Unprotected
                 || (it.kind == FindingKind::Permissions && it.path == ".")
         };
         if before.more > 0 || before.findings.iter().any(is_unprotected) {
-            checked.protected = domain.protect_all()?;
+            checked.protected = domain.protect_all(task)?;
         }
         // The whole store was read before; now only what had been wrong.
-        let left = domain.recheck(&first, &ImageContents)?;
+        let left = domain.recheck(&first, &ImageContents, task)?;
         let is_left = |it: &Finding| {
             left.findings.iter().any(|other| (other.kind, &other.path) == (it.kind, &it.path))
         };
@@ -120,7 +124,7 @@ impl Upkeep<'_> {
         let mut hit = damage.images.contains(image);
         let mut visit = |digest: Digest, _| hit |= damage.objects.contains(&digest);
         let file = self.domain.open_image(image).map_err(Into::into);
-        let read = file.and_then(|file| ImageContents.image_objects(&file, &mut visit));
+        let read = file.and_then(|file| ImageContents.names(FileKind::Image, &file, &mut visit));
         hit || read.is_err()
     }
 }

@@ -219,7 +219,7 @@ impl Domain {
     /// Opens a segment for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchSegment`](crate::Error::NoSuchSegment), [`Error::Io`](crate::Error::Io).
+    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Io`](crate::Error::Io).
     pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
         self.open_named(&segment_name(digest))
     }
@@ -227,7 +227,7 @@ impl Domain {
     /// What a segment holds, as it says itself. Its blocks are not looked at.
     ///
     /// # Errors
-    /// [`Error::NoSuchSegment`](crate::Error::NoSuchSegment), [`Error::Corrupt`](crate::Error::Corrupt), [`Error::Io`](crate::Error::Io).
+    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Corrupt`](crate::Error::Corrupt), [`Error::Io`](crate::Error::Io).
     pub fn read_segment(&self, digest: &Digest) -> Result<Segment> {
         Segment::read(&self.open_segment(digest)?)
     }
@@ -261,7 +261,7 @@ impl Domain {
     /// Opens a pack for reading.
     ///
     /// # Errors
-    /// [`Error::NoSuchPack`](crate::Error::NoSuchPack), [`Error::Io`](crate::Error::Io).
+    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Io`](crate::Error::Io).
     pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
         self.open_named(&pack.name())
     }

@@ -13,7 +13,8 @@ use super::{BLOCK, Extent, Part, Place, Run, SHA256_SIZE_MAX, Segment, granule, 
 use crate::buffer::Buffer;
 use crate::disk::{Piece, StoredFile};
 use crate::error::{At, Error, Result};
-use crate::staging::{Placed, Spilled, Staging};
+use crate::staged::StagedFile;
+use crate::staging::Staging;
 use crate::task::Cancel;
 use crate::verity::{Hasher, block_digests, zero_digest};
 use crate::{Digest, Domain};
@@ -50,7 +51,7 @@ impl Pages {
     /// Adds the pages of a segment of the domain, if it says which it has.
     ///
     /// # Errors
-    /// [`Error::NoSuchSegment`], [`Error::Corrupt`], [`Error::Io`].
+    /// [`Error::NoSuch`], [`Error::Corrupt`], [`Error::Io`].
     pub fn add(&mut self, domain: &Domain, digest: &Digest) -> Result<()> {
         let file = domain.open_segment(digest)?;
         let footer = Footer::read(&file)?;
@@ -94,7 +95,7 @@ pub struct Written {
 
 /// Writes one segment.
 pub struct SegmentWriter<'a> {
-    file: Spilled<'a>,
+    file: StagedFile<'a>,
     hasher: Hasher,
     buffer: Buffer,
     /// What it has so far.
@@ -129,7 +130,7 @@ impl Staging {
         cancel: &'a Cancel,
     ) -> Result<SegmentWriter<'a>> {
         Ok(SegmentWriter {
-            file: Spilled::new(self)?,
+            file: self.file_writer()?,
             hasher: Hasher::new(),
             buffer: Buffer::new(WRITE_SIZE),
             segment: Segment::default(),
@@ -183,7 +184,7 @@ impl SegmentWriter<'_> {
     /// there; of the rest, it shares its blocks with the object where the filesystem can.
     ///
     /// # Errors
-    /// [`Error::NoSuchObject`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content is not what its name says,
+    /// [`Error::NoSuch`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content is not what its name says,
     /// [`Error::SegmentFull`] if it is more than a segment can address, and those of [`Staging::put_object`].
     pub fn add(&mut self, object: &Digest, size: u64) -> Result<()> {
         debug_assert!(self.segment.parts.is_empty(), "all contents are kept in one way");
@@ -261,7 +262,7 @@ impl SegmentWriter<'_> {
     }
 
     fn open(&self, object: &Digest, size: u64) -> Result<StoredFile> {
-        let source = self.file.staging.domain.open_object(object)?;
+        let source = self.file.staging().domain().open_object(object)?;
         let found = source.size().at("look at", source.path())?;
         match found == size {
             true => Ok(source),
@@ -357,7 +358,7 @@ impl SegmentWriter<'_> {
         }
         self.segment.blocks += blocks;
         self.hasher.digests(u64::from(blocks) * BLOCK, &digests);
-        if self.file.staging.domain.protection().reflink {
+        if self.file.staging().domain().protection().reflink {
             if adding.pending.is_empty() {
                 adding.pending.start = start;
             }
@@ -390,7 +391,7 @@ impl SegmentWriter<'_> {
         }
         self.settle(adding)?;
         self.flush()?;
-        self.file.hole(len)?;
+        self.file.append_hole(len)?;
         self.hasher.zeros(len);
         let (block, blocks) = (self.segment.blocks, blocks_of(len));
         adding.push(Some(Place { segment: 0, block }), blocks);
@@ -489,9 +490,7 @@ impl SegmentWriter<'_> {
 
     fn read_back(&mut self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         if self.copy.is_none() {
-            let path = self.file.path.clone();
-            let file = self.file.staging.disk().open(&path)?;
-            self.copy = Some(StoredFile::new(file, path));
+            self.copy = Some(self.file.open()?);
         }
         self.copy.as_ref().map_or(Ok(()), |copy| copy.read_exact_at(buffer, offset))
     }
@@ -513,17 +512,13 @@ impl SegmentWriter<'_> {
             return Ok(());
         }
         self.flush()?;
-        let (mut shared, end) = (false, part.end);
-        self.file.call(|file| {
-            shared = file.append_shared(adding.source, part.clone())?;
-            Ok(())
-        })?;
-        if !shared {
+        let end = part.end;
+        if !self.file.append_shared(adding.source, part.clone())? {
             adding.source.for_pieces_in(part, |piece| match piece {
                 Piece::Data(data) => self.write(data),
                 Piece::Hole(len) => {
                     self.flush()?;
-                    self.file.hole(len)
+                    self.file.append_hole(len)
                 }
             })?;
         }
@@ -546,7 +541,7 @@ impl SegmentWriter<'_> {
             self.segment.blocks = 1;
             self.hashes.push(hash_of(zero_digest()));
             self.hasher.zeros(BLOCK);
-            self.file.hole(BLOCK)?;
+            self.file.append_hole(BLOCK)?;
         }
         let others = self.others.iter().map(|other| self.known.segments[*other as usize].digest);
         self.segment.others = others.collect();
@@ -556,19 +551,10 @@ impl SegmentWriter<'_> {
         self.write(&end)?;
         self.flush()?;
         let Self { file, hasher, segment, pages, .. } = self;
-        let (staging, written, digest) = (file.staging, file.written, hasher.finish());
-        let target = staging.named_file(&segment_name(&digest));
-        let placed = file.finish(|staging, path| staging.disk().rename(path, &target, true))?;
-        if placed == Placed::Full || !staging.enable_verity(&target, &digest)? {
-            staging.count_missing_bytes(written);
-        }
-        let file = match placed {
-            Placed::Full => None,
-            _ => {
-                let file = staging.disk().open(&target).at("open", &target)?;
-                Some(StoredFile::new(file, target))
-            }
-        };
+        let (staging, digest) = (file.staging(), hasher.finish());
+        let name = segment_name(&digest);
+        file.finish(&name)?;
+        let file = staging.open_named(&name)?;
         Ok(Written { digest, segment, pages, file })
     }
 
@@ -588,7 +574,7 @@ impl SegmentWriter<'_> {
 
     fn flush(&mut self) -> Result<()> {
         if !self.buffer.filled().is_empty() {
-            self.file.write(self.buffer.filled())?;
+            self.file.append(self.buffer.filled())?;
             self.buffer.clear();
         }
         Ok(())

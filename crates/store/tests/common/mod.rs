@@ -6,6 +6,7 @@
     reason = "shared by several test binaries, none of which uses all of it; a failure may panic"
 )]
 
+pub mod sim;
 pub mod volume;
 
 use std::collections::HashSet;
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
-    Base, BoxError, Contents, Digest, Domain, Error, Extent, FsckOptions, ImportOptions,
+    Base, BoxError, Contents, Digest, Domain, Error, Extent, FileKind, FsckOptions, ImportOptions,
     InitOptions, Layer, Pages, Publish, Ref, Segment, Staging, Store, StoredFile,
 };
 
@@ -92,34 +93,16 @@ impl Lines {
 }
 
 impl Contents for Lines {
-    fn image_objects(
+    fn names(
         &self,
-        image: &StoredFile,
+        kind: FileKind,
+        file: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
-        Self::read(image, visit)
-    }
-
-    fn layer_objects(
-        &self,
-        layer: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Self::read(layer, visit)
-    }
-
-    fn split_objects(
-        &self,
-        split: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Self::read(split, visit)
-    }
-
-    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-        let mut segments = Vec::new();
-        Self::read(pack, &mut |digest, _| segments.push(digest))?;
-        Ok(segments)
+        match kind {
+            FileKind::Segment => Ok(Segment::check(file)?),
+            _ => Self::read(file, visit),
+        }
     }
 
     fn image_paths(
@@ -134,10 +117,6 @@ impl Contents for Lines {
             }
         })
     }
-
-    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
-        Ok(Segment::check(segment)?)
-    }
 }
 
 /// Packs an image: its objects go into segments of `count` objects each, unless they are in one already.
@@ -149,7 +128,7 @@ pub fn pack(
 ) -> Result<Vec<Digest>, Error> {
     let mut objects = Vec::new();
     Lines
-        .image_objects(&domain.open_image(image)?, &mut |digest, size| {
+        .names(FileKind::Image, &domain.open_image(image)?, &mut |digest, size| {
             if size > 0 {
                 objects.push((digest, size));
             }
@@ -274,7 +253,8 @@ fn import_as(
 /// Brings back what is damaged, from images as [`import_split`] makes them: of each the pieces and the layer.
 pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), Error> {
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default())?;
-    let mut damage = domain.damage(&report, &Lines)?;
+    let task = Task::default();
+    let mut damage = domain.damage(&report, &Lines, &task)?;
     for (pieces, layer) in sources {
         if damage.is_empty() {
             break;
@@ -282,9 +262,9 @@ pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), E
         let staging = domain.begin_repair(&damage)?;
         fill(&staging, pieces, Some(layer), true)?;
         staging.commit(&Publish::default(), [])?;
-        damage = domain.damage(&domain.recheck(&damage, &Lines)?, &Lines)?;
+        damage = domain.damage(&domain.recheck(&damage, &Lines, &task)?, &Lines, &task)?;
     }
-    domain.protect_all().map(drop)
+    domain.protect_all(&task).map(drop)
 }
 
 /// A record of an image, and the objects that it needs.
@@ -323,14 +303,15 @@ fn fill(
         // The store's error, not the one that `Write` wraps it in.
         writer.write_all(text.as_bytes()).map_err(unwrap_store_error)?;
         writer.finish()?;
+        let mut split = text.clone();
         if with_split {
             let stored = staging.put_object(&replaced(chain_id))?;
             objects.push((stored.digest, stored.size));
-            let split = format!("{} {}\n{text}", stored.digest, stored.size);
-            let mut writer = staging.split_writer(chain_id)?;
-            writer.write_all(split.as_bytes()).map_err(unwrap_store_error)?;
-            writer.finish()?;
+            split.insert_str(0, &format!("{} {}\n", stored.digest, stored.size));
         }
+        let mut writer = staging.split_writer(chain_id)?;
+        writer.write_all(split.as_bytes()).map_err(unwrap_store_error)?;
+        writer.finish()?;
         record.layers.push(Layer { chain_id: chain_id.to_owned(), ..Layer::default() });
     }
     let mut image = staging.image_writer()?;

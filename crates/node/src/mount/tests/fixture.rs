@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree, delta};
 use cofolio_erofs::write::{WriteOptions, write, write_layer};
 use cofolio_store::{
-    Backend, Base, BoxError, Contents, Digest, Domain, ImportOptions, InitOptions, Publish, Ref,
-    RootKind, Staging, Store, StoredFile,
+    Backend, Base, BoxError, Contents, Digest, Domain, FileKind, ImportOptions, InitOptions,
+    Publish, Ref, RootKind, Staging, Store, StoredFile,
 };
 use tempfile::TempDir;
 
@@ -71,37 +71,18 @@ impl Known {
 }
 
 impl Contents for Known {
-    fn image_objects(
+    fn names(
         &self,
-        _: &StoredFile,
+        kind: FileKind,
+        file: &StoredFile,
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError> {
-        self.0.iter().for_each(|(digest, size)| visit(*digest, *size));
+        match kind {
+            FileKind::Image => self.0.iter().for_each(|(digest, size)| visit(*digest, *size)),
+            FileKind::Pack | FileKind::Segment => return ImageContents.names(kind, file, visit),
+            _ => {}
+        }
         Ok(())
-    }
-
-    fn layer_objects(
-        &self,
-        _: &StoredFile,
-        _: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn split_objects(
-        &self,
-        _: &StoredFile,
-        _: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn pack_segments(&self, pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-        ImageContents.pack_segments(pack)
-    }
-
-    fn check_segment(&self, segment: &StoredFile) -> Result<(), BoxError> {
-        ImageContents.check_segment(segment)
     }
 }
 

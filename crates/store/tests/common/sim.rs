@@ -25,7 +25,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::disk::{
+use cofolio_store::disk::{
     Disk, DiskFile, Kind, Lock, LockMode, Protection, Purpose, Stat, StoredFile, Stretch,
 };
 
@@ -599,10 +599,6 @@ impl Disk for SimDisk {
 
     fn measure_verity(&self, _path: &str) -> io::Result<Option<[u8; 32]>> {
         Ok(None)
-    }
-
-    fn reflink(&self, _from: &str, _to: &str) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
     }
 
     fn protection(&self) -> Protection {

@@ -1,0 +1,371 @@
+//! The records of a domain that keep images and layers: refs and roots.
+
+use std::io;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::disk::Purpose;
+use crate::domain::is_absent;
+use crate::error::{At, Error, ErrorKind, Result};
+use crate::kinds::{FileKind, FileName};
+use crate::record::{Ref, Root, RootKind};
+use crate::{Digest, Domain, name};
+
+/// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
+const RECORD_SIZE_MAX: u64 = 16 << 20;
+/// Suffix of refs and roots.
+pub(crate) const RECORD_SUFFIX: &str = ".json";
+/// Directory of the refs.
+const REFS: &str = "refs";
+/// Directory of the roots.
+pub(crate) const ROOTS: &str = "roots";
+/// Directories of the records that keep images and layers.
+pub(crate) const RECORDS: [&str; 3] =
+    [REFS, RootKind::Lease.directory(), RootKind::Mount.directory()];
+
+/// The file of a record.
+pub(crate) struct RecordFile {
+    /// Path below the store.
+    pub(crate) path: String,
+    /// The ref's name or the root's id; `None` for a long one, which only the record tells.
+    pub(crate) name: Option<String>,
+}
+
+/// What a record keeps.
+#[derive(Default)]
+pub(crate) struct Kept {
+    pub(crate) images: Vec<Digest>,
+    /// Chain ids.
+    pub(crate) layers: Vec<String>,
+}
+
+/// The refs of a domain. See [`Domain::all_refs`].
+#[derive(Debug, Default)]
+pub struct Refs {
+    /// Those whose records can be read, sorted by name.
+    pub readable: Vec<(String, Ref)>,
+    /// Those that are there, and nobody knows what they stand for.
+    pub unreadable: Vec<UnreadableRef>,
+}
+
+/// A ref whose record cannot be read.
+#[derive(Debug)]
+pub struct UnreadableRef {
+    /// Its name; `None` for a long one, which only the record tells.
+    pub name: Option<String>,
+    /// Why: it names the file.
+    pub error: Error,
+}
+
+impl Domain {
+    pub(crate) fn ref_file(&self, ref_name: &str) -> Result<String> {
+        let encoded = name::encode("ref name", ref_name)?;
+        Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.base()))
+    }
+
+    fn root_file(&self, kind: RootKind, id: &str) -> Result<String> {
+        let encoded = name::encode("root id", id)?;
+        Ok(format!("{}/{}/{encoded}{RECORD_SUFFIX}", self.base(), kind.directory()))
+    }
+
+    /// The record of a ref; `None` if there is no such ref.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::BadName`], [`Error::Io`].
+    pub fn get_ref(&self, ref_name: &str) -> Result<Option<Ref>> {
+        Ok(self.read_ref(&self.ref_file(ref_name)?)?.map(|(_, record)| record))
+    }
+
+    /// All refs, sorted by name.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
+    pub fn refs(&self) -> Result<Vec<(String, Ref)>> {
+        let Refs { readable, unreadable } = self.all_refs()?;
+        unreadable.into_iter().next().map_or(Ok(readable), |first| Err(first.error))
+    }
+
+    /// The refs that can be read, sorted by name: for whoever looks for one of them, and is not to fail because
+    /// another one is damaged. What has to know all refs, as garbage collection, takes [`Domain::refs`].
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn readable_refs(&self) -> Result<Vec<(String, Ref)>> {
+        Ok(self.all_refs()?.readable)
+    }
+
+    /// All refs, those that cannot be read apart: for whoever shows them, or must not take one that is damaged
+    /// for one that is not there.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn all_refs(&self) -> Result<Refs> {
+        let mut refs = Refs::default();
+        for record in self.records(REFS)? {
+            // One that was removed since it was listed is simply not there.
+            match self.read_ref(&record.path) {
+                Ok(found) => refs.readable.extend(found),
+                Err(error) => refs.unreadable.push(UnreadableRef { name: record.name, error }),
+            }
+        }
+        refs.readable.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(refs)
+    }
+
+    /// The ref that came from this OCI manifest (`sha256:…`), if there is one: the image need not be
+    /// imported again.
+    ///
+    /// # Errors
+    /// Those of [`Domain::readable_refs`].
+    pub fn find_by_manifest(&self, manifest: &str) -> Result<Option<(String, Ref)>> {
+        let refs = self.readable_refs()?;
+        Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
+    }
+
+    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on return.
+    ///
+    /// # Errors
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
+    pub fn put_ref(&self, ref_name: &str, record: &Ref) -> Result<()> {
+        self.store().check_writable()?;
+        let path = self.ref_file(ref_name)?;
+        let json = ref_json(ref_name, record)?;
+        let _lock = self.lock_shared()?;
+        let layers = || record.layers.iter().map(|layer| layer.chain_id.as_str());
+        self.check_present(&[record.image], layers())?;
+        self.note_named(&[record.image], layers())?;
+        self.sync_parts()?;
+        self.store().replace_file(&format!("{}/refs", self.base()), &path, &json, true)
+    }
+
+    /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`].
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRef`], [`Error::BadName`], [`Error::Io`].
+    pub fn remove_ref(&self, ref_name: &str) -> Result<()> {
+        let path = self.ref_file(ref_name)?;
+        match self.remove_record("refs", &path)? {
+            true => Ok(()),
+            false => Err(Error::NoSuchRef(ref_name.to_owned())),
+        }
+    }
+
+    pub(crate) fn read_ref(&self, path: &str) -> Result<Option<(String, Ref)>> {
+        let Some((ref_name, record)) =
+            self.read_record::<Named<Ref>>(path)?.map(|n| (n.name, n.record))
+        else {
+            return Ok(None);
+        };
+        check_own_name(path, &ref_name)?;
+        check_chain_ids(path, record.layers.iter().map(|layer| layer.chain_id.as_str()))?;
+        Ok(Some((ref_name, record)))
+    }
+
+    // Roots.
+
+    /// All roots of one kind, sorted by id. Refs are roots too but are not listed here: see
+    /// [`Domain::refs`].
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
+    pub fn roots(&self, kind: RootKind) -> Result<Vec<Root>> {
+        let mut roots = Vec::new();
+        for record in self.records(kind.directory())? {
+            roots.extend(self.read_root(&record.path)?);
+        }
+        roots.sort_by(|a, b| a.id.cmp(&b.id));
+        Ok(roots)
+    }
+
+    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts: they
+    /// do not outlive a crash anyway, and must be quick.
+    ///
+    /// # Errors
+    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
+    pub fn put_root(&self, root: &Root) -> Result<()> {
+        self.check_root_writable(root.kind)?;
+        let path = self.root_file(root.kind, &root.id)?;
+        let json = to_json(&path, root)?;
+        let _lock = self.lock_shared()?;
+        self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
+        self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
+        let directory = format!("{}/{}", self.base(), root.kind.directory());
+        let durable = root.kind != RootKind::Mount;
+        if durable {
+            self.sync_parts()?;
+        }
+        match self.store().replace_file(&directory, &path, &json, durable) {
+            // A read-only mount of an image that is here must not need room.
+            Err(error)
+                if !durable && error.kind() == ErrorKind::Space && self.store().use_reserve() =>
+            {
+                self.store().replace_file(&directory, &path, &json, durable)
+            }
+            other => other,
+        }
+    }
+
+    /// Removes a root; says whether it was there.
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::Io`].
+    pub fn remove_root(&self, kind: RootKind, id: &str) -> Result<bool> {
+        let path = self.root_file(kind, id)?;
+        self.check_root_writable(kind)?;
+        if kind == RootKind::Mount {
+            return self.unlink_if_there(&path);
+        }
+        self.remove_record(kind.directory(), &path)
+    }
+
+    /// Mounts are state of this boot and not part of what the store keeps: a store of which this program
+    /// may change nothing can be mounted, and whoever may collect it must see that.
+    fn check_root_writable(&self, kind: RootKind) -> Result<()> {
+        if kind == RootKind::Mount { Ok(()) } else { self.store().check_writable() }
+    }
+
+    pub(crate) fn read_root(&self, path: &str) -> Result<Option<Root>> {
+        let Some(root) = self.read_record::<Root>(path)? else { return Ok(None) };
+        check_own_name(path, &root.id)?;
+        check_chain_ids(path, root.layers.iter().map(String::as_str))?;
+        if !path.contains(&format!("/{}/", root.kind.directory())) {
+            return Err(Error::corrupt(
+                path,
+                format!("it says that it is a {}", root.kind.as_str()),
+            ));
+        }
+        Ok(Some(root))
+    }
+
+    // Records in general.
+
+    /// The records in one of the directories of [`RECORDS`].
+    pub(crate) fn records(&self, directory: &str) -> Result<Vec<RecordFile>> {
+        let record = |stem: String| RecordFile {
+            path: format!("{}/{directory}/{stem}{RECORD_SUFFIX}", self.base()),
+            name: name::decode(&stem),
+        };
+        Ok(self.files(directory, RECORD_SUFFIX)?.into_iter().map(record).collect())
+    }
+
+    /// The images and layers that a ref or a root keeps; `None` if it was removed since it was listed.
+    pub(crate) fn read_kept(&self, record: &RecordFile) -> Result<Option<Kept>> {
+        if record.path.starts_with(&format!("{}/{REFS}/", self.base())) {
+            let found = self.read_ref(&record.path)?;
+            return Ok(found.map(|(_, it)| Kept {
+                images: vec![it.image],
+                layers: it.layers.into_iter().map(|layer| layer.chain_id).collect(),
+            }));
+        }
+        let found = self.read_root(&record.path)?;
+        Ok(found.map(|root| Kept { images: root.images, layers: root.layers }))
+    }
+
+    pub(crate) fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
+        let Some(file) = self.open_file(path.to_owned())? else { return Ok(None) };
+        let json = match file.read_all(RECORD_SIZE_MAX) {
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
+                return Err(Error::corrupt(path, "it is larger than 16 MiB"));
+            }
+            other => other.at("read", path)?,
+        };
+        serde_json::from_slice(&json).map(Some).map_err(|error| Error::corrupt(path, error))
+    }
+
+    fn remove_record(&self, directory: &str, path: &str) -> Result<bool> {
+        self.store().check_writable()?;
+        let removed = self.unlink_if_there(path)?;
+        if removed {
+            let directory = format!("{}/{directory}", self.base());
+            self.disk().sync_dir(&directory).at("sync", &directory)?;
+        }
+        Ok(removed)
+    }
+
+    fn unlink_if_there(&self, path: &str) -> Result<bool> {
+        match self.disk().unlink(path) {
+            Ok(()) => Ok(true),
+            Err(error) if is_absent(&error) => Ok(false),
+            Err(error) => Err(error).at("remove", path),
+        }
+    }
+
+    /// With the lock held, what is here now stays here until it is given back.
+    fn check_present<'a>(
+        &self,
+        images: &[Digest],
+        layers: impl Iterator<Item = &'a str>,
+    ) -> Result<()> {
+        match self.missing_files(images, layers)?.pop() {
+            Some(missing) => Err(Error::NoSuch(missing)),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes the names of images and layers durable. A record must not outlive what it names: an image
+    /// that is in place may have come there a moment ago, by another import that has not synced yet.
+    pub(crate) fn sync_parts(&self) -> Result<()> {
+        for part in ["layers", "images"] {
+            let path = format!("{}/{part}", self.base());
+            self.disk().sync_dir(&path).at("sync", &path)?;
+        }
+        Ok(())
+    }
+
+    /// Writes a ref's record to a temporary file; gives it and its later place.
+    pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
+        self.prepare(self.ref_file(ref_name)?, &ref_json(ref_name, record)?)
+    }
+
+    /// The same with that of a root.
+    pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
+        let path = self.root_file(root.kind, &root.id)?;
+        let json = to_json(&path, root)?;
+        self.prepare(path, &json)
+    }
+
+    /// The same with any record.
+    pub(crate) fn prepare(&self, path: String, json: &[u8]) -> Result<(String, String)> {
+        let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
+        Ok((self.store().write_temporary(directory, json, Purpose::Record, false)?, path))
+    }
+}
+
+/// A ref with its name, as it lies in the file.
+#[derive(Serialize, serde::Deserialize)]
+struct Named<T> {
+    name: String,
+    #[serde(flatten)]
+    record: T,
+}
+
+fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
+    to_json(ref_name, &Named { name: ref_name.to_owned(), record })
+}
+
+pub(crate) fn to_json<T: Serialize>(path: &str, record: &T) -> Result<Vec<u8>> {
+    let json = serde_json::to_vec_pretty(record).map_err(|error| Error::corrupt(path, error))?;
+    if json.len() as u64 > RECORD_SIZE_MAX {
+        return Err(Error::corrupt(path, "the record would be larger than 16 MiB"));
+    }
+    Ok(json)
+}
+
+/// A record that says another name than its file was copied or renamed by hand.
+fn check_own_name(path: &str, own_name: &str) -> Result<()> {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    let stem = file.strip_suffix(RECORD_SUFFIX).unwrap_or(file);
+    if name::matches(stem, own_name) {
+        return Ok(());
+    }
+    Err(Error::corrupt(path, format!("it holds the record of {own_name:?}")))
+}
+
+/// A record that names what cannot be a layer is damaged.
+fn check_chain_ids<'a>(path: &str, mut chain_ids: impl Iterator<Item = &'a str>) -> Result<()> {
+    chain_ids.try_for_each(|chain_id| match FileName::chain(FileKind::Layer, chain_id) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::corrupt(path, error)),
+    })
+}
