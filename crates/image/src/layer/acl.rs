@@ -1,8 +1,8 @@
 //! POSIX ACLs: from the text of `SCHILY.acl.*` PAX records to the kernel's xattr value.
 //!
-//! Text: entries `tag:qualifier:perms[:id]`, apart by comma or newline (star(1), acl(5)). Value:
-//! `u32 version = 2`, then `{u16 tag, u16 perm, u32 id}`, little-endian, sorted by tag and id
-//! (linux/posix_acl_xattr.h).
+//! Text: entries `tag:qualifier:perms[:id]`, apart by comma or newline (star(1), acl(5)).
+//! Value: `u32 version = 2`, then `{u16 tag, u16 perm, u32 id}`, little-endian, sorted by tag and
+//! id (linux/posix_acl_xattr.h).
 
 use std::collections::BTreeMap;
 

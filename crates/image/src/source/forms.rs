@@ -19,32 +19,24 @@ impl Source {
     /// [`ImportError::Registry`] for a name that cannot be, [`ImportError::Engine`] as well;
     /// [`ImportError::Io`].
     pub fn parse(text: &str) -> Result<Self, ImportError> {
-        if let Some(path) = text.strip_prefix("dir:") {
-            return Ok(Self::Directory { path: path.into() });
-        }
-        if let Some(name) = text.strip_prefix("docker://") {
-            return Ok(Self::Registry(Reference::parse(name)?));
-        }
-        if let Some(name) = text.strip_prefix("containers-storage:") {
-            return Ok(Self::ContainersStorage(containers_storage::Reference::parse(name)?));
-        }
-        if let Some(name) = text.strip_prefix("containerd:") {
-            return Ok(Self::Containerd(containerd::Reference::parse(name)?));
-        }
-        let split = |rest| split_tag(rest).unwrap_or_else(|| split_at(rest, rest.len()));
-        if let Some(rest) = text.strip_prefix("oci:") {
-            let (path, tag) = split(rest);
-            return Ok(Self::Layout { path, tag });
-        }
-        if let Some(rest) = text.strip_prefix("oci-archive:") {
-            let (path, tag) = split(rest);
-            return Ok(Self::Archive { path, tag });
-        }
-        if let Some(rest) = text.strip_prefix("docker-archive:") {
-            let (path, tag) = split(rest);
-            return Ok(Self::DockerSave { path, tag });
-        }
-        Self::detect(text)
+        let Some((form, rest)) = text.split_once(':') else { return Self::detect(text) };
+        Ok(match form {
+            "dir" => Self::Directory { path: rest.into() },
+            "docker" if rest.starts_with("//") => Self::Registry(Reference::parse(&rest[2..])?),
+            "containers-storage" => {
+                Self::ContainersStorage(containers_storage::Reference::parse(rest)?)
+            }
+            "containerd" => Self::Containerd(containerd::Reference::parse(rest)?),
+            "oci" | "oci-archive" | "docker-archive" => {
+                let (path, tag) = split_tag(rest).unwrap_or_else(|| split_at(rest, rest.len()));
+                match form {
+                    "oci" => Self::Layout { path, tag },
+                    "oci-archive" => Self::Archive { path, tag },
+                    _ => Self::DockerSave { path, tag },
+                }
+            }
+            _ => Self::detect(text)?,
+        })
     }
 
     fn detect(text: &str) -> Result<Self, ImportError> {
