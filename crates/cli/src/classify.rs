@@ -201,12 +201,12 @@ fn of_mount(error: &MountError) -> Classified {
         (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
     };
     let hint: Cow<'static, str> = match error {
-        MountError::Busy { target } => {
+        MountError::Busy(target) => {
             let target = target.display();
             format!("`fuser -vm {target}` says who; `cofolio umount --force {target}` detaches it")
                 .into()
         }
-        MountError::NoRecord { target } => {
+        MountError::NoRecord(target) => {
             let target = target.display();
             format!("`umount {target}` unmounts it; `cofolio mounts --reconcile` cleans up after it")
                 .into()

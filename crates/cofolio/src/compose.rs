@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_erofs::dump;
@@ -12,6 +12,8 @@ use cofolio_image::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
 use cofolio_store::Digest;
 use cofolio_store::task::Task;
 use cofolio_store::verity::Hasher;
+
+use crate::exit::Fail;
 
 /// Read a dump; `-` is standard input.
 pub(crate) fn tree_from_dump(path: &Path) -> anyhow::Result<Tree> {
@@ -55,14 +57,47 @@ impl<W: Write> Write for Hashing<W> {
     }
 }
 
-/// Read a directory, and store its files as objects in `digest_store` if there is to be one.
+/// How a directory becomes an image.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ScanArgs {
+    /// Copy the files' content to this composefs object directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) digest_store: Option<PathBuf>,
+    /// Set all modification times to zero
+    #[arg(long)]
+    use_epoch: bool,
+    /// Leave block and character devices out
+    #[arg(long)]
+    skip_devices: bool,
+    /// Leave extended attributes out
+    #[arg(long)]
+    skip_xattrs: bool,
+    /// Keep only extended attributes that start with `user.`
+    #[arg(long)]
+    user_xattrs: bool,
+    /// Threads that read files (default: one per processor)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+}
+
+/// Read a directory, and store its files as objects in the digest store if there is to be one.
 pub(crate) fn tree_from_directory(
     path: &Path,
-    options: &ScanOptions,
-    digest_store: Option<&Path>,
+    args: &ScanArgs,
     task: &Task,
 ) -> anyhow::Result<Tree> {
-    let scanned = match digest_store {
+    if args.skip_xattrs && args.user_xattrs {
+        return Err(Fail::usage("--skip-xattrs contradicts --user-xattrs").into());
+    }
+    let options = &ScanOptions {
+        use_epoch: args.use_epoch,
+        skip_devices: args.skip_devices,
+        skip_xattrs: args.skip_xattrs,
+        user_xattrs: args.user_xattrs,
+        threads: args.threads.map_or(0, usize::from),
+        ..ScanOptions::like_mkcomposefs()
+    };
+    let scanned = match &args.digest_store {
         Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, task)?,
         None => tree_scan::scan(path, options, &DigestOnly, task)?,
     };

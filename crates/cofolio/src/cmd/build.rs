@@ -4,10 +4,9 @@ use std::path::PathBuf;
 use anyhow::Context as _;
 use cofolio_erofs::write::{VERSION_MAX, WriteOptions};
 use cofolio_image::export::OutputFile;
-use cofolio_image::tree_scan::ScanOptions;
 
 use crate::cmd::Outcome;
-use crate::compose;
+use crate::compose::{self, ScanArgs};
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
@@ -33,30 +32,14 @@ pub(crate) struct Args {
     /// Print the image's fs-verity digest
     #[arg(long)]
     print_digest: bool,
-    /// Copy the files' content to this composefs object directory
-    #[arg(long, value_name = "DIR")]
-    digest_store: Option<PathBuf>,
-    /// Set all modification times to zero
-    #[arg(long)]
-    use_epoch: bool,
-    /// Leave block and character devices out
-    #[arg(long)]
-    skip_devices: bool,
-    /// Leave extended attributes out
-    #[arg(long, conflicts_with = "user_xattrs")]
-    skip_xattrs: bool,
-    /// Keep only extended attributes that start with `user.`
-    #[arg(long)]
-    user_xattrs: bool,
+    #[command(flatten)]
+    scan: ScanArgs,
     /// Lowest format version
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=i64::from(VERSION_MAX)))]
     min_version: u32,
     /// Highest format version
     #[arg(long, value_name = "N", default_value_t = VERSION_MAX, value_parser = clap::value_parser!(u32).range(0..=i64::from(VERSION_MAX)))]
     max_version: u32,
-    /// Number of threads that read files (default: one per processor)
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
@@ -66,7 +49,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             .into());
     }
     let dump = args.source.as_os_str() == "-" || !args.source.is_dir();
-    if dump && args.digest_store.is_some() {
+    if dump && args.scan.digest_store.is_some() {
         return Err(Fail::usage("--digest-store needs a directory: a dump has no content").into());
     }
     let to_stdout = args.image.as_deref().is_some_and(|path| path.as_os_str() == "-");
@@ -81,17 +64,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         compose::tree_from_dump(&args.source)
             .with_context(|| format!("reading {}", args.source.display()))?
     } else {
-        let options = ScanOptions {
-            use_epoch: args.use_epoch,
-            skip_devices: args.skip_devices,
-            skip_xattrs: args.skip_xattrs,
-            user_xattrs: args.user_xattrs,
-            threads: args.threads.unwrap_or(0),
-            ..ScanOptions::like_mkcomposefs()
-        };
         let work = Work::begin(context.ui, "reading", "file")?;
-        let objects = args.digest_store.as_deref();
-        compose::tree_from_directory(&args.source, &options, objects, &work.task)?
+        compose::tree_from_directory(&args.source, &args.scan, &work.task)?
     };
 
     let options = WriteOptions { min_version: args.min_version, max_version: args.max_version };

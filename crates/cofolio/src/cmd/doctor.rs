@@ -159,61 +159,50 @@ impl Store {
                 format!("it uses `{feature}`, which this version does not know"),
             ));
         }
-        let mut errors = Vec::new();
-        match store.domains() {
-            Ok(domains) => lines.push(("trust domains", domains.join(", "))),
-            Err(error) => errors.push(text(error)),
+        let mut found = Self { lines, errors: Vec::new() };
+        let domain = || store.domain(&context.global.domain);
+        if let Some(domains) = found.get(store.domains()) {
+            found.line("trust domains", domains.join(", "));
         }
-        let domain = store.domain(&context.global.domain);
-        match domain.and_then(|domain| Ok((domain.backend()?, domain.pack_form()?))) {
-            Ok((Backend::InodeShare, form)) => {
-                lines.push(("backend", INODE_SHARE.to_owned()));
-                if form == Form::Lz4 {
-                    lines.push(("packs", "compressed with LZ4".to_owned()));
-                }
+        let backend = domain().and_then(|domain| Ok((domain.backend()?, domain.pack_form()?)));
+        if let Some((Backend::InodeShare, form)) = found.get(backend) {
+            found.line("backend", INODE_SHARE);
+            if form == Form::Lz4 {
+                found.line("packs", "compressed with LZ4");
             }
-            Ok((Backend::Overlay, _)) => {}
-            Err(error) => errors.push(text(error)),
         }
-        match store
-            .domain(&context.global.domain)
-            .and_then(|domain| Ok((domain.all_refs()?, domain.images()?.len())))
-        {
-            Ok((refs, images)) => {
-                let Refs { readable, unreadable } = refs;
-                let names = plural((readable.len() + unreadable.len()) as u64, "name");
-                lines.push(("images", format!("{images}, under {names}")));
-                errors.extend(unreadable.into_iter().map(|unreadable| text(unreadable.error)));
+        let images = domain().and_then(|domain| Ok((domain.all_refs()?, domain.images()?.len())));
+        if let Some((Refs { readable, unreadable }, images)) = found.get(images) {
+            let names = plural((readable.len() + unreadable.len()) as u64, "name");
+            found.line("images", format!("{images}, under {names}"));
+            for it in unreadable {
+                found.get::<(), _>(Err(it.error));
             }
-            Err(error) => errors.push(text(error)),
         }
-        match store.open_to_others() {
-            Ok(Some(problem)) => {
-                lines.push(("permissions", format!("{problem} (`cofolio fsck --repair` mends it)")))
-            }
-            Ok(None) => {}
-            Err(error) => errors.push(text(error)),
+        if let Some(Some(problem)) = found.get(store.open_to_others()) {
+            found.line("permissions", format!("{problem} (`cofolio fsck --repair` mends it)"));
         }
-        let domain = store.domain(&context.global.domain).map_err(anyhow::Error::new);
-        match domain.and_then(|domain| Ok(context.mounter(&domain).list()?)) {
-            Ok(list) if !list.orphans.is_empty() => {
-                let orphans = plural(list.orphans.len() as u64, "mount");
-                let text =
-                    format!("{orphans} without a record: `cofolio mounts` says how to go on");
-                lines.push(("mounts", text));
-            }
-            Ok(_) => {}
-            Err(error) => errors.push(format!("{error:#}")),
+        let mounts = domain().map_err(anyhow::Error::new);
+        let mounts = mounts.and_then(|domain| Ok(context.mounter(&domain).list()?.orphans.len()));
+        if let Some(orphans @ 1..) = found.get(mounts) {
+            let orphans = plural(orphans as u64, "mount");
+            let go_on = "`cofolio mounts` says how to go on";
+            found.line("mounts", format!("{orphans} without a record: {go_on}"));
         }
-        match store.orphaned_staging() {
-            Ok(orphans) if !orphans.is_empty() => lines.push((
-                "leftovers",
-                format!("{} interrupted imports (`cofolio gc` removes them)", orphans.len()),
-            )),
-            Ok(_) => {}
-            Err(error) => errors.push(text(error)),
+        if let Some(orphans @ 1..) = found.get(store.orphaned_staging().map(|found| found.len())) {
+            let text = format!("{orphans} interrupted imports (`cofolio gc` removes them)");
+            found.line("leftovers", text);
         }
-        Self { lines, errors }
+        found
+    }
+
+    fn line(&mut self, name: &'static str, text: impl Into<String>) {
+        self.lines.push((name, text.into()));
+    }
+
+    /// What is there; an error is listed.
+    fn get<T, E: Into<anyhow::Error>>(&mut self, found: Result<T, E>) -> Option<T> {
+        found.map_err(|error| self.errors.push(format!("{:#}", error.into()))).ok()
     }
 
     fn json(&self) -> serde_json::Value {

@@ -1,12 +1,12 @@
 use cofolio_image::source::Source;
 use cofolio_store::Store;
 
-use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
+use crate::cmd::{Outcome, findings_table};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::progress::Work;
-use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
+use crate::ui::{Tone, human_count, human_size, plural};
 
 /// Check the store for missing, truncated and altered content
 ///
@@ -95,25 +95,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note("nothing was brought back: --from SOURCE says where from");
     }
     if !report.findings.is_empty() {
-        let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
-        for finding in &report.findings {
-            let tone = if finding.kind.is_damage() { Tone::Bad } else { Tone::Warn };
-            let mut detail = match &finding.user {
-                Some(user) => format!("{} (used by {user})", finding.detail),
-                None => finding.detail.clone(),
-            };
-            for (what, names) in [("refs", &finding.refs), ("files", &finding.files)] {
-                if !names.is_empty() {
-                    detail.push_str(&format!("; {what}: {}", names.join(", ")));
-                }
-            }
-            table.row(vec![
-                Cell::left(finding.kind.to_string()).tone(tone),
-                Cell::left(&finding.path),
-                Cell::left(detail),
-            ]);
-        }
-        context.ui.table(&table)?;
+        context.ui.table(&findings_table(&report.findings))?;
         if report.more > 0 {
             context.ui.line(format!("and {} more", human_count(report.more)))?;
         }

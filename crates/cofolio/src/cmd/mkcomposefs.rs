@@ -7,10 +7,9 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser as _;
 use cofolio_erofs::write::WriteOptions;
-use cofolio_image::tree_scan::ScanOptions;
 use cofolio_store::task::Task;
 
-use crate::compose;
+use crate::compose::{self, ScanArgs};
 
 /// Make a composefs image with mkcomposefs' own arguments
 ///
@@ -24,21 +23,8 @@ use crate::compose;
     disable_help_flag = true
 )]
 pub(crate) struct Args {
-    /// Store content files in this directory
-    #[arg(long, value_name = "PATH")]
-    digest_store: Option<PathBuf>,
-    /// Make all mtimes zero
-    #[arg(long)]
-    use_epoch: bool,
-    /// Don't store device nodes
-    #[arg(long)]
-    skip_devices: bool,
-    /// Don't store file xattrs
-    #[arg(long)]
-    skip_xattrs: bool,
-    /// Only store user.* xattrs
-    #[arg(long)]
-    user_xattrs: bool,
+    #[command(flatten)]
+    scan: ScanArgs,
     /// Print the digest of the image
     #[arg(long)]
     print_digest: bool,
@@ -54,9 +40,6 @@ pub(crate) struct Args {
     /// Use this maximum format version (default: 1, or 0 with --min-version)
     #[arg(long, value_name = "N")]
     max_version: Option<i64>,
-    /// Threads that calculate digests and copy files (default: one per processor)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    threads: Option<u16>,
     /// Directory or dump file; `-` is standard input
     source: PathBuf,
     /// Image file; `-` is standard output
@@ -114,28 +97,11 @@ fn make(args: &Args) -> anyhow::Result<()> {
     let tree = if args.from_file {
         compose::tree_from_dump(source)?
     } else {
-        anyhow::ensure!(
-            !(args.skip_xattrs && args.user_xattrs),
-            "--skip-xattrs contradicts --user-xattrs"
-        );
-        let options = ScanOptions {
-            skip_xattrs: args.skip_xattrs,
-            user_xattrs: args.user_xattrs,
-            skip_devices: args.skip_devices,
-            use_epoch: args.use_epoch,
-            threads: args.threads.map_or(0, usize::from),
-            ..ScanOptions::like_mkcomposefs()
-        };
         // mkcomposefs does not follow the source itself.
         if source.symlink_metadata().is_ok_and(|meta| meta.is_symlink()) {
             anyhow::bail!("cannot write file: {} is a symbolic link", source.display());
         }
-        compose::tree_from_directory(
-            source,
-            &options,
-            args.digest_store.as_deref(),
-            &Task::default(),
-        )?
+        compose::tree_from_directory(source, &args.scan, &Task::default())?
     };
     // mkcomposefs keeps versions in 32 bits without a sign, so a negative one is simply too large.
     let version = |number: Option<i64>| u32::try_from(number.unwrap_or(0)).unwrap_or(u32::MAX);

@@ -38,8 +38,9 @@ pub(crate) mod verify;
 use crate::cli::{Cli, Command};
 use crate::context::Context;
 use crate::exit::{Ended, Exit};
-use crate::ui::Ui;
+use crate::ui::{Cell, Table, Tone, Ui};
 use cofolio_node::config::Loaded;
+use cofolio_store::Finding;
 
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;
@@ -89,4 +90,27 @@ pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
         Command::Man(args) => man::run(&args, &context),
     };
     exit.map(Ended::from)
+}
+
+/// What a check found, a line each.
+fn findings_table(findings: &[Finding]) -> Table {
+    let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
+    for finding in findings {
+        let tone = if finding.kind.is_damage() { Tone::Bad } else { Tone::Warn };
+        let mut detail = match &finding.user {
+            Some(user) => format!("{} (used by {user})", finding.detail),
+            None => finding.detail.clone(),
+        };
+        for (what, names) in [("refs", &finding.refs), ("files", &finding.files)] {
+            if !names.is_empty() {
+                detail.push_str(&format!("; {what}: {}", names.join(", ")));
+            }
+        }
+        table.row(vec![
+            Cell::left(finding.kind.to_string()).tone(tone),
+            Cell::left(&finding.path),
+            Cell::left(detail),
+        ]);
+    }
+    table
 }

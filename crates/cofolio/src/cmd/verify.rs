@@ -1,11 +1,11 @@
 use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_store::{Domain, Finding, ScrubOptions};
 
-use crate::cmd::Outcome;
+use crate::cmd::{Outcome, findings_table};
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
-use crate::ui::{Cell, Table, Tone, human_size, plural};
+use crate::ui::{Tone, human_size, plural};
 use cofolio_node::config::Size;
 
 /// Hash an image and every file of it again, and compare
@@ -104,15 +104,7 @@ fn show(context: &Context<'_>, what: &str, findings: &[Finding], read: &str) -> 
         }
         return Ok(exit);
     }
-    let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
-    for finding in findings {
-        table.row(vec![
-            Cell::left(finding.kind.to_string()).tone(Tone::Bad),
-            Cell::left(&finding.path),
-            Cell::left(&finding.detail),
-        ]);
-    }
-    context.ui.table(&table)?;
+    context.ui.table(&findings_table(findings))?;
     let bad = context.ui.paint(Tone::Bad, "damaged");
     context.ui.line(format!("{what}: {bad}: {}", plural(findings.len() as u64, "finding")))?;
     context.ui.note("`cofolio fsck --repair --from SOURCE` brings back what is wrong");

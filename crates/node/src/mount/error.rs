@@ -34,10 +34,7 @@ pub enum Code {
 pub enum MountError {
     /// Not root.
     #[error("mounting needs root (CAP_SYS_ADMIN in the first user namespace)")]
-    NoPrivilege {
-        /// What the kernel refused.
-        source: KernelError,
-    },
+    NoPrivilege(#[source] KernelError),
     /// The kernel cannot do this.
     #[error("this kernel cannot do {feature} ({needs})")]
     NoFeature {
@@ -54,18 +51,12 @@ pub enum MountError {
     /// The kernel was to check every read, which it cannot here.
     #[error(
         "the kernel cannot check what is read from {}: its filesystem has no fs-verity",
-        shown(store)
+        shown(.0)
     )]
-    NoVerity {
-        /// The directory of the objects.
-        store: Option<PathBuf>,
-    },
+    NoVerity(Option<PathBuf>),
     /// The image is mounted already, from a time when the store had no fs-verity.
-    #[error("image {image} was mounted without fs-verity, and that mount is still in use")]
-    PinnedWithoutVerity {
-        /// The image.
-        image: Digest,
-    },
+    #[error("image {0} was mounted without fs-verity, and that mount is still in use")]
+    PinnedWithoutVerity(Digest),
     /// The image or an object of it is not what it should be.
     #[error("image {image} is damaged: {reason}")]
     Damaged {
@@ -83,11 +74,8 @@ pub enum MountError {
         reason: String,
     },
     /// The kernel has mounted a pack so that its files share nothing.
-    #[error("{}: the kernel has mounted it without sharing inodes", at.display())]
-    NotShared {
-        /// Where it was.
-        at: PathBuf,
-    },
+    #[error("{}: the kernel has mounted it without sharing inodes", .0.display())]
+    NotShared(PathBuf),
     /// The directory to mount at cannot be used.
     #[error("cannot mount at {}: {problem}", target.display())]
     Target {
@@ -97,11 +85,8 @@ pub enum MountError {
         problem: String,
     },
     /// The directory to mount at does not exist.
-    #[error("cannot mount at {}: there is no such directory", target.display())]
-    TargetMissing {
-        /// The directory.
-        target: PathBuf,
-    },
+    #[error("cannot mount at {}: there is no such directory", .0.display())]
+    TargetMissing(PathBuf),
     /// Something of ours is mounted there already.
     #[error("{} is already a mount of image {image}", target.display())]
     AlreadyMounted {
@@ -111,26 +96,17 @@ pub enum MountError {
         image: Digest,
     },
     /// A file or directory of the mount is in use.
-    #[error("{} is in use (a process works there, or something is mounted below it)", target.display())]
-    Busy {
-        /// The directory.
-        target: PathBuf,
-    },
+    #[error("{} is in use (a process works there, or something is mounted below it)", .0.display())]
+    Busy(PathBuf),
     /// Another mount lies on top.
-    #[error("{} is covered by another mount: unmount that first", target.display())]
-    Covered {
-        /// The directory.
-        target: PathBuf,
-    },
+    #[error("{} is covered by another mount: unmount that first", .0.display())]
+    Covered(PathBuf),
     /// No record of ours has this target or id.
     #[error("{0} is not a mount that Cofolio made")]
     NotMounted(String),
     /// A mount of ours, or a bind of one, whose record is lost: the run directory may have been emptied.
-    #[error("{} is a mount of Cofolio's that has no record", target.display())]
-    NoRecord {
-        /// The directory.
-        target: PathBuf,
-    },
+    #[error("{} is a mount of Cofolio's that has no record", .0.display())]
+    NoRecord(PathBuf),
     /// The mount is in another mount namespace, where this process cannot reach it.
     #[error("mount {id} at {} was made in another mount namespace", target.display())]
     OtherNamespace {
@@ -159,18 +135,12 @@ pub enum MountError {
     #[error(
         "changes of {} are in a filesystem of limited size that ends with the mount and cannot be \
          kept: copy what you need out of it first",
-        target.display()
+        .0.display()
     )]
-    CannotKeep {
-        /// Where it is mounted.
-        target: PathBuf,
-    },
+    CannotKeep(PathBuf),
     /// A directory that holds no changes that were kept.
-    #[error("{} holds no changes that were kept, or a mount uses it", dir.display())]
-    NotKept {
-        /// The directory.
-        dir: PathBuf,
-    },
+    #[error("{} holds no changes that were kept, or a mount uses it", .0.display())]
+    NotKept(PathBuf),
     /// A security label that cannot be.
     #[error("SELinux does not take {label:?}: its policy has no such label, or none is loaded")]
     Label {
@@ -271,7 +241,7 @@ impl MountError {
         const LABEL: &str = "overlay: context=";
         let feature = |feature, needs, source| Self::NoFeature { feature, needs, source };
         match error.errno {
-            Errno::PERM | Errno::ACCESS => Self::NoPrivilege { source: error },
+            Errno::PERM | Errno::ACCESS => Self::NoPrivilege(error),
             Errno::NOSYS => feature("the new mount API", "Linux 5.12", error),
             Errno::NODEV if error.what.starts_with("erofs: fsopen") => {
                 feature("erofs", "its module, or CONFIG_EROFS_FS", error)

@@ -129,8 +129,9 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         made.as_ref().is_err_and(|error| error.errno == Errno::BUSY)
     };
     let mut tried = made();
-    // A process that was just forked holds the descriptors of an earlier try until it calls exec.
-    for milliseconds in [1, 4, 16, 64] {
+    // A process that was just forked holds the descriptors of an earlier try until it calls exec, and a
+    // runtime that starts a container has copies of all mounts until it changes the root.
+    for milliseconds in [1, 4, 16, 64, 256, 512] {
         if !is_busy(&tried) {
             break;
         }

@@ -15,8 +15,8 @@
 //!
 //! What costs memory is superblocks: each has its own inodes and dentries. So an image has one of
 //! EROFS, all its read-only mounts have one of overlayfs together, and only a writable mount has one
-//! of its own. The last mount of an image takes the pinned ones away again, unless
-//! [`Mounter::pin`] keeps them; with `inode-share` the last one of the trust domain.
+//! of its own. The last mount of an image takes the pinned ones away again; with `inode-share` the
+//! last one of the trust domain.
 //!
 //! State is in the run directory (see [`RunDir`]) and, so that garbage collection
 //! knows, in the store's `roots/mount/`. A process may be killed at any point: what it leaves is put
@@ -152,7 +152,7 @@ impl<'a> Mounter<'a> {
         self.make_room(&target)?;
         let verity = self.domain.protection().verity;
         if request.check == Check::RequireVerity && !verity {
-            return Err(MountError::NoVerity { store: self.domain.objects_dir() });
+            return Err(MountError::NoVerity(self.domain.objects_dir()));
         }
         if request.check != Check::None {
             let file = self.domain.open_image(&request.image)?;
@@ -274,7 +274,7 @@ impl<'a> Mounter<'a> {
 
         let pin = self.pinned(&image, lock, check != Check::None)?;
         if check == Check::RequireVerity && !pin.verity {
-            return Err(MountError::PinnedWithoutVerity { image });
+            return Err(MountError::PinnedWithoutVerity(image));
         }
         record.backend = pin.backend;
         let mount = self.detached(record, &pin, claim)?;
@@ -356,7 +356,7 @@ impl<'a> Mounter<'a> {
                 let image = record.image;
                 Err(MountError::AlreadyMounted { target: target.to_owned(), image })
             }
-            Place::Covered => Err(MountError::Covered { target: target.to_owned() }),
+            Place::Covered => Err(MountError::Covered(target.to_owned())),
             Place::Elsewhere => Err(MountError::OtherNamespace { id, target: target.to_owned() }),
             // Half-way with nobody holding the lock, or unmounted behind our back.
             Place::At(_) | Place::Gone => {
@@ -403,7 +403,7 @@ impl<'a> Mounter<'a> {
             Place::Elsewhere => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });
             }
-            Place::Covered => return Err(MountError::Covered { target: record.target }),
+            Place::Covered => return Err(MountError::Covered(record.target)),
             Place::At(path) => self.leave(&mut record, path, options, &lock)?,
             Place::Gone => {}
         }
@@ -441,7 +441,7 @@ impl<'a> Mounter<'a> {
             && let Some(upper) = &record.upper
         {
             if limit::has_filesystem(&upper.dir) {
-                return Err(MountError::CannotKeep { target: record.target.clone() });
+                return Err(MountError::CannotKeep(record.target.clone()));
             }
             // Before anything else: a process that dies after this leaves it to be kept.
             upper::mark_kept(&open_dir(&upper.dir).at("open", &upper.dir)?, record)?;
@@ -466,61 +466,11 @@ impl<'a> Mounter<'a> {
                 record.phase = before;
                 self.run.write(record, lock)?;
                 if is_busy(&error) {
-                    return Err(MountError::Busy { target: path.to_owned() });
+                    return Err(MountError::Busy(path.to_owned()));
                 }
                 Err(refused(error))
             }
         }
-    }
-
-    /// Mounts an image's metadata and keeps it until [`Mounter::unpin`], so that the next mount is
-    /// quick. Garbage collection keeps the image meanwhile.
-    ///
-    /// # Errors
-    /// As [`Mounter::mount`].
-    pub fn pin(&self, image: &Digest) -> Result<(), MountError> {
-        self.run.prepare()?;
-        self.hold_base(image)?;
-        let lock = self.run.lock_image(image)?;
-        let mut root = Root::new(RootKind::Mount, self.keeper_root(image));
-        root.images = vec![*image];
-        root.note = "kept mounted".to_owned();
-        root.created = now();
-        root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
-        self.domain.put_root(&root)?;
-        {
-            let _stays = self.run.share_domain(self.domain.name())?;
-            mark_user(&self.run, self.domain.name(), image, pin::KEEPER)?;
-        }
-        let pinned = self.pinned(image, &lock, false);
-        if pinned.is_err() {
-            self.let_go(self.domain.name(), image, &lock)?;
-        }
-        pinned.map(drop)
-    }
-
-    /// Takes back [`Mounter::pin`]. Says whether the image is not mounted any more.
-    ///
-    /// # Errors
-    /// [`MountError::Io`], [`MountError::Kernel`].
-    pub fn unpin(&self, image: &Digest) -> Result<bool, MountError> {
-        if !self.run.path().exists() {
-            return Ok(false);
-        }
-        let lock = self.run.lock_image(image)?;
-        self.let_go(self.domain.name(), image, &lock)
-    }
-
-    fn let_go(&self, domain: &str, image: &Digest, lock: &ImageLock) -> Result<bool, MountError> {
-        let users = self.run.image_dir(domain, image).join("users");
-        state::remove_file(&users.join(pin::KEEPER))?;
-        self.domain_of(domain)?.remove_root(RootKind::Mount, &self.keeper_root(image))?;
-        Ok(self.unpin_if_idle(domain, image, lock)? == Unpinned::Done)
-    }
-
-    /// Id of the root of an image that is kept mounted.
-    fn keeper_root(&self, image: &Digest) -> String {
-        format!("{}-pin-{image}", self.run.tag())
     }
 
     /// A trust domain of the same store.

@@ -32,8 +32,6 @@ pub struct Pin {
     pub path: PathBuf,
     /// How many mounts use it.
     pub users: usize,
-    /// Whether [`Mounter::pin`] keeps it without users.
-    pub kept: bool,
     /// How it was mounted and what was checked, if that is known.
     pub record: Option<PinRecord>,
 }
@@ -63,8 +61,6 @@ pub(crate) enum Unpinned {
 
 /// Below an image's directory: the same for its own metadata image, while it is mounted over a base.
 const OWN: &str = "own";
-/// Name of the user that [`Mounter::pin`] is.
-pub(crate) const KEEPER: &str = "keep";
 /// Name of the user that is left of mounts with `inode-share` that were detached while they were in use: until the machine
 /// starts anew, nobody knows whether somebody still reads there.
 pub(crate) const DETACHED: &str = "detached";
@@ -444,10 +440,10 @@ impl Mounter<'_> {
         Ok(Unpinned::Done)
     }
 
-    /// Whether the superblocks of an image that is not mounted any more have ended. Waits a moment
-    /// for processes that were just forked: they hold our descriptors until they call exec.
+    /// Whether the superblocks of an image that is not mounted any more have ended. Waits a moment for
+    /// processes that hold descriptors or copies of mounts only in passing (see [`in_use::has_overlay`]).
     fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
-        for milliseconds in [1, 2, 4, 8, 16, 32, 64] {
+        for milliseconds in [1, 4, 16, 64, 256, 512] {
             if self.forget_dead(domain, image)? {
                 return Ok(true);
             }
@@ -488,12 +484,10 @@ impl Mounter<'_> {
             if mounted_root(&path, EROFS_MAGIC).ok().flatten().is_none() {
                 continue;
             }
-            let mut users = list(&dir.join("users"))?;
-            users.retain(|user| Superblock::from_user(user).is_none());
-            let kept = users.iter().any(|user| user == KEEPER);
+            let users = list(&dir.join("users"))?;
+            let users = users.iter().filter(|user| Superblock::from_user(user).is_none()).count();
             let record = read_json(&dir.join("pin.json")).unwrap_or(None);
-            let users = users.len() - usize::from(kept);
-            pins.push(Pin { domain, image, path, users, kept, record });
+            pins.push(Pin { domain, image, path, users, record });
         }
         Ok(pins)
     }

@@ -13,7 +13,7 @@ use super::error::{At as _, MountError, refused};
 use super::in_use::{self, Superblock};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
-use super::pin::{DETACHED, KEEPER, Unpinned};
+use super::pin::{DETACHED, Unpinned};
 use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
 use super::upper;
 use super::{Kept, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
@@ -251,7 +251,7 @@ impl Mounter<'_> {
             Err(error) if error.errno == rustix::io::Errno::BUSY => {
                 let record = MountRecord { phase: Phase::Mounted, ..record.clone() };
                 self.run.write(&record, lock)?;
-                Err(MountError::Busy { target: path.to_owned() })
+                Err(MountError::Busy(path.to_owned()))
             }
             other => other.map_err(refused),
         }
@@ -308,10 +308,10 @@ impl Mounter<'_> {
     pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
-            return Err(MountError::NotKept { dir: found });
+            return Err(MountError::NotKept(found));
         }
         if in_use::has_overlay(&found)? {
-            return Err(MountError::Busy { target: found });
+            return Err(MountError::Busy(found));
         }
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
@@ -449,7 +449,7 @@ impl Mounter<'_> {
             return Ok(false);
         }
         if place == Place::Covered {
-            return Err(MountError::Covered { target: record.target });
+            return Err(MountError::Covered(record.target));
         }
         let forgotten = self.forget(&record, &place, &lock)?;
         drop(lock);
@@ -470,8 +470,7 @@ impl Mounter<'_> {
             let stays = match image_of_user(&user) {
                 Some(over) => self.uses_base(domain, &over, image, &lock)?,
                 None => {
-                    user == KEEPER
-                        || user == DETACHED
+                    user == DETACHED
                         || Superblock::from_user(&user).is_some()
                         || self.run.record(&user)?.is_some_and(|r| r.image == *image)
                 }
@@ -495,10 +494,8 @@ impl Mounter<'_> {
                 // A record is written before its root and removed after it, so that looking for the
                 // root first and then for the record cannot miss.
                 let kept = root.images.first().is_some_and(|image| {
-                    self.keeper_root(image) == root.id
-                        && self.run.image_dir(domain.name(), image).join("users/keep").exists()
-                        || self.elsewhere_root(image) == root.id
-                            && self.run.image_dir(domain.name(), image).exists()
+                    self.elsewhere_root(image) == root.id
+                        && self.run.image_dir(domain.name(), image).exists()
                 });
                 Ok(kept || self.run.record(&root.id)?.is_some())
             };

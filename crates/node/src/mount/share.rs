@@ -92,7 +92,7 @@ impl Mounter<'_> {
         let id = numbers_at(at).at("look at", at)?.id;
         match mounts.iter().find(|mount| mount.id == id) {
             Some(mount) if mount.has_option("inode_share") => Ok(()),
-            _ => Err(MountError::NotShared { at: at.to_owned() }),
+            _ => Err(MountError::NotShared(at.to_owned())),
         }
     }
 }

@@ -406,7 +406,7 @@ impl RunDir {
             let mounts =
                 mountinfo::read(Path::new("/")).at("read", "/proc/thread-self/mountinfo")?;
             if mounts.iter().any(|mount| mount.id == found.id && mount.image().is_some()) {
-                return Err(MountError::NoRecord { target });
+                return Err(MountError::NoRecord(target));
             }
         }
         Err(MountError::NotMounted(target_or_id.display().to_string()))

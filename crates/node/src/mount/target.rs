@@ -16,7 +16,7 @@ pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, Mou
         Ok(path) => path,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             if !create {
-                return Err(MountError::TargetMissing { target: target.to_owned() });
+                return Err(MountError::TargetMissing(target.to_owned()));
             }
             let name = target.file_name().ok_or_else(|| problem("it has no name".to_owned()))?;
             let parent = match target.parent() {

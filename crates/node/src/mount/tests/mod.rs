@@ -55,7 +55,7 @@ fn read_only_mounts_are_clones_of_one_overlay_over_one_erofs() {
     let mounts = fixture.mounts();
     let count = |kind| mounts.iter().filter(|m| m.filesystem == kind && m.source == source).count();
     assert_eq!((count("erofs"), count("overlay")), (1, 3), "{mounts:?}");
-    assert!(matches!(mounter.pins().unwrap()[..], [Pin { users: 2, kept: false, .. }]));
+    assert!(matches!(mounter.pins().unwrap()[..], [Pin { users: 2, .. }]));
     let listed = mounter.list().unwrap();
     assert!(listed.mounts.iter().all(|mount| mount.state == MountState::Live), "{listed:?}");
     assert_eq!(listed.mounts.len(), 2);
@@ -464,20 +464,4 @@ fn garbage_collection_keeps_what_is_mounted() {
     kernel::unmount_patiently(&request.target, false).unwrap();
     mounter.reconcile().unwrap();
     assert_eq!(gc().images, 1);
-}
-
-#[test]
-fn a_pin_that_is_kept_outlives_its_users() {
-    needs_mounts!();
-    let fixture = Fixture::new();
-    let mounter = fixture.mounter();
-    mounter.pin(&fixture.image).unwrap();
-    let request = read_only(&fixture, "one");
-    mounter.mount(&request).unwrap();
-    assert!(!umount(&mounter, &request.target).unpinned);
-    assert!(matches!(mounter.pins().unwrap()[..], [Pin { users: 0, kept: true, .. }]));
-    assert!(mounter.reconcile().unwrap().is_empty());
-    assert_eq!(mounter.live_images().unwrap(), [fixture.image]);
-    assert!(mounter.unpin(&fixture.image).unwrap());
-    fixture.assert_clean("after unpin");
 }

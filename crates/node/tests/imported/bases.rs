@@ -1,17 +1,5 @@
 //! Bases of images with layers in common: where they are, and that an image over its base is the image.
 
-#![allow(
-    dead_code,
-    unreachable_pub,
-    clippy::cast_possible_truncation,
-    clippy::print_stdout,
-    clippy::unwrap_used,
-    reason = "a test program panics where it fails, and the support is shared with others"
-)]
-
-#[path = "../../image/tests/oci/support.rs"]
-mod support;
-
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -23,7 +11,7 @@ use cofolio_node::upkeep::bases::{self, BasesReport};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, GcOptions};
 
-use support::*;
+use crate::support::*;
 
 /// A layer of more names than a base must have.
 fn wide(name: &str) -> Tar {

@@ -1,25 +1,13 @@
 //! What an image of hostile attributes is once the kernel has mounted it: overlayfs, which finds file content by
 //! attributes of the image, must take none of those that came in an archive.
 
-#![allow(
-    dead_code,
-    unreachable_pub,
-    clippy::cast_possible_truncation,
-    clippy::print_stdout,
-    clippy::unwrap_used,
-    reason = "a test program panics where it fails, and the support is shared with others"
-)]
-
-#[path = "../../image/tests/oci/support.rs"]
-mod support;
-
 use std::fs;
 use std::path::Path;
 
 use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 
-use support::*;
+use crate::support::*;
 
 /// Moves this thread into a mount namespace of its own, where the machine can mount images; says why not.
 fn can_mount(test: &str) -> bool {
