@@ -8,5 +8,6 @@ pub mod ledger;
 pub mod mount;
 pub mod policy;
 pub mod probe;
+pub mod settings;
 pub mod survey;
 pub mod upkeep;

@@ -5,10 +5,11 @@ pub mod bases;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::compose::contents::ImageContents;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};
-use cofolio_store::{Backend, Digest, Domain, Error, GcOptions, GcReport, TrimOptions, TrimPlan};
+use cofolio_store::{Digest, Domain, Error, GcOptions, GcReport, TrimOptions, TrimPlan};
 
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
