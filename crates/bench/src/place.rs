@@ -9,9 +9,10 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::{
-    Backend, Contents as _, DEFAULT_DOMAIN, Domain, FileKind, FileName, Form, ImportOptions,
-    InitOptions, Publish, Store,
+    Contents as _, DEFAULT_DOMAIN, Domain, FileKind, FileName, Form, ImportOptions, InitOptions,
+    Publish, Store,
 };
 use rustix::fs::FlockOperation;
 
@@ -164,7 +165,7 @@ pub(super) fn with_backend(
     };
     let own = domain.store().domain_or_create(&name)?;
     if (own.backend()?, own.pack_form()?) != (backend, form) {
-        own.set_backend_over(backend, form)?;
+        own.set_backend(backend, form)?;
     }
     Ok(own)
 }

@@ -19,12 +19,13 @@ use cofolio_image::{
     export::{FilesystemOptions, export_filesystem},
     pack::{PackOptions, pack},
 };
+use cofolio_node::settings::Backend;
 use cofolio_node::{
     mount::{MountRequest, Mounter, RunDir, UmountOptions},
     probe::{self, Presence},
 };
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Digest, Domain, Form};
+use cofolio_store::{Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 

@@ -12,11 +12,12 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_node::{
     ledger::residency,
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
 };
-use cofolio_store::{Backend, Digest, Domain};
+use cofolio_store::{Digest, Domain};
 use rustix::mount::UnmountFlags;
 
 use super::{

@@ -17,8 +17,9 @@ use cofolio_image::{
     pack::{PackOptions, pack},
 };
 use cofolio_node::mount::Access;
+use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Digest, Domain, Form};
+use cofolio_store::{Digest, Domain, Form};
 use cofolio_sys::cache::page_size;
 
 use crate::Outcome;

@@ -1,7 +1,7 @@
 //! Arguments that both programs take.
 
 use clap::ValueEnum;
-use cofolio_store::Backend;
+use cofolio_node::settings::Backend;
 
 /// [`Backend`] on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -1,8 +1,9 @@
 //! How images of a trust domain are mounted, and what that takes: packs of one form, and a kernel that can.
 
+use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Digest, Domain, Error, Form};
+use cofolio_store::{Digest, Domain, Error, Form};
 
 use crate::mount::{MountError, MountState, Mounter};
 use crate::probe::{self, Presence};
@@ -105,7 +106,7 @@ pub fn set(
         return Err(BackendError::Mounted { domain: domain.name().to_owned(), mounts });
     }
     if backend != Backend::InodeShare {
-        return Ok(domain.set_backend_over(backend, form)?);
+        return Ok(domain.set_backend(backend, form)?);
     }
     check_kernel()?;
     let options = PackOptions { form, ..PackOptions::default() };
@@ -113,7 +114,7 @@ pub fn set(
     for image in &images {
         pack(domain, image, &options, task)?;
     }
-    domain.set_backend_over(backend, form)?;
+    domain.set_backend(backend, form)?;
     // What was imported meanwhile.
     for image in domain.images()?.iter().filter(|image| !images.contains(image)) {
         pack(domain, image, &options, task)?;

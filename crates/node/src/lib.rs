@@ -9,5 +9,6 @@ pub mod mount;
 pub mod names;
 pub mod policy;
 pub mod probe;
+pub mod settings;
 pub mod survey;
 pub mod upkeep;

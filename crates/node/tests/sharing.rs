@@ -23,8 +23,9 @@ use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::probe::{self, Presence};
+use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Digest, Domain, Form, InitOptions, Store};
+use cofolio_store::{Digest, Domain, Form, InitOptions, Store};
 use cofolio_sys::cache::{FileMap, PrivateMap, page_size};
 use rustix::fs::Advice;
 
@@ -106,7 +107,7 @@ fn import(domain: &Domain, dir: &Path, (backend, form): How) -> [Digest; 2] {
             let options = PackOptions { form, ..PackOptions::default() };
             pack(domain, image, &options, &task).unwrap();
         }
-        domain.set_backend_over(backend, form).unwrap();
+        domain.set_backend(backend, form).unwrap();
     }
     images
 }

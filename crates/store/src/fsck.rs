@@ -256,7 +256,7 @@ impl Domain {
         if report.is_damaged() {
             return Ok(report);
         }
-        match self.settings() {
+        match self.settings::<serde_json::Map<String, serde_json::Value>>() {
             Err(error) if is_damage(&error) => {
                 let detail = format!("{error}; `cofolio backend` sets it again");
                 let path = self.settings_file();

@@ -79,7 +79,6 @@ pub use segment::{
     Extent, Form, Pack, Pages, Part, Place, Run, SHA256_SIZE_MAX, Segment, SegmentWriter, Written,
     granule,
 };
-pub use settings::{Backend, Secret};
 pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use sizes::SizesReport;
 pub use staged::{ImageWriter, LayerWriter, ObjectWriter, StagedFile};

@@ -18,9 +18,8 @@ use std::sync::Arc;
 use cofolio_store::disk::Disk;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Backend, Contents, Digest, Domain, Error, ErrorKind, FileKind, FileName, FsckOptions,
-    GcOptions, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions,
-    verity,
+    Contents, Digest, Domain, Error, ErrorKind, FileKind, FileName, FsckOptions, GcOptions,
+    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Store, TrimOptions, verity,
 };
 use common::sim::{Fault, SimDisk};
 use common::{Lines, content, import_split as import, nothing_live, replaced};
@@ -159,7 +158,7 @@ fn check_clean(disk: &SimDisk, context: &str) {
         }
     }
     assert_eq!(report.objects, objects.len() as u64, "{context}");
-    domain.backend().unwrap();
+    domain.settings::<BTreeMap<String, u32>>().unwrap();
     let packs = domain.packs().unwrap();
     assert!(packs.iter().all(|pack| needed.contains(&pack.image)), "{context}");
     let mut segments = BTreeSet::new();
@@ -204,8 +203,8 @@ const OPERATIONS: &[Operation] = &[
     Operation {
         name: "settings of a domain",
         run: |domain| {
-            domain.set_backend(Backend::InodeShare)?;
-            domain.set_backend(Backend::Overlay)
+            common::set(domain, 1)?;
+            common::set(domain, 2)
         },
         after: |_| (),
     },

@@ -5,7 +5,7 @@ mod common;
 use std::io::{Read, Write};
 
 use cofolio_store::{
-    Backend, Digest, Error, Form, ImportOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
+    Digest, Error, ImportOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
 };
 use common::{Scratch, content, image_of};
 
@@ -80,34 +80,4 @@ fn what_is_not_there_cannot_be_published() {
     let mut root = Root::new(RootKind::Lease, "l");
     root.images.push(absent);
     assert!(matches!(domain.put_root(&root), Err(Error::NoSuch(_))));
-}
-
-/// What the kernel knows a domain by is like a password: made once, kept where nobody else can read it, and not shown.
-#[test]
-fn a_domain_has_one_secret_and_does_not_show_it() {
-    use std::os::unix::fs::PermissionsExt as _;
-    let scratch = Scratch::new("settings");
-    let store = scratch.store();
-    let domain = store.domain("default").unwrap();
-    assert_eq!((domain.backend().unwrap(), domain.secret().unwrap()), (Backend::Overlay, None));
-    domain.set_backend(Backend::InodeShare).unwrap();
-    assert_eq!(domain.backend().unwrap(), Backend::InodeShare);
-    let secret = domain.secret().unwrap().unwrap();
-    assert_eq!(secret.reveal().len(), 64);
-    assert_eq!(format!("{secret:?}"), "Secret(…)");
-    domain.set_backend_over(Backend::InodeShare, Form::Lz4).unwrap();
-    assert_eq!(domain.pack_form().unwrap(), Form::Lz4);
-    domain.set_backend(Backend::Overlay).unwrap();
-    assert_eq!(domain.pack_form().unwrap(), Form::Plain);
-    assert_eq!(domain.secret().unwrap().unwrap(), secret);
-    let other = store.domain_or_create("other").unwrap();
-    other.set_backend(Backend::InodeShare).unwrap();
-    assert_ne!(other.secret().unwrap().unwrap(), secret);
-
-    let path = scratch.path.join("domains/default/domain.json");
-    assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-    std::fs::write(&path, "{").unwrap();
-    assert!(matches!(domain.backend(), Err(Error::Corrupt { .. })));
-    domain.set_backend(Backend::InodeShare).unwrap();
-    assert_eq!(domain.backend().unwrap(), Backend::InodeShare);
 }

@@ -12,9 +12,8 @@ use std::sync::Arc;
 use cofolio_store::disk::Disk as _;
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Backend, BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind,
-    FsckOptions, GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store,
-    StoredFile, verity,
+    BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind, FsckOptions,
+    GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store, StoredFile, verity,
 };
 use common::sim::SimDisk;
 use common::volume::Volume;
@@ -188,11 +187,11 @@ fn damaged_settings_and_a_missing_split_are_found() {
     let domain = store.domain("default").unwrap();
     let options = ImportOptions::default();
     import_split(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
-    domain.set_backend(Backend::Overlay).unwrap();
+    common::set(&domain, 2).unwrap();
     assert_eq!(kinds(&domain), []);
     base.damage("domains/default/domain.json", |bytes| bytes.truncate(3));
     assert_eq!(kinds(&domain), [FindingKind::SettingsUnreadable]);
-    domain.set_backend(Backend::Overlay).unwrap();
+    common::set(&domain, 2).unwrap();
     let split = base.files().into_keys().find(|path| path.ends_with(".split")).unwrap();
     base.set_immutable(&split, false).unwrap();
     base.unlink(&split).unwrap();

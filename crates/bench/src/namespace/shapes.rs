@@ -12,13 +12,14 @@ use cofolio_image::{
     compose::named_objects::ImageContents,
     pack::{PackOptions, pack},
 };
+use cofolio_node::settings::Backend;
 use cofolio_node::{
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
     probe::{self, Presence},
     upkeep::bases,
 };
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Digest, Domain, Form};
+use cofolio_store::{Digest, Domain, Form};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 

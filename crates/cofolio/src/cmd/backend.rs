@@ -1,6 +1,7 @@
 use cofolio_cli::args::BackendArg;
 use cofolio_node::backend;
-use cofolio_store::{Backend, Form};
+use cofolio_node::settings::{Backend, DomainSettings as _};
+use cofolio_store::Form;
 use serde_json::json;
 
 use crate::cmd::Outcome;

@@ -1,5 +1,6 @@
 use cofolio_node::probe::{self, Feature, Need, Presence};
-use cofolio_store::{Backend, Form, Refs};
+use cofolio_node::settings::{Backend, DomainSettings as _};
+use cofolio_store::{Form, Refs};
 use serde_json::json;
 
 use crate::cmd::Outcome;

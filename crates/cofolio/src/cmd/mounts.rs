@@ -1,10 +1,10 @@
 use std::collections::BTreeMap;
+
+use cofolio_node::settings::Backend;
 use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
 use cofolio_node::mount::{Backing, MountState, MountStatus, PinRecord};
-
-use cofolio_store::Backend;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};

@@ -6,7 +6,8 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use cofolio_store::{Backend, Base, Digest};
+use crate::settings::{Backend, DomainSettings as _};
+use cofolio_store::{Base, Digest};
 
 use super::error::MountError;
 use super::pin::{EROFS_MAGIC, mounted_root};

@@ -45,8 +45,9 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use crate::settings::Backend;
 use cofolio_store::task::Task;
-use cofolio_store::{Backend, Contents, Digest, Domain, Root, RootKind};
+use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;

@@ -5,7 +5,8 @@ use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Root, RootKind};
+use crate::settings::{Backend, DomainSettings as _};
+use cofolio_store::{Digest, Root, RootKind};
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;

@@ -5,7 +5,8 @@ use std::collections::{BTreeSet, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Domain, RootKind};
+use crate::settings::Backend;
+use cofolio_store::{Digest, Domain, RootKind};
 use serde::Serialize;
 
 use super::base::image_of_user;

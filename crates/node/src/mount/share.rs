@@ -7,7 +7,8 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, Error, FileKind, Pack, Secret, StoredFile};
+use crate::settings::{DomainSettings as _, Secret};
+use cofolio_store::{Digest, Error, FileKind, Pack, StoredFile};
 
 use super::check::{check_digest, measured};
 use super::error::{At as _, MountError, refused};

@@ -31,7 +31,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Backend, Digest, Store};
+use crate::settings::Backend;
+use cofolio_store::{Digest, Store};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -6,12 +6,13 @@ pub mod repair;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::error::ImportError;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{
-    Backend, Digest, Domain, Error, GcOptions, GcReport, SizesReport, TrimOptions, TrimPlan,
+    Digest, Domain, Error, GcOptions, GcReport, SizesReport, TrimOptions, TrimPlan,
 };
 
 use crate::config::Limit;

@@ -9,7 +9,7 @@
 pub mod sim;
 pub mod volume;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -330,4 +330,9 @@ fn unwrap_store_error(error: std::io::Error) -> Error {
 /// What the machine has mounted, for tests without mounts.
 pub fn nothing_live() -> Result<Vec<Digest>, BoxError> {
     Ok(Vec::new())
+}
+
+/// Makes settings of a domain.
+pub fn set(domain: &Domain, value: u32) -> Result<(), Error> {
+    domain.change_settings(|_| Ok(BTreeMap::from([("value".to_owned(), value)])))
 }

@@ -3,11 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::settings::{Backend, DomainSettings as _};
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree, delta};
 use cofolio_erofs::write::{WriteOptions, write, write_layer};
 use cofolio_store::{
-    Backend, Base, BoxError, Contents, Digest, Domain, FileKind, ImportOptions, InitOptions,
-    Publish, Ref, RootKind, Staging, Store, StoredFile,
+    Base, BoxError, Contents, Digest, Domain, FileKind, ImportOptions, InitOptions, Publish, Ref,
+    RootKind, Staging, Store, StoredFile,
 };
 use tempfile::TempDir;
 
@@ -174,7 +175,7 @@ impl Fixture {
     pub(super) fn shared() -> Self {
         let fixture = Self::new();
         fixture.pack(&fixture.image);
-        fixture.domain.set_backend(Backend::InodeShare).unwrap();
+        fixture.domain.set_backend(Backend::InodeShare, cofolio_store::Form::Plain).unwrap();
         fixture
     }
 
