@@ -102,8 +102,6 @@ pub struct Protection {
     /// Files carry the immutable flag: nobody, root included, changes or removes them without clearing
     /// it first.
     pub immutable: bool,
-    /// The filesystem can share blocks between files (`FICLONE`).
-    pub reflink: bool,
 }
 
 /// A directory that keeps the store. See the module's text for what it promises.
@@ -138,8 +136,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
     /// The digest that the kernel enforces for a file; `None` without fs-verity.
     fn measure_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
-    /// What the filesystem offers.
+    /// Whether the filesystem has fs-verity.
+    fn has_verity(&self) -> bool;
+    /// What the filesystem offers. Trying the immutable flag takes a file; mounts ask for fs-verity alone.
     fn protection(&self) -> Protection;
+    /// Whether files can share blocks (`FICLONE`).
+    fn can_reflink(&self) -> bool;
     /// Lets only the owner into the directory of the store.
     fn restrict(&self) -> io::Result<()>;
     /// Files that may still be made; `u64::MAX` where the filesystem does not say.

@@ -54,6 +54,16 @@ impl Domain {
         self.store.protection()
     }
 
+    /// Whether the kernel checks content that is in place (fs-verity).
+    pub fn has_verity(&self) -> bool {
+        self.disk().has_verity()
+    }
+
+    /// Whether files of the store can share blocks (`FICLONE`).
+    pub fn can_reflink(&self) -> bool {
+        self.disk().can_reflink()
+    }
+
     /// Holds off garbage collection (and waits for one that runs) until the lock is dropped.
     ///
     /// # Errors

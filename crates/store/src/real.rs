@@ -41,7 +41,9 @@ pub struct RealDisk {
     path: PathBuf,
     /// The process's umask takes bits from the modes above, so that each new file needs a chmod.
     needs_chmod: bool,
-    protection: OnceLock<Protection>,
+    verity: OnceLock<bool>,
+    immutable: OnceLock<bool>,
+    reflink: OnceLock<bool>,
 }
 
 impl RealDisk {
@@ -56,7 +58,9 @@ impl RealDisk {
             root,
             path: std::path::absolute(path)?,
             needs_chmod: umask_hides_bits(),
-            protection: OnceLock::new(),
+            verity: OnceLock::new(),
+            immutable: OnceLock::new(),
+            reflink: OnceLock::new(),
         })
     }
 
@@ -87,14 +91,13 @@ impl RealDisk {
         self.open_at(path, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())
     }
 
-    fn probe(&self) -> Protection {
+    fn probe_verity(&self) -> bool {
         // Asking a directory for its digest is refused before the file type is looked at exactly when
         // there is no fs-verity (ENOTTY, EOPNOTSUPP); with it the answer is ENODATA or EISDIR.
-        let verity = match verity::measure(&self.root) {
+        match verity::measure(&self.root) {
             Ok(_) => true,
             Err(errno) => !verity::is_unsupported(errno),
-        };
-        Protection { verity, immutable: self.probe_immutable(), reflink: self.probe_reflink() }
+        }
     }
 
     /// Tries on a file without a name: nothing is left behind whatever happens.
@@ -141,7 +144,7 @@ impl Disk for RealDisk {
         }
         // The kernel reads the whole file to build its tree of digests, and would have to fetch it again. It also writes
         // it before that. Records are small, and not worth finding that out.
-        let direct = purpose == Purpose::Content && !self.protection().verity;
+        let direct = purpose == Purpose::Content && !self.has_verity();
         Ok(Box::new(RealFile { file, end: 0, direct }))
     }
 
@@ -276,8 +279,17 @@ impl Disk for RealDisk {
         }
     }
 
+    fn has_verity(&self) -> bool {
+        *self.verity.get_or_init(|| self.probe_verity())
+    }
+
     fn protection(&self) -> Protection {
-        *self.protection.get_or_init(|| self.probe())
+        let immutable = *self.immutable.get_or_init(|| self.probe_immutable());
+        Protection { verity: self.has_verity(), immutable }
+    }
+
+    fn can_reflink(&self) -> bool {
+        *self.reflink.get_or_init(|| self.probe_reflink())
     }
 
     fn restrict(&self) -> io::Result<()> {

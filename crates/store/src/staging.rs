@@ -387,7 +387,7 @@ impl Staging {
     /// Has the kernel check every read of a complete file from now on, where it can. False if the disk
     /// is full.
     pub(crate) fn enable_verity(&self, path: &str, digest: &Digest) -> Result<bool> {
-        if !self.domain.protection().verity {
+        if !self.domain.has_verity() {
             return Ok(true);
         }
         match self.disk().enable_verity(path) {

@@ -151,7 +151,7 @@ impl<'a> Mounter<'a> {
 
     fn mount_at(&self, target: PathBuf, request: &MountRequest) -> Result<MountRecord, MountError> {
         self.make_room(&target)?;
-        let verity = self.domain.protection().verity;
+        let verity = self.domain.has_verity();
         if request.check == Check::RequireVerity && !verity {
             return Err(MountError::NoVerity(self.domain.objects_dir()));
         }

@@ -169,7 +169,7 @@ impl Mounter<'_> {
         scratch: BorrowedFd<'_>,
     ) -> Result<(OwnedFd, PinRecord), MountError> {
         let file = self.domain.open_image(image)?;
-        let verity = self.domain.protection().verity;
+        let verity = self.domain.has_verity();
         check_digest(&file, image, verity)?.map_or(Ok(()), |reason| Err(damaged(image, reason)))?;
         let objects = self.domain.objects_dir().ok_or(MountError::NoDirectory)?;
         let objects_checked = if verity || is_immutable(self.domain, &file)? {
@@ -270,7 +270,7 @@ impl Mounter<'_> {
             volatile: upper.is_some_and(|upper| upper.volatile),
             label,
             // A pack has its data itself: the layer below checks it.
-            verity: self.domain.protection().verity && backend == Backend::Overlay,
+            verity: self.domain.has_verity() && backend == Backend::Overlay,
         };
         let mount = overlay.mount(&self.styles);
         mount.map_err(|error| MountError::from_kernel(error, idmapped))

@@ -36,7 +36,7 @@ impl Mounter<'_> {
     /// pack is hashed, and of segments the size is looked at, so that none is cut short.
     pub(super) fn open_pack(&self, image: &Digest) -> Result<Packed, MountError> {
         let secret = self.domain.secret()?.ok_or(Error::NoPack(*image))?;
-        let verity = self.domain.protection().verity;
+        let verity = self.domain.has_verity();
         // Until all of it is open: `gc` replaces packs, and collects segments that it has written anew.
         let _stays = self.domain.lock_shared()?;
         let packs = self.domain.packs_of(image)?;

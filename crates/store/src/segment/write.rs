@@ -358,7 +358,7 @@ impl SegmentWriter<'_> {
         }
         self.segment.blocks += blocks;
         self.hasher.digests(u64::from(blocks) * BLOCK, &digests);
-        if self.file.staging().domain().protection().reflink {
+        if self.file.staging().domain().can_reflink() {
             if adding.pending.is_empty() {
                 adding.pending.start = start;
             }

@@ -602,7 +602,15 @@ impl Disk for SimDisk {
     }
 
     fn protection(&self) -> Protection {
-        Protection { verity: false, immutable: true, reflink: false }
+        Protection { verity: false, immutable: true }
+    }
+
+    fn has_verity(&self) -> bool {
+        false
+    }
+
+    fn can_reflink(&self) -> bool {
+        false
     }
 
     fn restrict(&self) -> io::Result<()> {
