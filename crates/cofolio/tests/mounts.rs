@@ -448,7 +448,6 @@ fn a_full_filesystem_is_told_with_what_was_missing() {
     sandbox.run(&["verify", "box:1"]).ok();
 }
 
-/// What fails leaves neither a mount nor a directory.
 /// Somebody empties the run directory while images are mounted. `mounts`, `umount` and `doctor` say how to
 /// go on, and what they say works.
 #[test]
@@ -540,6 +539,7 @@ fn a_bundle_keeps_what_is_in_its_directory() {
     sandbox.run(&["umount", dir.join("rootfs").to_str().unwrap()]).ok();
 }
 
+/// What fails leaves neither a mount nor a directory.
 #[test]
 fn a_bundle_that_cannot_be_leaves_nothing() {
     const TEST: &str = "a_bundle_that_cannot_be_leaves_nothing";
