@@ -176,8 +176,8 @@ pub(crate) struct Collector<'a> {
     pub(crate) protect_last: Vec<String>,
     /// If there are no notes: nobody else has changed anything since the beginning.
     held: Option<DomainLock>,
-    /// Last, so that the notes are gone before another collection can begin.
-    _alone: Option<Box<dyn Lock>>,
+    /// With it the notes are this collection's. Last, so that they are gone before another one can begin.
+    alone: Option<Box<dyn Lock>>,
 }
 
 impl<'a> Collector<'a> {
@@ -199,7 +199,7 @@ impl<'a> Collector<'a> {
             protected: AtomicBool::new(false),
             protect_last: Vec::new(),
             held: None,
-            _alone: None,
+            alone: None,
         };
         options.cancel.check()?;
         if options.dry_run {
@@ -211,7 +211,7 @@ impl<'a> Collector<'a> {
         let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
         let (wait, cancel) = (options.wait, &options.cancel);
         let alone = domain.lock_at(&roots, LockMode::Exclusive, wait, cancel)?;
-        collector._alone = Some(alone.ok_or_else(busy)?);
+        collector.alone = Some(alone.ok_or_else(busy)?);
         let added = collector.added();
         // Of a collection that was killed.
         remove_entry(disk, &added, Kind::Directory)?;
@@ -323,7 +323,7 @@ impl<'a> Collector<'a> {
 
 impl Drop for Collector<'_> {
     fn drop(&mut self) {
-        if !self.options.dry_run {
+        if self.alone.is_some() {
             // What is left is removed by whoever next writes a note.
             let _ = remove_entry(self.domain.disk(), &self.added(), Kind::Directory);
         }

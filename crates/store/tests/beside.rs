@@ -192,16 +192,27 @@ fn a_killed_collection_leaves_nothing() {
     }
 }
 
-/// Only one collection runs in a domain, and another one does not wait unless it is told to.
+/// Only one collection runs in a domain, and another one does not wait unless asked to. A collection that gave up
+/// took the notes of the running one with it, which then failed or removed what had just been named.
 #[test]
 fn two_collections_do_not_meet() {
     let scratch = Scratch::new("two");
     let domain = scratch.store().domain("default").unwrap();
-    put(&domain, "a", &[1]);
-    gc_beside(&domain, || {
+    put(&domain, "garbage", &[1]);
+    let mounted = put(&domain, "mounted", &[2]);
+    for name in ["garbage", "mounted"] {
+        domain.remove_ref(name).unwrap();
+    }
+    let report = gc_beside(&domain, || {
+        let mut root = Root::new(RootKind::Mount, "m");
+        root.images.push(mounted);
+        domain.put_root(&root).unwrap();
         let other = domain.gc(&Lines, &nothing_live, &GcOptions::default());
         assert!(matches!(other, Err(Error::Busy { .. })), "{other:?}");
+        domain.remove_root(RootKind::Mount, "m").unwrap();
     });
+    assert_eq!(report.images, 1, "{report:?}");
+    assert!(domain.has_image(&mounted).unwrap());
 }
 
 /// Two imports of one new layer: the second replaced what the first had published, which the first made
