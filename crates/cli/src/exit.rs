@@ -1,4 +1,4 @@
-//! Exit codes, and how an error is told. `classify` says which code an error becomes.
+//! Exit codes, and error messages. `classify` maps errors to exit codes.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -93,7 +93,7 @@ pub fn table() -> String {
     format!("Exit codes:\n{}", lines.collect::<String>().trim_end())
 }
 
-/// An error of the command itself, with its exit code and a hint for whoever reads it at 3 a.m.
+/// An error of the command itself, with its exit code and a hint.
 #[derive(Debug)]
 pub struct Fail {
     exit: Exit,
@@ -140,7 +140,7 @@ impl std::error::Error for Fail {}
 /// Print an error as `cofolio: <what>: <why>`, with a hint where there is one.
 pub fn report(error: &anyhow::Error, ui: &Ui) -> Exit {
     let (exit, hint) = classify(error);
-    // Whoever closed the pipe or pressed Ctrl-C knows.
+    // The user who closed the pipe knows.
     if exit == Exit::BrokenPipe {
         return exit;
     }

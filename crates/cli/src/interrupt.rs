@@ -1,7 +1,5 @@
-//! Ctrl-C, SIGTERM and SIGHUP cancel the work that is under way; a second signal ends the process at once.
-//!
-//! Work that is cancelled undoes what it has begun. Where no work is under way a signal ends the process, as
-//! if nothing were listening.
+//! Ctrl-C, SIGTERM and SIGHUP cancel running work, which then undoes what it has begun. A second
+//! signal, or one without running work, ends the process at once.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -32,10 +30,7 @@ pub struct Cancellable {
 }
 
 impl Cancellable {
-    /// Work begins.
-    ///
-    /// # Errors
-    /// The system refuses to set a handler.
+    /// Begins work that signals cancel. Fails if the system refuses to set a handler.
     pub fn begin() -> io::Result<Self> {
         let mut handlers = HANDLERS.lock().unwrap_or_else(PoisonError::into_inner);
         let handlers = match &mut *handlers {
@@ -72,17 +67,13 @@ impl Handlers {
     }
 }
 
-/// Lets a write beyond the limit for the size of files (`ulimit -f`) fail with EFBIG. Without a handler SIGXFSZ
-/// kills the process without a word. A handler is not inherited by programs that this one starts, as
-/// ignoring the signal would be.
-///
-/// # Errors
-/// The system refuses to set a handler.
+/// Lets a write beyond `ulimit -f` fail with EFBIG instead of killing the process with SIGXFSZ.
+/// Child processes would inherit an ignored signal, but no handler. Fails if the system refuses it.
 pub fn survive_file_size_limit() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
-/// Signals are for somebody else from now on, who has set a handler already.
+/// Unregisters the handlers; the caller has set its own already.
 pub fn release() {
     let mut handlers = HANDLERS.lock().unwrap_or_else(PoisonError::into_inner);
     for id in handlers.take().into_iter().flat_map(|handlers| handlers.ids) {

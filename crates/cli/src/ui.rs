@@ -1,4 +1,4 @@
-//! All that knows of terminals: colours, aligned tables, sizes and times for people, JSON for scripts.
+//! Terminal output: colours, aligned tables, sizes and times for people, JSON for scripts.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -23,7 +23,7 @@ pub enum ColorWhen {
 pub struct Ui {
     /// JSON on standard output instead of text.
     pub json: bool,
-    /// What was asked for only: no progress, no remarks, no summaries.
+    /// Requested results only: no progress, no remarks, no summaries.
     pub quiet: bool,
     color_out: bool,
     color_err: bool,
@@ -108,8 +108,7 @@ impl Ui {
         }
     }
 
-    /// An error on standard error, always shown. It may quote what came from outside: names in an index, what
-    /// a server said.
+    /// Prints an error on standard error, always. Foreign text that it quotes is escaped.
     pub fn error(&self, text: &str, hint: Option<&str>) {
         let (text, hint) = (harmless(text), hint.map(harmless));
         let mut err = io::stderr().lock();
@@ -117,11 +116,6 @@ impl Ui {
         if let Some(hint) = hint {
             let _ = writeln!(err, "{} {hint}", paint(self.color_err, Tone::Bold, "hint:"));
         }
-    }
-
-    /// What makes the terminal usable again when a progress bar is cut off; `None` where there is none.
-    pub fn restore_terminal(&self) -> Option<&'static str> {
-        io::stderr().is_terminal().then_some("\r\x1b[2K\x1b[?25h")
     }
 
     /// Print a table; nothing where it has no rows and no headers.
@@ -221,10 +215,8 @@ impl Table {
         let mut text = String::new();
         if !self.headers.is_empty() {
             let cells = self.headers.iter().zip(&right);
-            let cells: Vec<Cell> = cells
-                .map(|(h, &right)| Cell { text: h.clone(), tone: Tone::Bold, right })
-                .collect();
-            render_row(&mut text, &cells, &widths, color);
+            let cells = cells.map(|(h, &right)| Cell { text: h.clone(), tone: Tone::Bold, right });
+            render_row(&mut text, &cells.collect::<Vec<_>>(), &widths, color);
         }
         for row in &self.rows {
             render_row(&mut text, row, &widths, color);
@@ -340,7 +332,7 @@ pub fn ago(seconds: i64) -> String {
     format!("{} ago", plural(count.unsigned_abs(), unit))
 }
 
-/// Text for a terminal, with line ends, but without what else drives it or turns its direction.
+/// Text for a terminal: keeps line ends, escapes all other control characters.
 fn harmless(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     for c in text.chars() {
@@ -353,8 +345,7 @@ fn harmless(text: &str) -> String {
     clean
 }
 
-/// Control characters, and those that have what follows them shown from right to left: with them `txt.exe` is
-/// made to look like `exe.txt`.
+/// Control characters, and those that reverse the direction and make `txt.exe` look like `exe.txt`.
 fn drives_terminals(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')

@@ -86,8 +86,7 @@ pub(crate) struct Global {
 }
 
 impl Global {
-    /// Reads the configuration file, and settles it with these options: afterwards both have the values
-    /// in force.
+    /// Reads the configuration file. Afterwards it and these options both have the values in force.
     pub(crate) fn load(&mut self, matches: &ArgMatches) -> anyhow::Result<Loaded> {
         let mut loaded = match &self.config {
             Some(path) => Loaded::read(path)?.ok_or_else(|| {
@@ -111,8 +110,7 @@ impl Global {
     }
 }
 
-/// Gives an option and its setting one value: the option's if it was given, else the setting's. Returns
-/// what overrides the setting, if anything does.
+/// Gives an option and its setting one value; returns where an overriding value is from.
 fn settle<T: Clone>(
     matches: &ArgMatches,
     id: &str,

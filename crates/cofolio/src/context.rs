@@ -22,8 +22,7 @@ pub(crate) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// For commands whose output is not theirs to put into another form: a script that asked for JSON
-    /// should not get something else.
+    /// For commands without JSON output: a script that asked for JSON must not get other text.
     pub(crate) fn refuse_json(&self, why: &str) -> anyhow::Result<()> {
         match self.ui.json {
             true => Err(Fail::usage(format!("no --json here: {why}")).into()),
@@ -31,8 +30,7 @@ impl Context<'_> {
         }
     }
 
-    /// For commands that mount and start containers: an error of their first system call would not say
-    /// what to do.
+    /// For commands that need root: the error of their first system call would not say what to do.
     pub(crate) fn needs_root(&self) -> anyhow::Result<()> {
         match rustix::process::geteuid().is_root() {
             true => Ok(()),
@@ -40,14 +38,9 @@ impl Context<'_> {
         }
     }
 
-    /// The store, which must exist.
-    pub(crate) fn store(&self) -> anyhow::Result<Store> {
-        Ok(Store::open(&self.global.store)?)
-    }
-
     /// The domain, which must exist.
     pub(crate) fn domain(&self) -> anyhow::Result<Domain> {
-        Ok(self.store()?.domain(&self.global.domain)?)
+        Ok(Store::open(&self.global.store)?.domain(&self.global.domain)?)
     }
 
     /// The domain, made with its store if they are missing.
@@ -66,8 +59,7 @@ impl Context<'_> {
         Ok(names::resolve(domain, text)?)
     }
 
-    /// The refs that can be read. The others are named on standard error, whatever the output; the exit code says
-    /// that what is shown may not be all.
+    /// The readable refs. The others are reported on standard error and by the exit code.
     pub(crate) fn refs(&self, domain: &Domain) -> anyhow::Result<(Vec<(String, Ref)>, Exit)> {
         let Refs { readable, unreadable } = domain.all_refs()?;
         let mut exit = Exit::Ok;
@@ -110,9 +102,7 @@ impl Context<'_> {
 
 /// What keeps an image alive besides refs and mounts, for messages: `lease/build-7`.
 pub(crate) fn other_roots(domain: &Domain, image: &Digest) -> anyhow::Result<Vec<String>> {
-    let mut names = Vec::new();
     let roots = domain.roots(RootKind::Lease)?.into_iter();
-    let roots = roots.filter(|root| root.images.contains(image));
-    names.extend(roots.map(|root| format!("{}/{}", RootKind::Lease.as_str(), root.id)));
-    Ok(names)
+    let ours = roots.filter(|root| root.images.contains(image));
+    Ok(ours.map(|root| format!("{}/{}", RootKind::Lease.as_str(), root.id)).collect())
 }

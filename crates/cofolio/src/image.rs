@@ -51,18 +51,16 @@ enum Objects {
     Unknown,
 }
 
-/// An image that is open.
 pub(crate) struct Opened {
     pub(crate) image: Image<Source>,
     /// The image of the store that it is; `None` for an image file elsewhere.
     pub(crate) named: Option<Named>,
-    /// What to call it.
+    /// Its name in messages.
     pub(crate) label: String,
     objects: Objects,
 }
 
-/// Open an image by ref, digest or path of an image file. `objects` is the object directory of an image
-/// file that is not the store's.
+/// Opens an image by ref, digest or path; `objects` is the object directory of an image file.
 pub(crate) fn open(
     context: &Context<'_>,
     text: &str,
@@ -101,7 +99,7 @@ pub(crate) fn open(
 }
 
 impl Opened {
-    /// The inode at a path, symbolic links followed within the image (the last one only if `follow`).
+    /// The inode at a path. Symbolic links are followed within the image, the last if `follow`.
     pub(crate) fn resolve(&self, path: &[u8], follow: bool) -> anyhow::Result<Inode> {
         let shown = || crate::ui::printable(path);
         let none = || Fail::not_found(format!("no `{}` in {}", shown(), self.label));
@@ -170,8 +168,7 @@ impl Opened {
             .map(|xattr| xattr.value.strip_prefix(b"/").map(<[u8]>::to_vec).unwrap_or(xattr.value)))
     }
 
-    /// Writes the content of a regular file. What its object's name says is compared: before anything is
-    /// written if the file is small, else at the end.
+    /// Writes a regular file. The digest is checked before writing a small file, else at the end.
     pub(crate) fn copy_to(&self, inode: &Inode, sink: &mut dyn Write) -> anyhow::Result<()> {
         let Some(object) = self.object(inode)? else { return self.copy_own(inode, sink) };
         let path = String::from_utf8_lossy(&object).into_owned();
@@ -198,11 +195,9 @@ impl Opened {
                 File::open(&path).with_context(|| format!("opening {}", path.display()))?
             }
             Objects::Unknown => {
-                let fail = Fail::not_found(format!(
-                    "{}: the file's content is not in the image",
-                    self.label
-                ));
-                return Err(fail.hint("--objects DIR says where its objects are").into());
+                let what = format!("{}: the file's content is not in the image", self.label);
+                let hint = "--objects DIR says where its objects are";
+                return Err(Fail::not_found(what).hint(hint).into());
             }
         };
         let found = file.metadata()?.len();

@@ -1,7 +1,7 @@
 //! The `cofolio` command: one copy of every page.
 //!
-//! A thin face over the libraries: `cli.rs` defines every flag once, `cmd/` has a file per subcommand,
-//! and `cofolio_cli` turns errors into exit codes and knows terminals.
+//! A thin face over the libraries: `cli.rs` defines every flag once, `cmd/` has a file per
+//! subcommand, and `cofolio_cli` turns errors into exit codes and knows terminals.
 
 mod cli;
 mod cmd;
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     let _ = interrupt::survive_file_size_limit();
     cmd::completions::complete();
     let args: Vec<OsString> = std::env::args_os().collect();
-    // mkcomposefs has a grammar of its own, so it is told apart before ours looks at the arguments.
+    // mkcomposefs has its own grammar, so it is recognized before our parser sees the arguments.
     let name = Some("mkcomposefs".as_ref());
     if let Some(at) = args.iter().take(2).position(|arg| Path::new(arg).file_name() == name) {
         return cmd::mkcomposefs::main(&args[at..]);
@@ -47,7 +47,7 @@ fn main() -> ExitCode {
     let (mut cli, matches) = match parsed {
         Ok(parsed) => parsed,
         Err(error) => {
-            // A reader of the help who has seen enough is no failure, so the result is not looked at.
+            // A closed pipe is no failure: the reader of the help has seen enough.
             let _ = error.print();
             return match error.exit_code() {
                 0 => Exit::Ok.into(),
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         }
     };
     let ui = ui::Ui::new(cli.global.json, cli.global.quiet, cli.global.color);
-    // What is still in the buffer at exit would be lost without a word if it cannot be written.
+    // Without a flush, a failure to write the rest of the buffer at exit would go unnoticed.
     let ended =
         cli.global.load(&matches).and_then(|config| cmd::run(cli, config, &ui)).and_then(|exit| {
             std::io::stdout().flush().context("writing the output")?;

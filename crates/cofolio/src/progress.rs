@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::ui::{Ui, human_count, human_size, plural};
 
-/// In a log, one line each that often.
+/// Time between two lines in a log.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Redraws of a bar per second.
 const REDRAWS_PER_SECOND: u8 = 10;
@@ -54,21 +54,20 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_spinner())
 }
 
-/// A line of progress. Nobody has to be there to read it.
+/// Prints a line of progress; a closed standard error is no failure.
 fn print(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
 /// Work that takes long: shows how it goes on, and Ctrl-C cancels it, until this is dropped.
 pub(crate) struct Work {
-    /// To be handed to what does the work.
     pub(crate) task: Task,
     shown: Arc<Shown>,
     _signals: Cancellable,
 }
 
 impl Work {
-    /// `doing` says what is done: `packing`. `item` is one of what is counted beside bytes: `file`.
+    /// `doing` names the work (`packing`), `item` what is counted beside bytes (`file`).
     pub(crate) fn begin(ui: &Ui, doing: &'static str, item: &'static str) -> io::Result<Self> {
         let signals = Cancellable::begin()?;
         let shown = Arc::new(Shown::new(ui, doing, item));

@@ -1,4 +1,4 @@
-//! What is said of a trim before it removes anything.
+//! Announces a trim before it removes anything.
 
 use cofolio_node::config::Size;
 use cofolio_store::{Domain, Spared, TrimPlan};

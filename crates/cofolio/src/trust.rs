@@ -1,5 +1,4 @@
-//! What has to hold of an image before anybody is shown what is in it: that it is the one that was meant,
-//! and that what is read is checked.
+//! Checks before an image is used: that it is the one that was meant, and that reads are verified.
 
 use std::path::PathBuf;
 
@@ -55,9 +54,8 @@ impl TrustArgs {
         }
     }
 
-    /// Asks whether the image may be used now; an error says that it may not. The answer is what to
-    /// check before it is mounted. Where one digest was asked for or vouched for, its metadata is
-    /// measured at least. `verify` asks for all of it.
+    /// Checks that the policy admits the image; returns what to verify before mounting it: all with
+    /// `verify`, at least the metadata if its digest was given or signed.
     pub(crate) fn check(
         &self,
         image: &Named,
@@ -68,7 +66,7 @@ impl TrustArgs {
         context: &Context<'_>,
     ) -> anyhow::Result<Check> {
         let policy = policy::policy(&context.config.config.trust, &self.trust, &[])?;
-        // What was asked for by digest has not been asked for by the name that it happens to have.
+        // An image given by digest is not judged by a name that it happens to have.
         let name = name.filter(|name| image.ref_name.as_deref() == Some(*name));
         let subject = Subject { name, image: image.digest, need };
         let measure = policy::admit(&policy, domain, &subject, self.digest.is_some())?;

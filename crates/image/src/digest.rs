@@ -49,22 +49,18 @@ impl BlobDigest {
         }
     }
 
-    /// Digest of bytes at hand, of the same kind as this one.
+    /// Digest of `bytes`, with the algorithm of this one.
     pub(crate) fn of(&self, bytes: &[u8]) -> Self {
         let mut hasher = self.hasher();
         hasher.update(bytes);
         hasher.finish()
     }
 
-    /// Digest of bytes at hand.
     pub(crate) fn sha256(bytes: &[u8]) -> Self {
-        let mut hasher = BlobHasher::new();
-        hasher.update(bytes);
-        hasher.finish()
+        BlobHasher::Sha256(Sha256::new_with_prefix(bytes)).finish()
     }
 
     /// The hex digits alone.
-    #[must_use]
     pub fn hex(&self) -> &str {
         &self.hex
     }
@@ -123,7 +119,6 @@ impl DiffId {
     }
 
     /// The digest as that of the archive, which is a blob when it is not compressed.
-    #[must_use]
     pub fn as_blob(&self) -> &BlobDigest {
         &self.0
     }
@@ -131,7 +126,6 @@ impl DiffId {
 
 impl ChainId {
     /// The chain of a layer over `below`, or of the lowest layer.
-    #[must_use]
     pub fn over(below: Option<&Self>, layer: &DiffId) -> Self {
         match below {
             None => Self(layer.0.clone()),

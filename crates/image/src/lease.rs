@@ -27,10 +27,7 @@ enum Kind {
 }
 
 impl<'a> Lease<'a> {
-    /// Takes a lease on what is here; `note` says to people what for.
-    ///
-    /// # Errors
-    /// Those of the store, if something of it is not here.
+    /// Takes a lease; `note` tells people what for. Fails if the image or a layer does not exist.
     pub(crate) fn take(
         domain: &'a Domain,
         image: &Digest,
@@ -68,7 +65,7 @@ impl<'a> Lease<'a> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         root.0.expires = Some(seconds(now + TERM));
         root.1 = Instant::now();
-        // If it fails there are three more tries before it runs out.
+        // If this fails, three more tries come before the lease expires.
         let _ = self.domain.put_root(&root.0);
     }
 }
@@ -77,7 +74,7 @@ impl Drop for Lease<'_> {
     fn drop(&mut self) {
         if let Kind::Root(root) = &self.kind {
             let root = root.lock().unwrap_or_else(PoisonError::into_inner);
-            // What cannot be removed now runs out.
+            // A lease that cannot be removed expires.
             let _ = self.domain.remove_root(RootKind::Lease, &root.0.id);
         }
     }

@@ -9,8 +9,7 @@ pub(crate) const DOCUMENT_MAX: u64 = 4 << 20;
 pub struct Limits {
     /// Uncompressed bytes of all layers together, holes of sparse files included. Default 1 TiB.
     pub uncompressed_bytes: u64,
-    /// Uncompressed bytes per compressed one, once a layer is beyond `ratio_from_bytes`. Default
-    /// 200.
+    /// Uncompressed bytes per compressed one, in a layer above `ratio_from_bytes`. Default 200.
     pub ratio: u64,
     /// From how many uncompressed bytes on `ratio` counts. Default 8 GiB.
     pub ratio_from_bytes: u64,

@@ -1,8 +1,7 @@
 //! Names of images in registries: `host[:port]/name[:tag][@digest]`, and Docker Hub's short forms.
 //!
-//! The grammar is that of the distribution project's `reference` package: the first part of a name
-//! is a host if it has a dot or a colon or is `localhost`; without a host it is Docker Hub's, and
-//! there a name of one part belongs to `library/`.
+//! The grammar of distribution's `reference` package: the first part is a host if it has a dot or
+//! colon or is `localhost`; else the host is Docker Hub, where a single part is in `library/`.
 
 use std::fmt;
 
@@ -30,10 +29,7 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Parses `[host[:port]/]name[:tag][@digest]`, without `docker://`.
-    ///
-    /// # Errors
-    /// [`RegistryError::Reference`], saying which part is wrong.
+    /// Parses `[host[:port]/]name[:tag][@digest]`, without `docker://`; errors name the wrong part.
     pub fn parse(text: &str) -> Result<Self, RegistryError> {
         Self::parts(text).map_err(|what| RegistryError::Reference {
             text: text.chars().filter(|c| !c.is_control()).take(300).collect(),
@@ -75,10 +71,7 @@ impl Reference {
             _ => (host, repository),
         };
         check_repository(&repository)?;
-        let tag = match (tag, &digest) {
-            (None, None) => Some(LATEST),
-            (tag, _) => tag,
-        };
+        let tag = tag.or(digest.is_none().then_some(LATEST));
         let given = match (rest == name, &digest) {
             (true, None) => format!("{text}:{LATEST}"),
             _ => text.to_owned(),
@@ -87,29 +80,23 @@ impl Reference {
     }
 
     /// The registry's host, with the port if one was given; `docker.io` for Docker Hub.
-    #[must_use]
     pub fn host(&self) -> &str {
         &self.host
     }
 
     /// The repository's name in the registry.
-    #[must_use]
     pub fn repository(&self) -> &str {
         &self.repository
     }
 
     /// What it goes by in the store: as it was given, with the tag that was meant.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.given
     }
 
     /// The tag, unless a digest says which image is meant.
     pub(crate) fn tag(&self) -> Option<&str> {
-        match self.digest {
-            None => self.tag.as_deref(),
-            Some(_) => None,
-        }
+        self.tag.as_deref().filter(|_| self.digest.is_none())
     }
 
     pub(crate) fn digest(&self) -> Option<&BlobDigest> {
@@ -118,11 +105,8 @@ impl Reference {
 
     /// What follows `manifests/` in a URL: the digest if there is one, else the tag.
     pub(crate) fn target(&self) -> String {
-        match (&self.digest, &self.tag) {
-            (Some(digest), _) => digest.to_string(),
-            (None, Some(tag)) => tag.clone(),
-            (None, None) => LATEST.to_owned(),
-        }
+        let tag = self.tag.as_deref().unwrap_or(LATEST);
+        self.digest.as_ref().map_or_else(|| tag.to_owned(), ToString::to_string)
     }
 }
 
@@ -132,11 +116,7 @@ impl fmt::Display for Reference {
     }
 }
 
-/// Checks a name that an image is to have in the store. Any name of an image in a registry is one.
-///
-/// # Errors
-/// In words, what is wrong: blank, too long, with control characters, or what commands take for a
-/// path.
+/// Checks a name for an image in the store. Any name of an image in a registry is valid.
 pub(crate) fn check_image_name(name: &str) -> Result<(), &'static str> {
     if name.trim().is_empty() {
         return Err("it is blank");

@@ -35,10 +35,7 @@ const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 64;
 
 impl<'a> StoredImage<'a> {
-    /// The whole file.
-    ///
-    /// # Errors
-    /// That its size cannot be read.
+    /// The whole file; fails if its size cannot be read.
     pub fn new(file: &'a StoredFile) -> io::Result<Self> {
         Ok(Self { file, size: file.size()?, blocks: Mutex::default() })
     }

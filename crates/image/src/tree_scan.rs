@@ -1,15 +1,12 @@
 //! A directory on disk as a tree: what `cofolio import dir:…`, `build` and `mkcomposefs` read.
 //!
 //! One thread walks, one directory open at a time; others read, hash and store the files' content.
-//! Nothing is followed: not symbolic links, nor anything that somebody swaps in while we look
-//! (directories are opened from the root with `openat2`, `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`).
-//! Files that change while they are read are an error, because a mixture of two states is what
-//! nobody asked for.
+//! No symbolic link is followed, even one swapped in meanwhile: directories are opened from the
+//! root with `openat2`, `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`. A file that changes while it is
+//! read is an error: a mixture of two states would be wrong.
 //!
-//! Hard links are kept. mkcomposefs 1.0 loses them from directories, so its images differ.
-//!
-//! Everything below the path is taken, also what is mounted there, unless
-//! [`ScanOptions::one_filesystem`] says otherwise.
+//! Hard links are kept; mkcomposefs 1.0 loses them from directories, so its images differ. Mounted
+//! filesystems below the path are included, unless [`ScanOptions::one_filesystem`] is set.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -39,7 +36,7 @@ const QUEUE: usize = 64;
 /// Largest list of attribute names, and largest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_MAX: usize = 64 << 10;
 
-/// What of a directory is read, and how. By default all of it, with nothing inline.
+/// Which parts of a directory to read, and how. By default all, with nothing inline.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ScanOptions {
     /// Files up to this many bytes become part of the metadata image.
@@ -60,7 +57,6 @@ pub struct ScanOptions {
 
 impl ScanOptions {
     /// As mkcomposefs reads a directory without options: files up to 64 bytes inline.
-    #[must_use]
     pub fn like_mkcomposefs() -> Self {
         Self { inline_max: 64, ..Self::default() }
     }
@@ -93,9 +89,9 @@ pub type Next<'a> = &'a mut dyn FnMut(&mut [u8]) -> Result<Filled, ImportError>;
 /// What [`Next`] has given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Filled {
-    /// So many bytes of data.
+    /// This many bytes of data.
     Data(usize),
-    /// So many zeros that the file's filesystem keeps nothing for.
+    /// A hole of this many bytes.
     Hole(u64),
     /// The file's end.
     End,
@@ -300,11 +296,9 @@ pub fn scan(
             results,
             names: Vec::new(),
         };
-        let walked = walk.run(&stat);
-        if walked.is_err() {
+        walk.run(&stat).inspect_err(|_| {
             stop.cancel();
-        }
-        walked?;
+        })?;
         let Walk { tree, objects, object_bytes, skipped, .. } = walk;
         Ok(Scanned { tree, objects, object_bytes, skipped })
     })
@@ -374,7 +368,7 @@ impl Job {
             let piece = if hole > 0 {
                 Filled::Hole(hole)
             } else {
-                // One byte more than there should be is asked for, so that growth is noticed.
+                // Ask for one byte more than there should be, to notice growth.
                 let left = (size + 1 - total).min(data_end - total);
                 let length = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
                 match read_retry(&self.file, &mut buffer[..length], total).map_err(error)? {
@@ -493,7 +487,9 @@ impl Walk<'_> {
             if let Some(sub) = self.entry(fd, dir, path, name)? {
                 below.push(sub);
             }
-            self.take_results()?;
+            while let Ok((inode, result)) = self.results.try_recv() {
+                self.take(inode, result)?;
+            }
         }
         let now = rustix::fs::fstat(fd).map_err(|e| self.error(path, e))?;
         if (now.st_mtime, now.st_mtime_nsec) != (stat.st_mtime, stat.st_mtime_nsec) {
@@ -626,13 +622,6 @@ impl Walk<'_> {
         if let Err(e) = self.tree.set_xattrs(inode, set) {
             let entry = self.tree.links(inode).next().map(|e| self.tree.path(e));
             return Err(self.refused(entry.as_deref().unwrap_or(b"/"), &e.to_string()));
-        }
-        Ok(())
-    }
-
-    fn take_results(&mut self) -> Result<(), ImportError> {
-        while let Ok((inode, result)) = self.results.try_recv() {
-            self.take(inode, result)?;
         }
         Ok(())
     }

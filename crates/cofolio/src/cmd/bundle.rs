@@ -184,10 +184,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }))?;
     } else {
         let dir = args.dir.display();
-        let id = options
-            .hostname
-            .clone()
-            .unwrap_or_else(|| config["hostname"].as_str().unwrap_or("box").to_owned());
+        let default = config["hostname"].as_str().unwrap_or("box");
+        let id = options.hostname.as_deref().unwrap_or(default);
         context.ui.note(format!("{dir}: ready, `runc run --bundle {dir} {id}` starts it"));
         if args.rootfs.is_none() {
             context.ui.note(format!("`cofolio umount {dir}/rootfs` when it has ended"));

@@ -34,7 +34,7 @@ pub(crate) struct Args {
     no_pages: bool,
 }
 
-/// Both images compared, with what the pages said and how long it took to ask them.
+/// Both images compared, with the page report and its duration in seconds.
 struct Compared {
     images: [Named; 2],
     diff: Diff,
@@ -116,7 +116,7 @@ impl Listed {
         let what = match (change.a, change.b) {
             (Some(inode), None) | (None, Some(inode)) if inode.is_file() => human_size(inode.size),
             (Some(inode), None) | (None, Some(inode)) => kind_word(inode.mode).to_owned(),
-            // That it is the content stands there already.
+            // The first column says `content` already.
             _ => {
                 let more = aspects.iter().filter(|aspect| **aspect != "content");
                 more.copied().collect::<Vec<_>>().join(", ")

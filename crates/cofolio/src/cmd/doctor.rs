@@ -74,11 +74,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     ui.table(&table)?;
 
-    let missing: Vec<&Feature> = report
-        .features
-        .iter()
-        .filter(|f| f.presence != Presence::Present && f.need != Need::Optional)
-        .collect();
+    let is_missing = |f: &&Feature| f.presence != Presence::Present && f.need != Need::Optional;
+    let missing: Vec<_> = report.features.iter().filter(is_missing).collect();
     if !missing.is_empty() {
         ui.line("")?;
         ui.line(ui.paint(Tone::Bold, "Not here, and what that means:"))?;
@@ -105,11 +102,11 @@ fn mark(feature: &Feature) -> (&'static str, Tone) {
     }
 }
 
-/// What whoever chose the backend has to know (each has a test that says when a kernel does more).
+/// Limits of the backend. A test for each fails when a kernel lifts it.
 const INODE_SHARE: &str = "inode-share: what sendfile and splice read is not shared; O_DIRECT is refused; compressed and plain content do not share; images stay mounted below until the \
                            last of the domain is unmounted";
 
-/// The store in a few lines; none of it may fail, since doctor is called when something does.
+/// The store in a few lines. Errors are listed, not returned: doctor must work when things fail.
 struct Store {
     lines: Vec<(&'static str, String)>,
     errors: Vec<String>,

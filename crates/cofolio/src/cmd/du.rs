@@ -75,10 +75,8 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         table.pair("kept changes", format!("{count} (see `cofolio mounts`)"));
     }
     table.pair("together", human_size(report.bytes() + kept_bytes));
-    let (unshared, taken) = (
-        report.unshared_bytes(),
-        report.object_bytes - report.unnamed_bytes + report.metadata_bytes,
-    );
+    let unshared = report.unshared_bytes();
+    let taken = report.object_bytes - report.unnamed_bytes + report.metadata_bytes;
     if unshared > taken {
         table.pair(
             "saved by sharing",

@@ -67,11 +67,8 @@ fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
 fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let (refs, exit) = context.refs(&domain)?;
-    let refs: Vec<&str> = refs
-        .iter()
-        .filter(|(_, record)| record.image == named.digest)
-        .map(|(name, _)| name.as_str())
-        .collect();
+    let refs = refs.iter().filter(|(_, record)| record.image == named.digest);
+    let refs: Vec<&str> = refs.map(|(name, _)| name.as_str()).collect();
     let Counted { entries, files, objects, content_bytes } =
         count(opened).with_context(|| format!("image {}", named.digest))?;
     let mounts = context.mounts_of(&domain, &named.digest)?;
@@ -192,7 +189,6 @@ struct Counted {
     files: u64,
     /// Objects, each counted once.
     objects: u64,
-    /// Their bytes.
     content_bytes: u64,
 }
 

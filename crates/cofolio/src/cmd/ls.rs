@@ -41,7 +41,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if !start.is_dir() {
         lister.entry(path, &start)?;
     } else if args.recursive {
-        lister.below(path.strip_suffix(b"/").unwrap_or(path), start)?;
+        let base = path.strip_suffix(b"/").unwrap_or(path);
+        let mut walk = opened.image.walk_from(start);
+        while let Some(found) = walk.advance()? {
+            lister.entry(&[base, found.path].concat(), &found.inode)?;
+        }
     } else {
         for entry in opened.image.readdir(&start)? {
             let entry = entry?;
@@ -61,15 +65,6 @@ struct Lister<'a> {
 }
 
 impl Lister<'_> {
-    /// Everything below a directory, a directory before what it holds.
-    fn below(&mut self, base: &[u8], start: Inode) -> anyhow::Result<()> {
-        let mut walk = self.opened.image.walk_from(start);
-        while let Some(found) = walk.advance()? {
-            self.entry(&[base, found.path].concat(), &found.inode)?;
-        }
-        Ok(())
-    }
-
     fn entry(&mut self, name: &[u8], inode: &Inode) -> anyhow::Result<()> {
         if self.opened.is_added(inode) {
             return Ok(());

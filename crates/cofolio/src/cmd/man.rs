@@ -50,8 +50,8 @@ fn write(command: clap::Command, name: &str, dir: &Path) -> anyhow::Result<u64> 
     Ok(count)
 }
 
-/// A page: what clap_mangen makes of the definitions, with a title of ours (it leaves the date out, so that the
-/// version takes its place), and with what stands below the options as sections that a reader of man pages knows.
+/// A page of clap_mangen, but with our title (theirs shows the version in place of a date) and with
+/// the text below the options as the usual sections.
 fn page(command: clap::Command, name: &str) -> anyhow::Result<String> {
     let below = command.get_after_long_help().or(command.get_after_help());
     let below = sections(&below.map(ToString::to_string).unwrap_or_default());
@@ -60,24 +60,18 @@ fn page(command: clap::Command, name: &str) -> anyhow::Result<String> {
     let mut made = Vec::new();
     Man::new(command).render(&mut made)?;
     let mut text = String::new();
+    let (title, version) = (name.to_uppercase(), env!("CARGO_PKG_VERSION"));
     for line in String::from_utf8(made)?.lines() {
-        match line.starts_with(".TH ") {
-            true => {
-                let title = name.to_uppercase();
-                let version = env!("CARGO_PKG_VERSION");
-                let _ =
-                    writeln!(text, ".TH \"{title}\" \"1\" \"\" \"cofolio {version}\" \"Cofolio\"");
-            }
-            false => {
-                let _ = writeln!(text, "{}", line.trim_end());
-            }
-        }
+        let _ = match line.starts_with(".TH ") {
+            true => writeln!(text, ".TH \"{title}\" \"1\" \"\" \"cofolio {version}\" \"Cofolio\""),
+            false => writeln!(text, "{}", line.trim_end()),
+        };
     }
     text.push_str(&below);
     Ok(text)
 }
 
-/// The text below the options: blocks with a blank line between them. Examples and exit codes keep their lines.
+/// Formats the text below the options, block by block. Examples and exit codes keep their lines.
 fn sections(text: &str) -> String {
     let mut made = String::new();
     for block in text.split("\n\n").filter(|block| !block.trim().is_empty()) {

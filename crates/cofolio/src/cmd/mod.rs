@@ -45,14 +45,13 @@ use cofolio_store::Finding;
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;
 
-/// Run the command that was asked for.
 pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
     let context = Context { global: cli.global, config, ui };
     let exit = match cli.command {
         // It ends as its container does.
         Command::Run(args) => return Ok(run::run(&args, &context)),
         Command::Exec(args) => return exec::run(&args, &context),
-        // With a global option first, which mkcomposefs does not have: else `main` has done it.
+        // Reached with a global option first, which mkcomposefs lacks; `main` handles all else.
         Command::Mkcomposefs(args) => {
             let failed = mkcomposefs::run(&args) != std::process::ExitCode::SUCCESS;
             Ok(if failed { Exit::Failure } else { Exit::Ok })

@@ -64,7 +64,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     context.needs_root()?;
     let domain = context.domain()?;
-    // Between the two there may be options, so it is not for the parser to say which one is missing.
+    // Options may stand between the two, so the parser cannot tell which one is missing.
     let (name, target) = match &args.second {
         Some(target) => (Some(args.first.to_str().context("IMAGE is not UTF-8")?), target),
         None => (None, &args.first),
@@ -97,11 +97,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     } else {
         let mode = if record.upper.is_some() { "writable" } else { "read-only" };
         let target = record.target.display();
-        context.ui.note(format!(
-            "{} ({}) at {target}, {mode}",
-            image.shown(),
-            short(&image.digest)
-        ));
+        let (name, digest) = (image.shown(), short(&image.digest));
+        context.ui.note(format!("{name} ({digest}) at {target}, {mode}"));
     }
     Ok(Exit::Ok)
 }

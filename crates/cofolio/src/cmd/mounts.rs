@@ -42,12 +42,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.json(&list)?;
         return Ok(Exit::Ok);
     }
-    let names: BTreeMap<_, _> = domain
-        .readable_refs()?
-        .into_iter()
-        .rev()
-        .map(|(name, record)| (record.image, name))
-        .collect();
+    let refs = domain.readable_refs()?.into_iter().rev();
+    let names: BTreeMap<_, _> = refs.map(|(name, record)| (record.image, name)).collect();
     let pins = list.pins.iter().filter_map(|pin| Some((pin.image, pin.record.as_ref()?)));
     let pins: BTreeMap<_, _> = pins.collect();
     // Without fs-verity objects are not looked at only where they are immutable.

@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     Ok(Exit::Ok)
 }
 
-/// The signature in a file, as long as it is: what it should be is for others to say.
+/// Reads a signature file. The caller checks its length and content.
 pub(crate) fn read_signature(path: &Path) -> anyhow::Result<Vec<u8>> {
     let mut signature = Vec::new();
     let read = fs::File::open(path)

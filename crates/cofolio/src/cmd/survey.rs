@@ -13,7 +13,7 @@ use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
-use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
+use crate::ui::{Cell, Table, Tone, human_count, human_size, percent, plural};
 
 /// Say what Cofolio would save on this machine
 ///
@@ -63,7 +63,6 @@ struct Metadata {
     containers: Vec<ContainerReport>,
 }
 
-/// A container that is mounted.
 #[derive(Debug, Serialize)]
 struct ContainerReport {
     engine: &'static str,
@@ -125,7 +124,7 @@ fn mounted(store: &Inventory) -> u64 {
     store.containers.iter().filter(|container| container.mounted).count() as u64
 }
 
-/// What the engines have that were asked for; if none was, those that are here.
+/// Inventories of the requested engines, or of all engines that are here.
 fn stores(args: &Args, mounts: &LiveMounts) -> anyhow::Result<Vec<Inventory>> {
     let podman = args.podman || args.podman_root.is_some();
     let containerd = args.containerd || args.containerd_root.is_some();
@@ -144,13 +143,12 @@ fn stores(args: &Args, mounts: &LiveMounts) -> anyhow::Result<Vec<Inventory>> {
     }
     if docker || all {
         let root = docker::root(args.docker_root.as_deref())?;
-        // Another Docker's containerd is another one, too.
+        // A Docker with another root does not use the machine's containerd.
         let machines = !containerd && args.docker_root.is_none();
         let found = of_docker(&root, machines, mounts)?;
         if found.is_empty() && docker {
-            return Err(
-                Fail::not_found(format!("{}: no images of Docker's here", root.display())).into()
-            );
+            let what = format!("{}: no images of Docker's here", root.display());
+            return Err(Fail::not_found(what).into());
         }
         stores.extend(found);
     }
@@ -174,7 +172,7 @@ fn of_docker(root: &Path, machines: bool, mounts: &LiveMounts) -> anyhow::Result
             continue;
         }
         let store = match Containerd::open(&place) {
-            // It has not this namespace.
+            // It lacks this namespace.
             Err(EngineError::NotFound { .. }) => continue,
             other => other?,
         };
@@ -242,10 +240,9 @@ fn show(
         Table::new(&["", "NOW", "EQUAL FILES ONCE", "SAVED", "EQUAL PAGES ONCE", "SAVED"]);
     let saved = |of: u64, left: u64| match of {
         0 => Cell::right("-"),
-        #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
         of => {
-            let part = of.saturating_sub(left) as f64 / of as f64;
-            Cell::right(format!("{:.1} %", 100.0 * part)).tone(Tone::Good)
+            let part = percent(of.saturating_sub(left), of);
+            Cell::right(format!("{part:.1} %")).tone(Tone::Good)
         }
     };
     table.row(vec![
@@ -284,11 +281,8 @@ fn show(
     }
     let further = found.unseen.saturating_sub(unseen.len() as u64);
     if further > 0 {
-        ui.line(format!(
-            "{} {}",
-            ui.paint(Tone::Warn, "not seen:"),
-            plural(further, "further file")
-        ))?;
+        let further = plural(further, "further file");
+        ui.line(format!("{} {further}", ui.paint(Tone::Warn, "not seen:")))?;
     }
     Ok(())
 }

@@ -58,27 +58,21 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let options = UmountOptions { force: args.force, keep_upper: args.keep };
     let (mut done, mut failed) = (Vec::new(), Vec::new());
     for target in &targets {
-        // The kernel would let it go: the container has a mount of its own of it, but no changes then.
+        // The kernel would unmount it: the container has its own mount, but would lose its changes.
         if let Ok(record) = mounter.run_dir().find(target)
             && let Some(name) = containers.living_at(&record.target)?
         {
-            let fail = Fail::new(
-                Exit::Busy,
-                format!("container `{name}` runs in {}", record.target.display()),
-            );
-            failed.push((
-                target,
-                fail.hint(format!("`cofolio stop {name}` ends and removes it")).into(),
-            ));
+            let what = format!("container `{name}` runs in {}", record.target.display());
+            let hint = format!("`cofolio stop {name}` ends and removes it");
+            failed.push((target, Fail::new(Exit::Busy, what).hint(hint).into()));
             continue;
         }
         match mounter.umount(target, &options) {
             Ok(unmounted) => {
                 let path = unmounted.record.target.display().to_string();
                 if unmounted.was_gone {
-                    context
-                        .ui
-                        .note(format!("{path} was not mounted any more; cleaned up after it"));
+                    let what = "was not mounted any more; cleaned up after it";
+                    context.ui.note(format!("{path} {what}"));
                 }
                 if let Some(upper) = &unmounted.upper {
                     context.ui.note(format!("changes are in {}", upper.display()));

@@ -48,10 +48,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let report = domain.verify_image(&image.digest, &ImageContents, &work.task)?;
     drop(work);
     if context.ui.json {
-        let sound = report.findings.is_empty();
         let mut value = serde_json::to_value(&report)?;
         value["image"] = serde_json::to_value(image.digest)?;
-        value["sound"] = sound.into();
+        value["sound"] = report.findings.is_empty().into();
         context.ui.json(&value)?;
         return Ok(exit(&report.findings));
     }
@@ -66,7 +65,7 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
     if args.rate == Some(Size(0)) {
         return Err(Fail::usage("--rate 0 would never end").into());
     }
-    // Both are requests to the kernel's schedulers: where they are refused the rate is what is left.
+    // If the kernel refuses these requests, the rate still limits the scrub.
     let _ = cofolio_sys::priority::set_idle_io();
     let _ = rustix::process::nice(19);
     let work = Work::begin(context.ui, "scrubbing", "object")?;

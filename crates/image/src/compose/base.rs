@@ -6,9 +6,8 @@
 //!          └ 7               image c
 //! ```
 //!
-//! Where the chains of two images part, or the chain of one ends, is a base: an image of its own,
-//! whether it has a name or not. What is over it follows from the two trees
-//! ([`cofolio_erofs::tree::delta`]), whatever the layers between them did.
+//! A base is an image of its own where the chains of two images part, or one ends. A delta follows
+//! from the two trees alone ([`cofolio_erofs::tree::delta`]).
 
 use cofolio_erofs::tree::{Tree, delta};
 use cofolio_erofs::write::{WriteError, WriteOptions, write, write_layer};
@@ -42,7 +41,7 @@ pub struct Based {
     pub shared: usize,
 }
 
-/// Why images did not get a base. What is mounted, and how, is as it was.
+/// Why images did not get a base. Mounts are unaffected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message of a variant says what its fields are")]

@@ -1,7 +1,7 @@
 //! Puts one layer's tree over the merged tree of the layers below it (OCI image spec, "Layers").
 //!
-//! Three passes over the layer, because what it hides must go before anything of it comes, whatever
-//! the order in the archive, and what it links to in lower layers must be held before it is hidden:
+//! Three passes, whatever the archive's order: link targets in lower layers must be held before
+//! they are hidden, and lower names hidden before the layer's own entries come.
 //!
 //! 1. targets of hard links into lower layers get a second name in a hidden directory;
 //! 2. opaque marks and whiteouts remove lower names;
@@ -42,15 +42,10 @@ fn at(path: &[u8], what: impl ToString) -> MergeError {
     MergeError::Entry { path: path.to_vec(), what: what.to_string() }
 }
 
-/// Objects, with sizes, that upper layers hide or that a layer's own archive replaces. Trees and
-/// splits of the layers name them, so they must exist.
+/// Hidden or replaced objects, with sizes. Layers' trees and splits name them, so they must exist.
 pub(crate) type Hidden = Vec<([u8; 32], u64)>;
 
 /// Puts `layer` over `lower`. After an error `lower` is of no use.
-///
-/// # Errors
-/// A hard link without a target, a path through something that is no directory, too many entries; a
-/// dump that cannot be read.
 pub(crate) fn apply(
     lower: &mut Tree,
     layer: &DumpedLayer,
@@ -233,9 +228,8 @@ struct Bring<'a> {
     links: HashMap<InodeId, InodeId>,
     held: Held,
     hidden: &'a mut Hidden,
-    /// Inodes with several names in the layer, by the path that its dump describes them at. They
-    /// are held: a name of the layer can be replaced by another one that comes through a lower
-    /// symbolic link.
+    /// Inodes with several names in the layer, by the path of their description. They are held: an
+    /// entry that comes through a lower symbolic link can replace a name of the layer.
     shared: HashMap<Vec<u8>, Shared>,
 }
 

@@ -85,19 +85,14 @@ fn layer_objects(layer: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Resu
     Ok(())
 }
 
-/// The segments that a pack needs, in its own order.
-///
-/// # Errors
-/// Whatever is wrong with the pack.
+/// The segments that a pack needs, in its own order. The tag of a device is a segment's digest.
 pub fn pack_segments(pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
     let image = open_image(pack)?;
-    image.superblock().devices.iter().map(|device| segment_of(&device.tag)).collect()
-}
-
-/// The segment that a device of a pack is: its tag is the digest.
-fn segment_of(tag: &[u8]) -> Result<Digest, BoxError> {
-    let named = Digest::from_lower_hex(tag);
-    named.ok_or_else(|| format!("device `{}` is no segment", tag.escape_ascii()).into())
+    let segments = image.superblock().devices.iter().map(|device| {
+        let named = Digest::from_lower_hex(&device.tag);
+        named.ok_or_else(|| format!("device `{}` is no segment", device.tag.escape_ascii()).into())
+    });
+    segments.collect()
 }
 
 /// A file whose content is neither in the image nor an object. gc must not guess.
@@ -106,18 +101,13 @@ fn segment_of(tag: &[u8]) -> Result<Digest, BoxError> {
 struct NoObject(Vec<u8>);
 
 /// A metadata image of the store, opened for reading.
-///
-/// # Errors
-/// [`ReadError`], also where its size cannot be read.
 pub fn open_image(file: &StoredFile) -> Result<Image<StoredImage<'_>>, ReadError> {
     let image = StoredImage::new(file);
     Image::open(image.map_err(|source| ReadError::Source { offset: 0, source })?)
 }
 
-/// The object with the content of an inode; `None` if it has none, or has it inline.
-///
-/// # Errors
-/// [`ReadError`], or that a file's content is nowhere.
+/// The object with the content of an inode; `None` if it has none, or has it inline. Fails if the
+/// image cannot be read, or the content is in neither place.
 pub fn object_of<S: ReadAt>(image: &Image<S>, inode: &Inode) -> Result<Option<Digest>, BoxError> {
     if !inode.is_file() || !inode.is_chunk_based() || inode.size == 0 {
         return Ok(None);

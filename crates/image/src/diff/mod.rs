@@ -103,9 +103,8 @@ struct Content {
 }
 
 impl Diff {
-    /// Compares two images of a domain. `change` is called for every path that is not the same in
-    /// both, in the order of paths (a directory before what it holds). Memory is in proportion to
-    /// distinct contents, not to paths.
+    /// Compares two images of a domain. Calls `change` for every path that differs, in path order
+    /// (a directory before what it holds). Memory grows with distinct contents, not with paths.
     ///
     /// # Errors
     /// [`DiffError::Store`] if an image is missing, [`DiffError::Image`] if one cannot be read.

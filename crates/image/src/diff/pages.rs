@@ -1,9 +1,8 @@
 //! What sharing equal pages would add to sharing equal files.
 //!
-//! Every distinct content of both images is read once and each of its pages hashed; a page is then
-//! known by 62 bits of a hash with a random key (a million pages collide with a chance of one in
-//! ten million, and nothing but a figure depends on it). Memory has a bound: what does not fit is
-//! done in several passes, each for a part of the hashes.
+//! Each distinct content is read once, and its pages are hashed to 62 bits with a random key: a
+//! million pages collide with a chance of one in ten million, and only a figure depends on it.
+//! Memory is bounded: hashes that do not fit take several passes.
 
 use std::collections::hash_map::RandomState;
 use std::fs::File;

@@ -203,7 +203,7 @@ impl<'i, 'f> Head<'i, 'f> {
 
 /// The order in which walks meet paths: by components, so `a/b` is before `a.c`.
 fn order(a: &[u8], b: &[u8]) -> Ordering {
-    // No name has a byte that is not above 0.
+    // Names hold no NUL, so `/` comes before every byte of a name.
     let key = |byte: &u8| if *byte == b'/' { 0 } else { *byte };
     a.iter().map(key).cmp(b.iter().map(key))
 }
@@ -235,7 +235,7 @@ fn compare(images: [&Stored<'_>; 2], inodes: [&Inode; 2]) -> Result<Vec<Aspect>,
         Ok(xattrs)
     };
     note(xattrs(0)? != xattrs(1)?, Aspect::Xattrs);
-    // What a directory's count says, its names say better.
+    // A directory's link count follows from its names.
     note(!a.is_dir() && !b.is_dir() && a.nlink != b.nlink, Aspect::Links);
     Ok(aspects)
 }

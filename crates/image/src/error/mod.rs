@@ -100,7 +100,6 @@ pub enum ImportError {
 
 impl ImportError {
     /// Whether the fault lies in the image, and not with the caller or the machine.
-    #[must_use]
     pub fn is_corrupt(&self) -> bool {
         matches!(
             self,

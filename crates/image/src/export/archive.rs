@@ -52,7 +52,7 @@ impl Archive {
         }
     }
 
-    /// Whether there is no such thing in an archive of this style.
+    /// Whether archives of this style have no such blob.
     fn leaves_out(&self, kind: BlobKind) -> bool {
         self.style == Style::Docker && kind == BlobKind::Manifest
     }
@@ -69,10 +69,8 @@ impl Archive {
             self.at = self.member;
         } else {
             let head = header(&name, size);
-            self.output
-                .file()
-                .write_all_at(&head, self.member)
-                .map_err(|error| self.failed(error))?;
+            let written = self.output.file().write_all_at(&head, self.member);
+            written.map_err(|error| self.failed(error))?;
             self.write(&[0; BLOCK][..pad(size)])?;
             self.members.push(name);
         }

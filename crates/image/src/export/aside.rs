@@ -1,10 +1,9 @@
-//! Files and directories that are not complete yet. They lie beside their destination, on the same
-//! filesystem, under a hidden name that says which process makes them (`.NAME.cofolio-PID`).
+//! Incomplete files and directories. They lie beside their destination, under a hidden name with
+//! the number of the process that writes them (`.NAME.cofolio-PID`), and are locked.
 //!
-//! They are locked while they are written. A killed process leaves one behind without a lock; the
-//! next export to the same destination removes it if that process is gone as well. (Lock and
-//! process are both checked: the number of a process in another container means nothing here, but
-//! its lock is visible; and the lock is taken a moment after the name appears.)
+//! The next export to that destination removes one whose process is gone and whose lock is free. It
+//! checks both: a process number of another container means nothing here, but its lock is visible;
+//! and the lock is taken a moment after the name appears.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -58,7 +57,6 @@ impl OutputFile {
     }
 
     /// What to write to. The file is empty at first.
-    #[must_use]
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -68,10 +66,7 @@ impl OutputFile {
         &self.aside
     }
 
-    /// Puts the complete file at its destination.
-    ///
-    /// # Errors
-    /// As [`OutputFile::create`]; nothing is at the destination then that was not there before.
+    /// Puts the complete file at its destination, which an error leaves as it was.
     pub fn publish(mut self) -> Result<(), ExportError> {
         match &self.to {
             To::Path { path, replace } => {
@@ -141,7 +136,7 @@ pub(super) fn unnamed_file(path: &Path) -> Result<File, ExportError> {
 pub(super) fn create_file(path: &Path) -> Result<(File, PathBuf), ExportError> {
     let aside = name(path)?;
     let file = File::create_new(&aside).map_err(io_error(&aside))?;
-    // Where there are no locks the process alone is asked.
+    // On filesystems without locks only the process is checked.
     let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
     Ok((file, aside))
 }
@@ -155,7 +150,7 @@ pub(super) fn create_dir(path: &Path) -> Result<(File, PathBuf), ExportError> {
     Ok((directory, aside))
 }
 
-/// The name; what others have left under such a name is removed.
+/// The hidden name. Leftovers under such names are removed.
 fn name(path: &Path) -> Result<PathBuf, ExportError> {
     let Some(name) = path.file_name() else {
         return Err(ExportError::Destination { what: format!("{}: no name", path.display()) });
@@ -169,7 +164,7 @@ fn name(path: &Path) -> Result<PathBuf, ExportError> {
     Ok(path.with_file_name(prefix))
 }
 
-/// What cannot be removed stays.
+/// Removes leftovers of processes that are gone; one that cannot be removed stays.
 fn remove_leftovers(directory: &Path, prefix: &OsStr) {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     for entry in entries {

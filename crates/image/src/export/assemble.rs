@@ -167,7 +167,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// To be called when all of it was taken.
+    /// Compares the digest, once all content was taken.
     pub(crate) fn check(self) -> Result<(), ExportError> {
         let actual = self.hasher.clone().finish();
         if actual == self.digest {

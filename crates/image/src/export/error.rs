@@ -61,7 +61,6 @@ pub enum ExportError {
 
 impl ExportError {
     /// Whether the fault lies in the store, and not with the caller or the machine.
-    #[must_use]
     pub fn is_corrupt(&self) -> bool {
         matches!(
             self,

@@ -55,10 +55,7 @@ pub struct FilesystemOptions {
     pub replace: bool,
 }
 
-/// Writes an image to a file that can be mounted as it is; the path `-` is standard output.
-///
-/// # Errors
-/// [`ExportError`]; the path is as before then.
+/// Writes an image to a mountable file (`-`: standard output). An error leaves the path as it was.
 pub fn export_filesystem(
     domain: &Domain,
     image: &Digest,
@@ -77,7 +74,7 @@ pub fn export_filesystem(
         lease.renew();
         task.tell(Event::Done { bytes, bytes_total: None, items: 1, items_total: None });
     })?;
-    // What is wrong with the tree is the image's fault, the rest the destination's.
+    // Errors of the tree are the image's fault, all others the destination's.
     let (digest, size) =
         write_file(new.file(), &tree, &mut blocks, &task.cancel).map_err(|error| match error {
             _ if task.check().is_err() => Cancelled.into(),
@@ -251,7 +248,7 @@ impl Blocks {
         let bad = |source| ExportError::Io { path: self.path.clone(), source };
         let first = self.count;
         let mut sha = (size <= SHA256_SIZE_MAX).then(sha2::Sha256::new);
-        // What is too large for SHA-256 is too large for a table with an entry for each 4 KiB.
+        // Contents too large for SHA-256 are too large for a table with an entry for each 4 KiB.
         let kept = if self.compress && sha.is_some() {
             let mut reader =
                 ObjectReader { object: &mut object, left: size, sha: &mut sha, failed: None };
@@ -298,7 +295,7 @@ impl Blocks {
     }
 }
 
-/// So many zeros, in pieces.
+/// `len` zeros, in pieces.
 fn zeros(mut len: u64) -> impl Iterator<Item = &'static [u8]> {
     static ZEROS: [u8; READ_SIZE] = [0; READ_SIZE];
     std::iter::from_fn(move || {
@@ -308,7 +305,7 @@ fn zeros(mut len: u64) -> impl Iterator<Item = &'static [u8]> {
     })
 }
 
-/// Writes a content as it is, but for granules of zeros.
+/// Writes a content uncompressed, and leaves out granules of zeros.
 struct Plain<'f> {
     file: &'f File,
     /// The first block that it can have.
@@ -318,7 +315,7 @@ struct Plain<'f> {
     /// How much of it was seen, in bytes.
     at: u64,
     extents: Vec<Extent>,
-    /// How much of it has a extent, in blocks.
+    /// How much of it has an extent, in blocks.
     placed: u32,
     /// How many blocks are written.
     written: u32,

@@ -63,10 +63,7 @@ impl<'a> Image<'a> {
         self.layers.iter().filter_map(chain_id).collect()
     }
 
-    /// Whether these layers can be written.
-    ///
-    /// # Errors
-    /// [`ExportError::NoSplit`], naming all that cannot.
+    /// Checks that these layers can be written; the error names all that lack a split.
     pub(crate) fn check_splits<'b>(
         &self,
         layers: impl IntoIterator<Item = &'b Layer>,

@@ -7,9 +7,8 @@
 //! ```
 //!
 //! The config is the original and names the layers by their diff-ids, so the image keeps its id.
-//! Blobs and manifest can differ from the registry's, because compression does.
-//!
-//! An image appears at the destination complete and checked.
+//! Blobs and manifest can differ from the registry's, because compression does. An image appears at
+//! the destination complete and checked.
 
 mod archive;
 mod aside;
@@ -64,11 +63,8 @@ pub enum Destination {
 impl Destination {
     /// Understands `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`.
     ///
-    /// Both paths and tags may hold colons: the path that exists is taken, the longest of several;
-    /// if none does, the path ends at the first colon.
-    ///
-    /// # Errors
-    /// [`ExportError::Destination`] for any other form.
+    /// Paths and tags may hold colons: the longest existing path is taken, else the path ends at
+    /// the first colon. Any other form is an [`ExportError::Destination`].
     pub fn parse(text: &str) -> Result<Self, ExportError> {
         let (form, rest) = text.split_once(':').unwrap_or(("", text));
         let colon = rest.find(':').unwrap_or(rest.len());
@@ -133,7 +129,7 @@ pub struct ExportedLayer {
     pub uncompressed: u64,
 }
 
-/// An image of the store, by what it is to be exported.
+/// An image of the store to export.
 #[derive(Debug, Clone, Copy)]
 pub struct Exported<'a> {
     /// The metadata image.
@@ -144,10 +140,7 @@ pub struct Exported<'a> {
     pub name: Option<&'a str>,
 }
 
-/// Exports an image. Nothing of it is collected meanwhile.
-///
-/// # Errors
-/// [`ExportError`]; what was at the destination is as before.
+/// Exports an image, which gc keeps meanwhile. After an error the destination is as before.
 pub fn export(
     domain: &Domain,
     exported: Exported<'_>,

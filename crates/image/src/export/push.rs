@@ -7,8 +7,8 @@
 //! all blobs those of the manifest that it came with ─▶ that manifest; otherwise a new one
 //! ```
 //!
-//! A layer is never in memory or on the disk as a whole. It can be made again, the same to the
-//! byte, from any place on: that is how an upload that broke off goes on.
+//! A layer is never in memory or on disk as a whole. A broken upload goes on, because the same
+//! bytes can be made again from any offset.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read};
@@ -103,12 +103,9 @@ pub struct PushedLayer {
     pub how: How,
 }
 
-/// Pushes an image to a registry. Nothing of it is collected meanwhile. A store has one platform of
-/// an image, and that is what is pushed: a manifest, no index.
-///
-/// # Errors
-/// [`ExportError`]; the tag is as before then. Blobs that were complete stay with the registry,
-/// which forgets them some day.
+/// Pushes an image to a registry: a manifest, no index, since a store has one platform of an image.
+/// gc keeps the image meanwhile. After an error the tag is as before, and the registry keeps
+/// complete blobs for a while.
 pub fn push(
     domain: &Domain,
     exported: Exported<'_>,
@@ -123,7 +120,7 @@ pub fn push(
     };
     let image = Image::of(domain, exported);
     let lease = Lease::take(domain, image.digest, image.chain_ids(), &format!("push to {to}"))?;
-    // They only save work.
+    // Other refs only save work.
     let refs = domain.readable_refs().unwrap_or_default();
     let known = Known::of(&image, exported.record, &refs, to);
     let others: Vec<_> = known.places().into_iter().collect();
@@ -227,13 +224,8 @@ impl Known {
                 Some(diff_id) => {
                     if let (Some(manifest), Some(record)) = (&manifest, record) {
                         let said = &manifest.layers[number];
-                        add(
-                            &said.digest,
-                            said.size,
-                            &said.media_type,
-                            diff_id,
-                            came_from(record, to),
-                        );
+                        let places = came_from(record, to);
+                        add(&said.digest, said.size, &said.media_type, diff_id, places);
                     }
                     // Its own record goes first.
                     for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
@@ -496,19 +488,16 @@ impl Push<'_> {
         let document = self.image.record.and_then(|record| record.document.as_deref());
         let (media_type, bytes) = match (original, document) {
             (Some(manifest), Some(document)) => {
-                let media_type = Some(manifest.media_type.clone()).filter(|text| !text.is_empty());
-                (
-                    media_type.unwrap_or_else(|| OCI_MANIFEST.to_owned()),
-                    document.as_bytes().to_vec(),
-                )
+                let media_type = Some(manifest.media_type.as_str()).filter(|text| !text.is_empty());
+                (media_type.unwrap_or(OCI_MANIFEST), document.as_bytes().to_vec())
             }
             _ => {
                 let blobs: Vec<_> = layers.iter().map(|layer| layer.blob.clone()).collect();
-                (OCI_MANIFEST.to_owned(), manifest(&config_digest, config.len(), &blobs))
+                (OCI_MANIFEST, manifest(&config_digest, config.len(), &blobs))
             }
         };
         let digest = BlobDigest::sha256(&bytes);
-        let is_new = self.repository.put_manifest(tag, &media_type, &digest.to_string(), &bytes)?;
+        let is_new = self.repository.put_manifest(tag, media_type, &digest.to_string(), &bytes)?;
         let layers = layers.iter().map(|layer| PushedLayer {
             digest: layer.blob.digest.clone(),
             size: layer.blob.size,
@@ -691,7 +680,7 @@ struct Making<'push, 'scope, 'env> {
 }
 
 impl<'scope> Making<'_, 'scope, '_> {
-    /// Makes it in a thread of its own; what comes before `from` is left out.
+    /// Makes the blob from offset `from` on, in a thread of its own.
     fn start(&self, from: u64) -> Result<MadeBlob<'scope>, NoThread> {
         let (to_us, chunks) = channel::bounded::<Vec<u8>>(CHUNKS_AHEAD);
         let (push, layer, compressors) = (self.push, self.layer, self.compressors.clone());
@@ -722,7 +711,7 @@ struct MadeBlob<'scope> {
 }
 
 impl MadeBlob<'_> {
-    /// What it is, if all of it was taken. [`ExportError::Cancelled`] if not.
+    /// The finished blob; [`ExportError::Cancelled`] unless all of it was taken.
     fn end(self) -> Result<LayerBlob, ExportError> {
         drop(self.chunks);
         self.maker.join().unwrap_or(Err(Cancelled.into()))

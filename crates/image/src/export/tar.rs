@@ -27,10 +27,6 @@ pub(crate) fn header(name: &str, size: u64) -> [u8; BLOCK] {
 }
 
 /// Writes the archive of a tree. A file with large holes is sparse in GNU's PAX format 1.0.
-///
-/// # Errors
-/// [`ExportError::Entry`] for what no layer can hold, [`ExportError::Object`], and those of the
-/// sink.
 pub(crate) fn write(
     domain: &Domain,
     tree: &Tree,

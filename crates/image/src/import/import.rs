@@ -17,16 +17,14 @@ use serde::Serialize;
 use super::{ImportOptions, Limits};
 use crate::compose::merge::{self, Hidden, MergeError};
 use crate::digest::{BlobDigest, ChainId, DiffId, NoDigest};
-use crate::error::TrustError;
-use crate::error::{ImportError, shown};
-use crate::layer::DEFAULT_DIR;
-use crate::layer::FoundLayer;
+use crate::error::{ImportError, TrustError, shown};
 use crate::layer::blob::{Budget, Pool};
 use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
 use crate::layer::unpack::{
     Counts, Shared, Unpacked, dumped, keep, known_layer, objects, store_error, unpack,
 };
+use crate::layer::{DEFAULT_DIR, FoundLayer};
 use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
 use crate::source::manifest::is_whole_name;
@@ -95,11 +93,8 @@ pub struct LayerReport {
 
 /// Imports an image into a domain and publishes it as a ref.
 ///
-/// An image whose manifest is known is not read again: only the ref is made. A layer whose chain-id
-/// is known is not unpacked again, and an object that is known not written again.
-///
-/// # Errors
-/// [`ImportError`]; the domain is as before then, also when the filesystem fills up.
+/// A known manifest only gets a ref; known layers (by chain-id) and objects are not written again.
+/// After an error, a full filesystem included, the domain is as before.
 pub fn import(
     domain: &Domain,
     source: &Source,
@@ -118,22 +113,18 @@ pub fn import(
     Ok(report)
 }
 
-/// Whether garbage collection (or damage) took something that the import relied on.
-fn worth_another_try(error: &ImportError) -> bool {
-    matches!(error, ImportError::Store(error) if error.is_race())
-}
-
-/// Retries once under the lock, trusting no cached layer. `attempt` hears which try it is.
+/// Retries once under the lock, trusting no cached layer, if garbage collection or damage took
+/// something that the import relied on. `attempt` hears whether it is the second try.
 fn twice(
     attempt: impl Fn(bool) -> Result<ImportReport, ImportError>,
     task: &Task,
 ) -> Result<ImportReport, ImportError> {
-    attempt(false).or_else(|error| {
-        if !worth_another_try(&error) {
-            return Err(error);
+    attempt(false).or_else(|error| match error {
+        ImportError::Store(error) if error.is_race() => {
+            task.tell(Event::Phase(Phase::Again));
+            attempt(true)
         }
-        task.tell(Event::Phase(Phase::Again));
-        attempt(true)
+        other => Err(other),
     })
 }
 
@@ -250,8 +241,8 @@ impl Gate<'_> {
     }
 }
 
-/// Signatures by cosign of what is about to be pulled. If only such a signature will do and there
-/// is none, it ends here, before anything is fetched.
+/// Cosign signatures of an image to be pulled. Fails before anything is fetched if the policy needs
+/// one and there is none.
 fn cosigned(
     opened: &Opened,
     chosen: &Chosen,
@@ -286,10 +277,9 @@ fn begin(
     })
 }
 
-/// A ref that came from the same manifest; of `docker save`, which has none, from the same config,
-/// which names all layers by their content as well.
+/// A ref with the same manifest or, since `docker save` has none, with the same config.
 fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportError> {
-    let record = match chosen {
+    Ok(match chosen {
         Chosen::Manifest { digest, .. } => {
             domain.find_by_manifest(&digest.to_string())?.map(|(_, record)| record)
         }
@@ -299,8 +289,7 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
                 config.is_some_and(|c| BlobDigest::sha256(c.as_bytes()) == *digest)
             })
         }
-    };
-    Ok(record)
+    })
 }
 
 /// Files of a known image that are missing or altered: its metadata image, and its layers' trees
@@ -371,8 +360,7 @@ fn known_report(name: &str, record: &Ref) -> Result<ImportReport, NoDigest> {
     })
 }
 
-/// The labels of a ref: those that were asked for, and the pin that it may have already. Importing
-/// a newer image under a pinned name does not unpin it.
+/// The requested labels, plus the pin of an existing ref: importing a newer image keeps it pinned.
 fn labels(
     domain: &Domain,
     name: &str,
@@ -507,10 +495,8 @@ fn build(
                             (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                Unmerged::Over(
-                                    known_layer(staging.domain(), &chain_id)
-                                        .ok_or_else(vanished)?,
-                                )
+                                let layer = known_layer(staging.domain(), &chain_id);
+                                Unmerged::Over(layer.ok_or_else(vanished)?)
                             }
                         };
                         Ok((Some(counts), replaced, part))
@@ -644,10 +630,7 @@ fn vanished() -> ImportError {
     ImportError::Store(cofolio_store::Error::Vanished { count: 1, first: "a layer".into() })
 }
 
-/// What the image is called: as the caller says, or as the source does.
-///
-/// # Errors
-/// [`ImportError::Name`]. A repair gives no name, so there any will do.
+/// The image's name, from the caller or the source. A repair gives no name, so it takes any.
 fn name_for(
     source: &Source,
     called: Option<&str>,
@@ -660,10 +643,8 @@ fn name_for(
     Ok(name)
 }
 
-/// Checks a name that an image is to have in the store.
-///
-/// # Errors
-/// [`ImportError::Name`] if it is blank, too long, has control characters, or looks like a path.
+/// Checks an image's name: [`ImportError::Name`] if it is blank, too long, a path or has control
+/// characters.
 pub fn check_name(name: &str) -> Result<(), ImportError> {
     let bad = |what| ImportError::Name { name: name.chars().take(80).collect(), what };
     check_image_name(name).map_err(bad)

@@ -7,16 +7,14 @@
 //!                                └─ files ─▶ workers: hash, write objects
 //! ```
 //!
-//! Everything goes to the store's staging area, and becomes visible with the commit at the end or
-//! not at all. Every digest and size on the way from the index to the layers' content is checked.
+//! Everything goes to the store's staging area, and becomes visible with the final commit or not at
+//! all. Every digest and size from the index to the layers' content is checked.
 //!
-//! Files are never inlined into the metadata image, however small: an inlined file would be cached
-//! once for each image instead of once. So `cofolio build` of a directory, which does what
-//! mkcomposefs does, gives another digest than an import of it.
+//! No file is inlined into the metadata image: it would be cached once for each image. So `cofolio
+//! build`, which inlines as mkcomposefs does, gives a directory another digest than an import.
 //!
-//! Memory is bounded: content is in a few chunks between threads. What grows are trees (about 120
-//! bytes an entry): the merged one and those of layers that are being unpacked. A layer that waits
-//! or is being merged is a dump on the disk.
+//! Memory is bounded but for trees (about 120 bytes an entry): the merged one and those of layers
+//! being unpacked. A layer that waits or is being merged is a dump on disk.
 
 #[cfg(fuzzing)]
 #[path = "../../../../fuzz/inside/import.rs"]
@@ -36,10 +34,9 @@ use crate::trust::Arrival;
 /// How to import.
 #[derive(Debug, Clone)]
 pub struct ImportOptions {
-    /// Name of the ref. Without one: the tag in the source, or what the source calls the image (the
-    /// annotation `org.opencontainers.image.ref.name` or `io.containerd.image.name`, or a `docker
-    /// save` archive's first tag) if that is a whole name; otherwise the source's file name, with
-    /// the tag. Of an image in a registry: its name as it was given, with the tag.
+    /// Name of the ref. Default: the tag in the source, or a whole name that the source gives the
+    /// image (an annotation, or the first tag of `docker save`), else the file name with the tag;
+    /// in a registry the name as given, with the tag.
     pub name: Option<String>,
     /// Which image of an index. Default: this machine's platform.
     pub platform: Platform,
@@ -52,8 +49,7 @@ pub struct ImportOptions {
     pub registry: RegistryOptions,
     /// Labels of the ref.
     pub labels: std::collections::BTreeMap<String, String>,
-    /// What is asked of the image before it gets a name, and the signature that comes with it. Not
-    /// asked of a repair, which gives no name.
+    /// Demands on an image before it gets a name, and its signature. A repair gives no name.
     pub trust: Arrival,
     /// Bring back only this of an image that is here: layers that are not damaged are not read,
     /// nothing else is written, and no ref is made or changed.

@@ -23,11 +23,7 @@ const NO_ID: u32 = u32::MAX;
 /// What fits into the largest xattr value, 64 KiB.
 const ENTRIES_MAX: usize = (65_536 - 4) / 8;
 
-/// The xattr value for the text, or `None` if it holds nothing but the three entries that the mode
-/// has already (the kernel keeps no xattr then, either).
-///
-/// # Errors
-/// Unknown entries, and named users or groups without a number.
+/// The xattr value for the text; `None`, as in the kernel, for just the three entries of the mode.
 pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, AclError> {
     let mut entries = BTreeMap::new();
     for line in text.split(|&b| b == b',' || b == b'\n') {

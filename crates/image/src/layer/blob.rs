@@ -5,11 +5,9 @@
 //!        (a thread)           └─ chunks ─▶ diff-id          (a thread)
 //! ```
 //!
-//! A blob that is not compressed is hashed once: its digest is the diff-id. Since a SHA-256 cannot
-//! be divided, the thread that makes it does nothing else. Chunks are shared, never copied, and
-//! come from a pool; the queues between the threads are short. The blob's digest is checked before
-//! the end of the stream is reported, so whoever has seen the end has seen the right bytes. What
-//! was read before the end is provisional: it only reaches staging.
+//! An uncompressed blob is hashed once: its digest is the diff-id. SHA-256 cannot be divided, so
+//! its thread does nothing else. Chunks are pooled and shared, never copied. The digest is checked
+//! before the end is reported; bytes read before the end are provisional and only reach staging.
 
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
@@ -21,8 +19,7 @@ use std::thread::Scope;
 use cofolio_store::task::Cancel;
 
 use crate::digest::{BlobDigest, BlobHasher};
-use crate::error::ImportError;
-use crate::error::RegistryError;
+use crate::error::{ImportError, RegistryError};
 use crate::layer::tar::Input;
 use crate::threads::{NoThread, spawn};
 
@@ -58,11 +55,7 @@ impl Blob {
         self.content.open(&self.digest, self.size, stop)
     }
 
-    /// The whole blob, digest checked.
-    ///
-    /// # Errors
-    /// [`ImportError::Limit`] if it has more than `max` bytes, [`ImportError::Digest`],
-    /// [`ImportError::Corrupt`] if it cannot be read.
+    /// The whole blob, of at most `max` bytes, its digest checked.
     pub(crate) fn read_all(&self, max: u64) -> Result<Vec<u8>, ImportError> {
         if self.size > max {
             return Err(ImportError::Limit {
@@ -174,7 +167,6 @@ impl Pool {
         buffer.unwrap_or_else(|| vec![0; CHUNK])
     }
 
-    /// Frees the buffers.
     pub(crate) fn clear(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
@@ -347,8 +339,7 @@ impl Read for Tap<'_> {
     }
 }
 
-/// The compression of a layer, found by its first bytes as all runtimes do it: media types are
-/// often wrong.
+/// The compression, detected by the first bytes as all runtimes do: media types are often wrong.
 enum Unpacker<'a> {
     Plain(Box<BufReader<Tap<'a>>>),
     Gzip(Box<flate2::bufread::MultiGzDecoder<BufReader<Tap<'a>>>>),
@@ -396,8 +387,7 @@ impl Read for Unpacker<'_> {
     }
 }
 
-/// The unpacking thread. Gives the diff-id when everything was sent and checked; `None` if it ended
-/// early, because nobody listens any more.
+/// The unpacking thread. Gives the checked diff-id; `None` if the receiver went away early.
 fn unpack(
     blob: &Blob,
     pool: &Arc<Pool>,

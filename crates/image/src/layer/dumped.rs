@@ -1,9 +1,8 @@
 //! A layer as the merge takes it: its dump, to be read as a stream, and a tree of its marks.
 //!
-//! Only the merged tree may be as large as the image. So a layer's own tree goes when its dump is
-//! written, and what must be known of the whole layer before the first of its entries comes
-//! (whiteouts, links into lower layers, and the directories on the way to them: few) is kept as a
-//! tree with nothing else in it.
+//! Only the merged tree may be as large as the image, so a layer's own tree is dropped once its
+//! dump is written. A small tree keeps what the merge must know before the first entry: whiteouts,
+//! links into lower layers, and the directories above them.
 
 use std::io::{self, BufRead, BufReader, Read};
 

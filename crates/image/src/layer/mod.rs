@@ -16,8 +16,7 @@
 //! begin with `/`; `.` means nothing; symbolic links in the parents are followed, but never out of
 //! the root; the last name is not followed. An entry that is there already is replaced, except that
 //! a directory over a directory only sets its metadata. Missing parents are made, 0755 and root's,
-//! with time 0 (not the time of the import: the same image has to give the same digest tomorrow).
-//! `..` in a name is refused: nobody writes it with good intentions.
+//! with time 0, so that an image always gives the same digest. `..` in a name is refused.
 
 mod acl;
 pub(crate) mod blob;
@@ -33,6 +32,7 @@ use cofolio_erofs::tree::{Content, InodeId, Meta, Tree, TreeError};
 
 use crate::digest::{ChainId, DiffId};
 use crate::error::shown;
+use crate::layer::dumped::NO_META;
 use crate::layer::tar::{Entry, Kind};
 
 /// A layer of an image that was found in a source.
@@ -117,7 +117,8 @@ impl LayerTree {
         if let Some(part) = parents.iter().find(|part| part.starts_with(WHITEOUT)) {
             return Err(format!("{:?} is a whiteout and cannot be a directory", shown(part)));
         }
-        let dir = self.parents(parents)?;
+        let root = self.tree.root();
+        let dir = make_dirs(&mut self.tree, root, parents, true)?;
         if name.starts_with(WHITEOUT) {
             return self.whiteout(dir, name);
         }
@@ -156,10 +157,8 @@ impl LayerTree {
             }
             old => {
                 self.tree.unlink(dir, name);
-                let new = self
-                    .tree
-                    .insert(dir, name, meta, Content::Directory)
-                    .map_err(|e| e.to_string())?;
+                let new = self.tree.insert(dir, name, meta, Content::Directory);
+                let new = new.map_err(|e| e.to_string())?;
                 if old.is_some() {
                     // An entry before this one has replaced what lower layers have there, directory
                     // or not, so nothing of theirs may show in this directory.
@@ -179,8 +178,8 @@ impl LayerTree {
             return Err("a whiteout of no name".into());
         }
         if self.tree.lookup(dir, name).is_none() {
-            let meta = Meta { mode: 0, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
-            self.tree.insert(dir, name, meta, Content::Inline(b"")).map_err(|e| e.to_string())?;
+            let made = self.tree.insert(dir, name, NO_META, Content::Inline(b""));
+            made.map_err(|e| e.to_string())?;
         }
         Ok(Made::Done)
     }
@@ -189,7 +188,9 @@ impl LayerTree {
     fn hard_link(&mut self, entry: &Entry, dir: InodeId, name: &[u8]) -> Result<Made, String> {
         let mut target = Vec::new();
         split(&entry.link, &mut target).map_err(|e| format!("hard link target: {e}"))?;
-        let there = self.find(&target)?;
+        let (last, parents) = target.split_last().ok_or("hard link to the root")?;
+        let there = walk(&self.tree, self.tree.root(), parents)?;
+        let there = there.and_then(|dir| self.tree.lookup(dir, last));
         if there.is_some_and(|inode| self.tree.is_dir(inode)) {
             return Err(format!("hard link to the directory {:?}", shown(&entry.link)));
         }
@@ -210,30 +211,13 @@ impl LayerTree {
             None => {
                 let path = target.join(&b'/');
                 self.tree.unlink(dir, name);
-                let meta = Meta { mode: 0, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
-                let inode = self
-                    .tree
-                    .insert(dir, name, meta, Content::Inline(b""))
-                    .map_err(|e| e.to_string())?;
-                self.tree
-                    .set_xattrs(inode, [(LOWER_LINK, path.as_slice())])
-                    .map_err(|e| e.to_string())?;
+                let inode = self.tree.insert(dir, name, NO_META, Content::Inline(b""));
+                let inode = inode.map_err(|e| e.to_string())?;
+                let marked = self.tree.set_xattrs(inode, [(LOWER_LINK, path.as_slice())]);
+                marked.map_err(|e| e.to_string())?;
             }
         }
         Ok(Made::Done)
-    }
-
-    /// What `path` is in this layer, if it is in it.
-    fn find(&self, path: &[Vec<u8>]) -> Result<Option<InodeId>, String> {
-        let (name, parents) = path.split_last().ok_or("hard link to the root")?;
-        let dir = walk(&self.tree, self.tree.root(), parents)?;
-        Ok(dir.and_then(|dir| self.tree.lookup(dir, name)))
-    }
-
-    /// The directory of that path, made where it is missing.
-    fn parents(&mut self, path: &[Vec<u8>]) -> Result<InodeId, String> {
-        let root = self.tree.root();
-        make_dirs(&mut self.tree, root, path, true)
     }
 
     fn set_xattrs(&mut self, inode: InodeId, entry: &Entry) -> Result<(), String> {
@@ -259,9 +243,6 @@ impl Steps {
     }
 
     /// Goes on to the first name that does not exist, or to the end: `None`.
-    ///
-    /// # Errors
-    /// In words, what is in the way.
     fn next_missing(&mut self, tree: &Tree) -> Result<Option<Vec<u8>>, String> {
         while let Some(name) = self.todo.pop() {
             if name == b".." {
@@ -289,10 +270,7 @@ impl Steps {
     }
 }
 
-/// The directory at a path; `None` if there is none.
-///
-/// # Errors
-/// In words, what is in the way.
+/// The directory at a path; `None` if there is none. The error says what is in the way.
 pub(crate) fn walk(
     tree: &Tree,
     from: InodeId,
@@ -329,10 +307,7 @@ pub(crate) fn make_dirs(
     Ok(steps.dir)
 }
 
-/// Splits a path into names.
-///
-/// # Errors
-/// In words: `..`, NUL, or too long.
+/// Splits a path into names; refuses `..`, NUL, and what is too long.
 fn split(path: &[u8], parts: &mut Vec<Vec<u8>>) -> Result<(), String> {
     parts.clear();
     if path.len() > PATH_MAX {

@@ -44,9 +44,6 @@ pub(crate) struct PaxSparse {
 
 impl Pax {
     /// Takes in the records of one extended header.
-    ///
-    /// # Errors
-    /// In words, if a record is malformed or a value is not what its key demands.
     pub(crate) fn parse(&mut self, mut records: &[u8]) -> Result<(), String> {
         while !records.is_empty() {
             // Some writers pad the header with NULs that its size counts.

@@ -145,10 +145,7 @@ impl<W: Write> SplitWriter<W> {
         Ok(())
     }
 
-    /// Ends the split of an archive of `size` bytes; gives the sink back.
-    ///
-    /// # Errors
-    /// As above; also if an object never got its digest.
+    /// Ends the split of an archive of `size` bytes; fails if an object lacks its digest.
     pub(crate) fn finish(mut self, size: u64) -> io::Result<W> {
         if !self.pending.is_empty() {
             return Err(io::Error::other("a split with objects that were not stored"));
@@ -241,7 +238,7 @@ impl<I: Input, W: Write> Recorder<I, W> {
         Ok(Self { input, split: SplitWriter::new(sink)?, failed: None })
     }
 
-    /// The input itself. What is taken from it is not recorded: it must be the content of a file,
+    /// The input itself. Bytes taken from it are not recorded: they must be the content of a file,
     /// announced by [`SplitWriter::object`].
     pub(crate) fn content(&mut self) -> &mut I {
         &mut self.input
@@ -430,9 +427,6 @@ fn row(bytes: &[u8]) -> (Digest, u64) {
 }
 
 /// Visits the objects of a split, with their sizes, without reading its script.
-///
-/// # Errors
-/// [`SplitError`], also if it ends early.
 pub(crate) fn objects<S: ReadAt>(
     source: &S,
     visit: &mut dyn FnMut(Digest, u64),

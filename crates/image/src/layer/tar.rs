@@ -171,14 +171,9 @@ impl<'a> Header<'a> {
     fn format(&self) -> Format {
         match self.bytes(MAGIC) {
             b"ustar  \0" => Format::Gnu,
-            magic if magic.starts_with(b"ustar\0") => {
-                if self.bytes(STAR_MAGIC) == b"tar\0" {
-                    Format::Star
-                } else {
-                    Format::Ustar
-                }
-            }
-            _ => Format::V7,
+            magic if !magic.starts_with(b"ustar\0") => Format::V7,
+            _ if self.bytes(STAR_MAGIC) == b"tar\0" => Format::Star,
+            _ => Format::Ustar,
         }
     }
 
@@ -275,12 +270,8 @@ impl<R: Input> Reader<R> {
         self.offset += count;
     }
 
-    /// The next entry; what is left of the current one is skipped. `None` at the end of the
-    /// archive: two blocks of zeros, or the end of the input between two entries, as every tar
-    /// accepts it.
-    ///
-    /// # Errors
-    /// [`TarError`]; the reader is of no use after one.
+    /// The next entry; the rest of the current one is skipped. `None` at the end: two zero blocks,
+    /// or the end of the input between two entries. After an error the reader is of no use.
     pub(crate) fn next_entry(&mut self) -> Result<Option<Entry>, TarError> {
         if self.ended {
             return Ok(None);
@@ -297,13 +288,10 @@ impl<R: Input> Reader<R> {
             let mut block = [0u8; BLOCK];
             if !self.block(&mut block)? {
                 self.ended = true;
-                return if extended.seen {
-                    Err(TarError::Truncated {
-                        offset,
-                        what: "an entry that has only an extended header",
-                    })
-                } else {
-                    Ok(None)
+                let what = "an entry that has only an extended header";
+                return match extended.seen {
+                    true => Err(TarError::Truncated { offset, what }),
+                    false => Ok(None),
                 };
             }
             if block == [0u8; BLOCK] {
@@ -335,10 +323,8 @@ impl<R: Input> Reader<R> {
                     let mut pax = Pax::default();
                     pax.parse(&records).map_err(|what| bad(offset, &what))?;
                     if pax != Pax::default() {
-                        return Err(bad(
-                            offset,
-                            "a global header that changes entries is ambiguous",
-                        ));
+                        let what = "a global header that changes entries is ambiguous";
+                        return Err(bad(offset, what));
                     }
                     extended.seen = false;
                 }
@@ -429,11 +415,8 @@ impl<R: Input> Reader<R> {
             b'5' => Kind::Directory,
             b'6' => Kind::Fifo,
             other => {
-                let name = String::from_utf8_lossy(&path).into_owned();
-                return Err(bad_here(format!(
-                    "entry type {:?} of {name:?} is unknown",
-                    char::from(other)
-                )));
+                let (kind, name) = (char::from(other), String::from_utf8_lossy(&path));
+                return Err(bad_here(format!("entry type {kind:?} of {name:?} is unknown")));
             }
         };
 

@@ -136,9 +136,8 @@ impl<R: BufRead> Archive<R> {
         let line: Line<'_> = serde_json::from_slice(&self.line)
             .map_err(|e| invalid(format!("its tar-split: {e}")))?;
         let decode = |text: &str, into: &mut Vec<u8>| {
-            BASE64_STANDARD
-                .decode_vec(text, into)
-                .map_err(|e| invalid(format!("its tar-split: {e}")))
+            let decoded = BASE64_STANDARD.decode_vec(text, into);
+            decoded.map_err(|e| invalid(format!("its tar-split: {e}")))
         };
         match line.kind {
             SEGMENT => {
@@ -164,13 +163,13 @@ impl<R: BufRead> Archive<R> {
         Ok(true)
     }
 
-    /// Opens a file of the layer, links in it staying in it.
+    /// Opens a file of the layer. Links cannot lead out of it.
     fn open_file(&self, name: &[u8], size: u64) -> io::Result<File> {
         let failed = |e: rustix::io::Errno| {
             let e = io::Error::from(e);
             io::Error::new(e.kind(), format!("its file {:?}: {e}", shown(name)))
         };
-        // What is no regular file must not make us wait.
+        // Opening anything but a regular file must not block.
         let flags =
             OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;

@@ -81,13 +81,14 @@ pub(crate) fn unpack<'scope, 'env>(
     split.into_inner().map_err(|e| store_error(e.into_error()))?.finish()?;
     let counts = Counts { entries, foreign_xattrs: tree.foreign_xattrs, uncompressed, kept: None };
     let tree = tree.into_tree();
-    write_dump(staging, layer, &tree)?;
+    let mut dump = staging.layer_writer(&layer.chain_id.to_string())?;
+    compress_dump(&tree, &mut dump).map_err(store_error)?;
+    dump.finish()?;
     let replaced = tree.nameless().filter_map(|inode| match tree.content(inode) {
         Content::External { size, digest: Some(digest), .. } => Some((*digest, size)),
         _ => None,
     });
-    let replaced = replaced.collect();
-    Ok(Unpacked { tree, replaced, counts })
+    Ok(Unpacked { replaced: replaced.collect(), tree, counts })
 }
 
 struct Unpacking<'s, 'env> {
@@ -154,9 +155,8 @@ impl Unpacking<'_, '_> {
             // does the kernel's tree of digests where the filesystem has fs-verity.
             let holes = size - entry.data_size;
             let digest = &self.layer.blob.digest;
-            self.shared
-                .budget
-                .take(holes, || format!("layer {digest}: holes of {:?}", shown(&entry.path)))?;
+            let what = || format!("layer {digest}: holes of {:?}", shown(&entry.path));
+            self.shared.budget.take(holes, what)?;
             // Parts without bytes are nothing in the archive either.
             let parts: Vec<_> = sparse.segments.iter().copied().filter(|part| part.1 > 0).collect();
             let number = match parts[..] {
@@ -269,13 +269,6 @@ impl Unpacking<'_, '_> {
             what: what.to_owned(),
         }
     }
-}
-
-fn write_dump(staging: &Staging, layer: &FoundLayer, tree: &Tree) -> Result<(), ImportError> {
-    let mut file = staging.layer_writer(&layer.chain_id.to_string())?;
-    compress_dump(tree, &mut file).map_err(store_error)?;
-    file.finish()?;
-    Ok(())
 }
 
 fn compress_dump(tree: &Tree, sink: impl Write) -> io::Result<()> {

@@ -6,10 +6,9 @@
 //!                    └ no ─▶ new segments, by layer ───┘
 //! ```
 //!
-//! What images have in common is in the segments of the one that was packed first, so that their packs share blocks on
-//! the disk and, mounted with `inode_share`, pages in memory; and what other contents have page for page with what is in an
-//! image's segments is not written to them again. Contents are kept as they are or compressed; what is kept in
-//! one way shares nothing with what is kept in the other.
+//! Contents that images share lie in segments of the image that was packed first: packs share
+//! blocks on disk and, mounted with `inode_share`, pages in memory. Pages that an image's segments
+//! already hold are not written again. Plain and compressed contents share nothing.
 
 mod order;
 mod rewrite;
@@ -35,15 +34,15 @@ use crate::lease::Lease;
 pub use rewrite::{RewriteReport, rewrite};
 use usage::Usage;
 
-/// A segment is not begun with more than so many bytes, unless it is of one object. Larger ones would keep more alive
-/// than is needed, and of smaller ones an image would need many.
+/// Largest segment of several objects, in bytes. Larger ones would keep more alive than is needed;
+/// an image would need many smaller ones.
 const SEGMENT_BYTES_MAX: u64 = 1 << 30;
 
 /// How an image is packed.
 #[derive(Debug, Clone, Copy)]
 pub struct PackOptions {
-    /// Make a pack also of an image that has one, and use only those segments of which the image needs at least
-    /// half, so that what is left of images that are gone can be collected.
+    /// Also pack an image that has a pack, and use only segments of which it needs at least half,
+    /// so that leftovers of removed images can be collected.
     pub again: bool,
     /// How contents are kept. A pack of another form is replaced.
     pub form: Form,
@@ -121,7 +120,7 @@ fn pack_without(
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
     let attempt = |hold_lock| {
-        // Before it is looked what there is, so that with the lock it stays.
+        // Begun before the search: with the lock, what it finds stays.
         let staging =
             domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
         let mut plan = Plan::new(&tree, options.form);
@@ -140,7 +139,7 @@ fn pack_without(
     packed.map_err(|error| task.reason(error))
 }
 
-/// What there is already, if it can be used.
+/// The image's usable pack of that form, if there is one.
 fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
     for pack in domain.packs_of(image)? {
         let Ok(segments) = pack_segments(&domain.open_pack(&pack)?) else { continue };
@@ -163,7 +162,7 @@ fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackRe
 /// Where the contents of an image are to be.
 struct Plan {
     form: Form,
-    /// Objects that are in no segment yet, in the order of their paths, or of their layers and paths.
+    /// Objects that are in no segment yet, in the order of their layers (once known) and paths.
     wanted: Vec<(Digest, u64)>,
     /// By object: the layer that brought it.
     layers: HashMap<Digest, usize>,
@@ -202,7 +201,7 @@ impl Plan {
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
-            // One that names no object the writer refuses, with its path.
+            // The writer refuses a file that names no object, with its path.
             if let Some(digest) =
                 content.digest().filter(|digest| size > 0 && seen.insert(**digest))
             {
@@ -225,7 +224,7 @@ impl Plan {
         }
     }
 
-    /// Looks for what is wanted in the segments of the domain. One that cannot be read is for fsck to tell.
+    /// Looks for wanted objects in the domain's segments. fsck reports unreadable ones.
     fn find_known(
         &mut self,
         domain: &Domain,
@@ -267,8 +266,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Forgets what is in segments of which less than half is used. What goes with one can have blocks in another, so that
-    /// it is asked again until nothing goes.
+    /// Forgets segments of which less than half is used, until nothing more goes: a forgotten
+    /// content can have blocks in another segment.
     fn drop_sparse(&self, known: &mut [(Digest, Segment)]) {
         let mut dropped = true;
         while dropped {
@@ -310,7 +309,7 @@ impl Plan {
     /// Adds the contents of a segment, with where they are, there and in others.
     fn add(&mut self, digest: &Digest, segment: &Segment) {
         for extent in &segment.extents {
-            // Whatever is there of it: a segment is kept by the packs of what it says.
+            // Even if no block lies in it: packs keep the segment that describes a content.
             self.device(*digest);
             let mut place_of = |place: cofolio_store::Place| BlockAddr {
                 device: self.device(segment.holder(digest, place)),

@@ -1,5 +1,5 @@
-//! Which contents go into one segment: those of one layer, so that images on one base share the base's segments and
-//! nothing else, and the base's stay whole when an image on it goes.
+//! Puts contents of one layer into one segment, so that images on one base share only the base's
+//! segments, which stay whole when an image is removed.
 
 use std::collections::HashMap;
 
@@ -11,12 +11,8 @@ use crate::compose::named_objects::ImageContents;
 /// A layer with less has no segment of its own: it goes with the next ones. In bytes.
 pub(super) const LAYER_BYTES_MIN: u64 = 4 << 20;
 
-/// By object: the number of the lowest layer that brought it. What no layer is known to have brought is not there: an
-/// image from a directory has no layers, and one without a name says of none.
-///
-/// # Errors
-/// [`PackError::Store`] if the records of names cannot be listed. One record or layer that cannot be read is for fsck to
-/// tell: packs are right in any order.
+/// By object: the lowest layer that brought it; none for images from directories or without a name.
+/// fsck reports unreadable records and layers: packs are right in any order.
 pub(super) fn layers(domain: &Domain, image: &Digest) -> Result<HashMap<Digest, usize>, PackError> {
     let refs = domain.readable_refs()?;
     let record = refs.into_iter().map(|(_, record)| record).find(|record| record.image == *image);
@@ -26,7 +22,7 @@ pub(super) fn layers(domain: &Domain, image: &Digest) -> Result<HashMap<Digest, 
             Err(Error::NoSuch(_)) => continue,
             other => other?,
         };
-        // What was read before it went wrong is right as far as it goes.
+        // Objects read before an error are right.
         let _ = ImageContents.names(FileKind::Layer, &file, &mut |object, _| {
             brought.entry(object).or_insert(number);
         });

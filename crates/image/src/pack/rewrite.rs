@@ -1,8 +1,7 @@
-//! Segments of which little is used any more: the packs over them are made anew without them, and the next garbage
-//! collection removes them.
+//! Rewrites packs over segments of which little is used; the next garbage collection removes those.
 //!
-//! A segment goes when no pack needs it. One of which a pack needs a little would stay whole; to take away a part of it
-//! would alter what kernels have open, and its digest. So what is used of it is written to a new one.
+//! A segment goes only when no pack needs it, and cannot shrink: kernels may have it open, and its
+//! digest would change. So its used contents are written to a new one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +13,7 @@ use super::usage::{self, Usage};
 use super::{PackError, PackOptions, pack_without};
 use crate::compose::named_objects::{ImageContents, pack_segments};
 
-/// What was done about segments of which little is used.
+/// Outcome of a rewrite.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RewriteReport {
     /// Segments that no pack needs any more, or would need.
@@ -23,7 +22,7 @@ pub struct RewriteReport {
     pub images: Vec<Digest>,
     /// Bytes of contents that were written to new segments, before they were compressed.
     pub new_bytes: u64,
-    /// Images that could not be packed, and why. They keep the packs that they have, and these their segments.
+    /// Images that could not be packed, and why. They keep their packs and segments.
     pub failed: Vec<(Digest, String)>,
 }
 
@@ -34,13 +33,12 @@ struct Needed {
     images: BTreeSet<Digest>,
 }
 
-/// Packs images anew that are over segments of which less than half is used, without these. A segment that an image among
-/// `live` needs stays: as long as it is mounted, its room would not come back. Where one is interrupted, the images that
-/// are left have their packs as they were, and the next one goes on.
+/// Packs images anew without segments of which less than half is used. Segments of `live` images
+/// stay: while they are mounted, their room would not come back. After an interruption the other
+/// images have their old packs, and the next run goes on.
 ///
 /// # Errors
-/// [`PackError::Cancelled`], and [`PackError::Store`] for what cannot be listed. An image that cannot be packed is in the
-/// report.
+/// [`PackError::Cancelled`] and [`PackError::Store`]. The report has images that cannot be packed.
 pub fn rewrite(
     domain: &Domain,
     live: &[Digest],
@@ -78,7 +76,7 @@ pub fn rewrite(
     Ok(report)
 }
 
-/// The objects of an image, if all can be told.
+/// The objects of an image, if all are readable.
 fn objects(domain: &Domain, image: &Digest) -> Option<BTreeSet<Digest>> {
     let mut objects = BTreeSet::new();
     let file = domain.open_image(image).ok()?;
@@ -88,8 +86,7 @@ fn objects(domain: &Domain, image: &Digest) -> Option<BTreeSet<Digest>> {
     read.ok().map(|()| objects)
 }
 
-/// Segments that packs need, and of which less than half is used by them. Of a pack that cannot be read, or whose image
-/// cannot, all is used: it is for fsck to tell.
+/// Segments of which packs use less than half. A pack of an unreadable image counts as using all.
 fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
     let sizes = usage::sizes(domain, &BTreeSet::new())?;
     let mut segments = BTreeMap::new();
@@ -110,7 +107,7 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
                 usage.mark_all(&digest);
                 continue;
             };
-            // What is marked once need not be looked at again.
+            // Marked extents need no second look.
             let mut extents = std::mem::take(&mut segment.extents);
             extents.retain(|extent| {
                 let used = objects.contains(&extent.object);

@@ -5,10 +5,7 @@ use std::ops::Range;
 
 use cofolio_store::{Digest, Domain, Error, Extent, Segment};
 
-/// How many blocks the segments of a domain have, but for some.
-///
-/// # Errors
-/// [`Error::Io`]. One that is not as it should be is left out.
+/// How many blocks the segments of a domain have; damaged ones and those in `without` are left out.
 pub(super) fn sizes(
     domain: &Domain,
     without: &BTreeSet<Digest>,
@@ -20,7 +17,7 @@ pub(super) fn sizes(
     Ok(sizes)
 }
 
-/// What was read of a segment; nothing if that is damaged, which is for fsck to tell, or gone.
+/// What was read of a segment; `None` if it is gone, or damaged, which fsck reports.
 pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
     match read {
         Err(Error::Corrupt { .. } | Error::NoSuch(_)) => Ok(None),
@@ -54,7 +51,6 @@ impl<'s> Usage<'s> {
         }
     }
 
-    /// Marks all blocks of a segment.
     pub(super) fn mark_all(&mut self, digest: &Digest) {
         self.mark_blocks(*digest, 0..usize::MAX);
     }
@@ -65,8 +61,8 @@ impl<'s> Usage<'s> {
         used[blocks.start.min(size)..blocks.end.min(size)].fill(true);
     }
 
-    /// Those of which less than half is used. One of a single block is not among them: what says only where contents are in
-    /// others has that one, used by none of them, and would be written anew for ever.
+    /// Segments of which less than half is used, but for those of a single block: if all contents
+    /// lie in other segments, nothing uses that block, and they would be written anew for ever.
     pub(super) fn sparse(&self) -> BTreeSet<Digest> {
         let used = |digest| self.used.get(digest).into_iter().flatten().filter(|used| **used);
         let sparse = self
@@ -81,8 +77,8 @@ impl<'s> Usage<'s> {
 mod tests {
     use super::*;
 
-    /// A segment of which every content is in others has one block that nobody uses. gc found it sparse, packed its images
-    /// again, got the same segment, and did so each time.
+    /// A segment of which every content is in others has one block that nobody uses. gc found it
+    /// sparse, packed its images again, got the same segment, and did so each time.
     #[test]
     fn a_segment_of_one_block_is_not_sparse() {
         let [filler, sparse, used] = [1, 2, 3].map(|byte| Digest([byte; 32]));

@@ -50,13 +50,11 @@ fn read(path: &Path) -> Result<Vec<PemItem<'static>>, RegistryError> {
 }
 
 fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, RegistryError> {
-    let found: Vec<_> = read(path)?
-        .into_iter()
-        .filter_map(|item| match item {
-            PemItem::Certificate(certificate) => Some(certificate),
-            _ => None,
-        })
-        .collect();
+    let found = read(path)?.into_iter().filter_map(|item| match item {
+        PemItem::Certificate(certificate) => Some(certificate),
+        _ => None,
+    });
+    let found: Vec<_> = found.collect();
     match found.is_empty() {
         false => Ok(found),
         true => Err(RegistryError::Certificate {

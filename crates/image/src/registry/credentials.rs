@@ -81,9 +81,6 @@ struct Auth {
 }
 
 /// The credentials for a registry, from the first file that has some.
-///
-/// # Errors
-/// [`RegistryError::Credentials`] if a file cannot be understood or a helper fails.
 pub(crate) fn find(
     files: &[PathBuf],
     host: &str,

@@ -177,11 +177,8 @@ impl Download {
                 limiter.take(count, &self.stop)?;
                 Ok(count)
             }
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {
-                Err(Failure::again(broken(&connection.url, &e)))
-            }
-            Err(_) if left == 0 => {
-                // All is there; how the connection ends does not matter.
+            // All is there; how the connection ends does not matter.
+            Err(e) if left == 0 && e.kind() != io::ErrorKind::Interrupted => {
                 self.body = None;
                 Ok(0)
             }

@@ -166,10 +166,7 @@ impl Endpoint {
         let either = is_loopback(&self.authority)
             || options.is_insecure(&self.authority)
             || options.is_insecure(&self.host);
-        let tls = match either {
-            false => true,
-            true => self.http.speaks_tls(&Url::new(true, &self.authority, "/v2/"))?,
-        };
+        let tls = !either || self.http.speaks_tls(&Url::new(true, &self.authority, "/v2/"))?;
         Ok(*self.tls.get_or_init(|| tls))
     }
 

@@ -128,9 +128,8 @@ impl Http {
         Self { options, limiter, cancel: cancel.clone(), agents, watcher }
     }
 
-    /// Sends a request and follows redirects as docker and podman do: of reads, and of other
-    /// requests that can be sent again. `authorization` is the value of the `Authorization` header;
-    /// only the URL's own server gets it.
+    /// Sends a request and follows redirects as docker and podman do: of reads and of requests that
+    /// can be sent again. Only the URL's own server gets `authorization`, the header's value.
     pub(crate) fn send(
         &self,
         request: &Request<'_>,
@@ -140,8 +139,8 @@ impl Http {
         for _ in 0..=REDIRECTS_MAX {
             let same = url.same_origin(request.url);
             let authorization = authorization.filter(|_| same);
-            let answer = self.run(request, &url, authorization)?;
-            let (parts, body) = answer.into_parts();
+            let answer = self.raw(request, &url, authorization)?;
+            let (parts, body) = answer.map_err(|error| failure(&url, &error))?.into_parts();
             let status = parts.status.as_u16();
             let elsewhere = !same;
             let response = Response { url, status, headers: parts.headers, body, elsewhere };
@@ -163,18 +162,8 @@ impl Http {
         .into())
     }
 
-    fn run(
-        &self,
-        request: &Request<'_>,
-        url: &Url,
-        authorization: Option<&str>,
-    ) -> Result<http::Response<Body>, Failure> {
-        self.raw(request, url, authorization)?.map_err(|error| failure(url, &error))
-    }
-
-    /// Whether a server speaks TLS, where plain HTTP would be allowed. One with an invalid
-    /// certificate does: that is an error. A server that gives no TLS answer at all is asked once
-    /// more by plain HTTP.
+    /// Whether a server speaks TLS, where plain HTTP would be allowed. An invalid certificate is an
+    /// error. A server that gives no TLS answer at all is asked once more by plain HTTP.
     pub(crate) fn speaks_tls(&self, url: &Url) -> Result<bool, Failure> {
         let request = Request {
             method: http::Method::GET,
@@ -187,13 +176,9 @@ impl Http {
             Ok(_) => Ok(true),
             Err(error) => match tls_error(&error) {
                 Some(rustls::Error::InvalidMessage(_)) => Ok(false),
-                Some(_) => Err(failure(url, &error)),
                 None if is_refused(&error) && !has_port(&url.authority) => Ok(false),
-                None if is_refused(&error) => Err(failure(url, &error)),
-                None => match self.speaks_http(&request, url) {
-                    true => Ok(false),
-                    false => Err(failure(url, &error)),
-                },
+                None if !is_refused(&error) && self.speaks_http(&request, url) => Ok(false),
+                _ => Err(failure(url, &error)),
             },
         }
     }

@@ -39,7 +39,7 @@ pub(crate) use upload::{Begun, Body, Session};
 /// How to talk to registries.
 #[derive(Debug, Clone)]
 pub struct RegistryOptions {
-    /// What is particular about some registries, by host as in names of images (`docker.io`).
+    /// Options of single registries, by host as in names of images (`docker.io`).
     pub hosts: BTreeMap<String, HostOptions>,
     /// Bytes per second of all layers together. 0: no limit.
     pub rate_max: u64,
@@ -66,7 +66,7 @@ pub struct RegistryOptions {
     pub certs_dirs: Vec<PathBuf>,
 }
 
-/// What is particular about one registry.
+/// Options of one registry.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HostOptions {
     /// Registries to ask before it, in that order: `host[:port][/prefix]`.
@@ -95,11 +95,9 @@ impl Default for RegistryOptions {
 
 impl RegistryOptions {
     /// Where podman and docker keep credentials (containers-auth.json(5), `docker login`):
-    /// `$REGISTRY_AUTH_FILE` and nothing else if it is set, otherwise
-    /// `$XDG_RUNTIME_DIR/containers/auth.json` (`/run/containers/UID/auth.json` without that
-    /// variable), `$XDG_CONFIG_HOME/containers/auth.json` (`~/.config`), and
-    /// `$DOCKER_CONFIG/config.json` (`~/.docker`).
-    #[must_use]
+    /// `$REGISTRY_AUTH_FILE` alone if it is set, else `$XDG_RUNTIME_DIR/containers/auth.json`
+    /// (default `/run/containers/UID/auth.json`), `$XDG_CONFIG_HOME/containers/auth.json`
+    /// (`~/.config`), and `$DOCKER_CONFIG/config.json` (`~/.docker`).
     pub fn auth_files_of_environment() -> Vec<PathBuf> {
         let path = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         if let Some(file) = path("REGISTRY_AUTH_FILE") {

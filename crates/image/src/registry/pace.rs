@@ -66,10 +66,7 @@ impl Speed {
         Self { rate_min, window, bytes: 0, waited: Duration::ZERO }
     }
 
-    /// Adds what one read brought.
-    ///
-    /// # Errors
-    /// In words, if the minimum was not reached while waiting for as long as the window.
+    /// Adds what one read brought; fails if a whole window of waiting stayed below the minimum.
     pub(crate) fn add(&mut self, bytes: usize, waited: Duration) -> Result<(), String> {
         self.bytes += bytes as u64;
         self.waited += waited;
@@ -131,10 +128,7 @@ impl Tries {
         self.count = 0;
     }
 
-    /// Waits until it is time for another try.
-    ///
-    /// # Errors
-    /// The failure, if a retry cannot help or too many were made.
+    /// Waits until it is time for another try; fails if a retry cannot help or too many were made.
     pub(crate) fn wait(&mut self, failure: Failure) -> Result<(), RegistryError> {
         self.count += 1;
         if !failure.again || self.count >= self.max {

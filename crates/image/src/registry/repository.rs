@@ -51,10 +51,7 @@ pub(crate) struct Head {
 }
 
 impl Repository {
-    /// Gets ready; no connection is made yet.
-    ///
-    /// # Errors
-    /// [`RegistryError::Options`] for mirrors that cannot be.
+    /// Gets ready; no connection is made yet. [`RegistryError::Options`] for invalid mirrors.
     pub(crate) fn open(
         reference: &Reference,
         options: &RegistryOptions,
@@ -64,10 +61,8 @@ impl Repository {
         let (host, repository) = (reference.host(), reference.repository());
         let none = HostOptions::default();
         let mirrors = &options.hosts.get(host).unwrap_or(&none).mirrors;
-        let mut endpoints = mirrors
-            .iter()
-            .map(|mirror| Endpoint::mirror(http.clone(), mirror, repository))
-            .collect::<Result<Vec<_>, _>>()?;
+        let mirror = |mirror: &String| Endpoint::mirror(http.clone(), mirror, repository);
+        let mut endpoints = mirrors.iter().map(mirror).collect::<Result<Vec<_>, _>>()?;
         endpoints.push(Endpoint::new(http.clone(), host, repository));
         let preferred = AtomicUsize::new(0);
         let (reference, task) = (reference.clone(), task.clone());
@@ -203,8 +198,7 @@ impl Repository {
         })
     }
 
-    /// A blob as a reader, which goes on where a connection breaks off. Its errors hold a
-    /// [`RegistryError`]. `stop` ends it early.
+    /// A blob as a reader that resumes broken connections. Its errors hold a [`RegistryError`].
     pub(crate) fn blob(self: &Arc<Self>, digest: &str, size: u64, stop: &Cancel) -> Download {
         Download::new(self.clone(), digest, size, stop)
     }

@@ -12,12 +12,8 @@ use rustix::fs::{Mode, OFlags};
 use crate::digest::BlobDigest;
 use crate::layer::blob::{Blob, Content};
 
-/// Opens a file of a source for reading; anything but a regular file, or a link to one, is refused.
-///
-/// A foreign layout may hold a FIFO, which would block, or a link to a device.
-///
-/// # Errors
-/// `InvalidInput` for what is no regular file, and what the system says.
+/// Opens a regular file, or a link to one. Anything else is `InvalidInput`: a foreign layout may
+/// hold a FIFO, which would block, or a link to a device.
 pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
     let refused = || io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
     if !std::fs::metadata(path)?.is_file() {

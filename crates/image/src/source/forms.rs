@@ -15,9 +15,8 @@ impl Source {
     /// Both paths and tags may hold colons: the longest path that exists counts.
     ///
     /// # Errors
-    /// [`ImportError::Source`] if nothing is there or it is none of the forms;
-    /// [`ImportError::Registry`] for a name that cannot be, [`ImportError::Engine`] as well;
-    /// [`ImportError::Io`].
+    /// [`ImportError::Source`] for a missing path or unknown form; [`ImportError::Registry`] and
+    /// [`ImportError::Engine`] for invalid names; [`ImportError::Io`].
     pub fn parse(text: &str) -> Result<Self, ImportError> {
         let Some((form, rest)) = text.split_once(':') else { return Self::detect(text) };
         Ok(match form {
@@ -42,27 +41,23 @@ impl Source {
     fn detect(text: &str) -> Result<Self, ImportError> {
         // If nothing exists, the error names all of it.
         let (path, tag) = split_tag(text).unwrap_or_else(|| split_at(text, text.len()));
-        let meta = std::fs::metadata(&path).map_err(|e| {
-            if e.kind() == io::ErrorKind::NotFound {
-                ImportError::Source {
-                    what: format!(
-                        "{text:?}: no such file or directory (forms: PATH, dir:PATH, oci:PATH[:TAG], \
-                         oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG], containers-storage:NAME, \
-                         containerd:NAME)"
-                    ),
-                }
-            } else {
-                io_error(&path, e)
-            }
+        let meta = std::fs::metadata(&path).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => ImportError::Source {
+                what: format!(
+                    "{text:?}: no such file or directory (forms: PATH, dir:PATH, oci:PATH[:TAG], \
+                     oci-archive:PATH[:TAG], docker-archive:PATH[:TAG], docker://NAME[:TAG], \
+                     containers-storage:NAME, containerd:NAME)"
+                ),
+            },
+            _ => io_error(&path, e),
         })?;
         if meta.is_dir() {
             if path.join("oci-layout").is_file() || path.join("index.json").is_file() {
                 return Ok(Self::Layout { path, tag });
             }
             if tag.is_some() {
-                return Err(ImportError::Source {
-                    what: format!("{}: a plain directory has no tags", path.display()),
-                });
+                let what = format!("{}: a plain directory has no tags", path.display());
+                return Err(ImportError::Source { what });
             }
             return Ok(Self::Directory { path });
         }

@@ -40,7 +40,6 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
-    /// A minimal descriptor.
     pub(crate) fn new(media_type: String, digest: String, size: u64) -> Self {
         let (urls, annotations, platform) = Default::default();
         Self { media_type, digest, size, urls, annotations, platform }
@@ -113,7 +112,6 @@ pub struct Platform {
 
 impl Platform {
     /// The platform of this machine.
-    #[must_use]
     pub fn host() -> Self {
         let (architecture, variant) = match std::env::consts::ARCH {
             "x86_64" => ("amd64", None),
@@ -127,10 +125,7 @@ impl Platform {
         Self { os: "linux".into(), architecture: architecture.into(), variant }
     }
 
-    /// Parses `os/architecture[/variant]`.
-    ///
-    /// # Errors
-    /// [`ImportError::Source`] for anything else.
+    /// Parses `os/architecture[/variant]`; anything else is an [`ImportError::Source`].
     pub fn parse(text: &str) -> Result<Self, ImportError> {
         let mut parts = text.split('/').map(str::to_owned);
         match (parts.next(), parts.next(), parts.next(), parts.next()) {
@@ -286,10 +281,7 @@ fn refused(descriptor: &Descriptor, what: &'static str) -> ImportError {
     }
 }
 
-/// Chooses from the entries of an index the one for `wanted`.
-///
-/// # Errors
-/// [`ImportError::Source`], naming what there is.
+/// The entry of an index for `wanted`; the error names the platforms that exist.
 pub(crate) fn for_platform<'a>(
     entries: &[&'a Descriptor],
     wanted: &Platform,
@@ -347,15 +339,11 @@ pub(super) fn read_config(
     if count != layers {
         return Err(fail(format!("{count} diff_ids for {layers} layers")));
     }
-    let diff_ids = config
-        .rootfs
-        .diff_ids
-        .iter()
-        .map(|id| {
-            let diff_id = id.parse::<DiffId>();
-            diff_id.map_err(|_| fail(format!("diff_id {id:?} is not a sha256 digest")))
-        })
-        .collect::<Result<_, _>>()?;
+    let diff_ids = config.rootfs.diff_ids.iter().map(|id| {
+        let diff_id = id.parse::<DiffId>();
+        diff_id.map_err(|_| fail(format!("diff_id {id:?} is not a sha256 digest")))
+    });
+    let diff_ids = diff_ids.collect::<Result<_, _>>()?;
     let text = String::from_utf8(bytes).map_err(|_| fail("not UTF-8".into()))?;
     Ok((text, diff_ids))
 }

@@ -45,16 +45,12 @@ impl Members {
             _ => None,
         };
         if let Some(packed) = packed {
-            return Err(ImportError::Source {
-                what: format!(
-                    "{}: the archive is compressed as a whole ({packed}), unpack it first",
-                    path.display()
-                ),
-            });
+            let what = format!("the archive is compressed as a whole ({packed}), unpack it first");
+            return Err(ImportError::Source { what: format!("{}: {what}", path.display()) });
         }
         let file = Arc::new(file);
-        let input =
-            SeekInput { end: meta.len(), inner: BufReader::new(SharedFile::new(file.clone())) };
+        let shared = SharedFile { file: file.clone(), at: 0 };
+        let input = SeekInput { end: meta.len(), inner: BufReader::new(shared) };
         let mut reader = Reader::new(input, MetaLimits::default());
         let mut members = HashMap::new();
         let archive = |what: String| ImportError::Archive { path: path.to_owned(), what };
@@ -71,9 +67,8 @@ impl Members {
                 Err(error) => return Err(archive(error.to_string())),
             };
             if members.len() == MEMBERS_MAX {
-                return Err(ImportError::Source {
-                    what: format!("{}: more than {MEMBERS_MAX} members", path.display()),
-                });
+                let what = format!("{}: more than {MEMBERS_MAX} members", path.display());
+                return Err(ImportError::Source { what });
             }
             let end = reader.offset().saturating_add(reader.data_left());
             if end > meta.len() {
@@ -173,12 +168,6 @@ fn normal(name: &str) -> String {
 struct SharedFile {
     file: Arc<File>,
     at: u64,
-}
-
-impl SharedFile {
-    fn new(file: Arc<File>) -> Self {
-        Self { file, at: 0 }
-    }
 }
 
 impl Read for SharedFile {

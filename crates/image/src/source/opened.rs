@@ -79,9 +79,8 @@ impl Opened {
     ) -> Result<Self, ImportError> {
         let (path, tag, blobs) = match source {
             Source::Directory { path } => {
-                return Err(ImportError::Source {
-                    what: format!("{}: a plain directory has no blobs", path.display()),
-                });
+                let what = format!("{}: a plain directory has no blobs", path.display());
+                return Err(ImportError::Source { what });
             }
             Source::Layout { path, tag } => {
                 (path.clone(), tag.clone(), Blobs::Directory(path.clone()))
@@ -223,26 +222,21 @@ impl Opened {
     fn no_such_tag(&self, index: &Index) -> ImportError {
         let names: BTreeSet<&str> =
             index.manifests.iter().flat_map(Descriptor::names).take(64).collect();
-        let names: Vec<&str> = names.into_iter().collect();
-        self.unknown_tag(&names)
+        self.unknown_tag(&names.into_iter().collect::<Vec<_>>())
     }
 
     pub(super) fn unknown_tag(&self, names: &[&str]) -> ImportError {
         let path = self.path.display();
-        let there = if names.is_empty() {
-            "it names none".to_owned()
-        } else {
-            format!("it has: {}", names.join(", "))
+        let there = match names {
+            [] => "it names none".to_owned(),
+            _ => format!("it has: {}", names.join(", ")),
         };
-        ImportError::Source {
-            what: match &self.tag {
-                Some(tag) => format!("{path} has no image {tag:?}; {there}"),
-                None if names.is_empty() => {
-                    format!("{path} holds no image, or several without names")
-                }
-                None => format!("{path} holds several images, say which; {there}"),
-            },
-        }
+        let what = match &self.tag {
+            Some(tag) => format!("{path} has no image {tag:?}; {there}"),
+            None if names.is_empty() => format!("{path} holds no image, or several without names"),
+            None => format!("{path} holds several images, say which; {there}"),
+        };
+        ImportError::Source { what }
     }
 
     /// Of several platforms, podman keeps the one that it has pulled: there is nothing to choose.
@@ -432,10 +426,8 @@ impl Blobs {
                     return Err(too_big(size));
                 }
                 let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
-                members
-                    .file
-                    .read_exact_at(&mut bytes, offset)
-                    .map_err(|e| io_error(&members.path, e))?;
+                let read = members.file.read_exact_at(&mut bytes, offset);
+                read.map_err(|e| io_error(&members.path, e))?;
                 Ok(Some(bytes))
             }
         }

@@ -9,8 +9,7 @@ use cofolio_store::task::Cancel;
 use serde::Deserialize;
 
 use crate::digest::BlobDigest;
-use crate::error::ImportError;
-use crate::error::RegistryError;
+use crate::error::{ImportError, RegistryError};
 use crate::layer::blob::{Blob, Content};
 use crate::registry::Repository;
 use crate::source::manifest::{self, Descriptor};
@@ -51,7 +50,7 @@ pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, I
         let said = BlobDigest::parse(&head.digest);
         let digest = reference.digest().cloned().or(said);
         let found = digest.map(|digest| descriptor(head.media_type, &digest, head.size));
-        // What is no kind of manifest is looked at: its own words count.
+        // A document of another type is fetched: its own `mediaType` counts.
         if let Some(found) = found.filter(|found| manifest::leads(found).is_ok()) {
             return Ok(found);
         }

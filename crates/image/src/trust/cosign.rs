@@ -44,17 +44,15 @@ pub(crate) fn tag(digest: &BlobDigest) -> String {
 }
 
 impl Claim {
-    /// The key that has signed the claim, if one has and it claims this digest.
-    ///
-    /// The name in the claim (`docker-reference`) is not looked at, as cosign itself does not: the
-    /// same image comes from mirrors and under other names.
+    /// The key that signed the claim, if it claims this digest. As in cosign, the claim's name
+    /// (`docker-reference`) does not count: an image comes from mirrors and under other names.
     pub(crate) fn signer<'k>(
         &self,
         digest: &str,
         keys: impl IntoIterator<Item = &'k PublicKey>,
     ) -> Option<&'k PublicKey> {
         let key = keys.into_iter().find(|key| key.verifies(&self.payload, &self.signature))?;
-        // What is not signed is not even parsed.
+        // Unsigned bytes are never parsed.
         let text = std::str::from_utf8(&self.payload).ok()?;
         let payload: Payload = serde_json::from_str(text).ok()?;
         let Critical { image, kind } = payload.critical;

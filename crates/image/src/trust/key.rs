@@ -151,10 +151,7 @@ pub struct SigningKey {
 }
 
 impl SigningKey {
-    /// Reads the private key of a PEM file.
-    ///
-    /// # Errors
-    /// [`TrustError::Key`], which holds nothing of the key.
+    /// Reads the private key of a PEM file. A [`TrustError::Key`] holds nothing of the key.
     pub fn read(path: &Path) -> Result<Self, TrustError> {
         let wrong = |what: &str| TrustError::Key { path: path.to_owned(), what: what.to_owned() };
         let (text, mode) = read_file(path)?;

@@ -7,8 +7,8 @@
 //! policy.rs   which names need which keys; the one place that says yes or no
 //! ```
 //!
-//! A decision is about a digest: whoever asked resolves a name once, has the answer for the digest
-//! that it led to, and mounts that digest. What a name leads to afterwards makes no difference.
+//! A decision is about a digest: the caller resolves a name once, asks about that digest and mounts
+//! it. Moving the name afterwards makes no difference.
 
 mod cosign;
 #[cfg(fuzzing)]
@@ -30,10 +30,10 @@ pub use key::{Algorithm, PublicKey, SIGNATURE_BYTES, SigningKey};
 pub use policy::{Need, Policy, Require, Rule, Subject};
 pub use record::{Record, config_digest, message, signatures};
 
-/// What is asked of an image before an import gives it a name, and what comes along with it.
+/// Demands on an image before an import gives it a name, and the signature that comes with it.
 #[derive(Clone, Debug, Default)]
 pub struct Arrival {
-    /// What is asked. See `Policy::admits`.
+    /// The demands. See `Policy::admits`.
     pub policy: Arc<Policy>,
     /// A signature made elsewhere, by one of the keys that the policy demands beside its rules.
     pub signature: Option<Vec<u8>>,

@@ -10,7 +10,7 @@ use super::key::{Algorithm, PublicKey};
 use super::record::{Record, signatures};
 use crate::error::TrustError;
 
-/// What is asked of an image.
+/// The demand on an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Require {
@@ -23,11 +23,11 @@ pub enum Require {
     Signed,
 }
 
-/// What is asked of images, as a configuration says it.
+/// A demand on images, as in the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rule {
-    /// What is asked.
+    /// The demand.
     pub require: Require,
     /// Files with ed25519 keys: a signature of the image by one of them will do.
     pub signed_by: Vec<PathBuf>,
@@ -195,14 +195,10 @@ impl Policy {
         longest.map_or(&self.default, |(_, demand)| demand)
     }
 
-    /// Checks that an image may be used now. Says whether a signature was required.
+    /// Checks that an image may be used now; returns whether a signature was required.
     ///
-    /// By name it is the name's rule that counts. By digest alone the rules of all names that the
-    /// image has count, and the default where it has none: leaving the name out opens nothing. A
-    /// ref that cannot be read may be one of its names.
-    ///
-    /// # Errors
-    /// [`TrustError`]; it may not.
+    /// With a name, its rule counts. With a digest alone, the rules of all the image's names count,
+    /// or the default without any: leaving the name out opens nothing. A damaged ref may be one.
     pub fn check(&self, domain: &Domain, subject: &Subject<'_>) -> Result<bool, TrustError> {
         let Subject { name, image, need } = subject;
         let mut demands = Vec::new();

@@ -25,8 +25,7 @@ pub enum Record {
         #[serde(with = "as_base64")]
         signature: Vec<u8>,
     },
-    /// cosign's, of what a registry had. That it became this image is our import's finding, and
-    /// unsigned.
+    /// cosign's, of what a registry had. That it became this image is our import's word, unsigned.
     Cosign {
         /// Digest of the OCI config that belongs to it.
         config: Option<String>,
@@ -44,14 +43,12 @@ pub enum Record {
 /// The bytes that are signed for an image: three lines of text.
 ///
 /// The config is included because the image's digest does not cover it, and it says what runs.
-#[must_use]
 pub fn message(image: &Digest, config: Option<&str>) -> Vec<u8> {
     let config = config.unwrap_or("none");
     format!("cofolio image signature 1\nimage fsverity-sha256-4k:{image}\nconfig {config}\n").into()
 }
 
 /// The digest (`sha256:…`) of an OCI config, as a signature has it.
-#[must_use]
 pub fn config_digest(config: Option<&str>) -> Option<String> {
     config.map(|text| BlobDigest::sha256(text.as_bytes()).to_string())
 }
@@ -64,17 +61,13 @@ pub fn signatures(domain: &Domain, image: &Digest) -> Result<Vec<Record>, cofoli
 
 impl Record {
     /// Signs an image with its config.
-    #[must_use]
     pub fn sign(image: &Digest, config: Option<&str>, key: &SigningKey) -> Self {
         let config = config_digest(config);
         let signature = key.sign(&message(image, config.as_deref()));
         Self::Cofolio { config, key: key.public().id(), signature }
     }
 
-    /// The record of a signature that was made elsewhere, by one of these keys.
-    ///
-    /// # Errors
-    /// [`TrustError::Signature`] if it is none of them.
+    /// The record of a signature from elsewhere; [`TrustError::Signature`] if no key here made it.
     pub fn of_signature<'k>(
         image: &Digest,
         config: Option<&str>,
@@ -115,9 +108,6 @@ impl Record {
     }
 
     /// Keeps it beside an image.
-    ///
-    /// # Errors
-    /// Those of [`Domain::add_signature`].
     pub fn keep(&self, domain: &Domain, image: &Digest) -> Result<(), cofolio_store::Error> {
         let json = serde_json::to_vec(self).unwrap_or_default();
         domain.add_signature(image, &json)
@@ -149,7 +139,6 @@ impl Record {
     }
 
     /// What it claims to be, unverified, for people.
-    #[must_use]
     pub fn shown(&self) -> String {
         match self {
             Self::Cofolio { key, .. } => format!("key {}", super::key::short(key)),
@@ -158,14 +147,12 @@ impl Record {
     }
 
     /// The signature itself.
-    #[must_use]
     pub fn signature(&self) -> &[u8] {
         let (Self::Cofolio { signature, .. } | Self::Cosign { signature, .. }) = self;
         signature
     }
 
     /// The config that it vouches for.
-    #[must_use]
     pub fn config(&self) -> Option<&str> {
         let (Self::Cofolio { config, .. } | Self::Cosign { config, .. }) = self;
         config.as_deref()

@@ -19,8 +19,6 @@
 //! copied, and the copy is valid if no transaction was committed meanwhile, which the two meta
 //! pages show.
 
-use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -74,7 +72,7 @@ struct Meta {
     transaction: u64,
 }
 
-/// What is wrong with a database, and in which page.
+/// The error names the damage in a database, and the page.
 type Result<T> = std::result::Result<T, String>;
 
 impl Database {
@@ -88,8 +86,10 @@ impl Database {
             let bytes = super::read_aside(&file, FILE_MAX).map_err(failed)?;
             found = Self::new(bytes);
             let Ok(copied) = &found else { continue };
+            let mut head = vec![0; 2 * copied.meta.page_size];
+            file.read_exact_at(&mut head, 0).map_err(failed)?;
             // A meta page that is being written has a wrong checksum; the other one is older.
-            if newest(&head(&file, copied.meta.page_size).map_err(failed)?) == Ok(copied.meta) {
+            if newest(&head) == Ok(copied.meta) {
                 return found.map_err(wrong);
             }
             found = Err("transactions went on all the time while it was read".to_owned());
@@ -97,7 +97,6 @@ impl Database {
         found.map_err(wrong)
     }
 
-    /// Takes the bytes of a database.
     pub(super) fn new(bytes: Vec<u8>) -> Result<Self> {
         let meta = newest(&bytes)?;
         Ok(Self { bytes, meta })
@@ -112,7 +111,6 @@ impl Database {
 }
 
 impl<'a> Bucket<'a> {
-    /// Everything in it.
     pub(super) fn entries(&self) -> impl Iterator<Item = (&'a [u8], &Value<'a>)> {
         self.0.iter().map(|(key, value)| (*key, value))
     }
@@ -125,7 +123,6 @@ impl<'a> Bucket<'a> {
         })
     }
 
-    /// A bucket in it.
     pub(super) fn bucket(&self, key: &str) -> Option<&Bucket<'a>> {
         match self.get(key)? {
             Value::Bucket(bucket) => Some(bucket),
@@ -133,7 +130,6 @@ impl<'a> Bucket<'a> {
         }
     }
 
-    /// The bytes of a value.
     pub(super) fn bytes(&self, key: &str) -> Option<&'a [u8]> {
         match self.get(key)? {
             Value::Bytes(bytes) => Some(bytes),
@@ -149,13 +145,6 @@ impl<'a> Bucket<'a> {
     fn get(&self, key: &str) -> Option<&Value<'a>> {
         self.0.iter().find(|(have, _)| *have == key.as_bytes()).map(|(_, value)| value)
     }
-}
-
-/// The beginning of the file, as far as the second meta page goes.
-fn head(file: &File, page_size: usize) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; 2 * page_size];
-    file.read_exact_at(&mut bytes, 0)?;
-    Ok(bytes)
 }
 
 /// The valid meta page of the latest transaction. The second one's place depends on the page size,

@@ -50,10 +50,7 @@ pub struct Location {
 }
 
 impl Reference {
-    /// Parses what follows `containerd:`.
-    ///
-    /// # Errors
-    /// [`EngineError::NotFound`] for what can be no name.
+    /// Parses what follows `containerd:`; [`EngineError::NotFound`] if it cannot be a name.
     pub fn parse(text: &str) -> Result<Self, EngineError> {
         let wrong = |what: &str| names::wrong("containerd", text, what);
         let (store, name) = names::split_store("containerd", text)?;
@@ -117,7 +114,6 @@ pub struct Containerd {
 
 impl Containerd {
     /// Whether there is a store at a location.
-    #[must_use]
     pub fn is_at(location: &Location) -> bool {
         root_of(location).is_ok_and(|root| root.join(RECORDS).exists())
     }
@@ -176,28 +172,22 @@ impl Containerd {
     }
 
     /// Where it is.
-    #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
     /// The directory with the blobs, which has them where an OCI layout has them.
-    #[must_use]
     pub fn content(&self) -> PathBuf {
         self.root.join(CONTENT)
     }
 
     /// All images: of each namespace one for each target.
-    #[must_use]
     pub fn images(&self) -> &[Image] {
         &self.images
     }
 
     /// Finds an image by whole name, by the end of one, by name and digest, or by the beginning of
-    /// its digest. A name that stands for the same in several namespaces is one.
-    ///
-    /// # Errors
-    /// [`EngineError::NotFound`] if there is none, or several.
+    /// its digest. [`EngineError::NotFound`] unless it is one, or the same in several namespaces.
     pub fn find(&self, name: &str) -> Result<&Image, EngineError> {
         let mut location = self.root.display().to_string();
         if let Some(namespace) = &self.namespace {
@@ -219,7 +209,7 @@ impl Containerd {
         }
     }
 
-    /// What is unpacked here, and which containers (active snapshots) are mounted.
+    /// The layers unpacked here, and the containers (active snapshots) with their mounts.
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
         let path = self.root.join(SNAPSHOTTER).join("metadata.db");
         if !path.exists() {
@@ -248,11 +238,9 @@ impl Containerd {
         let mut all = HashMap::new();
         for (key, record) in snapshots.into_iter().flat_map(Bucket::buckets) {
             if prefix.as_ref().is_none_or(|prefix| key.starts_with(prefix)) {
-                let snapshot = Snapshot::read(record);
-                all.insert(
-                    key.clone(),
-                    snapshot.ok_or_else(|| wrong(format!("snapshot {key:?} has no id or kind")))?,
-                );
+                let none = || wrong(format!("snapshot {key:?} has no id or kind"));
+                let snapshot = Snapshot::read(record).ok_or_else(none)?;
+                all.insert(key, snapshot);
             }
         }
         let files =
@@ -278,9 +266,8 @@ impl Containerd {
                 let below =
                     all.get(parent).zip(index.get(parent)).filter(|_| layers.len() < DEPTH_MAX);
                 let (below, &index) = below.ok_or_else(|| {
-                    wrong(format!(
-                        "snapshot {key:?}: nothing committed, or no end, below {parent:?}"
-                    ))
+                    let what = "nothing committed, or no end, below";
+                    wrong(format!("snapshot {key:?}: {what} {parent:?}"))
                 })?;
                 layers.push(index);
                 parent = &below.parent;

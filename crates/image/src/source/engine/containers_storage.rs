@@ -39,7 +39,7 @@ pub struct Reference {
     pub name: String,
 }
 
-/// Where a store is. What is not said is as the machine's `storage.conf` says.
+/// Where a store is. Defaults come from the machine's `storage.conf`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Location {
     /// `overlay` or `vfs`.
@@ -49,10 +49,7 @@ pub struct Location {
 }
 
 impl Reference {
-    /// Parses what follows `containers-storage:`.
-    ///
-    /// # Errors
-    /// [`EngineError::NotFound`] for what can be no name.
+    /// Parses what follows `containers-storage:`; [`EngineError::NotFound`] if it cannot be a name.
     pub fn parse(text: &str) -> Result<Self, EngineError> {
         let (store, name) = names::split_store("containers-storage", text)?;
         let location = match store {
@@ -163,7 +160,6 @@ pub struct Storage {
 
 impl Storage {
     /// Whether there is a store at a location that can be read.
-    #[must_use]
     pub fn is_at(location: &Location) -> bool {
         !matches!(Self::open(location), Err(EngineError::NotFound { .. }))
     }
@@ -181,7 +177,8 @@ impl Storage {
         let root = match &location.root {
             Some(root) => root.clone(),
             None if !configured.graphroot.is_empty() => configured.graphroot.into(),
-            None => default_root(),
+            None if is_root() => "/var/lib/containers/storage".into(),
+            None => user_data().join("containers/storage"),
         };
         let wanted = location.driver.clone().unwrap_or(configured.driver);
         let there = |driver: &str| root.join(format!("{driver}-images/images.json"));
@@ -193,12 +190,9 @@ impl Storage {
                 known.ok_or_else(|| no_store(&root))?
             }
             other => {
-                return Err(EngineError::Unsupported {
-                    what: format!(
-                        "{}: the storage driver {other:?}; overlay and vfs can be read",
-                        root.display()
-                    ),
-                });
+                let (root, can) = (root.display(), "overlay and vfs can be read");
+                let what = format!("{root}: the storage driver {other:?}; {can}");
+                return Err(EngineError::Unsupported { what });
             }
         };
         let images = read_json(&there(driver))?.ok_or_else(|| no_store(&root))?;
@@ -226,19 +220,11 @@ impl Storage {
     }
 
     /// Where it is.
-    #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// `overlay` or `vfs`.
-    #[must_use]
-    pub fn driver(&self) -> &str {
-        self.driver
-    }
-
     /// All images.
-    #[must_use]
     pub fn images(&self) -> &[Image] {
         &self.images
     }
@@ -251,8 +237,6 @@ impl Storage {
 
     /// Finds an image as podman does: by whole name, by the end of one (`redis` is
     /// `docker.io/library/redis:latest`), by name and digest, by the beginning of its id.
-    ///
-    /// # Errors
     /// [`EngineError::NotFound`] if there is none, or several.
     pub fn find(&self, name: &str) -> Result<&Image, EngineError> {
         let root = self.root.display();
@@ -267,10 +251,8 @@ impl Storage {
         }
     }
 
-    /// The layers of an image or container, lowest first.
-    ///
-    /// # Errors
-    /// [`EngineError::Document`] if one is missing, or they go round in circles.
+    /// The layers of an image or container, lowest first. [`EngineError::Document`] if one is
+    /// missing or they form a cycle.
     pub fn chain(&self, top: &str) -> Result<Vec<&Layer>, EngineError> {
         let wrong = |what| EngineError::Document {
             path: self.root.join(format!("{}-layers/layers.json", self.driver)),
@@ -293,8 +275,6 @@ impl Storage {
     }
 
     /// Where a document of an image is, by its key: `manifest`, or the digest of the config.
-    ///
-    /// # Errors
     /// [`EngineError::Document`] if the image's id cannot be part of a path.
     pub fn document(&self, image: &Image, key: &str) -> Result<PathBuf, EngineError> {
         let dir = self.root.join(format!("{}-images", self.driver));
@@ -308,7 +288,6 @@ impl Storage {
     }
 
     /// The directory with a layer's files. Of vfs, those of the layers below are there as well.
-    #[must_use]
     pub fn files(&self, layer: &Layer) -> PathBuf {
         match self.driver {
             "vfs" => self.root.join("vfs/dir").join(&layer.id),
@@ -317,12 +296,11 @@ impl Storage {
     }
 
     /// Where a container's root is mounted while it runs; with vfs nothing is mounted.
-    #[must_use]
     pub fn mount_point(&self, container: &Container) -> PathBuf {
         self.root.join(self.driver).join(&container.layer).join("merged")
     }
 
-    /// What is unpacked here, and which containers are mounted.
+    /// The layers unpacked here, and the containers with their mounts.
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
         Ok(self.inventory_with(self.containers()?, mounts))
     }
@@ -363,10 +341,8 @@ impl Storage {
         found
     }
 
-    /// What a layer's archive was besides its files.
-    ///
-    /// # Errors
-    /// [`EngineError::Unsupported`] if it was not kept, or the layer's files are not files by name.
+    /// The file with a layer's tar-split. [`EngineError::Unsupported`] if it was not kept, or the
+    /// layer's files are composefs objects.
     pub fn tar_split(&self, layer: &Layer) -> Result<PathBuf, EngineError> {
         let dir = self.root.join(format!("{}-layers", self.driver));
         let path = dir.join(format!("{}.tar-split.gz", layer.id));
@@ -378,13 +354,9 @@ impl Storage {
         } else {
             return Ok(path);
         };
-        Err(EngineError::Unsupported {
-            what: format!(
-                "{}: layer {} cannot be read back as an archive: {what}",
-                self.root.display(),
-                layer.id
-            ),
-        })
+        let (root, id) = (self.root.display(), &layer.id);
+        let what = format!("{root}: layer {id} cannot be read back as an archive: {what}");
+        Err(EngineError::Unsupported { what })
     }
 }
 
@@ -393,28 +365,15 @@ fn no_store(root: &Path) -> EngineError {
     EngineError::NotFound { what }
 }
 
-/// The graph root that podman has without a configuration.
-fn default_root() -> PathBuf {
-    if is_root() {
-        return "/var/lib/containers/storage".into();
-    }
-    user_data().join("containers/storage")
-}
-
 /// The first of the files that podman would read.
 fn configuration() -> Result<StorageSection, EngineError> {
-    let mut files = Vec::new();
-    if let Some(path) = std::env::var_os("CONTAINERS_STORAGE_CONF") {
-        files.push(PathBuf::from(path));
-    } else if is_root() {
-        files.extend(
-            ["/etc/containers/storage.conf", "/usr/share/containers/storage.conf"]
-                .map(PathBuf::from),
-        );
-    } else {
+    let machines = ["/etc/containers/storage.conf", "/usr/share/containers/storage.conf"];
+    let files = match std::env::var_os("CONTAINERS_STORAGE_CONF") {
+        Some(path) => vec![PathBuf::from(path)],
+        None if is_root() => machines.map(PathBuf::from).to_vec(),
         // The machine's file is about root's store.
-        files.push(user_config().join("containers/storage.conf"));
-    }
+        None => vec![user_config().join("containers/storage.conf")],
+    };
     for path in files {
         if let Some(found) = read_toml::<Configuration>(&path)? {
             return Ok(found.storage);

@@ -31,10 +31,7 @@ pub(super) struct Configuration {
     data_root: PathBuf,
 }
 
-/// Docker's root: as its configuration says, if none is given.
-///
-/// # Errors
-/// [`EngineError::Io`] and [`EngineError::Document`] of the configuration.
+/// Docker's root: as its configuration says, if none is given. Fails if that cannot be read.
 pub fn root(given: Option<&Path>) -> Result<PathBuf, EngineError> {
     if let Some(root) = given {
         return Ok(root.to_owned());
@@ -49,12 +46,11 @@ pub fn root(given: Option<&Path>) -> Result<PathBuf, EngineError> {
 }
 
 /// The root of the containerd that a Docker without the machine's one runs for itself.
-#[must_use]
 pub fn own_containerd(root: &Path) -> PathBuf {
     root.join("containerd/daemon")
 }
 
-/// What is unpacked in Docker's own store, and which containers are mounted; `None` if it has none.
+/// The layers in Docker's own store, and its containers with their mounts; `None` if it has none.
 pub fn inventory(root: &Path, mounts: &LiveMounts) -> Result<Option<Inventory>, EngineError> {
     let mut found = Inventory::new("Docker", root, "overlay2");
     let image = root.join("image");
@@ -76,7 +72,7 @@ pub fn inventory(root: &Path, mounts: &LiveMounts) -> Result<Option<Inventory>, 
     let mut layers: HashMap<String, (usize, Option<String>)> = HashMap::new();
     for chain in names(&layerdb.join("sha256"))? {
         let dir = layerdb.join("sha256").join(&chain);
-        // What was removed since the directory was listed.
+        // Removed since the directory was listed.
         let Some(cache) = id(&dir.join("cache-id"))? else { continue };
         layers.insert(format!("sha256:{chain}"), (found.layers.len(), text(&dir.join("parent"))?));
         found.layers.push(files(&cache));

@@ -89,10 +89,9 @@ pub(super) fn none<I: Named>(images: &[I], name: &str, place: &str) -> EngineErr
     if more > 0 {
         there += &format!(" and {more} more");
     }
-    let there = if there.is_empty() {
-        "it has none with a name".into()
-    } else {
-        format!("it has: {there}")
+    let there = match there.is_empty() {
+        true => "it has none with a name".to_owned(),
+        false => format!("it has: {there}"),
     };
     EngineError::NotFound { what: format!("{place} has no image {name:?}; {there}") }
 }
