@@ -2,18 +2,18 @@
 //!
 //! 1. everything staged is made durable (one sync for all of it);
 //! 2. the domain's lock is taken, shared: from here on nothing is collected;
-//! 3. every object, image and layer that is to be published is checked to be there, with its size; objects
-//!    that were in place get the immutable flag if they lack it;
-//! 4. the records are written to temporary files, a collection that runs is told what comes, the objects
-//!    move into place;
+//! 3. every object, image and layer that is to be published is checked to be there, with its size;
+//!    objects that were in place get the immutable flag if they lack it;
+//! 4. the records are written to temporary files, a running collection gets notes, the objects move
+//!    into place;
 //! 5. that is made durable: from here on the objects cannot be lost;
-//! 6. layers and images move into place, and their directories are synced: whoever sees an image, also
-//!    after a crash, sees all its objects; then segments, and then packs, likewise. The immutable flag of
-//!    an image comes after those of its objects: whoever sees it need not look at them;
+//! 6. layers and images move into place, and their directories are synced: whoever sees an image,
+//!    also after a crash, sees all its objects; then segments, and then packs, likewise. An image's
+//!    immutable flag comes after those of its objects and vouches for them;
 //! 7. the records are renamed into place, roots first, then refs, and their directories synced.
 //!
-//! Before step 7 nobody can see anything of the import; a crash leaves content that nothing keeps, which
-//! the next garbage collection takes away.
+//! Before step 7 the import is invisible; a crash leaves content that the next garbage collection
+//! takes.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -34,10 +34,10 @@ use crate::task::Cancel;
 /// What a directory or a record needs at least, in bytes.
 const BLOCK: u64 = 4096;
 
-/// Objects that are listed in memory to be looked at by all processors, and how many one takes at a time.
+/// Objects that are listed in memory for all processors to check, and how many one takes at a time.
 const CHECKED_AT_ONCE: usize = 1 << 14;
 const CHECKED_AT_A_TIME: usize = 1 << 7;
-/// How often a file is replaced before whoever makes it immutable in between is given up on.
+/// How often to replace a file that others keep making immutable in between.
 const REPLACE_ATTEMPTS: u32 = 100;
 
 /// What becomes visible with a commit, all of it complete.
@@ -62,14 +62,14 @@ impl Publish {
 
 impl Staging {
     /// Publishes the import. `objects` are all objects that its images and layers name, with their
-    /// sizes, in any order and with repetitions; they are checked to be there. When this returns `Ok`,
-    /// all of it survives a crash.
+    /// sizes, in any order and with repetitions. `Ok` means that all of it survives a crash.
     ///
     /// # Errors
-    /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an earlier
-    /// failure, [`Error::Vanished`] if something that the import relied on was collected (begin again
-    /// with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`], [`Error::Io`]. In all cases
-    /// no ref and no root has changed, except that [`Error::Io`] in the very last step may leave either.
+    /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an
+    /// earlier failure, [`Error::Vanished`] if content that the import relied on was collected
+    /// (begin again with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`],
+    /// [`Error::Io`]. In all cases no ref and no root has changed, except that [`Error::Io`] in the
+    /// very last step may leave either.
     pub fn commit(
         mut self,
         publish: &Publish,
@@ -154,8 +154,7 @@ impl Staging {
     }
 
     fn check_object(&self, digest: Digest, size: u64, missing: &Mutex<Missing>) -> Result<()> {
-        // First where most objects of a first import are; for a repeated one the other order would
-        // save a call, which costs less than a microsecond.
+        // First where most objects of a first import are; the order hardly costs a repeated one.
         if self.domain.file_size(&self.object_file(&digest))? == Some(size) {
             return Ok(());
         }
@@ -175,16 +174,16 @@ impl Staging {
             }
             _ => return Err(Error::corrupt(path, "it is not a regular file")),
         }
-        // An import that was interrupted may not have got to that, and mounts take the flag of an image as
-        // that of all its objects.
+        // An interrupted import may have left it out, and mounts take an image's flag for all its
+        // objects'.
         match self.domain.protection().immutable && !stat.immutable {
             true => protect_file(self.disk(), &path),
             false => Ok(()),
         }
     }
 
-    /// Moves the staged objects into place, shard by shard. A shard that the domain does not have yet
-    /// moves as a whole: a first import of a million objects is 256 renames.
+    /// Moves staged objects into place by shard. A shard that the domain lacks moves as a whole: a
+    /// first import of a million objects is 256 renames.
     fn publish_objects(&self) -> Result<()> {
         let disk = self.disk();
         let from = format!("{}/objects", self.directory);
@@ -213,8 +212,8 @@ impl Staging {
         })
     }
 
-    /// Moves the staged files of some kinds into place. Of segments and packs the names are durable on
-    /// return; a pack takes the place of those that its image had before.
+    /// Moves the staged files of some kinds into place. Names of segments and packs are durable on
+    /// return; a pack replaces the earlier ones of its image.
     fn publish_files(&self, staged: &[FileName], which: impl Fn(FileKind) -> bool) -> Result<()> {
         let disk = self.disk();
         let mut published = false;
@@ -222,8 +221,8 @@ impl Staging {
             let (from, to) = (self.named_file(name), self.domain.named_file(name));
             move_file(disk, &from, &to, |placed, staged| match name.digest() {
                 Some(_) => self.is_as_named(placed, name.digest()),
-                // An import that came at the same time has written the same. Otherwise it is only written
-                // again by an importer that could not use what is there.
+                // A concurrent import has written the same. Otherwise an importer only writes it
+                // again if it could not use the file in place.
                 None => is_same(self.disk(), placed, staged),
             })?;
             published = true;
@@ -256,7 +255,7 @@ impl Staging {
         }
     }
 
-    /// What was in place before may lack its flag, after an import that was interrupted before it set it.
+    /// Sets missing immutable flags, which an interrupted import may have left.
     fn protect(&self, files: &[FileName]) -> Result<()> {
         if !self.domain.protection().immutable {
             return Ok(());
@@ -273,8 +272,8 @@ impl Staging {
 }
 
 impl Publish {
-    /// The files that must be there for what is published: images and layers that records name, segments
-    /// that packs need, and the images of staged packs.
+    /// The files that must be there: images and layers that records name, segments that packs need,
+    /// and the images of staged packs.
     fn files(&self, staged: &[FileName]) -> Result<Vec<FileName>> {
         let image = |image: &Digest| FileName::content(FileKind::Image, image);
         let packed = staged.iter().filter(|name| name.kind() == FileKind::Pack);
@@ -321,14 +320,13 @@ fn is_same(disk: &dyn Disk, a: &str, b: &str) -> Result<bool> {
     is_sound(hash(a), Some(b))
 }
 
-/// Sets the immutable flag. Only after the rename: a file that has it can be neither renamed nor linked
-/// nor removed.
+/// Sets the immutable flag, after the rename: immutable files cannot be renamed, linked or removed.
 fn protect_file(disk: &dyn Disk, path: &str) -> Result<()> {
     disk.set_immutable(path, true).at("make immutable", path)
 }
 
-/// Moves all files of a directory. Where there is one already, `is_good` (asked with its path and that of
-/// the staged one) says whether it stays and keeps its inode, which somebody may have mapped.
+/// Moves all files of a directory. `is_good` gets the paths of an existing file and the staged one,
+/// and says whether the existing one stays, with an inode that may be mapped.
 fn move_files(
     disk: &dyn Disk,
     from: &str,
@@ -345,7 +343,6 @@ fn move_files(
     Ok(())
 }
 
-/// Moves one file likewise.
 fn move_file(
     disk: &dyn Disk,
     from: &str,

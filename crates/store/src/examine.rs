@@ -1,5 +1,5 @@
-//! The one examiner: what is wrong with a file of a domain. fsck, verify, scrub and repair differ in which
-//! files they look at, under which lock, and in how they read; not in what they find.
+//! The one examiner of files, for fsck, verify, scrub and repair: these differ in the files they
+//! look at, the lock they hold and how they read, but not in what they find.
 
 use std::collections::{BTreeMap, HashSet};
 use std::os::fd::BorrowedFd;
@@ -22,7 +22,7 @@ use crate::{Digest, Domain, StoredFile};
 
 /// How much is read at once, in bytes.
 const READ_SIZE: usize = 1 << 20;
-/// What memory and offsets are aligned to for reading past the cache: enough for every block size there is.
+/// Alignment of memory and offsets for direct reads: enough for every common block size.
 const ALIGN: usize = 4096;
 
 /// How the content of a file is read.
@@ -35,7 +35,6 @@ pub(crate) enum Reading {
     Direct(Mutex<Reader>),
 }
 
-/// Looks at files.
 pub(crate) struct Examiner<'a> {
     pub(crate) domain: &'a Domain,
     pub(crate) contents: &'a dyn Contents,
@@ -45,13 +44,9 @@ pub(crate) struct Examiner<'a> {
     pub(crate) derived: HashSet<Digest>,
 }
 
-/// What was seen of a file.
 pub(crate) enum Seen {
-    /// It is not there.
     Missing,
-    /// It is as it must be.
     Sound,
-    /// It is not.
     Damaged(Finding),
 }
 
@@ -74,11 +69,9 @@ impl<'a> Examiner<'a> {
         Self { domain, contents, reading, cancel: cancel.clone(), derived: HashSet::new() }
     }
 
-    /// Compares size (if the caller knows which it must have) and, as it was asked for, content; says also
-    /// how many bytes were hashed.
-    ///
-    /// # Errors
-    /// What says nothing about the file, such as lack of memory.
+    /// Compares the size, if the caller knows it, and the content, if it was asked to; also returns
+    /// how many bytes were hashed. Fails only if that says nothing about the file, as lack of
+    /// memory does.
     pub(crate) fn look(&self, name: &FileName, size: Option<u64>) -> Result<(Seen, u64)> {
         let mut hashed = 0;
         let seen = self.look_at(name, size, &mut hashed);
@@ -118,10 +111,7 @@ impl<'a> Examiner<'a> {
         Ok(Seen::Damaged(self.finding(name, Wrong::Altered, detail)))
     }
 
-    /// Reads a file as what it is, and visits what it names.
-    ///
-    /// # Errors
-    /// As [`Examiner::look`].
+    /// Reads a file as its kind and visits what it names; fails as [`Examiner::look`] does.
     pub(crate) fn read(&self, name: &FileName, visit: &mut dyn FnMut(Digest, u64)) -> Result<Seen> {
         match name.visit(self.domain, self.contents, visit) {
             Ok(()) => Ok(Seen::Sound),
@@ -147,10 +137,8 @@ impl<'a> Examiner<'a> {
         Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
     }
 
-    /// A pack, with what it needs: segments that are not among the `sound` ones make it incomplete.
-    ///
-    /// # Errors
-    /// As [`Examiner::look`].
+    /// Examines a pack: segments outside of `sound` make it incomplete. Fails as [`Examiner::look`]
+    /// does.
     pub(crate) fn pack(&self, name: &FileName, sound: &HashSet<Digest>) -> Result<Option<Finding>> {
         // One that has been replaced since it was listed is no finding.
         let seen = match self.look(name, None)?.0 {
@@ -174,12 +162,10 @@ impl<'a> Examiner<'a> {
         Ok(seen.finding())
     }
 
-    /// That a file makes no sense.
     pub(crate) fn unreadable_finding(&self, name: &FileName, detail: String) -> Finding {
         self.finding(name, Wrong::Unreadable, detail)
     }
 
-    /// That an object is missing that an image or layer names.
     pub(crate) fn missing_object(&self, digest: &Digest) -> Finding {
         let name = FileName::content(FileKind::Object, digest);
         let path = self.domain.named_file(&name);
@@ -213,7 +199,6 @@ impl<'a> Examiner<'a> {
     }
 }
 
-/// What can be wrong with a file.
 #[derive(Clone, Copy)]
 enum Wrong {
     Truncated,
@@ -222,8 +207,8 @@ enum Wrong {
     Incomplete,
 }
 
-/// The fs-verity digest of a file's content as it is now. What the filesystem calls a hole reads as
-/// zeros, so a hole of a terabyte is not read to know that.
+/// The fs-verity digest of a file's current content. Holes are zeros without being read: a hole of
+/// a terabyte takes no time.
 pub(crate) fn hash_file(file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
     let mut hasher = Hasher::new();
     file.for_pieces(|piece| hasher.piece(piece, cancel))?;
@@ -291,7 +276,7 @@ impl Reader {
         Self { buffer, start, rate, bytes: 0, since: Instant::now() }
     }
 
-    /// The fs-verity digest of a file's content, as the disk has it where the filesystem lets us past the
+    /// The fs-verity digest of a file's content on the disk, if the filesystem lets us past the
     /// cache.
     fn hash(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
         let digest = self.hash_direct(file, cancel);
@@ -302,7 +287,7 @@ impl Reader {
 
     fn hash_direct(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
         if let Some(descriptor) = file.descriptor() {
-            // Otherwise what was asked for is all that is read where the cache is in the way.
+            // Keeps the kernel from reading ahead where the cache is in the way.
             let _ = fadvise(descriptor, 0, None, Advice::Random);
             set_direct(descriptor, true);
         }
@@ -313,7 +298,7 @@ impl Reader {
             let quiet = Quiet::begin(file, hasher.size(), len as u64);
             let buffer = &mut self.buffer[self.start..self.start + len];
             let read = match file.read_at(buffer, hasher.size()) {
-                // A filesystem that accepts the flag and then does not do it, or not so.
+                // The filesystem accepts the flag but refuses direct reads, or these.
                 Err(error)
                     if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
                 {

@@ -39,7 +39,7 @@ pub enum FindingKind {
     ImageAltered,
     /// An image cannot be read as one.
     ImageUnreadable,
-    /// A base or a delta that nothing else needs has another digest than its name, or cannot be read.
+    /// An unneeded base or delta has another digest than its name, or cannot be read.
     BaseAltered,
     /// What an image is mounted over is not there, or nobody knows what it is.
     BaseIncomplete,
@@ -84,7 +84,7 @@ pub enum FindingKind {
 }
 
 impl FindingKind {
-    /// Whether it is about something that can be made again from images and objects: a base, a delta, a segment, a pack.
+    /// Whether it is about a derived file: a base, a delta, a segment or a pack.
     pub fn is_derived(self) -> bool {
         matches!(
             self,
@@ -98,8 +98,7 @@ impl FindingKind {
         )
     }
 
-    /// Whether something that was stored is lost or wrong; otherwise it is untidy or less safe than it
-    /// could be.
+    /// Whether stored content is lost or wrong; otherwise it is untidy or less safe than possible.
     pub fn is_damage(self) -> bool {
         !matches!(
             self,
@@ -217,7 +216,6 @@ impl FsckReport {
     }
 }
 
-/// An object that something names.
 struct Named {
     size: u64,
     /// Index into the list of images and layers.
@@ -226,8 +224,8 @@ struct Named {
 }
 
 impl Domain {
-    /// Looks for damage. Imports can go on meanwhile, garbage collection waits. The task
-    /// hears of the objects looked at so far and the bytes hashed.
+    /// Looks for damage. Imports go on meanwhile, garbage collection waits. The task hears of
+    /// objects looked at and bytes hashed.
     ///
     /// # Errors
     /// [`crate::Error::Io`] if the disk cannot be read. Damage is no error: it is in the report.

@@ -14,17 +14,13 @@ use crate::{Digest, Domain, name};
 
 /// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
-/// Suffix of refs and roots.
 pub(crate) const RECORD_SUFFIX: &str = ".json";
-/// Directory of the refs.
 const REFS: &str = "refs";
-/// Directory of the roots.
 pub(crate) const ROOTS: &str = "roots";
 /// Directories of the records that keep images and layers.
 pub(crate) const RECORDS: [&str; 3] =
     [REFS, RootKind::Lease.directory(), RootKind::Mount.directory()];
 
-/// The file of a record.
 pub(crate) struct RecordFile {
     /// Path below the store.
     pub(crate) path: String,
@@ -32,7 +28,6 @@ pub(crate) struct RecordFile {
     pub(crate) name: Option<String>,
 }
 
-/// What a record keeps.
 #[derive(Default)]
 pub(crate) struct Kept {
     pub(crate) images: Vec<Digest>,
@@ -86,8 +81,8 @@ impl Domain {
         unreadable.into_iter().next().map_or(Ok(readable), |first| Err(first.error))
     }
 
-    /// The refs that can be read, sorted by name: for whoever looks for one of them, and is not to fail because
-    /// another one is damaged. What has to know all refs, as garbage collection, takes [`Domain::refs`].
+    /// The readable refs, sorted by name, for lookups that a damaged record must not stop. Whoever
+    /// needs all refs, as garbage collection does, takes [`Domain::refs`].
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -95,8 +90,8 @@ impl Domain {
         Ok(self.all_refs()?.readable)
     }
 
-    /// All refs, those that cannot be read apart: for whoever shows them, or must not take one that is damaged
-    /// for one that is not there.
+    /// All refs, with unreadable ones apart, to show them or to tell a damaged ref from a missing
+    /// one.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -113,8 +108,8 @@ impl Domain {
         Ok(refs)
     }
 
-    /// The ref that came from this OCI manifest (`sha256:…`), if there is one: the image need not be
-    /// imported again.
+    /// The ref that came from this OCI manifest (`sha256:…`), which then need not be imported
+    /// again.
     ///
     /// # Errors
     /// Those of [`Domain::readable_refs`].
@@ -123,7 +118,8 @@ impl Domain {
         Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
     }
 
-    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on return.
+    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on
+    /// return.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
@@ -162,10 +158,7 @@ impl Domain {
         Ok(Some((ref_name, record)))
     }
 
-    // Roots.
-
-    /// All roots of one kind, sorted by id. Refs are roots too but are not listed here: see
-    /// [`Domain::refs`].
+    /// All roots of one kind, sorted by id, without refs ([`Domain::refs`]).
     ///
     /// # Errors
     /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
@@ -178,8 +171,8 @@ impl Domain {
         Ok(roots)
     }
 
-    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts: they
-    /// do not outlive a crash anyway, and must be quick.
+    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts,
+    /// which do not outlive a crash and must be quick.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
@@ -219,8 +212,8 @@ impl Domain {
         self.remove_record(kind.directory(), &path)
     }
 
-    /// Mounts are state of this boot and not part of what the store keeps: a store of which this program
-    /// may change nothing can be mounted, and whoever may collect it must see that.
+    /// Mount roots are state of this boot: they are written even to a store that this program may
+    /// not change, for the sake of whoever may collect it.
     fn check_root_writable(&self, kind: RootKind) -> Result<()> {
         if kind == RootKind::Mount { Ok(()) } else { self.store().check_writable() }
     }
@@ -238,8 +231,6 @@ impl Domain {
         Ok(Some(root))
     }
 
-    // Records in general.
-
     /// The records in one of the directories of [`RECORDS`].
     pub(crate) fn records(&self, directory: &str) -> Result<Vec<RecordFile>> {
         let record = |stem: String| RecordFile {
@@ -249,7 +240,7 @@ impl Domain {
         Ok(self.files(directory, RECORD_SUFFIX)?.into_iter().map(record).collect())
     }
 
-    /// The images and layers that a ref or a root keeps; `None` if it was removed since it was listed.
+    /// The images and layers that a ref or root keeps; `None` if it is gone since the listing.
     pub(crate) fn read_kept(&self, record: &RecordFile) -> Result<Option<Kept>> {
         if record.path.starts_with(&format!("{}/{REFS}/", self.base())) {
             let found = self.read_ref(&record.path)?;
@@ -303,8 +294,8 @@ impl Domain {
         }
     }
 
-    /// Makes the names of images and layers durable. A record must not outlive what it names: an image
-    /// that is in place may have come there a moment ago, by another import that has not synced yet.
+    /// Makes the names of images and layers durable. A record must not outlive what it names:
+    /// another import may have put an image in place a moment ago without syncing.
     pub(crate) fn sync_parts(&self) -> Result<()> {
         for part in ["layers", "images"] {
             let path = format!("{}/{part}", self.base());
@@ -313,19 +304,19 @@ impl Domain {
         Ok(())
     }
 
-    /// Writes a ref's record to a temporary file; gives it and its later place.
+    /// Writes a ref's record to a temporary file; returns it and its later place.
     pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
         self.prepare(self.ref_file(ref_name)?, &ref_json(ref_name, record)?)
     }
 
-    /// The same with that of a root.
+    /// The same for a root.
     pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         self.prepare(path, &json)
     }
 
-    /// The same with any record.
+    /// The same for any record.
     pub(crate) fn prepare(&self, path: String, json: &[u8]) -> Result<(String, String)> {
         let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
         Ok((self.store().write_temporary(directory, json, Purpose::Record, false)?, path))

@@ -1,5 +1,5 @@
-//! What the operator has decided for a trust domain: `domain.json`. The store keeps the record and does not
-//! know what it means.
+//! The operator's settings for a trust domain: `domain.json`, whose meaning the store does not
+//! know.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -18,8 +18,8 @@ impl Domain {
         self.read_record(&self.settings_file())
     }
 
-    /// Replaces the settings by what `change` makes of them; a damaged record counts as none. The file is
-    /// readable by the owner of the store alone. Durable on return.
+    /// Replaces the settings by `change` of them; a damaged record counts as none. Only the store's
+    /// owner can read the file. Durable on return.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`], and those of `change`.

@@ -31,8 +31,8 @@ pub struct VerifyReport {
 }
 
 impl Domain {
-    /// Re-hashes an image and every object that it names, on all processors; of an image that has a pack, that and its
-    /// segments, too, and of one with a base, that and the delta. Nothing is collected meanwhile.
+    /// Re-hashes an image with its objects, packs, segments, base and delta, on all processors.
+    /// Garbage collection waits.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Io`]. Damage is no error: it is in the report.
@@ -96,8 +96,8 @@ impl Domain {
         Ok(report)
     }
 
-    /// Re-hashes what an image is mounted over, and what goes on top. Objects of those below that it does
-    /// not name itself, nobody sees through it.
+    /// Re-hashes an image's base and delta, without objects of bases that the image does not name:
+    /// these are invisible through it.
     fn verify_bases(
         &self,
         image: &Digest,

@@ -1,8 +1,8 @@
-//! Backend `inode-share`: a pack, whose files share the kernel's inodes with those of all packs of the trust domain that
-//! have the same fingerprint (Linux 7.0, `Documentation/filesystems/erofs.rst`).
+//! Backend `inode-share`: packs whose files share kernel inodes with those of all packs of the
+//! trust domain that have the same fingerprint (Linux 7.0, `Documentation/filesystems/erofs.rst`).
 //!
-//! The kernel reads segments past the page cache, since what it shares is a cache of its own above them. From files with
-//! fs-verity ext4 and btrfs let nobody read so: there the pages that were checked are cached below, too.
+//! The kernel reads segments past the page cache, since its shared cache is above them. ext4 and
+//! btrfs refuse that for files with fs-verity: their checked pages are cached below, too.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -32,12 +32,12 @@ impl Packed {
 }
 
 impl Mounter<'_> {
-    /// Opens the pack of an image and its segments. With fs-verity the kernel has said what they are; otherwise the
-    /// pack is hashed, and of segments the size is looked at, so that none is cut short.
+    /// Opens the pack of an image and its segments. Without fs-verity, hashes the pack and compares
+    /// the sizes of segments, so that none is truncated.
     pub(super) fn open_pack(&self, image: &Digest) -> Result<Packed, MountError> {
         let secret = self.domain.secret()?.ok_or(Error::NoPack(*image))?;
         let verity = self.domain.protection().verity;
-        // Until all of it is open: `gc` replaces packs, and collects segments that it has written anew.
+        // Until all are open: `gc` replaces packs and rewrites segments.
         let _stays = self.domain.lock_shared()?;
         let packs = self.domain.packs_of(image)?;
         let pack = packs.first().ok_or(Error::NoPack(*image))?;
@@ -85,7 +85,7 @@ impl Mounter<'_> {
         kernel::mount_pack(pack, name, scratch, &options).map_err(refused)
     }
 
-    /// The kernel leaves the option out, without a word to us, where it does not find what it needs in an image.
+    /// The kernel silently drops the option if an image lacks what it needs.
     pub(super) fn check_shares(&self, at: &Path) -> Result<(), MountError> {
         let path = mountinfo::path(&self.root);
         let mounts = mountinfo::read(&self.root).at("read", path)?;

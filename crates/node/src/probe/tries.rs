@@ -61,8 +61,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Tries everything; files go under `store`, or the directory for temporary files. Also says why what was
-/// not tried was not.
+/// Tries everything, with files under `store` or the temporary directory; also says why not, if so.
 pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     let temporary = std::env::temp_dir();
     let scratch = match Scratch::new(store.unwrap_or(&temporary)) {
@@ -92,7 +91,6 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     (tried, "it could not be tried".to_owned())
 }
 
-/// The kernel's answer as a finding.
 fn answer(result: Result<String, KernelError>) -> Found {
     match result {
         Ok(detail) => present(detail),
@@ -252,11 +250,10 @@ fn immutable(file: &File) -> Found {
     }
 }
 
-/// The smallest image that mounts: one block with a superblock and an empty root directory.
+/// The smallest mountable image: one block with a superblock and an empty root directory.
 ///
-/// Written by hand, so that the probe says something about the kernel and not about our writer.
-/// Layout as in `fs/erofs/erofs_fs.h`: superblock at 1,024, compact inodes of 32 bytes, the
-/// directory's entries inline behind its inode.
+/// Written by hand to test the kernel and not our writer. Layout as in `fs/erofs/erofs_fs.h`:
+/// superblock at 1,024, compact inodes of 32 bytes, directory entries inline behind their inode.
 fn tiny_image() -> Vec<u8> {
     const SUPERBLOCK: usize = 1024;
     const ROOT: usize = SUPERBLOCK + 128;

@@ -1,15 +1,16 @@
-//! What the files that engines have unpacked on this machine hold twice: on disk and in the page cache.
+//! What the files that engines have unpacked on this machine hold twice: on disk and in the page
+//! cache.
 //!
 //! ```text
 //! directories ─ walk ─▶ paths ─▶ workers: what is resident? ─▶ read, hash ─▶ contents and pages, counted
 //! ```
 //!
-//! Nothing is changed: no access time (`O_NOATIME`, without which a file is left alone), and not the page
-//! cache. What is resident is asked before a file is read; it is read past the cache (`O_DIRECT`), and
-//! where that cannot be, what was not resident is dropped again.
+//! Nothing changes: neither access times (files that refuse `O_NOATIME` are skipped) nor the page
+//! cache. A file's residency is asked first, then it is read past the cache (`O_DIRECT`), or the
+//! pages that were not resident are dropped again.
 //!
-//! Bounded memory: some 60 bytes for each different content, a bit for each page of those that are in part
-//! resident, and a table of pages that becomes a sample of them when it is full.
+//! Memory is bounded: some 60 bytes for each different content, a bit for each page of partly
+//! resident ones, and a table of pages that becomes a sample when full.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -87,8 +88,8 @@ pub struct Findings {
     pub reasons: Vec<String>,
 }
 
-/// Looks through directories. `threads` read files (0: as many as processors, up to 4); The
-/// task hears now and then how many bytes and files are done.
+/// Surveys directories with `threads` readers (0: one per processor, up to 4). The task hears how
+/// many bytes and files are done.
 ///
 /// # Errors
 /// [`Cancelled`].
@@ -257,7 +258,6 @@ impl Tally {
     }
 }
 
-/// What a worker reads with.
 struct Reader {
     buffer: Vec<u8>,
     start: usize,
@@ -299,8 +299,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads a file without leaving more of it in the page cache than there was. Returns the digest of its
-    /// size and of the digests of its pages, the last one filled with zeros as the page cache does.
+    /// Reads a file and leaves the page cache as it was. Returns the digest of its size and of its
+    /// pages' digests, the last page padded with zeros as in the page cache.
     fn read(
         &mut self,
         file: &File,
@@ -384,7 +384,7 @@ mod tests {
         vec![byte; usize::try_from(page_size()).unwrap()]
     }
 
-    /// Two directories: a file that both have, one that shares a page, a second name, one of their own.
+    /// Two directories: a file in both, one that shares a page, a second name, and an unshared one.
     #[test]
     fn equal_files_and_pages_are_counted_once() {
         let temporary = tempfile::tempdir().unwrap();
