@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::disk::Kind;
 use crate::error::{At, Result};
 use crate::fsck::{Finding, FindingKind, FsckReport};
-use crate::records::to_json;
+use crate::records::{named_files, to_json};
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
@@ -107,11 +107,7 @@ impl Domain {
                 dropped = true;
             }
         }
-        if dropped {
-            let directory = format!("{}/{DIRECTORY}", self.base());
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
-        }
-        Ok(())
+        if dropped { self.sync_directory(DIRECTORY) } else { Ok(()) }
     }
 
     /// Records that cannot be read, or name what is not there.
@@ -127,9 +123,10 @@ impl Domain {
             };
             let detail = match self.read_record::<Base>(&path) {
                 Ok(Some(base)) => {
-                    match self.missing_files(&[image, base.base, base.delta], [].into_iter())? {
-                        missing if missing.is_empty() => continue,
-                        missing => format!("{} is missing", missing[0]),
+                    let images = [image, base.base, base.delta];
+                    match self.missing_files(named_files(&images, [].into_iter())?)?.first() {
+                        None => continue,
+                        Some(missing) => format!("{missing} is missing"),
                     }
                 }
                 Ok(None) => continue,

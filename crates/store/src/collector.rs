@@ -77,22 +77,8 @@ impl Added {
 }
 
 impl Domain {
-    /// Notes images and layers for a running collection. To be called with the domain's lock held,
-    /// before they are named.
-    pub(crate) fn note_named<'a>(
-        &self,
-        images: &[Digest],
-        layers: impl Iterator<Item = &'a str>,
-    ) -> Result<()> {
-        let mut files: Vec<_> =
-            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
-        for chain_id in layers {
-            files.push(FileName::chain(FileKind::Layer, chain_id)?);
-        }
-        self.note(Added::Named, &files)
-    }
-
-    /// [`Domain::note_named`] for files of any kind.
+    /// Notes files for a running collection. To be called with the domain's lock held, before they
+    /// are named.
     pub(crate) fn note_in_place(&self, files: &[FileName]) -> Result<()> {
         self.note(Added::Named, files)
     }

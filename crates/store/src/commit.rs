@@ -200,7 +200,8 @@ impl Staging {
                         let same_size = placed_size == self.domain.file_size(staged)?;
                         let digest = placed.rsplit_once('/').map_or("", |(_, name)| name);
                         let digest = Digest::from_object_path(shard, digest);
-                        Ok(same_size && (!self.repair || self.is_as_named(placed, digest)?))
+                        let is_good = || is_sound(digest_of(disk, placed), digest);
+                        Ok(same_size && (!self.repair || is_good()?))
                     })?;
                 }
                 other => other.at("publish", &to)?,
@@ -219,11 +220,11 @@ impl Staging {
         let mut published = false;
         for name in staged.iter().filter(|name| which(name.kind())) {
             let (from, to) = (self.named_file(name), self.domain.named_file(name));
-            move_file(disk, &from, &to, |placed, staged| match name.digest() {
-                Some(_) => self.is_as_named(placed, name.digest()),
+            move_file(disk, &from, &to, |placed, staged| {
                 // A concurrent import has written the same. Otherwise an importer only writes it
                 // again if it could not use the file in place.
-                None => is_same(self.disk(), placed, staged),
+                let digest = name.digest().map_or_else(|| digest_of(disk, staged), Ok)?;
+                is_sound(digest_of(disk, placed), Some(digest))
             })?;
             published = true;
             if name.kind() == FileKind::Pack {
@@ -238,21 +239,9 @@ impl Staging {
             }
         }
         if published && which(FileKind::Segment) != which(FileKind::Pack) {
-            let directory = format!("{}/{}", self.domain.base(), FileKind::Segment.directory());
-            disk.sync_dir(&directory).at("sync", &directory)?;
+            self.domain.sync_directory(FileKind::Segment.directory())?;
         }
         Ok(())
-    }
-
-    /// Whether a file can be read and has the digest that its name says.
-    fn is_as_named(&self, path: &str, digest: Option<Digest>) -> Result<bool> {
-        match self.disk().open(path).at("open", path) {
-            Ok(file) => is_sound(
-                hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default()),
-                digest,
-            ),
-            Err(error) => is_sound(Err(error), digest),
-        }
     }
 
     /// Sets missing immutable flags, which an interrupted import may have left.
@@ -310,14 +299,9 @@ fn is_sound(found: Result<Digest>, digest: Option<Digest>) -> Result<bool> {
     }
 }
 
-/// Whether two files have the same content.
-fn is_same(disk: &dyn Disk, a: &str, b: &str) -> Result<bool> {
-    let hash = |path: &str| {
-        let file = disk.open(path).at("open", path)?;
-        hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
-    };
-    let b = hash(b)?;
-    is_sound(hash(a), Some(b))
+fn digest_of(disk: &dyn Disk, path: &str) -> Result<Digest> {
+    let file = disk.open(path).at("open", path)?;
+    hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
 }
 
 /// Sets the immutable flag, after the rename: immutable files cannot be renamed, linked or removed.

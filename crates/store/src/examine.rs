@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cofolio_sys::cache::cachestat;
 use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
 
+use crate::buffer::{ALIGN, Buffer};
 use crate::contents::Contents;
 use crate::disk::Piece;
 use crate::error::{At, Error, Result, is_damage};
@@ -22,8 +23,6 @@ use crate::{Digest, Domain, StoredFile};
 
 /// How much is read at once, in bytes.
 const READ_SIZE: usize = 1 << 20;
-/// Alignment of memory and offsets for direct reads: enough for every common block size.
-const ALIGN: usize = 4096;
 
 /// How the content of a file is read.
 pub(crate) enum Reading {
@@ -257,9 +256,7 @@ impl Hasher {
 
 /// Reads files past the page cache, at a rate.
 pub(crate) struct Reader {
-    buffer: Vec<u8>,
-    /// Where the aligned part of the buffer begins.
-    start: usize,
+    buffer: Buffer,
     rate: Option<u64>,
     /// What was read since `since`.
     bytes: u64,
@@ -271,9 +268,7 @@ impl Reader {
         // Pieces of a quarter of a second, so that a low rate is one and not a row of bursts.
         let piece = rate.map_or(READ_SIZE, |rate| usize::try_from(rate / 4).unwrap_or(READ_SIZE));
         let len = piece.clamp(ALIGN, READ_SIZE).next_multiple_of(ALIGN);
-        let buffer = vec![0; len + ALIGN];
-        let start = buffer.as_ptr().align_offset(ALIGN).min(ALIGN);
-        Self { buffer, start, rate, bytes: 0, since: Instant::now() }
+        Self { buffer: Buffer::new(len), rate, bytes: 0, since: Instant::now() }
     }
 
     /// The fs-verity digest of a file's content on the disk, if the filesystem lets us past the
@@ -294,9 +289,8 @@ impl Reader {
         let mut hasher = Hasher::new();
         loop {
             cancel.check()?;
-            let len = self.buffer.len() - ALIGN;
-            let quiet = Quiet::begin(file, hasher.size(), len as u64);
-            let buffer = &mut self.buffer[self.start..self.start + len];
+            let buffer = self.buffer.spare();
+            let quiet = Quiet::begin(file, hasher.size(), buffer.len() as u64);
             let read = match file.read_at(buffer, hasher.size()) {
                 // The filesystem accepts the flag but refuses direct reads, or these.
                 Err(error)
@@ -314,7 +308,7 @@ impl Reader {
             if n == 0 {
                 return Ok(hasher.finish());
             }
-            hasher.update(&self.buffer[self.start..self.start + n]);
+            hasher.update(&buffer[..n]);
             self.wait(n as u64);
             // The file ended at an offset that is not aligned: there is nothing behind it.
             if !n.is_multiple_of(ALIGN)

@@ -14,7 +14,7 @@ use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS};
+use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS, named_files};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -282,20 +282,14 @@ impl Domain {
         // An import that is being published protects its content last: look again.
         report.findings.retain(|finding| {
             let mut again = FsckReport::default();
+            let kind = self.name_of(&finding.path).map_or(FileKind::Object, |name| name.kind());
             finding.kind != FindingKind::Unprotected
-                || self.fsck_again(&finding.path, &mut again).is_err()
+                || self.fsck_attributes(&finding.path, kind, &mut again).is_err()
                 || again.findings.iter().any(|now| now.kind == FindingKind::Unprotected)
         });
         self.add_hit(contents, &mut report)?;
         report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
         Ok(report)
-    }
-
-    fn fsck_again(&self, path: &str, report: &mut FsckReport) -> Result<()> {
-        let below = path.strip_prefix(self.base()).unwrap_or(path).trim_start_matches('/');
-        let (directory, file) = below.rsplit_once('/').unwrap_or_default();
-        let kind = FileName::of_file(directory, file).map_or(FileKind::Object, |it| it.kind());
-        self.fsck_attributes(path, kind, report)
     }
 
     /// Refs and roots: whether they can be read, and what they name is here.
@@ -336,7 +330,7 @@ impl Domain {
     /// What a ref or root keeps and is not here: images, and layers or their splits.
     pub(crate) fn missing_of(&self, kept: &Kept) -> Result<Vec<FileName>> {
         let layers = || kept.layers.iter().map(String::as_str);
-        let mut missing = self.missing_files(&kept.images, layers())?;
+        let mut missing = self.missing_files(named_files(&kept.images, layers())?)?;
         for chain_id in layers() {
             let split = FileName::chain(FileKind::Split, chain_id)?;
             if self.has_layer(chain_id)? && self.named_size(&split)?.is_none() {
@@ -346,17 +340,7 @@ impl Domain {
         Ok(missing)
     }
 
-    /// Images and layers of these that are not here.
-    pub(crate) fn missing_files<'a>(
-        &self,
-        images: &[Digest],
-        layers: impl Iterator<Item = &'a str>,
-    ) -> Result<Vec<FileName>> {
-        let mut files: Vec<_> =
-            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
-        for chain_id in layers {
-            files.push(FileName::chain(FileKind::Layer, chain_id)?);
-        }
+    pub(crate) fn missing_files(&self, files: Vec<FileName>) -> Result<Vec<FileName>> {
         let mut missing = Vec::new();
         for file in files {
             if self.named_size(&file)?.is_none() {

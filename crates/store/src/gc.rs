@@ -23,7 +23,7 @@ use crate::collector::{Collector, Suspect, Swept};
 use crate::contents::Contents;
 use crate::disk::Kind;
 use crate::error::{At, BoxError, Result};
-use crate::kinds::FileKind;
+use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::RECORDS;
 use crate::signatures;
@@ -164,8 +164,7 @@ impl Collector<'_> {
             // There may be room for it now.
             let _ = domain.store().keep_reserve();
         }
-        let Self { reach, .. } = &mut self;
-        report.unreadable = reach.take_unreadable();
+        report.unreadable = std::mem::take(&mut self.reach.unreadable);
         Ok(report)
     }
 
@@ -239,13 +238,13 @@ impl Collector<'_> {
             return Ok(());
         }
         self.sweep(&suspects, |this, image| Ok(!this.keeps_base(image)?))?;
-        let directory = format!("{}/{}", self.domain.base(), base::DIRECTORY);
-        self.domain.disk().sync_dir(&directory).at("sync", &directory)
+        self.domain.sync_directory(base::DIRECTORY)
     }
 
     fn keeps_base(&self, image: &Digest) -> Result<bool> {
         let Some(base) = self.domain.base_of(image)? else { return Ok(false) };
-        Ok([image, &base.base, &base.delta].iter().all(|image| self.reach.keeps_image(image)))
+        let mut images = [image, &base.base, &base.delta].into_iter();
+        Ok(images.all(|image| self.reach.keeps(&FileName::content(FileKind::Image, image))))
     }
 
     /// Temporary files and dead staging. A temporary file's writer holds the domain's lock, so

@@ -147,7 +147,7 @@ pub(crate) struct Reachability<'a> {
     files: BTreeSet<FileName>,
     /// Objects and segments.
     content: DigestSet,
-    unreadable: Vec<Unreadable>,
+    pub(crate) unreadable: Vec<Unreadable>,
     any_file: bool,
     any_object: bool,
 }
@@ -263,14 +263,6 @@ impl<'a> Reachability<'a> {
         self.any_file
             || (self.any_object && kind == FileKind::Object)
             || self.content.contains(digest)
-    }
-
-    pub(crate) fn keeps_image(&self, image: &Digest) -> bool {
-        self.keeps(&FileName::content(FileKind::Image, image))
-    }
-
-    pub(crate) fn take_unreadable(&mut self) -> Vec<Unreadable> {
-        std::mem::take(&mut self.unreadable)
     }
 
     /// Keeps what a file names.

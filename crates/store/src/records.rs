@@ -128,9 +128,8 @@ impl Domain {
         let path = self.ref_file(ref_name)?;
         let json = ref_json(ref_name, record)?;
         let _lock = self.lock_shared()?;
-        let layers = || record.layers.iter().map(|layer| layer.chain_id.as_str());
-        self.check_present(&[record.image], layers())?;
-        self.note_named(&[record.image], layers())?;
+        let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
+        self.check_and_note(&[record.image], layers)?;
         self.sync_parts()?;
         self.store().replace_file(&format!("{}/refs", self.base()), &path, &json, true)
     }
@@ -181,8 +180,7 @@ impl Domain {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         let _lock = self.lock_shared()?;
-        self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
-        self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
+        self.check_and_note(&root.images, root.layers.iter().map(String::as_str))?;
         let directory = format!("{}/{}", self.base(), root.kind.directory());
         let durable = root.kind != RootKind::Mount;
         if durable {
@@ -268,8 +266,7 @@ impl Domain {
         self.store().check_writable()?;
         let removed = self.unlink_if_there(path)?;
         if removed {
-            let directory = format!("{}/{directory}", self.base());
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
+            self.sync_directory(directory)?;
         }
         Ok(removed)
     }
@@ -283,25 +280,28 @@ impl Domain {
     }
 
     /// With the lock held, what is here now stays here until it is given back.
-    fn check_present<'a>(
+    fn check_and_note<'a>(
         &self,
         images: &[Digest],
         layers: impl Iterator<Item = &'a str>,
     ) -> Result<()> {
-        match self.missing_files(images, layers)?.pop() {
+        let files = named_files(images, layers)?;
+        match self.missing_files(files.clone())?.pop() {
             Some(missing) => Err(Error::NoSuch(missing)),
-            None => Ok(()),
+            None => self.note_in_place(&files),
         }
     }
 
     /// Makes the names of images and layers durable. A record must not outlive what it names:
     /// another import may have put an image in place a moment ago without syncing.
     pub(crate) fn sync_parts(&self) -> Result<()> {
-        for part in ["layers", "images"] {
-            let path = format!("{}/{part}", self.base());
-            self.disk().sync_dir(&path).at("sync", &path)?;
-        }
-        Ok(())
+        self.sync_directory("layers")?;
+        self.sync_directory("images")
+    }
+
+    pub(crate) fn sync_directory(&self, directory: &str) -> Result<()> {
+        let path = format!("{}/{directory}", self.base());
+        self.disk().sync_dir(&path).at("sync", &path)
     }
 
     /// Writes a ref's record to a temporary file; returns it and its later place.
@@ -329,6 +329,14 @@ struct Named<T> {
     name: String,
     #[serde(flatten)]
     record: T,
+}
+
+pub(crate) fn named_files<'a>(
+    images: &[Digest],
+    layers: impl Iterator<Item = &'a str>,
+) -> Result<Vec<FileName>> {
+    let images = images.iter().map(|image| Ok(FileName::content(FileKind::Image, image)));
+    images.chain(layers.map(|chain_id| FileName::chain(FileKind::Layer, chain_id))).collect()
 }
 
 fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {

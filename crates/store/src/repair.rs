@@ -147,10 +147,8 @@ impl Domain {
         }
         let _lock = self.lock_alone(true, &task.cancel)?;
         self.drop_broken_bases()?;
-        for directory in ["segments", "images"] {
-            let directory = format!("{}/{directory}", self.base());
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
-        }
+        self.sync_directory("segments")?;
+        self.sync_directory("images")?;
         Ok(images)
     }
 

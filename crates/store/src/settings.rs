@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::Domain;
-use crate::disk::LockMode;
+use crate::disk::{LockMode, Purpose};
 use crate::error::{ErrorKind, Result};
 use crate::records::to_json;
 
@@ -36,7 +36,7 @@ impl Domain {
         };
         let path = self.settings_file();
         let json = to_json(&path, &change(now)?)?;
-        self.store().replace_secret(self.base(), &path, &json)
+        self.store().replace(self.base(), &path, &json, Purpose::Secret, true)
     }
 
     pub(crate) fn settings_file(&self) -> String {

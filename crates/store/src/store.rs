@@ -399,12 +399,8 @@ impl Store {
 
     /// A domain comes into being complete: built under staging, then renamed.
     fn make_domain(&self, name: &str) -> Result<()> {
-        name::check_domain(name)?;
         let disk = self.disk();
         let target = format!("{DOMAINS}/{name}");
-        if disk.stat(&target).is_ok() {
-            return Ok(());
-        }
         let (staging, _lock) = self.new_staging()?;
         let built = format!("{staging}/domain");
         disk.mkdir(&built).at("create", &built)?;
@@ -433,12 +429,7 @@ impl Store {
         self.replace(directory, path, content, Purpose::Record, durable)
     }
 
-    /// [`Store::replace_file`] for a file that only its owner may read. Durable on return.
-    pub(crate) fn replace_secret(&self, directory: &str, path: &str, content: &[u8]) -> Result<()> {
-        self.replace(directory, path, content, Purpose::Secret, true)
-    }
-
-    fn replace(
+    pub(crate) fn replace(
         &self,
         directory: &str,
         path: &str,

@@ -13,7 +13,7 @@ use crate::base::with_bases;
 use crate::collector::{Collector, Suspect};
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::error::{At, BoxError, Result};
+use crate::error::{BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Keepers;
 use crate::uses::Uses;
@@ -328,8 +328,7 @@ impl Collector<'_> {
             let record = this.domain.get_ref(name)?;
             Ok(!this.noted.contains(image) && record.is_some_and(|record| record.image == *image))
         })?;
-        let refs = format!("{}/refs", self.domain.base());
-        self.domain.disk().sync_dir(&refs).at("sync", &refs)?;
+        self.domain.sync_directory("refs")?;
         let (noted, spared) = (&self.noted, &mut plan.spared);
         let (bytes_after, all) = (&mut plan.bytes_after, std::mem::take(&mut plan.victims));
         plan.victims = all

@@ -236,8 +236,8 @@ impl<'a> Containers<'a> {
     }
 
     /// The first process, if it lives: the one in the pid file, if it is in the container's cgroup
-    /// (the number may have been given to another process), else the cgroup's first one: a killed
-    /// runtime may not have written the file.
+    /// and the number was not reused. Without a number, since the runtime was killed before it
+    /// wrote one, the first process of the cgroup.
     fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Option<u32> {
         let written = fs::read_to_string(dir.join("pid")).ok();
         let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {

@@ -45,7 +45,8 @@ impl Runtime {
         };
         let hybrid = root.join("sys/fs/cgroup/unified");
         let controllers = fs::read_to_string(hybrid.join("cgroup.controllers")).unwrap_or_default();
-        let hidden = (is_crun(&path) && !controllers.trim().is_empty()).then_some(hybrid);
+        let is_crun = path.file_name().is_some_and(|it| it.to_string_lossy().contains("crun"));
+        let hidden = (is_crun && !controllers.trim().is_empty()).then_some(hybrid);
         Ok(Self { path, hidden })
     }
 
@@ -93,10 +94,6 @@ impl Runtime {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
-}
-
-fn is_crun(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.to_string_lossy().contains("crun"))
 }
 
 fn program(name: &str) -> Option<PathBuf> {

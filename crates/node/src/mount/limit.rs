@@ -134,8 +134,7 @@ fn make_filesystem(dir: &Path, bytes: u64) -> Result<(), MountError> {
 
 /// Takes the filesystem out of sight; whoever mounted it in an overlay keeps it.
 pub(crate) fn put_away(dir: &Path) -> Result<(), MountError> {
-    let at = root(dir);
-    kernel::unmount(&at, true).map_err(refused)
+    kernel::unmount(&root(dir), true).map_err(refused)
 }
 
 /// Takes back what [`set`] did to a directory that is about to be removed, as far as it is there.

@@ -133,7 +133,7 @@ impl Mounter<'_> {
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
-                    image_bytes: packed.bytes().at("look at", &dir)?,
+                    image_bytes: packed.file.size().at("look at", &dir)?,
                     created: super::now(),
                 };
                 (mount, record)

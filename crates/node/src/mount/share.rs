@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use crate::settings::{DomainSettings as _, Secret};
-use cofolio_store::{Digest, Error, FileKind, Pack, StoredFile};
+use cofolio_store::{Digest, Error, FileKind, StoredFile};
 
 use super::check::{check_digest, measured};
 use super::error::{At as _, MountError, refused};
@@ -18,17 +18,11 @@ use super::{Mounter, kernel, numbers_at};
 
 /// A pack with all that it needs, checked.
 pub(super) struct Packed {
-    file: StoredFile,
+    pub(super) file: StoredFile,
     segments: Vec<StoredFile>,
     secret: Secret,
     /// The kernel checks every read.
     pub(super) verity: bool,
-}
-
-impl Packed {
-    pub(super) fn bytes(&self) -> std::io::Result<u64> {
-        self.file.size()
-    }
 }
 
 impl Mounter<'_> {
@@ -42,22 +36,19 @@ impl Mounter<'_> {
         let packs = self.domain.packs_of(image)?;
         let pack = packs.first().ok_or(Error::NoPack(*image))?;
         let file = self.domain.open_pack(pack)?;
-        check_pack(&file, pack, verity)?;
-        let invalid = |error: cofolio_store::BoxError| {
-            let reason = error.to_string();
-            MountError::PackInvalid { image: *image, reason }
-        };
+        let invalid = |reason| MountError::PackInvalid { image: *image, reason };
+        check_digest(&file, &pack.digest, verity)?.map_or(Ok(()), |it| Err(invalid(it)))?;
         let mut segments = Vec::new();
         let mut needed = Vec::new();
         let visit = &mut |segment, _| needed.push(segment);
-        self.contents.names(FileKind::Pack, &file, visit).map_err(invalid)?;
+        let read = self.contents.names(FileKind::Pack, &file, visit);
+        read.map_err(|error| invalid(error.to_string()))?;
         for digest in needed {
             let segment = self.domain.open_segment(&digest)?;
             match verity {
                 true if measured(&segment)? != Some(digest) => {
-                    let reason =
-                        format!("{}: the kernel has another fs-verity digest", segment.path());
-                    return Err(MountError::PackInvalid { image: *image, reason });
+                    let path = segment.path();
+                    return Err(invalid(format!("{path}: the kernel has another fs-verity digest")));
                 }
                 true => {}
                 false => drop(self.domain.segment_blocks(&digest)?),
@@ -96,9 +87,4 @@ impl Mounter<'_> {
             _ => Err(MountError::NotShared(at.to_owned())),
         }
     }
-}
-
-fn check_pack(file: &StoredFile, pack: &Pack, verity: bool) -> Result<(), MountError> {
-    let reason = check_digest(file, &pack.digest, verity)?;
-    reason.map_or(Ok(()), |reason| Err(MountError::PackInvalid { image: pack.image, reason }))
 }

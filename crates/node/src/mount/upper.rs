@@ -307,15 +307,6 @@ fn remove_all(dir: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Removes a directory of changes unless an overlay uses it. Says whether it did.
-fn remove_unused(dir: &Path) -> Result<bool, MountError> {
-    let in_use = in_use::has_overlay(dir)?;
-    if !in_use {
-        remove(dir)?;
-    }
-    Ok(!in_use)
-}
-
 /// Removes directories of this run directory's mounts without a record, and leftovers of removals.
 /// Returns how many. A mount writes its record before its directory, so a directory that is seen
 /// first and then has no record belongs to nobody.
@@ -325,17 +316,17 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
     for name in list(&base)? {
         let dir = base.join(&name);
         let id = name.rsplit_once('-').map_or("", |(id, _)| id);
-        if name.starts_with(GONE) {
-            removed += u32::from(remove_unused(&dir)?);
-        } else if id.starts_with(&run.tag()) && !dir.join(KEEP).exists() {
-            // A damaged record is not "no record".
-            let record: Option<MountRecord> = run.record(id)?;
-            if record.is_some_and(|r| {
-                r.scratch.as_ref() == Some(&dir) || r.upper.is_some_and(|upper| upper.dir == dir)
-            }) {
-                continue;
-            }
-            removed += u32::from(remove_unused(&dir)?);
+        let is_stale = name.starts_with(GONE)
+            || id.starts_with(&run.tag())
+                && !dir.join(KEEP).exists()
+                // A damaged record is not "no record".
+                && !run.record(id)?.is_some_and(|record| {
+                    record.scratch.as_ref() == Some(&dir)
+                        || record.upper.is_some_and(|upper| upper.dir == dir)
+                });
+        if is_stale && !in_use::has_overlay(&dir)? {
+            remove(&dir)?;
+            removed += 1;
         }
     }
     Ok(removed)

@@ -69,10 +69,12 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
         Err(error) => return (Tried::default(), format!("no scratch directory: {error}")),
     };
     let mut tried = Tried {
-        erofs: Some(opens("erofs")),
-        overlay: Some(opens("overlay")),
-        inode_share: Some(inode_share()),
-        overlay_verity: Some(overlay_option("verity", "require")),
+        erofs: Some(accepts("erofs", "loads", |_| Ok(()))),
+        overlay: Some(accepts("overlay", "loads", |_| Ok(()))),
+        inode_share: Some(accepts("erofs", "option accepted", |it| it.flag("inode_share"))),
+        overlay_verity: Some(accepts("overlay", "verity=require", |overlay| {
+            overlay.string("verity", "require")
+        })),
         ..Tried::default()
     };
     try_files(&scratch, &mut tried);
@@ -101,26 +103,13 @@ fn answer(result: Result<String, KernelError>) -> Found {
     }
 }
 
-fn opens(filesystem: &'static str) -> Found {
-    answer(Context::open(filesystem).map(|_| "loads".to_owned()))
-}
-
-fn inode_share() -> Found {
-    let set = || {
-        let context = Context::open("erofs")?;
-        context.flag("inode_share")?;
-        Ok("option accepted".to_owned())
-    };
-    answer(set())
-}
-
-fn overlay_option(key: &str, value: &str) -> Found {
-    let set = || {
-        let context = Context::open("overlay")?;
-        context.string(key, value)?;
-        Ok(format!("{key}={value}"))
-    };
-    answer(set())
+fn accepts(
+    filesystem: &'static str,
+    detail: &str,
+    set: impl FnOnce(&Context) -> Result<(), KernelError>,
+) -> Found {
+    let tried = Context::open(filesystem).and_then(|context| set(&context));
+    answer(tried.map(|()| detail.to_owned()))
 }
 
 fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {

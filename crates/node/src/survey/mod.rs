@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use cofolio_store::Buffer;
 use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_sys::cache::page_size;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -259,17 +260,14 @@ impl Tally {
 }
 
 struct Reader {
-    buffer: Vec<u8>,
-    start: usize,
+    buffer: Buffer,
     pages: Vec<(u64, bool)>,
     cancel: Cancel,
 }
 
 impl Reader {
     fn new(cancel: &Cancel) -> Self {
-        let buffer = vec![0; READ + ALIGNMENT];
-        let start = buffer.as_ptr().align_offset(ALIGNMENT);
-        Self { buffer, start, pages: Vec::new(), cancel: cancel.clone() }
+        Self { buffer: Buffer::new(READ), pages: Vec::new(), cancel: cancel.clone() }
     }
 
     fn file(&mut self, path: &Path, tally: &Mutex<Tally>, bytes: &AtomicU64) -> io::Result<()> {
@@ -312,7 +310,7 @@ impl Reader {
         let flags = rustix::fs::fcntl_getfl(file)?;
         let mut direct = rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT).is_ok();
         let page = usize::try_from(page_size()).unwrap_or(ALIGNMENT);
-        let buffer = &mut self.buffer[self.start..self.start + READ];
+        let buffer = self.buffer.spare();
         let mut whole = Sha256::new();
         whole.update(size.to_le_bytes());
         let mut at = 0;

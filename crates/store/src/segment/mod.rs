@@ -3,6 +3,7 @@
 //! A *segment* holds contents of objects one after the other, each from the beginning of a block
 //! on: a device that EROFS images address. It is named by its fs-verity digest, never changes, and
 //! lists its contents so that later packs find them. All numbers are little endian:
+//!
 //! ```text
 //! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
 //! pages    if it is plain, for each of the first 2^18 blocks the first 8 bytes of its SHA-256
