@@ -77,8 +77,7 @@ pub fn pack_imported(
     Ok(Some(pack(domain, image, &options, task)?))
 }
 
-/// Sets a domain's backend and pack form; `inode-share` packs all images. `mounter` is the
-/// domain's.
+/// Sets the backend and pack form of `mounter`'s domain; `inode-share` packs all images.
 ///
 /// # Errors
 /// [`BackendError`]; the backend is as before then, but some images may have a pack more.

@@ -1,8 +1,7 @@
 //! The configuration file: what an operator sets once for a machine.
 //!
-//! A flag overrides an environment variable, a variable the file, the file the default. Every
-//! setting is a field below [`Config`] with its default, and is in `docs/config.toml`; a test
-//! compares the two.
+//! A flag overrides a variable, a variable the file, the file the default. Every setting is a field
+//! below [`Config`] with its default, and is in `docs/config.toml`; a test compares the two.
 //!
 //! To add a section: a struct (`Serialize`, `Deserialize` with [`deny_unknown_fields`][serde],
 //! `Default`), a field of [`Config`], and its lines in `docs/config.toml`.
@@ -242,8 +241,7 @@ impl Loaded {
         Ok(Some(Self { config, file: Some(path.to_owned()), in_file, ..Self::default() }))
     }
 
-    /// Records that a flag or variable overrides a setting; the caller set it in
-    /// [`Loaded::config`].
+    /// Records the origin of a setting that the caller set in [`Loaded::config`].
     pub fn set_origin(&mut self, key: &'static str, origin: Origin) {
         self.overridden.insert(key, origin);
     }

@@ -8,8 +8,8 @@ use cofolio_store::Domain;
 
 use crate::config::Trust;
 
-/// The configured policy plus keys that a request demands: files of ed25519 keys (`--trust`) and
-/// files of cosign keys (`--cosign-key`).
+/// The configured policy and a request's keys: ed25519 (`--trust`) and cosign (`--cosign-key`)
+/// files.
 ///
 /// # Errors
 /// [`TrustError`]: a key cannot be read, or a rule contradicts itself.
@@ -34,8 +34,7 @@ pub fn policy(
 }
 
 /// Whether an image may be used; an error says why not. Returns whether its metadata must be
-/// measured before mounting, even if already mounted: a signature vouches for its digest, or the
-/// request named it.
+/// measured before each mount, since a signature vouches for its digest or the request named it.
 ///
 /// # Errors
 /// [`TrustError`].

@@ -5,8 +5,7 @@ use std::fmt;
 use cofolio_store::{Domain, Error, Form, Result};
 use serde::{Deserialize, Serialize};
 
-/// How images of a trust domain are mounted. A domain has one backend because the kernel caches the
-/// content of each apart.
+/// How images of a trust domain are mounted: one way, as the kernel caches content of each apart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
@@ -36,8 +35,7 @@ impl fmt::Display for Backend {
     }
 }
 
-/// The kernel's name for a trust domain, secret because whoever gives it shares pages with the
-/// domain.
+/// The kernel's name for a trust domain, secret: whoever gives it shares pages with the domain.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(String);
@@ -76,8 +74,8 @@ pub trait DomainSettings {
     /// two. Fails as [`DomainSettings::backend`] does.
     fn pack_form(&self) -> Result<Form>;
 
-    /// The kernel's name for this domain; `None` before [`DomainSettings::set_backend`]. Fails as
-    /// [`DomainSettings::backend`] does.
+    /// The kernel's name for this domain; `None` before [`DomainSettings::set_backend`]. Fails like
+    /// [`DomainSettings::backend`].
     fn secret(&self) -> Result<Option<Secret>>;
 
     /// Sets how images are mounted from now on, over packs of this form; existing mounts stay.

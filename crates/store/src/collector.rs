@@ -48,11 +48,10 @@ use crate::{Digest, Domain, GcOptions};
 const ADDED: &str = "added";
 /// Notes that are taken at once, with the lock held.
 const NOTES: usize = 64;
-/// How long a batch holds the lock. The clock is read after each removal: some disks take
+/// How long a batch holds the lock; checked after each removal, which takes some disks
 /// milliseconds.
 const HELD_MAX: Duration = Duration::from_millis(3);
-/// Least time between two batches, since `flock` gives the lock to whoever asks first; also at
-/// least half of the last batch's time.
+/// Least pause after a batch; at least half its time. `flock` gives the lock to whoever asks first.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 /// Tries for the next batch's lock by a collection that is not to wait, and the time between them.
 const PATIENCE: u32 = 500;
@@ -77,8 +76,7 @@ impl Added {
 }
 
 impl Domain {
-    /// Notes files for a running collection. To be called with the domain's lock held, before they
-    /// are named.
+    /// Notes files for a running collection, with the domain's lock held and before naming them.
     pub(crate) fn note_in_place(&self, files: &[FileName]) -> Result<()> {
         self.note(Added::Named, files)
     }

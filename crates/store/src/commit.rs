@@ -12,8 +12,7 @@
 //!    immutable flag comes after those of its objects and vouches for them;
 //! 7. the records are renamed into place, roots first, then refs, and their directories synced.
 //!
-//! Before step 7 the import is invisible; a crash leaves content that the next garbage collection
-//! takes.
+//! Before step 7 the import is invisible; a crash leaves garbage for the next collection.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -174,8 +173,7 @@ impl Staging {
             }
             _ => return Err(Error::corrupt(path, "it is not a regular file")),
         }
-        // An interrupted import may have left it out, and mounts take an image's flag for all its
-        // objects'.
+        // An interrupted import may lack it, and mounts take an image's flag for all its objects'.
         match self.domain.protection().immutable && !stat.immutable {
             true => protect_file(self.disk(), &path),
             false => Ok(()),
@@ -261,8 +259,7 @@ impl Staging {
 }
 
 impl Publish {
-    /// The files that must be there: images and layers that records name, segments that packs need,
-    /// and the images of staged packs.
+    /// The files that must be there: those that records name, and segments and images of packs.
     fn files(&self, staged: &[FileName]) -> Result<Vec<FileName>> {
         let image = |image: &Digest| FileName::content(FileKind::Image, image);
         let packed = staged.iter().filter(|name| name.kind() == FileKind::Pack);

@@ -6,8 +6,7 @@ use crate::{Digest, Domain, StoredFile};
 
 /// Reads files for the store, which does not know their formats.
 pub trait Contents: Sync {
-    /// Calls `visit` with everything that a file of this kind names, unordered and with
-    /// repetitions:
+    /// Calls `visit` with everything that a file of this kind names, unordered and repeatedly:
     ///
     /// - an image, a layer or a split: objects, with the size in bytes that it claims. A split can
     ///   name objects that the tree lacks, of files that the same archive replaces later;
@@ -41,8 +40,7 @@ pub trait Contents: Sync {
 }
 
 impl FileName {
-    /// [`Contents::names`] of this file; an error of its content [is
-    /// damage](crate::error::is_damage).
+    /// [`Contents::names`] of this file.
     pub(crate) fn visit(
         &self,
         domain: &Domain,

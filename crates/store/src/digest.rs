@@ -21,8 +21,7 @@ impl Digest {
         format!("{}/{}", &hex[..2], &hex[2..])
     }
 
-    /// The digest of the object at `shard/name`; `None` unless both are lower-case hex of that
-    /// form.
+    /// The digest of the object at `shard/name`; `None` unless both are such lower-case hex.
     pub fn from_object_path(shard: &str, name: &str) -> Option<Self> {
         if shard.len() != 2 || name.len() != 62 {
             return None;

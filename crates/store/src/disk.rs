@@ -1,8 +1,9 @@
 //! The one seam under all durable state.
 //!
 //! The store keeps everything through [`Disk`]: [`RealDisk`] is a directory of this machine, the
-//! tests' `SimDisk` a disk in memory that loses power at the worst moment. Both keep these
-//! promises, and the store relies on no others:
+//! tests' `SimDisk` a disk in memory that loses power at the worst moment. The store relies on this
+//! alone:
+//!
 //! - `rename` is atomic for whoever looks, but not durable until `sync_dir` or `sync_all`;
 //! - written data is not durable until `sync_all` or the file's own `sync`, and a crash may keep
 //!   any part of it, in any order, names without content included;
@@ -98,8 +99,7 @@ pub trait Lock: Send + Sync + fmt::Debug {}
 pub struct Protection {
     /// The kernel checks every read (fs-verity).
     pub verity: bool,
-    /// Files carry the immutable flag: nobody, root included, changes or removes them without
-    /// clearing it first.
+    /// Files carry the immutable flag: nobody, root included, changes or removes them.
     pub immutable: bool,
     /// The filesystem can share blocks between files (`FICLONE`).
     pub reflink: bool,
@@ -132,8 +132,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn lock(&self, path: &str, mode: LockMode, wait: bool) -> io::Result<Option<Box<dyn Lock>>>;
     /// Sets or clears the immutable flag, where [`Disk::protection`] says that there is one.
     fn set_immutable(&self, path: &str, on: bool) -> io::Result<()>;
-    /// Enables fs-verity on a complete file and gives the digest that the kernel now enforces, if
-    /// [`Disk::protection`] has fs-verity.
+    /// Enables fs-verity on a complete file, if available; gives the digest that the kernel
+    /// enforces.
     fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
     /// The digest that the kernel enforces for a file; `None` without fs-verity.
     fn measure_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;

@@ -94,7 +94,7 @@ impl Domain {
         Ok(lock.map(|lock| DomainLock { _lock: lock }))
     }
 
-    /// Waits until nobody has the exclusive lock. Publishers wait here first, where they can be
+    /// Waits until nobody has the exclusive lock. Publishers wait here, where they can be
     /// cancelled.
     ///
     /// # Errors

@@ -249,8 +249,7 @@ pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
 }
 
 /// A mismatch of fs-verity gives EIO; EUCLEAN and EBADMSG mean damaged filesystem structures,
-/// ENODATA and EREMOTEIO bad sectors; the last four mean that something other than a file is in its
-/// place.
+/// ENODATA and EREMOTEIO bad sectors; the last four mean that there is no file in its place.
 fn is_medium_error(code: i32) -> bool {
     use rustix::io::Errno;
     let medium =

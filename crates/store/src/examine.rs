@@ -68,9 +68,8 @@ impl<'a> Examiner<'a> {
         Self { domain, contents, reading, cancel: cancel.clone(), derived: HashSet::new() }
     }
 
-    /// Compares the size, if the caller knows it, and the content, if it was asked to; also returns
-    /// how many bytes were hashed. Fails only if that says nothing about the file, as lack of
-    /// memory does.
+    /// Compares the size, if known, and the content, if asked to; also returns how many bytes were
+    /// hashed. Fails only if that says nothing about the file, as lack of memory does.
     pub(crate) fn look(&self, name: &FileName, size: Option<u64>) -> Result<(Seen, u64)> {
         let mut hashed = 0;
         let seen = self.look_at(name, size, &mut hashed);
@@ -136,8 +135,7 @@ impl<'a> Examiner<'a> {
         Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
     }
 
-    /// Examines a pack: segments outside of `sound` make it incomplete. Fails as [`Examiner::look`]
-    /// does.
+    /// Examines a pack, which lacks segments outside of `sound`. Fails like [`Examiner::look`].
     pub(crate) fn pack(&self, name: &FileName, sound: &HashSet<Digest>) -> Result<Option<Finding>> {
         // One that has been replaced since it was listed is no finding.
         let seen = match self.look(name, None)?.0 {
@@ -206,8 +204,7 @@ enum Wrong {
     Incomplete,
 }
 
-/// The fs-verity digest of a file's current content. Holes are zeros without being read: a hole of
-/// a terabyte takes no time.
+/// The fs-verity digest of a file's current content. A hole of a terabyte takes no time.
 pub(crate) fn hash_file(file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
     let mut hasher = Hasher::new();
     file.for_pieces(|piece| hasher.piece(piece, cancel))?;
@@ -271,8 +268,7 @@ impl Reader {
         Self { buffer: Buffer::new(len), rate, bytes: 0, since: Instant::now() }
     }
 
-    /// The fs-verity digest of a file's content on the disk, if the filesystem lets us past the
-    /// cache.
+    /// The fs-verity digest of a file's content on the disk, past the cache if possible.
     fn hash(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
         let digest = self.hash_direct(file, cancel);
         // Whoever reads the file next reads what is not aligned.

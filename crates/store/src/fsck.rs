@@ -224,8 +224,7 @@ struct Named {
 }
 
 impl Domain {
-    /// Looks for damage. Imports go on meanwhile, garbage collection waits. The task hears of
-    /// objects looked at and bytes hashed.
+    /// Looks for damage while imports, but no garbage collection, go on.
     ///
     /// # Errors
     /// [`crate::Error::Io`] if the disk cannot be read. Damage is no error: it is in the report.

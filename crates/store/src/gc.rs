@@ -2,16 +2,14 @@
 //! on meanwhile: see [`crate::collector`] for how, and why that is safe.
 //!
 //! 1. mark: refs, roots and live mounts keep images and layers; those keep objects and segments.
-//!    Unreadable files keep what they might need, are reported, and block nothing else: see
-//!    [`Reachability`];
+//!    Unreadable files keep what they might need and block nothing else: see [`Reachability`];
 //! 2. leftovers of interrupted imports and writes go, expired leases, mounts of an earlier boot;
 //! 3. unmarked images, layers, splits and packs go, durably: no image in place ever lacks an
 //!    object, after a crash either, and no pack a segment;
-//! 4. unmarked objects and segments go, and kept ones get missing protection, images after their
-//!    objects.
+//! 4. unmarked objects and segments go, and kept ones get missing protection, images last.
 //!
-//! Time grows with the number of files, records, and names in images and layers; memory with the
-//! number of kept objects, 31 bytes each.
+//! Time grows with files, records and names in images and layers; memory is 31 bytes per kept
+//! object.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
@@ -37,8 +35,7 @@ use crate::{Digest, Domain, Unreadable};
 pub struct GcOptions {
     /// Change nothing, only say what would be.
     pub dry_run: bool,
-    /// Wait for imports that are being published and for other collections, instead of failing with
-    /// [`crate::Error::Busy`].
+    /// Wait for imports that are being published and other collections, or [`crate::Error::Busy`].
     pub wait: bool,
     /// Seconds since 1970: leases that expire before are dropped. 0 drops none.
     pub now: i64,
@@ -48,8 +45,7 @@ pub struct GcOptions {
     pub cancel: Cancel,
 }
 
-/// What a garbage collection removed (or would remove) and kept. Bytes are allocated bytes, as in
-/// `du`.
+/// What a garbage collection removed (or would remove) and kept, in allocated bytes as in `du`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct GcReport {
     /// Nothing was changed.

@@ -58,8 +58,7 @@ impl Meta {
         }
     }
 
-    /// A replacement for a damaged `meta.json`, with its id if that can still be found, else
-    /// `fresh`.
+    /// A replacement for a damaged `meta.json`, with its id if found in there, else `fresh`.
     pub(crate) fn mended(damaged: &[u8], fresh: [u8; 16], immutable: bool) -> Self {
         let mut meta = Self::new(fresh, immutable);
         let is_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');

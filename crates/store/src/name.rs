@@ -14,8 +14,7 @@ use crate::error::{Error, Result};
 
 /// Longest encoding in a file name, in bytes: of 255, the rest is for suffixes (`.dump.zst`).
 const ENCODED_MAX: usize = 240;
-/// Longest name, in bytes. An OCI reference is at most a repository of 255, a tag of 128, and a
-/// digest.
+/// Longest name, in bytes. An OCI reference has a repository of up to 255, a tag of 128, a digest.
 const NAME_MAX: usize = 1024;
 
 /// The file name (without suffix) for a name: 1 to 1024 bytes without control characters.
@@ -76,8 +75,7 @@ pub(crate) fn matches(file: &str, name: &str) -> bool {
     encode("name", name).is_ok_and(|encoded| encoded == file)
 }
 
-/// A trust domain's name is its directory name: 1 to 64 of `a-z 0-9 - _ .`, first a letter or
-/// digit.
+/// A trust domain's name is its directory: 1 to 64 of `a-z 0-9 - _ .`, first a letter or digit.
 pub(crate) fn check_domain(name: &str) -> Result<()> {
     let good = |byte: u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.');
     if name.len() > 64

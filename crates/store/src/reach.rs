@@ -13,8 +13,7 @@ use crate::records::RecordFile;
 use crate::task::Cancel;
 use crate::{Digest, Domain, GcOptions};
 
-/// A record that keeps images and layers, or a kept image or layer, that cannot be read. Everything
-/// it might need is kept.
+/// An unreadable record, or kept image or layer; everything it might need is kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unreadable {
     /// `image <digest>` or `layer <chain-id>`, with its keeper, or the path of a record.
@@ -103,8 +102,7 @@ impl Keepers {
         Ok(())
     }
 
-    /// Visits each kept image and layer with its keeper: `ref NAME`, `<kind>/<id>` of a root, or
-    /// `a live mount`.
+    /// Visits kept images and layers with their keepers: a ref, `<kind>/<id>`, or `a live mount`.
     pub(crate) fn each(&self, mut visit: impl FnMut(FileName, &str)) {
         let mut keep = |images: &[Digest], layers: &mut dyn Iterator<Item = &str>, by: &str| {
             let images = images.iter().map(|image| FileName::content(FileKind::Image, image));
@@ -166,8 +164,7 @@ impl<'a> Reachability<'a> {
         }
     }
 
-    /// Keeps what the keepers keep. Fails only for reasons that say nothing about the content, such
-    /// as too many open files.
+    /// Keeps what the keepers keep. Fails only for causes like too many open files, not for damage.
     pub(crate) fn mark(&mut self, keepers: &Keepers) -> Result<()> {
         let mut kept = Vec::new();
         keepers.each(|file, by| {

@@ -23,8 +23,7 @@ const ROOT_MODE: Mode = Mode::from_raw_mode(0o700);
 /// Tries of fs-verity on a file that somebody still holds for writing, and the time between them.
 const VERITY_ATTEMPTS_MAX: u32 = 200;
 const VERITY_PAUSE: Duration = Duration::from_millis(5);
-/// `FS_VERITY_FL` of `linux/fs.h`, shown among a file's flags. ext4 ignores setting it, btrfs
-/// answers EOPNOTSUPP (Linux 7.2).
+/// `FS_VERITY_FL` of `linux/fs.h`, readable only: ext4 ignores it, btrfs answers EOPNOTSUPP (7.2).
 const VERITY_FLAG: IFlags = IFlags::from_bits_retain(0x0010_0000);
 /// Smaller writes go through the page cache, which gathers them for the disk.
 const DIRECT_MIN: usize = 256 << 10;
@@ -212,14 +211,12 @@ impl Disk for RealDisk {
     }
 
     fn sync_all(&self) -> io::Result<()> {
-        // Since 5.8 syncfs reports write-back errors since the descriptor was opened, also earlier
-        // ones.
+        // Since 5.8 syncfs reports write-back errors since the descriptor was opened.
         Ok(fs::syncfs(&self.root)?)
     }
 
     fn lock(&self, path: &str, mode: LockMode, wait: bool) -> io::Result<Option<Box<dyn Lock>>> {
-        // flock belongs to the open file description: with one per lock, threads of one process
-        // exclude each other as processes do.
+        // flock belongs to the open file description: one per lock excludes threads, too.
         let directory = self.open_dir(path)?;
         let operation = match (mode, wait) {
             (LockMode::Shared, true) => FlockOperation::LockShared,
@@ -322,8 +319,8 @@ impl Disk for RealDisk {
     }
 }
 
-/// The [`Stretch`] at an offset of an open file, by `lseek(2)` with `SEEK_DATA` and `SEEK_HOLE`.
-/// Moves the descriptor's position.
+/// The [`Stretch`] at an offset of an open file, by `lseek(2)`, which moves the descriptor's
+/// position.
 ///
 /// # Errors
 /// Those of `lseek(2)` and `fstat(2)`.

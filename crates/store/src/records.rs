@@ -90,8 +90,7 @@ impl Domain {
         Ok(self.all_refs()?.readable)
     }
 
-    /// All refs, with unreadable ones apart, to show them or to tell a damaged ref from a missing
-    /// one.
+    /// All refs, with unreadable ones apart, to tell a damaged ref from a missing one.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -108,8 +107,7 @@ impl Domain {
         Ok(refs)
     }
 
-    /// The ref that came from this OCI manifest (`sha256:…`), which then need not be imported
-    /// again.
+    /// The ref of this OCI manifest (`sha256:…`), which need not be imported again.
     ///
     /// # Errors
     /// Those of [`Domain::readable_refs`].
@@ -118,8 +116,7 @@ impl Domain {
         Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
     }
 
-    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on
-    /// return.
+    /// Makes or replaces a ref; the image and the layers must be here. Durable on return.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].

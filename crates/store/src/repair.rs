@@ -1,7 +1,6 @@
 //! Repair: turns fsck's findings into an import that restores only those files.
 //!
-//! fsck's lock is gone by then, so its findings are hints: everything is examined again under the
-//! lock before it is removed.
+//! fsck's lock is gone by then, so removal examines each finding again under the lock.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -26,8 +25,7 @@ pub struct Damage {
     pub objects: HashSet<Digest>,
     /// Images likewise.
     pub images: HashSet<Digest>,
-    /// Chain ids of layers to unpack again: their tree is missing, or it or their split is
-    /// unreadable or names a damaged object.
+    /// Chain ids of layers to unpack: their tree or split is missing, unreadable or names damage.
     pub layers: HashSet<String>,
 }
 
@@ -111,9 +109,8 @@ impl Domain {
         Ok(staging)
     }
 
-    /// Removes damaged derived files among the findings, which can be made again from images and
-    /// objects. Files that have become sound, or that a ref or root now names, stay. Returns the
-    /// images that lost their last pack.
+    /// Removes damaged derived files among the findings, which can be made again. Files that are
+    /// sound or named by a ref or root by now stay. Returns the images that lost their last pack.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
@@ -152,9 +149,8 @@ impl Domain {
         Ok(images)
     }
 
-    /// Removes a derived file if it is still damaged; says whether it did. It is examined under the
-    /// shared lock. Under the exclusive lock it must still be the same file, and no ref or root may
-    /// name it.
+    /// Removes a derived file if it is still damaged, and says so. It is examined under the shared
+    /// lock; under the exclusive lock it must still be the same file that no ref or root names.
     fn remove_if_damaged(
         &self,
         name: &FileName,
@@ -292,8 +288,7 @@ impl Domain {
         Ok(Protected::Now)
     }
 
-    /// What is still wrong after a repair; reads only content that was damaged before. Fails as
-    /// [`Domain::fsck`] does.
+    /// What is still wrong after a repair; reads only damaged content. Fails like [`Domain::fsck`].
     pub fn recheck(
         &self,
         damage: &Damage,
@@ -316,8 +311,7 @@ impl Domain {
         Ok(report)
     }
 
-    /// Images and layers that a ref or root names and that are missing. An unreadable record is a
-    /// finding of its own.
+    /// Missing images and layers that a ref or root names. Unreadable records are own findings.
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
         for directory in RECORDS {
             for record in self.records(directory)? {

@@ -1,5 +1,5 @@
-//! Scrubbing: rereads everything, slowly and quietly, to find failing disks while there is still a
-//! source to repair from.
+//! Scrubbing: rereads everything, slowly and quietly, to find a failing disk while repair is
+//! possible.
 //!
 //! A scrub may take days, so it holds no lock, remembers its progress, and leaves the page cache as
 //! it was: it reads past the cache where the filesystem can, which shows the disk's content and not
@@ -64,8 +64,7 @@ struct Saved {
 }
 
 impl Domain {
-    /// Reads and hashes objects, segments, images, packs and layers. Resumes an interrupted scrub,
-    /// with its findings.
+    /// Reads and hashes objects, segments, images, packs and layers; resumes an interrupted scrub.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Unreadable`], [`Error::Io`]. Damage is no error: it is in the

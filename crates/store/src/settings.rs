@@ -1,5 +1,4 @@
-//! The operator's settings for a trust domain: `domain.json`, whose meaning the store does not
-//! know.
+//! A trust domain's settings, `domain.json`, whose meaning the store does not know.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

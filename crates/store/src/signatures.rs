@@ -1,7 +1,6 @@
 //! Signatures of images: `signatures/<image>/<name>`, small files that go with the image.
 //!
-//! The store knows nothing of keys: readers judge a signature each time. The name is the content's
-//! SHA-256, which deduplicates.
+//! The store knows nothing of keys: readers judge each time. Names are SHA-256 of the content.
 
 use std::io;
 

@@ -45,8 +45,8 @@ impl Domain {
     }
 
     /// Checks the size of every object that an image of the domain names, at most `per_second` each
-    /// second, and records the boot `boot_id`. If `go_on` says no between two objects, it ends with
-    /// `None` and records nothing.
+    /// second, and records the boot `boot_id`. If `go_on` says no, returns `None` and records
+    /// nothing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`]. Damage is no error: it is in the report.

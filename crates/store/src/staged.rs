@@ -72,8 +72,7 @@ impl<'a> StagedFile<'a> {
         self.call(|file| file.append_hole(len))
     }
 
-    /// Appends a part of a file by sharing its blocks; false if the filesystem cannot. Fails as
-    /// [`Staging::put_object`] does.
+    /// Appends a shared part of a file; false if it cannot. Fails like [`Staging::put_object`].
     pub fn append_shared(&mut self, from: &StoredFile, part: Range<u64>) -> Result<bool> {
         let mut shared = false;
         self.call(|file| {
@@ -103,8 +102,7 @@ impl<'a> StagedFile<'a> {
     }
 
     /// Gives the file its name in the staging directory, and fs-verity if the name has a digest,
-    /// which must be that of the content. An existing file stays. Fails as [`Staging::put_object`]
-    /// does.
+    /// which must be the content's. An existing file stays. Fails like [`Staging::put_object`].
     pub fn finish(self, name: &FileName) -> Result<()> {
         let (staging, written) = (self.staging, self.written);
         let target = staging.named_file(name);

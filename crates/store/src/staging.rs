@@ -1,5 +1,4 @@
-//! [`Staging`]: one import in flight. Any number of threads write into it; nothing of it is visible
-//! until [`Staging::commit`].
+//! [`Staging`]: one import by any number of threads, invisible until [`Staging::commit`].
 //!
 //! ```text
 //! staging/<id>/           locked (flock) as long as the importer lives
@@ -46,8 +45,8 @@ const WRITE_BYTES_MAX: u64 = 1 << 20;
 pub struct ImportOptions {
     /// Keep garbage collection off throughout: for the second try after [`Error::Vanished`].
     pub hold_lock: bool,
-    /// Content up to this many bytes is hashed first and not written if it is known. Bounds the
-    /// memory of one [`ObjectWriter`].
+    /// Content up to this many bytes is hashed before writing; bounds one [`ObjectWriter`]'s
+    /// memory.
     pub buffer_bytes_max: usize,
     /// Sync each time that this many bytes of new objects came from memory, while other threads go
     /// on: it shortens the commit's wait, and few large requests cost less than one per file.
@@ -122,8 +121,7 @@ pub struct Staging {
 
 enum Health {
     Working,
-    /// The filesystem is full. Further bytes are only counted, so that the error can say how much
-    /// room was missing.
+    /// The filesystem is full. Further bytes are only counted, for the error.
     Counting {
         missing: u64,
         seen: HashSet<Digest>,
@@ -190,8 +188,7 @@ impl Staging {
         }
     }
 
-    /// Whether the filesystem is full: the import only counts missing bytes, and its commit will
-    /// fail with [`Error::NoSpace`].
+    /// Whether the filesystem is full, so that the commit will fail with [`Error::NoSpace`].
     pub fn is_full(&self) -> bool {
         matches!(*self.health(), Health::Counting { .. })
     }
@@ -236,14 +233,13 @@ impl Staging {
         LayerWriter::new(self, FileName::chain(FileKind::Layer, chain_id)?)
     }
 
-    /// A writer for a layer's split: its archive without the content of its files. Fails as
-    /// [`Staging::layer_writer`] does.
+    /// A writer for a layer's split: its archive without file contents. Fails like
+    /// [`Staging::layer_writer`].
     pub fn split_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
         LayerWriter::new(self, FileName::chain(FileKind::Split, chain_id)?)
     }
 
-    /// Opens a file that this import has written. `None` if it has not, or had no room for it
-    /// ([`Staging::is_full`]).
+    /// Opens a file of this import. `None` if there is none, or no room ([`Staging::is_full`]).
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -299,8 +295,7 @@ impl Staging {
         self.disk().sync_all().or_else(|error| self.fail(error, "sync", &self.directory))
     }
 
-    /// Whether an object is in the domain. One of another size is damaged and is replaced at the
-    /// commit.
+    /// Whether an object is in the domain; a damaged one of another size is replaced at the commit.
     fn is_in_place(&self, digest: &Digest, size: u64) -> Result<bool> {
         if let Some(wanted) = &self.wanted {
             return Ok(!wanted.objects.contains(digest));
@@ -370,8 +365,7 @@ impl Staging {
         call()
     }
 
-    /// Has the kernel check every later read of a complete file, where it can. False if the disk is
-    /// full.
+    /// Enables fs-verity on a complete file, where the store has it. False if the disk is full.
     pub(crate) fn enable_verity(&self, path: &str, digest: &Digest) -> Result<bool> {
         if !self.domain.protection().verity {
             return Ok(true);
@@ -415,8 +409,7 @@ impl Staging {
     /// Whether the disk has room left for us. If not, the import only counts from now on, and
     /// leaves the last bytes to others on that filesystem.
     ///
-    /// It looks again after half of the room is used: rarely while there is plenty, and soon enough
-    /// to notice other writers.
+    /// Looks again when half of the room is used: rarely at first, in time to notice other writers.
     fn has_room(&self) -> Result<bool> {
         let take = |left: u64| left.checked_sub(1);
         if self.writes_left.fetch_update(Relaxed, Relaxed, take).is_ok() {
@@ -490,8 +483,7 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         let remove = || remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
-        // Listing the directory takes a descriptor; if none is left, releases the lock's. Leftovers
-        // are recognised as orphaned later.
+        // Listing takes a descriptor: without one, give up the lock's. Leftovers become orphans.
         if remove().is_err() {
             drop(self.lock.take());
             let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);

@@ -77,8 +77,7 @@ impl Store {
         }
     }
 
-    /// Opens a store, or makes it if the directory is missing or empty; fails as [`Store::open`]
-    /// and [`Store::init`] do.
+    /// Opens a store, or makes it if missing or empty; fails like [`Store::open`], [`Store::init`].
     pub fn open_or_init(path: &Path, options: &InitOptions) -> Result<Self> {
         match Self::open(path) {
             Err(Error::NotAStore { .. }) => {}
@@ -170,8 +169,7 @@ impl Store {
         store.replace_file("", META_PATH, &json, true).map(|()| true)
     }
 
-    /// What is wrong with the mode of the store's directory: only its owner may look into images,
-    /// where secrets can be readable for all.
+    /// What is wrong with the mode of the store's directory: images hold secrets readable for all.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -382,8 +380,7 @@ impl Store {
             let path =
                 format!("{STAGING}/{}", const_hex::encode(disk.random().at("name", STAGING)?));
             disk.mkdir(&path).at("create", &path)?;
-            // Between the two calls a collector may have locked or removed it as an orphan: try
-            // again.
+            // A collector may have locked or removed it as an orphan in between: try again.
             match disk.lock(&path, LockMode::Exclusive, false) {
                 Ok(Some(lock)) if disk.stat(&path).is_ok() => return Ok((path, lock)),
                 Ok(_) => {}

@@ -314,8 +314,7 @@ fn also<'a>(packed: &'a HashMap<Digest, Vec<Digest>>, file: &FileName) -> &'a [D
 }
 
 impl Collector<'_> {
-    /// Removes the chosen names, durably, except names that stand for another image now and those
-    /// of images that came into use since.
+    /// Removes the chosen names, durably, unless their image changed or came into use since.
     fn remove_names(&mut self, plan: &mut TrimPlan) -> Result<()> {
         let mut names = Vec::new();
         for victim in &plan.victims {

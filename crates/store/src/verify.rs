@@ -31,8 +31,7 @@ pub struct VerifyReport {
 }
 
 impl Domain {
-    /// Re-hashes an image with its objects, packs, segments, base and delta, on all processors.
-    /// Garbage collection waits.
+    /// Re-hashes an image with objects, packs, segments, base and delta. Holds off collections.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Io`]. Damage is no error: it is in the report.
@@ -96,8 +95,7 @@ impl Domain {
         Ok(report)
     }
 
-    /// Re-hashes an image's base and delta, without objects of bases that the image does not name:
-    /// these are invisible through it.
+    /// Re-hashes an image's base and delta, but no objects that are invisible through it.
     fn verify_bases(
         &self,
         image: &Digest,

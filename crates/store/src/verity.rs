@@ -8,12 +8,11 @@
 //! digest   SHA-256 of the 256-byte descriptor, which holds the size and the root hash
 //! ```
 //!
-//! Memory is a few blocks of data and one partial block per level: 4 KiB × 8 levels cover more than
-//! 2^64 bytes.
+//! Memory is a few blocks of data and one partial block per level: 8 levels cover more than 2^64
+//! bytes.
 //!
-//! A run of zeros costs a few blocks per level, whatever its length: all its blocks have one
-//! digest, and so on upwards. Source: `Documentation/filesystems/fsverity.rst`, "Merkle tree" and
-//! "fs-verity descriptor".
+//! A run of zeros costs a few blocks per level: all its blocks have one digest, and so on upwards.
+//! Source: `Documentation/filesystems/fsverity.rst`, "Merkle tree" and "fs-verity descriptor".
 
 use std::io;
 use std::sync::OnceLock;
@@ -306,8 +305,7 @@ mod tests {
         (67108869, "39655ea5965b78fdf8e064c34907102d92c677a72180ed547aa8c209f5882b27"),
     ];
 
-    /// 2^30 + 1 zeros: `truncate -s 1073741825 F; fsverity digest --compact F` (fsverity-utils
-    /// 1.5).
+    /// `truncate -s 1073741825 F; fsverity digest --compact F` (fsverity-utils 1.5).
     const GIB_AND_ONE: &str = "51e181760e4ab01a52b24ba0e01316cfd84608a87191db449ada61291c264565";
 
     fn content(len: usize) -> Vec<u8> {

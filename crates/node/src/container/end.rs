@@ -22,8 +22,7 @@ const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 const LAST: [&str; 2] = ["container.json", "lock"];
 
 impl Containers<'_> {
-    /// Removes a container that has ended or never started; returns the directory with kept
-    /// changes.
+    /// Removes a container that ended or never started; returns the directory with kept changes.
     ///
     /// # Errors
     /// [`RunError`]; [`Containers::reconcile`] removes the rest then.
@@ -63,9 +62,8 @@ impl Containers<'_> {
         }
     }
 
-    /// Removes containers that have ended and that no process waits for, except
-    /// [retired](Containers::retire) ones; returns their names. Describes failures in `failed` and
-    /// goes on.
+    /// Removes ended containers that no process waits for, except [retired](Containers::retire)
+    /// ones; returns their names. Describes failures in `failed` and goes on.
     ///
     /// # Errors
     /// [`RunError::Io`] if the run directory cannot be read.

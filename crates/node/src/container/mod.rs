@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <run>/containers/<name>/     mode 0700; with a user namespace 0710 and the group of its root
-//!   lock                       held by the process that waits for the container, and by its runtime
+//!   lock                       held by the process that waits for the container and by its runtime
 //!   container.json             the record (ContainerRecord), written before anything is mounted
 //!   config.json                for the runtime
 //!   rootfs                     the image, mounted

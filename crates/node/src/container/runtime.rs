@@ -78,8 +78,7 @@ impl Runtime {
         started.map_err(|source| RunError::Runtime { path: self.path.clone(), source })
     }
 
-    /// Calls `start` on a thread whose mount namespace, which a child inherits, lacks hidden
-    /// mounts.
+    /// Calls `start` on a thread without the hidden mounts; a child inherits its mount namespace.
     fn with_filtered_mounts<T: Send>(
         &self,
         start: impl FnOnce() -> io::Result<T> + Send,

@@ -132,8 +132,7 @@ fn append(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Copies to a file that restarts at its maximum size. Write errors are ignored: a container does
-/// not stop because its output is lost.
+/// Copies to a file that restarts at its maximum size; a lost output does not stop a container.
 fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) {
     let mut size = file.metadata().map_or(0, |metadata| metadata.len());
     let mut buffer = vec![0; 64 << 10];

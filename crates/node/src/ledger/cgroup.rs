@@ -151,8 +151,7 @@ impl Cgroup {
         self.path.join("cgroup.procs")
     }
 
-    /// Moves this process with all threads in until the value is dropped. Earlier charges stay
-    /// where they are.
+    /// Moves this process with all threads in until the value is dropped; earlier charges stay.
     ///
     /// # Errors
     /// [`LedgerError::Io`] when the kernel refuses, [`LedgerError::Format`] when

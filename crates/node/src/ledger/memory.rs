@@ -37,8 +37,8 @@ pub struct Memory {
     /// How often page cache or kernel objects were dropped by hand since boot (`drop_pagecache` +
     /// `drop_slab`; a dropped inode takes its pages along).
     pub cache_drops: u64,
-    /// Pages reclaimed from the LRU lists since boot (`pgsteal_anon` + `pgsteal_file`), without
-    /// those of DAMON's schemes.
+    /// Pages reclaimed from the LRU lists since boot (`pgsteal_anon` + `pgsteal_file`), not by
+    /// DAMON.
     pub pages_reclaimed: u64,
 }
 

@@ -1,7 +1,6 @@
 //! The ledger: which pages of a file are resident, and the memory of the machine and its cgroups.
 //!
-//! Every reader of kernel text takes a root path, `/` on a live machine, so that tests can plant
-//! one.
+//! Readers of kernel text take a root path, `/` on a live machine, so that tests can plant one.
 
 pub mod cgroup;
 pub mod memory;

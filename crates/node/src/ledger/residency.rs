@@ -71,9 +71,8 @@ pub fn past_end(path: &Path) -> Result<u64> {
     Ok(stat.cached)
 }
 
-/// Pages of the file that memory pressure, a cgroup's limit or DAMON reclaimed, by cachestat(2);
-/// pages dropped on request (fadvise, drop_caches, truncation) do not count. Fails as [`past_end`]
-/// does.
+/// Pages of the file that memory pressure, a cgroup's limit or DAMON reclaimed, by cachestat(2),
+/// not those dropped on request (fadvise, drop_caches, truncation). Fails like [`past_end`].
 pub fn evicted(path: &Path) -> Result<u64> {
     let file = File::open(path).map_err(LedgerError::io(path))?;
     let stat = cache::cachestat(&file, 0, 0).map_err(LedgerError::io(path))?;

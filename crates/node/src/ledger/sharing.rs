@@ -35,8 +35,7 @@ struct Object {
 }
 
 impl Sharing {
-    /// Compares images of a domain by their metadata alone; memory grows with their distinct
-    /// objects.
+    /// Compares images of a domain by their metadata; memory grows with their distinct objects.
     ///
     /// # Errors
     /// [`cofolio_store::Error::NoSuch`], [`cofolio_store::Error::Unreadable`] naming the image that

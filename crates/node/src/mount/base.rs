@@ -103,8 +103,7 @@ impl Mounter<'_> {
         Ok(layers)
     }
 
-    /// Releases the base of an image that is no longer pinned. A busy base stays until
-    /// [`Mounter::reconcile`].
+    /// Releases the base of an unpinned image. [`Mounter::reconcile`] releases a busy base.
     pub(super) fn release_base(
         &self,
         domain: &str,

@@ -42,8 +42,7 @@ pub(super) fn damaged(image: &Digest, reason: String) -> MountError {
 }
 
 /// What is wrong with the digest of a file, which should be `expected`. The kernel measures files
-/// with fs-verity. A store with fs-verity refuses files without it: later changes would go
-/// unnoticed.
+/// with fs-verity; a store with fs-verity refuses others, whose later changes would go unnoticed.
 pub(crate) fn check_digest(
     file: &StoredFile,
     expected: &Digest,
@@ -71,9 +70,8 @@ pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> 
     Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
 }
 
-/// Whether the objects of an image are immutable. An import sets the flag on the metadata image
-/// last, so that flag stands for all. A copied store or a killed import lacks it until `gc` sets
-/// it.
+/// Whether the objects of an image are immutable. An import sets the metadata image's flag last, so
+/// it stands for all. A copied store or a killed import lacks it until `gc` sets it.
 pub(super) fn is_immutable(domain: &Domain, image: &StoredFile) -> Result<bool, MountError> {
     if !domain.protection().immutable {
         return Ok(false);

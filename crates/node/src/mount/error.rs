@@ -104,8 +104,7 @@ pub enum MountError {
     /// No record of ours has this target or id.
     #[error("{0} is not a mount that Cofolio made")]
     NotMounted(String),
-    /// A mount of ours, or a bind of one, without a record: the run directory may have been
-    /// emptied.
+    /// A mount of ours, or a bind of one, without a record: the run directory may have been lost.
     #[error("{} is a mount of Cofolio's that has no record", .0.display())]
     NoRecord(PathBuf),
     /// The mount is in another mount namespace, where this process cannot reach it.

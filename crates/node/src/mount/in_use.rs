@@ -10,12 +10,10 @@
 //! - **A writable overlay** marks its upper directory's inode as in use (`I_OVL_INUSE`) until its
 //!   superblock ends. With `index=on` the kernel refuses another overlay there with EBUSY.
 //!
-//! Both answers come too late for `inode-share`, where ending one superblock while another one is
-//! read is a bug of Linux 7.2. There we look at all mount namespaces first
-//! ([`is_mounted_elsewhere`]).
+//! Both answers come too late for `inode-share`: Linux 7.2 must not end a superblock while another
+//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]).
 //!
-//! In doubt a superblock counts as in use: it costs memory and disk space until the machine
-//! restarts.
+//! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 
 use std::collections::HashSet;
 use std::fs;
@@ -36,8 +34,7 @@ use super::state::Namespace;
 const PREFIX: &str = "superblock-";
 const SYSFS: &str = "sys/fs/erofs";
 
-/// An EROFS superblock: its name in sysfs and that entry's inode number. The kernel reuses the name
-/// of a loop device, but not the number.
+/// An EROFS superblock: its name in sysfs and that entry's inode number, which is not reused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Superblock(Option<(String, u64)>);
 
@@ -87,8 +84,7 @@ impl Superblock {
     }
 }
 
-/// Work directory that [`has_overlay`] gives the kernel; made with `upper`, while the disk has
-/// room.
+/// Work directory that [`has_overlay`] gives the kernel; made with `upper`, before the disk fills.
 pub(super) const PROBE: &str = "probe";
 
 /// Whether an overlay whose changes go to `dir/upper` exists: tries to make another one, which
@@ -155,8 +151,7 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
 /// Whether a mount of these superblocks exists in any mount namespace, except below `run` and
 /// copies that the kernel unmounts with those.
 ///
-/// An overlay may hide its layers, so a foreign overlay counts unless all its layers are known to
-/// be elsewhere.
+/// A foreign overlay may hide its layers: it counts unless all are known to be elsewhere.
 pub(super) fn is_mounted_elsewhere(
     root: &Path,
     run: &Path,

@@ -369,8 +369,7 @@ impl Overlay<'_> {
         Ok(())
     }
 
-    /// If overlayfs cannot use its work directory, it mounts read-only and tells only the kernel
-    /// log.
+    /// If overlayfs cannot use its work directory, it mounts read-only and tells the kernel log.
     fn check_writable(&self, mount: &OwnedFd) -> Result<(), KernelError> {
         if self.upper.is_none() {
             return Ok(());

@@ -3,8 +3,7 @@
 //! Where the filesystem enforces project quotas (ext4 and XFS mounted with `prjquota`), the
 //! directory gets a limited project of its own. Elsewhere the changes go into an ext4 of that size
 //! in a sparse file on a loop device. The file is unlinked once attached and the loop device ends
-//! with the overlay, its last user: after the unmount nothing is left, however the processes around
-//! it ended.
+//! with the overlay: after the unmount nothing is left, however the processes around it ended.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

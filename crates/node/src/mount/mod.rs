@@ -17,10 +17,9 @@
 //! of overlayfs for all its read-only mounts, and one per writable mount. The last mount of an
 //! image (with `inode-share`, of the trust domain) takes the pinned ones away again.
 //!
-//! State is in the run directory (see [`RunDir`]) and, for garbage collection, in the store's
-//! `roots/mount/`. A process may be killed at any point: [`Mounter::umount`], the next mount at the
-//! same place and [`Mounter::reconcile`] repair what it leaves. [`Step`] lists the points; a test
-//! kills a process at each.
+//! State is in the run directory (see [`RunDir`]) and, for garbage collection, in `roots/mount/` of
+//! the store. [`Mounter::umount`], the next mount at the same place and [`Mounter::reconcile`]
+//! repair what a killed process leaves. A test kills a process at each [`Step`].
 
 mod base;
 mod check;
@@ -254,7 +253,7 @@ impl<'a> Mounter<'a> {
         root.created = record.created;
         root.boot_id = Some(record.boot_id.clone());
         // Fails if the image is not here; once written, the root keeps it. Nobody collects from a
-        // read-only store, which needs no root.
+        // read-only store, which needs none.
         unless_read_only(self.domain.put_root(&root))?;
         self.step(Step::Rooted);
         {

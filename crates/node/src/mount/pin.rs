@@ -158,8 +158,8 @@ impl Mounter<'_> {
         Ok(Pinned { dir, layers, backend, verity })
     }
 
-    /// Mounts a metadata image, detached, after checking it and the sizes of its objects. mountinfo
-    /// shows `shown` as its source.
+    /// Mounts a metadata image, detached, with its objects' sizes checked and `shown` as its
+    /// source.
     pub(super) fn mount_image(
         &self,
         image: &Digest,
@@ -304,9 +304,8 @@ impl Mounter<'_> {
     }
 
     /// With `inode-share` a read of one image may go on through another with the same file. Linux
-    /// 7.2 keeps that image's inode but not its superblock, so unmounting it is a kernel bug ("Busy
-    /// inodes after unmount"). So all superblocks of a domain stay while any is used, and go
-    /// together.
+    /// 7.2 keeps that image's inode but not its superblock ("Busy inodes after unmount"). So all
+    /// superblocks of a domain stay while any is used, and go together.
     fn unpin_domain_if_idle(
         &self,
         domain: &str,

@@ -188,8 +188,7 @@ impl Mounter<'_> {
     }
 
     /// Removes every trace of a mount: takes it down if it is still up at `place`, and releases the
-    /// image. Any part may already be missing. The record goes last, so that an unmount that fails
-    /// or dies can be repeated.
+    /// image. Parts may be missing; the record goes last, so that a failed unmount can be repeated.
     ///
     /// The caller gives the place: looking up a mount that was just taken down would read all of
     /// mountinfo, which takes milliseconds for a thousand mounts.
@@ -232,8 +231,7 @@ impl Mounter<'_> {
         Ok(Forgotten { gone, unpinned, in_use: in_use || unpinned == Unpinned::Elsewhere })
     }
 
-    /// Takes down a mount whose writer died. If an interrupted unmount finds it in use, it stays
-    /// mounted as before.
+    /// Takes down a mount whose writer died. An interrupted unmount may find it in use: it stays.
     fn unmount_half_way(
         &self,
         record: &MountRecord,
@@ -255,8 +253,7 @@ impl Mounter<'_> {
         }
     }
 
-    /// All mounts, from the records and the kernel. Changes nothing and needs no privilege beyond
-    /// reading the run directory.
+    /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.
     ///
     /// # Errors
     /// [`MountError::Io`].
@@ -363,8 +360,7 @@ impl Mounter<'_> {
         Ok(false)
     }
 
-    /// Images of this trust domain that are mounted, by a record of this boot, a pin or the kernel:
-    /// garbage collection must keep them.
+    /// Mounted images of this domain, which garbage collection must keep, by record, pin or kernel.
     ///
     /// # Errors
     /// [`MountError::Io`]; [`MountError::State`] for a damaged record, which might name any image.
@@ -397,9 +393,8 @@ impl Mounter<'_> {
     }
 
     /// Cleans up after killed processes, a reboot, or umount(8): removes records, roots, pins and
-    /// directories of changes (unless they are kept) of mounts that are gone. Waits for mounts of
-    /// live processes and leaves them and those in other mount namespaces alone. Reports failures
-    /// and goes on.
+    /// directories of changes (unless kept) of mounts that are gone. Waits for live processes, and
+    /// leaves their mounts and other mount namespaces alone. Reports failures and goes on.
     ///
     /// # Errors
     /// [`MountError::Io`] if the run directory cannot be read at all.
@@ -489,8 +484,8 @@ impl Mounter<'_> {
         for root in domain.roots(RootKind::Mount)? {
             let is_ours = root.id.starts_with(&self.run.tag());
             let is_used = || -> Result<bool, MountError> {
-                // A record is written before its root and removed after it, so looking for the root
-                // first cannot miss the record.
+                // A record is written before its root and removed after it, so look for the root
+                // first.
                 let kept = root.images.first().is_some_and(|image| {
                     self.elsewhere_root(image) == root.id
                         && self.run.image_dir(domain.name(), image).exists()

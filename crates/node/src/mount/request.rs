@@ -51,8 +51,7 @@ pub struct MountRequest {
     pub access: Access,
     /// Bytes that changes may take; only for [`Access::Writable`].
     pub size_bytes: Option<u64>,
-    /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), removed
-    /// with the mount.
+    /// Make a directory for the mount's user ([`MountRecord::scratch`]), removed with the mount.
     pub scratch: bool,
     /// What has to hold of the image before it is mounted.
     pub check: Check,

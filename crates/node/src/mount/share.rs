@@ -48,7 +48,9 @@ impl Mounter<'_> {
             match verity {
                 true if measured(&segment)? != Some(digest) => {
                     let path = segment.path();
-                    return Err(invalid(format!("{path}: the kernel has another fs-verity digest")));
+                    return Err(invalid(format!(
+                        "{path}: the kernel has another fs-verity digest"
+                    )));
                 }
                 true => {}
                 false => drop(self.domain.segment_blocks(&digest)?),

@@ -11,17 +11,16 @@
 //!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
-//!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to take
-//!                                 such images' superblocks down
+//!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to
+//!                                 take such images' superblocks down
 //! ```
 //!
-//! *Who may write what.* Everything of an image, and the records that name it, changes only with
-//! the stripe of its digest locked: the lock's holder who finds a half-way record knows that its
-//! writer is dead. `mounts/<id>.json` is made with `link`, which decides between two mounts at one
-//! target.
+//! *Who may write what.* An image's files, and the records that name it, change only with the
+//! stripe of its digest locked: the lock's holder who finds a half-way record knows that its writer
+//! is dead. `mounts/<id>.json` is made with `link`, which decides between two mounts at one target.
 //!
 //! *Order.* A record exists before anything else of its mount and goes last; it has the kernel's
-//! number of the mount before that is attached anywhere. Every other trace can be found from a
+//! number of the mount before that is attached anywhere. So every other trace is found from a
 //! record, or has none and can go.
 
 use std::fs;
@@ -197,8 +196,7 @@ pub struct PinRecord {
     pub backing: Backing,
     /// The kernel checks every read of an object.
     pub verity: bool,
-    /// Files whose objects' sizes were compared with the image; 0 if fs-verity made that
-    /// unnecessary.
+    /// Files whose objects' sizes were compared with the image; 0 if they were protected.
     pub objects_checked: u64,
     /// Size of the metadata image in bytes.
     pub image_bytes: u64,

@@ -1,9 +1,8 @@
 //! Where a writable mount keeps its changes.
 //!
 //! The store's own are `domains/<domain>/writable/<id>-<nonce>/{upper,work}`, on the objects'
-//! filesystem, in a directory that only root can enter because of set-user-id programs. They go
-//! with their mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no
-//! overlay uses it.
+//! filesystem, below a directory for root alone because of set-user-id programs. They go with their
+//! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
 use std::fs;
 use std::io::{self, Write as _};

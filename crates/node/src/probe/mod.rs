@@ -78,8 +78,7 @@ impl Report {
 /// Where to look.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where `/proc`, `/sys` and `/dev` are looked up: `/`, or a planted tree, for which nothing is
-    /// tried on the running kernel.
+    /// Where `/proc`, `/sys` and `/dev` are. Only for `/` is anything tried on the running kernel.
     pub root: PathBuf,
     /// A directory on the store's filesystem in which a scratch directory may be made.
     pub store: Option<PathBuf>,

@@ -1,8 +1,7 @@
-//! What the files that engines have unpacked on this machine hold twice: on disk and in the page
-//! cache.
+//! Duplicates among files that engines unpacked on this machine: on disk and in the page cache.
 //!
 //! ```text
-//! directories ─ walk ─▶ paths ─▶ workers: what is resident? ─▶ read, hash ─▶ contents and pages, counted
+//! directories ─ walk ─▶ paths ─▶ workers: ask residency, read, hash ─▶ counted contents and pages
 //! ```
 //!
 //! Nothing changes: neither access times (files that refuse `O_NOATIME` are skipped) nor the page
@@ -89,8 +88,7 @@ pub struct Findings {
     pub reasons: Vec<String>,
 }
 
-/// Surveys directories with `threads` readers (0: one per processor, up to 4). The task hears how
-/// many bytes and files are done.
+/// Surveys directories with `threads` readers (0: one per processor, at most 4).
 ///
 /// # Errors
 /// [`Cancelled`].

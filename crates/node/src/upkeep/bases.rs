@@ -1,5 +1,5 @@
-//! Which images of a trust domain become bases: those, named or not, where the layer chains of two
-//! images part or one ends.
+//! Bases of a trust domain: images, named or not, where layer chains of two images part or one
+//! ends.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 

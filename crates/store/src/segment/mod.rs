@@ -13,10 +13,10 @@
 //!           64  u64 size in bytes
 //!           72  u32 first block
 //!           76  u32 blocks in this segment
-//!          if it is compressed, then for each block u32: bytes of content in it, and bit 31 if they
-//!          are compressed
-//!          if it is plain, then digests of other segments, 32 bytes each; and, for each content that
-//!          takes another number of blocks than it has, its runs, 12 bytes each:
+//!          if it is compressed, then for each block u32: bytes of content in it, and bit 31 if
+//!          they are compressed
+//!          if it is plain, then digests of other segments, 32 bytes each; and, for each content
+//!          that takes another number of blocks than it has, its runs, 12 bytes each:
 //!            0  u32 segment: 0 this one, n the n-th other one, 2^32-1 none: zeros
 //!            4  u32 block there
 //!            8  u32 how many blocks
@@ -25,8 +25,8 @@
 //! ```
 //!
 //! The version is 1. In a compressed segment each block holds as much of one content as fits, as
-//! EROFS keeps it (one LZ4 block with zeros in front), or up to 4 KiB uncompressed. All contents of
-//! a segment have one form.
+//! EROFS keeps it (one LZ4 block with zeros in front), or up to 4 KiB uncompressed. Segments have
+//! one form.
 //!
 //! A plain content refers to another segment instead of repeating pages from a multiple of 64 KiB
 //! on, if they are 512 KiB or more ([`Pages`]). A content of more than 4 GiB does not look for such
@@ -48,8 +48,7 @@ use index::Footer;
 pub use write::{Pages, SegmentWriter, Written};
 
 const BLOCK: u64 = 4096;
-/// Largest content, in bytes, that has a SHA-256: unlike fs-verity, SHA-256 takes as long for a
-/// terabyte of zeros as for data.
+/// Largest content, in bytes, with a SHA-256: it hashes a terabyte of zeros as slowly as data.
 pub const SHA256_SIZE_MAX: u64 = 4 << 30;
 
 /// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
@@ -230,8 +229,7 @@ impl Domain {
         Segment::read(&self.open_segment(digest)?)
     }
 
-    /// How many blocks a segment has, if its length is right; nothing else is read. Fails as
-    /// [`Domain::read_segment`] does.
+    /// How many blocks a segment of right length has. Fails like [`Domain::read_segment`].
     pub fn segment_blocks(&self, digest: &Digest) -> Result<u32> {
         Ok(Footer::read(&self.open_segment(digest)?)?.blocks)
     }
@@ -246,8 +244,7 @@ impl Domain {
         Ok(names.iter().filter_map(pack).collect())
     }
 
-    /// The packs of an image: at most one, or two equally good ones after an interrupted
-    /// replacement.
+    /// The packs of an image: at most one, or two good ones after an interrupted replacement.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io).

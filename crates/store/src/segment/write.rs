@@ -25,8 +25,8 @@ const WRITE_SIZE: usize = 1 << 20;
 /// Bytes of content, at multiples of them, that are looked up together. Fewer would find a little
 /// more but enlarge the table in packs, which is in memory while the file is read.
 const CHUNK: usize = 16 * PAGE;
-/// Least bytes of a run in another segment that does not reach the content's end: reading it is a
-/// seek.
+/// Least bytes of a run in another segment, since each run is a seek; the content's end may be
+/// shorter.
 const RUN_MIN: usize = 128 * PAGE;
 static ZEROS: [u8; CHUNK] = [0; CHUNK];
 
@@ -117,8 +117,7 @@ impl fmt::Debug for SegmentWriter<'_> {
 }
 
 impl Staging {
-    /// A writer for a segment; a plain one does not repeat content in `known`. Fails as
-    /// [`Staging::put_object`] does.
+    /// A writer for a segment without plain content in `known`. Fails like [`Staging::put_object`].
     pub fn segment_writer<'a>(
         &'a self,
         known: &'a Pages,
@@ -398,8 +397,7 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// Where a chunk is already: after the one before it, or where one of its pages was found
-    /// first.
+    /// Where a chunk is already: after the one before it, or where one of its pages is.
     fn find(
         &mut self,
         adding: &mut Adding<'_>,
@@ -465,8 +463,7 @@ impl SegmentWriter<'_> {
         Ok(read.is_ok() && content == data && padding.iter().all(|byte| *byte == 0))
     }
 
-    /// Whether the blocks after a chunk match as well, for as long as a run must be; `ahead` was
-    /// already read of it.
+    /// Whether enough blocks after a chunk match as well for a run; `ahead` caches what was read.
     fn goes_on(
         &mut self,
         adding: &mut Adding<'_>,

@@ -115,8 +115,7 @@ impl Rootfs {
         self.open_beneath(path, OFlags::PATH).is_ok()
     }
 
-    /// An account file's text; empty if the image has none. Names in JSON are UTF-8, so other bytes
-    /// can be replaced.
+    /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.
     fn account_file(&self, path: &'static str) -> Result<String> {
         let io = |source: io::Error| BundleError::Io {
             doing: "reading",

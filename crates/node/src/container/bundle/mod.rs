@@ -1,15 +1,13 @@
-//! An OCI runtime bundle from an image config: the `config.json` that `runc run` or `crun run`
-//! starts.
+//! An OCI runtime bundle from an image config: the `config.json` for `runc run` or `crun run`.
 //!
 //! ```text
 //! <bundle>/config.json        written here
 //! <bundle>/rootfs             the image, mounted by the caller (or any directory the caller names)
-//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only; `/` in
-//!                             the path is written `%2F`, so that no volume is inside another
+//! <bundle>/volumes/<path>     one directory per `Volumes` entry, if the root is read-only; `/` in
+//!                             it is written `%2F`, so that no volume is inside another
 //! ```
 //!
-//! Only root makes and owns a bundle: other users who could change it could redirect root's writes
-//! and mounts.
+//! Only root makes and owns a bundle: other users could redirect root's writes and mounts.
 //!
 //! The conversion follows the image specification's `conversion.md`. Capabilities, mounts, masked
 //! and read-only paths are the defaults of `containerd` and `runc spec`, the seccomp profile is
@@ -208,8 +206,7 @@ impl ImageConfig {
 pub struct Options {
     /// Arguments in place of the image's `Cmd`, with its entry point. Empty: the image's.
     pub args: Vec<String>,
-    /// Replaces the image's `Entrypoint` and drops its `Cmd`; `Some(vec![])` removes the entry
-    /// point.
+    /// Replaces the image's `Entrypoint` and drops its `Cmd`; `Some(vec![])` removes both.
     pub entrypoint: Option<Vec<String>>,
     /// `NAME=value`, replacing or added to the image's environment.
     pub env: Vec<String>,

@@ -56,8 +56,7 @@ pub(super) fn mounts(
     if options.host_network {
         let files = ["/etc/resolv.conf", "/etc/hosts"];
         let files = files.map(|file| (file, root.exists(file)));
-        // The runtime makes missing mount points in a writable root. For a read-only one, `/etc` is
-        // copied into memory.
+        // The runtime makes missing mount points; a read-only root needs its `/etc` in memory.
         if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
             mounts.push(mount(
                 "/etc",
@@ -121,8 +120,7 @@ fn below_a_mount(mounts: &[Value], path: &str) -> bool {
 
 /// Name of the host directory behind a volume, empty at first and owned like the image's directory.
 ///
-/// Volumes are siblings: inside another volume, a container could put a symbolic link to the host
-/// into the path.
+/// Volumes are siblings: inside another one, a container could put a symbolic link into the path.
 fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<String> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
