@@ -1,4 +1,4 @@
-//! How images of a trust domain are mounted, and what that takes: packs of one form, and a kernel that can.
+//! How images of a trust domain are mounted, and what that requires of packs and kernel.
 
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
@@ -61,8 +61,7 @@ pub fn form(domain: &Domain, compressed: bool) -> Result<Form, BackendError> {
     }
 }
 
-/// Packs an image that has just been imported, if the domain's backend mounts packs. It may have been here
-/// before that was the backend.
+/// Packs an image that was just imported or was already present, if the domain mounts packs.
 ///
 /// # Errors
 /// [`BackendError`].
@@ -78,8 +77,7 @@ pub fn pack_imported(
     Ok(Some(pack(domain, image, &options, task)?))
 }
 
-/// Sets the backend of a domain, and the form of its packs; `mounter` is the domain's. With `inode-share` all
-/// its images are packed.
+/// Sets the backend and pack form of `mounter`'s domain; `inode-share` packs all images.
 ///
 /// # Errors
 /// [`BackendError`]; the backend is as before then, but some images may have a pack more.

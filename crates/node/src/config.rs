@@ -1,8 +1,7 @@
 //! The configuration file: what an operator sets once for a machine.
 //!
-//! A flag overrides an environment variable, a variable the file, the file the default. Every setting is
-//! a field of [`Config`] or of a struct below it, whose `Default` is the default. Every setting is in
-//! `docs/config.toml`; a test compares the two.
+//! A flag overrides a variable, a variable the file, the file the default. Every setting is a field
+//! below [`Config`] with its default, and is in `docs/config.toml`; a test compares the two.
 //!
 //! To add a section: a struct (`Serialize`, `Deserialize` with [`deny_unknown_fields`][serde],
 //! `Default`), a field of [`Config`], and its lines in `docs/config.toml`.
@@ -222,7 +221,6 @@ pub struct Loaded {
     /// The file that was read.
     pub file: Option<PathBuf>,
     in_file: BTreeMap<String, Value>,
-    /// Settings that a flag or a variable overrides.
     overridden: BTreeMap<&'static str, Origin>,
 }
 
@@ -243,8 +241,7 @@ impl Loaded {
         Ok(Some(Self { config, file: Some(path.to_owned()), in_file, ..Self::default() }))
     }
 
-    /// Records that a flag or a variable overrides a setting. The caller has put the value into
-    /// [`Loaded::config`].
+    /// Records the origin of a setting that the caller set in [`Loaded::config`].
     pub fn set_origin(&mut self, key: &'static str, origin: Origin) {
         self.overridden.insert(key, origin);
     }
@@ -268,8 +265,8 @@ impl Config {
     /// How to talk to registries.
     ///
     /// # Errors
-    /// [`ConfigError::Registry`]: a section for a host that no name of an image leads to would be
-    /// ignored silently.
+    /// [`ConfigError::Registry`] for a host to which no image name leads: its section would be
+    /// ignored.
     pub fn registry_options(&self) -> Result<RegistryOptions, ConfigError> {
         let mut options = RegistryOptions::default();
         for (host, settings) in &self.registry {
@@ -375,8 +372,7 @@ mod tests {
         parse(text, Path::new("/etc/c.toml"))
     }
 
-    /// The documented file with every setting switched on: `#key = value` and `#[section]` are settings,
-    /// `# text` is text.
+    /// The documented file with every `#key = value` and `#[section]` enabled; `# text` is prose.
     fn switched_on() -> String {
         let lines = DOCUMENTED.lines().map(|line| match line.strip_prefix('#') {
             Some(setting) if !setting.is_empty() && !setting.starts_with([' ', '#']) => setting,
@@ -385,7 +381,7 @@ mod tests {
         lines.collect::<Vec<_>>().join("\n")
     }
 
-    /// Whoever adds a setting documents it, and whoever changes a default changes what is said of it.
+    /// Every setting is documented, with its real default.
     #[test]
     fn every_setting_is_documented_with_its_default() {
         assert_eq!(

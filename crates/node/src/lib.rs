@@ -1,5 +1,4 @@
-//! What Cofolio knows of this machine: mounting, containers, upkeep, the ledger, surveys, probes,
-//! configuration and policy.
+//! This machine: mounting, containers, upkeep, the ledger, surveys, probes, configuration, policy.
 
 pub mod backend;
 pub mod config;

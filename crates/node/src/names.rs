@@ -30,7 +30,7 @@ impl Named {
     }
 }
 
-/// The beginning of a digest that tells images apart for people; enough to be given back as an argument.
+/// The beginning of a digest, for people; long enough to be accepted as an argument.
 pub fn short(digest: &Digest) -> String {
     digest.to_string().chars().take(12).collect()
 }

@@ -1,4 +1,4 @@
-//! Which images this machine hands out: the configuration's policy, and what a request demands besides.
+//! Which images this machine hands out: the configuration's policy and a request's demands.
 
 use std::path::PathBuf;
 
@@ -8,8 +8,8 @@ use cofolio_store::Domain;
 
 use crate::config::Trust;
 
-/// The policy of a configuration, with the keys that a request demands besides: files with ed25519 keys
-/// (`--trust`) and files with keys of cosign (`--cosign-key`).
+/// The configured policy and a request's keys: ed25519 (`--trust`) and cosign (`--cosign-key`)
+/// files.
 ///
 /// # Errors
 /// [`TrustError`]: a key cannot be read, or a rule contradicts itself.
@@ -33,9 +33,8 @@ pub fn policy(
     Ok(policy)
 }
 
-/// Whether an image may be used now; an error says why not. Returns whether its metadata must be measured
-/// before it is mounted, even where it is mounted already: if a signature vouches for its digest, or the
-/// request named the digest.
+/// Whether an image may be used; an error says why not. Returns whether its metadata must be
+/// measured before each mount, since a signature vouches for its digest or the request named it.
 ///
 /// # Errors
 /// [`TrustError`].

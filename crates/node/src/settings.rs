@@ -5,8 +5,7 @@ use std::fmt;
 use cofolio_store::{Domain, Error, Form, Result};
 use serde::{Deserialize, Serialize};
 
-/// How images of a trust domain are mounted. What is read through one is cached apart from what is read through another,
-/// so a domain has one.
+/// How images of a trust domain are mounted: one way, as the kernel caches content of each apart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
@@ -36,7 +35,7 @@ impl fmt::Display for Backend {
     }
 }
 
-/// What the kernel knows a trust domain by: whoever says it shares pages with the domain. It is shown nowhere.
+/// The kernel's name for a trust domain, secret: whoever gives it shares pages with the domain.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(String);
@@ -71,21 +70,16 @@ pub trait DomainSettings {
     /// [`Error::Corrupt`], [`Error::Io`].
     fn backend(&self) -> Result<Backend>;
 
-    /// How the contents of packs are kept. The kernel shares no page between the two, so a domain has one.
-    ///
-    /// # Errors
-    /// As [`DomainSettings::backend`].
+    /// How packs keep content. A domain has one form because the kernel shares no page between the
+    /// two. Fails as [`DomainSettings::backend`] does.
     fn pack_form(&self) -> Result<Form>;
 
-    /// What the kernel is to know this domain by; `None` before [`DomainSettings::set_backend`] has been
-    /// called.
-    ///
-    /// # Errors
-    /// As [`DomainSettings::backend`].
+    /// The kernel's name for this domain; `None` before [`DomainSettings::set_backend`]. Fails like
+    /// [`DomainSettings::backend`].
     fn secret(&self) -> Result<Option<Secret>>;
 
-    /// Sets how images are mounted from now on, over packs of this form; what is mounted stays as it is. A
-    /// record that is damaged is replaced, with another secret. Durable on return.
+    /// Sets how images are mounted from now on, over packs of this form; existing mounts stay.
+    /// Replaces a damaged record, with a new secret. Durable on return.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].
@@ -138,8 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// What the kernel knows a domain by is like a password: made once, kept where nobody else can read it,
-    /// and not shown.
+    /// The domain's secret is made once, kept where nobody else can read it, and not shown.
     #[test]
     fn a_domain_has_one_secret_and_does_not_show_it() {
         let scratch = tempfile::tempdir().unwrap();

@@ -1,12 +1,12 @@
-//! Images on a base: `bases/<image>` says which other image an image is mounted over, and with what on top.
+//! Images on a base: `bases/<image>` names the image that it is mounted over, and the delta on top.
 //!
 //! ```text
-//! image ──▶ base    an image of its own, which others are mounted over, too
-//!      └──▶ delta   what the image has besides: an image file that only makes sense over its base
+//! image ──▶ base    an image that others are mounted over, too
+//!      └──▶ delta   the rest of the image: an image file that only makes sense over its base
 //! ```
 //!
-//! Both are in `images/`, and kept as long as the image is. They are derived: without them the image is mounted from its own
-//! metadata image, and takes more memory. So nothing here is ever a reason to fail.
+//! Both are in `images/` and kept as long as the image. They are derived: without them the image is
+//! mounted from its own metadata image and takes more memory. So errors here stop nothing.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -15,11 +15,10 @@ use serde::{Deserialize, Serialize};
 use crate::disk::Kind;
 use crate::error::{At, Result};
 use crate::fsck::{Finding, FindingKind, FsckReport};
-use crate::records::to_json;
+use crate::records::{named_files, to_json};
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
-/// Directory of the records.
 pub(crate) const DIRECTORY: &str = "bases";
 
 /// What an image is mounted from instead of its own metadata image.
@@ -33,7 +32,7 @@ pub struct Base {
     pub chain_id: String,
 }
 
-/// Images, and what they are mounted over, and so on.
+/// Images with their bases, the bases' bases, and so on.
 pub(crate) fn with_bases(
     images: impl IntoIterator<Item = Digest>,
     bases: &BTreeMap<Digest, Base>,
@@ -49,7 +48,7 @@ pub(crate) fn with_bases(
 }
 
 impl Domain {
-    /// What an image is to be mounted over; `None` if it has no base, or one that is not all there.
+    /// The base of an image; `None` if it has none that is complete.
     ///
     /// # Errors
     /// [`crate::Error::Io`].
@@ -73,7 +72,7 @@ impl Domain {
         Ok(bases)
     }
 
-    /// Images that are here for others only: deltas, and bases that have no name.
+    /// Images that only serve others: deltas, and bases without a name.
     ///
     /// # Errors
     /// Those of [`Domain::readable_refs`].
@@ -108,11 +107,7 @@ impl Domain {
                 dropped = true;
             }
         }
-        if dropped {
-            let directory = format!("{}/{DIRECTORY}", self.base());
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
-        }
-        Ok(())
+        if dropped { self.sync_directory(DIRECTORY) } else { Ok(()) }
     }
 
     /// Records that cannot be read, or name what is not there.
@@ -128,9 +123,10 @@ impl Domain {
             };
             let detail = match self.read_record::<Base>(&path) {
                 Ok(Some(base)) => {
-                    match self.missing_files(&[image, base.base, base.delta], [].into_iter())? {
-                        missing if missing.is_empty() => continue,
-                        missing => format!("{} is missing", missing[0]),
+                    let images = [image, base.base, base.delta];
+                    match self.missing_files(named_files(&images, [].into_iter())?)?.first() {
+                        None => continue,
+                        Some(missing) => format!("{missing} is missing"),
                     }
                 }
                 Ok(None) => continue,

@@ -1,7 +1,7 @@
 //! [`Buffer`]: memory that direct I/O takes.
 
-/// What direct I/O wants memory, lengths and offsets to be multiples of, in bytes: enough for every disk and
-/// filesystem of today. Where it is not, the kernel says so, and I/O goes through the page cache.
+/// Alignment in bytes of memory, lengths and offsets for direct I/O: enough for every common disk
+/// and filesystem. Elsewhere the kernel refuses it, and I/O goes through the page cache.
 pub(crate) const ALIGN: usize = 4096;
 
 /// Memory of a fixed size that begins at a multiple of 4096, filled from the front.

@@ -1,35 +1,33 @@
 //! How garbage collection runs beside imports and mounts that go on.
 //!
-//! Whoever publishes content or names it (a commit, a new ref, a new root) does so with the domain's lock
-//! *shared*; a collection removes content with that lock *exclusive*, so the two never overlap. Holding it
-//! exclusively from the first look to the last removal would make every mount wait for seconds, so a
-//! collection holds it for one small batch of removals at a time, and looks for what is used in between,
-//! without the lock. What makes that safe:
+//! Whoever publishes or names content (a commit, a new ref, a new root) holds the domain's lock
+//! *shared*; a collection removes content with that lock *exclusive*. Holding it from the first
+//! look to the last removal would stop mounts for seconds, so a collection holds it for one small
+//! batch of removals at a time and marks without it. This is safe because of:
 //!
-//! 1. **Begin.** With the lock held exclusively for a moment the collection makes the directory
-//!    `added/`. A writer that had the lock before has finished: all that it published and named is there to
-//!    be seen. A writer that gets the lock later sees the directory.
-//! 2. **Notes.** A writer that sees the directory puts an empty file there for each image, layer, segment
-//!    and pack that it is about to publish or to name, before it does so and before it gives the lock back.
-//!    If it dies in between, a note without content remains, which only keeps too much.
-//! 3. **Mark**, without the lock. Every ref and root is read, then the machine's live mounts. A record that
-//!    changes meanwhile has a note.
-//! 4. **Sweep.** A batch is removed with the lock held exclusively, and only after `added/` was found empty
-//!    with the lock held. If there are notes, the lock is given back, the noted files are read and what they
-//!    name is kept, and the batch is tried again. So in each batch *every* file that is in place is either
-//!    kept with all that it names, or garbage: it was there at the mark or has a note.
-//! 5. **Order.** Images, layers, splits and packs that are garbage go first, and that is made durable.
-//!    Then every one that is in place is kept (or noted), so an object or segment that nothing kept names
-//!    is named by no file at all.
+//! 1. **Begin.** Under the exclusive lock the collection makes the directory `added/`. Earlier
+//!    writers have finished, and all that they published and named is visible. Later writers see
+//!    the directory.
+//! 2. **Notes.** A writer that sees the directory puts an empty file there for each image, layer,
+//!    segment and pack before publishing or naming it, under its lock. If it dies in between, the
+//!    note only keeps too much.
+//! 3. **Mark**, without the lock. Reads every ref and root, then the live mounts. Records that
+//!    change meanwhile have a note.
+//! 4. **Sweep.** A batch is removed under the exclusive lock, and only after `added/` was found
+//!    empty under it. If there are notes, the lock is released, the noted files and what they name
+//!    are kept, and the batch is retried. So in each batch *every* file in place is kept with all
+//!    that it names, or is garbage: it was there at the mark or has a note.
+//! 5. **Order.** Garbage images, layers, splits and packs go first, durably. All remaining ones are
+//!    kept or noted, so no file names an object or segment that nothing kept names.
 //!
-//! A writer that relies on content that it found in place before it had the lock looks again once it has
-//! it ([`crate::Staging::commit`]): what a batch took in between is [`Error::Vanished`] there, and the second
-//! attempt holds the lock from its start, which keeps every batch away.
+//! A writer that found content before it had the lock looks again under it
+//! ([`crate::Staging::commit`]). If a batch took it, that fails with [`Error::Vanished`], and a
+//! second attempt holds the lock from its start, which stops every batch.
 //!
-//! Only one collection runs at a time: it holds the lock of `roots/` from beginning to end. By that a
-//! writer can tell whether `added/` was left behind by a collection that was killed, and removes it. After a
-//! power loss no collection runs, so notes need not be durable. If there is no room for `added/`, the
-//! collection holds the domain's lock from beginning to end: it is what makes room.
+//! Only one collection runs at a time: it holds the lock of `roots/` throughout. By that lock a
+//! writer recognises and removes the `added/` of a killed collection. Notes need not be durable, as
+//! no collection survives a power loss. Without room for `added/`, the collection holds the
+//! domain's lock throughout: it is what makes room.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -50,13 +48,12 @@ use crate::{Digest, Domain, GcOptions};
 const ADDED: &str = "added";
 /// Notes that are taken at once, with the lock held.
 const NOTES: usize = 64;
-/// How long a batch goes on with the lock held. The clock is looked at after each removal: some disks take
-/// milliseconds for one.
+/// How long a batch holds the lock; checked after each removal, which takes some disks
+/// milliseconds.
 const HELD_MAX: Duration = Duration::from_millis(3);
-/// Least time between two batches, so that whoever waits for the lock gets it: `flock` gives it to whoever
-/// asks first. It is also at least half of the time that the last batch took.
+/// Least pause after a batch; at least half its time. `flock` gives the lock to whoever asks first.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
-/// How long a collection that is not to wait tries to get the lock for its next batch, and how often.
+/// Tries for the next batch's lock by a collection that is not to wait, and the time between them.
 const PATIENCE: u32 = 500;
 const RETRY: Duration = Duration::from_millis(2);
 
@@ -79,22 +76,7 @@ impl Added {
 }
 
 impl Domain {
-    /// Tells a collection that runs which images and layers are about to be named. To be called with the
-    /// domain's lock held, before it is done.
-    pub(crate) fn note_named<'a>(
-        &self,
-        images: &[Digest],
-        layers: impl Iterator<Item = &'a str>,
-    ) -> Result<()> {
-        let mut files: Vec<_> =
-            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
-        for chain_id in layers {
-            files.push(FileName::chain(FileKind::Layer, chain_id)?);
-        }
-        self.note(Added::Named, &files)
-    }
-
-    /// The same for any files.
+    /// Notes files for a running collection, with the domain's lock held and before naming them.
     pub(crate) fn note_in_place(&self, files: &[FileName]) -> Result<()> {
         self.note(Added::Named, files)
     }
@@ -141,9 +123,7 @@ fn parse_note(note: &str) -> Option<(Added, FileName)> {
 /// Something that may be garbage.
 #[derive(Debug)]
 pub(crate) struct Suspect<T> {
-    /// What it is, for the question whether it really is garbage.
     pub(crate) what: T,
-    /// Its path.
     pub(crate) path: String,
     /// A file, or a directory with everything in it.
     pub(crate) kind: Kind,
@@ -163,7 +143,6 @@ impl std::ops::AddAssign for Swept {
     }
 }
 
-/// A collection that runs.
 pub(crate) struct Collector<'a> {
     pub(crate) domain: &'a Domain,
     pub(crate) options: &'a GcOptions,
@@ -181,11 +160,11 @@ pub(crate) struct Collector<'a> {
 }
 
 impl<'a> Collector<'a> {
-    /// Begins a collection. A dry run keeps collections off, and nothing else.
+    /// Begins a collection. A dry run only keeps other collections off.
     ///
     /// # Errors
-    /// [`Error::Busy`] if another one runs, or something is being published and the options say not to
-    /// wait; [`Error::ReadOnly`], [`Error::Io`].
+    /// [`Error::Busy`] if another one runs, or an import is being published and the options say not
+    /// to wait; [`Error::ReadOnly`], [`Error::Io`].
     pub(crate) fn begin(
         domain: &'a Domain,
         contents: &'a dyn Contents,
@@ -223,8 +202,7 @@ impl<'a> Collector<'a> {
         Ok(collector)
     }
 
-    /// Gives a file that is kept its immutable flag, if an import that was interrupted after publishing it
-    /// had not got to that.
+    /// Sets the immutable flag of a kept file, which an interrupted import may not have set.
     pub(crate) fn protect(&self, path: &str) -> Result<()> {
         let disk = self.domain.disk();
         if self.options.dry_run || !self.domain.protection().immutable {
@@ -242,11 +220,8 @@ impl<'a> Collector<'a> {
         }
     }
 
-    /// Removes those of the suspects that are garbage. That is asked with the lock held, when nothing can
-    /// be published or named any more before they are gone.
-    ///
-    /// # Errors
-    /// [`Error::Busy`], [`Error::Io`], and those of [`Reachability::mark`].
+    /// Removes the garbage among the suspects, which it decides with the lock held: until they are
+    /// gone nothing can be published or named.
     pub(crate) fn sweep<T>(
         &mut self,
         suspects: &[Suspect<T>],

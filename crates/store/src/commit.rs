@@ -2,18 +2,17 @@
 //!
 //! 1. everything staged is made durable (one sync for all of it);
 //! 2. the domain's lock is taken, shared: from here on nothing is collected;
-//! 3. every object, image and layer that is to be published is checked to be there, with its size; objects
-//!    that were in place get the immutable flag if they lack it;
-//! 4. the records are written to temporary files, a collection that runs is told what comes, the objects
-//!    move into place;
+//! 3. every object, image and layer that is to be published is checked to be there, with its size;
+//!    objects that were in place get the immutable flag if they lack it;
+//! 4. the records are written to temporary files, a running collection gets notes, the objects move
+//!    into place;
 //! 5. that is made durable: from here on the objects cannot be lost;
-//! 6. layers and images move into place, and their directories are synced: whoever sees an image, also
-//!    after a crash, sees all its objects; then segments, and then packs, likewise. The immutable flag of
-//!    an image comes after those of its objects: whoever sees it need not look at them;
+//! 6. layers and images move into place, and their directories are synced: whoever sees an image,
+//!    also after a crash, sees all its objects; then segments, and then packs, likewise. An image's
+//!    immutable flag comes after those of its objects and vouches for them;
 //! 7. the records are renamed into place, roots first, then refs, and their directories synced.
 //!
-//! Before step 7 nobody can see anything of the import; a crash leaves content that nothing keeps, which
-//! the next garbage collection takes away.
+//! Before step 7 the import is invisible; a crash leaves garbage for the next collection.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -34,10 +33,10 @@ use crate::task::Cancel;
 /// What a directory or a record needs at least, in bytes.
 const BLOCK: u64 = 4096;
 
-/// Objects that are listed in memory to be looked at by all processors, and how many one takes at a time.
+/// Objects that are listed in memory for all processors to check, and how many one takes at a time.
 const CHECKED_AT_ONCE: usize = 1 << 14;
 const CHECKED_AT_A_TIME: usize = 1 << 7;
-/// How often a file is replaced before whoever makes it immutable in between is given up on.
+/// How often to replace a file that others keep making immutable in between.
 const REPLACE_ATTEMPTS: u32 = 100;
 
 /// What becomes visible with a commit, all of it complete.
@@ -62,14 +61,14 @@ impl Publish {
 
 impl Staging {
     /// Publishes the import. `objects` are all objects that its images and layers name, with their
-    /// sizes, in any order and with repetitions; they are checked to be there. When this returns `Ok`,
-    /// all of it survives a crash.
+    /// sizes, in any order and with repetitions. `Ok` means that all of it survives a crash.
     ///
     /// # Errors
-    /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an earlier
-    /// failure, [`Error::Vanished`] if something that the import relied on was collected (begin again
-    /// with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`], [`Error::Io`]. In all cases
-    /// no ref and no root has changed, except that [`Error::Io`] in the very last step may leave either.
+    /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an
+    /// earlier failure, [`Error::Vanished`] if content that the import relied on was collected
+    /// (begin again with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`],
+    /// [`Error::Io`]. In all cases no ref and no root has changed, except that [`Error::Io`] in the
+    /// very last step may leave either.
     pub fn commit(
         mut self,
         publish: &Publish,
@@ -154,8 +153,7 @@ impl Staging {
     }
 
     fn check_object(&self, digest: Digest, size: u64, missing: &Mutex<Missing>) -> Result<()> {
-        // First where most objects of a first import are; for a repeated one the other order would
-        // save a call, which costs less than a microsecond.
+        // First where most objects of a first import are; the order hardly costs a repeated one.
         if self.domain.file_size(&self.object_file(&digest))? == Some(size) {
             return Ok(());
         }
@@ -175,16 +173,15 @@ impl Staging {
             }
             _ => return Err(Error::corrupt(path, "it is not a regular file")),
         }
-        // An import that was interrupted may not have got to that, and mounts take the flag of an image as
-        // that of all its objects.
+        // An interrupted import may lack it, and mounts take an image's flag for all its objects'.
         match self.domain.protection().immutable && !stat.immutable {
             true => protect_file(self.disk(), &path),
             false => Ok(()),
         }
     }
 
-    /// Moves the staged objects into place, shard by shard. A shard that the domain does not have yet
-    /// moves as a whole: a first import of a million objects is 256 renames.
+    /// Moves staged objects into place by shard. A shard that the domain lacks moves as a whole: a
+    /// first import of a million objects is 256 renames.
     fn publish_objects(&self) -> Result<()> {
         let disk = self.disk();
         let from = format!("{}/objects", self.directory);
@@ -201,7 +198,8 @@ impl Staging {
                         let same_size = placed_size == self.domain.file_size(staged)?;
                         let digest = placed.rsplit_once('/').map_or("", |(_, name)| name);
                         let digest = Digest::from_object_path(shard, digest);
-                        Ok(same_size && (!self.repair || self.is_as_named(placed, digest)?))
+                        let is_good = || is_sound(digest_of(disk, placed), digest);
+                        Ok(same_size && (!self.repair || is_good()?))
                     })?;
                 }
                 other => other.at("publish", &to)?,
@@ -213,18 +211,18 @@ impl Staging {
         })
     }
 
-    /// Moves the staged files of some kinds into place. Of segments and packs the names are durable on
-    /// return; a pack takes the place of those that its image had before.
+    /// Moves the staged files of some kinds into place. Names of segments and packs are durable on
+    /// return; a pack replaces the earlier ones of its image.
     fn publish_files(&self, staged: &[FileName], which: impl Fn(FileKind) -> bool) -> Result<()> {
         let disk = self.disk();
         let mut published = false;
         for name in staged.iter().filter(|name| which(name.kind())) {
             let (from, to) = (self.named_file(name), self.domain.named_file(name));
-            move_file(disk, &from, &to, |placed, staged| match name.digest() {
-                Some(_) => self.is_as_named(placed, name.digest()),
-                // An import that came at the same time has written the same. Otherwise it is only written
-                // again by an importer that could not use what is there.
-                None => is_same(self.disk(), placed, staged),
+            move_file(disk, &from, &to, |placed, staged| {
+                // A concurrent import has written the same. Otherwise an importer only writes it
+                // again if it could not use the file in place.
+                let digest = name.digest().map_or_else(|| digest_of(disk, staged), Ok)?;
+                is_sound(digest_of(disk, placed), Some(digest))
             })?;
             published = true;
             if name.kind() == FileKind::Pack {
@@ -239,24 +237,12 @@ impl Staging {
             }
         }
         if published && which(FileKind::Segment) != which(FileKind::Pack) {
-            let directory = format!("{}/{}", self.domain.base(), FileKind::Segment.directory());
-            disk.sync_dir(&directory).at("sync", &directory)?;
+            self.domain.sync_directory(FileKind::Segment.directory())?;
         }
         Ok(())
     }
 
-    /// Whether a file can be read and has the digest that its name says.
-    fn is_as_named(&self, path: &str, digest: Option<Digest>) -> Result<bool> {
-        match self.disk().open(path).at("open", path) {
-            Ok(file) => is_sound(
-                hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default()),
-                digest,
-            ),
-            Err(error) => is_sound(Err(error), digest),
-        }
-    }
-
-    /// What was in place before may lack its flag, after an import that was interrupted before it set it.
+    /// Sets missing immutable flags, which an interrupted import may have left.
     fn protect(&self, files: &[FileName]) -> Result<()> {
         if !self.domain.protection().immutable {
             return Ok(());
@@ -273,8 +259,7 @@ impl Staging {
 }
 
 impl Publish {
-    /// The files that must be there for what is published: images and layers that records name, segments
-    /// that packs need, and the images of staged packs.
+    /// The files that must be there: those that records name, and segments and images of packs.
     fn files(&self, staged: &[FileName]) -> Result<Vec<FileName>> {
         let image = |image: &Digest| FileName::content(FileKind::Image, image);
         let packed = staged.iter().filter(|name| name.kind() == FileKind::Pack);
@@ -311,24 +296,18 @@ fn is_sound(found: Result<Digest>, digest: Option<Digest>) -> Result<bool> {
     }
 }
 
-/// Whether two files have the same content.
-fn is_same(disk: &dyn Disk, a: &str, b: &str) -> Result<bool> {
-    let hash = |path: &str| {
-        let file = disk.open(path).at("open", path)?;
-        hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
-    };
-    let b = hash(b)?;
-    is_sound(hash(a), Some(b))
+fn digest_of(disk: &dyn Disk, path: &str) -> Result<Digest> {
+    let file = disk.open(path).at("open", path)?;
+    hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
 }
 
-/// Sets the immutable flag. Only after the rename: a file that has it can be neither renamed nor linked
-/// nor removed.
+/// Sets the immutable flag, after the rename: immutable files cannot be renamed, linked or removed.
 fn protect_file(disk: &dyn Disk, path: &str) -> Result<()> {
     disk.set_immutable(path, true).at("make immutable", path)
 }
 
-/// Moves all files of a directory. Where there is one already, `is_good` (asked with its path and that of
-/// the staged one) says whether it stays and keeps its inode, which somebody may have mapped.
+/// Moves all files of a directory. `is_good` gets the paths of an existing file and the staged one,
+/// and says whether the existing one stays, with an inode that may be mapped.
 fn move_files(
     disk: &dyn Disk,
     from: &str,
@@ -345,7 +324,6 @@ fn move_files(
     Ok(())
 }
 
-/// Moves one file likewise.
 fn move_file(
     disk: &dyn Disk,
     from: &str,

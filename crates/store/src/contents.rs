@@ -6,17 +6,16 @@ use crate::{Digest, Domain, StoredFile};
 
 /// Reads files for the store, which does not know their formats.
 pub trait Contents: Sync {
-    /// Reads a file as what its kind says, and calls `visit` with everything that it names; in any order,
-    /// with repetitions as they come:
+    /// Calls `visit` with everything that a file of this kind names, unordered and repeatedly:
     ///
-    /// - an image, a layer or a split: objects, with the size in bytes that it says they have. A split can
-    ///   name objects that the tree does not, of files that the same archive replaces later;
+    /// - an image, a layer or a split: objects, with the size in bytes that it claims. A split can
+    ///   name objects that the tree lacks, of files that the same archive replaces later;
     /// - a pack: its segments, in its own order, with size 0;
-    /// - a segment: nothing, but that it can be read is checked. Its blocks are not looked at.
+    /// - a segment: nothing, but its index is checked to be readable. Its blocks are not read.
     ///
     /// # Errors
-    /// Whatever is wrong with the file. Nothing that it may name is collected then, so a file that cannot be
-    /// read in full must be an error and never end early.
+    /// Any damage of the file. Nothing that it may name is collected then, so an unreadable part
+    /// must be an error and never an early end.
     fn names(
         &self,
         kind: FileKind,
@@ -24,11 +23,11 @@ pub trait Contents: Sync {
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError>;
 
-    /// Calls `found` with the path of each file of an image whose content is one of the `wanted` objects.
-    /// Used to say what damage hits; nothing depends on it.
+    /// Calls `found` with the path of each file of an image whose content is one of the `wanted`
+    /// objects. Only reports of damage depend on it.
     ///
     /// # Errors
-    /// Whatever is wrong with the image.
+    /// Any damage of the image.
     fn image_paths(
         &self,
         image: &StoredFile,
@@ -41,10 +40,7 @@ pub trait Contents: Sync {
 }
 
 impl FileName {
-    /// Visits what the file names: see [`Contents::names`].
-    ///
-    /// # Errors
-    /// Whatever is wrong with the file: see [`crate::error::is_damage`].
+    /// [`Contents::names`] of this file.
     pub(crate) fn visit(
         &self,
         domain: &Domain,
@@ -54,7 +50,7 @@ impl FileName {
         contents.names(self.kind(), &domain.open_named(self)?, visit)
     }
 
-    /// The same; of a layer also what its split names, if it has one.
+    /// The same; for a layer also the names in its split, if it has one.
     pub(crate) fn visit_whole(
         &self,
         domain: &Domain,
@@ -95,8 +91,8 @@ impl DigestSet {
         let mut rest = [0; 31];
         rest.copy_from_slice(&digest.0[1..]);
         shard.list.push(rest);
-        // A hundred images on one base bring every digest a hundred times: throw repetitions out
-        // whenever the list has doubled, so that it never holds more than twice what is unique.
+        // A hundred images on one base bring every digest a hundred times: when the list has
+        // doubled, repetitions go, so that it holds at most twice the unique digests.
         if shard.list.len() > 64 && shard.list.len() >= shard.sorted * 2 {
             shard.sort();
         }

@@ -15,14 +15,13 @@ pub struct Digest(pub [u8; 32]);
 pub struct ParseDigestError(String);
 
 impl Digest {
-    /// Where the object lies below the objects directory: `ab/cdef…`, as in a composefs digest store.
+    /// Path below the objects directory: `ab/cdef…`, as in a composefs digest store.
     pub fn object_path(&self) -> String {
         let hex = self.to_string();
         format!("{}/{}", &hex[..2], &hex[2..])
     }
 
-    /// The digest of the object whose path below the objects directory is `shard/name`; `None` if it
-    /// is not such a path in lower-case hex.
+    /// The digest of the object at `shard/name`; `None` unless both are such lower-case hex.
     pub fn from_object_path(shard: &str, name: &str) -> Option<Self> {
         if shard.len() != 2 || name.len() != 62 {
             return None;

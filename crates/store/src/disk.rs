@@ -1,17 +1,17 @@
 //! The one seam under all durable state.
 //!
-//! Everything the store keeps goes through [`Disk`]: [`RealDisk`] is a directory of this machine,
-//! `SimDisk` of the tests is a disk in memory that loses power at the worst moment. What the store may
-//! rely on is what both of them keep:
+//! The store keeps everything through [`Disk`]: [`RealDisk`] is a directory of this machine, the
+//! tests' `SimDisk` a disk in memory that loses power at the worst moment. The store relies on this
+//! alone:
 //!
 //! - `rename` is atomic for whoever looks, but not durable until `sync_dir` or `sync_all`;
-//! - written data is not durable until `sync_all` or the file's own `sync`, and a crash may keep any
-//!   part of it, in any order, names without content included;
-//! - creating and removing names is not durable until the directory is synced, and a crash may keep any
-//!   subset of such changes.
+//! - written data is not durable until `sync_all` or the file's own `sync`, and a crash may keep
+//!   any part of it, in any order, names without content included;
+//! - creating and removing names is not durable until the directory is synced, and a crash may keep
+//!   any subset of such changes.
 //!
-//! Paths are relative to the store's directory, `/` between parts, never `.` or `..`, never absolute.
-//! No operation follows a symbolic link.
+//! Paths are relative to the store's directory, `/` between parts, never `.` or `..`, never
+//! absolute. No operation follows a symbolic link.
 
 use std::cell::Cell;
 use std::fmt;
@@ -99,8 +99,7 @@ pub trait Lock: Send + Sync + fmt::Debug {}
 pub struct Protection {
     /// The kernel checks every read (fs-verity).
     pub verity: bool,
-    /// Files carry the immutable flag: nobody, root included, changes or removes them without clearing
-    /// it first.
+    /// Files carry the immutable flag: nobody, root included, changes or removes them.
     pub immutable: bool,
 }
 
@@ -112,8 +111,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn create(&self, path: &str, purpose: Purpose) -> io::Result<Box<dyn DiskFile>>;
     /// Looks at an entry.
     fn stat(&self, path: &str) -> io::Result<Stat>;
-    /// Names in a directory (without `.` and `..`), in no particular order. Names that are not UTF-8
-    /// come out with replacement characters: they are never the store's own.
+    /// Names in a directory (without `.` and `..`), unordered. Names that are not UTF-8, which are
+    /// never ours, get replacement characters.
     fn list(&self, path: &str) -> io::Result<Vec<(String, Kind)>>;
     /// Makes a directory.
     fn mkdir(&self, path: &str) -> io::Result<()>;
@@ -131,8 +130,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn lock(&self, path: &str, mode: LockMode, wait: bool) -> io::Result<Option<Box<dyn Lock>>>;
     /// Sets or clears the immutable flag, where [`Disk::protection`] says that there is one.
     fn set_immutable(&self, path: &str, on: bool) -> io::Result<()>;
-    /// Enables fs-verity on a complete file and gives the digest that the kernel now enforces, where
-    /// [`Disk::protection`] says that there is fs-verity.
+    /// Enables fs-verity on a complete file, if available; gives the digest that the kernel
+    /// enforces.
     fn enable_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
     /// The digest that the kernel enforces for a file; `None` without fs-verity.
     fn measure_verity(&self, path: &str) -> io::Result<Option<[u8; 32]>>;
@@ -164,7 +163,7 @@ pub trait DiskFile: Send + Sync + fmt::Debug {
     fn write_all(&mut self, data: &[u8]) -> io::Result<()>;
     /// Appends zeros that take no room, where the filesystem can.
     fn append_hole(&mut self, len: u64) -> io::Result<()>;
-    /// Appends a part of a file by sharing its blocks; false if the filesystem cannot, here or at all.
+    /// Appends a part of a file by sharing its blocks; false if the filesystem cannot.
     fn append_shared(&mut self, from: &StoredFile, part: Range<u64>) -> io::Result<bool>;
     /// What begins at an offset.
     fn stretch_at(&self, offset: u64) -> io::Result<Stretch>;
@@ -176,11 +175,10 @@ pub trait DiskFile: Send + Sync + fmt::Debug {
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 }
 
-/// What begins at some offset of a file, and how many bytes of it there are before something else may.
+/// What begins at some offset of a file, and its least length in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stretch {
-    /// Content that the filesystem keeps. At the end of the file, and where the filesystem cannot tell, it
-    /// has no end: reading says.
+    /// Content, with no known end at the end of the file and where the filesystem cannot tell.
     Data(u64),
     /// Zeros for which the filesystem keeps nothing.
     Hole(u64),
@@ -222,10 +220,7 @@ impl StoredFile {
         self.file.read_at(buffer, offset)
     }
 
-    /// Fills the buffer from an offset.
-    ///
-    /// # Errors
-    /// `UnexpectedEof` if the file ends before.
+    /// Fills the buffer from an offset; fails with `UnexpectedEof` if the file ends before.
     pub fn read_exact_at(&self, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
         while !buffer.is_empty() {
             match self.file.read_at(buffer, offset) {
@@ -250,8 +245,7 @@ impl StoredFile {
         self.for_pieces_in(0..size, each)
     }
 
-    /// Goes through a range of the content in order, which ends earlier if the file does. Holes are
-    /// not read.
+    /// Goes through a range in order, up to the file's end. Holes are not read.
     ///
     /// # Errors
     /// [`crate::Error::Io`], and those of `each`.

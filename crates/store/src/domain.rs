@@ -64,7 +64,7 @@ impl Domain {
         self.disk().can_reflink()
     }
 
-    /// Holds off garbage collection (and waits for one that runs) until the lock is dropped.
+    /// Holds off garbage collection until the lock is dropped; waits for a running one.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -104,7 +104,7 @@ impl Domain {
         Ok(lock.map(|lock| DomainLock { _lock: lock }))
     }
 
-    /// Waits until nobody has the domain's lock alone. What publishes waits here first, where it can be
+    /// Waits until nobody has the exclusive lock. Publishers wait here, where they can be
     /// cancelled.
     ///
     /// # Errors
@@ -112,8 +112,6 @@ impl Domain {
     pub fn wait_for_lock(&self, cancel: &Cancel) -> Result<()> {
         self.lock_at(&self.base, LockMode::Shared, true, cancel).map(drop)
     }
-
-    // Where things are.
 
     /// The objects directory: a composefs digest store. `None` on a simulated disk.
     pub fn objects_dir(&self) -> Option<PathBuf> {
@@ -142,22 +140,18 @@ impl Domain {
         format!("{}/objects/{}", self.base, digest.object_path())
     }
 
-    /// Path of a file below the store.
     pub(crate) fn named_file(&self, name: &FileName) -> String {
         format!("{}/{}", self.base, name.path())
     }
 
-    // Objects, images, layers.
-
     /// Size of an object in bytes; `None` if it is not here.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] if something else than a file is in its place; [`Error::Io`].
+    /// [`Error::Corrupt`] if something other than a file is in its place; [`Error::Io`].
     pub fn object_size(&self, digest: &Digest) -> Result<Option<u64>> {
         self.file_size(&self.object_file(digest))
     }
 
-    /// Size of a file of the store; `None` if it is not there.
     pub(crate) fn file_size(&self, path: &str) -> Result<Option<u64>> {
         match self.disk().stat(path) {
             Ok(stat) if stat.kind == Kind::File => Ok(Some(stat.size)),
@@ -191,7 +185,7 @@ impl Domain {
         self.open_named(&FileName::content(FileKind::Image, digest))
     }
 
-    /// Digests of all images, sorted. What is here for others only ([`Domain::derived_images`]) is left out.
+    /// Digests of all images, sorted, without [derived ones](Domain::derived_images).
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -200,7 +194,7 @@ impl Domain {
         Ok(self.all_images()?.into_iter().filter(|image| !derived.contains(image)).collect())
     }
 
-    /// The same with nothing left out.
+    /// [`Domain::images`] with derived ones.
     pub(crate) fn all_images(&self) -> Result<Vec<Digest>> {
         Ok(self.named(FileKind::Image)?.iter().filter_map(FileName::image).collect())
     }
@@ -237,7 +231,7 @@ impl Domain {
         self.open_named(&FileName::chain(FileKind::Split, chain_id)?)
     }
 
-    /// Chain ids of all layers, sorted; without those that are too long to be read back from a file name.
+    /// Chain ids of all layers, sorted, without long ones, whose file names are hashes.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -248,9 +242,7 @@ impl Domain {
         Ok(layers)
     }
 
-    // Files by kind.
-
-    /// All files of a kind, sorted; of objects none: see `each_object`.
+    /// All files of a kind other than objects, sorted; for those see `each_object`.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -273,7 +265,7 @@ impl Domain {
         self.open_file(self.named_file(name))?.ok_or_else(|| Error::NoSuch(name.clone()))
     }
 
-    /// Removes files that can be made again. Who has one open keeps it. Durable on return.
+    /// Removes derived files; whoever has one open keeps it. Durable on return.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].

@@ -78,8 +78,8 @@ impl Domain {
     /// What the domain's images use.
     ///
     /// # Errors
-    /// [`crate::Error::Unreadable`] naming the image that cannot be read, [`crate::Error::Corrupt`],
-    /// [`crate::Error::Io`], [`crate::Error::Cancelled`].
+    /// [`crate::Error::Unreadable`] naming the image that cannot be read,
+    /// [`crate::Error::Corrupt`], [`crate::Error::Io`], [`crate::Error::Cancelled`].
     pub fn du(&self, contents: &dyn Contents, task: &Task) -> Result<DuReport> {
         let _lock = self.lock_shared()?;
         let mut report = DuReport::default();

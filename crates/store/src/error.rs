@@ -31,8 +31,7 @@ pub enum ErrorKind {
     Cancelled,
 }
 
-/// An error of the store. It names the object, path or digest that it is about; paths are relative to
-/// the store's directory.
+/// An error of the store, with the object, path (relative to the store) or digest.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -135,8 +134,8 @@ pub enum Error {
         /// Its bytes.
         size: u64,
     },
-    /// Objects, an image or layers that the import relied on were collected before it was published.
-    /// The import has to run again, with [`crate::ImportOptions::hold_lock`].
+    /// Content that the import relied on was collected before it was published. The import has to
+    /// run again, with [`crate::ImportOptions::hold_lock`].
     #[error(
         "{count} of the parts that this import relied on were collected meanwhile, first {first}"
     )]
@@ -179,14 +178,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether it says that something on the disk is missing, malformed or cannot be read, as
-    /// [`is_damage`] tells; otherwise the run has to end.
+    /// Whether it is [damage](is_damage) on the disk; otherwise the run has to end.
     pub fn is_unreadable(&self) -> bool {
         is_damage(self)
     }
 
-    /// Whether something that was there is gone because garbage collection took it, or was replaced,
-    /// meanwhile: doing the same again with the lock held ([`crate::ImportOptions::hold_lock`]) can succeed.
+    /// Whether garbage collection took, or somebody replaced, a file meanwhile: a second try with
+    /// the lock held ([`crate::ImportOptions::hold_lock`]) can succeed.
     pub fn is_race(&self) -> bool {
         matches!(
             self,
@@ -223,10 +221,9 @@ impl Error {
     }
 }
 
-/// Whether an error that came up while content was read is a finding about that content: a malformed file,
-/// a missing one, or one that the disk does not give any more (a bad sector, or with fs-verity an altered
-/// byte). Anything else that the system answers, such as out of memory or too many open files, says nothing
-/// about the content and ends the run.
+/// Whether an error while reading content is a finding about it: a malformed or missing file, or
+/// one that the disk cannot read (a bad sector, or with fs-verity an altered byte). Other errors,
+/// such as out of memory or too many open files, say nothing about the content and end the run.
 pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -251,9 +248,8 @@ pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
     true
 }
 
-/// EIO is also what a mismatch of fs-verity gives; EUCLEAN and EBADMSG say that the filesystem's own
-/// structures are damaged; ENODATA and EREMOTEIO are what disks answer for bad sectors; the last four come
-/// where something else than a file is in its place.
+/// A mismatch of fs-verity gives EIO; EUCLEAN and EBADMSG mean damaged filesystem structures,
+/// ENODATA and EREMOTEIO bad sectors; the last four mean that there is no file in its place.
 fn is_medium_error(code: i32) -> bool {
     use rustix::io::Errno;
     let medium =
@@ -283,7 +279,7 @@ mod tests {
     use super::*;
     use rustix::io::Errno;
 
-    /// ENOMEM and EMFILE counted as damage in a scrub: a busy machine lost content that was all right.
+    /// A busy machine's ENOMEM and EMFILE once counted as damage, and a scrub lost good content.
     #[test]
     fn only_what_the_medium_answers_is_damage() {
         let io =

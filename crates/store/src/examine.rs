@@ -1,5 +1,5 @@
-//! The one examiner: what is wrong with a file of a domain. fsck, verify, scrub and repair differ in which
-//! files they look at, under which lock, and in how they read; not in what they find.
+//! The one examiner of files, for fsck, verify, scrub and repair: these differ in the files they
+//! look at, the lock they hold and how they read, but not in what they find.
 
 use std::collections::{BTreeMap, HashSet};
 use std::os::fd::BorrowedFd;
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cofolio_sys::cache::cachestat;
 use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
 
+use crate::buffer::{ALIGN, Buffer};
 use crate::contents::Contents;
 use crate::disk::Piece;
 use crate::error::{At, Error, Result, is_damage};
@@ -22,8 +23,6 @@ use crate::{Digest, Domain, StoredFile};
 
 /// How much is read at once, in bytes.
 const READ_SIZE: usize = 1 << 20;
-/// What memory and offsets are aligned to for reading past the cache: enough for every block size there is.
-const ALIGN: usize = 4096;
 
 /// How the content of a file is read.
 pub(crate) enum Reading {
@@ -35,7 +34,6 @@ pub(crate) enum Reading {
     Direct(Mutex<Reader>),
 }
 
-/// Looks at files.
 pub(crate) struct Examiner<'a> {
     pub(crate) domain: &'a Domain,
     pub(crate) contents: &'a dyn Contents,
@@ -45,13 +43,9 @@ pub(crate) struct Examiner<'a> {
     pub(crate) derived: HashSet<Digest>,
 }
 
-/// What was seen of a file.
 pub(crate) enum Seen {
-    /// It is not there.
     Missing,
-    /// It is as it must be.
     Sound,
-    /// It is not.
     Damaged(Finding),
 }
 
@@ -74,11 +68,8 @@ impl<'a> Examiner<'a> {
         Self { domain, contents, reading, cancel: cancel.clone(), derived: HashSet::new() }
     }
 
-    /// Compares size (if the caller knows which it must have) and, as it was asked for, content; says also
-    /// how many bytes were hashed.
-    ///
-    /// # Errors
-    /// What says nothing about the file, such as lack of memory.
+    /// Compares the size, if known, and the content, if asked to; also returns how many bytes were
+    /// hashed. Fails only if that says nothing about the file, as lack of memory does.
     pub(crate) fn look(&self, name: &FileName, size: Option<u64>) -> Result<(Seen, u64)> {
         let mut hashed = 0;
         let seen = self.look_at(name, size, &mut hashed);
@@ -118,10 +109,7 @@ impl<'a> Examiner<'a> {
         Ok(Seen::Damaged(self.finding(name, Wrong::Altered, detail)))
     }
 
-    /// Reads a file as what it is, and visits what it names.
-    ///
-    /// # Errors
-    /// As [`Examiner::look`].
+    /// Reads a file as its kind and visits what it names; fails as [`Examiner::look`] does.
     pub(crate) fn read(&self, name: &FileName, visit: &mut dyn FnMut(Digest, u64)) -> Result<Seen> {
         match name.visit(self.domain, self.contents, visit) {
             Ok(()) => Ok(Seen::Sound),
@@ -147,10 +135,7 @@ impl<'a> Examiner<'a> {
         Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
     }
 
-    /// A pack, with what it needs: segments that are not among the `sound` ones make it incomplete.
-    ///
-    /// # Errors
-    /// As [`Examiner::look`].
+    /// Examines a pack, which lacks segments outside of `sound`. Fails like [`Examiner::look`].
     pub(crate) fn pack(&self, name: &FileName, sound: &HashSet<Digest>) -> Result<Option<Finding>> {
         // One that has been replaced since it was listed is no finding.
         let seen = match self.look(name, None)?.0 {
@@ -174,12 +159,10 @@ impl<'a> Examiner<'a> {
         Ok(seen.finding())
     }
 
-    /// That a file makes no sense.
     pub(crate) fn unreadable_finding(&self, name: &FileName, detail: String) -> Finding {
         self.finding(name, Wrong::Unreadable, detail)
     }
 
-    /// That an object is missing that an image or layer names.
     pub(crate) fn missing_object(&self, digest: &Digest) -> Finding {
         let name = FileName::content(FileKind::Object, digest);
         let path = self.domain.named_file(&name);
@@ -213,7 +196,6 @@ impl<'a> Examiner<'a> {
     }
 }
 
-/// What can be wrong with a file.
 #[derive(Clone, Copy)]
 enum Wrong {
     Truncated,
@@ -222,8 +204,7 @@ enum Wrong {
     Incomplete,
 }
 
-/// The fs-verity digest of a file's content as it is now. What the filesystem calls a hole reads as
-/// zeros, so a hole of a terabyte is not read to know that.
+/// The fs-verity digest of a file's current content. A hole of a terabyte takes no time.
 pub(crate) fn hash_file(file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
     let mut hasher = Hasher::new();
     file.for_pieces(|piece| hasher.piece(piece, cancel))?;
@@ -272,9 +253,7 @@ impl Hasher {
 
 /// Reads files past the page cache, at a rate.
 pub(crate) struct Reader {
-    buffer: Vec<u8>,
-    /// Where the aligned part of the buffer begins.
-    start: usize,
+    buffer: Buffer,
     rate: Option<u64>,
     /// What was read since `since`.
     bytes: u64,
@@ -286,13 +265,10 @@ impl Reader {
         // Pieces of a quarter of a second, so that a low rate is one and not a row of bursts.
         let piece = rate.map_or(READ_SIZE, |rate| usize::try_from(rate / 4).unwrap_or(READ_SIZE));
         let len = piece.clamp(ALIGN, READ_SIZE).next_multiple_of(ALIGN);
-        let buffer = vec![0; len + ALIGN];
-        let start = buffer.as_ptr().align_offset(ALIGN).min(ALIGN);
-        Self { buffer, start, rate, bytes: 0, since: Instant::now() }
+        Self { buffer: Buffer::new(len), rate, bytes: 0, since: Instant::now() }
     }
 
-    /// The fs-verity digest of a file's content, as the disk has it where the filesystem lets us past the
-    /// cache.
+    /// The fs-verity digest of a file's content on the disk, past the cache if possible.
     fn hash(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
         let digest = self.hash_direct(file, cancel);
         // Whoever reads the file next reads what is not aligned.
@@ -302,18 +278,17 @@ impl Reader {
 
     fn hash_direct(&mut self, file: &StoredFile, cancel: &Cancel) -> Result<Digest> {
         if let Some(descriptor) = file.descriptor() {
-            // Otherwise what was asked for is all that is read where the cache is in the way.
+            // Keeps the kernel from reading ahead where the cache is in the way.
             let _ = fadvise(descriptor, 0, None, Advice::Random);
             set_direct(descriptor, true);
         }
         let mut hasher = Hasher::new();
         loop {
             cancel.check()?;
-            let len = self.buffer.len() - ALIGN;
-            let quiet = Quiet::begin(file, hasher.size(), len as u64);
-            let buffer = &mut self.buffer[self.start..self.start + len];
+            let buffer = self.buffer.spare();
+            let quiet = Quiet::begin(file, hasher.size(), buffer.len() as u64);
             let read = match file.read_at(buffer, hasher.size()) {
-                // A filesystem that accepts the flag and then does not do it, or not so.
+                // The filesystem accepts the flag but refuses direct reads, or these.
                 Err(error)
                     if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
                 {
@@ -329,7 +304,7 @@ impl Reader {
             if n == 0 {
                 return Ok(hasher.finish());
             }
-            hasher.update(&self.buffer[self.start..self.start + n]);
+            hasher.update(&buffer[..n]);
             self.wait(n as u64);
             // The file ended at an offset that is not aligned: there is nothing behind it.
             if !n.is_multiple_of(ALIGN)

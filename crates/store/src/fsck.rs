@@ -14,7 +14,7 @@ use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS};
+use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS, named_files};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -39,7 +39,7 @@ pub enum FindingKind {
     ImageAltered,
     /// An image cannot be read as one.
     ImageUnreadable,
-    /// A base or a delta that nothing else needs has another digest than its name, or cannot be read.
+    /// An unneeded base or delta has another digest than its name, or cannot be read.
     BaseAltered,
     /// What an image is mounted over is not there, or nobody knows what it is.
     BaseIncomplete,
@@ -84,7 +84,7 @@ pub enum FindingKind {
 }
 
 impl FindingKind {
-    /// Whether it is about something that can be made again from images and objects: a base, a delta, a segment, a pack.
+    /// Whether it is about a derived file: a base, a delta, a segment or a pack.
     pub fn is_derived(self) -> bool {
         matches!(
             self,
@@ -98,8 +98,7 @@ impl FindingKind {
         )
     }
 
-    /// Whether something that was stored is lost or wrong; otherwise it is untidy or less safe than it
-    /// could be.
+    /// Whether stored content is lost or wrong; otherwise it is untidy or less safe than possible.
     pub fn is_damage(self) -> bool {
         !matches!(
             self,
@@ -217,7 +216,6 @@ impl FsckReport {
     }
 }
 
-/// An object that something names.
 struct Named {
     size: u64,
     /// Index into the list of images and layers.
@@ -226,8 +224,7 @@ struct Named {
 }
 
 impl Domain {
-    /// Looks for damage. Imports can go on meanwhile, garbage collection waits. The task
-    /// hears of the objects looked at so far and the bytes hashed.
+    /// Looks for damage while imports, but no garbage collection, go on.
     ///
     /// # Errors
     /// [`crate::Error::Io`] if the disk cannot be read. Damage is no error: it is in the report.
@@ -284,20 +281,14 @@ impl Domain {
         // An import that is being published protects its content last: look again.
         report.findings.retain(|finding| {
             let mut again = FsckReport::default();
+            let kind = self.name_of(&finding.path).map_or(FileKind::Object, |name| name.kind());
             finding.kind != FindingKind::Unprotected
-                || self.fsck_again(&finding.path, &mut again).is_err()
+                || self.fsck_attributes(&finding.path, kind, &mut again).is_err()
                 || again.findings.iter().any(|now| now.kind == FindingKind::Unprotected)
         });
         self.add_hit(contents, &mut report)?;
         report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
         Ok(report)
-    }
-
-    fn fsck_again(&self, path: &str, report: &mut FsckReport) -> Result<()> {
-        let below = path.strip_prefix(self.base()).unwrap_or(path).trim_start_matches('/');
-        let (directory, file) = below.rsplit_once('/').unwrap_or_default();
-        let kind = FileName::of_file(directory, file).map_or(FileKind::Object, |it| it.kind());
-        self.fsck_attributes(path, kind, report)
     }
 
     /// Refs and roots: whether they can be read, and what they name is here.
@@ -338,7 +329,7 @@ impl Domain {
     /// What a ref or root keeps and is not here: images, and layers or their splits.
     pub(crate) fn missing_of(&self, kept: &Kept) -> Result<Vec<FileName>> {
         let layers = || kept.layers.iter().map(String::as_str);
-        let mut missing = self.missing_files(&kept.images, layers())?;
+        let mut missing = self.missing_files(named_files(&kept.images, layers())?)?;
         for chain_id in layers() {
             let split = FileName::chain(FileKind::Split, chain_id)?;
             if self.has_layer(chain_id)? && self.named_size(&split)?.is_none() {
@@ -348,17 +339,7 @@ impl Domain {
         Ok(missing)
     }
 
-    /// Images and layers of these that are not here.
-    pub(crate) fn missing_files<'a>(
-        &self,
-        images: &[Digest],
-        layers: impl Iterator<Item = &'a str>,
-    ) -> Result<Vec<FileName>> {
-        let mut files: Vec<_> =
-            images.iter().map(|image| FileName::content(FileKind::Image, image)).collect();
-        for chain_id in layers {
-            files.push(FileName::chain(FileKind::Layer, chain_id)?);
-        }
+    pub(crate) fn missing_files(&self, files: Vec<FileName>) -> Result<Vec<FileName>> {
         let mut missing = Vec::new();
         for file in files {
             if self.named_size(&file)?.is_none() {

@@ -1,17 +1,15 @@
-//! Garbage collection: what no ref, root or live mount keeps goes. Imports and mounts go on meanwhile: see
-//! [`crate::collector`] for how, and why that is safe.
+//! Garbage collection: removes files that no ref, root or live mount keeps. Imports and mounts go
+//! on meanwhile: see [`crate::collector`] for how, and why that is safe.
 //!
-//! 1. mark: refs, roots and what the caller says is mounted give the images and layers to keep; those give
-//!    the objects and segments to keep. What cannot be read keeps what it might need, is reported, and
-//!    blocks nothing else: see [`Reachability`];
-//! 2. what interrupted imports and writes left goes, leases that have run out, mounts of an earlier boot;
-//! 3. images, layers, splits and packs that are not marked go, and that is made durable: no image that is in
-//!    place ever lacks an object, after a crash either, and no pack a segment;
-//! 4. objects and segments that are not marked go, and what is kept gets its protection if it lacks it,
-//!    images after their objects.
+//! 1. mark: refs, roots and live mounts keep images and layers; those keep objects and segments.
+//!    Unreadable files keep what they might need and block nothing else: see [`Reachability`];
+//! 2. leftovers of interrupted imports and writes go, expired leases, mounts of an earlier boot;
+//! 3. unmarked images, layers, splits and packs go, durably: no image in place ever lacks an
+//!    object, after a crash either, and no pack a segment;
+//! 4. unmarked objects and segments go, and kept ones get missing protection, images last.
 //!
-//! Time and the number of system calls grow with the number of files, records, and names in images and
-//! layers; memory with the number of kept objects, 31 bytes each.
+//! Time grows with files, records and names in images and layers; memory is 31 bytes per kept
+//! object.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
@@ -23,7 +21,7 @@ use crate::collector::{Collector, Suspect, Swept};
 use crate::contents::Contents;
 use crate::disk::Kind;
 use crate::error::{At, BoxError, Result};
-use crate::kinds::FileKind;
+use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::RECORDS;
 use crate::signatures;
@@ -37,8 +35,7 @@ use crate::{Digest, Domain, Unreadable};
 pub struct GcOptions {
     /// Change nothing, only say what would be.
     pub dry_run: bool,
-    /// Wait for imports that are being published, and for another collection; otherwise
-    /// [`crate::Error::Busy`].
+    /// Wait for imports that are being published and other collections, or [`crate::Error::Busy`].
     pub wait: bool,
     /// Seconds since 1970: leases that expire before are dropped. 0 drops none.
     pub now: i64,
@@ -48,8 +45,7 @@ pub struct GcOptions {
     pub cancel: Cancel,
 }
 
-/// What a garbage collection removed (or would remove) and kept. Bytes are allocated bytes, as `du`
-/// counts them.
+/// What a garbage collection removed (or would remove) and kept, in allocated bytes as in `du`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct GcReport {
     /// Nothing was changed.
@@ -103,15 +99,13 @@ impl GcReport {
 }
 
 impl Domain {
-    /// Collects what nothing keeps. `live` says which images are mounted or otherwise in use beyond what the
-    /// roots say.
-    ///
-    /// Imports and mounts go on meanwhile. Another collection, or a trim, does not.
+    /// Collects garbage while imports and mounts, but no other collection or trim, go on. `live`
+    /// gives the images that are in use beyond those of roots.
     ///
     /// # Errors
     /// [`crate::Error::Unreadable`] if `live` fails, or for lack of memory or the like: nothing was
-    /// collected. [`crate::Error::Busy`], [`crate::Error::ReadOnly`], [`crate::Error::Io`]: what was removed
-    /// so far was garbage. What cannot be read is no error: see [`GcReport::unreadable`].
+    /// collected. [`crate::Error::Busy`], [`crate::Error::ReadOnly`], [`crate::Error::Io`]: only
+    /// garbage was removed so far. Unreadable content is no error: see [`GcReport::unreadable`].
     pub fn gc(
         &self,
         contents: &dyn Contents,
@@ -134,8 +128,8 @@ impl Collector<'_> {
         keepers.refs.retain(|(name, _)| !without.contains(name));
         self.reach.mark(&keepers)?;
         let mut report = GcReport { dry_run: self.options.dry_run, ..GcReport::default() };
-        // Before anything is protected again: a crash in the middle of a rename can leave a file with its
-        // old name in staging too, and removing that name takes the flag from the file.
+        // Before protecting anything: a crash during a rename can leave a second name in staging,
+        // and removing that takes the flag from the file.
         self.sweep_leftovers(&mut report)?;
         let stale: Vec<_> = std::mem::take(&mut keepers.stale)
             .into_iter()
@@ -166,8 +160,7 @@ impl Collector<'_> {
             // There may be room for it now.
             let _ = domain.store().keep_reserve();
         }
-        let Self { reach, .. } = &mut self;
-        report.unreadable = reach.take_unreadable();
+        report.unreadable = std::mem::take(&mut self.reach.unreadable);
         Ok(report)
     }
 
@@ -229,7 +222,7 @@ impl Collector<'_> {
         Ok(())
     }
 
-    /// Removes records of bases that name an image that goes, durably: before any of those images goes.
+    /// Removes records of bases that name a garbage image, durably and before those images go.
     fn sweep_bases(&mut self) -> Result<()> {
         let mut suspects = Vec::new();
         for (image, path) in self.domain.base_records()? {
@@ -241,17 +234,17 @@ impl Collector<'_> {
             return Ok(());
         }
         self.sweep(&suspects, |this, image| Ok(!this.keeps_base(image)?))?;
-        let directory = format!("{}/{}", self.domain.base(), base::DIRECTORY);
-        self.domain.disk().sync_dir(&directory).at("sync", &directory)
+        self.domain.sync_directory(base::DIRECTORY)
     }
 
     fn keeps_base(&self, image: &Digest) -> Result<bool> {
         let Some(base) = self.domain.base_of(image)? else { return Ok(false) };
-        Ok([image, &base.base, &base.delta].iter().all(|image| self.reach.keeps_image(image)))
+        let mut images = [image, &base.base, &base.delta].into_iter();
+        Ok(images.all(|image| self.reach.keeps(&FileName::content(FileKind::Image, image))))
     }
 
-    /// Temporary files and dead staging. Whoever writes a temporary file holds the domain's lock, so one
-    /// that is there when the collection holds it alone belongs to nobody.
+    /// Temporary files and dead staging. A temporary file's writer holds the domain's lock, so
+    /// under our exclusive lock it belongs to nobody.
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
         let mut directories = RECORDS.map(str::to_owned).to_vec();

@@ -1,7 +1,7 @@
 //! The kinds of files that a domain keeps, in one table.
 //!
-//! Garbage collection, fsck, scrub, repair, disk usage, protection and publishing go over this table
-//! instead of knowing each kind by itself. Adding a kind is adding a row.
+//! Garbage collection, fsck, scrub, repair, disk usage, protection and publishing go over this
+//! table instead of knowing each kind by itself. Adding a kind is adding a row.
 
 use std::fmt;
 
@@ -25,7 +25,6 @@ pub enum FileKind {
     Pack,
 }
 
-/// How a file is named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Naming {
     /// By the fs-verity digest of its content. Objects have a directory per first byte.
@@ -146,7 +145,7 @@ impl FileName {
         Ok(Self { kind, stem: name::encode("chain id", chain_id)? })
     }
 
-    /// What a file in a directory of the domain is; `None` if it is nothing that the store puts there.
+    /// What a file in a directory of the domain is; `None` if it is foreign.
     pub fn of_file(directory: &str, file: &str) -> Option<Self> {
         FileKind::NAMED
             .into_iter()

@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// File name in the store's directory.
 pub(crate) const META_PATH: &str = "meta.json";
 /// Format version that this program writes. A higher one is refused.
 pub(crate) const FORMAT: u32 = 1;
@@ -13,12 +12,10 @@ pub(crate) const META_SIZE_MAX: u64 = 64 << 10;
 
 /// Incompatible: objects and images are named by fs-verity SHA-256 digests of 4 KiB blocks.
 const DIGEST_FEATURE: &str = "digest-fsverity-sha256-4k";
-/// Read-only compatible: content that is in place may carry the immutable flag, so that whoever removes
-/// something has to clear it first.
+/// Read-only compatible: files may carry the immutable flag, which must be cleared to remove them.
 pub(crate) const IMMUTABLE_FEATURE: &str = "immutable-objects";
 
-/// Compatible: what a store of this format may have beside objects, images, layers, refs and roots. Who does
-/// not know one of these leaves it alone.
+/// Compatible: what a store may also contain. Programs that do not know one leave it alone.
 const COMPATIBLE: [&str; 6] =
     ["layer-splits", "segments", "bases", "domain-settings", "last-used", "signatures"];
 
@@ -61,8 +58,7 @@ impl Meta {
         }
     }
 
-    /// What can be made of a damaged `meta.json`: the id if it can still be found in it, and otherwise
-    /// `fresh`.
+    /// A replacement for a damaged `meta.json`, with its id if found in there, else `fresh`.
     pub(crate) fn mended(damaged: &[u8], fresh: [u8; 16], immutable: bool) -> Self {
         let mut meta = Self::new(fresh, immutable);
         let is_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
@@ -73,8 +69,7 @@ impl Meta {
         meta
     }
 
-    /// Reads `meta.json`. The version is looked at before anything else of it: a later format may have
-    /// other fields.
+    /// Reads `meta.json`, its version first: a later format may have other fields.
     pub(crate) fn parse(json: &[u8]) -> Result<Self> {
         #[derive(Deserialize)]
         struct Version {

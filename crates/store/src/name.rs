@@ -1,28 +1,23 @@
 //! Names that people give (`registry.example/ns/redis:7.0.15`) as file names, and back.
 //!
-//! Letters, digits, `-`, `_`, `+` and `.` stand for themselves (`.` not in first place), every other
-//! byte becomes `%` and two upper-case hex digits. Such a file name cannot hold `/`, cannot be `.` or
-//! `..`, cannot collide with a temporary file (they begin with `.`), and is read back exactly.
+//! Letters, digits, `-`, `_`, `+` and `.` stand for themselves (`.` not in first place), every
+//! other byte becomes `%` and two upper-case hex digits. So a file name has no `/`, is not `.` or
+//! `..`, is no temporary file (these begin with `.`), and is read back exactly.
 //!
-//! A name whose encoding is longer than [`ENCODED_MAX`] becomes `~` and the SHA-256 of the name in hex.
-//! Every record holds its name too, so that it can be read back in that case and checked in the other.
+//! A name whose encoding is longer than [`ENCODED_MAX`] becomes `~` and the name's SHA-256 in hex.
+//! Every record holds its name too, to read it back in that case and to check it in the other.
 
 use sha2::{Digest as _, Sha256};
 
 use crate::Digest;
 use crate::error::{Error, Result};
 
-/// Longest encoded name that is used as it is, in bytes. A file name has 255; the rest is for suffixes
-/// (`.dump.zst`).
+/// Longest encoding in a file name, in bytes: of 255, the rest is for suffixes (`.dump.zst`).
 const ENCODED_MAX: usize = 240;
-/// Longest name that is accepted, in bytes. An OCI reference is at most 255 bytes of repository,
-/// a tag of 128, and the digest.
+/// Longest name, in bytes. An OCI reference has a repository of up to 255, a tag of 128, a digest.
 const NAME_MAX: usize = 1024;
 
-/// The file name (without suffix) for a name.
-///
-/// # Errors
-/// [`Error::BadName`] for an empty name, one above 1024 bytes, or one with control characters.
+/// The file name (without suffix) for a name: 1 to 1024 bytes without control characters.
 pub(crate) fn encode(what: &'static str, name: &str) -> Result<String> {
     let bad = |reason| Err(Error::BadName { what, name: name.chars().take(80).collect(), reason });
     if name.is_empty() {
@@ -50,7 +45,7 @@ pub(crate) fn encode(what: &'static str, name: &str) -> Result<String> {
     Ok(encoded)
 }
 
-/// The name of an encoded file name; `None` for a hashed one (`~…`) and for what [`encode`] never makes.
+/// The name of an encoded file name; `None` if it is hashed (`~…`) or not made by [`encode`].
 pub(crate) fn decode(encoded: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(encoded.len());
     let mut rest = encoded.as_bytes();
@@ -69,7 +64,7 @@ pub(crate) fn decode(encoded: &str) -> Option<String> {
     (encode("name", &name).ok()? == encoded).then_some(name)
 }
 
-/// Whether [`encode`] can have made this file name, of a name that is known or of one that it hashed.
+/// Whether [`encode`] can have made this file name.
 pub(crate) fn is_encoded(file: &str) -> bool {
     let hashed = file.strip_prefix('~').and_then(|hash| Digest::from_lower_hex(hash.as_bytes()));
     hashed.is_some() || decode(file).is_some()
@@ -80,8 +75,7 @@ pub(crate) fn matches(file: &str, name: &str) -> bool {
     encode("name", name).is_ok_and(|encoded| encoded == file)
 }
 
-/// A trust domain's name is a directory name as it stands: 1 to 64 of `a-z 0-9 - _ .`, beginning with a
-/// letter or digit.
+/// A trust domain's name is its directory: 1 to 64 of `a-z 0-9 - _ .`, first a letter or digit.
 pub(crate) fn check_domain(name: &str) -> Result<()> {
     let good = |byte: u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.');
     if name.len() > 64

@@ -5,9 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::error::Result;
 
-/// Calls `work` for every item on up to `threads` threads, each taking the next item when it is free.
-/// The first error stops them all and is returned. With one thread the order is that of the list. Where
-/// the machine gives fewer threads, these and the caller's do it.
+/// Calls `work` for every item on up to `threads` threads, each taking the next item when free, in
+/// the list's order with one thread. The first error stops them all. Fewer threads suffice.
 pub(crate) fn for_each<T: Sync>(
     threads: usize,
     items: &[T],

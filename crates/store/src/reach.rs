@@ -13,11 +13,10 @@ use crate::records::RecordFile;
 use crate::task::Cancel;
 use crate::{Digest, Domain, GcOptions};
 
-/// Something that keeps images and layers and cannot be read, or an image or layer that is kept and cannot
-/// be read. What it might need is kept.
+/// An unreadable record, or kept image or layer; everything it might need is kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unreadable {
-    /// `image <digest>`, `layer <chain-id>` or the path of a record, and for the former what keeps it.
+    /// `image <digest>` or `layer <chain-id>`, with its keeper, or the path of a record.
     pub what: String,
     /// What is wrong with it.
     pub reason: String,
@@ -45,8 +44,8 @@ pub(crate) struct Keepers {
 }
 
 impl Domain {
-    /// Reads all records, then asks what is mounted: a mount writes its root before it mounts, and removes
-    /// it after it has unmounted, so it is seen in one of the two.
+    /// Reads all records, then asks what is mounted: mounts write their root before they mount and
+    /// remove it after they have unmounted, so each is seen once.
     pub(crate) fn keepers(
         &self,
         live: &dyn Fn() -> Result<Vec<Digest>, BoxError>,
@@ -68,8 +67,7 @@ impl Domain {
                         keepers.stale.push(StaleRoot { shown, path, kind });
                     }
                     Ok(Some(root)) => keepers.roots.push((shown, root)),
-                    // Mount records are not synced. A torn one was written shortly before a crash, and
-                    // its mount went with that crash.
+                    // Mount records are not synced. A torn one's mount went with the crash.
                     Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
                         keepers.stale.push(StaleRoot { shown, path, kind });
                     }
@@ -104,8 +102,7 @@ impl Keepers {
         Ok(())
     }
 
-    /// Visits each image and layer that is kept, with what keeps it: `ref NAME`, `<kind>/<id>` of a root, or
-    /// `a live mount`.
+    /// Visits kept images and layers with their keepers: a ref, `<kind>/<id>`, or `a live mount`.
     pub(crate) fn each(&self, mut visit: impl FnMut(FileName, &str)) {
         let mut keep = |images: &[Digest], layers: &mut dyn Iterator<Item = &str>, by: &str| {
             let images = images.iter().map(|image| FileName::content(FileKind::Image, image));
@@ -134,14 +131,12 @@ fn is_stale(root: &Root, options: &GcOptions) -> bool {
     }
 }
 
-/// What is to be kept.
+/// What is to be kept. Unreadable files keep everything they might need and block nothing else:
 ///
-/// What cannot be read is kept with everything that it might need, and blocks nothing else:
-///
-/// - a ref or root whose record cannot be read may keep any image: no content is collected;
-/// - an image or layer that is kept and cannot be read may need any object: no object is collected, images,
+/// - an unreadable ref or root may keep any image: no content is collected;
+/// - an unreadable kept image or layer may need any object: no object is collected, but images,
 ///   layers, packs and segments are;
-/// - a pack, or an image that only others are mounted over, can be made again: it is not worth keeping.
+/// - an unreadable pack, delta or unnamed base can be made again and keeps nothing.
 pub(crate) struct Reachability<'a> {
     domain: &'a Domain,
     contents: &'a dyn Contents,
@@ -150,13 +145,12 @@ pub(crate) struct Reachability<'a> {
     files: BTreeSet<FileName>,
     /// Objects and segments.
     content: DigestSet,
-    unreadable: Vec<Unreadable>,
+    pub(crate) unreadable: Vec<Unreadable>,
     any_file: bool,
     any_object: bool,
 }
 
 impl<'a> Reachability<'a> {
-    /// Nothing is kept yet.
     pub(crate) fn new(domain: &'a Domain, contents: &'a dyn Contents, cancel: Cancel) -> Self {
         Self {
             domain,
@@ -170,11 +164,7 @@ impl<'a> Reachability<'a> {
         }
     }
 
-    /// Keeps what the keepers keep.
-    ///
-    /// # Errors
-    /// [`Error::Io`] and [`Error::Unreadable`] for what says nothing about the content, such as too many
-    /// open files.
+    /// Keeps what the keepers keep. Fails only for causes like too many open files, not for damage.
     pub(crate) fn mark(&mut self, keepers: &Keepers) -> Result<()> {
         let mut kept = Vec::new();
         keepers.each(|file, by| {
@@ -209,8 +199,8 @@ impl<'a> Reachability<'a> {
         Ok(())
     }
 
-    /// Keeps a file that was named or published since the mark began. `is_new` if it was published, so that
-    /// it may name other content than what had its name before.
+    /// Keeps a file that was named or published since the mark began. `is_new` if it was published
+    /// and may name other content than its predecessor.
     pub(crate) fn add(&mut self, file: &FileName, is_new: bool) -> Result<()> {
         match file.kind() {
             FileKind::Object | FileKind::Segment => {
@@ -255,7 +245,6 @@ impl<'a> Reachability<'a> {
         self.content.seal();
     }
 
-    /// Whether a file stays.
     pub(crate) fn keeps(&self, file: &FileName) -> bool {
         self.any_file
             || match file.kind() {
@@ -267,21 +256,10 @@ impl<'a> Reachability<'a> {
             }
     }
 
-    /// Whether an object or a segment stays.
     pub(crate) fn keeps_content(&self, kind: FileKind, digest: &Digest) -> bool {
         self.any_file
             || (self.any_object && kind == FileKind::Object)
             || self.content.contains(digest)
-    }
-
-    /// Whether an image stays.
-    pub(crate) fn keeps_image(&self, image: &Digest) -> bool {
-        self.keeps(&FileName::content(FileKind::Image, image))
-    }
-
-    /// What could not be read, for the report.
-    pub(crate) fn take_unreadable(&mut self) -> Vec<Unreadable> {
-        std::mem::take(&mut self.unreadable)
     }
 
     /// Keeps what a file names.

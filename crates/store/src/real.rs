@@ -20,20 +20,19 @@ use crate::disk::{
 const DIRECTORY_MODE: Mode = Mode::from_raw_mode(0o755);
 /// Only root looks into a store: images may hold secrets that are not world-readable inside.
 const ROOT_MODE: Mode = Mode::from_raw_mode(0o700);
-/// How often, and how long apart, fs-verity is tried on a file that somebody still holds for writing.
+/// Tries of fs-verity on a file that somebody still holds for writing, and the time between them.
 const VERITY_ATTEMPTS_MAX: u32 = 200;
 const VERITY_PAUSE: Duration = Duration::from_millis(5);
-/// `FS_VERITY_FL` of `linux/fs.h`: told with a file's flags, but not set with them. ext4 ignores it
-/// there, btrfs answers EOPNOTSUPP (Linux 7.2).
+/// `FS_VERITY_FL` of `linux/fs.h`, readable only: ext4 ignores it, btrfs answers EOPNOTSUPP (7.2).
 const VERITY_FLAG: IFlags = IFlags::from_bits_retain(0x0010_0000);
-/// Writes of fewer bytes go through the page cache: it waits for the disk later, and for many at once.
+/// Smaller writes go through the page cache, which gathers them for the disk.
 const DIRECT_MIN: usize = 256 << 10;
 /// Of each filesystem one part in so many stays free for others,
 const KEPT_FREE_PART: u64 = 100;
 /// but not more than this many bytes.
 const KEPT_FREE_MAX: u64 = 1 << 30;
 
-/// A directory of this machine. Every operation starts from its descriptor, so that the store can be
+/// A directory of this machine. Every operation starts from its descriptor, so the store can be
 /// bind-mounted elsewhere or its parents renamed while it is open.
 #[derive(Debug)]
 pub struct RealDisk {
@@ -75,8 +74,8 @@ impl RealDisk {
         }
     }
 
-    /// `openat2` that stays below the root and follows no symbolic link at all; where a sandbox forbids
-    /// the call, `openat` that follows none in the last part.
+    /// `openat2` below the root without following symbolic links; where a sandbox forbids the call,
+    /// `openat` without following one in the last part.
     fn open_at(&self, path: &str, flags: OFlags, mode: Mode) -> io::Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
@@ -92,8 +91,8 @@ impl RealDisk {
     }
 
     fn probe_verity(&self) -> bool {
-        // Asking a directory for its digest is refused before the file type is looked at exactly when
-        // there is no fs-verity (ENOTTY, EOPNOTSUPP); with it the answer is ENODATA or EISDIR.
+        // For a directory, a kernel without fs-verity answers ENOTTY or EOPNOTSUPP before looking
+        // at the file type; with it the answer is ENODATA or EISDIR.
         match verity::measure(&self.root) {
             Ok(_) => true,
             Err(errno) => !verity::is_unsupported(errno),
@@ -142,8 +141,8 @@ impl Disk for RealDisk {
         if self.needs_chmod {
             fs::fchmod(&file, mode)?;
         }
-        // The kernel reads the whole file to build its tree of digests, and would have to fetch it again. It also writes
-        // it before that. Records are small, and not worth finding that out.
+        // fs-verity makes the kernel write and read the whole file for its tree of digests, which
+        // would fetch it again. Records are too small to matter.
         let direct = purpose == Purpose::Content && !self.has_verity();
         Ok(Box::new(RealFile { file, end: 0, direct }))
     }
@@ -215,14 +214,12 @@ impl Disk for RealDisk {
     }
 
     fn sync_all(&self) -> io::Result<()> {
-        // Since 5.8 syncfs reports write-back errors that happened since the descriptor was opened,
-        // also those that were hit before this call.
+        // Since 5.8 syncfs reports write-back errors since the descriptor was opened.
         Ok(fs::syncfs(&self.root)?)
     }
 
     fn lock(&self, path: &str, mode: LockMode, wait: bool) -> io::Result<Option<Box<dyn Lock>>> {
-        // A description of its own for every lock: flock belongs to the open file description, so
-        // threads of one process exclude each other just as processes do.
+        // flock belongs to the open file description: one per lock excludes threads, too.
         let directory = self.open_dir(path)?;
         let operation = match (mode, wait) {
             (LockMode::Shared, true) => FlockOperation::LockShared,
@@ -245,8 +242,8 @@ impl Disk for RealDisk {
             return Ok(());
         }
         match fs::ioctl_setflags(&file, wanted - VERITY_FLAG) {
-            // Somebody else was quicker. Of a file that is immutable ext4 lets nobody change anything else, and sees the
-            // flag of fs-verity missing, which cannot be given.
+            // Somebody else was quicker: ext4 refuses other changes of an immutable file, and
+            // misses the fs-verity flag, which cannot be set.
             Err(Errno::PERM) if fs::ioctl_getflags(&file)?.contains(IFlags::IMMUTABLE) == on => {
                 Ok(())
             }
@@ -260,8 +257,8 @@ impl Disk for RealDisk {
         loop {
             match verity::enable(&file) {
                 Ok(()) | Err(Errno::EXIST) => return Ok(verity::measure(&file)?),
-                // Our own descriptor for writing is closed, but a child that another thread has just
-                // forked holds a copy of it until it execs.
+                // Our own descriptor for writing is closed, but a child that another thread just
+                // forked holds a copy until it execs.
                 Err(Errno::TXTBSY) if attempt < VERITY_ATTEMPTS_MAX => {
                     attempt += 1;
                     std::thread::sleep(VERITY_PAUSE);
@@ -334,10 +331,11 @@ impl Disk for RealDisk {
     }
 }
 
-/// What begins at an offset of an open file: see [`Stretch`]. The position of the descriptor moves.
+/// The [`Stretch`] at an offset of an open file, by `lseek(2)`, which moves the descriptor's
+/// position.
 ///
 /// # Errors
-/// What `lseek(2)` with `SEEK_DATA` and `SEEK_HOLE`, and `fstat(2)`, give.
+/// Those of `lseek(2)` and `fstat(2)`.
 pub fn stretch_at(file: impl AsFd, offset: u64) -> io::Result<Stretch> {
     let end = match fs::seek(&file, SeekFrom::Data(offset)) {
         Ok(data) if data > offset => return Ok(Stretch::Hole(data - offset)),
@@ -366,8 +364,8 @@ struct RealLock {
 impl Lock for RealLock {}
 
 impl Drop for RealLock {
-    /// Closing is not enough: a child that another thread has just forked holds a copy of the descriptor, and
-    /// with it the lock, until it execs.
+    /// Closing is not enough: a child that another thread just forked holds a copy of the
+    /// descriptor, and the lock, until it execs.
     fn drop(&mut self) {
         let _ = fs::flock(&self.directory, FlockOperation::Unlock);
     }
@@ -383,8 +381,7 @@ struct RealFile {
 }
 
 impl RealFile {
-    /// How many of these bytes can go past the page cache, which would have to be allocated, filled and emptied for
-    /// content that as a rule nobody reads soon.
+    /// How many of these bytes can bypass the page cache, which as a rule nobody needs soon.
     fn direct_len(&self, data: &[u8]) -> usize {
         let aligned = data.as_ptr().align_offset(ALIGN) == 0
             && self.end.is_multiple_of(ALIGN as u64)

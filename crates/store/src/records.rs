@@ -14,17 +14,13 @@ use crate::{Digest, Domain, name};
 
 /// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
-/// Suffix of refs and roots.
 pub(crate) const RECORD_SUFFIX: &str = ".json";
-/// Directory of the refs.
 const REFS: &str = "refs";
-/// Directory of the roots.
 pub(crate) const ROOTS: &str = "roots";
 /// Directories of the records that keep images and layers.
 pub(crate) const RECORDS: [&str; 3] =
     [REFS, RootKind::Lease.directory(), RootKind::Mount.directory()];
 
-/// The file of a record.
 pub(crate) struct RecordFile {
     /// Path below the store.
     pub(crate) path: String,
@@ -32,7 +28,6 @@ pub(crate) struct RecordFile {
     pub(crate) name: Option<String>,
 }
 
-/// What a record keeps.
 #[derive(Default)]
 pub(crate) struct Kept {
     pub(crate) images: Vec<Digest>,
@@ -86,8 +81,8 @@ impl Domain {
         unreadable.into_iter().next().map_or(Ok(readable), |first| Err(first.error))
     }
 
-    /// The refs that can be read, sorted by name: for whoever looks for one of them, and is not to fail because
-    /// another one is damaged. What has to know all refs, as garbage collection, takes [`Domain::refs`].
+    /// The readable refs, sorted by name, for lookups that a damaged record must not stop. Whoever
+    /// needs all refs, as garbage collection does, takes [`Domain::refs`].
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -95,8 +90,7 @@ impl Domain {
         Ok(self.all_refs()?.readable)
     }
 
-    /// All refs, those that cannot be read apart: for whoever shows them, or must not take one that is damaged
-    /// for one that is not there.
+    /// All refs, with unreadable ones apart, to tell a damaged ref from a missing one.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -113,8 +107,7 @@ impl Domain {
         Ok(refs)
     }
 
-    /// The ref that came from this OCI manifest (`sha256:…`), if there is one: the image need not be
-    /// imported again.
+    /// The ref of this OCI manifest (`sha256:…`), which need not be imported again.
     ///
     /// # Errors
     /// Those of [`Domain::readable_refs`].
@@ -123,7 +116,7 @@ impl Domain {
         Ok(refs.into_iter().find(|(_, record)| record.manifest.as_deref() == Some(manifest)))
     }
 
-    /// Makes a ref or points it elsewhere; the image and the layers must be here. Durable on return.
+    /// Makes or replaces a ref; the image and the layers must be here. Durable on return.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
@@ -132,9 +125,8 @@ impl Domain {
         let path = self.ref_file(ref_name)?;
         let json = ref_json(ref_name, record)?;
         let _lock = self.lock_shared()?;
-        let layers = || record.layers.iter().map(|layer| layer.chain_id.as_str());
-        self.check_present(&[record.image], layers())?;
-        self.note_named(&[record.image], layers())?;
+        let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
+        self.check_and_note(&[record.image], layers)?;
         self.sync_parts()?;
         self.store().replace_file(&format!("{}/refs", self.base()), &path, &json, true)
     }
@@ -162,10 +154,7 @@ impl Domain {
         Ok(Some((ref_name, record)))
     }
 
-    // Roots.
-
-    /// All roots of one kind, sorted by id. Refs are roots too but are not listed here: see
-    /// [`Domain::refs`].
+    /// All roots of one kind, sorted by id, without refs ([`Domain::refs`]).
     ///
     /// # Errors
     /// [`Error::Corrupt`] naming the first record that cannot be read; [`Error::Io`].
@@ -178,8 +167,8 @@ impl Domain {
         Ok(roots)
     }
 
-    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts: they
-    /// do not outlive a crash anyway, and must be quick.
+    /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts,
+    /// which do not outlive a crash and must be quick.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
@@ -188,8 +177,7 @@ impl Domain {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         let _lock = self.lock_shared()?;
-        self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
-        self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
+        self.check_and_note(&root.images, root.layers.iter().map(String::as_str))?;
         let directory = format!("{}/{}", self.base(), root.kind.directory());
         let durable = root.kind != RootKind::Mount;
         if durable {
@@ -219,8 +207,8 @@ impl Domain {
         self.remove_record(kind.directory(), &path)
     }
 
-    /// Mounts are state of this boot and not part of what the store keeps: a store of which this program
-    /// may change nothing can be mounted, and whoever may collect it must see that.
+    /// Mount roots are state of this boot: they are written even to a store that this program may
+    /// not change, for the sake of whoever may collect it.
     fn check_root_writable(&self, kind: RootKind) -> Result<()> {
         if kind == RootKind::Mount { Ok(()) } else { self.store().check_writable() }
     }
@@ -238,8 +226,6 @@ impl Domain {
         Ok(Some(root))
     }
 
-    // Records in general.
-
     /// The records in one of the directories of [`RECORDS`].
     pub(crate) fn records(&self, directory: &str) -> Result<Vec<RecordFile>> {
         let record = |stem: String| RecordFile {
@@ -249,7 +235,7 @@ impl Domain {
         Ok(self.files(directory, RECORD_SUFFIX)?.into_iter().map(record).collect())
     }
 
-    /// The images and layers that a ref or a root keeps; `None` if it was removed since it was listed.
+    /// The images and layers that a ref or root keeps; `None` if it is gone since the listing.
     pub(crate) fn read_kept(&self, record: &RecordFile) -> Result<Option<Kept>> {
         if record.path.starts_with(&format!("{}/{REFS}/", self.base())) {
             let found = self.read_ref(&record.path)?;
@@ -277,8 +263,7 @@ impl Domain {
         self.store().check_writable()?;
         let removed = self.unlink_if_there(path)?;
         if removed {
-            let directory = format!("{}/{directory}", self.base());
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
+            self.sync_directory(directory)?;
         }
         Ok(removed)
     }
@@ -292,40 +277,43 @@ impl Domain {
     }
 
     /// With the lock held, what is here now stays here until it is given back.
-    fn check_present<'a>(
+    fn check_and_note<'a>(
         &self,
         images: &[Digest],
         layers: impl Iterator<Item = &'a str>,
     ) -> Result<()> {
-        match self.missing_files(images, layers)?.pop() {
+        let files = named_files(images, layers)?;
+        match self.missing_files(files.clone())?.pop() {
             Some(missing) => Err(Error::NoSuch(missing)),
-            None => Ok(()),
+            None => self.note_in_place(&files),
         }
     }
 
-    /// Makes the names of images and layers durable. A record must not outlive what it names: an image
-    /// that is in place may have come there a moment ago, by another import that has not synced yet.
+    /// Makes the names of images and layers durable. A record must not outlive what it names:
+    /// another import may have put an image in place a moment ago without syncing.
     pub(crate) fn sync_parts(&self) -> Result<()> {
-        for part in ["layers", "images"] {
-            let path = format!("{}/{part}", self.base());
-            self.disk().sync_dir(&path).at("sync", &path)?;
-        }
-        Ok(())
+        self.sync_directory("layers")?;
+        self.sync_directory("images")
     }
 
-    /// Writes a ref's record to a temporary file; gives it and its later place.
+    pub(crate) fn sync_directory(&self, directory: &str) -> Result<()> {
+        let path = format!("{}/{directory}", self.base());
+        self.disk().sync_dir(&path).at("sync", &path)
+    }
+
+    /// Writes a ref's record to a temporary file; returns it and its later place.
     pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
         self.prepare(self.ref_file(ref_name)?, &ref_json(ref_name, record)?)
     }
 
-    /// The same with that of a root.
+    /// The same for a root.
     pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         self.prepare(path, &json)
     }
 
-    /// The same with any record.
+    /// The same for any record.
     pub(crate) fn prepare(&self, path: String, json: &[u8]) -> Result<(String, String)> {
         let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
         Ok((self.store().write_temporary(directory, json, Purpose::Record, false)?, path))
@@ -338,6 +326,14 @@ struct Named<T> {
     name: String,
     #[serde(flatten)]
     record: T,
+}
+
+pub(crate) fn named_files<'a>(
+    images: &[Digest],
+    layers: impl Iterator<Item = &'a str>,
+) -> Result<Vec<FileName>> {
+    let images = images.iter().map(|image| Ok(FileName::content(FileKind::Image, image)));
+    images.chain(layers.map(|chain_id| FileName::chain(FileKind::Layer, chain_id))).collect()
 }
 
 fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {

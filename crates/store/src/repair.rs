@@ -1,7 +1,6 @@
-//! Repair: from what fsck found to an import that brings back only that.
+//! Repair: turns fsck's findings into an import that restores only those files.
 //!
-//! fsck's lock is gone by then, so what it found is only a hint where to look: everything is looked at again
-//! with the lock held before it is removed.
+//! fsck's lock is gone by then, so removal examines each finding again under the lock.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -26,8 +25,7 @@ pub struct Damage {
     pub objects: HashSet<Digest>,
     /// Images likewise.
     pub images: HashSet<Digest>,
-    /// Chain ids of layers that have to be unpacked again: their tree is missing, it or their split is
-    /// unreadable, or names an object that is damaged.
+    /// Chain ids of layers to unpack: their tree or split is missing, unreadable or names damage.
     pub layers: HashSet<String>,
 }
 
@@ -49,7 +47,7 @@ enum Protected {
 }
 
 impl Domain {
-    /// What of the findings an import could bring back.
+    /// The findings that an import could repair.
     ///
     /// # Errors
     /// [`crate::Error::Io`].
@@ -101,12 +99,9 @@ impl Domain {
         FileName::of_file(directory, file)
     }
 
-    /// Begins an import of which only what is damaged is kept; everything else counts as known. It holds
-    /// garbage collection off. What is staged replaces what is in place by a rename: who holds the old
-    /// file open, a mount included, keeps the old one.
-    ///
-    /// # Errors
-    /// As [`Domain::begin_import`].
+    /// Begins an import that keeps only damaged content and counts everything else as known. It
+    /// holds garbage collection off. Staged files replace those in place by a rename: whoever has
+    /// the old file open, a mount included, keeps it. Fails as [`Domain::begin_import`] does.
     pub fn begin_repair(&self, damage: &Damage) -> Result<Staging> {
         let options = ImportOptions { hold_lock: true, repair: true, ..ImportOptions::default() };
         let mut staging = self.begin_import(options)?;
@@ -114,9 +109,8 @@ impl Domain {
         Ok(staging)
     }
 
-    /// Removes what is derived among the findings: it can be made again from images and objects, and is worth nothing as it
-    /// is. What has become right since the report was made, or is named by a ref or root now, stays. Gives the images
-    /// that had a pack and have none now.
+    /// Removes damaged derived files among the findings, which can be made again. Files that are
+    /// sound or named by a ref or root by now stay. Returns the images that lost their last pack.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`].
@@ -150,16 +144,13 @@ impl Domain {
         }
         let _lock = self.lock_alone(true, &task.cancel)?;
         self.drop_broken_bases()?;
-        for directory in ["segments", "images"] {
-            let directory = format!("{}/{directory}", self.base());
-            self.disk().sync_dir(&directory).at("sync", &directory)?;
-        }
+        self.sync_directory("segments")?;
+        self.sync_directory("images")?;
         Ok(images)
     }
 
-    /// Looks at a derived file once more and removes it if it is damaged; says whether it went. It is read
-    /// with the lock held shared. Only when it is removed is it held alone: then the file must still be the
-    /// same one, and no ref or root may name it.
+    /// Removes a derived file if it is still damaged, and says so. It is examined under the shared
+    /// lock; under the exclusive lock it must still be the same file that no ref or root names.
     fn remove_if_damaged(
         &self,
         name: &FileName,
@@ -210,14 +201,13 @@ impl Domain {
         Ok(false)
     }
 
-    /// Gives content in place the protection that this store gives and that it lacks: fs-verity, if the filesystem
-    /// has gained it since (`tune2fs -O verity`), and the immutable flag. What is not what its name says is left
-    /// as it is, for fsck to tell, and images are then, too. Returns how many files are protected now that
-    /// were not.
+    /// Adds missing protection to content in place: fs-verity, if the filesystem has gained it
+    /// since (`tune2fs -O verity`), and the immutable flag. Damaged files are left for fsck, and
+    /// then images too. Returns how many files were newly protected.
     ///
     /// # Errors
-    /// [`crate::Error::ReadOnly`], [`crate::Error::Corrupt`] if the kernel computes another digest than this
-    /// program, [`crate::Error::Cancelled`], [`crate::Error::Io`].
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Corrupt`] if the kernel computes another digest
+    /// than this program, [`crate::Error::Cancelled`], [`crate::Error::Io`].
     pub fn protect_all(&self, task: &Task) -> Result<u64> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
@@ -298,10 +288,7 @@ impl Domain {
         Ok(Protected::Now)
     }
 
-    /// What is still wrong after a repair. Of content, only what was damaged before is read.
-    ///
-    /// # Errors
-    /// As [`Domain::fsck`].
+    /// What is still wrong after a repair; reads only damaged content. Fails like [`Domain::fsck`].
     pub fn recheck(
         &self,
         damage: &Damage,
@@ -324,8 +311,7 @@ impl Domain {
         Ok(report)
     }
 
-    /// Images and layers that a ref or root names and that are not there. A record that cannot be read is
-    /// a finding of its own.
+    /// Missing images and layers that a ref or root names. Unreadable records are own findings.
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
         for directory in RECORDS {
             for record in self.records(directory)? {

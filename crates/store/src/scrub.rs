@@ -1,9 +1,9 @@
-//! Scrubbing: reading everything again, slowly and quietly, so that a disk that forgets is found out while
-//! there is still a source to repair from.
+//! Scrubbing: rereads everything, slowly and quietly, to find a failing disk while repair is
+//! possible.
 //!
-//! A scrub may take days, so it holds no lock (garbage collection goes on), remembers how far it has come,
-//! and leaves the page cache as it was: it reads past the cache where the filesystem can (which shows what
-//! the disk has, and not what memory has), and takes out again what came in where it cannot.
+//! A scrub may take days, so it holds no lock, remembers its progress, and leaves the page cache as
+//! it was: it reads past the cache where the filesystem can, which shows the disk's content and not
+//! memory's, and elsewhere drops again what it brought in.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Mutex;
@@ -64,8 +64,7 @@ struct Saved {
 }
 
 impl Domain {
-    /// Reads and hashes objects, segments, images, packs and layers. One that was interrupted goes on where it was; its
-    /// findings are among those of the report.
+    /// Reads and hashes objects, segments, images, packs and layers; resumes an interrupted scrub.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Unreadable`], [`Error::Io`]. Damage is no error: it is in the
@@ -116,8 +115,8 @@ impl Domain {
             match seen {
                 Seen::Sound => {}
                 Seen::Damaged(finding) => report.add(finding),
-                // Of a segment that is missing, its pack is the finding. An object may have been collected,
-                // with an image that we know of: there is no lock.
+                // A missing segment is a finding of its pack. Without a lock, an object may have
+                // been collected together with its image.
                 Seen::Missing if kind == FileKind::Segment => {}
                 Seen::Missing => {
                     let lost = size.is_some()
@@ -170,8 +169,8 @@ impl Domain {
 }
 
 impl Examiner<'_> {
-    /// Images and, if everything is scrubbed, layers and splits; gives what is wrong with them, and adds the
-    /// objects that the images name.
+    /// Examines images and, if everything is scrubbed, layers and splits; returns what is wrong
+    /// with them and adds the objects that images name.
     fn scrub_metadata(
         &self,
         options: &ScrubOptions,
@@ -209,7 +208,7 @@ impl Examiner<'_> {
         Ok(findings)
     }
 
-    /// Packs of the images; gives the segments that they need, and adds what is wrong with the packs.
+    /// Adds what is wrong with the images' packs; returns the segments that they need.
     fn scrub_packs(
         &self,
         images: &[Digest],

@@ -1,11 +1,10 @@
-//! What the operator has decided for a trust domain: `domain.json`. The store keeps the record and does not
-//! know what it means.
+//! A trust domain's settings, `domain.json`, whose meaning the store does not know.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::Domain;
-use crate::disk::LockMode;
+use crate::disk::{LockMode, Purpose};
 use crate::error::{ErrorKind, Result};
 use crate::records::to_json;
 
@@ -18,8 +17,8 @@ impl Domain {
         self.read_record(&self.settings_file())
     }
 
-    /// Replaces the settings by what `change` makes of them; a damaged record counts as none. The file is
-    /// readable by the owner of the store alone. Durable on return.
+    /// Replaces the settings by `change` of them; a damaged record counts as none. Only the store's
+    /// owner can read the file. Durable on return.
     ///
     /// # Errors
     /// [`crate::Error::ReadOnly`], [`crate::Error::Io`], and those of `change`.
@@ -36,7 +35,7 @@ impl Domain {
         };
         let path = self.settings_file();
         let json = to_json(&path, &change(now)?)?;
-        self.store().replace_secret(self.base(), &path, &json)
+        self.store().replace(self.base(), &path, &json, Purpose::Secret, true)
     }
 
     pub(crate) fn settings_file(&self) -> String {

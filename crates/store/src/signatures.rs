@@ -1,8 +1,6 @@
-//! What others say of an image: `signatures/<image>/<name>`, small files that go with the image.
+//! Signatures of images: `signatures/<image>/<name>`, small files that go with the image.
 //!
-//! The store knows nothing of keys. It keeps what it is given as long as it keeps the image; whoever reads
-//! it again judges it again. The name is the SHA-256 of the content, so that what is there already is not
-//! there twice.
+//! The store knows nothing of keys: readers judge each time. Names are SHA-256 of the content.
 
 use std::io;
 
@@ -59,10 +57,10 @@ impl Domain {
         self.disk().sync_dir(self.base()).at("sync", self.base())
     }
 
-    /// All signatures of an image, in no particular order; none if there are none.
+    /// All signatures of an image, in no particular order.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] for one that is not what its name says, [`Error::Io`].
+    /// [`Error::Corrupt`] if one does not match its name, [`Error::Io`].
     pub fn signatures(&self, image: &Digest) -> Result<Vec<Vec<u8>>> {
         let mut signatures = Vec::new();
         for name in self.signature_files(image)? {
@@ -89,7 +87,7 @@ impl Domain {
         }
     }
 
-    /// Signatures that are not what their names say, of images that are not here, and what is no signature.
+    /// Finds signatures that do not match their names, whose image is missing, or that are none.
     pub(crate) fn fsck_signatures(&self, report: &mut FsckReport) -> Result<()> {
         let parent = format!("{}/{DIRECTORY}", self.base());
         for (entry, kind) in self.entries(DIRECTORY)? {

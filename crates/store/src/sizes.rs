@@ -1,9 +1,7 @@
-//! A look at the size of every object, once per boot: where content is protected (fs-verity, or the
-//! immutable flag), a mount does not look at each object, and a file that was cut short would only be
-//! found by a reader.
+//! A check of every object's size, once per boot: a mount does not check protected objects
+//! (fs-verity, or the immutable flag), so only a reader would find one that was truncated.
 //!
-//! Nothing is read but metadata, at a limited rate, without a lock. That it was done is noted with the id of
-//! the boot.
+//! It reads metadata only, at a limited rate, without a lock, and records the boot's id.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -30,12 +28,12 @@ pub struct SizesReport {
     pub boot_id: String,
     /// Objects looked at.
     pub objects: u64,
-    /// Objects that are missing or have another size than their images say, and images that cannot be read.
+    /// Objects that are missing or have the wrong size, and unreadable images.
     pub findings: Vec<Finding>,
 }
 
 impl Domain {
-    /// What the last look at all sizes found; `None` if there was none, or its record cannot be read.
+    /// The last check's report; `None` if there was none, or its record cannot be read.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -46,9 +44,9 @@ impl Domain {
         }
     }
 
-    /// Looks at the size of every object that an image of the domain names, at most `per_second` of them
-    /// each second, and notes that it was done in the boot `boot_id`. `go_on` is asked between whiles: if
-    /// it says no, the look ends, nothing is noted, and `None` comes back.
+    /// Checks the size of every object that an image of the domain names, at most `per_second` each
+    /// second, and records the boot `boot_id`. If `go_on` says no, returns `None` and records
+    /// nothing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`]. Damage is no error: it is in the report.

@@ -13,8 +13,7 @@ use crate::kinds::{FileKind, FileName};
 use crate::staging::{Staging, Stored};
 use crate::verity::Hasher;
 
-/// Shorter runs of zeros are written: they hold no whole block that could be left out, and an archive can
-/// have a hole between any two bytes.
+/// Shorter runs of zeros are written: they hold no whole block to leave out.
 const HOLE_MIN: usize = 4096;
 
 /// A file under `tmp/` that gets its name when it is complete. Dropped before that, it is removed.
@@ -62,27 +61,18 @@ impl<'a> StagedFile<'a> {
         self.staging
     }
 
-    /// Appends bytes; give it pieces of at least some KiB.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Appends bytes, best in pieces of at least some KiB. Fails as [`Staging::put_object`] does.
     pub fn append(&mut self, data: &[u8]) -> Result<()> {
         self.written += data.len() as u64;
         self.call(|file| file.write_all(data))
     }
 
-    /// Appends zeros that take no room, where the filesystem can.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Appends zeros, as a hole where the filesystem can. Fails as [`Staging::put_object`] does.
     pub fn append_hole(&mut self, len: u64) -> Result<()> {
         self.call(|file| file.append_hole(len))
     }
 
-    /// Appends a part of a file by sharing its blocks; false if the filesystem cannot.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Appends a shared part of a file; false if it cannot. Fails like [`Staging::put_object`].
     pub fn append_shared(&mut self, from: &StoredFile, part: Range<u64>) -> Result<bool> {
         let mut shared = false;
         self.call(|file| {
@@ -92,10 +82,7 @@ impl<'a> StagedFile<'a> {
         Ok(shared)
     }
 
-    /// Opens it for reading what is written so far.
-    ///
-    /// # Errors
-    /// What opening it gives, also where a full disk left none.
+    /// Opens for reading what is written so far; fails if a full disk left no file.
     pub fn open(&self) -> io::Result<StoredFile> {
         Ok(StoredFile::new(self.staging.disk().open(&self.path)?, self.path.clone()))
     }
@@ -114,11 +101,8 @@ impl<'a> StagedFile<'a> {
         Ok(())
     }
 
-    /// Gives the file its name in the staging directory, and fs-verity if that says a digest, which must be
-    /// that of the content. What already has the name stays.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Gives the file its name in the staging directory, and fs-verity if the name has a digest,
+    /// which must be the content's. An existing file stays. Fails like [`Staging::put_object`].
     pub fn finish(self, name: &FileName) -> Result<()> {
         let (staging, written) = (self.staging, self.written);
         let target = staging.named_file(name);
@@ -168,7 +152,7 @@ impl io::Write for StagedFile<'_> {
     }
 }
 
-/// Writes one object. Content up to [`crate::ImportOptions::buffer_bytes_max`] is kept in memory until [`ObjectWriter::finish`].
+/// Writes one object, kept in memory up to [`crate::ImportOptions::buffer_bytes_max`].
 pub struct ObjectWriter<'a> {
     staging: &'a Staging,
     hasher: Hasher,
@@ -187,10 +171,7 @@ impl<'a> ObjectWriter<'a> {
         Self { staging, hasher: Hasher::new(), buffer, spilled: None }
     }
 
-    /// Takes the next bytes of the content.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Takes the next bytes of the content; fails as [`Staging::put_object`] does.
     pub fn push(&mut self, mut data: &[u8]) -> Result<()> {
         while !data.is_empty() {
             let spare = self.spare()?;
@@ -202,11 +183,8 @@ impl<'a> ObjectWriter<'a> {
         Ok(())
     }
 
-    /// Room for the next bytes of the content, at least one, in memory of the writer's own: for who would otherwise
-    /// read them to another place first. [`ObjectWriter::advance`] takes them.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// At least one byte of the writer's own memory for the next bytes of the content, which
+    /// [`ObjectWriter::advance`] takes: saves a copy. Fails as [`Staging::put_object`] does.
     pub fn spare(&mut self) -> Result<&mut [u8]> {
         if self.buffer.spare().is_empty() {
             match self.spilled {
@@ -224,16 +202,13 @@ impl<'a> ObjectWriter<'a> {
         self.hasher.update(&self.buffer.filled()[before..]);
     }
 
-    /// Takes zeros as the next `len` bytes and leaves a hole for them in the file, so that an object is no
-    /// larger on disk than its source was. Time and memory do not depend on `len`.
+    /// Takes zeros as the next `len` bytes and leaves a hole for them, so that an object is no
+    /// larger on disk than its source. Time and memory do not depend on `len`.
     ///
-    /// Only for what the source says is a hole. Zeros that it has written down are not looked for: whoever
-    /// preallocated a file wants its blocks, a hole takes as much page cache as data once it is read, and
-    /// there is little disk to gain (of the images of `corpus/`, runs of 64 KiB and more are 2 % in mysql,
-    /// 0.3 % in postgres, none in the others).
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Only for holes of the source. Written zeros stay: whoever preallocated a file wants its
+    /// blocks, a hole takes page cache like data once read, and there is little to gain (of the
+    /// images of `corpus/`, runs of 64 KiB and more are 2 % in mysql, 0.3 % in postgres, none in
+    /// the others). Fails as [`Staging::put_object`] does.
     pub fn push_hole(&mut self, len: u64) -> Result<()> {
         if let Some(zeros) = usize::try_from(len).ok().and_then(|len| [0; HOLE_MIN - 1].get(..len))
         {
@@ -261,10 +236,7 @@ impl<'a> ObjectWriter<'a> {
         Ok(())
     }
 
-    /// Ends the object and gives its name.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Ends the object and gives its name; fails as [`Staging::put_object`] does.
     pub fn finish(mut self) -> Result<Stored> {
         self.flush_buffer()?;
         let staging = self.staging;
@@ -324,10 +296,7 @@ impl<'a> ImageWriter<'a> {
         Ok(Self { file: StagedFile::new(staging)?, hasher: Hasher::new(), packed })
     }
 
-    /// Ends the image and gives its name.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Ends the image and gives its name; fails as [`Staging::put_object`] does.
     pub fn finish(self) -> Result<Digest> {
         let digest = self.hasher.finish();
         let wanted = self.file.staging.wanted.as_ref();
@@ -364,10 +333,7 @@ impl<'a> LayerWriter<'a> {
         Ok(Self { file: StagedFile::new(staging)?, name })
     }
 
-    /// Ends the tree.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Ends the tree; fails as [`Staging::put_object`] does.
     pub fn finish(self) -> Result<()> {
         self.file.finish(&self.name)
     }

@@ -1,5 +1,4 @@
-//! [`Staging`]: one import in flight. Any number of threads write into it; nothing of it is visible
-//! until [`Staging::commit`].
+//! [`Staging`]: one import by any number of threads, invisible until [`Staging::commit`].
 //!
 //! ```text
 //! staging/<id>/           locked (flock) as long as the importer lives
@@ -10,8 +9,8 @@
 //!   tmp/<n>               being written, digest not known yet
 //! ```
 //!
-//! No list of objects is kept in memory: whether an object is known is asked from the filesystem, so an
-//! import of a million files needs no more memory here than one of ten.
+//! No list of objects is kept in memory: the filesystem says whether an object is known, so memory
+//! does not grow with the number of files.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -38,25 +37,22 @@ const BUFFER_BYTES_MAX: usize = 1 << 20;
 /// [`ImportOptions::early_sync_bytes`] unless said otherwise.
 const EARLY_SYNC_BYTES: u64 = 32 << 20;
 
-/// A write that takes more than this is rare: content comes in pieces of at most so many bytes, give or
-/// take a block.
+/// A larger write is rare: content comes in pieces of at most this size, give or take a block.
 const WRITE_BYTES_MAX: u64 = 1 << 20;
 
 /// How an import is begun.
 #[derive(Clone, Copy, Debug)]
 pub struct ImportOptions {
-    /// Keep garbage collection off until the import has ended. For the second try after
-    /// [`Error::Vanished`].
+    /// Keep garbage collection off throughout: for the second try after [`Error::Vanished`].
     pub hold_lock: bool,
-    /// Content up to this many bytes is hashed before anything is written, and not written if it is
-    /// known. It bounds the memory of one [`ObjectWriter`].
+    /// Content up to this many bytes is hashed before writing; bounds one [`ObjectWriter`]'s
+    /// memory.
     pub buffer_bytes_max: usize,
-    /// Each time that new objects of so many bytes have come from memory, what is written is synced, while other
-    /// threads go on: the less is left to wait for at the commit. Not file by file, since few large requests cost
-    /// less than many.
+    /// Sync each time that this many bytes of new objects came from memory, while other threads go
+    /// on: it shortens the commit's wait, and few large requests cost less than one per file.
     pub early_sync_bytes: u64,
-    /// Believe no object that is in place: hash it before it is taken for known, and replace it if it is
-    /// not what its name says. Heals what fsck found. (Missing and truncated objects are always healed.)
+    /// Hash objects in place before they count as known, and replace damaged ones, to heal what
+    /// fsck found. (Missing and truncated objects are always healed.)
     pub repair: bool,
 }
 
@@ -125,8 +121,7 @@ pub struct Staging {
 
 enum Health {
     Working,
-    /// The filesystem is full. Nothing is written any more; what would have been is counted, so that
-    /// the error can say how much was missing.
+    /// The filesystem is full. Further bytes are only counted, for the error.
     Counting {
         missing: u64,
         seen: HashSet<Digest>,
@@ -193,8 +188,7 @@ impl Staging {
         }
     }
 
-    /// Whether the filesystem has filled up, so that the import only counts what is missing. Commit will
-    /// fail with [`Error::NoSpace`].
+    /// Whether the filesystem is full, so that the commit will fail with [`Error::NoSpace`].
     pub fn is_full(&self) -> bool {
         matches!(*self.health(), Health::Counting { .. })
     }
@@ -202,8 +196,8 @@ impl Staging {
     /// Stores content that is in memory.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] after an earlier failure, [`Error::Io`]. A full filesystem is no error here:
-    /// see [`Staging::is_full`].
+    /// [`Error::Poisoned`] after an earlier failure, [`Error::Io`]. A full filesystem is no error
+    /// here: see [`Staging::is_full`].
     pub fn put_object(&self, data: &[u8]) -> Result<Stored> {
         self.put_hashed(verity::digest(data), data)
     }
@@ -215,27 +209,18 @@ impl Staging {
         ObjectWriter::new(self, buffer)
     }
 
-    /// A file of any kind but objects, whose name is said when it is complete.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// A file of any kind but objects, named when complete. Fails as [`Staging::put_object`] does.
     pub fn file_writer(&self) -> Result<StagedFile<'_>> {
         StagedFile::new(self)
     }
 
-    /// A writer for the metadata image.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// A writer for the metadata image; fails as [`Staging::put_object`] does.
     pub fn image_writer(&self) -> Result<ImageWriter<'_>> {
         ImageWriter::new(self, None)
     }
 
-    /// A writer for the pack of an image, over segments that are staged or in place: the commit wants to know which
-    /// ([`crate::Publish::segments`]).
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// A writer for the pack of an image, over staged or present segments, which the commit wants
+    /// to know ([`crate::Publish::segments`]). Fails as [`Staging::put_object`] does.
     pub fn pack_writer(&self, image: &Digest) -> Result<ImageWriter<'_>> {
         ImageWriter::new(self, Some(*image))
     }
@@ -248,16 +233,13 @@ impl Staging {
         LayerWriter::new(self, FileName::chain(FileKind::Layer, chain_id)?)
     }
 
-    /// A writer for a layer's split: its archive without the content of its files.
-    ///
-    /// # Errors
-    /// As [`Staging::layer_writer`].
+    /// A writer for a layer's split: its archive without file contents. Fails like
+    /// [`Staging::layer_writer`].
     pub fn split_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
         LayerWriter::new(self, FileName::chain(FileKind::Split, chain_id)?)
     }
 
-    /// Opens a file that this import has written. `None` if it has not, or had no room for it
-    /// ([`Staging::is_full`]).
+    /// Opens a file of this import. `None` if there is none, or no room ([`Staging::is_full`]).
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -313,8 +295,7 @@ impl Staging {
         self.disk().sync_all().or_else(|error| self.fail(error, "sync", &self.directory))
     }
 
-    /// Whether an object is in place in the domain. One of another size is damaged: it is written again,
-    /// and replaced at the commit.
+    /// Whether an object is in the domain; a damaged one of another size is replaced at the commit.
     fn is_in_place(&self, digest: &Digest, size: u64) -> Result<bool> {
         if let Some(wanted) = &self.wanted {
             return Ok(!wanted.objects.contains(digest));
@@ -364,8 +345,8 @@ impl Staging {
         }
     }
 
-    /// Runs a call that puts an entry into the digest's shard; makes the shard if that is why it fails.
-    /// Most shards exist most of the time, so asking first would be a wasted call.
+    /// Runs a call that puts an entry into the digest's shard, and retries after making a missing
+    /// shard: most exist, so asking first would be a wasted call.
     pub(crate) fn in_shard<T>(
         &self,
         digest: &Digest,
@@ -384,8 +365,7 @@ impl Staging {
         call()
     }
 
-    /// Has the kernel check every read of a complete file from now on, where it can. False if the disk
-    /// is full.
+    /// Enables fs-verity on a complete file, where the store has it. False if the disk is full.
     pub(crate) fn enable_verity(&self, path: &str, digest: &Digest) -> Result<bool> {
         if !self.domain.has_verity() {
             return Ok(true);
@@ -414,8 +394,6 @@ impl Staging {
         self.domain.disk()
     }
 
-    // Health.
-
     /// True while writing makes sense, false when only counting does. Asked before every write.
     pub(crate) fn check(&self) -> Result<bool> {
         if self.working.load(Relaxed) && self.has_room()? {
@@ -428,11 +406,10 @@ impl Staging {
         }
     }
 
-    /// Whether the disk has room left for us. If not, the import only counts from now on: it does not go
-    /// on until the last byte is taken from everything else on that filesystem.
+    /// Whether the disk has room left for us. If not, the import only counts from now on, and
+    /// leaves the last bytes to others on that filesystem.
     ///
-    /// Half of the room is used up before it is looked at again, so that a look costs nothing while there
-    /// is plenty, and whoever else writes meanwhile is noticed in time.
+    /// Looks again when half of the room is used: rarely at first, in time to notice other writers.
     fn has_room(&self) -> Result<bool> {
         let take = |left: u64| left.checked_sub(1);
         if self.writes_left.fetch_update(Relaxed, Relaxed, take).is_ok() {
@@ -472,8 +449,8 @@ impl Staging {
         }
     }
 
-    /// Records a failed write. After one nobody knows what is on the disk, so it is never tried again:
-    /// a full disk turns the import into one that counts, anything else ends it.
+    /// Records a failed write. The disk's state is unknown then, so there is no retry: a full disk
+    /// makes the import count, anything else ends it.
     pub(crate) fn fail(&self, error: io::Error, action: &'static str, path: &str) -> Result<()> {
         if is_full(&error) {
             self.fill();
@@ -506,8 +483,7 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         let remove = || remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);
-        // Looking into the directory takes a descriptor. If there is none to be had, that of the lock is.
-        // What cannot be removed now is recognised as orphaned later.
+        // Listing takes a descriptor: without one, give up the lock's. Leftovers become orphans.
         if remove().is_err() {
             drop(self.lock.take());
             let _ = remove_entry(self.disk(), &self.directory, crate::disk::Kind::Directory);

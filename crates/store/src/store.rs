@@ -11,9 +11,7 @@ use crate::fsck::{Finding, FindingKind};
 use crate::meta::{META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
 
-/// Directory of the trust domains.
 pub(crate) const DOMAINS: &str = "domains";
-/// Directory of imports in flight.
 pub(crate) const STAGING: &str = "staging";
 /// The domain that every store has.
 pub const DEFAULT_DOMAIN: &str = "default";
@@ -29,8 +27,8 @@ const RUN: &str = "/run/cofolio";
 /// How a store is made.
 #[derive(Clone, Debug)]
 pub struct InitOptions {
-    /// Set the immutable flag on objects, images and layers where the filesystem allows it. Such a store
-    /// cannot be removed with `rm -r` alone: see [`Store::destroy`].
+    /// Set the immutable flag on objects, images and layers where the filesystem allows it; `rm -r`
+    /// cannot remove such a store, see [`Store::destroy`].
     pub immutable: bool,
 }
 
@@ -53,11 +51,11 @@ struct Inner {
 }
 
 impl Store {
-    /// Makes a store in a directory that is missing or empty (its parent must exist), with the trust
-    /// domain `default`. An `init` that was interrupted can be repeated.
+    /// Makes a store with the trust domain `default` in a missing or empty directory, whose parent
+    /// must exist. An interrupted `init` can be repeated.
     ///
     /// # Errors
-    /// [`Error::InTheWay`] if something else is there, a store included; [`Error::Io`].
+    /// [`Error::InTheWay`] if anything else, a store included, is there; [`Error::Io`].
     pub fn init(path: &Path, options: &InitOptions) -> Result<Self> {
         let disk = RealDisk::create_dir(path).at("create the store", &path.to_string_lossy())?;
         Self::init_on(Arc::new(disk), options)
@@ -79,10 +77,7 @@ impl Store {
         }
     }
 
-    /// Opens a store, or makes it if the directory is missing or empty.
-    ///
-    /// # Errors
-    /// Those of [`Store::open`] and [`Store::init`].
+    /// Opens a store, or makes it if missing or empty; fails like [`Store::open`], [`Store::init`].
     pub fn open_or_init(path: &Path, options: &InitOptions) -> Result<Self> {
         match Self::open(path) {
             Err(Error::NotAStore { .. }) => {}
@@ -95,10 +90,7 @@ impl Store {
         }
     }
 
-    /// [`Store::init`] on any disk.
-    ///
-    /// # Errors
-    /// As there.
+    /// [`Store::init`] on any disk, with its errors.
     pub fn init_on(disk: Arc<dyn Disk>, options: &InitOptions) -> Result<Self> {
         let shown = shown_path(&*disk);
         // Two that make the same store at once: the second waits, and then finds it.
@@ -109,7 +101,7 @@ impl Store {
                 return Err(Error::InTheWay { path: shown, entry });
             }
         }
-        // A directory that was there already, such as that of a mounted volume, may let everybody in.
+        // The directory, such as that of a mounted volume, may have let everybody in.
         disk.restrict().at("set mode 700 on", &shown)?;
         let domain = format!("{DOMAINS}/{DEFAULT_DOMAIN}");
         for directory in [DOMAINS, STAGING, &domain] {
@@ -121,7 +113,7 @@ impl Store {
         let meta =
             Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
         let store = Self { inner: Arc::new(Inner { disk, meta }) };
-        // meta.json gets its name last: with it the directory is a store, and everything else is durable.
+        // The name of meta.json makes the directory a store, so everything else is durable first.
         let json = serde_json::to_vec_pretty(&store.inner.meta)
             .map_err(|error| Error::corrupt(META_PATH, error))?;
         let temporary = store.write_temporary("", &json, Purpose::Record, false)?;
@@ -133,20 +125,14 @@ impl Store {
         Ok(store)
     }
 
-    /// [`Store::open`] on any disk.
-    ///
-    /// # Errors
-    /// As there.
+    /// [`Store::open`] on any disk, with its errors.
     pub fn open_on(disk: Arc<dyn Disk>) -> Result<Self> {
         let meta = Meta::parse(&read_meta(&*disk)?)?;
         Ok(Self { inner: Arc::new(Inner { disk, meta }) })
     }
 
-    /// Opens a store to look at what is wrong with it. If `meta.json` is damaged, that is a finding, and the
-    /// store is opened as if [`Store::mend_meta`] had made it again.
-    ///
-    /// # Errors
-    /// Those of [`Store::open`].
+    /// Opens a store for examination, with [`Store::open`]'s errors. A damaged `meta.json` is a
+    /// finding, and counts as mended by [`Store::mend_meta`].
     pub fn open_damaged(path: &Path) -> Result<(Self, Option<Finding>)> {
         let (path_of_meta, reason) = match Self::open(path) {
             Err(Error::Corrupt { path, reason }) => (path, reason),
@@ -164,12 +150,12 @@ impl Store {
         Ok(Meta::mended(&damaged, fresh, disk.protection().immutable))
     }
 
-    /// Makes `meta.json` again if it is damaged: with the store's id if the file still says it, or else with
-    /// a new one, by which runtime state of mounts from before is not found any more. Says whether there was something to do.
+    /// Makes a damaged `meta.json` again: with the store's id if the file still has it, or else a
+    /// new one, under which earlier runtime state of mounts is lost. Says whether it was damaged.
     ///
     /// # Errors
-    /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound and of a
-    /// newer program, [`Error::Io`].
+    /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound
+    /// but newer, [`Error::Io`].
     pub fn mend_meta(path: &Path) -> Result<bool> {
         match Self::open(path) {
             Err(Error::Corrupt { .. }) => {}
@@ -183,8 +169,7 @@ impl Store {
         store.replace_file("", META_PATH, &json, true).map(|()| true)
     }
 
-    /// What is wrong with the mode of the store's directory: others than its owner could look into images,
-    /// whose secrets are readable for all inside.
+    /// What is wrong with the mode of the store's directory: images hold secrets readable for all.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -194,7 +179,7 @@ impl Store {
             .then(|| format!("mode {mode:o} and not 700: others can look into it")))
     }
 
-    /// Sets the mode of the store's directory as it must be.
+    /// Restores the mode of the store's directory.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -218,17 +203,16 @@ impl Store {
         self.replace("", RESERVE, &content, Purpose::Secret, false)
     }
 
-    /// Gives up the reserve, so that on a full disk there is room for records of mounts: nothing else that
-    /// a read-only mount does needs any. Says whether there was a reserve. [`Domain::gc`] makes it again.
+    /// Gives up the reserve for records of mounts on a full disk; a read-only mount needs no other
+    /// room. Says whether there was one. [`Domain::gc`] makes it again.
     pub(crate) fn use_reserve(&self) -> bool {
         self.disk().unlink(RESERVE).is_ok()
     }
 
-    /// Removes a store with everything in it, immutable files included. The directory itself stays,
-    /// empty. Nobody may be using the store.
+    /// Empties the directory of a store that nobody uses, immutable files included.
     ///
     /// # Errors
-    /// [`Error::Io`]; what is left then is no store any more.
+    /// [`Error::Io`]; the rest is no store any more.
     pub fn destroy(self) -> Result<()> {
         let disk = self.disk();
         disk.unlink(META_PATH).at("remove", META_PATH)?;
@@ -335,8 +319,7 @@ impl Store {
         Ok(orphans)
     }
 
-    /// Removes what interrupted imports left behind; says how many leftovers that were and how many bytes
-    /// they had allocated.
+    /// Removes leftovers of interrupted imports; returns their number and allocated bytes.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].
@@ -346,7 +329,7 @@ impl Store {
         Ok((swept.count, swept.bytes))
     }
 
-    /// The same; a dry run only says what there is.
+    /// [`Store::collect_staging`]; a dry run only counts.
     pub(crate) fn leftovers(&self, dry_run: bool) -> Result<Swept> {
         let mut swept = Swept::default();
         let mut take = |path: &str, kind| {
@@ -390,15 +373,14 @@ impl Store {
         }
     }
 
-    /// Makes a staging directory and locks it: while the lock is held it belongs to a living process.
+    /// Makes a staging directory and locks it: the lock says that its process lives.
     pub(crate) fn new_staging(&self) -> Result<(String, Box<dyn Lock>)> {
         let disk = self.disk();
         loop {
             let path =
                 format!("{STAGING}/{}", const_hex::encode(disk.random().at("name", STAGING)?));
             disk.mkdir(&path).at("create", &path)?;
-            // Between the two calls a collector may take it for an orphan: it then holds the lock, or
-            // has removed the directory already. Either way, take another.
+            // A collector may have locked or removed it as an orphan in between: try again.
             match disk.lock(&path, LockMode::Exclusive, false) {
                 Ok(Some(lock)) if disk.stat(&path).is_ok() => return Ok((path, lock)),
                 Ok(_) => {}
@@ -414,12 +396,8 @@ impl Store {
 
     /// A domain comes into being complete: built under staging, then renamed.
     fn make_domain(&self, name: &str) -> Result<()> {
-        name::check_domain(name)?;
         let disk = self.disk();
         let target = format!("{DOMAINS}/{name}");
-        if disk.stat(&target).is_ok() {
-            return Ok(());
-        }
         let (staging, _lock) = self.new_staging()?;
         let built = format!("{staging}/domain");
         disk.mkdir(&built).at("create", &built)?;
@@ -448,12 +426,7 @@ impl Store {
         self.replace(directory, path, content, Purpose::Record, durable)
     }
 
-    /// The same for a file that only its owner may read. Durable on return.
-    pub(crate) fn replace_secret(&self, directory: &str, path: &str, content: &[u8]) -> Result<()> {
-        self.replace(directory, path, content, Purpose::Secret, true)
-    }
-
-    fn replace(
+    pub(crate) fn replace(
         &self,
         directory: &str,
         path: &str,
@@ -535,8 +508,8 @@ pub(crate) fn mkdir_if_missing(disk: &dyn Disk, path: &str) -> Result<()> {
     }
 }
 
-/// Removes a file or a directory with everything in it, immutable flags or not, and says how many bytes
-/// that freed. What is gone already is no error: somebody else may be cleaning too.
+/// Removes a file or a directory tree, immutable flags or not, and returns the freed bytes. Missing
+/// files are no error: somebody else may be cleaning too.
 pub(crate) fn remove_entry(disk: &dyn Disk, path: &str, kind: Kind) -> Result<u64> {
     let mut freed = 0;
     if kind == Kind::Directory {

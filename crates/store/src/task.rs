@@ -1,7 +1,7 @@
-//! What goes through everything that takes long: a token that cancels it, and where its events go.
+//! Cancellation and events of long work.
 //!
-//! Whoever starts the work keeps a clone of the [`Cancel`]. The work calls [`Task::check`] in every loop
-//! that can take longer than a fraction of a second, and gives up with [`Cancelled`].
+//! Whoever starts the work keeps a clone of the [`Cancel`]. The work calls [`Task::check`] in every
+//! loop that can take longer than a fraction of a second, and gives up with [`Cancelled`].
 
 use std::fmt;
 use std::sync::Arc;
@@ -41,7 +41,6 @@ impl Cancel {
         self.own.load(Relaxed) || self.parent.as_ref().is_some_and(|parent| parent.is_cancelled())
     }
 
-    /// # Errors
     /// [`Cancelled`] if the work is cancelled.
     pub fn check(&self) -> Result<(), Cancelled> {
         if self.is_cancelled() { Err(Cancelled) } else { Ok(()) }
@@ -136,7 +135,6 @@ impl Task {
         Self { cancel, events: self.events.clone() }
     }
 
-    /// # Errors
     /// [`Cancelled`] if the task is cancelled.
     pub fn check(&self) -> Result<(), Cancelled> {
         self.cancel.check()

@@ -1,10 +1,9 @@
-//! Trimming: names of images go, least recently used first, until the domain is small enough.
+//! Trimming: removes names of images, least recently used first, until the domain is small enough.
 //!
-//! First it is worked out who keeps what: every image and layer counts those that keep it, every object the
-//! images and layers that name it. Taking a name away then says exactly what that frees. The names that are
-//! to go are removed durably, and an ordinary garbage collection does the rest. Like that, it lets imports
-//! and mounts go on: a name that was given to another image meanwhile stays, and so does one of an image
-//! that came into use.
+//! It counts the keepers of every image and layer, and the images and layers that name every
+//! object, to know what removing a name frees. It removes the names durably, and a garbage
+//! collection does the rest. Imports and mounts go on: a name that was given to another image
+//! meanwhile stays, as does one whose image came into use.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -14,7 +13,7 @@ use crate::base::with_bases;
 use crate::collector::{Collector, Suspect};
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::error::{At, BoxError, Result};
+use crate::error::{BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Keepers;
 use crate::uses::Uses;
@@ -105,15 +104,14 @@ struct Kept {
 }
 
 impl Domain {
-    /// Removes names of images as `options` says, then collects what nothing keeps any more. `announce` is
-    /// told what will be done before it is. `live` is as for [`Domain::gc`].
-    ///
-    /// Never goes: a name of an image that a root, a live mount or another pinned name keeps.
+    /// Removes names of images as `options` says, then collects garbage. `announce` hears what will
+    /// be done before it is. `live` is as for [`Domain::gc`]. Names of an image that a root, a live
+    /// mount or another pinned name keeps stay.
     ///
     /// # Errors
-    /// Those of [`Domain::gc`], and [`Error::Unreadable`](crate::Error::Unreadable) or [`Error::Corrupt`](crate::Error::Corrupt) for an image, layer or record
-    /// that cannot be read: what goes with a name is not known then. Nothing was changed, except that an I/O error in the middle leaves
-    /// some of the names removed.
+    /// Those of [`Domain::gc`], and [`Error::Unreadable`](crate::Error::Unreadable) or
+    /// [`Error::Corrupt`](crate::Error::Corrupt) for an unreadable image, layer or record: what
+    /// goes with a name is not known then. Only an I/O error can leave some of the names removed.
     pub fn trim(
         &self,
         contents: &dyn Contents,
@@ -316,8 +314,7 @@ fn also<'a>(packed: &'a HashMap<Digest, Vec<Digest>>, file: &FileName) -> &'a [D
 }
 
 impl Collector<'_> {
-    /// Removes the names that are to go, durably. One that stands for another image now stays, and so do
-    /// all names of an image that came into use since: it is no victim any more.
+    /// Removes the chosen names, durably, unless their image changed or came into use since.
     fn remove_names(&mut self, plan: &mut TrimPlan) -> Result<()> {
         let mut names = Vec::new();
         for victim in &plan.victims {
@@ -330,8 +327,7 @@ impl Collector<'_> {
             let record = this.domain.get_ref(name)?;
             Ok(!this.noted.contains(image) && record.is_some_and(|record| record.image == *image))
         })?;
-        let refs = format!("{}/refs", self.domain.base());
-        self.domain.disk().sync_dir(&refs).at("sync", &refs)?;
+        self.domain.sync_directory("refs")?;
         let (noted, spared) = (&self.noted, &mut plan.spared);
         let (bytes_after, all) = (&mut plan.bytes_after, std::mem::take(&mut plan.victims));
         plan.victims = all

@@ -1,7 +1,7 @@
 //! When an image was last used: `used/<digest>`, the seconds since 1970 as text.
 //!
-//! This says which image goes first when a domain is too large. It is a hint and treated as one: not
-//! synced, and a record that is missing or torn means that nobody knows.
+//! It decides which image goes first when a domain is too large. It is a hint: not synced, and a
+//! missing or torn record means that nobody knows.
 
 use crate::error::Result;
 use crate::store::mkdir_if_missing;
@@ -9,8 +9,7 @@ use crate::{Digest, Domain};
 
 /// Directory of the records.
 pub(crate) const DIRECTORY: &str = "used";
-/// A record that is at most so old is not written again, in seconds: starting a thousand containers of one
-/// image writes one record.
+/// Seconds in which a record is not rewritten: starting a thousand containers writes one.
 const RESOLUTION_SECONDS: i64 = 60;
 /// Longest record that is read, in bytes.
 const SIZE_MAX: u64 = 32;
@@ -19,8 +18,7 @@ impl Domain {
     /// Notes that an image is used now (`now` in seconds since 1970).
     ///
     /// # Errors
-    /// [`crate::Error::ReadOnly`], [`crate::Error::Io`]. It is a hint: whoever only meant to use the image
-    /// can go on.
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Io`]: using the image can go on.
     pub fn note_use(&self, image: &Digest, now: i64) -> Result<()> {
         if self
             .noted_use(image)?
@@ -35,7 +33,7 @@ impl Domain {
         self.store().replace_file(&directory, &path, now.to_string().as_bytes(), false)
     }
 
-    /// When an image was last used, in seconds since 1970, as far as it was noted.
+    /// Seconds since 1970 at which an image was last used, if noted.
     ///
     /// # Errors
     /// [`crate::Error::Io`].

@@ -42,9 +42,6 @@ impl Uses {
     }
 
     /// Calls `change` once for each object that a file names, and for each of `also`.
-    ///
-    /// # Errors
-    /// [`Error::Unreadable`].
     pub(crate) fn visit(
         &mut self,
         domain: &Domain,

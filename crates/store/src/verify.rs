@@ -31,8 +31,7 @@ pub struct VerifyReport {
 }
 
 impl Domain {
-    /// Re-hashes an image and every object that it names, on all processors; of an image that has a pack, that and its
-    /// segments, too, and of one with a base, that and the delta. Nothing is collected meanwhile.
+    /// Re-hashes an image with objects, packs, segments, base and delta. Holds off collections.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Io`]. Damage is no error: it is in the report.
@@ -96,8 +95,7 @@ impl Domain {
         Ok(report)
     }
 
-    /// Re-hashes what an image is mounted over, and what goes on top. Objects of those below that it does
-    /// not name itself, nobody sees through it.
+    /// Re-hashes an image's base and delta, but no objects that are invisible through it.
     fn verify_bases(
         &self,
         image: &Digest,

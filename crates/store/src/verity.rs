@@ -8,10 +8,10 @@
 //! digest   SHA-256 of the 256-byte descriptor, which holds the size and the root hash
 //! ```
 //!
-//! Memory is a few blocks of data and one partly filled block per level: 4 KiB × 8 levels cover more than 2^64 bytes.
+//! Memory is a few blocks of data and one partial block per level: 8 levels cover more than 2^64
+//! bytes.
 //!
-//! A run of zeros costs no more than a few blocks per level, whatever its length: all blocks of zeros have
-//! one digest, so all blocks of such digests have one, and so on upwards.
+//! A run of zeros costs a few blocks per level: all its blocks have one digest, and so on upwards.
 //! Source: `Documentation/filesystems/fsverity.rst`, "Merkle tree" and "fs-verity descriptor".
 
 use std::io;
@@ -31,7 +31,7 @@ const HASH: usize = 32;
 
 /// Digests in one block.
 const FANOUT: u64 = (BLOCK / HASH) as u64;
-/// Bytes below one digest of level [`UNIT_LEVEL`], 64 MiB: parts of a file that can be hashed at the same time.
+/// Bytes below one digest of level [`UNIT_LEVEL`], 64 MiB: the unit of parallel hashing.
 pub(crate) const UNIT: u64 = BLOCK as u64 * FANOUT * FANOUT;
 const UNIT_LEVEL: usize = 2;
 /// Levels above the data that 2^64 bytes can have, the root's digest included.
@@ -100,8 +100,7 @@ impl Hasher {
         hash_blocks(blocks, |hash| self.push(0, hash));
     }
 
-    /// Takes the next `len` bytes by the digests of their blocks ([`block_digests`]). What was seen before must be whole
-    /// blocks.
+    /// Takes the next `len` bytes by their [`block_digests`], after whole blocks only.
     pub(crate) fn digests(&mut self, len: u64, digests: &[[u8; HASH]]) {
         debug_assert!(digests.len() as u64 == len.div_ceil(BLOCK as u64));
         self.flush();
@@ -146,8 +145,7 @@ impl Hasher {
         }
     }
 
-    /// Takes the next [`UNIT`] bytes, hashed apart by `unit`, which has seen nothing else. What was seen before
-    /// must be whole units, too.
+    /// Takes the next [`UNIT`] bytes, hashed apart by a fresh `unit`, after whole units only.
     pub(crate) fn unit(&mut self, mut unit: Self) {
         unit.flush();
         debug_assert!(unit.size == UNIT && self.size.is_multiple_of(UNIT));
@@ -307,7 +305,7 @@ mod tests {
         (67108869, "39655ea5965b78fdf8e064c34907102d92c677a72180ed547aa8c209f5882b27"),
     ];
 
-    /// 2^30 + 1 zeros: `truncate -s 1073741825 F; fsverity digest --compact F` (fsverity-utils 1.5).
+    /// `truncate -s 1073741825 F; fsverity digest --compact F` (fsverity-utils 1.5).
     const GIB_AND_ONE: &str = "51e181760e4ab01a52b24ba0e01316cfd84608a87191db449ada61291c264565";
 
     fn content(len: usize) -> Vec<u8> {

@@ -22,8 +22,7 @@ const KILLED_PATIENCE: Duration = Duration::from_secs(10);
 const LAST: [&str; 2] = ["container.json", "lock"];
 
 impl Containers<'_> {
-    /// Removes a container whose first process has ended, or was never started. Returns the directory
-    /// with its changes, if these are kept.
+    /// Removes a container that ended or never started; returns the directory with kept changes.
     ///
     /// # Errors
     /// [`RunError`]; [`Containers::reconcile`] removes the rest then.
@@ -34,7 +33,7 @@ impl Containers<'_> {
     }
 
     /// Unmounts a container that has ended. Its record, exit status and output stay until
-    /// [`Containers::stop`], or a new container of the same name, removes them.
+    /// [`Containers::stop`] or a new container of the same name.
     ///
     /// # Errors
     /// [`RunError`]; [`Containers::reconcile`] does the rest then.
@@ -51,7 +50,7 @@ impl Containers<'_> {
         if container.state.join(&record.name).exists() {
             record.runtime.ask(&container.state, &["delete", "--force", &record.name])?;
         }
-        // A runtime that failed half-way may have forgotten the cgroup. The kernel keeps one in use.
+        // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.
         if container.refusal().is_some() {
             self.cgroup_dirs(&record.cgroup).for_each(|dir| drop(fs::remove_dir(dir)));
         }
@@ -63,9 +62,8 @@ impl Containers<'_> {
         }
     }
 
-    /// Removes containers that have ended and that no process waits for, but for those that were
-    /// [retired](Containers::retire); returns their names. A container that cannot be removed is
-    /// described in `failed`, and does not stop the others from being removed.
+    /// Removes ended containers that no process waits for, except [retired](Containers::retire)
+    /// ones; returns their names. Describes failures in `failed` and goes on.
     ///
     /// # Errors
     /// [`RunError::Io`] if the run directory cannot be read.
@@ -122,7 +120,7 @@ impl Containers<'_> {
         Ok(false)
     }
 
-    /// Ends a container: asks it to, kills it after `patience`, and removes it.
+    /// Asks a container to end, kills it after `patience`, and removes it.
     ///
     /// # Errors
     /// [`RunError::NotFound`], [`RunError::StillRunning`], [`RunError::Runtime`],
@@ -161,8 +159,8 @@ impl Containers<'_> {
     }
 }
 
-/// Removes a container's directory, in which nothing is mounted: everything but directories that are
-/// not empty, for those are not ours. The record and the lock go last: until then the name is taken.
+/// Removes a container's directory, in which nothing is mounted, except directories that are not
+/// empty: they are not ours. The record and the lock go last and reserve the name until then.
 pub(super) fn remove_files(dir: &Path) -> Result<()> {
     // A process that tests meanwhile whether the container has ended may make a new lock.
     const TRIES: u32 = 3;
@@ -198,7 +196,6 @@ fn pidfd(pid: u32) -> Option<OwnedFd> {
     rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
 }
 
-/// Waits for the end of a process.
 fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let Ok(timeout) = Timespec::try_from(patience) else { return false };

@@ -78,7 +78,6 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// Whether the file that it is about does not exist.
     pub(super) fn is_missing(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }

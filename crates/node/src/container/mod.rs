@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <run>/containers/<name>/     mode 0700; with a user namespace 0710 and the group of its root
-//!   lock                       held by the process that waits for the container, and by its runtime
+//!   lock                       held by the process that waits for the container and by its runtime
 //!   container.json             the record (ContainerRecord), written before anything is mounted
 //!   config.json                for the runtime
 //!   rootfs                     the image, mounted
@@ -14,11 +14,11 @@
 //! /cofolio/<name>-<tag>        its cgroup
 //! ```
 //!
-//! One process waits for a container and removes it when it has ended: `cofolio run`, or the process
-//! that `run --detach` leaves behind. Of a detached container the record, the exit status and the
-//! output stay until somebody removes them by name. There is no daemon. If the process that waits is
-//! killed the container goes on ([`State::Unattended`]); when it has ended, [`Containers::reconcile`]
-//! removes it. Whether a container runs is seen in its cgroup: its first process is in there or not.
+//! `cofolio run`, or the process that `run --detach` leaves behind, waits for a container and
+//! removes it at its end; there is no daemon. A detached container's record, exit status and output
+//! stay until somebody removes them by name. If the waiting process is killed, the container goes
+//! on ([`State::Unattended`]) and [`Containers::reconcile`] removes it after its end. A container
+//! runs if its first process is in its cgroup.
 
 pub mod bundle;
 mod end;
@@ -195,7 +195,7 @@ impl<'a> Containers<'a> {
         Ok(all)
     }
 
-    /// The name of the container whose root filesystem is mounted at a path, if it runs.
+    /// The name of the running container whose root filesystem is mounted at a path.
     ///
     /// # Errors
     /// [`RunError::Io`], [`RunError::Record`].
@@ -235,9 +235,9 @@ impl<'a> Containers<'a> {
         }))
     }
 
-    /// The container's first process, if it lives: the process with the number that the runtime wrote
-    /// down, if it is in the container's cgroup. A number that was given to another process is not. A
-    /// runtime that was killed may not have written the number; then the cgroup's list is used.
+    /// The first process, if it lives: the one in the pid file, if it is in the container's cgroup
+    /// and the number was not reused. Without a number, since the runtime was killed before it
+    /// wrote one, the first process of the cgroup.
     fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Option<u32> {
         let written = fs::read_to_string(dir.join("pid")).ok();
         let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {
@@ -258,7 +258,6 @@ impl<'a> Containers<'a> {
         tops.map(move |top| top.join(cgroup.trim_start_matches('/')))
     }
 
-    /// The first process of a cgroup.
     fn process_in(&self, cgroup: &str) -> Option<u32> {
         self.cgroup_dirs(cgroup).find_map(|dir| {
             let text = fs::read_to_string(dir.join("cgroup.procs")).ok()?;

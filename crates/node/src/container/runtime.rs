@@ -20,8 +20,8 @@ const PLACES: [&str; 4] = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"];
 pub struct Runtime {
     /// The program.
     pub path: PathBuf,
-    /// A cgroup v2 mount to hide from it: crun refuses a machine that has controllers on both versions
-    /// ("hybrid mode not supported") though it would use the first only.
+    /// A cgroup v2 mount to hide from crun, which refuses a machine with controllers on both
+    /// versions ("hybrid mode not supported") though it needs only the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     hidden: Option<PathBuf>,
 }
@@ -45,7 +45,8 @@ impl Runtime {
         };
         let hybrid = root.join("sys/fs/cgroup/unified");
         let controllers = fs::read_to_string(hybrid.join("cgroup.controllers")).unwrap_or_default();
-        let hidden = (is_crun(&path) && !controllers.trim().is_empty()).then_some(hybrid);
+        let is_crun = path.file_name().is_some_and(|it| it.to_string_lossy().contains("crun"));
+        let hidden = (is_crun && !controllers.trim().is_empty()).then_some(hybrid);
         Ok(Self { path, hidden })
     }
 
@@ -59,15 +60,12 @@ impl Runtime {
         self.hidden.as_deref()
     }
 
-    /// Starts it.
-    ///
-    /// # Errors
-    /// Those of starting a program.
+    /// Starts it; fails as [`Command::spawn`] does.
     pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
         self.with_filtered_mounts(|| command.spawn())
     }
 
-    /// Runs `start`, `kill` or `delete` and waits for its end; `state` is the runtime's `--root`.
+    /// Runs `start`, `kill` or `delete` and waits; `state` is the runtime's `--root`.
     ///
     /// # Errors
     /// [`RunError::Runtime`] if it cannot be started. The output has its exit status.
@@ -80,8 +78,7 @@ impl Runtime {
         started.map_err(|source| RunError::Runtime { path: self.path.clone(), source })
     }
 
-    /// Calls `start` with the mounts that the runtime may see. A mount namespace belongs to a thread,
-    /// and a child gets that of the thread that starts it.
+    /// Calls `start` on a thread without the hidden mounts; a child inherits its mount namespace.
     fn with_filtered_mounts<T: Send>(
         &self,
         start: impl FnOnce() -> io::Result<T> + Send,
@@ -96,10 +93,6 @@ impl Runtime {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
-}
-
-fn is_crun(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.to_string_lossy().contains("crun"))
 }
 
 fn program(name: &str) -> Option<PathBuf> {

@@ -19,8 +19,7 @@ use super::{
 use crate::mount::{Access, IdMap, MountRequest};
 
 impl Containers<'_> {
-    /// Mounts the image and starts the runtime, which ends when the container does. On an error nothing
-    /// is left.
+    /// Mounts the image and starts a runtime that ends with the container. An error leaves nothing.
     ///
     /// # Errors
     /// [`RunError`].
@@ -28,9 +27,9 @@ impl Containers<'_> {
         self.launch(request, streams, false)
     }
 
-    /// Starts a container that this process waits for, without a runtime beside it. Its output is kept in
-    /// its directory, or goes to `output`. From then on this process gets its orphaned descendants as
-    /// children (`PR_SET_CHILD_SUBREAPER`): the container's first process is one.
+    /// Starts a container for this process to wait for, without a runtime beside it. Its output
+    /// goes to its directory or to `output`. This process becomes a subreaper
+    /// (`PR_SET_CHILD_SUBREAPER`), so that the container's first process becomes its child.
     ///
     /// # Errors
     /// [`RunError`].
@@ -54,7 +53,7 @@ impl Containers<'_> {
         }
     }
 
-    /// Starts a process in a container that runs. It ends with the process's exit status.
+    /// Runs a process in a running container; it ends with the process's exit status.
     ///
     /// # Errors
     /// [`RunError::NotFound`], [`RunError::NotRunning`], [`RunError::Runtime`].
@@ -139,8 +138,8 @@ impl Containers<'_> {
         };
         let failed = |source| container.failed(source);
         let copies = streams.connect(&mut command).map_err(failed)?;
-        // The runtime has the lock as well. If this process is killed while the runtime starts the
-        // container, no other process takes that for one that has ended.
+        // The runtime inherits the lock: if this process is killed while the runtime starts the
+        // container, no other process takes the container for an ended one.
         let lock = container.lock.try_clone().map_err(failed)?;
         cofolio_sys::process::inherit(&mut command, lock);
         Ok((container.record.runtime.spawn(&mut command).map_err(failed)?, copies))
@@ -237,9 +236,8 @@ impl Container {
         command
     }
 
-    /// Waits until the runtime has created the container, whose first process is then a child of this
-    /// process, and starts it. With `run --detach`, crun takes the exit status of a process that ends at
-    /// once.
+    /// Waits until the runtime has created the container, whose first process is then our child,
+    /// and starts it. crun's `run --detach` takes the exit status of a process that ends at once.
     fn adopt(&self, runtime: &mut Child) -> Result<Pid> {
         let refused = |status: ExitStatus| {
             let unknown = || self.failed(io::Error::other(status.to_string()));
@@ -274,8 +272,8 @@ impl Running {
         self.runtime.id()
     }
 
-    /// Waits for the container's end. Returns the container, its exit status (128 and the number where
-    /// a signal ended it) and the runtime's error, if that is why it ended.
+    /// Waits for the container's end. Returns the container, its exit status (128 plus the number
+    /// of a fatal signal) and the runtime's error, if that ended it.
     pub fn wait(mut self) -> (Container, io::Result<u8>, Option<RunError>) {
         let status = match self.first {
             None => self.runtime.wait().map(|status| (status.code(), status.signal())),

@@ -1,9 +1,8 @@
 //! Standard input, output and error of a container: pipes, never a file of the host.
 //!
-//! A runtime hands its own three descriptors to the container's first process. crun also changes the
-//! owner of the files behind them to the container's user, and root inside may change their mode. For
-//! `/dev/null`, a terminal or a regular file that would be the host's own inode. So the container gets
-//! pipes, and threads copy between them and the files.
+//! A runtime hands its descriptors to the first process. crun also changes the owner of the files
+//! behind them, and root inside may change their mode: of `/dev/null`, a terminal or a file of the
+//! host. So the container gets pipes, and threads copy between them and the files.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
@@ -17,8 +16,7 @@ use rustix::fs::{FileType, fstat};
 /// What a container is connected with.
 #[derive(Debug, Clone)]
 pub enum Streams {
-    /// This process's own three descriptors as they are: the runtime keeps them and gives the
-    /// container a terminal of its own.
+    /// This process's own three descriptors: the runtime gives the container its own terminal.
     Terminal,
     /// This process's output and error, and its input where `input` says so, else an empty one.
     Ours {
@@ -49,11 +47,7 @@ impl Copies {
 }
 
 impl Streams {
-    /// Sets what `command` is started with. Copying ends when `command` is dropped and the processes
-    /// that it started have ended.
-    ///
-    /// # Errors
-    /// Those of opening the file, making pipes and starting threads.
+    /// Sets the streams of `command`. Copying ends when `command` is dropped and its processes end.
     pub(super) fn connect(&self, command: &mut Command) -> io::Result<Copies> {
         let mut copies = Copies::default();
         let (empty, _) = io::pipe()?;
@@ -138,8 +132,7 @@ fn append(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Copies to a file that is begun anew when it has its size. What cannot be written is lost: a
-/// container does not stop because its output has nowhere to go.
+/// Copies to a file that restarts at its maximum size; a lost output does not stop a container.
 fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) {
     let mut size = file.metadata().map_or(0, |metadata| metadata.len());
     let mut buffer = vec![0; 64 << 10];
@@ -182,7 +175,7 @@ mod tests {
         assert!(!same_file(file.as_fd(), null.as_fd()));
     }
 
-    /// The directory is in memory on most machines, so a container that talks for ever must not fill it.
+    /// The directory is in memory on most machines, so output must be bounded.
     #[test]
     fn kept_output_is_bounded() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,8 +1,7 @@
-//! Memory cgroups, of version 1 and 2: what one is charged, and a fresh one to measure in.
+//! Memory cgroups, of version 1 and 2: charges, and fresh cgroups to measure in.
 //!
-//! Page cache is charged to the cgroup that first touches it, and stays there until it is dropped,
-//! also after the toucher has gone: so the charge of a cgroup that only one reader was ever in is
-//! what that reader brought into memory.
+//! Page cache stays charged to the cgroup that first touches it until it is dropped, so the charge
+//! of a cgroup with a single reader is the memory that this reader brought in.
 
 use std::{
     fs,
@@ -34,7 +33,7 @@ pub struct Charge {
     /// Process memory that no file backs (v1 `rss`, v2 `anon`).
     pub anon: u64,
     /// Kernel memory: inodes and dentries, page tables, stacks (v1 `memory.kmem.usage_in_bytes`, v2
-    /// `kernel`). `None` where the kernel does not tell (booted with `cgroup.memory=nokmem`).
+    /// `kernel`). `None` if the kernel does not count it (`cgroup.memory=nokmem`).
     pub kernel: Option<u64>,
     /// All together (v1 `memory.usage_in_bytes`, v2 `memory.current`).
     pub total: u64,
@@ -88,11 +87,11 @@ impl Hierarchy {
         self.version
     }
 
-    /// Makes a new, empty cgroup at the top of the hierarchy, removed when the value is dropped.
+    /// Makes an empty cgroup at the top of the hierarchy, removed on drop.
     ///
     /// # Errors
-    /// [`LedgerError::NoMemoryCgroup`] with the reason when the kernel does not let us: no
-    /// privilege, or a version 2 container whose top cgroup has processes of its own.
+    /// [`LedgerError::NoMemoryCgroup`] with the kernel's reason: no privilege, or a version 2
+    /// container whose top cgroup has processes of its own.
     pub fn create(&self, name: &str) -> Result<Cgroup> {
         let refused = |path: &Path, error: std::io::Error| LedgerError::NoMemoryCgroup {
             reason: format!("{}: {error}", path.display()),
@@ -109,11 +108,10 @@ impl Hierarchy {
         Ok(Cgroup { version: self.version, path })
     }
 
-    /// Removes a cgroup at the top of the hierarchy that a killed process [made](Self::create). One that is not there is
-    /// no error.
+    /// Removes a cgroup that a killed process [made](Self::create), if it exists.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when the kernel refuses, because a process is in it for one.
+    /// [`LedgerError::Io`] when the kernel refuses, for instance because a process is in it.
     pub fn remove(&self, name: &str) -> Result<()> {
         let path = self.mount.join(name);
         match fs::remove_dir(&path) {
@@ -124,15 +122,13 @@ impl Hierarchy {
         }
     }
 
-    /// The page cache charged to every cgroup but `except`, in bytes: what the rest of the machine
-    /// holds. Cgroups that vanish meanwhile count as nothing; those already removed while their
-    /// pages live on ("dying") count with their parent.
+    /// The page cache charged to every cgroup but `except`, in bytes. Cgroups that vanish meanwhile
+    /// count as nothing; removed ones whose pages live on ("dying") count with their parent.
     ///
     /// # Errors
     /// [`LedgerError::Io`] when the top of the hierarchy cannot be read.
     pub fn cache_elsewhere(&self, except: &Cgroup) -> Result<u64> {
-        // Figures of version 2 cover the children, those of the top included; version 1 has them
-        // as total_*, at the top too.
+        // Version 2 counts children in; version 1 does so in total_*, also at the top.
         let stat = read_text(&self.mount.join("memory.stat"))?;
         let name = match self.version {
             Version::V1 => "total_cache",
@@ -155,12 +151,11 @@ impl Cgroup {
         self.path.join("cgroup.procs")
     }
 
-    /// Moves this process in, with all its threads, until the value returned is dropped. What it has
-    /// been charged elsewhere stays there.
+    /// Moves this process with all threads in until the value is dropped; earlier charges stay.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when the kernel refuses, [`LedgerError::Format`] when `/proc/self/cgroup`
-    /// does not tell where to go back to.
+    /// [`LedgerError::Io`] when the kernel refuses, [`LedgerError::Format`] when
+    /// `/proc/self/cgroup` does not tell where to go back to.
     pub fn enter(&self) -> Result<Inside> {
         let path = PathBuf::from("/proc/self/cgroup");
         let text = read_text(&path)?;
@@ -181,7 +176,7 @@ impl Cgroup {
         Ok(Inside { back })
     }
 
-    /// Lets it have no more than so many bytes. The kernel rounds down to whole pages.
+    /// Limits its memory to a number of bytes, which the kernel rounds down to whole pages.
     ///
     /// # Errors
     /// [`LedgerError::Io`] when the kernel refuses.
@@ -194,11 +189,10 @@ impl Cgroup {
         fs::write(&path, bytes.to_string()).map_err(|source| LedgerError::Io { path, source })
     }
 
-    /// What it is charged now.
+    /// Its charge now.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when a file cannot be read, [`LedgerError::Format`] when it lacks a
-    /// figure that every kernel has.
+    /// [`LedgerError::Io`]; [`LedgerError::Format`] if a figure is missing that every kernel has.
     pub fn charge(&self) -> Result<Charge> {
         read_charge(self.version, &self.path)
     }
@@ -232,10 +226,7 @@ impl Drop for Cgroup {
     }
 }
 
-/// Reads what the cgroup at `path` is charged.
-///
-/// # Errors
-/// As for [`Cgroup::charge`].
+/// The charge of the cgroup at `path`; fails as [`Cgroup::charge`] does.
 pub fn read_charge(version: Version, path: &Path) -> Result<Charge> {
     let stat_path = path.join("memory.stat");
     let stat = read_text(&stat_path)?;
@@ -400,8 +391,7 @@ mod tests {
         assert!(error.contains("memory.current"), "{error}");
     }
 
-    /// A cgroup made by us is charged for the page cache that a process in it touches, and is gone
-    /// when the value is.
+    /// Our cgroup is charged for the page cache of a process in it, and vanishes on drop.
     #[test]
     fn a_live_cgroup_is_charged_and_removed() {
         let made = Hierarchy::find(Path::new("/"))

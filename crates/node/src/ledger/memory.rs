@@ -6,10 +6,8 @@ use serde::Serialize;
 
 use super::{LedgerError, Result, read_text};
 
-/// One moment's memory of the whole machine, in bytes unless a name says otherwise.
-///
-/// The sources are `/proc/meminfo` (`Documentation/filesystems/proc.rst`) and, for the counters at
-/// the end, `/proc/vmstat`.
+/// One moment's memory of the machine, in bytes unless a name says otherwise, from `/proc/meminfo`
+/// (`Documentation/filesystems/proc.rst`) and, for the counters at the end, `/proc/vmstat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Memory {
     /// Memory nobody uses.
@@ -36,20 +34,19 @@ pub struct Memory {
     pub page_tables: u64,
     /// Kernel stacks.
     pub kernel_stack: u64,
-    /// How many times page cache or kernel objects have been dropped by hand since boot
-    /// (`drop_pagecache` + `drop_slab`; an inode that is dropped takes its pages along).
+    /// How often page cache or kernel objects were dropped by hand since boot (`drop_pagecache` +
+    /// `drop_slab`; a dropped inode takes its pages along).
     pub cache_drops: u64,
-    /// Pages that reclaim took from the LRU lists since boot (`pgsteal_anon` + `pgsteal_file`). DAMON's
-    /// schemes do not count theirs here.
+    /// Pages reclaimed from the LRU lists since boot (`pgsteal_anon` + `pgsteal_file`), not by
+    /// DAMON.
     pub pages_reclaimed: u64,
 }
 
 impl Memory {
-    /// Reads the machine under `root` (`/` on a live machine).
+    /// Reads the machine under `root` (`/` on a live machine). Missing vmstat counters are 0.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when a file cannot be read, [`LedgerError::Format`] when meminfo lacks a
-    /// field that every kernel since 4.20 has. The vmstat counters are optional: 0 when absent.
+    /// [`LedgerError::Io`]; [`LedgerError::Format`] if meminfo lacks a field of kernel 4.20.
     pub fn read(root: &Path) -> Result<Memory> {
         let meminfo_path = root.join("proc/meminfo");
         let vmstat_path = root.join("proc/vmstat");

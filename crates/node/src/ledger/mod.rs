@@ -1,7 +1,6 @@
-//! The ledger: what of a file is resident, and what the machine and its cgroups hold in memory.
+//! The ledger: which pages of a file are resident, and the memory of the machine and its cgroups.
 //!
-//! Every reader of kernel text takes a root path, `/` on a live machine, so that a test can plant
-//! the text of a machine that it does not run on.
+//! Readers of kernel text take a root path, `/` on a live machine, so that tests can plant one.
 
 pub mod cgroup;
 pub mod memory;

@@ -30,11 +30,9 @@ pub fn pages_of(size: u64) -> u64 {
     size.div_ceil(cache::page_size())
 }
 
-/// Asks mincore(2), through a mapping, what of the regular file at `path` is resident. This is the
-/// answer that holds wherever the pages really are: under overlayfs in the lower file, under EROFS
-/// `inode_share` in the shared inode.
-///
-/// Opening and mapping a file brings its inode into memory but none of its pages.
+/// Asks mincore(2), through a mapping, which pages of a regular file are resident, wherever they
+/// are: under overlayfs in the lower file, under EROFS `inode_share` in the shared inode. This
+/// loads the file's inode but none of its pages.
 ///
 /// # Errors
 /// [`LedgerError::Io`] when the file cannot be opened or mapped.
@@ -48,8 +46,8 @@ pub fn mincore(path: &Path) -> Result<Residency> {
     ask().map_err(LedgerError::io(path))
 }
 
-/// Asks cachestat(2), which is cheaper, but answers for the opened file's own mapping only and also counts
-/// pages past the end of the file. The size of a block device counts as 0 pages.
+/// Asks cachestat(2), which is cheaper but sees only the opened file's own mapping and counts pages
+/// past the end of the file. The size of a block device counts as 0 pages.
 ///
 /// # Errors
 /// Those of fstat(2) and cachestat(2).
@@ -59,12 +57,12 @@ pub fn cachestat_file(file: &File) -> std::io::Result<Residency> {
     Ok(Residency { pages, resident: stat.cached })
 }
 
-/// How many pages past the end of the file are in the page cache, by cachestat(2): ext4, btrfs and f2fs keep the
-/// Merkle trees of fs-verity there (`Documentation/filesystems/fsverity.rst`).
+/// Pages past the end of the file in the page cache, by cachestat(2): the fs-verity Merkle trees of
+/// ext4, btrfs and f2fs (`Documentation/filesystems/fsverity.rst`).
 ///
 /// # Errors
-/// [`LedgerError::Io`] when the file cannot be opened or the kernel does not tell (before 6.5, or from 6.15 on
-/// a file that the caller neither owns nor may write).
+/// [`LedgerError::Io`] if the file cannot be opened or the kernel does not answer (before 6.5, or
+/// from 6.15 on a file that the caller neither owns nor may write).
 pub fn past_end(path: &Path) -> Result<u64> {
     let file = File::open(path).map_err(LedgerError::io(path))?;
     let size = file.metadata().map_err(LedgerError::io(path))?.len();
@@ -73,12 +71,8 @@ pub fn past_end(path: &Path) -> Result<u64> {
     Ok(stat.cached)
 }
 
-/// How many pages of the file were resident once and have been reclaimed, by cachestat(2). Pages
-/// dropped on request (fadvise, drop_caches, truncation) are not among them: memory pressure, a
-/// cgroup's limit or DAMON took these.
-///
-/// # Errors
-/// As for [`past_end`].
+/// Pages of the file that memory pressure, a cgroup's limit or DAMON reclaimed, by cachestat(2),
+/// not those dropped on request (fadvise, drop_caches, truncation). Fails like [`past_end`].
 pub fn evicted(path: &Path) -> Result<u64> {
     let file = File::open(path).map_err(LedgerError::io(path))?;
     let stat = cache::cachestat(&file, 0, 0).map_err(LedgerError::io(path))?;

@@ -1,4 +1,4 @@
-//! Who shares how much with whom: all images of a domain against each other, from their object lists.
+//! How much images of a domain share with each other, from their object lists.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use cofolio_image::compose::named_objects::ImageContents;
 pub struct Sharing {
     /// The images, in the order they were given.
     pub images: Vec<ImageSharing>,
-    /// Row and column by image: bytes of the objects that both name; on the diagonal, all of the image's.
+    /// Row and column by image: bytes of the objects that both name; the diagonal counts them all.
     pub bytes: Vec<Vec<u64>>,
 }
 
@@ -29,19 +29,17 @@ pub struct ImageSharing {
     pub exclusive_bytes: u64,
 }
 
-/// An object, and which images name it.
 struct Object {
     size: u64,
     images: Vec<u32>,
 }
 
 impl Sharing {
-    /// Compares images of a domain. The objects themselves are not looked at: reading the images' metadata is
-    /// all the work, and memory is in proportion to their distinct objects.
+    /// Compares images of a domain by their metadata; memory grows with their distinct objects.
     ///
     /// # Errors
-    /// [`cofolio_store::Error::NoSuch`], [`cofolio_store::Error::Unreadable`] naming the image that cannot
-    /// be read, [`cofolio_store::Error::Io`].
+    /// [`cofolio_store::Error::NoSuch`], [`cofolio_store::Error::Unreadable`] naming the image that
+    /// cannot be read, [`cofolio_store::Error::Io`].
     pub fn of(domain: &Domain, images: &[Digest]) -> cofolio_store::Result<Self> {
         let _lock = domain.lock_shared()?;
         let mut objects: HashMap<Digest, Object> = HashMap::new();

@@ -1,8 +1,8 @@
-//! Images over a base: one EROFS superblock of the base, and a small one of what each has besides.
+//! Images over a base: one EROFS superblock for the base, and a small one per image for the rest.
 //!
-//! A base is pinned like any image, and each image over it is one of its users (`users/image-<digest>`). Whoever is about to
-//! pin an image has its base held first, and locks the image after that: two locks of images are never waited for together.
-//! A base that cannot be had is no reason to fail: the image is mounted from its own metadata image then.
+//! A base is pinned like any image, and each image over it is one of its users
+//! (`users/image-<digest>`). A base is held before its image is locked: nobody waits for the locks
+//! of two images. An image whose base is unusable is mounted from its own metadata image.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -20,12 +20,12 @@ const DEPTH_MAX: usize = 16;
 /// A mount of a delta, how it was made, and the layers below it.
 type OverBase = (OwnedFd, PinRecord, Vec<OwnedFd>);
 
-/// Name of the user that an image is of its base.
+/// Name of the user by which an image holds its base.
 fn user_name(image: &Digest) -> String {
     format!("image-{image}")
 }
 
-/// The image that a user of this name is, if it is one.
+/// The image that holds its base by this user name, if any.
 pub(super) fn image_of_user(user: &str) -> Option<Digest> {
     user.strip_prefix("image-")?.parse().ok()
 }
@@ -59,7 +59,6 @@ impl Mounter<'_> {
         Ok(())
     }
 
-    /// Whether a base is held for an image.
     fn holds(&self, domain: &str, base: &Digest, image: &Digest) -> bool {
         self.run.image_dir(domain, base).join("users").join(user_name(image)).exists()
     }
@@ -104,8 +103,7 @@ impl Mounter<'_> {
         Ok(layers)
     }
 
-    /// An image that is not pinned any more needs its base no more. If somebody is at work on that, it stays until
-    /// [`Mounter::reconcile`].
+    /// Releases the base of an unpinned image. [`Mounter::reconcile`] releases a busy base.
     pub(super) fn release_base(
         &self,
         domain: &str,

@@ -12,10 +12,10 @@ use super::error::{At as _, MountError};
 use super::kernel::open_dir;
 
 impl Mounter<'_> {
-    /// Compares the size of every object with what the image says; returns how many there are.
+    /// Compares the size of every object with the image; returns their number.
     ///
-    /// An unprotected object that was cut short reads short without an error, so this is the last
-    /// moment to notice. A stat takes 2 us, so ten thousand objects take 20 ms, once per pin.
+    /// An unprotected object that was truncated reads short without an error, so this is the last
+    /// chance to notice. A stat takes 2 us: 20 ms for ten thousand objects, once per pin.
     pub(super) fn check_sizes(
         &self,
         file: &StoredFile,
@@ -37,14 +37,12 @@ impl Mounter<'_> {
     }
 }
 
-/// An image with damage; `reason` says what and where.
 pub(super) fn damaged(image: &Digest, reason: String) -> MountError {
     MountError::Damaged { image: *image, reason }
 }
 
-/// What is wrong with the digest of a file, which should be `expected`. With fs-verity the kernel has
-/// done the work. In a store that has it, a file without it is refused even if its bytes are right
-/// today: the kernel would not notice if they were altered tomorrow.
+/// What is wrong with the digest of a file, which should be `expected`. The kernel measures files
+/// with fs-verity; a store with fs-verity refuses others, whose later changes would go unnoticed.
 pub(crate) fn check_digest(
     file: &StoredFile,
     expected: &Digest,
@@ -72,9 +70,8 @@ pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> 
     Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
 }
 
-/// Whether the objects of an image are immutable, from one look at its metadata image: an import makes
-/// that immutable last. A copy of a store, or an import that was killed, leaves it without the flag
-/// until `gc` sets it.
+/// Whether the objects of an image are immutable. An import sets the metadata image's flag last, so
+/// it stands for all. A copied store or a killed import lacks it until `gc` sets it.
 pub(super) fn is_immutable(domain: &Domain, image: &StoredFile) -> Result<bool, MountError> {
     if !domain.protection().immutable {
         return Ok(false);

@@ -28,7 +28,7 @@ pub enum Code {
     Io,
 }
 
-/// Why a mount, an unmount or a clean-up failed. Nothing half-done is left, unless the error says so.
+/// Why a mount, unmount or clean-up failed. Nothing half-done is left unless the error says so.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -104,7 +104,7 @@ pub enum MountError {
     /// No record of ours has this target or id.
     #[error("{0} is not a mount that Cofolio made")]
     NotMounted(String),
-    /// A mount of ours, or a bind of one, whose record is lost: the run directory may have been emptied.
+    /// A mount of ours, or a bind of one, without a record: the run directory may have been lost.
     #[error("{} is a mount of Cofolio's that has no record", .0.display())]
     NoRecord(PathBuf),
     /// The mount is in another mount namespace, where this process cannot reach it.
@@ -234,8 +234,7 @@ impl MountError {
         }
     }
 
-    /// A refusal of the kernel, told as what it means where that is known; `idmapped` says whether an id map
-    /// was asked for.
+    /// Explains a refusal of the kernel; `idmapped` says whether an id map was requested.
     pub(crate) fn from_kernel(error: KernelError, idmapped: bool) -> Self {
         use rustix::io::Errno;
         const LABEL: &str = "overlay: context=";

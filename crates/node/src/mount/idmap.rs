@@ -10,12 +10,11 @@ use serde::{Deserialize, Serialize};
 use super::error::MountError;
 use super::kernel::KernelError;
 
-/// Ids of the image and how they appear in the mount, for users and for groups.
+/// Maps ids of the image to ids in the mount, for users and for groups.
 ///
-/// As text, ranges `INSIDE:OUTSIDE:COUNT` joined by commas: `0:100000:65536`. A range applies to
-/// users and groups; with the prefix `u:` or `g:` to one of them, as in mount(8)'s
-/// `X-mount.idmap`. Ids outside of all ranges appear as the overflow id (65534) and cannot be
-/// given to new files.
+/// As text, ranges `INSIDE:OUTSIDE:COUNT` joined by commas: `0:100000:65536`. The prefix `u:` or
+/// `g:` limits a range to users or groups, as in mount(8)'s `X-mount.idmap`. Ids outside of all
+/// ranges appear as the overflow id (65534) and cannot be given to new files.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct IdMap {
@@ -93,8 +92,7 @@ impl FromStr for IdMap {
     type Err = MountError;
 
     fn from_str(text: &str) -> Result<Self, MountError> {
-        // Ranges are short; a text that cannot hold the most that the kernel takes is refused
-        // before anything is allocated for it.
+        // Longer text cannot be valid and is refused before allocating.
         const TEXT_MAX: usize = 2 * ID_RANGES_MAX * "u:4294967295:4294967295:4294967295,".len();
         let bad = |problem: &str| MountError::IdMap {
             text: text.chars().take(120).collect(),

@@ -1,21 +1,19 @@
 //! Whether a superblock is still in use, in any mount namespace or by an open descriptor.
 //!
-//! mountinfo shows one mount namespace. A container, `unshare -m`, a detached mount whose descriptor
-//! is open, or an overlay over one of our mounts keeps a superblock that mountinfo does not show. So
-//! we ask the kernel about the superblock itself (measured on Linux 6.18, see
-//! `docs/notes/2026-11-23-in-use.md`):
+//! mountinfo shows one mount namespace only. A container, `unshare -m`, a detached mount with an
+//! open descriptor, or an overlay can keep a superblock unseen. So we ask the kernel about the
+//! superblock itself (measured on Linux 6.18, see `docs/notes/2026-11-23-in-use.md`):
 //!
-//! - **EROFS:** `/sys/fs/erofs/<name>` exists from the creation of the superblock to its end.
-//!   `FS_IOC_GETFSSYSFSPATH` gives the name. The superblock ends with its last user, whoever that is:
-//!   overlays hold private mounts of their lower layers. After our own mounts are gone the entry says
-//!   whether there are other users.
-//! - **A writable overlay** marks the inode of its upper directory as in use (`I_OVL_INUSE`) until its
-//!   superblock ends. With `index=on` the kernel refuses another overlay on that directory with EBUSY.
+//! - **EROFS:** `/sys/fs/erofs/<name>` exists as long as the superblock, and
+//!   `FS_IOC_GETFSSYSFSPATH` gives the name. Overlays hold private mounts of their lower layers, so
+//!   an entry that outlives our own mounts has other users.
+//! - **A writable overlay** marks its upper directory's inode as in use (`I_OVL_INUSE`) until its
+//!   superblock ends. With `index=on` the kernel refuses another overlay there with EBUSY.
 //!
-//! Both answers come too late for `inode-share`, where ending one superblock while another one is
-//! read is a bug of Linux 7.2. There we look at all mount namespaces first ([`is_mounted_elsewhere`]).
+//! Both answers come too late for `inode-share`: Linux 7.2 must not end a superblock while another
+//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]).
 //!
-//! In doubt a superblock counts as in use: it costs memory and disk space until the machine restarts.
+//! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 
 use std::collections::HashSet;
 use std::fs;
@@ -32,12 +30,11 @@ use super::kernel::{Context, KernelError, open_dir};
 use super::mountinfo::{self, KernelMount};
 use super::state::Namespace;
 
-/// Prefix of a user of an image that is a superblock with users that we cannot see.
+/// Prefix of image users that stand for a superblock with users that we cannot see.
 const PREFIX: &str = "superblock-";
 const SYSFS: &str = "sys/fs/erofs";
 
-/// An EROFS superblock: its name in sysfs and the inode number of that entry. The kernel gives the
-/// name of a loop device again, but not the number.
+/// An EROFS superblock: its name in sysfs and that entry's inode number, which is not reused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Superblock(Option<(String, u64)>);
 
@@ -69,7 +66,7 @@ impl Superblock {
         Some(Self(inode.parse().ok().map(|inode| (name.to_owned(), inode))))
     }
 
-    /// Name of the user of an image that it is.
+    /// Name under which it is a user of an image.
     pub(super) fn user(&self) -> String {
         match &self.0 {
             Some((name, inode)) => format!("{PREFIX}{name}-{inode}"),
@@ -77,7 +74,6 @@ impl Superblock {
         }
     }
 
-    /// Whether it still exists.
     pub(super) fn is_alive(&self, root: &Path) -> bool {
         let sysfs = root.join(SYSFS);
         let Some((name, inode)) = &self.0 else { return true };
@@ -88,14 +84,11 @@ impl Superblock {
     }
 }
 
-/// Name of the directory, beside `upper`, that [`has_overlay`] gives the kernel as a work directory.
-/// It is made with `upper`, before the disk can be full.
+/// Work directory that [`has_overlay`] gives the kernel; made with `upper`, before the disk fills.
 pub(super) const PROBE: &str = "probe";
 
-/// Whether an overlay whose changes go to `dir/upper` exists.
-///
-/// Tries to make another one over the same directory, which fails while the first one exists. What
-/// that leaves in the directory is removed again.
+/// Whether an overlay whose changes go to `dir/upper` exists: tries to make another one, which
+/// fails while the first one exists, and removes its leftovers.
 ///
 /// # Errors
 /// [`MountError::Kernel`] where the kernel gives neither answer; [`MountError::Io`].
@@ -129,8 +122,8 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         made.as_ref().is_err_and(|error| error.errno == Errno::BUSY)
     };
     let mut tried = made();
-    // A process that was just forked holds the descriptors of an earlier try until it calls exec, and a
-    // runtime that starts a container has copies of all mounts until it changes the root.
+    // A process that was just forked holds descriptors of an earlier try until exec, and a runtime
+    // that starts a container has copies of all mounts until it changes the root.
     for milliseconds in [1, 4, 16, 64, 256, 512] {
         if !is_busy(&tried) {
             break;
@@ -155,11 +148,10 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
     Ok(false)
 }
 
-/// Whether a mount of one of these superblocks exists in any mount namespace, other than those below
-/// `run`, and those in other namespaces that are unmounted when the former are.
+/// Whether a mount of these superblocks exists in any mount namespace, except below `run` and
+/// copies that the kernel unmounts with those.
 ///
-/// An overlay may have one of them as a layer without saying so. An overlay that is not ours counts
-/// as a user unless all layers that it names are known to be elsewhere.
+/// A foreign overlay may hide its layers: it counts unless all are known to be elsewhere.
 pub(super) fn is_mounted_elsewhere(
     root: &Path,
     run: &Path,
@@ -215,7 +207,7 @@ fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)
     })
 }
 
-/// The mount namespaces of all processes and threads, with one of each; `None` if we cannot see all.
+/// A mount namespace of each process and thread, once each; `None` if we cannot see all.
 pub(super) fn namespaces(root: &Path) -> io::Result<Option<Vec<(u64, PathBuf)>>> {
     // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
     const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;

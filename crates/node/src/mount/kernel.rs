@@ -1,7 +1,6 @@
 //! Making mounts: the new mount API with the kernel's own words in its errors.
 //!
-//! Everything here makes *detached* mounts and returns their descriptors: until the caller attaches
-//! one, the death of the process takes it away without a trace.
+//! All mounts here are *detached*: until the caller attaches one, it vanishes with its process.
 
 use std::fmt;
 use std::io;
@@ -40,7 +39,6 @@ impl KernelError {
         Self { what: what.into(), errno, messages }
     }
 
-    /// Whether a message holds this text.
     pub(crate) fn says(&self, text: &str) -> bool {
         self.messages.iter().any(|message| message.contains(text))
     }
@@ -108,7 +106,6 @@ impl Context {
         self.string(key, &format!("/proc/self/fd/{}", layer.as_raw_fd()))
     }
 
-    /// Makes the superblock.
     pub(crate) fn create(&self) -> Result<(), KernelError> {
         fsconfig_create(self.fd.as_fd()).map_err(|errno| self.explain("create", errno))
     }
@@ -120,11 +117,8 @@ impl Context {
     }
 }
 
-/// A detached copy of the mount at `path` (submounts not included) that gets no mount events from
-/// the original and sends it none.
-///
-/// Without that, a copy of a mount that is shared joins its peer group: what a container mounts
-/// inside its root would appear in all of its siblings.
+/// A detached copy of the mount at `path`, without submounts, that exchanges no mount events with
+/// the original. A copy in a shared peer group would show a container's mounts in all its siblings.
 pub(crate) fn clone_mount(
     dir: impl AsFd,
     path: &Path,
@@ -158,7 +152,7 @@ pub(crate) fn attach(mount: impl AsFd, target: impl AsFd) -> Result<(), KernelEr
         .map_err(|errno| KernelError::new("move_mount", errno))
 }
 
-/// Takes the topmost mount at `path` away; `lazy` also when it is in use.
+/// Unmounts the topmost mount at `path`; `lazy` detaches it even if it is in use.
 pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
     let mut flags = UnmountFlags::NOFOLLOW;
     if lazy {
@@ -168,8 +162,8 @@ pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
         .map_err(|errno| KernelError::new(format!("umount {}", path.display()), errno))
 }
 
-/// As [`unmount`], but gives users that are only passing a moment to go: a process that has just been
-/// forked holds copies of all descriptors of its parent until it calls exec.
+/// [`unmount`], but waits a moment for passing users: a process that was just forked holds copies
+/// of its parent's descriptors until exec.
 pub(crate) fn unmount_patiently(path: &Path, lazy: bool) -> Result<(), KernelError> {
     const TRIES: u32 = 20;
     for _ in 1..TRIES {
@@ -193,12 +187,11 @@ pub enum Backing {
     Loop,
 }
 
-/// Mounts a metadata image, detached. mountinfo will show `name` as its source.
+/// Mounts a metadata image, detached. mountinfo shows `name` as its source.
 ///
-/// EROFS opens its source by path and keeps the text. So `scratch`, a directory of the caller's
-/// own, gets a symbolic link called `name` to the descriptor of the image, and the mount is made
-/// by a thread that works in that directory: what is mounted is the very file that the caller has
-/// open (and has checked), whatever happens to its path meanwhile.
+/// EROFS opens its source by path and keeps the text. So a thread works in `scratch`, a directory
+/// of the caller's own, where `name` is a symbolic link to the image's descriptor: whatever happens
+/// to its path, the kernel mounts the very file that the caller checked.
 pub(crate) fn mount_erofs(
     image: BorrowedFd<'_>,
     name: &str,
@@ -246,8 +239,8 @@ pub(crate) fn mount_pack(
         if options.direct {
             context.flag("directio")?;
         }
-        // Or it keeps compressed blocks that it needs again, beside their content: 14 MiB after all files of two redis
-        // images, whose contents are 108 MiB. Of what is not compressed it keeps nothing.
+        // Otherwise it keeps compressed blocks beside their content: 14 MiB after all files of two
+        // redis images of 108 MiB. Of uncompressed blocks it keeps nothing.
         context.string("cache_strategy", "disabled")?;
         Ok(())
     })
@@ -296,13 +289,11 @@ impl LayerStyle {
     pub(crate) const ALL: [Self; 2] = [Self::Descriptor, Self::List];
 }
 
-/// An overlay of one image.
 pub(crate) struct Overlay<'a> {
     /// What mountinfo shows as its source.
     pub(crate) source: &'a str,
     /// Roots of the EROFS mounts, or of id-mapped copies of them, the topmost first.
     pub(crate) metadata: &'a [BorrowedFd<'a>],
-    /// The `objects/` directory.
     pub(crate) objects: BorrowedFd<'a>,
     /// The upper and the work directory; none for a read-only overlay.
     pub(crate) upper: Option<(BorrowedFd<'a>, BorrowedFd<'a>)>,
@@ -324,16 +315,15 @@ impl Overlay<'_> {
             context.string("source", self.source)?;
             match self.layers(&context, style) {
                 Ok(()) => {}
-                // This kernel does not know the style: EBADF is about O_PATH, which descriptors of layers could not have
-                // before they could be given at all.
+                // This kernel lacks the style; it answers EBADF for O_PATH descriptors, which
+                // layers could not be before the style existed.
                 Err(error) if matches!(error.errno, Errno::INVAL | Errno::BADF) => {
                     refused = error;
                     continue;
                 }
                 Err(error) => return Err(error),
             }
-            // An object is found through these two: metacopy says that the data is elsewhere,
-            // redirect where.
+            // Metacopy says that an object's data is elsewhere, redirect says where.
             context.string("metacopy", "on")?;
             context.string("redirect_dir", "on")?;
             if self.verity {
@@ -379,8 +369,7 @@ impl Overlay<'_> {
         Ok(())
     }
 
-    /// overlayfs that cannot use its work directory says so in the kernel log only, and goes on
-    /// read-only.
+    /// If overlayfs cannot use its work directory, it mounts read-only and tells the kernel log.
     fn check_writable(&self, mount: &OwnedFd) -> Result<(), KernelError> {
         if self.upper.is_none() {
             return Ok(());

@@ -1,10 +1,9 @@
 //! A limit on what a writable mount's changes may take.
 //!
-//! Where the filesystem enforces project quotas (ext4 and XFS mounted with `prjquota`), the directory
-//! gets a project of its own and the project a limit. Elsewhere the changes go into a filesystem of
-//! that size: ext4 in a sparse file on a loop device. The file has no name any more once it is
-//! attached, the loop device goes with its last user, and that is the overlay: when the overlay is
-//! unmounted, nothing is left, however the processes around it ended.
+//! Where the filesystem enforces project quotas (ext4 and XFS mounted with `prjquota`), the
+//! directory gets a limited project of its own. Elsewhere the changes go into an ext4 of that size
+//! in a sparse file on a loop device. The file is unlinked once attached and the loop device ends
+//! with the overlay: after the unmount nothing is left, however the processes around it ended.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -21,9 +20,7 @@ use super::kernel::{self, Context, attach, open_dir};
 /// What keeps changes from growing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Limit {
-    /// Nothing.
     None,
-    /// A project quota.
     Project,
     /// A filesystem of its own, mounted at [`root`].
     Filesystem,
@@ -31,9 +28,9 @@ pub(crate) enum Limit {
 
 /// Less cannot hold an ext4 and a work directory.
 const SIZE_BYTES_MIN: u64 = 4 << 20;
-/// `mke2fs` gives a filesystem an inode for as many bytes.
+/// `mke2fs` makes one inode per this number of bytes.
 const BYTES_PER_INODE: u64 = 16 << 10;
-/// Projects of ours: from here, a number that somebody would hardly choose, for as many.
+/// First project number of ours, which nobody else is likely to choose; we use as many after it.
 const PROJECT_FIRST: u32 = 0x4C0F_0000;
 const PROJECTS: u32 = 0x1_0000;
 
@@ -136,8 +133,7 @@ fn make_filesystem(dir: &Path, bytes: u64) -> Result<(), MountError> {
 
 /// Takes the filesystem out of sight; whoever mounted it in an overlay keeps it.
 pub(crate) fn put_away(dir: &Path) -> Result<(), MountError> {
-    let at = root(dir);
-    kernel::unmount(&at, true).map_err(refused)
+    kernel::unmount(&root(dir), true).map_err(refused)
 }
 
 /// Takes back what [`set`] did to a directory that is about to be removed, as far as it is there.

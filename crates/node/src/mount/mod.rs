@@ -10,18 +10,16 @@
 //!   a clone per mount           its target
 //! ```
 //!
-//! With `inode-share` the EROFS superblock is that of the image's pack, over segments: a read-only mount is a clone of that,
-//! and a writable one an overlay of upper and EROFS.
+//! With `inode-share` the EROFS superblock is that of the image's pack, over segments: a read-only
+//! mount is a clone of it, and a writable one an overlay of upper and EROFS.
 //!
-//! What costs memory is superblocks: each has its own inodes and dentries. So an image has one of
-//! EROFS, all its read-only mounts have one of overlayfs together, and only a writable mount has one
-//! of its own. The last mount of an image takes the pinned ones away again; with `inode-share` the
-//! last one of the trust domain.
+//! Superblocks cost memory: each has its own inodes and dentries. So an image has one of EROFS, one
+//! of overlayfs for all its read-only mounts, and one per writable mount. The last mount of an
+//! image (with `inode-share`, of the trust domain) takes the pinned ones away again.
 //!
-//! State is in the run directory (see [`RunDir`]) and, so that garbage collection
-//! knows, in the store's `roots/mount/`. A process may be killed at any point: what it leaves is put
-//! right by [`Mounter::umount`], by the next mount at the same place, and by
-//! [`Mounter::reconcile`]. [`Step`] lists the points; a test kills a process at each.
+//! State is in the run directory (see [`RunDir`]) and, for garbage collection, in `roots/mount/` of
+//! the store. [`Mounter::umount`], the next mount at the same place and [`Mounter::reconcile`]
+//! repair what a killed process leaves. A test kills a process at each [`Step`].
 
 mod base;
 mod check;
@@ -84,8 +82,7 @@ pub struct Mounter<'a> {
 }
 
 impl<'a> Mounter<'a> {
-    /// A mounter whose state is in `run`. `contents` reads images, to check sizes and content of
-    /// objects.
+    /// A mounter whose state is in `run`; `contents` reads images to check their objects.
     pub fn new(domain: &'a Domain, run: RunDir, contents: &'a dyn Contents) -> Self {
         Self {
             domain,
@@ -136,10 +133,10 @@ impl<'a> Mounter<'a> {
         }
     }
 
-    /// Mounts an image. On an error nothing of it is left.
+    /// Mounts an image; an error leaves nothing behind.
     ///
     /// # Errors
-    /// See [`MountError`]; [`MountError::code`] says of what kind it is.
+    /// See [`MountError`]; [`MountError::code`] gives its kind.
     pub fn mount(&self, request: &MountRequest) -> Result<MountRecord, MountError> {
         let target = resolve_target(&request.target, request.create_target)?;
         self.run.prepare()?;
@@ -255,8 +252,8 @@ impl<'a> Mounter<'a> {
         root.note = record.target.to_string_lossy().into_owned();
         root.created = record.created;
         root.boot_id = Some(record.boot_id.clone());
-        // Fails if the image is not there; once it is written, the image stays. Of a store that nobody
-        // can write to, nobody collects anything either.
+        // Fails if the image is not here; once written, the root keeps it. Nobody collects from a
+        // read-only store, which needs none.
         unless_read_only(self.domain.put_root(&root))?;
         self.step(Step::Rooted);
         {
@@ -377,7 +374,7 @@ impl<'a> Mounter<'a> {
         })
     }
 
-    /// Unmounts the mount at a target, or with an id, and removes all that it needed.
+    /// Unmounts the mount at a target, or with an id, and removes everything it needed.
     ///
     /// # Errors
     /// [`MountError::NotMounted`], [`MountError::Busy`], [`MountError::Covered`],
@@ -480,7 +477,7 @@ impl<'a> Mounter<'a> {
     }
 }
 
-/// What came of writing a root, which cannot be done where the store's filesystem is mounted read-only.
+/// Ignores that a root cannot be written where the store's filesystem is mounted read-only.
 fn unless_read_only<T>(written: cofolio_store::Result<T>) -> cofolio_store::Result<()> {
     use std::error::Error as _;
     let is_read_only = |error: &cofolio_store::Error| {

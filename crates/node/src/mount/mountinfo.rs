@@ -41,7 +41,6 @@ impl KernelMount {
         self.source.strip_prefix(SOURCE_PREFIX)?.parse().ok()
     }
 
-    /// Whether it has this option.
     pub(crate) fn has_option(&self, name: &str) -> bool {
         self.options.split(|&byte| byte == b',').any(|option| option == name.as_bytes())
     }
@@ -59,13 +58,11 @@ impl KernelMount {
 /// Every mount of ours begins so in its source.
 pub(crate) const SOURCE_PREFIX: &str = "cofolio:";
 
-/// The source of mounts of an image.
 pub(crate) fn source_of(image: &Digest) -> String {
     format!("{SOURCE_PREFIX}{image}")
 }
 
-/// Reads all mounts, `/proc` being looked up under `root`. The thread's own file is read: a thread
-/// may have a mount namespace of its own.
+/// Reads all mounts of this thread, whose namespace may be its own; `/proc` is below `root`.
 pub(crate) fn read(root: &Path) -> io::Result<Vec<KernelMount>> {
     Ok(parse(&std::fs::read(path(root))?))
 }
@@ -74,8 +71,7 @@ pub(crate) fn path(root: &Path) -> PathBuf {
     root.join("proc/thread-self/mountinfo")
 }
 
-/// Lines that do not look like mountinfo are left out: the format may grow, and one odd mount must
-/// not hide the others.
+/// Leaves out malformed lines: the format may grow, and one odd mount must not hide the others.
 pub(crate) fn parse(text: &[u8]) -> Vec<KernelMount> {
     text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
 }

@@ -39,13 +39,11 @@ pub struct Pin {
 
 /// An image that is mounted for others to build on.
 pub(crate) struct Pinned {
-    /// Its directory.
     dir: PathBuf,
-    /// The roots of the EROFS mounts that show it together, the topmost first: more than one if it is over a base.
+    /// The roots of its EROFS mounts, the topmost first; several if it is over a base.
     pub(crate) layers: Vec<OwnedFd>,
-    /// How it was mounted.
     pub(crate) backend: Backend,
-    /// Whether it was made in a store with fs-verity: the mounts over it are as they were made then.
+    /// Whether the store had fs-verity when it was mounted, which decides for the mounts over it.
     pub(crate) verity: bool,
 }
 
@@ -60,10 +58,10 @@ pub(crate) enum Unpinned {
     Done,
 }
 
-/// Below an image's directory: the same for its own metadata image, while it is mounted over a base.
+/// Subdirectory for the image's own metadata image while it is also mounted over a base.
 const OWN: &str = "own";
-/// Name of the user that is left of mounts with `inode-share` that were detached while they were in use: until the machine
-/// starts anew, nobody knows whether somebody still reads there.
+/// User that stands for detached mounts of `inode-share` that were in use: until the machine
+/// restarts, nobody knows whether their readers have ended.
 pub(crate) const DETACHED: &str = "detached";
 
 /// `EROFS_SUPER_MAGIC_V1` and `OVERLAYFS_SUPER_MAGIC` of `include/uapi/linux/magic.h`.
@@ -71,9 +69,9 @@ pub(super) const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
 const OVERLAY_MAGIC: u32 = 0x794C_7630;
 
 impl Mounter<'_> {
-    /// The image's EROFS mount, which is made if it is not there; over its base, if that is held for
-    /// it. Who may write to the store may give an image the delta of another one. So with `measured`
-    /// it is the image's own metadata image, beside the mount over a base if there is one already.
+    /// The image's EROFS mount, made if missing, over its base if that is held. With `measured`, it
+    /// is the image's own metadata image, beside a mount over a base: a writer of the store could
+    /// give an image the delta of another one.
     pub(super) fn pinned(
         &self,
         image: &Digest,
@@ -135,7 +133,7 @@ impl Mounter<'_> {
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
-                    image_bytes: packed.bytes().at("look at", &dir)?,
+                    image_bytes: packed.file.size().at("look at", &dir)?,
                     created: super::now(),
                 };
                 (mount, record)
@@ -160,8 +158,8 @@ impl Mounter<'_> {
         Ok(Pinned { dir, layers, backend, verity })
     }
 
-    /// Mounts a metadata image, detached, after it and the sizes of its objects were checked. mountinfo will show `shown` as
-    /// its source.
+    /// Mounts a metadata image, detached, with its objects' sizes checked and `shown` as its
+    /// source.
     pub(super) fn mount_image(
         &self,
         image: &Digest,
@@ -173,8 +171,7 @@ impl Mounter<'_> {
         check_digest(&file, image, verity)?.map_or(Ok(()), |reason| Err(damaged(image, reason)))?;
         let objects = self.domain.objects_dir().ok_or(MountError::NoDirectory)?;
         let objects_checked = if verity || is_immutable(self.domain, &file)? {
-            // With fs-verity the kernel compares every block that it reads, and fails what is too
-            // short. Nobody cuts short what is immutable.
+            // The kernel checks every block with fs-verity, and nobody truncates immutable files.
             0
         } else {
             self.check_sizes(&file, image, &objects)?
@@ -194,8 +191,7 @@ impl Mounter<'_> {
         Ok((mount, record))
     }
 
-    /// Directory where the read-only overlay with this id map and label is mounted; it is made if
-    /// it is not there.
+    /// Directory of the read-only overlay with this id map and label, mounted if missing.
     pub(crate) fn view(
         &self,
         image: &Digest,
@@ -221,8 +217,8 @@ impl Mounter<'_> {
         })
     }
 
-    /// Takes away read-only overlays that no recorded mount uses, the oldest first, until few are left.
-    /// A mount of one that is not recorded keeps its superblock.
+    /// Unmounts the oldest read-only overlays without a recorded user, until few are left.
+    /// Unrecorded mounts of one keep its superblock.
     pub(super) fn trim_views(&self, domain: &str, image: &Digest) -> Result<(), MountError> {
         /// An overlay without users is worth keeping for the next container with the same id map.
         const VIEWS_MAX: usize = 8;
@@ -276,8 +272,8 @@ impl Mounter<'_> {
         mount.map_err(|error| MountError::from_kernel(error, idmapped))
     }
 
-    /// Id-mapped copies of the image's EROFS mounts. An id map goes below the overlay: overlayfs
-    /// itself refuses to be id-mapped, but over an id-mapped mount it shows the mapped owners.
+    /// Id-mapped copies of the image's EROFS mounts. overlayfs refuses to be id-mapped itself, but
+    /// over an id-mapped mount it shows the mapped owners.
     pub(crate) fn mapped(&self, pin: &Pinned, idmap: &IdMap) -> Result<Vec<OwnedFd>, MountError> {
         let namespace = idmap.namespace().map_err(|error| MountError::from_kernel(error, true))?;
         let rdonly = MountAttrFlags::MOUNT_ATTR_RDONLY;
@@ -307,9 +303,9 @@ impl Mounter<'_> {
         Ok(unpinned)
     }
 
-    /// With `inode-share` a read of one image may go on by way of another that has the same file, and Linux 7.2 keeps that
-    /// one's inode without keeping its superblock: to unmount it then is a bug of the kernel's ("Busy inodes after
-    /// unmount"). So superblocks are kept as long as somebody uses any of the domain, and go together.
+    /// With `inode-share` a read of one image may go on through another with the same file. Linux
+    /// 7.2 keeps that image's inode but not its superblock ("Busy inodes after unmount"). So all
+    /// superblocks of a domain stay while any is used, and go together.
     fn unpin_domain_if_idle(
         &self,
         domain: &str,
@@ -389,7 +385,6 @@ impl Mounter<'_> {
         Ok(all)
     }
 
-    /// How an image is pinned, if it is.
     pub(super) fn pin_record(
         &self,
         domain: &str,
@@ -398,8 +393,8 @@ impl Mounter<'_> {
         read_json(&self.run.image_dir(domain, image).join("pin.json"))
     }
 
-    /// Unmounts what is pinned of an image, with its lock held. If its superblock has other users
-    /// the image keeps its directory and gets a root, until [`Mounter::reconcile`] finds it ended.
+    /// Unmounts a pinned image, with its lock held. If its superblock has other users, the image
+    /// keeps its directory and gets a root until [`Mounter::reconcile`] finds the superblock ended.
     fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<Unpinned, MountError> {
         let dir = self.run.image_dir(domain, image);
         for dir in [dir.join(OWN), dir.clone()] {
@@ -441,8 +436,8 @@ impl Mounter<'_> {
         Ok(Unpinned::Done)
     }
 
-    /// Whether the superblocks of an image that is not mounted any more have ended. Waits a moment for
-    /// processes that hold descriptors or copies of mounts only in passing (see [`in_use::has_overlay`]).
+    /// Whether the superblocks of an unpinned image have ended. Waits a moment for processes that
+    /// hold descriptors or copies of mounts only in passing (see [`in_use::has_overlay`]).
     fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
         for milliseconds in [1, 4, 16, 64, 256, 512] {
             if self.forget_dead(domain, image)? {
@@ -536,8 +531,7 @@ fn take_down(at: &Path) -> Result<(), MountError> {
             Ok(id) if id.is_root => {}
             _ => break,
         }
-        // Lazily: somebody may be looking around in it, and what containers use are mounts of
-        // their own.
+        // Lazily: somebody may be looking around in it, and containers use mounts of their own.
         kernel::unmount(at, true).map_err(refused)?;
     }
     remove_dir(at);

@@ -67,9 +67,8 @@ pub struct Mounts {
     pub mounts: Vec<MountStatus>,
     /// Pinned images.
     pub pins: Vec<Pin>,
-    /// Mounts of this store's images by their source of which there is no record, here or in the run
-    /// directories beside this one: binds that somebody made of a mount, or mounts whose record was lost.
-    /// They are nobody's to clean up.
+    /// Mounts of this store's images without a record, here or in sibling run directories: binds of
+    /// a mount, or mounts whose record was lost. Nothing cleans them up.
     pub orphans: Vec<KernelMount>,
     /// Changes of this domain that were kept, and that nothing is mounted over.
     pub kept: Vec<Kept>,
@@ -111,8 +110,8 @@ pub(crate) struct Forgotten {
 }
 
 impl Forgotten {
-    /// Removes the changes. Slow for many files, so it is done without the lock. What cannot be
-    /// removed is out of sight and tried again by [`Mounter::reconcile`].
+    /// Removes the changes without the lock, since many files take long. Leftovers are out of sight
+    /// and [`Mounter::reconcile`] retries them.
     pub(crate) fn finish(self) {
         for gone in self.gone {
             let _ = upper::remove(&gone);
@@ -123,7 +122,6 @@ impl Forgotten {
 /// What the kernel says at one moment, looked up under a root path.
 pub(crate) struct Kernel<'r> {
     root: &'r Path,
-    /// The id of this boot.
     pub(crate) boot_id: String,
     /// This thread's mount namespace.
     pub(crate) namespace: Namespace,
@@ -189,13 +187,11 @@ impl Mounter<'_> {
         }
     }
 
-    /// Removes every trace of a mount: takes it down if it is still up at `place`, and gives the
-    /// image back. Every part may already be missing. The record goes last, so that an unmount that
-    /// fails or dies before can be repeated.
+    /// Removes every trace of a mount: takes it down if it is still up at `place`, and releases the
+    /// image. Parts may be missing; the record goes last, so that a failed unmount can be repeated.
     ///
-    /// The place is given, and not looked up here: of a mount that was just taken down, the kernel
-    /// could only be asked by reading all of mountinfo, which takes milliseconds for a thousand
-    /// mounts.
+    /// The caller gives the place: looking up a mount that was just taken down would read all of
+    /// mountinfo, which takes milliseconds for a thousand mounts.
     pub(crate) fn forget(
         &self,
         record: &MountRecord,
@@ -235,8 +231,7 @@ impl Mounter<'_> {
         Ok(Forgotten { gone, unpinned, in_use: in_use || unpinned == Unpinned::Elsewhere })
     }
 
-    /// Takes down a mount at which somebody was at work who died. One that was to be unmounted may be in use, which is
-    /// what he was about to find out: then it is mounted as before.
+    /// Takes down a mount whose writer died. An interrupted unmount may find it in use: it stays.
     fn unmount_half_way(
         &self,
         record: &MountRecord,
@@ -258,8 +253,7 @@ impl Mounter<'_> {
         }
     }
 
-    /// Everything that is mounted, from the records and from the kernel. Changes nothing, and needs
-    /// no privilege beyond reading the run directory.
+    /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.
     ///
     /// # Errors
     /// [`MountError::Io`].
@@ -288,7 +282,7 @@ impl Mounter<'_> {
         Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
     }
 
-    /// Changes of this domain that were kept and that nothing is mounted over, with their bytes on disk.
+    /// Kept changes of this domain that nothing is mounted over, with their bytes on disk.
     ///
     /// # Errors
     /// [`MountError::Io`].
@@ -305,7 +299,8 @@ impl Mounter<'_> {
     /// Removes changes of this domain that were kept.
     ///
     /// # Errors
-    /// [`MountError::NotKept`] if the directory holds none, or a mount uses it; [`MountError::Busy`].
+    /// [`MountError::NotKept`] if the directory holds none, or a mount uses it;
+    /// [`MountError::Busy`].
     pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
@@ -317,8 +312,8 @@ impl Mounter<'_> {
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
 
-    /// Mounts of images of this store that nobody has a record of. The kernel does not say which store a
-    /// mount is of, and another may have the same image; but what is mounted from it has a record there.
+    /// Mounts of this store's images without a record. The kernel does not say which store a mount
+    /// is of; another store with the same image has a record of its source.
     fn orphans(
         &self,
         mounts: &[KernelMount],
@@ -365,8 +360,7 @@ impl Mounter<'_> {
         Ok(false)
     }
 
-    /// Images of this trust domain that are mounted: by a record of this boot, by a pin, or by the
-    /// kernel's word. For garbage collection, which must keep them.
+    /// Mounted images of this domain, which garbage collection must keep, by record, pin or kernel.
     ///
     /// # Errors
     /// [`MountError::Io`]; [`MountError::State`] for a damaged record, which might name any image.
@@ -398,10 +392,9 @@ impl Mounter<'_> {
         Ok(live)
     }
 
-    /// Cleans up what processes that died, a reboot, or somebody's umount(8) left: of mounts that are
-    /// not there any more, the records, roots, directories of changes (unless they are to be kept)
-    /// and pins. Mounts of live processes are waited for and left alone; so are mounts in other mount
-    /// namespaces. What cannot be cleaned up is in the report, and does not keep the rest from being.
+    /// Cleans up after killed processes, a reboot, or umount(8): removes records, roots, pins and
+    /// directories of changes (unless kept) of mounts that are gone. Waits for live processes, and
+    /// leaves their mounts and other mount namespaces alone. Reports failures and goes on.
     ///
     /// # Errors
     /// [`MountError::Io`] if the run directory cannot be read at all.
@@ -484,16 +477,15 @@ impl Mounter<'_> {
         Ok(self.unpin_if_idle(domain, image, &lock)? == Unpinned::Done)
     }
 
-    /// Removes roots of mounts of this run directory that have no record, and those of other boots
-    /// whichever run directory they are of.
+    /// Removes this run directory's mount roots without a record, and all roots of other boots.
     fn reconcile_roots(&self, domain: &Domain) -> Result<Vec<String>, MountError> {
         let boot = Kernel::new(&self.root)?.boot_id;
         let mut removed = Vec::new();
         for root in domain.roots(RootKind::Mount)? {
             let is_ours = root.id.starts_with(&self.run.tag());
             let is_used = || -> Result<bool, MountError> {
-                // A record is written before its root and removed after it, so that looking for the
-                // root first and then for the record cannot miss.
+                // A record is written before its root and removed after it, so look for the root
+                // first.
                 let kept = root.images.first().is_some_and(|image| {
                     self.elsewhere_root(image) == root.id
                         && self.run.image_dir(domain.name(), image).exists()
@@ -509,8 +501,7 @@ impl Mounter<'_> {
     }
 }
 
-/// Whether a process or thread that we can see lives in the mount namespace. If we cannot see all
-/// of them, we assume so.
+/// Whether a visible process or thread lives in the mount namespace; true if we cannot see all.
 fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
     let Ok(Some(found)) = in_use::namespaces(root) else { return true };
     // The inode number may be that of another namespace by now.

@@ -17,25 +17,24 @@ pub enum Access {
     Writable,
     /// Changes go to a directory of the store's, which stays.
     WritableKept,
-    /// Changes go to this directory (its `upper/` and `work/`), which stays. It must be on a
-    /// filesystem that overlayfs takes as an upper layer, belong to the caller, and hold no changes of
-    /// another image. With an id map, owners in it are the mapped ones.
+    /// Changes go to this directory (its `upper/` and `work/`), which stays. The caller owns it,
+    /// its filesystem supports overlayfs upper layers, and it holds no changes of another image.
+    /// With an id map, its owners are the mapped ones.
     WritableAt(PathBuf),
 }
 
-/// What is checked before a mount. All but the first measure the metadata image, even if it is
-/// mounted already, and mount that, never the image over a base.
+/// What is checked before a mount. All but the first measure and mount the metadata image itself,
+/// even if it is already mounted, never the image over a base.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Check {
     /// What the first mount of an image checks.
     #[default]
     None,
-    /// The metadata image has the digest that is its name: by the kernel where it has fs-verity, else
-    /// by hashing it.
+    /// The metadata image has the digest in its name: by fs-verity, else by hashing it.
     Measure,
     /// All objects, too, by hashing them.
     Verify,
-    /// The kernel checks every read of the image and its objects (fs-verity); else the mount is refused.
+    /// fs-verity protects the image and its objects; else the mount is refused.
     RequireVerity,
 }
 
@@ -52,8 +51,7 @@ pub struct MountRequest {
     pub access: Access,
     /// Bytes that changes may take; only for [`Access::Writable`].
     pub size_bytes: Option<u64>,
-    /// Make a directory of the store's for the mount's user ([`MountRecord::scratch`]), which goes
-    /// with the mount.
+    /// Make a directory for the mount's user ([`MountRecord::scratch`]), removed with the mount.
     pub scratch: bool,
     /// What has to hold of the image before it is mounted.
     pub check: Check,
@@ -95,8 +93,7 @@ impl MountRequest {
 /// How to unmount.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UmountOptions {
-    /// Detach the mount even if it is in use. What still uses it sees errors if its changes are
-    /// removed.
+    /// Detach the mount even if it is in use; its users see errors if its changes are removed.
     pub force: bool,
     /// Leave the directory with the changes in place, even if the mount did not say so.
     pub keep_upper: bool,
@@ -113,16 +110,16 @@ pub struct Unmounted {
     pub upper: Option<PathBuf>,
     /// The image is not mounted any more either: this was its last user.
     pub unpinned: bool,
-    /// Somebody else still uses it: a mount of it elsewhere, another mount namespace, an overlay over
-    /// it or an open descriptor. The image and the changes stay as long.
+    /// It still has a user: a mount of it elsewhere, another mount namespace, an overlay over it or
+    /// an open descriptor. The image and the changes stay until that ends.
     pub in_use: bool,
 }
 
 /// Makes [`Step`] and the list of its values.
 macro_rules! steps {
     ($($(#[$about:meta])* $step:ident),* $(,)?) => {
-        /// A point in the life of a mount at which a process may die. In order, except that the pin and
-        /// view steps occur only where one has to be made.
+        /// A point in the life of a mount at which a process may die, in order. The pin and view
+        /// steps occur only if one has to be made.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum Step { $($(#[$about])* $step),* }

@@ -1,14 +1,14 @@
-//! Backend `inode-share`: a pack, whose files share the kernel's inodes with those of all packs of the trust domain that
-//! have the same fingerprint (Linux 7.0, `Documentation/filesystems/erofs.rst`).
+//! Backend `inode-share`: packs whose files share kernel inodes with those of all packs of the
+//! trust domain that have the same fingerprint (Linux 7.0, `Documentation/filesystems/erofs.rst`).
 //!
-//! The kernel reads segments past the page cache, since what it shares is a cache of its own above them. From files with
-//! fs-verity ext4 and btrfs let nobody read so: there the pages that were checked are cached below, too.
+//! The kernel reads segments past the page cache, since its shared cache is above them. ext4 and
+//! btrfs refuse that for files with fs-verity: their checked pages are cached below, too.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use crate::settings::{DomainSettings as _, Secret};
-use cofolio_store::{Digest, Error, FileKind, Pack, StoredFile};
+use cofolio_store::{Digest, Error, FileKind, StoredFile};
 
 use super::check::{check_digest, measured};
 use super::error::{At as _, MountError, refused};
@@ -18,46 +18,39 @@ use super::{Mounter, kernel, numbers_at};
 
 /// A pack with all that it needs, checked.
 pub(super) struct Packed {
-    file: StoredFile,
+    pub(super) file: StoredFile,
     segments: Vec<StoredFile>,
     secret: Secret,
     /// The kernel checks every read.
     pub(super) verity: bool,
 }
 
-impl Packed {
-    pub(super) fn bytes(&self) -> std::io::Result<u64> {
-        self.file.size()
-    }
-}
-
 impl Mounter<'_> {
-    /// Opens the pack of an image and its segments. With fs-verity the kernel has said what they are; otherwise the
-    /// pack is hashed, and of segments the size is looked at, so that none is cut short.
+    /// Opens the pack of an image and its segments. Without fs-verity, hashes the pack and compares
+    /// the sizes of segments, so that none is truncated.
     pub(super) fn open_pack(&self, image: &Digest) -> Result<Packed, MountError> {
         let secret = self.domain.secret()?.ok_or(Error::NoPack(*image))?;
         let verity = self.domain.has_verity();
-        // Until all of it is open: `gc` replaces packs, and collects segments that it has written anew.
+        // Until all are open: `gc` replaces packs and rewrites segments.
         let _stays = self.domain.lock_shared()?;
         let packs = self.domain.packs_of(image)?;
         let pack = packs.first().ok_or(Error::NoPack(*image))?;
         let file = self.domain.open_pack(pack)?;
-        check_pack(&file, pack, verity)?;
-        let invalid = |error: cofolio_store::BoxError| {
-            let reason = error.to_string();
-            MountError::PackInvalid { image: *image, reason }
-        };
+        let invalid = |reason| MountError::PackInvalid { image: *image, reason };
+        check_digest(&file, &pack.digest, verity)?.map_or(Ok(()), |it| Err(invalid(it)))?;
         let mut segments = Vec::new();
         let mut needed = Vec::new();
         let visit = &mut |segment, _| needed.push(segment);
-        self.contents.names(FileKind::Pack, &file, visit).map_err(invalid)?;
+        let read = self.contents.names(FileKind::Pack, &file, visit);
+        read.map_err(|error| invalid(error.to_string()))?;
         for digest in needed {
             let segment = self.domain.open_segment(&digest)?;
             match verity {
                 true if measured(&segment)? != Some(digest) => {
-                    let reason =
-                        format!("{}: the kernel has another fs-verity digest", segment.path());
-                    return Err(MountError::PackInvalid { image: *image, reason });
+                    let path = segment.path();
+                    return Err(invalid(format!(
+                        "{path}: the kernel has another fs-verity digest"
+                    )));
                 }
                 true => {}
                 false => drop(self.domain.segment_blocks(&digest)?),
@@ -85,7 +78,7 @@ impl Mounter<'_> {
         kernel::mount_pack(pack, name, scratch, &options).map_err(refused)
     }
 
-    /// The kernel leaves the option out, without a word to us, where it does not find what it needs in an image.
+    /// The kernel silently drops the option if an image lacks what it needs.
     pub(super) fn check_shares(&self, at: &Path) -> Result<(), MountError> {
         let path = mountinfo::path(&self.root);
         let mounts = mountinfo::read(&self.root).at("read", path)?;
@@ -96,9 +89,4 @@ impl Mounter<'_> {
             _ => Err(MountError::NotShared(at.to_owned())),
         }
     }
-}
-
-fn check_pack(file: &StoredFile, pack: &Pack, verity: bool) -> Result<(), MountError> {
-    let reason = check_digest(file, &pack.digest, verity)?;
-    reason.map_or(Ok(()), |reason| Err(MountError::PackInvalid { image: pack.image, reason }))
 }

@@ -11,18 +11,17 @@
 //!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
-//!   locks/domain-<domain>         shared by whoever adds a user to an image of `inode-share`, alone for whoever takes
-//!                                 such images' superblocks down
+//!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to
+//!                                 take such images' superblocks down
 //! ```
 //!
-//! *Who may write what.* Everything of an image, and the records that name it, is changed only with
-//! the stripe of its digest locked. So whoever holds the lock and finds a record half-way knows that
-//! its writer is dead. `mounts/<id>.json` is made with `link`, which decides between two mounts of
-//! different images at one target.
+//! *Who may write what.* An image's files, and the records that name it, change only with the
+//! stripe of its digest locked: the lock's holder who finds a half-way record knows that its writer
+//! is dead. `mounts/<id>.json` is made with `link`, which decides between two mounts at one target.
 //!
-//! *Order.* A record exists before anything else of its mount does and goes last; it names the
-//! kernel's number of the mount before that mount is attached anywhere. Every other trace can
-//! therefore be found from a record, or is a trace without a record and can go.
+//! *Order.* A record exists before anything else of its mount and goes last; it has the kernel's
+//! number of the mount before that is attached anywhere. So every other trace is found from a
+//! record, or has none and can go.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -98,11 +97,10 @@ impl MountNumbers {
 /// A mount namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Namespace {
-    /// Inode number of its file under `/proc`; given to another namespace as soon as this one is gone.
+    /// Inode number of its file under `/proc`, which the kernel reuses once this one is gone.
     #[serde(rename = "namespace")]
     pub inode: u64,
-    /// Never given twice while the machine is up (Linux 6.11). Records of versions that did not ask for
-    /// it have none.
+    /// Never reused while the machine is up (Linux 6.11). Older records have none.
     #[serde(default, rename = "namespace_id", skip_serializing_if = "Option::is_none")]
     pub id: Option<u64>,
 }
@@ -198,7 +196,7 @@ pub struct PinRecord {
     pub backing: Backing,
     /// The kernel checks every read of an object.
     pub verity: bool,
-    /// Files whose objects' sizes were compared with the image; 0 where fs-verity made that unnecessary.
+    /// Files whose objects' sizes were compared with the image; 0 if they were protected.
     pub objects_checked: u64,
     /// Size of the metadata image in bytes.
     pub image_bytes: u64,
@@ -206,8 +204,8 @@ pub struct PinRecord {
     pub created: i64,
 }
 
-/// A lock file that is locked until this is dropped. The file stays for ever: of one that is removed,
-/// one process could hold the old inode and another one the new.
+/// A lock file that is locked until this is dropped. The file is never removed: otherwise one
+/// process could lock the old inode and another the new one.
 #[derive(Debug)]
 pub(crate) struct Lock(OwnedFd);
 
@@ -274,13 +272,11 @@ impl RunDir {
         &self.path
     }
 
-    /// Makes the directories that are missing.
-    ///
-    /// Where `/` is shared, as systemd has it, services see what is mounted here until it is
-    /// unmounted, as they do with what container engines mount.
+    /// Makes missing directories. If `/` is shared, as with systemd, services see mounts in here,
+    /// as they see those of container engines.
     pub(crate) fn prepare(&self) -> Result<(), MountError> {
-        // A pinned image holds set-user-id programs that no host user is to run. Root in a user
-        // namespace has to reach its container's root filesystem: by name only.
+        // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
+        // reach its container's root filesystem, by name only.
         let dirs = [("", 0o711), ("mounts", 0o700), ("images", 0o700), ("locks", 0o700)];
         for (name, mode) in dirs.into_iter().chain([("containers", 0o711)]) {
             let path = self.path.join(name);
@@ -302,7 +298,6 @@ impl RunDir {
         const_hex::encode(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
     }
 
-    /// The id of a mount at this target.
     pub(crate) fn id_of(&self, target: &Path) -> String {
         format!(
             "{}-{}",
@@ -329,7 +324,6 @@ impl RunDir {
         Ok(ImageLock { stripe, _lock: lock })
     }
 
-    /// The lock of an image, if nobody has it.
     pub(crate) fn try_lock_image(&self, image: &Digest) -> Result<Option<ImageLock>, MountError> {
         let stripe = image.0[0];
         let lock = Lock::try_exclusive(&self.stripe_path(stripe))?;
@@ -361,7 +355,7 @@ impl RunDir {
     /// The record of a mount.
     ///
     /// # Errors
-    /// [`MountError::State`] for a damaged one; [`MountError::Io`].
+    /// [`MountError::State`] if it is damaged; [`MountError::Io`].
     pub fn record(&self, id: &str) -> Result<Option<MountRecord>, MountError> {
         // Ids come from callers, too.
         if !is_id(id) {
@@ -447,7 +441,6 @@ impl RunDir {
         }
     }
 
-    /// Replaces a record.
     pub(crate) fn write(&self, record: &MountRecord, lock: &ImageLock) -> Result<(), MountError> {
         let path = self.record_path(&record.id);
         let temporary = self.write_temporary(&record.id, record, lock)?;
@@ -458,8 +451,8 @@ impl RunDir {
         remove_file(&self.record_path(id))
     }
 
-    /// The stripe in the name of the temporary file says which lock its writer held: two writers
-    /// never have the same, and a leftover can be told from one that is being written.
+    /// The temporary file is named after the writer's stripe: two writers never hold the same, and
+    /// a leftover is told from a file in progress.
     fn write_temporary(
         &self,
         id: &str,
@@ -560,8 +553,8 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Moun
 mod tests {
     use super::*;
 
-    /// A process that is just being started has a copy of every descriptor. As long as it had that of a lock, nobody who only
-    /// tried got the lock, and passed over a base that had become idle: three of fifteen runs of the tests found one left.
+    /// A process that is being started has copies of every descriptor. A copied lock once made
+    /// whoever only tried it skip an idle base: three of fifteen test runs found one left.
     #[test]
     fn a_lock_is_given_up_although_a_copy_of_it_is_open() {
         let dir = tempfile::tempdir().unwrap();

@@ -39,14 +39,13 @@ pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, Mou
     Ok(resolved)
 }
 
-/// Opens a directory whose path was resolved. Somebody may have put a symbolic link into the path since.
+/// Opens a directory whose path was resolved; a symbolic link that was put there since fails.
 pub(super) fn open_resolved(path: &Path) -> Result<OwnedFd, MountError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS).at("open", path)
 }
 
-/// Makes the last directory of a path that was resolved. If somebody else has made it since, it is not
-/// ours to remove.
+/// Makes the last directory of a resolved path; says whether it was missing and is ours to remove.
 pub(super) fn make_target(target: &Path) -> Result<bool, MountError> {
     let name = target.file_name().unwrap_or_default();
     let parent = open_resolved(target.parent().unwrap_or(target))?;

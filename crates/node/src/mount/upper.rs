@@ -1,9 +1,8 @@
 //! Where a writable mount keeps its changes.
 //!
-//! The store's own lie in `domains/<domain>/writable/<id>-<nonce>/{upper,work}`, on the filesystem
-//! of the objects, in a directory that only root can enter (a container's set-user-id programs are
-//! not for the host's users). They go with their mount, unless a file `keep` lies beside `upper`.
-//! `writable/gone-*` is to be removed as soon as no overlay uses it any more.
+//! The store's own are `domains/<domain>/writable/<id>-<nonce>/{upper,work}`, on the objects'
+//! filesystem, below a directory for root alone because of set-user-id programs. They go with their
+//! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -36,18 +35,15 @@ pub(crate) struct OpenUpper {
     pub(crate) work: OwnedFd,
     /// Its changes need not survive a crash of the machine.
     pub(crate) volatile: bool,
-    /// What keeps it from growing.
     pub(crate) limit: Limit,
 }
 
-/// Where a domain's own upper directories are.
 pub(crate) fn writable_dir(domain: &Domain) -> Result<PathBuf, MountError> {
     let objects = domain.objects_dir().ok_or(MountError::NoDirectory)?;
     Ok(objects.with_file_name("writable"))
 }
 
-/// A new name under the domain's [`writable_dir`] for a mount with this id; `kind` tells its
-/// directories apart.
+/// A new name under [`writable_dir`] for a mount with this id; `kind` tells its directories apart.
 pub(crate) fn own_dir(domain: &Domain, id: &str, kind: &str) -> Result<PathBuf, MountError> {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let nonce = since.map(|since| since.as_nanos()).unwrap_or_default();
@@ -75,12 +71,11 @@ pub struct Kept {
     pub image: Digest,
     /// Where that was mounted.
     pub target: PathBuf,
-    /// The boot in which they were kept.
     boot_id: String,
 }
 
-/// Resolves a directory that the caller gave, making it if it is missing, and locks it against
-/// other mounts that want it, until the record that names it is written.
+/// Resolves a directory that the caller gave, making it if missing, and locks it against other
+/// mounts until the record that names it is written.
 pub(crate) fn claim_given(
     run: &RunDir,
     dir: &Path,
@@ -129,9 +124,9 @@ pub(crate) fn claim_given(
     Ok((dir, lock))
 }
 
-/// Makes the directories that are missing, below `claimed` for a directory that the caller gave. The
-/// root of a new upper gets owner, mode, time and extended attributes of `metadata`, the image's root
-/// as it is to appear: of a directory that is in both layers, overlayfs shows the upper one's.
+/// Makes missing directories, below `claimed` for a directory that the caller gave. A new upper's
+/// root gets owner, mode, time and extended attributes of `metadata`, the image's root as it is to
+/// appear: overlayfs shows those of the upper one.
 pub(crate) fn prepare(
     record: &MountRecord,
     upper: &Upper,
@@ -166,8 +161,8 @@ pub(crate) fn prepare(
     Ok(OpenUpper { upper: upper_dir, work, volatile, limit })
 }
 
-/// Opens a directory below `base`, whose path is `dir`, and says whether it was made. A symbolic link
-/// in its place is refused: it could lead anywhere.
+/// Opens a directory below `base`, whose path is `dir`, and says whether it was made. Refuses a
+/// symbolic link, which could lead anywhere.
 fn make_below(base: &OwnedFd, dir: &Path, name: &str) -> Result<(OwnedFd, bool), MountError> {
     let is_new = match rustix::fs::mkdirat(base, name, Mode::RWXU) {
         Ok(()) => true,
@@ -241,8 +236,7 @@ fn kept_in(dir: &Path) -> Result<Option<Kept>, MountError> {
     Ok(kept.map(|kept| Kept { dir: dir.to_owned(), ..kept }))
 }
 
-/// Changes of this domain that were kept, and that no mount of this run directory uses. Those that
-/// cannot be read are left out.
+/// Kept changes of this domain that no mount of this run directory uses, without unreadable ones.
 pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
@@ -269,9 +263,8 @@ pub(crate) fn disk_bytes(dir: &Path) -> u64 {
     blocks * 512
 }
 
-/// Makes a directory that was mounted `volatile` good for a mount of its own: its content goes to
-/// the disk, and the work directory, in which overlayfs has noted that it may be torn, goes away.
-/// Nothing may use it.
+/// Prepares a directory that was mounted `volatile` for a mount of its own: syncs its content and
+/// removes the work directory, in which overlayfs noted that it may be torn. Nothing may use it.
 pub(crate) fn settle(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
@@ -281,8 +274,7 @@ pub(crate) fn settle(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
     remove_all(&work)
 }
 
-/// Takes the directory of a mount that has ended out of sight. The rest can be removed at leisure:
-/// see [`remove`].
+/// Takes an ended mount's directory out of sight, for [`remove`] at leisure.
 pub(crate) fn discard(upper: &Upper) -> Result<Option<PathBuf>, MountError> {
     if upper.given || upper.keep || upper.dir.join(KEEP).exists() {
         return Ok(None);
@@ -314,37 +306,26 @@ fn remove_all(dir: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Removes a directory of changes unless an overlay uses it. Says whether it did.
-fn remove_unused(dir: &Path) -> Result<bool, MountError> {
-    let in_use = in_use::has_overlay(dir)?;
-    if !in_use {
-        remove(dir)?;
-    }
-    Ok(!in_use)
-}
-
-/// Removes directories of mounts of this run directory that have no record, and what is left of
-/// removals. Returns how many.
-///
-/// A mount writes its record before it makes its directory, so a directory that is seen first and
-/// whose record is then not there belongs to nobody.
+/// Removes directories of this run directory's mounts without a record, and leftovers of removals.
+/// Returns how many. A mount writes its record before its directory, so a directory that is seen
+/// first and then has no record belongs to nobody.
 pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountError> {
     let base = writable_dir(domain)?;
     let mut removed = 0;
     for name in list(&base)? {
         let dir = base.join(&name);
         let id = name.rsplit_once('-').map_or("", |(id, _)| id);
-        if name.starts_with(GONE) {
-            removed += u32::from(remove_unused(&dir)?);
-        } else if id.starts_with(&run.tag()) && !dir.join(KEEP).exists() {
-            // A damaged record is not "no record".
-            let record: Option<MountRecord> = run.record(id)?;
-            if record.is_some_and(|r| {
-                r.scratch.as_ref() == Some(&dir) || r.upper.is_some_and(|upper| upper.dir == dir)
-            }) {
-                continue;
-            }
-            removed += u32::from(remove_unused(&dir)?);
+        let is_stale = name.starts_with(GONE)
+            || id.starts_with(&run.tag())
+                && !dir.join(KEEP).exists()
+                // A damaged record is not "no record".
+                && !run.record(id)?.is_some_and(|record| {
+                    record.scratch.as_ref() == Some(&dir)
+                        || record.upper.is_some_and(|upper| upper.dir == dir)
+                });
+        if is_stale && !in_use::has_overlay(&dir)? {
+            remove(&dir)?;
+            removed += 1;
         }
     }
     Ok(removed)

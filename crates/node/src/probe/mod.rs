@@ -1,10 +1,8 @@
 //! What this kernel, the store's filesystem and this machine offer, found out by trying.
 //!
-//! Version numbers say little: distributions backport, and builds leave things out. So a feature of
-//! the mount API is tried on a detached mount of a 4 KiB image, a feature of a filesystem on a
-//! scratch file beside the store, and the rest is read from `/proc` and `/sys` through a root path.
-//! Nothing is left behind: a detached mount goes with its descriptor, the scratch directory with
-//! the probe.
+//! Version numbers say little: distributions backport, and builds leave things out. Mount features
+//! are tried on a detached mount of a 4 KiB image, filesystem features on a scratch file beside the
+//! store; the rest is read from `/proc` and `/sys` below a root path. Nothing is left behind.
 
 mod tries;
 
@@ -80,8 +78,7 @@ impl Report {
 /// Where to look.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where `/proc`, `/sys` and `/dev` are looked up: `/`, or a planted tree. Nothing is tried on
-    /// the running kernel unless it is `/`.
+    /// Where `/proc`, `/sys` and `/dev` are. Only for `/` is anything tried on the running kernel.
     pub root: PathBuf,
     /// A directory on the store's filesystem in which a scratch directory may be made.
     pub store: Option<PathBuf>,
@@ -108,8 +105,7 @@ fn unknown(detail: impl Into<String>) -> Found {
     (Presence::Unknown, detail.into())
 }
 
-/// Looks for everything. Takes some milliseconds; never fails, what cannot be found out is
-/// [`Presence::Unknown`].
+/// Probes everything in some milliseconds; never fails, the unclear is [`Presence::Unknown`].
 pub fn probe(options: &Options) -> Report {
     let root = options.root.as_path();
     let kernel = read(root, "proc/sys/kernel/osrelease").unwrap_or_default();

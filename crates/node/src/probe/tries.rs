@@ -61,8 +61,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Tries everything; files go under `store`, or the directory for temporary files. Also says why what was
-/// not tried was not.
+/// Tries everything, with files under `store` or the temporary directory; also says why not, if so.
 pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     let temporary = std::env::temp_dir();
     let scratch = match Scratch::new(store.unwrap_or(&temporary)) {
@@ -70,10 +69,12 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
         Err(error) => return (Tried::default(), format!("no scratch directory: {error}")),
     };
     let mut tried = Tried {
-        erofs: Some(opens("erofs")),
-        overlay: Some(opens("overlay")),
-        inode_share: Some(inode_share()),
-        overlay_verity: Some(overlay_option("verity", "require")),
+        erofs: Some(accepts("erofs", "loads", |_| Ok(()))),
+        overlay: Some(accepts("overlay", "loads", |_| Ok(()))),
+        inode_share: Some(accepts("erofs", "option accepted", |it| it.flag("inode_share"))),
+        overlay_verity: Some(accepts("overlay", "verity=require", |overlay| {
+            overlay.string("verity", "require")
+        })),
         ..Tried::default()
     };
     try_files(&scratch, &mut tried);
@@ -92,7 +93,6 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     (tried, "it could not be tried".to_owned())
 }
 
-/// The kernel's answer as a finding.
 fn answer(result: Result<String, KernelError>) -> Found {
     match result {
         Ok(detail) => present(detail),
@@ -103,26 +103,13 @@ fn answer(result: Result<String, KernelError>) -> Found {
     }
 }
 
-fn opens(filesystem: &'static str) -> Found {
-    answer(Context::open(filesystem).map(|_| "loads".to_owned()))
-}
-
-fn inode_share() -> Found {
-    let set = || {
-        let context = Context::open("erofs")?;
-        context.flag("inode_share")?;
-        Ok("option accepted".to_owned())
-    };
-    answer(set())
-}
-
-fn overlay_option(key: &str, value: &str) -> Found {
-    let set = || {
-        let context = Context::open("overlay")?;
-        context.string(key, value)?;
-        Ok(format!("{key}={value}"))
-    };
-    answer(set())
+fn accepts(
+    filesystem: &'static str,
+    detail: &str,
+    set: impl FnOnce(&Context) -> Result<(), KernelError>,
+) -> Found {
+    let tried = Context::open(filesystem).and_then(|context| set(&context));
+    answer(tried.map(|()| detail.to_owned()))
 }
 
 fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
@@ -252,11 +239,10 @@ fn immutable(file: &File) -> Found {
     }
 }
 
-/// The smallest image that mounts: one block with a superblock and an empty root directory.
+/// The smallest mountable image: one block with a superblock and an empty root directory.
 ///
-/// Written by hand, so that the probe says something about the kernel and not about our writer.
-/// Layout as in `fs/erofs/erofs_fs.h`: superblock at 1,024, compact inodes of 32 bytes, the
-/// directory's entries inline behind its inode.
+/// Written by hand to test the kernel and not our writer. Layout as in `fs/erofs/erofs_fs.h`:
+/// superblock at 1,024, compact inodes of 32 bytes, directory entries inline behind their inode.
 fn tiny_image() -> Vec<u8> {
     const SUPERBLOCK: usize = 1024;
     const ROOT: usize = SUPERBLOCK + 128;

@@ -1,15 +1,15 @@
-//! What the files that engines have unpacked on this machine hold twice: on disk and in the page cache.
+//! Duplicates among files that engines unpacked on this machine: on disk and in the page cache.
 //!
 //! ```text
-//! directories ─ walk ─▶ paths ─▶ workers: what is resident? ─▶ read, hash ─▶ contents and pages, counted
+//! directories ─ walk ─▶ paths ─▶ workers: ask residency, read, hash ─▶ counted contents and pages
 //! ```
 //!
-//! Nothing is changed: no access time (`O_NOATIME`, without which a file is left alone), and not the page
-//! cache. What is resident is asked before a file is read; it is read past the cache (`O_DIRECT`), and
-//! where that cannot be, what was not resident is dropped again.
+//! Nothing changes: neither access times (files that refuse `O_NOATIME` are skipped) nor the page
+//! cache. A file's residency is asked first, then it is read past the cache (`O_DIRECT`), or the
+//! pages that were not resident are dropped again.
 //!
-//! Bounded memory: some 60 bytes for each different content, a bit for each page of those that are in part
-//! resident, and a table of pages that becomes a sample of them when it is full.
+//! Memory is bounded: some 60 bytes for each different content, a bit for each page of partly
+//! resident ones, and a table of pages that becomes a sample when full.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use cofolio_store::Buffer;
 use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_sys::cache::page_size;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -87,8 +88,7 @@ pub struct Findings {
     pub reasons: Vec<String>,
 }
 
-/// Looks through directories. `threads` read files (0: as many as processors, up to 4); The
-/// task hears now and then how many bytes and files are done.
+/// Surveys directories with `threads` readers (0: one per processor, at most 4).
 ///
 /// # Errors
 /// [`Cancelled`].
@@ -257,19 +257,15 @@ impl Tally {
     }
 }
 
-/// What a worker reads with.
 struct Reader {
-    buffer: Vec<u8>,
-    start: usize,
+    buffer: Buffer,
     pages: Vec<(u64, bool)>,
     cancel: Cancel,
 }
 
 impl Reader {
     fn new(cancel: &Cancel) -> Self {
-        let buffer = vec![0; READ + ALIGNMENT];
-        let start = buffer.as_ptr().align_offset(ALIGNMENT);
-        Self { buffer, start, pages: Vec::new(), cancel: cancel.clone() }
+        Self { buffer: Buffer::new(READ), pages: Vec::new(), cancel: cancel.clone() }
     }
 
     fn file(&mut self, path: &Path, tally: &Mutex<Tally>, bytes: &AtomicU64) -> io::Result<()> {
@@ -299,8 +295,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads a file without leaving more of it in the page cache than there was. Returns the digest of its
-    /// size and of the digests of its pages, the last one filled with zeros as the page cache does.
+    /// Reads a file and leaves the page cache as it was. Returns the digest of its size and of its
+    /// pages' digests, the last page padded with zeros as in the page cache.
     fn read(
         &mut self,
         file: &File,
@@ -312,7 +308,7 @@ impl Reader {
         let flags = rustix::fs::fcntl_getfl(file)?;
         let mut direct = rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT).is_ok();
         let page = usize::try_from(page_size()).unwrap_or(ALIGNMENT);
-        let buffer = &mut self.buffer[self.start..self.start + READ];
+        let buffer = self.buffer.spare();
         let mut whole = Sha256::new();
         whole.update(size.to_le_bytes());
         let mut at = 0;
@@ -384,7 +380,7 @@ mod tests {
         vec![byte; usize::try_from(page_size()).unwrap()]
     }
 
-    /// Two directories: a file that both have, one that shares a page, a second name, one of their own.
+    /// Two directories: a file in both, one that shares a page, a second name, and an unshared one.
     #[test]
     fn equal_files_and_pages_are_counted_once() {
         let temporary = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Which images of a trust domain get a base: where the chains of layers of two images part, or the chain of
-//! one ends, the image there becomes a base, whether it has a name or not.
+//! Bases of a trust domain: images, named or not, where layer chains of two images part or one
+//! ends.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -29,8 +29,7 @@ pub enum FindError {
     Cancelled(#[from] Cancelled),
 }
 
-/// Gives images that have layers in common a base, where that is worth it. What cannot be read is in the
-/// report and stops nothing.
+/// Gives images with common layers a base where that pays. Reports unreadable ones and goes on.
 ///
 /// # Errors
 /// [`FindError`].
@@ -93,7 +92,6 @@ struct Forks<'c> {
 
 #[derive(Default)]
 struct Node<'c> {
-    /// The image that ends here.
     image: Option<Digest>,
     next: HashSet<&'c str>,
 }

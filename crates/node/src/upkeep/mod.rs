@@ -1,5 +1,5 @@
-//! Keeping a trust domain in order: what processes that were killed left is cleaned up, what nothing keeps
-//! is removed, segments of which little is used are written anew, images that share layers get bases.
+//! Upkeep of a trust domain: cleans up after killed processes, collects garbage, rewrites segments
+//! that are hardly used, and finds bases for images that share layers.
 
 pub mod bases;
 pub mod repair;
@@ -29,7 +29,7 @@ pub struct Options {
     pub dry_run: bool,
     /// Wait for imports that are being published; else [`Error::Busy`].
     pub wait: bool,
-    /// Remove images, least recently used first, until the domain takes at most so many bytes on disk.
+    /// Remove images, least recently used first, until the domain takes at most this many bytes.
     pub size: Option<u64>,
     /// Remove images that were not used for so many days.
     pub older_than_days: Option<u32>,
@@ -100,7 +100,6 @@ impl From<FindError> for UpkeepError {
 pub struct Upkeep<'a> {
     domain: &'a Domain,
     run: RunDir,
-    /// What the configuration says of the domain's size.
     limit: Limit,
 }
 
@@ -114,7 +113,7 @@ impl<'a> Upkeep<'a> {
         Mounter::new(self.domain, self.run.clone(), &ImageContents)
     }
 
-    /// Does all of it. `announce` hears which images go before they do.
+    /// Does all of it; `announce` hears which images go before they do.
     ///
     /// # Errors
     /// [`UpkeepError`].
@@ -164,8 +163,8 @@ impl<'a> Upkeep<'a> {
         Ok(report)
     }
 
-    /// Looks at the size of every object, once per boot: where they are protected a mount does not. At low
-    /// priority, so on a thread of its own; where none is to be had the next upkeep does it.
+    /// Checks the size of every object once per boot, since mounts skip protected ones. On a thread
+    /// of low priority; if none can be had, the next upkeep does it.
     fn examine_sizes(
         &self,
         boot_id: Option<&str>,
@@ -191,8 +190,8 @@ impl<'a> Upkeep<'a> {
         Ok(sizes)
     }
 
-    /// Trims the domain if it is over the limit of the configuration; `imported` stays in any case. `None`
-    /// if there was nothing to do. Does not wait for imports that are being published.
+    /// Trims the domain if it is over the configured limit, but never `imported`. `None` if there
+    /// was nothing to do. Does not wait for imports that are being published.
     ///
     /// # Errors
     /// [`UpkeepError`].
@@ -233,7 +232,6 @@ impl<'a> Upkeep<'a> {
     }
 }
 
-/// How garbage is collected on this machine now.
 fn gc_options(dry_run: bool, wait: bool, task: &Task) -> GcOptions {
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());

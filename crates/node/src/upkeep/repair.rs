@@ -33,8 +33,8 @@ pub struct Checked {
 }
 
 impl Upkeep<'_> {
-    /// Checks the domain; `rehash` reads all content. With `repair`, removes or makes again what is derived
-    /// and damaged, brings back what these sources have, and protects what is not protected.
+    /// Checks the domain; `rehash` reads all content. With `repair`, removes or remakes damaged
+    /// derived files, restores what these sources have, and adds missing protection.
     ///
     /// # Errors
     /// [`UpkeepError`].

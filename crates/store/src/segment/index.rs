@@ -127,7 +127,7 @@ impl Segment {
         }
     }
 
-    /// The runs of the next content, which has so many blocks; what it has of this segment ends at `end`.
+    /// The runs of the next content, of `blocks` blocks; its blocks in this segment end at `end`.
     fn take_runs(
         &self,
         runs: &mut impl Iterator<Item = Run>,

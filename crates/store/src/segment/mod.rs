@@ -1,8 +1,8 @@
-//! Segments and packs: what an image is mounted from where it carries its data itself.
+//! Segments and packs, for images that carry their data themselves.
 //!
-//! A *segment* holds contents of objects, one after the other, each from the beginning of a block on: a device that
-//! EROFS images address. It is named by its fs-verity digest, never changes, and says itself what it holds, so that
-//! what is packed later finds it there. All numbers are little endian:
+//! A *segment* holds contents of objects one after the other, each from the beginning of a block
+//! on: a device that EROFS images address. It is named by its fs-verity digest, never changes, and
+//! lists its contents so that later packs find them. All numbers are little endian:
 //!
 //! ```text
 //! blocks   4 KiB each; the last one of a content is filled up with zeros, holes are holes
@@ -12,27 +12,28 @@
 //!           32  SHA-256 of the content; zeros if that is larger than 4 GiB
 //!           64  u64 size in bytes
 //!           72  u32 first block
-//!           76  u32 how many blocks it takes here
-//!          if it is compressed, then for each block u32: how many bytes of content are in it, and bit 31 if they are
-//!          compressed
-//!          if it is plain, then digests of other segments, 32 bytes each; and, for each content that takes another
-//!          number of blocks than it has, its runs, 12 bytes each:
+//!           76  u32 blocks in this segment
+//!          if it is compressed, then for each block u32: bytes of content in it, and bit 31 if
+//!          they are compressed
+//!          if it is plain, then digests of other segments, 32 bytes each; and, for each content
+//!          that takes another number of blocks than it has, its runs, 12 bytes each:
 //!            0  u32 segment: 0 this one, n the n-th other one, 2^32-1 none: zeros
 //!            4  u32 block there
 //!            8  u32 how many blocks
-//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the index, u32 runs,
-//!          u32 form: 0 plain, 1 compressed
+//! footer   64 bytes: "cofolseg", u32 version, u32 contents, u32 blocks, u32 others, SHA-256 of the
+//!          index, u32 runs, u32 form: 0 plain, 1 compressed
 //! ```
 //!
-//! The version is 1. In a compressed segment each block holds as much of one content as fits into it, as EROFS keeps it
-//! (one LZ4 block with zeros in front), or up to 4 KiB of it as they are. All contents of a segment are kept in one way.
+//! The version is 1. In a compressed segment each block holds as much of one content as fits, as
+//! EROFS keeps it (one LZ4 block with zeros in front), or up to 4 KiB uncompressed. Segments have
+//! one form.
 //!
-//! What a plain content has page for page with one that is in a segment already, from a multiple of 64 KiB on and 512 KiB or
-//! more of it, it has there, and does not take again ([`Pages`]). A content of more than 4 GiB does not
-//! look: its holes begin and end at multiples of more than 64 KiB ([`granule`]).
+//! A plain content refers to another segment instead of repeating pages from a multiple of 64 KiB
+//! on, if they are 512 KiB or more ([`Pages`]). A content of more than 4 GiB does not look for such
+//! pages: its holes begin and end at multiples of more than 64 KiB ([`granule`]).
 //!
-//! A *pack* is the EROFS image over the segments that one image of the store needs. Both are made from objects and can
-//! be made again; a pack goes with its image, a segment with the last pack that needs it.
+//! A *pack* is the EROFS image over the segments that one image of the store needs. Both are
+//! derived from objects; a pack goes with its image, a segment with the last pack that needs it.
 
 mod index;
 mod write;
@@ -46,15 +47,12 @@ use crate::{Digest, Domain, FileKind, FileName, Result, StoredFile};
 use index::Footer;
 pub use write::{Pages, SegmentWriter, Written};
 
-/// Bytes of a block.
 const BLOCK: u64 = 4096;
-/// Largest content, in bytes, that has a SHA-256: holes cost nothing in an fs-verity digest, but
-/// SHA-256 of a terabyte of zeros takes as long as that of data.
+/// Largest content, in bytes, with a SHA-256: it hashes a terabyte of zeros as slowly as data.
 pub const SHA256_SIZE_MAX: u64 = 4 << 30;
 
 /// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
-/// two, at least 64 KiB. An image has a table with an entry for each, so there are few of them,
-/// however large the content: 65,536.
+/// two, at least 64 KiB, and large enough for at most 65,536 entries in an image's table.
 pub fn granule(size: u64) -> u64 {
     (size >> 16).next_power_of_two().max(64 << 10)
 }
@@ -110,7 +108,7 @@ impl Extent {
 pub struct Part {
     /// How much content, in bytes.
     pub len: u32,
-    /// It is one LZ4 block that ends where the block ends; otherwise as it is, and then at most 4 KiB.
+    /// One LZ4 block that ends where the block ends; otherwise at most 4 KiB, uncompressed.
     pub compressed: bool,
 }
 
@@ -186,13 +184,11 @@ pub struct Pack {
 }
 
 impl Pack {
-    /// Its file.
     pub(crate) fn name(self) -> FileName {
         FileName::of_image(FileKind::Pack, &self.image, &self.digest)
     }
 }
 
-/// The file of a segment.
 pub(crate) fn segment_name(digest: &Digest) -> FileName {
     FileName::content(FileKind::Segment, digest)
 }
@@ -224,18 +220,16 @@ impl Domain {
         self.open_named(&segment_name(digest))
     }
 
-    /// What a segment holds, as it says itself. Its blocks are not looked at.
+    /// The index of a segment; its blocks are not read.
     ///
     /// # Errors
-    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Corrupt`](crate::Error::Corrupt), [`Error::Io`](crate::Error::Io).
+    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Corrupt`](crate::Error::Corrupt),
+    /// [`Error::Io`](crate::Error::Io).
     pub fn read_segment(&self, digest: &Digest) -> Result<Segment> {
         Segment::read(&self.open_segment(digest)?)
     }
 
-    /// How many blocks a segment has, if it is as long as it says: nothing else of it is read.
-    ///
-    /// # Errors
-    /// As [`Domain::read_segment`].
+    /// How many blocks a segment of right length has. Fails like [`Domain::read_segment`].
     pub fn segment_blocks(&self, digest: &Digest) -> Result<u32> {
         Ok(Footer::read(&self.open_segment(digest)?)?.blocks)
     }
@@ -250,7 +244,7 @@ impl Domain {
         Ok(names.iter().filter_map(pack).collect())
     }
 
-    /// The packs of an image. There is one, or none; two if an attempt to replace one was interrupted: either will do.
+    /// The packs of an image: at most one, or two good ones after an interrupted replacement.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io).
@@ -266,8 +260,8 @@ impl Domain {
         self.open_named(&pack.name())
     }
 
-    /// Removes the packs of an image; says whether there was one. What only it needed goes with the next
-    /// [`Domain::gc`]. What is mounted from it stays as it is: the kernel has the files open.
+    /// Removes the packs of an image; says whether there was one. The next [`Domain::gc`] takes
+    /// what only they needed. Mounts stay: the kernel has the files open.
     ///
     /// # Errors
     /// [`Error::ReadOnly`](crate::Error::ReadOnly), [`Error::Io`](crate::Error::Io).

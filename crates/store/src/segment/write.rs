@@ -19,15 +19,14 @@ use crate::task::Cancel;
 use crate::verity::{Hasher, block_digests, zero_digest};
 use crate::{Digest, Domain};
 
-/// Bytes of a block.
 const PAGE: usize = 4096;
 /// How much is gathered before it is written, in bytes.
 const WRITE_SIZE: usize = 1 << 20;
-/// So many bytes of a content, from a multiple of them on, are looked for together. Fewer would find a little more, and
-/// take a larger table in packs, which is in memory when the file is read.
+/// Bytes of content, at multiples of them, that are looked up together. Fewer would find a little
+/// more but enlarge the table in packs, which is in memory while the file is read.
 const CHUNK: usize = 16 * PAGE;
-/// What is elsewhere must be so many bytes together, or go to the content's end: it is read from another place than what is
-/// around it.
+/// Least bytes of a run in another segment, since each run is a seek; the content's end may be
+/// shorter.
 const RUN_MIN: usize = 128 * PAGE;
 static ZEROS: [u8; CHUNK] = [0; CHUNK];
 
@@ -39,7 +38,6 @@ pub struct Pages {
     segments: Vec<Known>,
 }
 
-/// A segment that is there.
 #[derive(Debug)]
 struct Known {
     digest: Digest,
@@ -48,7 +46,7 @@ struct Known {
 }
 
 impl Pages {
-    /// Adds the pages of a segment of the domain, if it says which it has.
+    /// Adds the pages of a segment of the domain, if it lists them.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Corrupt`], [`Error::Io`].
@@ -98,7 +96,6 @@ pub struct SegmentWriter<'a> {
     file: StagedFile<'a>,
     hasher: Hasher,
     buffer: Buffer,
-    /// What it has so far.
     segment: Segment,
     /// What other segments have.
     known: &'a Pages,
@@ -120,10 +117,7 @@ impl fmt::Debug for SegmentWriter<'_> {
 }
 
 impl Staging {
-    /// A writer for a segment; what is in `known` it does not write again, if it is plain.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// A writer for a segment without plain content in `known`. Fails like [`Staging::put_object`].
     pub fn segment_writer<'a>(
         &'a self,
         known: &'a Pages,
@@ -180,12 +174,13 @@ impl Adding<'_> {
 }
 
 impl SegmentWriter<'_> {
-    /// Adds the content of an object of the domain, which must not be empty, as it is. What is there already it has
-    /// there; of the rest, it shares its blocks with the object where the filesystem can.
+    /// Adds the content of a nonempty object of the domain, uncompressed. Refers to existing pages,
+    /// and shares the other blocks with the object where the filesystem can.
     ///
     /// # Errors
-    /// [`Error::NoSuch`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content is not what its name says,
-    /// [`Error::SegmentFull`] if it is more than a segment can address, and those of [`Staging::put_object`].
+    /// [`Error::NoSuch`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content has another
+    /// digest than its name, [`Error::SegmentFull`] if a segment cannot address it, and those of
+    /// [`Staging::put_object`].
     pub fn add(&mut self, object: &Digest, size: u64) -> Result<()> {
         debug_assert!(self.segment.parts.is_empty(), "all contents are kept in one way");
         let source = self.open(object, size)?;
@@ -224,11 +219,12 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// Adds the content of an object of the domain, which must not be empty, compressed: `compress` reads it to its
-    /// end, writes blocks of 4 KiB and says what is in each.
+    /// Adds the content of a nonempty object of the domain, compressed: `compress` reads it to its
+    /// end, writes blocks of 4 KiB and returns what is in each.
     ///
     /// # Errors
-    /// As [`SegmentWriter::add`], those of `compress`, and `InvalidData` if what it says is not what it read and wrote.
+    /// Those of [`SegmentWriter::add`] and `compress`, and `InvalidData` if the returned parts are
+    /// not what it read and wrote.
     pub fn add_compressed(
         &mut self,
         object: &Digest,
@@ -369,8 +365,8 @@ impl SegmentWriter<'_> {
         self.pad(adding.seen)
     }
 
-    /// Gives the zeros before `end` their runs. Those in one granule with data are in the segment, as a
-    /// hole of it; those between are nowhere. The granule with what follows begins at `granule`.
+    /// Gives the zeros before `end` their runs. Those in one granule with data become a hole of the
+    /// segment, those between are nowhere. The granule of the following data begins at `granule`.
     fn place_zeros(&mut self, adding: &mut Adding<'_>, end: u64, granule: u64) -> Result<()> {
         let start = end - take(&mut adding.zeros);
         let after_data = adding.runs.last().is_some_and(|run| run.place.is_some());
@@ -401,7 +397,7 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// Where a chunk is already: where the one before it goes on, or where one of its pages is for the first time.
+    /// Where a chunk is already: after the one before it, or where one of its pages is.
     fn find(
         &mut self,
         adding: &mut Adding<'_>,
@@ -440,7 +436,7 @@ impl SegmentWriter<'_> {
         Ok(None)
     }
 
-    /// Whether content is in a known segment, or in this one, from a block on. What cannot be read there is not there.
+    /// Whether content is in a known segment, or this one, from a block on; false if unreadable.
     fn is_at(
         &mut self,
         adding: &mut Adding<'_>,
@@ -467,8 +463,7 @@ impl SegmentWriter<'_> {
         Ok(read.is_ok() && content == data && padding.iter().all(|byte| *byte == 0))
     }
 
-    /// Whether what follows a chunk follows it there as well, for as long as a run must be; `ahead` is what was read of it
-    /// already.
+    /// Whether enough blocks after a chunk match as well for a run; `ahead` caches what was read.
     fn goes_on(
         &mut self,
         adding: &mut Adding<'_>,
@@ -531,13 +526,10 @@ impl SegmentWriter<'_> {
         self.write(&ZEROS[..padding])
     }
 
-    /// Ends the segment.
-    ///
-    /// # Errors
-    /// As [`Staging::put_object`].
+    /// Ends the segment; fails as [`Staging::put_object`] does.
     pub fn finish(mut self) -> Result<Written> {
         if self.segment.blocks == 0 {
-            // A device of nothing is none.
+            // An empty device is invalid: write one zero block.
             self.segment.blocks = 1;
             self.hashes.push(hash_of(zero_digest()));
             self.hasher.zeros(BLOCK);
@@ -635,7 +627,6 @@ impl<R: Read> Read for Hashing<'_, R> {
 /// Writes blocks to a segment, and hashes them as a part of it.
 struct Blocks<'s, 'a> {
     segment: &'s mut SegmentWriter<'a>,
-    /// How many bytes.
     written: u64,
     failed: Option<Error>,
 }

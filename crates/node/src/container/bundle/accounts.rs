@@ -13,30 +13,24 @@ use super::{BundleError, Result};
 /// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
 
-/// Identity of the container's first process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct User {
-    /// User id.
     pub(super) uid: u32,
-    /// Primary group id.
     pub(super) gid: u32,
-    /// All groups, the primary one first: a process that lacks its own primary group among the
-    /// supplementary ones passes checks that deny that group (CVE-2022-36109).
+    /// All groups, the primary one first: without it among the supplementary groups, a process
+    /// passes checks that deny that group (CVE-2022-36109).
     pub(super) additional_gids: Vec<u32>,
 }
 
-/// Resolve `user[:group]` in the account files of a root filesystem, as Docker and runc do.
+/// Resolves `user[:group]` in the account files of a root filesystem, as Docker and runc do.
 ///
-/// A number that no account has is taken as it is, with group 0; a name must be there. With an explicit
-/// group there are no supplementary groups; without, those that list the user.
-///
-/// # Errors
-/// [`BundleError::UnknownAccount`], [`BundleError::AccountFileTooLarge`], [`BundleError::Io`].
+/// A number without an account stands for itself, with group 0; an unknown name is an error. With
+/// an explicit group there are no supplementary groups; without one, those that list the user.
 pub(super) fn resolve_user(root: &Rootfs, spec: &str) -> Result<User> {
     find_user(&root.account_file("/etc/passwd")?, &root.account_file("/etc/group")?, spec)
 }
 
-/// The same in the texts of the account files.
+/// [`resolve_user`] in the texts of the account files.
 pub(super) fn find_user(passwd: &str, groups: &str, spec: &str) -> Result<User> {
     let (user, group) = match spec.split_once(':') {
         Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
@@ -121,8 +115,7 @@ impl Rootfs {
         self.open_beneath(path, OFlags::PATH).is_ok()
     }
 
-    /// An account file's text; empty where the image has none. Bytes that are not UTF-8 cannot name
-    /// what a (JSON) image config asks for, so they are replaced.
+    /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.
     fn account_file(&self, path: &'static str) -> Result<String> {
         let io = |source: io::Error| BundleError::Io {
             doing: "reading",

@@ -1,6 +1,5 @@
-//! What the targets of `fuzz/` call: built with `--cfg fuzzing` only, and no part of the library otherwise.
-//!
-//! It takes any bytes and panics if something does not hold that must; `fuzz/fuzz_targets/` says what.
+//! Entry points of the targets of `fuzz/`, built with `--cfg fuzzing` only. They take any bytes and
+//! panic if a promise is broken; `fuzz/fuzz_targets/` says which.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
 
@@ -11,7 +10,6 @@ use std::sync::OnceLock;
 use super::accounts::find_user;
 use super::{CAPABILITIES, ImageConfig, Options, generate, words};
 
-/// A bundle with a root filesystem in it.
 fn bundle() -> &'static Path {
     static BUNDLE: OnceLock<PathBuf> = OnceLock::new();
     BUNDLE.get_or_init(|| {

@@ -1,19 +1,18 @@
-//! An OCI runtime bundle from an image config: the `config.json` that `runc run` and `crun run` start.
+//! An OCI runtime bundle from an image config: the `config.json` for `runc run` or `crun run`.
 //!
 //! ```text
 //! <bundle>/config.json        written here
 //! <bundle>/rootfs             the image, mounted by the caller (or any directory the caller names)
-//! <bundle>/volumes/<path>     one directory per `Volumes` entry, where the root is read-only; `/` in
-//!                             the path is written `%2F`, so that no volume is inside another
+//! <bundle>/volumes/<path>     one directory per `Volumes` entry, if the root is read-only; `/` in
+//!                             it is written `%2F`, so that no volume is inside another
 //! ```
 //!
-//! A bundle belongs to the user who makes it, which is root: what other users can change in it could
-//! lead root's writes and mounts elsewhere.
+//! Only root makes and owns a bundle: other users could redirect root's writes and mounts.
 //!
-//! The conversion follows the image specification's `conversion.md`. Capabilities, mounts, masked and
-//! read-only paths are the defaults of `containerd` and `runc spec`.
-//! The seccomp profile is Docker's default one. Users are looked up in the image's own `/etc/passwd` and
-//! `/etc/group`, which are opened so that no symbolic link of the image can lead outside it.
+//! The conversion follows the image specification's `conversion.md`. Capabilities, mounts, masked
+//! and read-only paths are the defaults of `containerd` and `runc spec`, the seccomp profile is
+//! Docker's. Users are looked up in the image's own `/etc/passwd` and `/etc/group`, opened so that
+//! no symbolic link of the image leads outside it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -37,7 +36,6 @@ pub mod fuzz;
 mod mounts;
 mod seccomp;
 
-/// The search path of a container whose image has no `PATH`.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The default capabilities of containerd and Docker.
@@ -53,7 +51,6 @@ const MASKED_PATHS: &str = "/proc/acpi /proc/asound /proc/kcore /proc/keys /proc
 /// Files of `/proc` through which a container could change the host (containerd's list).
 const READONLY_PATHS: &str = "/proc/bus /proc/fs /proc/irq /proc/sys /proc/sysrq-trigger";
 
-/// The words of one of these lists.
 fn words(list: &str) -> Vec<&str> {
     list.split_whitespace().collect()
 }
@@ -135,7 +132,6 @@ pub struct ImageConfig {
     /// When, RFC 3339.
     #[serde(default)]
     pub created: Option<String>,
-    /// How to run it.
     #[serde(default)]
     config: Option<Execution>,
 }
@@ -156,10 +152,10 @@ struct Execution {
 }
 
 impl ImageConfig {
-    /// Parse an image config document.
+    /// Parses an image config document.
     ///
     /// # Errors
-    /// [`BundleError::Config`] where it is not JSON of the expected shape.
+    /// [`BundleError::Config`] if it is not JSON of the expected shape.
     pub fn parse(json: &str) -> Result<Self> {
         serde_json::from_str(json).map_err(BundleError::Config)
     }
@@ -210,7 +206,7 @@ impl ImageConfig {
 pub struct Options {
     /// Arguments in place of the image's `Cmd`, with its entry point. Empty: the image's.
     pub args: Vec<String>,
-    /// In place of the image's `Entrypoint`, whose `Cmd` then no longer applies. `Some(vec![])` removes it.
+    /// Replaces the image's `Entrypoint` and drops its `Cmd`; `Some(vec![])` removes both.
     pub entrypoint: Option<Vec<String>>,
     /// `NAME=value`, replacing or added to the image's environment.
     pub env: Vec<String>,
@@ -253,8 +249,7 @@ pub struct Bind {
     pub readonly: bool,
 }
 
-/// The directory of a bundle, held open: who renames it, or a directory above it, cannot lead what is
-/// written elsewhere.
+/// The directory of a bundle, held open, so that renaming it or a parent redirects no write.
 #[derive(Debug)]
 pub struct Bundle {
     fd: OwnedFd,
@@ -262,8 +257,8 @@ pub struct Bundle {
 }
 
 impl Bundle {
-    /// Opens a directory in which a bundle can be made: only its owner, who must be the caller, can change
-    /// it, its `rootfs` is a directory or missing, and, unless `replace`, it has no `config.json`.
+    /// Opens a directory in which a bundle can be made. The caller owns it and nobody else can
+    /// change it; `rootfs` is a directory or missing; without `replace` there is no `config.json`.
     ///
     /// # Errors
     /// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
@@ -311,13 +306,12 @@ impl Bundle {
         }
     }
 
-    /// Writes `config.json`, replacing it if it exists, and makes the volume directories. The root
-    /// filesystem is at `rootfs`, else what is mounted at the bundle's own: users and mount points are
-    /// looked up in it. `host_root` is where the host's `/sys` is found (`/` outside of tests). Returns
-    /// what was written.
+    /// Writes `config.json`, replacing an existing one, and makes the volume directories. Users and
+    /// mount points are looked up in `rootfs`, else in the bundle's own mounted one; the host's
+    /// `/sys` below `host_root` (`/` outside of tests). Returns the written text.
     ///
     /// # Errors
-    /// [`BundleError`]; nothing is left behind but empty directories.
+    /// [`BundleError`]; only empty directories are left behind.
     pub fn write(
         &self,
         rootfs: Option<&Path>,
@@ -343,7 +337,7 @@ impl Bundle {
         Ok(config)
     }
 
-    /// Replaces `config.json` in one step: a runtime that starts meanwhile sees the old one or the new one.
+    /// Replaces `config.json` atomically for a runtime that starts meanwhile.
     fn replace_config(&self, content: &[u8]) -> Result<()> {
         const NEW: &str = "config.json.new";
         let dir = &self.fd;
@@ -371,7 +365,7 @@ pub(crate) fn generate(
     make(bundle, bundle, &Rootfs::open(rootfs)?, image, options, host_root)
 }
 
-/// The same; the bundle, whose path is `bundle`, is reached by the path `held`.
+/// [`generate`] for a bundle at `bundle` that is open at `held`.
 fn make(
     held: &Path,
     bundle: &Path,
@@ -462,11 +456,10 @@ fn resources(options: &Options) -> Value {
     resources
 }
 
-/// The command line of a bundle: the image's entry point and arguments, overridden the way `docker run`
-/// does it.
+/// The command line: the image's entry point and arguments, overridden as by `docker run`.
 ///
 /// # Errors
-/// [`BundleError::NoCommand`] where nothing is left to run.
+/// [`BundleError::NoCommand`] if it is empty.
 pub fn command(image: &ImageConfig, options: &Options) -> Result<Vec<String>> {
     let execution = image.config.as_ref();
     let (entrypoint, cmd) = match &options.entrypoint {

@@ -10,8 +10,7 @@ use serde_json::{Value, json};
 use super::accounts::Rootfs;
 use super::{BundleError, ImageConfig, Options, Result, io_error, plain_path};
 
-/// Directories that programs expect to write to even if the root is read-only. Where the image has them,
-/// they are in memory.
+/// Directories that programs expect to be writable: in memory if the root is read-only.
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
 
 pub(super) fn mounts(
@@ -39,8 +38,8 @@ pub(super) fn mounts(
         ),
         mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
     ];
-    // A process in the host's network namespace must not get a sysfs of its own: its owner would be
-    // the initial user namespace and the mount is refused; the host's, read-only, shows the same.
+    // The kernel refuses sysfs to a process in the host's network namespace, whose owner is the
+    // initial user namespace. The host's, read-only, shows the same.
     mounts.push(if options.host_network {
         mount("/sys", "bind", "/sys", &["rbind", "nosuid", "noexec", "nodev", "ro"])
     } else {
@@ -57,8 +56,7 @@ pub(super) fn mounts(
     if options.host_network {
         let files = ["/etc/resolv.conf", "/etc/hosts"];
         let files = files.map(|file| (file, root.exists(file)));
-        // A writable root gets a missing file to mount on from the runtime. A read-only one gets its
-        // `/etc` in memory, with what the image has there.
+        // The runtime makes missing mount points; a read-only root needs its `/etc` in memory.
         if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
             mounts.push(mount(
                 "/etc",
@@ -120,10 +118,9 @@ fn below_a_mount(mounts: &[Value], path: &str) -> bool {
     })
 }
 
-/// Name of the directory on the host behind a volume: empty at first, owned as the image's directory is.
+/// Name of the host directory behind a volume, empty at first and owned like the image's directory.
 ///
-/// A volume inside another one would be a path through a directory that containers write to, who could
-/// put a symbolic link to the host there. So all are beside each other.
+/// Volumes are siblings: inside another one, a container could put a symbolic link into the path.
 fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<String> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)

@@ -1,10 +1,8 @@
 //! The seccomp profile of a container: the system calls that container engines permit by default.
 //!
-//! It permits by name and refuses everything else with `EPERM`: loading modules, mounting, keyrings,
-//! `bpf`, `perf_event_open`, io_uring, new namespaces, the clock, and system calls that are newer than
-//! this list. That is Docker's default profile (moby/profiles, `seccomp/default.json`) for the
-//! capabilities of [`super::CAPABILITIES`], so rules for further capabilities are left out. Names that an
-//! architecture does not have are ignored by runtimes.
+//! It permits by name and refuses everything else with `EPERM`, newer system calls included. It is
+//! Docker's default profile (moby/profiles, `seccomp/default.json`) for [`super::CAPABILITIES`],
+//! without rules for other capabilities. Runtimes ignore names that an architecture does not have.
 
 use serde_json::{Value, json};
 
@@ -68,12 +66,11 @@ const SOCKETS: [(&str, u64); 3] = [("SCMP_CMP_LT", 38), ("SCMP_CMP_EQ", 39), ("S
 const ENOSYS: u32 = 38;
 const EPERM: u32 = 1;
 
-/// The profile, as `linux.seccomp` of the OCI runtime specification, for `architecture` as
-/// [`std::env::consts::ARCH`] names it.
+/// The `linux.seccomp` of the OCI runtime specification for a [`std::env::consts::ARCH`].
 pub(super) fn profile(architecture: &str) -> Value {
     let architectures: &[&str] = match architecture {
-        // Docker adds x32, which distributions' kernels do not run. Without a cache crun 1.8 compiles the
-        // profile at every start: 2 ms of processor time for x86_64, 7 with x86, 13 with x32 as well.
+        // Without x32, which distributions' kernels do not run: crun 1.8 compiles the profile at
+        // every start, in 2 ms of processor time for x86_64, 7 with x86, 13 with x32 as well.
         "x86_64" => &["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"],
         "aarch64" => &["SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"],
         // Runtimes take their own.
