@@ -250,7 +250,14 @@ impl Domain {
                     report.add(Finding::new(FindingKind::Permissions, path, detail));
                 }
                 Ok(_) => {}
-                Err(_) => report.add(Finding::new(FindingKind::DirectoryMissing, path, "")),
+                Err(error) if domain::is_absent(&error) => {
+                    let detail = match RECORDS.contains(&directory) {
+                        true => "gc will remove what only its records named",
+                        false => "",
+                    };
+                    report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
+                }
+                Err(error) => return Err(error).at("look at", &path),
             }
         }
         if report.is_damaged() {
@@ -321,10 +328,11 @@ impl Domain {
             for record in records {
                 let kept = match self.read_kept(&record) {
                     Ok(kept) => kept.unwrap_or_default(),
-                    Err(error) => {
+                    Err(error) if is_damage(&error) => {
                         report.add(Finding::new(unreadable, record.path, error.to_string()));
                         continue;
                     }
+                    Err(error) => return Err(error),
                 };
                 for file in self.missing_of(&kept)? {
                     let detail = format!("{file} is missing");

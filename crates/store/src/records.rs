@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use crate::disk::Purpose;
 use crate::domain::is_absent;
-use crate::error::{At, Error, ErrorKind, Result};
+use crate::error::{At, Error, ErrorKind, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::{Digest, Domain, name};
@@ -106,7 +106,10 @@ impl Domain {
             // One that was removed since it was listed is simply not there.
             match self.read_ref(&record.path) {
                 Ok(found) => refs.readable.extend(found),
-                Err(error) => refs.unreadable.push(UnreadableRef { name: record.name, error }),
+                Err(error) if is_damage(&error) => {
+                    refs.unreadable.push(UnreadableRef { name: record.name, error });
+                }
+                Err(error) => return Err(error),
             }
         }
         refs.readable.sort_by(|a, b| a.0.cmp(&b.0));

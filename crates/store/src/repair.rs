@@ -329,7 +329,10 @@ impl Domain {
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
         for directory in RECORDS {
             for record in self.records(directory)? {
-                let Ok(Some(kept)) = self.read_kept(&record) else { continue };
+                let kept = match self.read_kept(&record) {
+                    Err(error) if is_damage(&error) => continue,
+                    kept => kept?.unwrap_or_default(),
+                };
                 for file in self.missing_of(&kept)? {
                     damage.images.extend(file.image());
                     damage.layers.extend(file.chain_id());

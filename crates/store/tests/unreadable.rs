@@ -53,7 +53,7 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
         // Something else is wrong, too: it is found all the same.
         let other = path_of(&verity::digest(&content(9000, 3)).object_path());
         disk.damage(&other, |bytes| bytes[0] ^= 1);
-        disk.make_unreadable(&path);
+        disk.make_unreadable(&path, rustix::io::Errno::IO);
         let store = Store::open_on(Arc::new(disk.clone())).unwrap();
         let domain = store.domain("default").unwrap();
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
@@ -94,7 +94,7 @@ impl Contents for Short {
 fn lack_of_something_is_no_damage() {
     use rustix::io::Errno;
     let disk = SimDisk::new(1);
-    let store = Store::init_on(Arc::new(disk), &InitOptions::default()).unwrap();
+    let store = Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
     let domain = store.domain("default").unwrap();
     let options = ImportOptions::default();
     let image = import(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();

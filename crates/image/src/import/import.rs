@@ -10,7 +10,7 @@ use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
 use cofolio_store::task::{Event, LayerState, Phase, Task};
 use cofolio_store::{
-    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats, StoredFile,
+    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
 };
 use serde::Serialize;
 
@@ -25,7 +25,7 @@ use crate::layer::blob::{Budget, Pool};
 use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, dumped, keep, known_layer, objects, store_error, unpack,
+    Counts, Shared, Unpacked, dumped, keep, known_layer, objects, sound, store_error, unpack,
 };
 use crate::reference::check_image_name;
 use crate::source::engine::{containerd, containers_storage};
@@ -307,12 +307,12 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
 /// and splits. Objects are not read; `fsck` does that.
 fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
     let mut damage = Damage::default();
-    let intact = |file: StoredFile| digest_of(&file).is_ok_and(|found| found == record.image);
-    if !domain.open_image(&record.image).is_ok_and(intact) {
+    let digest = || digest_of(&domain.open_image(&record.image)?).map_err(store_error);
+    if sound(digest())? != Some(record.image) {
         damage.images.insert(record.image);
     }
     for layer in &record.layers {
-        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id).is_none() {
+        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id)?.is_none() {
             damage.layers.insert(layer.chain_id.clone());
         }
     }
@@ -484,9 +484,7 @@ fn build(
                 task.tell(Event::Layer { index, count, state, blob });
                 let started = spawn(scope, move || {
                     let result = (|| -> Result<_, ImportError> {
-                        let there =
-                            known.then(|| known_layer(staging.domain(), &chain_id)).flatten();
-                        if let Some(layer) = there {
+                        if known && let Some(layer) = known_layer(staging.domain(), &chain_id)? {
                             return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
                         // A pulled layer is kept even if the pull fails.
@@ -508,7 +506,7 @@ fn build(
                             (_, Some(_)) => {
                                 drop(tree);
                                 Unmerged::Over(
-                                    known_layer(staging.domain(), &chain_id)
+                                    known_layer(staging.domain(), &chain_id)?
                                         .ok_or_else(vanished)?,
                                 )
                             }

@@ -300,7 +300,8 @@ impl<I: Input, W: Write> Input for Recorder<I, W> {}
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SplitError {
-    #[error(transparent)]
+    /// With its source, which says whether it is damage.
+    #[error("{0}")]
     Io(#[from] io::Error),
     /// It is not one, or it is damaged.
     #[error("offset {offset}: {what}")]

@@ -79,8 +79,8 @@ struct State {
     /// Counts reboots: handles and locks of an earlier life are void.
     life: u64,
     locks: HashMap<u64, (u32, bool)>,
-    /// A file that cannot be read.
-    bad: Option<u64>,
+    /// A file or directory that cannot be read, and why.
+    bad: Option<(u64, rustix::io::Errno)>,
 }
 
 type Files = BTreeMap<u64, Node>;
@@ -261,10 +261,10 @@ impl SimDisk {
         }
     }
 
-    /// From now on a file cannot be read, but with `EIO`.
-    pub fn make_unreadable(&self, path: &str) {
+    /// From now on a file cannot be read, nor a directory looked at, but with this error.
+    pub fn make_unreadable(&self, path: &str, why: rustix::io::Errno) {
         let mut state = self.state();
-        state.bad = state.find(path).ok();
+        state.bad = state.find(path).ok().map(|inode| (inode, why));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -397,6 +397,13 @@ impl State {
         }
     }
 
+    fn check(&self, inode: u64) -> io::Result<()> {
+        match self.bad {
+            Some((bad, why)) if bad == inode => Err(errno(why)),
+            _ => Ok(()),
+        }
+    }
+
     fn is_immutable(&self, inode: u64) -> bool {
         matches!(self.seen.get(&inode), Some(Node::File { immutable: true, .. }))
     }
@@ -460,6 +467,7 @@ impl Disk for SimDisk {
                 (Kind::File, data.len() as u64, allocated, *mode, *immutable, names)
             }
             _ => {
+                state.check(inode)?;
                 let mode = if inode == ROOT { 0o700 } else { 0o755 };
                 (Kind::Directory, BLOCK as u64, BLOCK as u64, mode, false, 2)
             }
@@ -689,9 +697,7 @@ impl SimFile {
 impl DiskFile for SimFile {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let state = self.state()?;
-        if state.bad == Some(self.inode) {
-            return Err(errno(rustix::io::Errno::IO));
-        }
+        state.check(self.inode)?;
         let Some(Node::File { data, .. }) = state.seen.get(&self.inode) else { return Ok(0) };
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(data.len());
         let n = buffer.len().min(data.len() - start);
