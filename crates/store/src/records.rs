@@ -192,18 +192,21 @@ impl Domain {
         let json = to_json(&path, root)?;
         let _lock = self.lock_shared()?;
         self.check_present(&root.images, root.layers.iter().map(String::as_str))?;
-        self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
         let directory = format!("{}/{}", self.base(), root.kind.directory());
         let durable = root.kind != RootKind::Mount;
         if durable {
             self.sync_parts()?;
         }
-        match self.store().replace_file(&directory, &path, &json, durable) {
+        let write = || {
+            self.note_named(&root.images, root.layers.iter().map(String::as_str))?;
+            self.store().replace_file(&directory, &path, &json, durable)
+        };
+        match write() {
             // A read-only mount of an image that is here must not need room.
             Err(error)
                 if !durable && error.kind() == ErrorKind::Space && self.store().use_reserve() =>
             {
-                self.store().replace_file(&directory, &path, &json, durable)
+                write()
             }
             other => other,
         }

@@ -5,6 +5,7 @@
 mod common;
 
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cofolio_store::task::Task;
@@ -12,6 +13,7 @@ use cofolio_store::{
     Contents, Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions, GcReport,
     ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Spared, Store, TrimOptions, verity,
 };
+use common::sim::{Fault, SimDisk};
 use common::{Lines, Scratch, content, import, import_split, nothing_live};
 
 fn pieces(seeds: &[u64]) -> Vec<Vec<u8>> {

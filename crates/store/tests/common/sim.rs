@@ -35,6 +35,8 @@ const SECTOR: usize = 512;
 const BLOCK: usize = 4096;
 /// How long a lock is waited for before the simulation takes it for a deadlock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// Size of a file that makes room on a full disk, in bytes.
+const MUCH: usize = 256 << 10;
 /// Inode of the root directory.
 const ROOT: u64 = 1;
 
@@ -46,7 +48,7 @@ pub enum Fault {
     /// The call fails with `EIO`, once.
     Io,
     /// From this call on, everything that needs room fails with `ENOSPC`, until
-    /// [`SimDisk::clear_fault`].
+    /// [`SimDisk::clear_fault`], or until a file of [`MUCH`] bytes is removed.
     Full,
 }
 
@@ -525,6 +527,8 @@ impl Disk for SimDisk {
         if state.is_immutable(inode) {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
+        let is_much = matches!(&state.seen[&inode], Node::File { data, .. } if data.len() >= MUCH);
+        state.fault = state.fault.filter(|(_, fault)| *fault != Fault::Full || !is_much);
         state.change(Change::Unlink { directory, name: name.to_owned(), inode });
         Ok(())
     }
