@@ -115,9 +115,7 @@ impl Store {
         for directory in [DOMAINS, STAGING, &domain] {
             mkdir_if_missing(&*disk, directory)?;
         }
-        for directory in domain::directories() {
-            mkdir_if_missing(&*disk, &format!("{domain}/{directory}"))?;
-        }
+        domain::make_directories(&*disk, &domain)?;
         let meta =
             Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
         let store = Self { inner: Arc::new(Inner { disk, meta }) };
@@ -423,10 +421,7 @@ impl Store {
         let (staging, _lock) = self.new_staging()?;
         let built = format!("{staging}/domain");
         disk.mkdir(&built).at("create", &built)?;
-        for directory in domain::directories() {
-            let path = format!("{built}/{directory}");
-            disk.mkdir(&path).at("create", &path)?;
-        }
+        domain::make_directories(disk, &built)?;
         disk.sync_all().at("sync", &built)?;
         match disk.rename(&built, &target, true) {
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
