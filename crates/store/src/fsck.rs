@@ -19,8 +19,18 @@ use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
 
-/// Findings kept in a report; beyond that they are only counted.
+/// Findings listed in a report; beyond that they are only counted.
 const FINDINGS_MAX: usize = 10_000;
+
+/// Lists a finding in a report, or counts it. Says whether it is listed.
+pub(crate) fn list(findings: &mut Vec<Finding>, more: &mut u64, finding: Finding) -> bool {
+    let is_listed = findings.len() < FINDINGS_MAX;
+    match is_listed {
+        true => findings.push(finding),
+        false => *more += 1,
+    }
+    is_listed
+}
 
 /// What kind of thing is wrong. The texts are stable: scripts may rely on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -208,12 +218,8 @@ impl FsckReport {
     }
 
     pub(crate) fn add(&mut self, finding: Finding) {
-        if self.findings.len() < FINDINGS_MAX {
-            self.findings.push(finding);
-        } else {
-            self.more += 1;
-            self.more_damage |= finding.kind.is_damage();
-        }
+        let is_damage = finding.kind.is_damage();
+        self.more_damage |= !list(&mut self.findings, &mut self.more, finding) && is_damage;
     }
 }
 

@@ -2,25 +2,24 @@
 //! immutable flag), a mount does not look at each object, and a file that was cut short would only be
 //! found by a reader.
 //!
-//! Nothing is read but metadata, at a limited rate, without a lock. That it was done is noted with the id of
+//! Nothing is read but metadata, without a lock. That it was done is noted with the id of
 //! the boot.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
 use crate::error::{Error, Result};
 use crate::examine::{Examiner, Reading, Seen};
-use crate::fsck::Finding;
+use crate::fsck::{Finding, list};
 use crate::kinds::{FileKind, FileName};
 use crate::task::Cancel;
 use crate::{Digest, Domain};
 
 /// The record, in the domain.
 const RECORD: &str = "sizes.json";
-/// Objects between two looks at the clock.
+/// Objects between two questions whether to go on.
 const BATCH: usize = 64;
 
 /// What a look at all sizes found.
@@ -30,8 +29,12 @@ pub struct SizesReport {
     pub boot_id: String,
     /// Objects looked at.
     pub objects: u64,
-    /// Objects that are missing or have another size than their images say, and images that cannot be read.
+    /// Objects that are missing or have another size than their images say, and images that cannot be read; at
+    /// most 10,000.
     pub findings: Vec<Finding>,
+    /// Findings that are not listed because there are too many.
+    #[serde(default)]
+    pub more: u64,
 }
 
 impl Domain {
@@ -46,9 +49,9 @@ impl Domain {
         }
     }
 
-    /// Looks at the size of every object that an image of the domain names, at most `per_second` of them
-    /// each second, and notes that it was done in the boot `boot_id`. `go_on` is asked between whiles: if
-    /// it says no, the look ends, nothing is noted, and `None` comes back.
+    /// Looks at the size of every object that an image of the domain names, and notes that it was
+    /// done in the boot `boot_id`. `go_on` is asked between whiles: if it says no, the look ends, nothing is
+    /// noted, and `None` comes back.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`]. Damage is no error: it is in the report.
@@ -56,7 +59,6 @@ impl Domain {
         &self,
         contents: &dyn Contents,
         boot_id: &str,
-        per_second: Option<u32>,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Option<SizesReport>> {
         self.store().check_writable()?;
@@ -68,9 +70,11 @@ impl Domain {
             let seen = examiner.read(&name, &mut |digest, size| {
                 sizes.entry(digest).or_insert((size, image));
             })?;
-            report.findings.extend(seen.finding());
+            if let Some(finding) = seen.finding() {
+                list(&mut report.findings, &mut report.more, finding);
+            }
         }
-        let (start, sizes) = (Instant::now(), sizes.into_iter().collect::<Vec<_>>());
+        let sizes: Vec<_> = sizes.into_iter().collect();
         for batch in sizes.chunks(BATCH) {
             for (digest, (size, image)) in batch {
                 let name = FileName::content(FileKind::Object, digest);
@@ -82,15 +86,12 @@ impl Domain {
                     Seen::Missing => examiner.missing_object(digest),
                 };
                 let user = FileName::content(FileKind::Image, image).to_string();
-                report.findings.push(Finding { user: Some(user), ..finding });
+                let finding = Finding { user: Some(user), ..finding };
+                list(&mut report.findings, &mut report.more, finding);
             }
             report.objects += batch.len() as u64;
             if !go_on() {
                 return Ok(None);
-            }
-            if let Some(rate) = per_second {
-                let due = Duration::from_secs(report.objects) / rate.max(1);
-                std::thread::sleep(due.saturating_sub(start.elapsed()));
             }
         }
         let path = self.sizes_file();
