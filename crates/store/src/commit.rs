@@ -67,7 +67,7 @@ impl Staging {
     ///
     /// # Errors
     /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an earlier
-    /// failure, [`Error::Vanished`] if something that the import relied on was collected (begin again
+    /// failure, [`Error::Cancelled`], [`Error::Vanished`] if something that the import relied on was collected (begin again
     /// with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`], [`Error::Io`]. In all cases
     /// no ref and no root has changed, except that [`Error::Io`] in the very last step may leave either.
     pub fn commit(
@@ -224,7 +224,7 @@ impl Staging {
                 Some(_) => self.is_as_named(placed, name.digest()),
                 // An import that came at the same time has written the same. Otherwise it is only written
                 // again by an importer that could not use what is there.
-                None => is_same(self.disk(), placed, staged),
+                None => is_same(self.disk(), placed, staged, &self.cancel),
             })?;
             published = true;
             if name.kind() == FileKind::Pack {
@@ -248,10 +248,10 @@ impl Staging {
     /// Whether a file can be read and has the digest that its name says.
     fn is_as_named(&self, path: &str, digest: Option<Digest>) -> Result<bool> {
         match self.disk().open(path).at("open", path) {
-            Ok(file) => is_sound(
-                hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default()),
-                digest,
-            ),
+            Ok(file) => {
+                let file = StoredFile::new(file, path.to_owned());
+                is_sound(hash_file(&file, &self.cancel), digest)
+            }
             Err(error) => is_sound(Err(error), digest),
         }
     }
@@ -312,10 +312,10 @@ fn is_sound(found: Result<Digest>, digest: Option<Digest>) -> Result<bool> {
 }
 
 /// Whether two files have the same content.
-fn is_same(disk: &dyn Disk, a: &str, b: &str) -> Result<bool> {
+fn is_same(disk: &dyn Disk, a: &str, b: &str, cancel: &Cancel) -> Result<bool> {
     let hash = |path: &str| {
         let file = disk.open(path).at("open", path)?;
-        hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
+        hash_file(&StoredFile::new(file, path.to_owned()), cancel)
     };
     let b = hash(b)?;
     is_sound(hash(a), Some(b))

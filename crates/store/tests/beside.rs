@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cofolio_store::task::Task;
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Contents, Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions, GcReport,
     ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Spared, Store, TrimOptions, verity,
@@ -363,5 +363,36 @@ fn imports_and_collections_on_threads() {
         writers.into_iter().for_each(|writer| writer.join().unwrap());
         done.store(true, Ordering::Relaxed);
     });
+    is_whole(&domain);
+}
+
+/// On a full disk a read-only mount failed while gc ran: the reserve was there for the mount's record, but not
+/// for the note to gc that comes before it.
+#[test]
+fn a_mount_on_a_full_disk_beside_gc_uses_the_reserve() {
+    let disk = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let mut root = Root::new(RootKind::Mount, "m");
+    root.images.push(put(&domain, "a", &[1]));
+    gc_beside(&domain, || {
+        disk.plant(disk.calls(), Fault::Full);
+        domain.put_root(&root).unwrap();
+    });
+    assert_eq!(domain.roots(RootKind::Mount).unwrap().len(), 1);
+}
+
+/// A commit that hashed what was in place, perhaps a segment of gigabytes, could not be cancelled.
+#[test]
+fn a_commit_that_hashes_what_is_in_place_can_be_cancelled() {
+    let scratch = Scratch::new("cancelled");
+    let domain = scratch.store().domain("default").unwrap();
+    let image = put(&domain, "a", &[1]);
+    let cancel = Cancel::default();
+    let staging = domain.begin_import(ImportOptions::default()).unwrap().cancelled_by(&cancel);
+    let objects: Vec<_> = pieces(&[1]).iter().map(|it| (verity::digest(it), 3000)).collect();
+    assert_eq!(common::image_of(&staging, &objects), image);
+    cancel.cancel();
+    assert!(matches!(staging.commit(&Publish::default(), objects), Err(Error::Cancelled(_))));
     is_whole(&domain);
 }

@@ -146,7 +146,7 @@ fn import_directory(
 ) -> Result<ImportReport, ImportError> {
     let name = name_for(source, None, options)?;
     let attempt = |hold_lock| {
-        let staging = begin(domain, options, hold_lock)?;
+        let staging = begin(domain, options, hold_lock, task)?;
         task.tell(Event::Phase(Phase::Unpack));
         let scan = tree_scan::ScanOptions { threads: options.threads, ..Default::default() };
         let scanned = tree_scan::scan(path, &scan, &staging, task)?;
@@ -200,7 +200,7 @@ fn import_image(
             config: Some(BlobDigest::sha256(image.config.as_bytes())),
             ..empty_report(&name)
         };
-        let staging = Arc::new(begin(domain, options, again)?);
+        let staging = Arc::new(begin(domain, options, again, task)?);
         let (tree, hidden) =
             build(&staging, &image, options, opened.jobs(), !again, task, &mut report)?;
         let staging = Arc::into_inner(staging)
@@ -277,13 +277,15 @@ fn begin(
     domain: &Domain,
     options: &ImportOptions,
     hold_lock: bool,
+    task: &Task,
 ) -> Result<Staging, ImportError> {
-    Ok(match &options.repair {
+    let staging = match &options.repair {
         Some(damage) => domain.begin_repair(damage)?,
         None => {
             domain.begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?
         }
-    })
+    };
+    Ok(staging.cancelled_by(&task.cancel))
 }
 
 /// A ref that came from the same manifest; of `docker save`, which has none, from the same config,
@@ -494,7 +496,8 @@ fn build(
                                 && layer.blob.size >= KEEP_BYTES_MIN
                         });
                         let own = own.map(|_| staging.domain().begin_import(Default::default()));
-                        let own = own.transpose()?.map(Arc::new);
+                        let own =
+                            own.transpose()?.map(|own| Arc::new(own.cancelled_by(&task.cancel)));
                         let target = own.as_ref().unwrap_or(staging);
                         let Unpacked { tree, replaced, mut counts } =
                             unpack(scope, shared, target, workers, layer, on_read)?;

@@ -122,8 +122,8 @@ fn pack_without(
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
     let attempt = |hold_lock| {
         // Before it is looked what there is, so that with the lock it stays.
-        let staging =
-            domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
+        let import = ImportOptions { hold_lock, ..ImportOptions::default() };
+        let staging = domain.begin_import(import)?.cancelled_by(&task.cancel);
         let mut plan = Plan::new(&tree, options.form);
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
