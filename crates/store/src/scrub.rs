@@ -21,7 +21,7 @@ use crate::task::{Event, Task};
 use crate::{Digest, Domain, verity};
 
 /// Directory of what scrubs remember, one file per selection of images.
-const DIRECTORY: &str = "scrub";
+pub(crate) const DIRECTORY: &str = "scrub";
 /// How often is noted how far it has come. What was read since is read again after a kill.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 /// Largest record that is read, in bytes.
@@ -166,6 +166,7 @@ impl Domain {
 
     fn save_scrub(&self, scope: &str, saved: &Saved) -> Result<()> {
         self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         let path = self.scrub_file(scope);

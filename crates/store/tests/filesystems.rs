@@ -534,3 +534,22 @@ fn a_full_filesystem_says_how_much_was_missing() {
     assert!(after.f_bfree * after.f_frsize + (1 << 20) > before, "the room is back");
     put(&domain, "after", &[6000]);
 }
+
+/// Where a directory does not say what its entries are, those of the store's own directory were looked for at the
+/// root of the machine.
+#[test]
+fn a_filesystem_without_file_types_can_hold_a_store() {
+    let scratch = Scratch::new("types");
+    let volume = match Volume::new(&scratch.path, "ext4", 20, &["-O", "^filetype"]) {
+        Ok(volume) => volume,
+        Err(reason) => {
+            return println!("SKIP a_filesystem_without_file_types_can_hold_a_store: {reason}");
+        }
+    };
+    let store = Store::init(&volume.directory, &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    put(&domain, "a", &[100]);
+    is_clean(&domain);
+    drop(domain);
+    store.destroy().unwrap();
+}
