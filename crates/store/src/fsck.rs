@@ -415,10 +415,7 @@ impl Domain {
         if protection.immutable && !stat.immutable {
             lacks.push("no immutable flag");
         }
-        if protection.verity
-            && kind.is_named_by_content()
-            && self.disk().measure_verity(path).at("measure", path)?.is_none()
-        {
+        if kind.is_named_by_content() && self.lacks_verity(path)? {
             lacks.push("no fs-verity");
         }
         if !lacks.is_empty() {
