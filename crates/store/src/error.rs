@@ -137,9 +137,7 @@ pub enum Error {
     },
     /// Objects, an image or layers that the import relied on were collected before it was published.
     /// The import has to run again, with [`crate::ImportOptions::hold_lock`].
-    #[error(
-        "{count} of the parts that this import relied on were collected meanwhile, first {first}"
-    )]
+    #[error("garbage collection removed {count} objects that this import needs, first {first}")]
     Vanished {
         /// How many parts are missing.
         count: u64,

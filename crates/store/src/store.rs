@@ -162,8 +162,8 @@ impl Store {
         Ok(Meta::mended(&damaged, fresh, disk.protection().immutable))
     }
 
-    /// Makes `meta.json` again if it is damaged: with the store's id if the file still says it, or else with
-    /// a new one, by which runtime state of mounts from before is not found any more. Says whether there was something to do.
+    /// Makes `meta.json` again if it is damaged, and says whether it was. The store keeps its id if the file
+    /// still has it. A new id loses the runtime state of mounts from before.
     ///
     /// # Errors
     /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound and of a

@@ -512,7 +512,7 @@ impl<'a, S: ReadAt> Blocks<'a, S> {
 
     fn end(&self, content: &[u8]) -> Result<[u64; 3], SplitError> {
         if content.len() != TOTALS || self.next != self.source.size() {
-            return Err(self.bad("it has not the end that it should"));
+            return Err(self.bad("its trailer is wrong"));
         }
         let mut totals = [0; 3];
         for (total, bytes) in totals.iter_mut().zip(content.chunks_exact(8)) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 
-use cofolio_erofs::tree::{Content, InodeId, Tree};
+use cofolio_erofs::tree::{Content, EXTERNAL_MAX, InodeId, Tree};
 use cofolio_store::{
     Digest, Domain, FileKind, FileName, LayerWriter, Publish, Staging, StagingStats,
 };
@@ -146,8 +146,9 @@ impl Unpacking<'_, '_> {
         if size == 0 {
             return Ok(());
         }
-        if size > cofolio_erofs::tree::EXTERNAL_MAX {
-            return Err(self.entry_error(entry, format!("a file of {size} bytes is absurd")));
+        if size > EXTERNAL_MAX {
+            let what = format!("its {size} bytes exceed the limit of {EXTERNAL_MAX}");
+            return Err(self.entry_error(entry, what));
         }
         if let Some(sparse) = &entry.sparse {
             // Holes cost nothing in the archive nor in the store, but reading them does, and so
