@@ -259,6 +259,14 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     remove(&images[0]).unwrap();
     sandbox.run(&from).ok();
     assert_eq!(contents(&all), good);
+
+    // A directory that somebody removed was a dead end: nothing made it again.
+    let aside = sandbox.path("aside");
+    fs::rename(domain.join("layers"), &aside).unwrap();
+    let text = sandbox.run(&from);
+    assert!(text.ok().contains("repaired domains/default/layers (directory-missing)"));
+    assert_eq!(contents(&all), good);
+    files(&aside).iter().for_each(|file| remove(file).unwrap());
     assert!(sandbox.run(&["fsck"]).ok().contains("no damage: "));
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["bytes"], 0, "nothing came in beside it");
 }

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use serde::{Deserialize, Serialize};
 
 use crate::disk::Kind;
-use crate::error::{At, Result};
+use crate::error::{At, Result, is_damage};
 use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::records::{named_files, to_json};
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
@@ -53,9 +53,12 @@ impl Domain {
     /// # Errors
     /// [`crate::Error::Io`].
     pub fn base_of(&self, image: &Digest) -> Result<Option<Base>> {
-        // One that cannot be read is for fsck to tell.
-        let record = self.read_record::<Base>(&self.base_file(image)).unwrap_or(None);
-        let Some(base) = record else { return Ok(None) };
+        let base = match self.read_record::<Base>(&self.base_file(image)) {
+            // fsck reports it.
+            Err(error) if is_damage(&error) => return Ok(None),
+            record => record?,
+        };
+        let Some(base) = base else { return Ok(None) };
         let whole = self.has_image(&base.base)? && self.has_image(&base.delta)?;
         Ok(whole.then_some(base))
     }
@@ -130,7 +133,8 @@ impl Domain {
                     }
                 }
                 Ok(None) => continue,
-                Err(error) => error.to_string(),
+                Err(error) if is_damage(&error) => error.to_string(),
+                Err(error) => return Err(error),
             };
             report.add(Finding::new(FindingKind::BaseIncomplete, path, detail).about(&image));
         }

@@ -65,10 +65,10 @@ impl Staging {
     ///
     /// # Errors
     /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an
-    /// earlier failure, [`Error::Vanished`] if content that the import relied on was collected
-    /// (begin again with [`crate::ImportOptions::hold_lock`]), [`Error::SizeMismatch`],
-    /// [`Error::Io`]. In all cases no ref and no root has changed, except that [`Error::Io`] in the
-    /// very last step may leave either.
+    /// earlier failure, [`Error::Cancelled`], [`Error::Vanished`] if content that the import relied
+    /// on was collected (begin again with [`crate::ImportOptions::hold_lock`]),
+    /// [`Error::SizeMismatch`], [`Error::Io`]. In all cases no ref and no root has changed, except
+    /// that [`Error::Io`] in the very last step may leave either.
     pub fn commit(
         mut self,
         publish: &Publish,
@@ -198,7 +198,7 @@ impl Staging {
                         let same_size = placed_size == self.domain.file_size(staged)?;
                         let digest = placed.rsplit_once('/').map_or("", |(_, name)| name);
                         let digest = Digest::from_object_path(shard, digest);
-                        let is_good = || is_sound(digest_of(disk, placed), digest);
+                        let is_good = || is_sound(digest_of(disk, placed, &self.cancel), digest);
                         Ok(same_size && (!self.repair || is_good()?))
                     })?;
                 }
@@ -221,8 +221,9 @@ impl Staging {
             move_file(disk, &from, &to, |placed, staged| {
                 // A concurrent import has written the same. Otherwise an importer only writes it
                 // again if it could not use the file in place.
-                let digest = name.digest().map_or_else(|| digest_of(disk, staged), Ok)?;
-                is_sound(digest_of(disk, placed), Some(digest))
+                let digest = |path| digest_of(disk, path, &self.cancel);
+                let wanted = name.digest().map_or_else(|| digest(staged), Ok)?;
+                is_sound(digest(placed), Some(wanted))
             })?;
             published = true;
             if name.kind() == FileKind::Pack {
@@ -296,9 +297,9 @@ fn is_sound(found: Result<Digest>, digest: Option<Digest>) -> Result<bool> {
     }
 }
 
-fn digest_of(disk: &dyn Disk, path: &str) -> Result<Digest> {
+fn digest_of(disk: &dyn Disk, path: &str, cancel: &Cancel) -> Result<Digest> {
     let file = disk.open(path).at("open", path)?;
-    hash_file(&StoredFile::new(file, path.to_owned()), &Cancel::default())
+    hash_file(&StoredFile::new(file, path.to_owned()), cancel)
 }
 
 /// Sets the immutable flag, after the rename: immutable files cannot be renamed, linked or removed.

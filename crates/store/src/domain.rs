@@ -9,7 +9,7 @@ use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
 use crate::error::{At, Error, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::records::{RECORDS, ROOTS};
-use crate::store::{DOMAINS, Store, TEMPORARY, remove_entry};
+use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
 
 /// How long a lock that is waited for is not asked for again.
@@ -18,6 +18,11 @@ const LOCK_POLL: std::time::Duration = std::time::Duration::from_millis(2);
 /// The directories that every domain has, parents first.
 pub(crate) fn directories() -> impl Iterator<Item = &'static str> {
     ["objects", "images", "layers", ROOTS, "segments"].into_iter().chain(RECORDS)
+}
+
+/// Makes those that are missing.
+pub(crate) fn make_directories(disk: &dyn Disk, base: &str) -> Result<()> {
+    directories().try_for_each(|directory| mkdir_if_missing(disk, &format!("{base}/{directory}")))
 }
 
 /// One trust domain of a store.
@@ -47,6 +52,17 @@ impl Domain {
     /// The store it belongs to.
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// Makes missing directories of the domain again, empty. Durable on return. A repair does it first: without
+    /// them [`Domain::fsck`] looks at nothing else.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], [`Error::Io`].
+    pub fn make_directories(&self) -> Result<()> {
+        self.store.check_writable()?;
+        make_directories(self.disk(), &self.base)?;
+        self.disk().sync_all().at("sync", &self.base)
     }
 
     /// What protects content that is in place here.

@@ -136,9 +136,7 @@ pub enum Error {
     },
     /// Content that the import relied on was collected before it was published. The import has to
     /// run again, with [`crate::ImportOptions::hold_lock`].
-    #[error(
-        "{count} of the parts that this import relied on were collected meanwhile, first {first}"
-    )]
+    #[error("garbage collection removed {count} objects that this import needs, first {first}")]
     Vanished {
         /// How many parts are missing.
         count: u64,

@@ -19,8 +19,18 @@ use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
 
-/// Findings kept in a report; beyond that they are only counted.
+/// Findings listed in a report; beyond that they are only counted.
 const FINDINGS_MAX: usize = 10_000;
+
+/// Lists a finding in a report, or counts it. Says whether it is listed.
+pub(crate) fn list(findings: &mut Vec<Finding>, more: &mut u64, finding: Finding) -> bool {
+    let is_listed = findings.len() < FINDINGS_MAX;
+    match is_listed {
+        true => findings.push(finding),
+        false => *more += 1,
+    }
+    is_listed
+}
 
 /// What kind of thing is wrong. The texts are stable: scripts may rely on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -207,12 +217,8 @@ impl FsckReport {
     }
 
     pub(crate) fn add(&mut self, finding: Finding) {
-        if self.findings.len() < FINDINGS_MAX {
-            self.findings.push(finding);
-        } else {
-            self.more += 1;
-            self.more_damage |= finding.kind.is_damage();
-        }
+        let is_damage = finding.kind.is_damage();
+        self.more_damage |= !list(&mut self.findings, &mut self.more, finding) && is_damage;
     }
 }
 
@@ -247,7 +253,14 @@ impl Domain {
                     report.add(Finding::new(FindingKind::Permissions, path, detail));
                 }
                 Ok(_) => {}
-                Err(_) => report.add(Finding::new(FindingKind::DirectoryMissing, path, "")),
+                Err(error) if domain::is_absent(&error) => {
+                    let detail = match RECORDS.contains(&directory) {
+                        true => "gc will remove what only its records named",
+                        false => "",
+                    };
+                    report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
+                }
+                Err(error) => return Err(error).at("look at", &path),
             }
         }
         if report.is_damaged() {
@@ -312,10 +325,11 @@ impl Domain {
             for record in records {
                 let kept = match self.read_kept(&record) {
                     Ok(kept) => kept.unwrap_or_default(),
-                    Err(error) => {
+                    Err(error) if is_damage(&error) => {
                         report.add(Finding::new(unreadable, record.path, error.to_string()));
                         continue;
                     }
+                    Err(error) => return Err(error),
                 };
                 for file in self.missing_of(&kept)? {
                     let detail = format!("{file} is missing");
@@ -382,10 +396,7 @@ impl Domain {
         if protection.immutable && !stat.immutable {
             lacks.push("no immutable flag");
         }
-        if protection.verity
-            && kind.is_named_by_content()
-            && self.disk().measure_verity(path).at("measure", path)?.is_none()
-        {
+        if kind.is_named_by_content() && self.lacks_verity(path)? {
             lacks.push("no fs-verity");
         }
         if !lacks.is_empty() {

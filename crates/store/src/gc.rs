@@ -19,11 +19,12 @@ use serde::Serialize;
 use crate::base;
 use crate::collector::{Collector, Suspect, Swept};
 use crate::contents::Contents;
-use crate::disk::Kind;
+use crate::disk::{Kind, LockMode};
 use crate::error::{At, BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::RECORDS;
+use crate::scrub;
 use crate::signatures;
 use crate::store::TEMPORARY;
 use crate::task::Cancel;
@@ -157,8 +158,10 @@ impl Collector<'_> {
         }
         self.sweep_hints()?;
         if !self.options.dry_run {
-            // There may be room for it now.
-            let _ = domain.store().keep_reserve();
+            // There may be room for it now. Under the lock that keeps other temporary files there.
+            if let Ok(Some(_lock)) = domain.disk().lock("", LockMode::Shared, false) {
+                let _ = domain.store().keep_reserve();
+            }
         }
         report.unreadable = std::mem::take(&mut self.reach.unreadable);
         Ok(report)
@@ -248,7 +251,8 @@ impl Collector<'_> {
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
         let mut directories = RECORDS.map(str::to_owned).to_vec();
-        directories.extend(["", used::DIRECTORY, base::DIRECTORY].map(str::to_owned));
+        let others = ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY];
+        directories.extend(others.map(str::to_owned));
         for (image, kind) in domain.entries(signatures::DIRECTORY)? {
             if kind == Kind::Directory {
                 directories.push(format!("{}/{image}", signatures::DIRECTORY));

@@ -180,7 +180,9 @@ impl Disk for RealDisk {
             let kind = match entry.file_type() {
                 FileType::RegularFile => Kind::File,
                 FileType::Directory => Kind::Directory,
-                FileType::Unknown => self.stat(&format!("{path}/{name}"))?.kind,
+                FileType::Unknown => {
+                    self.stat(format!("{path}/{name}").trim_start_matches('/'))?.kind
+                }
                 _ => Kind::Other,
             };
             entries.push((name, kind));

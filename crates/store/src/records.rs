@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use crate::disk::Purpose;
 use crate::domain::is_absent;
-use crate::error::{At, Error, ErrorKind, Result};
+use crate::error::{At, Error, ErrorKind, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::{Digest, Domain, name};
@@ -100,7 +100,10 @@ impl Domain {
             // One that was removed since it was listed is simply not there.
             match self.read_ref(&record.path) {
                 Ok(found) => refs.readable.extend(found),
-                Err(error) => refs.unreadable.push(UnreadableRef { name: record.name, error }),
+                Err(error) if is_damage(&error) => {
+                    refs.unreadable.push(UnreadableRef { name: record.name, error });
+                }
+                Err(error) => return Err(error),
             }
         }
         refs.readable.sort_by(|a, b| a.0.cmp(&b.0));
@@ -177,18 +180,21 @@ impl Domain {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         let _lock = self.lock_shared()?;
-        self.check_and_note(&root.images, root.layers.iter().map(String::as_str))?;
         let directory = format!("{}/{}", self.base(), root.kind.directory());
         let durable = root.kind != RootKind::Mount;
         if durable {
             self.sync_parts()?;
         }
-        match self.store().replace_file(&directory, &path, &json, durable) {
+        let write = || {
+            self.check_and_note(&root.images, root.layers.iter().map(String::as_str))?;
+            self.store().replace_file(&directory, &path, &json, durable)
+        };
+        match write() {
             // A read-only mount of an image that is here must not need room.
             Err(error)
                 if !durable && error.kind() == ErrorKind::Space && self.store().use_reserve() =>
             {
-                self.store().replace_file(&directory, &path, &json, durable)
+                write()
             }
             other => other,
         }

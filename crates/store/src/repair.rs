@@ -235,6 +235,21 @@ impl Domain {
             }
             Ok(())
         };
+        let bare = AtomicBool::new(false);
+        for_each(self.disk().parallelism(), &content, |name| {
+            task.check()?;
+            bare.fetch_or(self.lacks_verity(&self.named_file(name))?, Relaxed);
+            Ok(())
+        })?;
+        // fs-verity takes the flag from an object for a moment, and that of an image stands for it. After a kill or
+        // a crash then none may be left.
+        if bare.into_inner() && self.protection().immutable {
+            for path in self.named(FileKind::Image)?.iter().map(|image| self.named_file(image)) {
+                let cleared = self.disk().set_immutable(&path, false);
+                cleared.at("clear the immutable flag of", &path)?;
+            }
+            self.disk().sync_all().at("sync", self.base())?;
+        }
         for_each(self.disk().parallelism(), &content, protect)?;
         // The flag of an image stands for those of its objects, after a crash too.
         if all.load(Relaxed) {
@@ -249,14 +264,18 @@ impl Domain {
         Ok(count.into_inner())
     }
 
+    /// Whether the kernel could check a file and does not.
+    pub(crate) fn lacks_verity(&self, path: &str) -> Result<bool> {
+        let disk = self.disk();
+        Ok(self.has_verity() && disk.measure_verity(path).at("measure", path)?.is_none())
+    }
+
     /// Protects one file, whose content has that digest if it has one.
     fn protect_file(&self, path: &str, digest: Option<&Digest>, task: &Task) -> Result<Protected> {
         let disk = self.disk();
         let (protection, stat) = (self.protection(), disk.stat(path).at("look at", path)?);
         let wants_flag = protection.immutable && !stat.immutable;
-        let wants_verity = protection.verity
-            && digest.is_some()
-            && disk.measure_verity(path).at("measure", path)?.is_none();
+        let wants_verity = digest.is_some() && self.lacks_verity(path)?;
         if stat.kind != Kind::File {
             return Ok(Protected::Not);
         }
@@ -315,7 +334,10 @@ impl Domain {
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
         for directory in RECORDS {
             for record in self.records(directory)? {
-                let Ok(Some(kept)) = self.read_kept(&record) else { continue };
+                let kept = match self.read_kept(&record) {
+                    Err(error) if is_damage(&error) => continue,
+                    kept => kept?.unwrap_or_default(),
+                };
                 for file in self.missing_of(&kept)? {
                     damage.images.extend(file.image());
                     damage.layers.extend(file.chain_id());

@@ -14,20 +14,18 @@ use serde::{Deserialize, Serialize};
 use crate::contents::Contents;
 use crate::error::{Error, Result};
 use crate::examine::{Examiner, Quiet, Reader, Reading, Seen};
-use crate::fsck::Finding;
+use crate::fsck::{Finding, list};
 use crate::kinds::{FileKind, FileName};
 use crate::store::mkdir_if_missing;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain, verity};
 
 /// Directory of what scrubs remember, one file per selection of images.
-const DIRECTORY: &str = "scrub";
+pub(crate) const DIRECTORY: &str = "scrub";
 /// How often is noted how far it has come. What was read since is read again after a kill.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 /// Largest record that is read, in bytes.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
-/// Findings kept; beyond that the store needs fsck.
-const FINDINGS_MAX: usize = 10_000;
 
 /// What to scrub, and how fast.
 #[derive(Clone, Debug, Default)]
@@ -53,6 +51,9 @@ pub struct ScrubReport {
     pub gone: u64,
     /// What is wrong, at most 10,000.
     pub findings: Vec<Finding>,
+    /// Findings that are not listed because there are too many.
+    #[serde(default)]
+    pub more: u64,
 }
 
 /// What is remembered of a scrub that has not ended.
@@ -114,16 +115,20 @@ impl Domain {
             let (seen, bytes) = examiner.look(&FileName::content(kind, &digest), size)?;
             match seen {
                 Seen::Sound => {}
-                Seen::Damaged(finding) => report.add(finding),
+                Seen::Damaged(finding) => {
+                    list(&mut report.findings, &mut report.more, finding);
+                }
                 // A missing segment is a finding of its pack. Without a lock, an object may have
                 // been collected together with its image.
                 Seen::Missing if kind == FileKind::Segment => {}
                 Seen::Missing => {
                     let lost = size.is_some()
                         && images.iter().all(|image| self.has_image(image).unwrap_or(true));
-                    match lost {
-                        true => report.add(examiner.missing_object(&digest)),
-                        false => report.gone += 1,
+                    if lost {
+                        let finding = examiner.missing_object(&digest);
+                        list(&mut report.findings, &mut report.more, finding);
+                    } else {
+                        report.gone += 1;
                     }
                 }
             }
@@ -160,6 +165,7 @@ impl Domain {
 
     fn save_scrub(&self, scope: &str, saved: &Saved) -> Result<()> {
         self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         let path = self.scrub_file(scope);
@@ -227,14 +233,6 @@ impl Examiner<'_> {
             }
         }
         Ok(needed)
-    }
-}
-
-impl ScrubReport {
-    fn add(&mut self, finding: Finding) {
-        if self.findings.len() < FINDINGS_MAX {
-            self.findings.push(finding);
-        }
     }
 }
 

@@ -1,24 +1,23 @@
 //! A check of every object's size, once per boot: a mount does not check protected objects
 //! (fs-verity, or the immutable flag), so only a reader would find one that was truncated.
 //!
-//! It reads metadata only, at a limited rate, without a lock, and records the boot's id.
+//! It reads metadata only, without a lock, and records the boot's id.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
 use crate::error::{Error, Result};
 use crate::examine::{Examiner, Reading, Seen};
-use crate::fsck::Finding;
+use crate::fsck::{Finding, list};
 use crate::kinds::{FileKind, FileName};
 use crate::task::Cancel;
 use crate::{Digest, Domain};
 
 /// The record, in the domain.
 const RECORD: &str = "sizes.json";
-/// Objects between two looks at the clock.
+/// Objects between two questions whether to go on.
 const BATCH: usize = 64;
 
 /// What a look at all sizes found.
@@ -28,8 +27,11 @@ pub struct SizesReport {
     pub boot_id: String,
     /// Objects looked at.
     pub objects: u64,
-    /// Objects that are missing or have the wrong size, and unreadable images.
+    /// Objects that are missing or have the wrong size, and unreadable images; at most 10,000.
     pub findings: Vec<Finding>,
+    /// Findings that are not listed because there are too many.
+    #[serde(default)]
+    pub more: u64,
 }
 
 impl Domain {
@@ -44,9 +46,8 @@ impl Domain {
         }
     }
 
-    /// Checks the size of every object that an image of the domain names, at most `per_second` each
-    /// second, and records the boot `boot_id`. If `go_on` says no, returns `None` and records
-    /// nothing.
+    /// Checks the size of every object that an image of the domain names, and records the boot
+    /// `boot_id`. If `go_on` says no, returns `None` and records nothing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`]. Damage is no error: it is in the report.
@@ -54,7 +55,6 @@ impl Domain {
         &self,
         contents: &dyn Contents,
         boot_id: &str,
-        per_second: Option<u32>,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Option<SizesReport>> {
         self.store().check_writable()?;
@@ -66,9 +66,11 @@ impl Domain {
             let seen = examiner.read(&name, &mut |digest, size| {
                 sizes.entry(digest).or_insert((size, image));
             })?;
-            report.findings.extend(seen.finding());
+            if let Some(finding) = seen.finding() {
+                list(&mut report.findings, &mut report.more, finding);
+            }
         }
-        let (start, sizes) = (Instant::now(), sizes.into_iter().collect::<Vec<_>>());
+        let sizes: Vec<_> = sizes.into_iter().collect();
         for batch in sizes.chunks(BATCH) {
             for (digest, (size, image)) in batch {
                 let name = FileName::content(FileKind::Object, digest);
@@ -80,18 +82,16 @@ impl Domain {
                     Seen::Missing => examiner.missing_object(digest),
                 };
                 let user = FileName::content(FileKind::Image, image).to_string();
-                report.findings.push(Finding { user: Some(user), ..finding });
+                let finding = Finding { user: Some(user), ..finding };
+                list(&mut report.findings, &mut report.more, finding);
             }
             report.objects += batch.len() as u64;
             if !go_on() {
                 return Ok(None);
             }
-            if let Some(rate) = per_second {
-                let due = Duration::from_secs(report.objects) / rate.max(1);
-                std::thread::sleep(due.saturating_sub(start.elapsed()));
-            }
         }
         let path = self.sizes_file();
+        let _lock = self.lock_shared()?;
         let json = crate::records::to_json(&path, &report)?;
         self.store().replace_file(self.base(), &path, &json, false)?;
         Ok(Some(report))

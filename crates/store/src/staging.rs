@@ -97,6 +97,7 @@ pub struct Staging {
     /// `staging/<id>`.
     pub(crate) directory: String,
     pub(crate) held: Option<DomainLock>,
+    pub(crate) cancel: Cancel,
     buffer_max: usize,
     early_sync_bytes: u64,
     pub(crate) repair: bool,
@@ -148,6 +149,7 @@ impl Domain {
             domain: self.clone(),
             directory,
             held,
+            cancel: Cancel::default(),
             buffer_max: options.buffer_bytes_max,
             early_sync_bytes: options.early_sync_bytes.max(1),
             repair: options.repair,
@@ -173,6 +175,13 @@ impl Domain {
 }
 
 impl Staging {
+    /// Has this token end reading of what is in place, which may be gigabytes.
+    #[must_use]
+    pub fn cancelled_by(mut self, cancel: &Cancel) -> Self {
+        self.cancel = cancel.clone();
+        self
+    }
+
     /// The domain that the import goes to.
     pub fn domain(&self) -> &Domain {
         &self.domain
@@ -306,7 +315,7 @@ impl Staging {
         if !self.repair {
             return Ok(true);
         }
-        match hash_file(&self.domain.open_object(digest)?, &Cancel::default()) {
+        match hash_file(&self.domain.open_object(digest)?, &self.cancel) {
             Err(error) if is_damage(&error) => Ok(false),
             found => Ok(found? == *digest),
         }

@@ -107,9 +107,7 @@ impl Store {
         for directory in [DOMAINS, STAGING, &domain] {
             mkdir_if_missing(&*disk, directory)?;
         }
-        for directory in domain::directories() {
-            mkdir_if_missing(&*disk, &format!("{domain}/{directory}"))?;
-        }
+        domain::make_directories(&*disk, &domain)?;
         let meta =
             Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
         let store = Self { inner: Arc::new(Inner { disk, meta }) };
@@ -150,8 +148,8 @@ impl Store {
         Ok(Meta::mended(&damaged, fresh, disk.protection().immutable))
     }
 
-    /// Makes a damaged `meta.json` again: with the store's id if the file still has it, or else a
-    /// new one, under which earlier runtime state of mounts is lost. Says whether it was damaged.
+    /// Makes `meta.json` again if it is damaged, and says whether it was. The store keeps its id if the file
+    /// still has it. A new id loses the runtime state of mounts from before.
     ///
     /// # Errors
     /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound
@@ -401,10 +399,7 @@ impl Store {
         let (staging, _lock) = self.new_staging()?;
         let built = format!("{staging}/domain");
         disk.mkdir(&built).at("create", &built)?;
-        for directory in domain::directories() {
-            let path = format!("{built}/{directory}");
-            disk.mkdir(&path).at("create", &path)?;
-        }
+        domain::make_directories(disk, &built)?;
         disk.sync_all().at("sync", &built)?;
         match disk.rename(&built, &target, true) {
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}

@@ -27,6 +27,7 @@ impl Domain {
             return Ok(());
         }
         self.store().check_writable()?;
+        let _lock = self.lock_shared()?;
         let directory = format!("{}/{DIRECTORY}", self.base());
         mkdir_if_missing(self.disk(), &directory)?;
         let path = format!("{directory}/{image}");

@@ -7,13 +7,16 @@ mod common;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::sync::Arc;
 
 use cofolio_store::task::Task;
 use cofolio_store::{
     Base, Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
     InitOptions, Publish, Store, TrimOptions,
 };
+use common::sim::SimDisk;
 use common::{Lines, Scratch, content, import, nothing_live, put_base};
+use rustix::io::Errno;
 
 const OPTIONS: ImportOptions = ImportOptions {
     hold_lock: false,
@@ -154,4 +157,20 @@ fn a_base_that_is_not_there_is_not_published() {
         other => panic!("{other:?}"),
     }
     assert_eq!(domain.base_of(&image).unwrap(), None);
+}
+
+/// Lack of descriptors counted as damage to the record of a base: gc removed it, the base and the delta.
+#[test]
+fn lack_of_descriptors_removes_no_base() {
+    let disk = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let (image, _) = over_base(&domain, "a", 10);
+    let record = format!("domains/default/bases/{image}");
+    for (errno, stays) in [(Errno::MFILE, true), (Errno::IO, false)] {
+        let before = disk.files();
+        disk.make_unreadable(&record, errno);
+        let collected = domain.gc(&Lines, &nothing_live, &GcOptions::default());
+        assert_eq!((collected.is_err(), disk.files() == before), (stays, stays), "{errno}");
+    }
 }

@@ -5,13 +5,15 @@
 mod common;
 
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cofolio_store::task::Task;
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Contents, Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions, GcReport,
     ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Spared, Store, TrimOptions, verity,
 };
+use common::sim::{Fault, SimDisk};
 use common::{Lines, Scratch, content, import, import_split, nothing_live};
 
 fn pieces(seeds: &[u64]) -> Vec<Vec<u8>> {
@@ -308,7 +310,9 @@ fn a_dry_run_says_what_the_real_run_does() {
     common::put_base(&domain, &image, &pieces(&[1]), ImportOptions::default()).unwrap();
     let base = scratch.path.join("domains/default");
     let signed = format!("signatures/{image}");
-    for directory in ["", "refs", "roots/lease", "roots/mount", "bases", "used", &signed] {
+    // gc swept all of them but that of a scrub.
+    std::fs::create_dir(base.join("scrub")).unwrap();
+    for directory in ["", "refs", "roots/lease", "roots/mount", "bases", "used", "scrub", &signed] {
         std::fs::write(base.join(directory).join(".tmp.0"), [1; 100]).unwrap();
     }
     std::fs::write(scratch.path.join(".tmp.0"), [1; 100]).unwrap();
@@ -323,7 +327,7 @@ fn a_dry_run_says_what_the_real_run_does() {
 
     let dry = GcOptions { dry_run: true, ..GcOptions::default() };
     let plan = domain.gc(&Lines, &nothing_live, &dry).unwrap();
-    assert_eq!((plan.leftovers, plan.leftover_bytes), (10, 8 * 4096 + 12288 + 8192));
+    assert_eq!((plan.leftovers, plan.leftover_bytes), (11, 9 * 4096 + 12288 + 8192));
     let done = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
     assert_eq!(GcReport { dry_run: true, ..done }, plan);
     drop(living);
@@ -372,5 +376,36 @@ fn imports_and_collections_on_threads() {
         writers.into_iter().for_each(|writer| writer.join().unwrap());
         done.store(true, Ordering::Relaxed);
     });
+    is_whole(&domain);
+}
+
+/// On a full disk a read-only mount failed while gc ran: the reserve was there for the mount's record, but not
+/// for the note to gc that comes before it.
+#[test]
+fn a_mount_on_a_full_disk_beside_gc_uses_the_reserve() {
+    let disk = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let mut root = Root::new(RootKind::Mount, "m");
+    root.images.push(put(&domain, "a", &[1]));
+    gc_beside(&domain, || {
+        disk.plant(disk.calls(), Fault::Full);
+        domain.put_root(&root).unwrap();
+    });
+    assert_eq!(domain.roots(RootKind::Mount).unwrap().len(), 1);
+}
+
+/// A commit that hashed what was in place, perhaps a segment of gigabytes, could not be cancelled.
+#[test]
+fn a_commit_that_hashes_what_is_in_place_can_be_cancelled() {
+    let scratch = Scratch::new("cancelled");
+    let domain = scratch.store().domain("default").unwrap();
+    let image = put(&domain, "a", &[1]);
+    let cancel = Cancel::default();
+    let staging = domain.begin_import(ImportOptions::default()).unwrap().cancelled_by(&cancel);
+    let objects: Vec<_> = pieces(&[1]).iter().map(|it| (verity::digest(it), 3000)).collect();
+    assert_eq!(common::image_of(&staging, &objects), image);
+    cancel.cancel();
+    assert!(matches!(staging.commit(&Publish::default(), objects), Err(Error::Cancelled(_))));
     is_whole(&domain);
 }

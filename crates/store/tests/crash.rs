@@ -517,7 +517,7 @@ fn what_cannot_be_read_of_segments_and_packs_is_told() {
         let domain = open(&disk);
         common::pack(&domain, &expected_image("a"), 1, OPTIONS).unwrap();
         let path = disk.files().into_keys().find(|path| path.ends_with(suffix)).unwrap();
-        disk.make_unreadable(&path);
+        disk.make_unreadable(&path, rustix::io::Errno::IO);
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert_eq!(kinds, expected, "{suffix}: {:#?}", report.findings);

@@ -325,7 +325,9 @@ fn fsck_and_gc_notice_a_missing_directory() {
     for directory in ["objects", "images", "layers", "refs", "roots/mount"] {
         let scratch = Scratch::new("directory");
         let domain = domain(&scratch);
-        let image = put(&domain, "a", &[1]);
+        let pieces = [content(5000, 1)];
+        let options = ImportOptions::default();
+        let image = common::import_split(&domain, "a", &pieces, Some("sha256:a"), options).unwrap();
         let path = scratch.path.join("domains/default").join(directory);
         let aside = scratch.path.with_extension("aside");
         std::fs::rename(&path, &aside).unwrap();
@@ -335,11 +337,13 @@ fn fsck_and_gc_notice_a_missing_directory() {
         assert_eq!(found, [(FindingKind::DirectoryMissing, expected.as_str())]);
         assert!(report.is_damaged());
         assert!(gc(&domain).is_err(), "{directory}");
-        // What is left is left.
-        std::fs::rename(&aside, &path).unwrap();
+        // A repair failed because of it, and nothing made it again.
+        common::repair(&domain, &[(pieces.to_vec(), "sha256:a")]).unwrap();
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert_eq!(report.findings, [], "{directory}");
         assert!(domain.has_image(&image).unwrap());
+        assert!(gc(&domain).is_ok(), "{directory}");
+        std::fs::rename(&aside, scratch.path.join("aside")).unwrap();
     }
 }
 

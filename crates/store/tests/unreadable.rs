@@ -53,7 +53,7 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
         // Something else is wrong, too: it is found all the same.
         let other = path_of(&verity::digest(&content(9000, 3)).object_path());
         disk.damage(&other, |bytes| bytes[0] ^= 1);
-        disk.make_unreadable(&path);
+        disk.make_unreadable(&path, rustix::io::Errno::IO);
         let store = Store::open_on(Arc::new(disk.clone())).unwrap();
         let domain = store.domain("default").unwrap();
         let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
@@ -94,7 +94,7 @@ impl Contents for Short {
 fn lack_of_something_is_no_damage() {
     use rustix::io::Errno;
     let disk = SimDisk::new(1);
-    let store = Store::init_on(Arc::new(disk), &InitOptions::default()).unwrap();
+    let store = Store::init_on(Arc::new(disk.clone()), &InitOptions::default()).unwrap();
     let domain = store.domain("default").unwrap();
     let options = ImportOptions::default();
     let image = import(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
@@ -106,13 +106,47 @@ fn lack_of_something_is_no_damage() {
             fsck.err(),
             domain.scrub(&short, &ScrubOptions::default(), &Task::default()).err(),
             domain.verify_image(&image, &short, &Task::default()).err(),
-            domain.examine_sizes(&short, "boot", None, &|| true).err(),
+            domain.examine_sizes(&short, "boot", &|| true).err(),
             gc.err(),
         ] {
             assert!(!error.unwrap().is_unreadable(), "{errno}");
         }
         assert_eq!(kinds(&domain), []);
     }
+    // The directory counted as missing, which ended fsck, and the ref as one that nobody can read.
+    for path in ["domains/default/images", "domains/default/refs/a.json"] {
+        disk.make_unreadable(path, Errno::MFILE);
+        let fsck = domain.fsck(&Lines, FsckOptions::default(), &Task::default());
+        assert!(!fsck.unwrap_err().is_unreadable(), "{path}");
+    }
+}
+
+/// Names more objects than there are.
+struct Many;
+
+impl Contents for Many {
+    fn names(
+        &self,
+        _: FileKind,
+        _: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        let digests = (0..60_000_u32).map(|n| verity::digest(&n.to_le_bytes()));
+        digests.for_each(|digest| visit(digest, 1));
+        Ok(())
+    }
+}
+
+/// The look at all sizes listed what it found without limit. The record was larger than 16 MiB then, so that it
+/// was not written and every gc ended with an error.
+#[test]
+fn a_look_at_all_sizes_lists_some_findings_and_counts_the_rest() {
+    let store = Store::init_on(Arc::new(SimDisk::new(1)), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
+    let report = domain.examine_sizes(&Many, "boot", &|| true).unwrap().unwrap();
+    assert_eq!((report.findings.len(), report.more), (10_000, 50_000));
+    assert_eq!(domain.sizes().unwrap(), Some(report));
 }
 
 /// The store promised mode 0700, but only where it made the directory itself: on a volume that was mounted
@@ -250,12 +284,12 @@ fn a_look_at_all_sizes_finds_what_was_cut_short() {
     let domain = store.domain("default").unwrap();
     let image = import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
     assert_eq!(domain.sizes().unwrap(), None);
-    let look = |boot: &str| domain.examine_sizes(&Lines, boot, Some(100_000), &|| true).unwrap();
+    let look = |boot: &str| domain.examine_sizes(&Lines, boot, &|| true).unwrap();
     let report = look("one").unwrap();
     assert_eq!((report.objects, report.findings.len()), (3, 0));
     assert_eq!(domain.sizes().unwrap(), Some(report));
     // One that is stopped does not count as done.
-    assert_eq!(domain.examine_sizes(&Lines, "two", None, &|| false).unwrap(), None);
+    assert_eq!(domain.examine_sizes(&Lines, "two", &|| false).unwrap(), None);
     assert_eq!(domain.sizes().unwrap().unwrap().boot_id, "one");
 
     let path = |seed, len| domain.object_path(&verity::digest(&content(len, seed))).unwrap();

@@ -96,6 +96,9 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
         let said = format!("{} {}: {}", finding.path, finding.kind, finding.detail);
         context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
     }
+    if let Some(more) = sizes.as_ref().map(|sizes| sizes.more).filter(|more| *more > 0) {
+        context.ui.error(&format!("and {} more", human_count(more)), None);
+    }
     for it in &report.unreadable {
         let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
         context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));

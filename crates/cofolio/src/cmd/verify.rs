@@ -86,6 +86,9 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
         true => format!("domain `{}`", domain.name()),
         false => named.iter().map(crate::context::Named::shown).collect::<Vec<_>>().join(", "),
     };
+    if report.more > 0 {
+        context.ui.note(format!("{} are not listed", plural(report.more, "finding")));
+    }
     let read = format!("{}, {} read", plural(report.objects, "object"), human_size(report.bytes));
     show(context, &what, &report.findings, &read)
 }

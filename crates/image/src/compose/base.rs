@@ -11,6 +11,7 @@
 
 use cofolio_erofs::tree::{Tree, delta};
 use cofolio_erofs::write::{WriteError, WriteOptions, write, write_layer};
+use cofolio_store::task::Cancel;
 use cofolio_store::{Base, Digest, Domain, Error, Publish, Staging};
 use serde::Serialize;
 
@@ -84,6 +85,7 @@ impl<'a> Over<'a> {
         &mut self,
         chain: &[String],
         image: Option<Digest>,
+        cancel: &Cancel,
     ) -> Result<Option<Based>, BaseError> {
         let domain = self.domain;
         if image.is_some() && image == self.image {
@@ -116,7 +118,7 @@ impl<'a> Over<'a> {
         let Some(found) = found.filter(|found| found.shared >= names / share) else {
             return Ok(None);
         };
-        let staging = domain.begin_import(Default::default())?;
+        let staging = domain.begin_import(Default::default())?.cancelled_by(cancel);
         let base = put_image(&staging, base_tree, self.image)?;
         let image = put_image(&staging, &tree, image)?;
         let mut writer = staging.image_writer()?;

@@ -10,7 +10,7 @@ use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
 use cofolio_store::task::{Event, LayerState, Phase, Task};
 use cofolio_store::{
-    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats, StoredFile,
+    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
 };
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ use crate::layer::blob::{Budget, Pool};
 use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
 use crate::layer::unpack::{
-    Counts, Shared, Unpacked, dumped, keep, known_layer, objects, store_error, unpack,
+    Counts, Shared, Unpacked, dumped, keep, known_layer, objects, sound, store_error, unpack,
 };
 use crate::layer::{DEFAULT_DIR, FoundLayer};
 use crate::reference::check_image_name;
@@ -137,7 +137,7 @@ fn import_directory(
 ) -> Result<ImportReport, ImportError> {
     let name = name_for(source, None, options)?;
     let attempt = |hold_lock| {
-        let staging = begin(domain, options, hold_lock)?;
+        let staging = begin(domain, options, hold_lock, task)?;
         task.tell(Event::Phase(Phase::Unpack));
         let scan = tree_scan::ScanOptions { threads: options.threads, ..Default::default() };
         let scanned = tree_scan::scan(path, &scan, &staging, task)?;
@@ -191,7 +191,7 @@ fn import_image(
             config: Some(BlobDigest::sha256(image.config.as_bytes())),
             ..empty_report(&name)
         };
-        let staging = Arc::new(begin(domain, options, again)?);
+        let staging = Arc::new(begin(domain, options, again, task)?);
         let (tree, hidden) =
             build(&staging, &image, options, opened.jobs(), !again, task, &mut report)?;
         let staging = Arc::into_inner(staging)
@@ -268,13 +268,15 @@ fn begin(
     domain: &Domain,
     options: &ImportOptions,
     hold_lock: bool,
+    task: &Task,
 ) -> Result<Staging, ImportError> {
-    Ok(match &options.repair {
+    let staging = match &options.repair {
         Some(damage) => domain.begin_repair(damage)?,
         None => {
             domain.begin_import(cofolio_store::ImportOptions { hold_lock, ..Default::default() })?
         }
-    })
+    };
+    Ok(staging.cancelled_by(&task.cancel))
 }
 
 /// A ref with the same manifest or, since `docker save` has none, with the same config.
@@ -296,12 +298,12 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
 /// and splits. Objects are not read; `fsck` does that.
 fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
     let mut damage = Damage::default();
-    let intact = |file: StoredFile| digest_of(&file).is_ok_and(|found| found == record.image);
-    if !domain.open_image(&record.image).is_ok_and(intact) {
+    let digest = || digest_of(&domain.open_image(&record.image)?).map_err(store_error);
+    if sound(digest())? != Some(record.image) {
         damage.images.insert(record.image);
     }
     for layer in &record.layers {
-        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id).is_none() {
+        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id)?.is_none() {
             damage.layers.insert(layer.chain_id.clone());
         }
     }
@@ -472,9 +474,7 @@ fn build(
                 task.tell(Event::Layer { index, count, state, blob });
                 let started = spawn(scope, move || {
                     let result = (|| -> Result<_, ImportError> {
-                        let there =
-                            known.then(|| known_layer(staging.domain(), &chain_id)).flatten();
-                        if let Some(layer) = there {
+                        if known && let Some(layer) = known_layer(staging.domain(), &chain_id)? {
                             return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
                         // A pulled layer is kept even if the pull fails.
@@ -484,7 +484,8 @@ fn build(
                                 && layer.blob.size >= KEEP_BYTES_MIN
                         });
                         let own = own.map(|_| staging.domain().begin_import(Default::default()));
-                        let own = own.transpose()?.map(Arc::new);
+                        let own =
+                            own.transpose()?.map(|own| Arc::new(own.cancelled_by(&task.cancel)));
                         let target = own.as_ref().unwrap_or(staging);
                         let Unpacked { tree, replaced, mut counts } =
                             unpack(scope, shared, target, workers, layer, on_read)?;
@@ -495,7 +496,7 @@ fn build(
                             (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                let layer = known_layer(staging.domain(), &chain_id);
+                                let layer = known_layer(staging.domain(), &chain_id)?;
                                 Unmerged::Over(layer.ok_or_else(vanished)?)
                             }
                         };

@@ -297,7 +297,8 @@ impl<I: Input, W: Write> Input for Recorder<I, W> {}
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SplitError {
-    #[error(transparent)]
+    /// With its source, which says whether it is damage.
+    #[error("{0}")]
     Io(#[from] io::Error),
     /// It is not one, or it is damaged.
     #[error("offset {offset}: {what}")]
@@ -505,7 +506,7 @@ impl<'a, S: ReadAt> Blocks<'a, S> {
 
     fn end(&self, content: &[u8]) -> Result<[u64; 3], SplitError> {
         if content.len() != TOTALS || self.next != self.source.size() {
-            return Err(self.bad("it has not the end that it should"));
+            return Err(self.bad("its trailer is wrong"));
         }
         let mut totals = [0; 3];
         for (total, bytes) in totals.iter_mut().zip(content.chunks_exact(8)) {

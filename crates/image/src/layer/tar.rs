@@ -442,8 +442,9 @@ impl<R: Input> Reader<R> {
         };
 
         // The room up to the end of the archive's address space: offsets are added up below.
-        if size > i64::MAX as u64 - offset.min(i64::MAX as u64) - (1 << 20) {
-            return Err(bad_here(format!("size {size} is absurd")));
+        let limit = i64::MAX as u64 - offset.min(i64::MAX as u64) - (1 << 20);
+        if size > limit {
+            return Err(bad_here(format!("size {size} exceeds the limit of {limit}")));
         }
         self.data_left = size;
         self.padding = pad(size) as u64;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 
-use cofolio_erofs::tree::{Content, InodeId, Tree};
+use cofolio_erofs::tree::{Content, EXTERNAL_MAX, InodeId, Tree};
 use cofolio_store::{
     Digest, Domain, FileKind, FileName, LayerWriter, Publish, Staging, StagingStats,
 };
@@ -147,8 +147,9 @@ impl Unpacking<'_, '_> {
         if size == 0 {
             return Ok(());
         }
-        if size > cofolio_erofs::tree::EXTERNAL_MAX {
-            return Err(self.entry_error(entry, format!("a file of {size} bytes is absurd")));
+        if size > EXTERNAL_MAX {
+            let what = format!("its {size} bytes exceed the limit of {EXTERNAL_MAX}");
+            return Err(self.entry_error(entry, what));
         }
         if let Some(sparse) = &entry.sparse {
             // Holes cost nothing in the archive nor in the store, but reading them does, and so
@@ -330,11 +331,45 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
 
 /// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is
 /// unpacked again, which replaces nothing, but gives the same tree.
-pub(crate) fn known_layer(domain: &Domain, chain_id: &str) -> Option<DumpedLayer> {
-    if domain.has_split(chain_id).ok()? {
-        let split = domain.open_split(chain_id).ok()?;
-        split::objects(&StoredImage::new(&split).ok()?, &mut |_, _| {}).ok()?;
+pub(crate) fn known_layer(
+    domain: &Domain,
+    chain_id: &str,
+) -> Result<Option<DumpedLayer>, ImportError> {
+    sound((|| {
+        if domain.has_split(chain_id)? {
+            let split = domain.open_split(chain_id)?;
+            let split = StoredImage::new(&split).map_err(store_error)?;
+            let objects = split::objects(&split, &mut |_, _| {});
+            objects.map_err(|error| store_error(io::Error::other(error)))?;
+        }
+        let file = domain.open_layer(chain_id)?;
+        DumpedLayer::read(LayerDump::File(file)).map_err(store_error)
+    })())
+}
+
+/// What could be read; `None` if it is missing or damaged.
+pub(crate) fn sound<T>(read: Result<T, ImportError>) -> Result<Option<T>, ImportError> {
+    match read {
+        Err(ImportError::Store(error)) if error.is_race() => Ok(None),
+        Err(error) if cofolio_store::is_damage(&error) => Ok(None),
+        read => read.map(Some),
     }
-    let file = domain.open_layer(chain_id).ok()?;
-    DumpedLayer::read(LayerDump::File(file)).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layer::split::SplitError;
+    use rustix::io::Errno;
+
+    /// Lack of descriptors counted as damage to a known layer, and the layer was downloaded again.
+    #[test]
+    fn lack_of_descriptors_is_no_damage_to_a_layer() {
+        let read = |errno: Errno| {
+            let split = SplitError::Io(errno.into());
+            sound::<()>(Err(store_error(io::Error::other(split))))
+        };
+        assert!(read(Errno::MFILE).is_err());
+        assert_eq!(read(Errno::IO).unwrap(), None);
+    }
 }

@@ -121,8 +121,8 @@ fn pack_without(
     let tree = stored.to_tree().map_err(|error| bad(error.to_string()))?;
     let attempt = |hold_lock| {
         // Begun before the search: with the lock, what it finds stays.
-        let staging =
-            domain.begin_import(ImportOptions { hold_lock, ..ImportOptions::default() })?;
+        let import = ImportOptions { hold_lock, ..ImportOptions::default() };
+        let staging = domain.begin_import(import)?.cancelled_by(&task.cancel);
         let mut plan = Plan::new(&tree, options.form);
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;

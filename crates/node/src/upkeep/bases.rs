@@ -60,7 +60,7 @@ pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, FindError> {
             }) {
                 continue;
             }
-            match over.put(child, image) {
+            match over.put(child, image, &task.cancel) {
                 Ok(None) => {}
                 Ok(Some(based)) => {
                     unnamed.insert(base_id.clone(), based.base);

@@ -179,7 +179,7 @@ impl<'a> Upkeep<'a> {
             let _ = cofolio_sys::priority::set_idle_io();
             let _ = rustix::process::nice(19);
             let go_on = || task.check().is_ok();
-            self.domain.examine_sizes(&ImageContents, boot_id, None, &go_on)
+            self.domain.examine_sizes(&ImageContents, boot_id, &go_on)
         };
         let looked = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().spawn_scoped(scope, look).ok()?;

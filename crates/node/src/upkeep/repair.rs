@@ -45,7 +45,16 @@ impl Upkeep<'_> {
         task: &Task,
     ) -> Result<Checked, UpkeepError> {
         let domain = self.domain;
-        let before = domain.fsck(&ImageContents, FsckOptions { rehash }, task)?;
+        let options = FsckOptions { rehash };
+        let mut before = domain.fsck(&ImageContents, options, task)?;
+        let is_directory = |it: &Finding| it.kind == FindingKind::DirectoryMissing;
+        if repair.is_some() && before.findings.iter().any(is_directory) {
+            domain.make_directories()?;
+            let mut missing = before.findings;
+            missing.retain(is_directory);
+            before = domain.fsck(&ImageContents, options, task)?;
+            before.findings.append(&mut missing);
+        }
         let is_sound = before.findings.is_empty() && before.more == 0;
         let Some(sources) = repair.filter(|_| !is_sound) else {
             return Ok(Checked { report: before, ..Checked::default() });

@@ -252,6 +252,7 @@ fn import_as(
 
 /// Brings back what is damaged, from images as [`import_split`] makes them: of each the pieces and the layer.
 pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), Error> {
+    domain.make_directories()?;
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default())?;
     let task = Task::default();
     let mut damage = domain.damage(&report, &Lines, &task)?;

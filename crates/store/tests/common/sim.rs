@@ -35,6 +35,8 @@ const SECTOR: usize = 512;
 const BLOCK: usize = 4096;
 /// How long a lock is waited for before the simulation takes it for a deadlock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// Size of a file that makes room on a full disk, in bytes.
+const MUCH: usize = 256 << 10;
 /// Inode of the root directory.
 const ROOT: u64 = 1;
 
@@ -46,7 +48,7 @@ pub enum Fault {
     /// The call fails with `EIO`, once.
     Io,
     /// From this call on, everything that needs room fails with `ENOSPC`, until
-    /// [`SimDisk::clear_fault`].
+    /// [`SimDisk::clear_fault`], or until a file of [`MUCH`] bytes is removed.
     Full,
 }
 
@@ -79,8 +81,8 @@ struct State {
     /// Counts reboots: handles and locks of an earlier life are void.
     life: u64,
     locks: HashMap<u64, (u32, bool)>,
-    /// A file that cannot be read.
-    bad: Option<u64>,
+    /// A file or directory that cannot be read, and why.
+    bad: Option<(u64, rustix::io::Errno)>,
 }
 
 type Files = BTreeMap<u64, Node>;
@@ -261,10 +263,10 @@ impl SimDisk {
         }
     }
 
-    /// From now on a file cannot be read, but with `EIO`.
-    pub fn make_unreadable(&self, path: &str) {
+    /// From now on a file cannot be read, nor a directory looked at, but with this error.
+    pub fn make_unreadable(&self, path: &str, why: rustix::io::Errno) {
         let mut state = self.state();
-        state.bad = state.find(path).ok();
+        state.bad = state.find(path).ok().map(|inode| (inode, why));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -397,6 +399,13 @@ impl State {
         }
     }
 
+    fn check(&self, inode: u64) -> io::Result<()> {
+        match self.bad {
+            Some((bad, why)) if bad == inode => Err(errno(why)),
+            _ => Ok(()),
+        }
+    }
+
     fn is_immutable(&self, inode: u64) -> bool {
         matches!(self.seen.get(&inode), Some(Node::File { immutable: true, .. }))
     }
@@ -460,6 +469,7 @@ impl Disk for SimDisk {
                 (Kind::File, data.len() as u64, allocated, *mode, *immutable, names)
             }
             _ => {
+                state.check(inode)?;
                 let mode = if inode == ROOT { 0o700 } else { 0o755 };
                 (Kind::Directory, BLOCK as u64, BLOCK as u64, mode, false, 2)
             }
@@ -517,6 +527,8 @@ impl Disk for SimDisk {
         if state.is_immutable(inode) {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
+        let is_much = matches!(&state.seen[&inode], Node::File { data, .. } if data.len() >= MUCH);
+        state.fault = state.fault.filter(|(_, fault)| *fault != Fault::Full || !is_much);
         state.change(Change::Unlink { directory, name: name.to_owned(), inode });
         Ok(())
     }
@@ -689,9 +701,7 @@ impl SimFile {
 impl DiskFile for SimFile {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let state = self.state()?;
-        if state.bad == Some(self.inode) {
-            return Err(errno(rustix::io::Errno::IO));
-        }
+        state.check(self.inode)?;
         let Some(Node::File { data, .. }) = state.seen.get(&self.inode) else { return Ok(0) };
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(data.len());
         let n = buffer.len().min(data.len() - start);
