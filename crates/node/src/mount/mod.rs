@@ -62,6 +62,7 @@ pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 pub use upper::Kept;
+pub(crate) use upper::open_own;
 
 use error::{At as _, refused};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
