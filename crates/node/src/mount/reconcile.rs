@@ -527,7 +527,7 @@ fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
 }
 
 /// An error with what caused it.
-fn in_words(error: &dyn std::error::Error) -> String {
+pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
