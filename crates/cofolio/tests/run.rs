@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::machine::{Machine, contains, machine, until};
 use common::registry::Registry;
-use common::{Sandbox, program, real_redis, skip};
+use common::{Ran, Sandbox, program, real_redis, skip};
 use rustix::process::{Pid, Signal, kill_process};
 
 fn send(child: &Child, signal: Signal) {
@@ -61,6 +61,11 @@ fn run_ends_as_its_container_does() {
     machine.run(&["run", "nosuch"]).fails_with(125);
     let none = machine.run(&["run", "--runtime", "nosuch", "box:1"]);
     none.fails_with(125);
+    assert!(none.stderr.contains("nosuch is not installed"), "{}", none.stderr);
+    // An empty entry of PATH made it a program of the working directory, whoever had put it there.
+    fs::write(machine.path("nosuch"), "").unwrap();
+    let mut run = machine.command(&["run", "--runtime", "nosuch", "box:1"]);
+    let none = Ran::of(run.current_dir(machine.path("")).env("PATH", ":").output().unwrap());
     assert!(none.stderr.contains("nosuch is not installed"), "{}", none.stderr);
     machine.run(&["run", "--size", "1G", "box:1"]).fails_with(2);
 }

@@ -10,16 +10,18 @@ use crate::ui::{Tone, human_count, human_size, plural};
 
 /// Check the store for missing, truncated and altered content
 ///
-/// Reads and hashes everything, unless --quick, and names the refs and files that damage hits. Changes nothing, unless --repair. Exit code 4 if something
-/// that was stored is lost or wrong; what is merely untidy is listed and does not count.
+/// Reads and hashes everything, unless --quick, and names the refs and files that damage hits. Changes
+/// nothing, unless --repair. Exit code 4 if something that was stored is lost or wrong; what is merely
+/// untidy is listed and does not count.
 ///
 /// With --repair, objects, images and layers that are missing, truncated or altered are brought back from
 /// a source that has the image: only layers that something is wrong with are read, only what is wrong is
 /// written, and all of it is checked before it takes the place. A mount that is there keeps the files that
 /// it has open or has looked up; it is listed, and sees the new ones once it is mounted again. Records of
-/// refs cannot be brought back: import the image again under its name. Content that lacks the protection of
-/// this store (fs-verity on a filesystem that has got it since, the immutable flag) is given it after it was
-/// checked; that needs no source. Packs and segments that are damaged are removed: `pack` makes them again. Bases that are damaged are made again here. What is listed, and the exit code, are what is left.
+/// refs cannot be brought back: import the image again under its name. Unprotected content is verified,
+/// then protected (fs-verity, the immutable flag); that needs no source. Packs and segments that are
+/// damaged are removed: `pack` makes them again. Bases that are damaged are made again here. If a source
+/// fails, the next one is tried. The list and the exit code show the damage that is left.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio fsck\n  cofolio fsck --quick --json\n  \
     cofolio fsck --repair --from oci:layouts/redis:7.0.15")]
@@ -55,6 +57,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mut checked = context.upkeep(&domain).fsck(!args.quick, repair, &work.task)?;
     drop(work);
     checked.report.findings.extend(of_meta);
+    for (number, why) in &checked.failed {
+        context.ui.error(&format!("--from {}: {why}", args.from[*number]), None);
+    }
     let report = &checked.report;
     let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
     if context.ui.json {

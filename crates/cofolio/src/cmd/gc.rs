@@ -15,8 +15,8 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 /// everything that it might need stays, it is named, and the exit code is 4. Leftovers of interrupted
 /// imports go too. Imports and mounts go on meanwhile.
 ///
-/// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of one: their images
-/// are packed again first. Segments of images that are mounted stay, as their room would not come back.
+/// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of
+/// one: their images are packed again first. Segments of images that are mounted stay, as their room would not come back.
 ///
 /// Images that share layers get a base: what they have in common is in memory once from their next mount
 /// on. The first time after the machine has started, the sizes of all objects are compared with what images
@@ -29,7 +29,7 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 #[command(after_help = "Example:\n  cofolio gc --dry-run\n  cofolio gc\n  \
     cofolio gc --to \"50 GiB\" --dry-run\n  cofolio gc --older-than 30")]
 pub(crate) struct Args {
-    /// Only say what would be removed; of segments that would be written anew those of which little is used already
+    /// Only say what would be removed; segments are listed only if already under half used
     #[arg(long, short = 'n')]
     dry_run: bool,
     /// Do not wait for imports that are being published; exit code 7 instead
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let report = context.upkeep(&domain).run(&options, &announce, &work.task)?;
     drop(work);
     for failed in &report.failed {
-        context.ui.error(&format!("could not be cleaned up: {failed}"), None);
+        context.ui.error(&format!("left for the next gc: {failed}"), None);
     }
     for (image, reason) in &report.rewritten.failed {
         context.ui.error(&format!("image {image} could not be packed anew: {reason}"), None);

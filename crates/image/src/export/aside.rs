@@ -124,12 +124,14 @@ fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
     }
 }
 
-/// An unnamed file in the directory of `path`. The kernel removes it when it is closed.
+/// An unnamed file in the directory of `path`, which no other user can open. The kernel removes it
+/// when it is closed.
 pub(super) fn unnamed_file(path: &Path) -> Result<File, ExportError> {
-    let (_, name) = create_file(path)?;
-    let opened = File::options().read(true).write(true).open(&name);
-    fs::remove_file(&name).map_err(io_error(&name))?;
-    opened.map_err(io_error(&name))
+    tempfile::tempfile_in(directory(path)).map_err(io_error(path))
+}
+
+fn directory(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// A new file for what goes to `path`, and its name.
@@ -158,8 +160,7 @@ fn name(path: &Path) -> Result<PathBuf, ExportError> {
     let mut prefix = OsString::from(".");
     prefix.push(name);
     prefix.push(".cofolio-");
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    remove_leftovers(directory.unwrap_or(Path::new(".")), &prefix);
+    remove_leftovers(directory(path), &prefix);
     prefix.push(std::process::id().to_string());
     Ok(path.with_file_name(prefix))
 }
@@ -191,4 +192,17 @@ fn is_free(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());
     opened.is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    /// An export to standard output had a name in /tmp at first, which every user could foresee: to open
+    /// the file by it, or to take it.
+    #[test]
+    fn unnamed_files_never_have_a_foreseeable_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = format!(".stdout.cofolio-{}", std::process::id());
+        std::fs::create_dir(dir.path().join(name)).unwrap();
+        super::unnamed_file(&dir.path().join("stdout")).unwrap();
+    }
 }

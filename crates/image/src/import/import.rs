@@ -464,10 +464,13 @@ fn build(
                 let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
                 // A repair does not read a layer for a split that never existed.
                 let domain = staging.domain();
-                let known = trust_known
-                    && !damaged
-                    && domain.has_layer(&chain_id)?
-                    && (damage.is_some() || domain.has_split(&chain_id)?);
+                let known = (|| -> Result<_, ImportError> {
+                    Ok(trust_known
+                        && !damaged
+                        && domain.has_layer(&chain_id)?
+                        && (damage.is_some() || domain.has_split(&chain_id)?))
+                })();
+                let Ok(known) = known.map_err(|error| budget.stop(error)) else { break };
                 let state = if known { LayerState::Known } else { LayerState::Read };
                 let digest = layer.blob.digest.to_string();
                 let blob = Some((digest.as_str(), layer.blob.size));

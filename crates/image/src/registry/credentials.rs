@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use cofolio_store::task::Cancel;
 use serde::Deserialize;
 
 use super::helper;
@@ -85,10 +86,11 @@ pub(crate) fn find(
     files: &[PathBuf],
     host: &str,
     repository: &str,
+    cancel: &Cancel,
 ) -> Result<Option<Credentials>, RegistryError> {
     for path in files {
         let Some(file) = read(path)? else { continue };
-        if let Some(found) = in_file(&file, path, host, repository)? {
+        if let Some(found) = in_file(&file, path, host, repository, cancel)? {
             return Ok(Some(found));
         }
     }
@@ -123,13 +125,14 @@ fn in_file(
     path: &Path,
     host: &str,
     repository: &str,
+    cancel: &Cancel,
 ) -> Result<Option<Credentials>, RegistryError> {
     let keys = keys(host, repository);
     let named = keys.iter().find_map(|key| file.cred_helpers.get(key));
     let store = Some(&file.creds_store).filter(|name| !name.is_empty());
     if let Some(name) = named.or(store) {
         let server = if host == DOCKER_HUB { DOCKER_HUB_KEY } else { host };
-        if let Some(secret) = helper::get(name, server)? {
+        if let Some(secret) = helper::get(name, server, cancel)? {
             let from = format!("docker-credential-{name}");
             return Ok(Some(Credentials { secret, from }));
         }
@@ -207,7 +210,8 @@ mod tests {
         let path = dir.path().join("auth.json");
         std::fs::write(&path, json).expect("written");
         let missing = dir.path().join("missing/auth.json");
-        let found = find(&[missing, path], host, repository).map_err(|e| e.to_string())?;
+        let found = find(&[missing, path], host, repository, &Cancel::default())
+            .map_err(|e| e.to_string())?;
         Ok(found.map(|found| match found.secret {
             Secret::Password(user, password) => format!("{user} {password}"),
             Secret::Identity(token) => format!("identity {token}"),

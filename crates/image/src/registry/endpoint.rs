@@ -186,8 +186,9 @@ impl Endpoint {
             return Ok(newer.clone());
         }
         if access.credentials.is_none() {
-            let files = &self.http.options.auth_files;
-            access.credentials = Some(credentials::find(files, &self.host, &self.repository)?);
+            let (files, cancel) = (&self.http.options.auth_files, &self.http.cancel);
+            let found = credentials::find(files, &self.host, &self.repository, cancel)?;
+            access.credentials = Some(found);
         }
         let credentials = access.credentials.clone().flatten();
         let authorization = match (challenge, credentials.as_ref().map(|found| &found.secret)) {

@@ -3,13 +3,15 @@
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
+use cofolio_store::task::Cancel;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Deserialize;
 
 use super::credentials::Secret;
+use super::pace::NAP;
 use crate::error::{RegistryError, quoted};
 
 /// A helper may ask its user.
@@ -25,17 +27,26 @@ struct Answer {
     secret: String,
 }
 
-pub(crate) fn get(name: &str, server: &str) -> Result<Option<Secret>, RegistryError> {
+pub(crate) fn get(
+    name: &str,
+    server: &str,
+    cancel: &Cancel,
+) -> Result<Option<Secret>, RegistryError> {
     let program = format!("docker-credential-{name}");
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     if !name.bytes().all(plain) {
         let what = "not the name of a credential helper".to_owned();
         return Err(RegistryError::Credentials { place: quoted(&program), what });
     }
-    ask(&program, server, TIME_MAX)
+    ask(&program, server, TIME_MAX, cancel)
 }
 
-fn ask(program: &str, server: &str, time: Duration) -> Result<Option<Secret>, RegistryError> {
+fn ask(
+    program: &str,
+    server: &str,
+    time: Duration,
+    cancel: &Cancel,
+) -> Result<Option<Secret>, RegistryError> {
     let bad = |what: String| RegistryError::Credentials { place: program.to_owned(), what };
     let mut child = Command::new(program)
         .arg("get")
@@ -60,9 +71,20 @@ fn ask(program: &str, server: &str, time: Duration) -> Result<Option<Secret>, Re
         end(&mut child);
         return Err(bad(format!("no thread to read its answer: {error}")));
     }
-    let Ok(bytes) = answer.recv_timeout(time) else {
-        end(&mut child);
-        return Err(bad(format!("gave no answer within {} s", time.as_secs_f32())));
+    let start = Instant::now();
+    let bytes = loop {
+        match answer.recv_timeout(NAP) {
+            Ok(bytes) => break bytes,
+            Err(_) if cancel.is_cancelled() => {
+                end(&mut child);
+                return Err(RegistryError::GivenUp);
+            }
+            Err(RecvTimeoutError::Timeout) if start.elapsed() < time => {}
+            Err(_) => {
+                end(&mut child);
+                return Err(bad(format!("gave no answer within {} s", time.as_secs_f32())));
+            }
+        }
     };
     let status = child.wait().map_err(|e| bad(e.to_string()))?;
     let bytes = bytes.map_err(|e| bad(e.to_string()))?;
@@ -99,6 +121,10 @@ mod tests {
 
     /// What a helper with this script gives for `h.example`.
     fn script(text: &str, time: Duration) -> Result<Option<Secret>, String> {
+        script_until(&Cancel::default(), text, time)
+    }
+
+    fn script_until(cancel: &Cancel, text: &str, time: Duration) -> Result<Option<Secret>, String> {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("docker-credential-test");
         fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("written");
@@ -106,7 +132,7 @@ mod tests {
         let program = path.to_str().expect("UTF-8");
         // Another thread may have forked while the script was open for writing (ETXTBSY).
         for _ in 0..50 {
-            match ask(program, "h.example", time) {
+            match ask(program, "h.example", time, cancel) {
                 Err(error) if error.to_string().contains("busy") => {
                     std::thread::sleep(Duration::from_millis(20));
                 }
@@ -142,13 +168,22 @@ mod tests {
         assert!(!ended.exists());
     }
 
+    /// Ctrl-C had no effect while a helper asked its user: for up to a minute.
+    #[test]
+    fn a_cancel_ends_a_helper() {
+        let cancel = Cancel::default();
+        cancel.cancel();
+        let ended = script_until(&cancel, "sleep 20", Duration::from_secs(30)).expect_err("ended");
+        assert_eq!(ended, RegistryError::GivenUp.to_string());
+    }
+
     #[test]
     fn names_are_no_paths() {
         for name in ["../evil", "a b", "/bin/sh", "x;y"] {
-            let error = get(name, "h").expect_err(name).to_string();
+            let error = get(name, "h", &Cancel::default()).expect_err(name).to_string();
             assert!(error.contains("not the name"), "{error}");
         }
-        let error = get("there-is-none", "h").expect_err("missing").to_string();
+        let error = get("there-is-none", "h", &Cancel::default()).expect_err("missing").to_string();
         assert!(error.contains("docker-credential-there-is-none"), "{error}");
     }
 }

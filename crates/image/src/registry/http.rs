@@ -31,7 +31,7 @@ const DOCUMENT_STALLS: u32 = 4;
 pub(crate) struct Http {
     pub(crate) options: RegistryOptions,
     pub(crate) limiter: Limiter,
-    cancel: Cancel,
+    pub(super) cancel: Cancel,
     agents: Arc<Agents>,
     watcher: Option<(SyncSender<()>, JoinHandle<()>)>,
 }

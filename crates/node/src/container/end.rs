@@ -52,7 +52,7 @@ impl Containers<'_> {
         }
         // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.
         if container.refusal().is_some() {
-            self.cgroup_dirs(&record.cgroup).for_each(|dir| drop(fs::remove_dir(dir)));
+            self.cgroup_dirs(&record.cgroup)?.for_each(|dir| drop(fs::remove_dir(dir)));
         }
         let options = UmountOptions { force: true, keep_upper: false };
         match self.mounter.umount(&container.rootfs(), &options) {
@@ -103,9 +103,11 @@ impl Containers<'_> {
             remove_files(&dir)?;
             return Ok(true);
         };
-        if self.first_process(&dir, &record).is_some() {
+        if self.first_process(&dir, &record)?.is_some() {
             return Ok(false);
         }
+        // There `/proc` shows other processes than ours.
+        self.mounter.check_namespace(&dir.join("rootfs"))?;
         let state = self.state_dir(&record.runtime);
         let keep = !retired_too && kept_exit_status(&dir).is_some();
         let mut container = Container { dir, state, record, lock, busy: None };

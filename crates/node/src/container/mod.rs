@@ -37,6 +37,7 @@ use std::process::Child;
 
 use cofolio_store::Digest;
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
@@ -218,7 +219,7 @@ impl<'a> Containers<'a> {
     fn status(&self, name: &str) -> Result<Option<ContainerStatus>> {
         let dir = self.dir().join(name);
         let Some(record) = read_record(&dir)? else { return Ok(None) };
-        let pid = self.first_process(&dir, &record);
+        let pid = self.first_process(&dir, &record)?;
         let state = match (is_locked(&dir)?, pid) {
             (true, _) => State::Running,
             (false, Some(_)) => State::Unattended,
@@ -238,31 +239,36 @@ impl<'a> Containers<'a> {
     /// The first process, if it lives: the one in the pid file, if it is in the container's cgroup
     /// and the number was not reused. Without a number, since the runtime was killed before it
     /// wrote one, the first process of the cgroup.
-    fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Option<u32> {
-        let written = fs::read_to_string(dir.join("pid")).ok();
+    fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Result<Option<u32>> {
+        let written = read_unless_gone(&dir.join("pid"))?;
         let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {
             return self.process_in(&record.cgroup);
         };
-        let cgroups = fs::read_to_string(self.root.join(format!("proc/{pid}/cgroup"))).ok()?;
+        let path = self.root.join(format!("proc/{pid}/cgroup"));
+        let Some(cgroups) = read_unless_gone(&path)? else { return Ok(None) };
         let below = format!("{}/", record.cgroup);
         let inside =
             cgroups.lines().any(|line| line.ends_with(&record.cgroup) || line.contains(&below));
-        inside.then_some(pid)
+        Ok(inside.then_some(pid))
     }
 
     /// Where a cgroup may be: below the root of version 2, or of each hierarchy of version 1.
-    fn cgroup_dirs(&self, cgroup: &str) -> impl Iterator<Item = PathBuf> {
+    fn cgroup_dirs(&self, cgroup: &str) -> Result<impl Iterator<Item = PathBuf>> {
         let top = self.root.join("sys/fs/cgroup");
-        let hierarchies = fs::read_dir(&top).into_iter().flatten().flatten();
-        let tops = std::iter::once(top).chain(hierarchies.map(|entry| entry.path()));
-        tops.map(move |top| top.join(cgroup.trim_start_matches('/')))
+        let hierarchies = crate::mount::list(&top)?;
+        let tops = std::iter::once(String::new()).chain(hierarchies);
+        Ok(tops.map(move |name| top.join(name).join(cgroup.trim_start_matches('/'))))
     }
 
-    fn process_in(&self, cgroup: &str) -> Option<u32> {
-        self.cgroup_dirs(cgroup).find_map(|dir| {
-            let text = fs::read_to_string(dir.join("cgroup.procs")).ok()?;
-            text.lines().filter_map(|line| line.parse().ok()).min()
-        })
+    /// The first process of a cgroup.
+    fn process_in(&self, cgroup: &str) -> Result<Option<u32>> {
+        for dir in self.cgroup_dirs(cgroup)? {
+            let text = read_unless_gone(&dir.join("cgroup.procs"))?.unwrap_or_default();
+            if let Some(first) = text.lines().filter_map(|line| line.parse().ok()).min() {
+                return Ok(Some(first));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -302,7 +308,7 @@ fn lock(dir: &Path, how: FlockOperation) -> Result<Option<OwnedFd>> {
     let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).at("opening", &path)?;
     match rustix::fs::flock(&file, how) {
         Ok(()) => Ok(Some(file)),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(Errno::WOULDBLOCK) => Ok(None),
         Err(errno) => Err(errno).at("locking", &path),
     }
 }
@@ -320,12 +326,12 @@ fn is_locked(dir: &Path) -> Result<bool> {
     let path = dir.join("lock");
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let file = match rustix::fs::open(&path, flags, Mode::empty()) {
-        Err(rustix::io::Errno::NOENT) => return Ok(false),
+        Err(Errno::NOENT) => return Ok(false),
         other => other.at("opening", &path)?,
     };
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) {
         Ok(()) => Ok(false),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(true),
         Err(errno) => Err(errno).at("locking", &path),
     }
 }
@@ -340,6 +346,22 @@ fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error).at("reading", &path),
+    }
+}
+
+/// Reads a file; `None` if it, its process or its cgroup is gone. Any other error says nothing about the
+/// container.
+fn read_unless_gone(path: &Path) -> Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Err(error)
+            if matches!(
+                Errno::from_io_error(&error),
+                Some(Errno::NOENT | Errno::NOTDIR | Errno::SRCH | Errno::NODEV)
+            ) =>
+        {
+            Ok(None)
+        }
+        other => other.at("reading", path).map(Some),
     }
 }
 

@@ -33,8 +33,9 @@ impl Runtime {
     /// [`RunError::NoRuntime`].
     pub fn find(wanted: Option<&str>, root: &Path) -> Result<Self, RunError> {
         let found = match wanted {
+            // The record keeps it, for other processes with other working directories.
             Some(path) if path.contains('/') => {
-                Some(PathBuf::from(path)).filter(|path| path.is_file())
+                std::path::absolute(path).ok().filter(|path| path.is_file())
             }
             Some(name) => program(name),
             None => NAMES.iter().find_map(|name| program(name)),
@@ -98,5 +99,7 @@ impl Runtime {
 fn program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places = std::env::split_paths(&path).chain(PLACES.iter().map(PathBuf::from));
+    // An empty entry of `PATH` is the working directory, whoever can write to that.
+    let places = places.filter(|dir| dir.is_absolute());
     places.map(|dir| dir.join(name)).find(|file| file.is_file())
 }

@@ -73,6 +73,14 @@ fn crun_does_not_see_what_it_would_refuse() {
     assert_eq!(missing, "/does/not/exist is not installed");
 }
 
+/// A path was recorded as it was given, and `stop` and `gc` executed what it named in their own working
+/// directories.
+#[test]
+fn a_runtime_has_an_absolute_path() {
+    let found = Runtime::find(Some("./Cargo.toml"), Path::new("/nowhere")).unwrap();
+    assert_eq!(found.path, std::env::current_dir().unwrap().join("Cargo.toml"));
+}
+
 fn in_store(test: impl FnOnce(&Path, Containers<'_>)) {
     let dir = tempfile::tempdir().unwrap();
     let options = cofolio_store::InitOptions::default();
@@ -164,15 +172,7 @@ fn descriptors_go_to_the_runtime_only() {
 #[test]
 fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
     in_store(|host, containers| {
-        let put = |path: PathBuf, text: &str| {
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        let record = r#"{"name":"box","image":"DIGEST","image_name":"box:1","domain":"default","command":["x"],
-        "runtime":{"path":"/usr/bin/crun"},"stop_signal":"SIGTERM","keep":false,"writable":false,
-        "cgroup":"/cofolio/box-1","created":1}"#;
-        let at = containers.dir().join("box");
-        put(at.join("container.json"), &record.replace("DIGEST", &"ab".repeat(32)));
+        let at = put_record(&containers);
         let state = || containers.status("box").unwrap().map(|status| (status.state, status.pid));
         assert_eq!(state(), Some((State::Ended, None)));
         put(host.join("sys/fs/cgroup/memory/cofolio/box-1/cgroup.procs"), "71\n70\n");
@@ -185,4 +185,70 @@ fn a_container_lives_as_long_as_something_is_in_its_cgroup() {
         put(host.join("proc/70/cgroup"), "4:memory:/cofolio/box-1\n0::/\n");
         assert_eq!(state(), Some((State::Unattended, Some(70))));
     });
+}
+
+fn put(path: PathBuf, text: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+fn put_record(containers: &Containers<'_>) -> PathBuf {
+    let record = r#"{"name":"box","image":"DIGEST","image_name":"box:1","domain":"default","command":["x"],
+    "runtime":{"path":"/usr/bin/crun"},"stop_signal":"SIGTERM","keep":false,"writable":false,
+    "cgroup":"/cofolio/box-1","created":1}"#;
+    let at = containers.dir().join("box");
+    put(at.join("container.json"), &record.replace("DIGEST", &"ab".repeat(32)));
+    at
+}
+
+/// Any error at reading `/proc` or the cgroup, as EMFILE, counted as "has ended", and gc deleted a container
+/// that ran.
+#[test]
+fn a_container_whose_processes_cannot_be_read_is_kept() {
+    in_store(|host, containers| {
+        let at = put_record(&containers);
+        for (unreadable, pid) in
+            [("sys/fs/cgroup/cofolio/box-1/cgroup.procs", ""), ("proc/70/cgroup", "70")]
+        {
+            fs::create_dir_all(host.join(unreadable)).unwrap();
+            put(at.join("pid"), pid);
+            let mut failed = Vec::new();
+            assert_eq!(containers.reconcile(&mut failed).unwrap(), Vec::<String>::new());
+            assert!(failed[0].contains(unreadable), "{failed:?}");
+            assert!(at.join("container.json").exists());
+        }
+    });
+}
+
+/// A gc in another container, with the same run directory and a `/proc` of its own, saw none of the
+/// processes and removed a container that ran.
+#[test]
+fn a_container_in_another_mount_namespace_is_kept() {
+    use crate::mount::MountRequest;
+    use crate::mount::tests::fixture::{Fixture, needs_mounts};
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let containers = || Containers { mounter: fixture.mounter(), root: fixture.path("host") };
+    let at = put_record(&containers());
+    // Its runtime cannot be started, so that asking it to delete the container would be another error.
+    let (record, state) = (at.join("container.json"), fixture.path("run/crun/box"));
+    let text = fs::read_to_string(&record).unwrap();
+    fs::write(&record, text.replace("/usr/bin/crun", "/nowhere/crun")).unwrap();
+    fs::create_dir_all(&state).unwrap();
+    let request = MountRequest::new(fixture.image, at.join("rootfs"));
+    fs::create_dir(&request.target).unwrap();
+    fixture.mounter().mount(&request).unwrap();
+    let mut failed = Vec::new();
+    std::thread::scope(|scope| {
+        let gc = || {
+            cofolio_sys::mount::unshare_mount_namespace().unwrap();
+            assert_eq!(containers().reconcile(&mut failed).unwrap(), Vec::<String>::new());
+        };
+        scope.spawn(gc).join().unwrap();
+    });
+    assert!(failed[0].contains("namespace"), "{failed:?}");
+    assert!(record.exists());
+    fs::remove_dir(state).unwrap();
+    assert_eq!(containers().reconcile(&mut failed).unwrap(), ["box"]);
+    fixture.assert_clean("at the end");
 }

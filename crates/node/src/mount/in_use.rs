@@ -19,7 +19,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
@@ -29,6 +29,7 @@ use super::error::{At as _, MountError};
 use super::kernel::{Context, KernelError, open_dir};
 use super::mountinfo::{self, KernelMount};
 use super::state::Namespace;
+use super::upper::{make_below, open_below};
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
 const PREFIX: &str = "superblock-";
@@ -93,23 +94,14 @@ pub(super) const PROBE: &str = "probe";
 /// # Errors
 /// [`MountError::Kernel`] where the kernel gives neither answer; [`MountError::Io`].
 pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
-    let upper = match open_dir(&dir.join("upper")) {
+    let base = match open_dir(dir) {
         Err(Errno::NOENT) => return Ok(false),
         other => other.at("open", dir)?,
     };
-    let path = dir.join(PROBE);
-    match fs::DirBuilder::new().mode(0o700).create(&path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(error).at("create", path);
-        }
-        _ => {}
-    }
-    let probe = open_dir(&path).at("open", &path)?;
+    let Some(upper) = open_below(&base, dir, "upper")? else { return Ok(false) };
     // Any directory apart from the other two will do as the lower layer.
-    let lower = match open_dir(&dir.join("work")) {
-        Err(Errno::NOENT) => return Ok(false),
-        other => other.at("open", dir)?,
-    };
+    let Some(lower) = open_below(&base, dir, "work")? else { return Ok(false) };
+    let (probe, _) = make_below(&base, dir, PROBE)?;
     let made = || {
         let context = Context::open("overlay")?;
         context.layer("lowerdir", lower.as_fd())?;
@@ -135,7 +127,7 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         Ok(()) => {}
         Err(error) if error.errno == Errno::BUSY => return Ok(true),
         // It got past the upper directory, which the kernel takes first.
-        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT) => {}
+        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT | Errno::STALE) => {}
         Err(error) => return Err(MountError::Kernel(error)),
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -36,7 +36,7 @@ mod share;
 mod state;
 mod target;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod upper;
 
 use std::fs;
@@ -56,10 +56,12 @@ pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
 pub use pin::Pin;
 use pin::{Pinned, Unpinned};
+pub(crate) use reconcile::in_words;
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 pub use upper::Kept;
+pub(crate) use upper::open_own;
 
 use error::{At as _, refused};
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
@@ -425,6 +427,20 @@ impl<'a> Mounter<'a> {
         forgotten.finish();
         let was_gone = matches!(place, Place::Gone);
         Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
+    }
+
+    /// Fails if what is mounted at a target, if anything, is in another mount namespace.
+    ///
+    /// # Errors
+    /// [`MountError::OtherNamespace`].
+    pub(crate) fn check_namespace(&self, target: &Path) -> Result<(), MountError> {
+        match self.run.find(target) {
+            Ok(found) if self.place_of(&found, &Kernel::new(&self.root)?)? == Place::Elsewhere => {
+                Err(MountError::OtherNamespace { id: found.id, target: found.target })
+            }
+            Ok(_) | Err(MountError::NotMounted(_)) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     /// Takes the mount from its target.

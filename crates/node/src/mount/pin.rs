@@ -140,7 +140,7 @@ impl Mounter<'_> {
             }
         };
         let verity = record.verity;
-        // Whole or not at all: one that cannot be read would stop every unmount in the self.domain.
+        // Whole or not at all: one that cannot be read would stop every unmount in the domain.
         let temporary = path.with_extension("tmp");
         write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
         fs::rename(&temporary, &path).at("write", &path)?;

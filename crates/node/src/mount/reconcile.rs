@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::{Digest, Domain, RootKind};
+use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
 
 use super::base::image_of_user;
@@ -206,9 +207,13 @@ impl Mounter<'_> {
         let scratch = record.scratch.as_deref().map(upper::discard_own).transpose()?.flatten();
         self.step(Step::UpperGone);
         // What is kept is not removed, but may still be written to.
-        let upper = record.upper.as_ref().filter(|upper| !upper.given);
-        let upper = changes.as_deref().or(upper.map(|upper| &*upper.dir));
-        let in_use = upper.map_or(Ok(false), in_use::has_overlay)?;
+        let upper = record.upper.as_ref();
+        let dir = changes.as_deref().or(upper.map(|upper| &*upper.dir));
+        let in_use = match dir.map_or(Ok(false), in_use::has_overlay) {
+            // The caller's directory may be gone or read-only by now.
+            Err(_) if upper.is_some_and(|upper| upper.given) => true,
+            other => other?,
+        };
         if record.created_target {
             remove_dir(&record.target);
         }
@@ -303,6 +308,9 @@ impl Mounter<'_> {
     /// [`MountError::Busy`].
     pub fn discard_kept(&self, dir: &Path) -> Result<(), MountError> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
+        // As a mount over it does, and until it is removed.
+        let Ok(Ok(lock)) = upper::open_own(&found) else { return Err(MountError::NotKept(found)) };
+        flock(&lock, FlockOperation::LockExclusive).at("lock", &found)?;
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
             return Err(MountError::NotKept(found));
         }
@@ -510,7 +518,7 @@ fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
 }
 
 /// An error with what caused it.
-fn in_words(error: &dyn std::error::Error) -> String {
+pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -82,21 +82,14 @@ pub(crate) fn claim_given(
     image: &Digest,
     boot_id: &str,
 ) -> Result<(PathBuf, OwnedFd), MountError> {
-    fs::create_dir_all(dir).at("create", dir)?;
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).at("create", dir)?;
     let dir = fs::canonicalize(dir).at("resolve", dir)?;
     let problem =
         |problem: &str| MountError::Upper { dir: dir.clone(), problem: problem.to_owned() };
     if dir.to_str().is_none() {
         return Err(problem("its path is not UTF-8"));
     }
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::NO_SYMLINKS;
-    let lock = rustix::fs::openat2(CWD, &dir, flags, Mode::empty(), resolve).at("open", &dir)?;
-    let stat = rustix::fs::fstat(&lock).at("look at", &dir)?;
-    // Whoever may change it could have root write and mount elsewhere.
-    if stat.st_uid != rustix::process::geteuid().as_raw() || stat.st_mode & 0o002 != 0 {
-        return Err(problem("another user may change it: it must be ours, and only ours to write"));
-    }
+    let lock = open_own(&dir).at("open", &dir)?.map_err(problem)?;
     rustix::fs::flock(&lock, FlockOperation::LockExclusive).at("lock", &dir)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
@@ -108,11 +101,11 @@ pub(crate) fn claim_given(
     if let Some(kept) = kept.as_ref().filter(|kept| kept.image != *image) {
         return Err(problem(&format!("it holds changes of another image, {}", kept.image)));
     }
+    if in_use::has_overlay(&dir)? {
+        let by = "an earlier mount, still in use elsewhere,".to_owned();
+        return Err(MountError::UpperInUse { dir, by });
+    }
     if dir.join("work/work/incompat/volatile").exists() {
-        if in_use::has_overlay(&dir)? {
-            let by = "a mount of before, which is still in use elsewhere,".to_owned();
-            return Err(MountError::UpperInUse { dir, by });
-        }
         if kept.is_none_or(|kept| kept.boot_id != boot_id) {
             return Err(problem(
                 "the machine stopped before the changes were on the disk, so files in it may be \
@@ -122,6 +115,21 @@ pub(crate) fn claim_given(
         settle(&lock, &dir)?;
     }
     Ok((dir, lock))
+}
+
+/// Opens a directory that only the caller can change, without following links. The inner error says who
+/// else can.
+pub(crate) fn open_own(dir: &Path) -> rustix::io::Result<Result<OwnedFd, &'static str>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let dir = rustix::fs::openat2(CWD, dir, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
+    let stat = rustix::fs::fstat(&dir)?;
+    if stat.st_uid != rustix::process::geteuid().as_raw() {
+        return Ok(Err("it belongs to another user, who could redirect writes and mounts in it"));
+    }
+    if stat.st_mode & 0o022 != 0 {
+        return Ok(Err("other users can write to it, and could redirect writes and mounts in it"));
+    }
+    Ok(Ok(dir))
 }
 
 /// Makes missing directories, below `claimed` for a directory that the caller gave. A new upper's
@@ -163,12 +171,26 @@ pub(crate) fn prepare(
 
 /// Opens a directory below `base`, whose path is `dir`, and says whether it was made. Refuses a
 /// symbolic link, which could lead anywhere.
-fn make_below(base: &OwnedFd, dir: &Path, name: &str) -> Result<(OwnedFd, bool), MountError> {
+pub(super) fn make_below(
+    base: &OwnedFd,
+    dir: &Path,
+    name: &str,
+) -> Result<(OwnedFd, bool), MountError> {
     let is_new = match rustix::fs::mkdirat(base, name, Mode::RWXU) {
         Ok(()) => true,
         Err(Errno::EXIST) => false,
         Err(errno) => return Err(errno).at("create", dir.join(name)),
     };
+    Ok((open_below(base, dir, name)?.ok_or(Errno::NOENT).at("open", dir.join(name))?, is_new))
+}
+
+/// Opens a directory below `base`, whose path is `dir`; `None` if it is missing. A symbolic link in its
+/// place is refused: it could lead anywhere.
+pub(super) fn open_below(
+    base: &OwnedFd,
+    dir: &Path,
+    name: &str,
+) -> Result<Option<OwnedFd>, MountError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     match rustix::fs::openat2(base, name, flags, Mode::empty(), resolve) {
@@ -176,7 +198,8 @@ fn make_below(base: &OwnedFd, dir: &Path, name: &str) -> Result<(OwnedFd, bool),
             let problem = format!("`{name}` in it is no directory");
             Err(MountError::Upper { dir: dir.to_owned(), problem })
         }
-        other => Ok((other.at("open", dir.join(name))?, is_new)),
+        Err(Errno::NOENT) => Ok(None),
+        other => other.at("open", dir.join(name)).map(Some),
     }
 }
 

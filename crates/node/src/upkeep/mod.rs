@@ -17,7 +17,7 @@ use cofolio_store::{
 
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
-use crate::mount::{MountError, Mounter, RunDir};
+use crate::mount::{MountError, Mounter, RunDir, in_words};
 use bases::{BasesReport, FindError};
 
 const DAY_SECONDS: i64 = 86_400;
@@ -38,7 +38,7 @@ pub struct Options {
 /// What upkeep did, or would do.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// What could not be cleaned up, in words.
+    /// What is left for the next upkeep, in words.
     pub failed: Vec<String>,
     /// The images that went for a size or an age, if one was asked for.
     pub trim: Option<TrimPlan>,
@@ -159,7 +159,11 @@ impl<'a> Upkeep<'a> {
         if self.domain.backend()? == Backend::Overlay {
             report.bases = bases::find(self.domain, task)?;
         }
-        report.sizes = self.examine_sizes(gc.boot_id.as_deref(), task)?;
+        match self.examine_sizes(gc.boot_id.as_deref(), task) {
+            Ok(sizes) => report.sizes = sizes,
+            Err(error) => report.failed.push(format!("sizes of objects: {}", in_words(&error))),
+        }
+        task.check()?;
         Ok(report)
     }
 
@@ -185,9 +189,7 @@ impl<'a> Upkeep<'a> {
             let thread = std::thread::Builder::new().spawn_scoped(scope, look).ok()?;
             Some(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        let sizes = looked.transpose()?.flatten();
-        task.check()?;
-        Ok(sizes)
+        Ok(looked.transpose()?.flatten())
     }
 
     /// Trims the domain if it is over the configured limit, but never `imported`. `None` if there

@@ -13,7 +13,7 @@ use cofolio_store::{
 };
 
 use super::{Upkeep, UpkeepError, bases};
-use crate::mount::MountState;
+use crate::mount::{MountState, in_words};
 
 /// What fsck found, and what a repair did about it.
 #[derive(Debug, Default)]
@@ -22,6 +22,8 @@ pub struct Checked {
     pub report: FsckReport,
     /// Damage that the repair found and that a source could bring back.
     pub had_damage: bool,
+    /// Sources that failed: their numbers, from 0, and why.
+    pub failed: Vec<(usize, String)>,
     /// Damage that is gone.
     pub repaired: Vec<Finding>,
     /// Mounts that may still show files that were replaced.
@@ -75,13 +77,16 @@ impl Upkeep<'_> {
         checked.had_damage = before.more_damage || before.findings.iter().any(|it| is_lost(&it));
         let first = domain.damage(&before, &ImageContents, task)?;
         let mut damage = first.clone();
-        for (source, registry) in sources {
+        for (number, (source, registry)) in sources.iter().enumerate() {
             if damage.is_empty() {
                 break;
             }
             let (repair, registry) = (Some(damage), registry.clone());
             let options = ImportOptions { repair, registry, ..ImportOptions::default() };
-            import::import(domain, source, &options, task)?;
+            if let Err(error) = import::import(domain, source, &options, task) {
+                task.check()?;
+                checked.failed.push((number, in_words(&error)));
+            }
             let left = domain.recheck(&first, &ImageContents, task)?;
             damage = domain.damage(&left, &ImageContents, task)?;
         }

@@ -20,14 +20,14 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use cofolio_sys::userns::IdRange;
 
-use crate::mount::IdMap;
+use crate::mount::{IdMap, open_own};
 use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 
 mod accounts;
@@ -264,20 +264,8 @@ impl Bundle {
     /// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
     pub fn open(dir: &Path, replace: bool) -> Result<Self> {
         let path = absolute(dir)?;
-        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let fd = openat2(CWD, &path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS);
-        let fd = fd.map_err(|errno| io_error("opening", dir)(errno.into()))?;
-        let stat =
-            rustix::fs::fstat(&fd).map_err(|errno| io_error("reading", dir)(errno.into()))?;
-        let refused = |why| Err(BundleError::Unsafe { path: dir.to_owned(), why });
-        if stat.st_uid != rustix::process::geteuid().as_raw() {
-            return refused("belongs to another user, who could redirect writes and mounts in it");
-        }
-        if stat.st_mode & 0o022 != 0 {
-            return refused(
-                "other users can write to it, and could redirect writes and mounts in it",
-            );
-        }
+        let fd = open_own(&path).map_err(|errno| io_error("opening", dir)(errno.into()))?;
+        let fd = fd.map_err(|why| BundleError::Unsafe { path: dir.to_owned(), why })?;
         let bundle = Self { fd, path };
         match bundle.open_rootfs() {
             Err(BundleError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}

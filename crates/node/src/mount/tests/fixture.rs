@@ -27,7 +27,7 @@ macro_rules! needs_mounts {
         }
     };
 }
-pub(super) use needs_mounts;
+pub(crate) use needs_mounts;
 
 /// Prints why and returns, where the kernel has no inode_share.
 macro_rules! needs_inode_share {
@@ -41,9 +41,9 @@ macro_rules! needs_inode_share {
         }
     };
 }
-pub(super) use needs_inode_share;
+pub(crate) use needs_inode_share;
 
-pub(super) fn enter_namespace() -> Result<(), String> {
+pub(crate) fn enter_namespace() -> Result<(), String> {
     if !rustix::process::geteuid().is_root() {
         return Err("needs root".to_owned());
     }
@@ -58,11 +58,11 @@ pub(super) fn enter_namespace() -> Result<(), String> {
 }
 
 /// Names the objects of the fixture's image, whichever is asked for.
-pub(super) struct Known(Vec<(Digest, u64)>);
+pub(crate) struct Known(Vec<(Digest, u64)>);
 
 impl Known {
     /// From a file, for processes that a test starts.
-    pub(super) fn load(path: &Path) -> Self {
+    pub(crate) fn load(path: &Path) -> Self {
         let line = |line: &str| {
             let (digest, size) = line.split_once(' ').unwrap();
             (digest.parse().unwrap(), size.parse().unwrap())
@@ -87,12 +87,12 @@ impl Contents for Known {
     }
 }
 
-pub(super) struct Fixture {
-    pub(super) dir: TempDir,
-    pub(super) domain: Domain,
-    pub(super) image: Digest,
-    pub(super) known: Known,
-    pub(super) files: Vec<(String, Vec<u8>)>,
+pub(crate) struct Fixture {
+    pub(crate) dir: TempDir,
+    pub(crate) domain: Domain,
+    pub(crate) image: Digest,
+    pub(crate) known: Known,
+    pub(crate) files: Vec<(String, Vec<u8>)>,
 }
 
 /// An image that was brought into a domain: its objects, with their sizes, and its files.
@@ -138,20 +138,20 @@ fn import(domain: &Domain, name: &str, inline: &[u8], over_base: bool) -> Import
 }
 
 /// How many files the image has.
-pub(super) const FILES: usize = 12;
+pub(crate) const FILES: usize = 12;
 
 impl Fixture {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::make(false)
     }
 
     /// The image has a base, of which it has half of its files.
-    pub(super) fn over_base() -> Self {
+    pub(crate) fn over_base() -> Self {
         Self::make(true)
     }
 
     /// The base of the image.
-    pub(super) fn base(&self) -> Digest {
+    pub(crate) fn base(&self) -> Digest {
         self.domain.base_of(&self.image).unwrap().unwrap().base
     }
 
@@ -167,12 +167,12 @@ impl Fixture {
         Self { dir, domain, image, known: Known(known), files }
     }
 
-    pub(super) fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().canonicalize().unwrap().join(name)
     }
 
     /// The same, packed, in a domain that is mounted with `inode-share`.
-    pub(super) fn shared() -> Self {
+    pub(crate) fn shared() -> Self {
         let fixture = Self::new();
         fixture.pack(&fixture.image);
         fixture.domain.set_backend(Backend::InodeShare, cofolio_store::Form::Plain).unwrap();
@@ -185,47 +185,47 @@ impl Fixture {
     }
 
     /// Another image with the same objects, packed.
-    pub(super) fn another(&self) -> Digest {
+    pub(crate) fn another(&self) -> Digest {
         let image = import(&self.domain, "other:1", b"another", false).image;
         self.pack(&image);
         image
     }
 
     /// A directory to mount at.
-    pub(super) fn target(&self, name: &str) -> PathBuf {
+    pub(crate) fn target(&self, name: &str) -> PathBuf {
         let path = self.path(name);
         fs::create_dir_all(&path).unwrap();
         path
     }
 
-    pub(super) fn run_dir(&self) -> RunDir {
+    pub(crate) fn run_dir(&self) -> RunDir {
         RunDir::at(self.path("run"))
     }
 
-    pub(super) fn mounter(&self) -> Mounter<'_> {
+    pub(crate) fn mounter(&self) -> Mounter<'_> {
         Mounter::new(&self.domain, self.run_dir(), &self.known)
     }
 
     /// Collects what no root and no mount uses.
-    pub(super) fn gc(&self) -> cofolio_store::GcReport {
+    pub(crate) fn gc(&self) -> cofolio_store::GcReport {
         let mounter = self.mounter();
         let live = || mounter.live_images().map_err(Into::into);
         let options = cofolio_store::GcOptions { wait: true, ..Default::default() };
         self.domain.gc(&self.known, &live, &options).unwrap()
     }
 
-    pub(super) fn object_path(&self, number: usize) -> PathBuf {
+    pub(crate) fn object_path(&self, number: usize) -> PathBuf {
         self.domain.object_path(&self.known.0[number].0).unwrap()
     }
 
     /// Everything in the image reads as it was put in.
-    pub(super) fn check_content(&self, target: &Path) {
+    pub(crate) fn check_content(&self, target: &Path) {
         assert_eq!(fs::read(target.join("small")).unwrap(), b"inline");
         self.check_files(target);
     }
 
     /// So does what both images have.
-    pub(super) fn check_files(&self, target: &Path) {
+    pub(crate) fn check_files(&self, target: &Path) {
         for (name, content) in self.files.iter().filter(|(name, _)| name != "small") {
             assert_eq!(&fs::read(target.join(name)).unwrap(), content, "{name}");
         }
@@ -233,7 +233,7 @@ impl Fixture {
     }
 
     /// What is mounted below the fixture's directory.
-    pub(super) fn mounts(&self) -> Vec<mountinfo::KernelMount> {
+    pub(crate) fn mounts(&self) -> Vec<mountinfo::KernelMount> {
         let base = self.path("");
         let mut mounts = mountinfo::read(Path::new("/")).unwrap();
         mounts.retain(|mount| mount.target.starts_with(&base));
@@ -241,7 +241,7 @@ impl Fixture {
     }
 
     /// No trace of any mount is left, in the kernel, the run directory or the store.
-    pub(super) fn assert_clean(&self, story: &str) {
+    pub(crate) fn assert_clean(&self, story: &str) {
         let left = self.mounts();
         assert!(left.is_empty(), "{story}: mounts left: {left:?}");
         for dir in ["run/mounts", "run/images/default", "store/domains/default/writable"] {

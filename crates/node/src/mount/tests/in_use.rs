@@ -78,6 +78,8 @@ fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
     let story = format!("{kind:?} of {access:?}");
     let mounter = fixture.mounter();
     let is_writable = access != Access::ReadOnly;
+    let is_given = matches!(access, Access::WritableAt(_));
+    let is_kept = is_given || access == Access::WritableKept;
     let request = MountRequest { access, ..read_only(fixture, "one") };
     mounter.mount(&request).unwrap();
     if is_writable {
@@ -107,12 +109,30 @@ fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
     let report = fixture.domain.gc(&fixture.known, &live, &options).unwrap();
     assert_eq!(report.images, 0, "{story}: a root names it");
     // Mounted again meanwhile, it has a superblock of its own, and the other one is not forgotten.
-    mounter.mount(&request).unwrap();
-    fixture.check_content(&request.target);
-    assert!(umount(&mounter, &request.target).in_use, "{story}");
+    let mounted = mounter.mount(&request);
+    if is_given {
+        let error = mounted.unwrap_err();
+        assert!(matches!(error, MountError::UpperInUse { .. }), "{story}: {error}");
+    } else {
+        mounted.unwrap();
+        fixture.check_content(&request.target);
+        assert!(umount(&mounter, &request.target).in_use, "{story}");
+    }
     check("after another mount");
     (user.end)();
     assert_eq!(mounter.reconcile().unwrap().failed, [""; 0], "{story}");
+    if is_given {
+        mounter.mount(&request).unwrap();
+        assert_eq!(fs::read(request.target.join("new")).unwrap(), b"new", "{story}");
+        assert!(!umount(&mounter, &request.target).in_use, "{story}");
+    }
+    if is_kept {
+        mounter
+            .kept()
+            .unwrap()
+            .iter()
+            .for_each(|(kept, _)| mounter.discard_kept(&kept.dir).unwrap());
+    }
     fixture.assert_clean(&story);
     assert_eq!(fixture.gc().images, 1, "{story}");
 }
@@ -130,6 +150,18 @@ fn a_writable_mount_in_use_elsewhere_outlives_umount_and_gc() {
     needs_mounts!();
     for kind in KINDS {
         outlives_umount_and_gc(&Fixture::new(), kind, Access::Writable);
+        outlives_umount_and_gc(&Fixture::new(), kind, Access::WritableKept);
+    }
+}
+
+/// Only an upper directory with overlayfs' `volatile` mark was looked at, and one that the caller gave has
+/// none: while it was in use elsewhere it was mounted again, and two overlays wrote to it.
+#[test]
+fn a_given_upper_in_use_elsewhere_is_not_mounted_again() {
+    needs_mounts!();
+    for kind in KINDS {
+        let fixture = Fixture::new();
+        outlives_umount_and_gc(&fixture, kind, Access::WritableAt(fixture.path("changes")));
     }
 }
 

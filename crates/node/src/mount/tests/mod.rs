@@ -1,5 +1,5 @@
 mod crash;
-mod fixture;
+pub(crate) mod fixture;
 mod in_use;
 mod measured;
 mod refusals;

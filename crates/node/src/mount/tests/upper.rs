@@ -1,6 +1,6 @@
 //! Where changes go, and what becomes of them.
 
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 
 use super::crash::{start, task, was_killed};
 use super::fixture::{Fixture, needs_mounts};
@@ -70,6 +70,35 @@ fn changes_kept_by_a_killed_process_are_mounted_again() {
     }
 }
 
+/// `rm` of kept changes looked whether a mount used them and then removed them, while a mount over them that
+/// had their lock went on.
+#[test]
+fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let dir = mounter.umount(&request.target, &KEEP).unwrap().upper.unwrap();
+    let claim = fs::File::open(&dir).unwrap();
+    claim.lock().unwrap();
+    std::thread::scope(|scope| {
+        let discard = scope.spawn(|| fixture.mounter().discard_kept(&dir));
+        // `/proc/locks` shows those that wait with an arrow.
+        let inode = format!(":{} ", claim.metadata().unwrap().ino());
+        let is_waiting = |line: &str| line.contains("->") && line.contains(&inode);
+        while !discard.is_finished()
+            && !fs::read_to_string("/proc/locks").unwrap().lines().any(is_waiting)
+        {
+            std::thread::yield_now();
+        }
+        assert!(dir.exists());
+        claim.unlock().unwrap();
+        discard.join().unwrap().unwrap();
+    });
+    fixture.assert_clean("at the end");
+}
+
 /// After a crash of the machine the changes may be torn: then the mark is right.
 #[test]
 fn changes_of_before_a_crash_are_not_mounted() {
@@ -133,6 +162,12 @@ fn planted_links_are_not_followed() {
         let error = fixture.mounter().mount(&request).unwrap_err();
         assert!(error.to_string().contains("another user"), "{error}");
         fixture.assert_clean("of another user");
+
+        // Only the bit for all others was looked at.
+        chown(&dir, Some(0), None).unwrap();
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o775)).unwrap();
+        let error = fixture.mounter().mount(&request).unwrap_err();
+        assert!(error.to_string().contains("other users can write to it"), "{error}");
     }
 }
 
