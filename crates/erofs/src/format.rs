@@ -391,14 +391,12 @@ pub struct ClusterIndex {
 
 impl ClusterIndex {
     /// A pcluster in `block` begins at `offset`.
-    #[must_use]
     pub fn head(kind: u16, offset: u32, block: u32) -> ClusterIndex {
         let offset = U16::new(u16::try_from(offset).unwrap_or(u16::MAX));
         ClusterIndex { kind: U16::new(kind), offset, address: U32::new(block) }
     }
 
     /// The pcluster began `before` entries before, and the next begins `after` entries later.
-    #[must_use]
     pub fn inner(before: u32, after: u32) -> ClusterIndex {
         let before = before.min(CLUSTER_DISTANCE_MAX - 1);
         let address = U32::new(before | after.min(u32::from(u16::MAX)) << 16);
@@ -454,7 +452,6 @@ pub enum FileType {
 
 impl FileType {
     /// The type that a mode has, if it has one.
-    #[must_use]
     pub fn of_mode(mode: u32) -> Option<FileType> {
         use crate::tree;
         Some(match mode & tree::S_IFMT {

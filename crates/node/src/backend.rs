@@ -62,9 +62,6 @@ pub fn form(domain: &Domain, compressed: bool) -> Result<Form, BackendError> {
 }
 
 /// Packs an image that was just imported or was already present, if the domain mounts packs.
-///
-/// # Errors
-/// [`BackendError`].
 pub fn pack_imported(
     domain: &Domain,
     image: &Digest,

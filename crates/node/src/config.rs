@@ -226,9 +226,6 @@ pub struct Loaded {
 
 impl Loaded {
     /// Reads a configuration file. `None` if it does not exist.
-    ///
-    /// # Errors
-    /// [`ConfigError`].
     pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
         let text = match read_bounded(path) {
             Ok(text) => text,

@@ -68,9 +68,6 @@ pub enum NameError {
 }
 
 /// The image that a ref or the first digits of a digest name.
-///
-/// # Errors
-/// [`NameError`].
 pub fn resolve(domain: &Domain, text: &str) -> Result<Named, NameError> {
     // A name that cannot be a ref may still be a digest; a ref goes first.
     match domain.get_ref(text) {

@@ -35,9 +35,6 @@ pub fn policy(
 
 /// Whether an image may be used; an error says why not. Returns whether its metadata must be
 /// measured before each mount, since a signature vouches for its digest or the request named it.
-///
-/// # Errors
-/// [`TrustError`].
 pub fn admit(
     policy: &Policy,
     domain: &Domain,

@@ -81,9 +81,6 @@ impl Domain {
     }
 
     /// Holds off garbage collection until the lock is dropped; waits for a running one.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn lock_shared(&self) -> Result<DomainLock> {
         match self.lock(LockMode::Shared, true)? {
             Some(lock) => Ok(lock),
@@ -186,9 +183,6 @@ impl Domain {
     }
 
     /// Whether an image is here.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn has_image(&self, digest: &Digest) -> Result<bool> {
         Ok(self.named_size(&FileName::content(FileKind::Image, digest))?.is_some())
     }
@@ -202,9 +196,6 @@ impl Domain {
     }
 
     /// Digests of all images, sorted, without [derived ones](Domain::derived_images).
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn images(&self) -> Result<Vec<Digest>> {
         let derived = self.derived_images()?;
         Ok(self.all_images()?.into_iter().filter(|image| !derived.contains(image)).collect())
@@ -248,9 +239,6 @@ impl Domain {
     }
 
     /// Chain ids of all layers, sorted, without long ones, whose file names are hashes.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn layers(&self) -> Result<Vec<String>> {
         let mut layers: Vec<_> =
             self.named(FileKind::Layer)?.iter().filter_map(FileName::chain_id).collect();
@@ -259,9 +247,6 @@ impl Domain {
     }
 
     /// All files of a kind other than objects, sorted; for those see `each_object`.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn named(&self, kind: FileKind) -> Result<Vec<FileName>> {
         if kind == FileKind::Object {
             return Ok(Vec::new());

@@ -220,7 +220,7 @@ fn hash_large_file(file: &StoredFile, threads: usize, cancel: &Cancel) -> Result
     for first in (0..count).step_by(threads) {
         let units: Vec<u64> = (first..count.min(first + threads as u64)).collect();
         let done = Mutex::new(BTreeMap::new());
-        for_each(threads, &units, |unit| {
+        for_each(threads, &units, |unit| -> Result<()> {
             let mut hasher = Hasher::new();
             file.for_pieces_in(unit * UNIT..(unit + 1) * UNIT, |piece| {
                 hasher.piece(piece, cancel)

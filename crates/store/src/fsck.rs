@@ -526,7 +526,7 @@ impl Examiner<'_> {
         }
         let (count, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let collected = Mutex::new(&mut *report);
-        for_each(domain.disk().parallelism(), &present, |digest| {
+        for_each(domain.disk().parallelism(), &present, |digest| -> Result<()> {
             let entry = named.get(digest);
             let mut own = FsckReport::default();
             let name = FileName::content(FileKind::Object, digest);

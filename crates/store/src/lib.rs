@@ -35,7 +35,7 @@ mod hit;
 mod kinds;
 mod meta;
 mod name;
-mod parallel;
+pub mod parallel;
 mod reach;
 mod real;
 mod record;

@@ -3,15 +3,13 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use crate::error::Result;
-
 /// Calls `work` for every item on up to `threads` threads, each taking the next item when free, in
 /// the list's order with one thread. The first error stops them all. Fewer threads suffice.
-pub(crate) fn for_each<T: Sync>(
+pub fn for_each<T: Sync, E: Send>(
     threads: usize,
     items: &[T],
-    work: impl Fn(&T) -> Result<()> + Sync,
-) -> Result<()> {
+    work: impl Fn(&T) -> Result<(), E> + Sync,
+) -> Result<(), E> {
     let threads = threads.min(items.len());
     if threads <= 1 {
         return items.iter().try_for_each(work);

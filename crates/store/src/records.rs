@@ -83,17 +83,11 @@ impl Domain {
 
     /// The readable refs, sorted by name, for lookups that a damaged record must not stop. Whoever
     /// needs all refs, as garbage collection does, takes [`Domain::refs`].
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn readable_refs(&self) -> Result<Vec<(String, Ref)>> {
         Ok(self.all_refs()?.readable)
     }
 
     /// All refs, with unreadable ones apart, to tell a damaged ref from a missing one.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn all_refs(&self) -> Result<Refs> {
         let mut refs = Refs::default();
         for record in self.records(REFS)? {

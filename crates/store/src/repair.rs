@@ -225,7 +225,7 @@ impl Domain {
             }
         }
         let (count, all) = (AtomicU64::new(0), AtomicBool::new(true));
-        let protect = |name: &FileName| {
+        let protect = |name: &FileName| -> Result<()> {
             task.check()?;
             let path = self.named_file(name);
             match self.protect_file(&path, name.digest().as_ref(), task)? {
@@ -236,7 +236,7 @@ impl Domain {
             Ok(())
         };
         let bare = AtomicBool::new(false);
-        for_each(self.disk().parallelism(), &content, |name| {
+        for_each(self.disk().parallelism(), &content, |name| -> Result<()> {
             task.check()?;
             bare.fetch_or(self.lacks_verity(&self.named_file(name))?, Relaxed);
             Ok(())

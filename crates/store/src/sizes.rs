@@ -36,9 +36,6 @@ pub struct SizesReport {
 
 impl Domain {
     /// The last check's report; `None` if there was none, or its record cannot be read.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn sizes(&self) -> Result<Option<SizesReport>> {
         match self.read_record(&self.sizes_file()) {
             Err(Error::Corrupt { .. }) => Ok(None),

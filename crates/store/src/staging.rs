@@ -249,9 +249,6 @@ impl Staging {
     }
 
     /// Opens a file of this import. `None` if there is none, or no room ([`Staging::is_full`]).
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn open_named(&self, name: &FileName) -> Result<Option<StoredFile>> {
         self.domain.open_file(self.named_file(name))
     }

@@ -168,9 +168,6 @@ impl Store {
     }
 
     /// What is wrong with the mode of the store's directory: images hold secrets readable for all.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn open_to_others(&self) -> Result<Option<String>> {
         let mode = self.disk().stat("").at("look at", "the store")?.mode;
         Ok((mode & 0o077 != 0)
@@ -178,9 +175,6 @@ impl Store {
     }
 
     /// Restores the mode of the store's directory.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn restrict(&self) -> Result<()> {
         self.disk().restrict().at("set mode 700 on", "the store")
     }
@@ -287,9 +281,6 @@ impl Store {
     }
 
     /// Names of the trust domains, sorted.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn domains(&self) -> Result<Vec<String>> {
         let entries = self.disk().list(DOMAINS).at("list", DOMAINS)?;
         let mut names: Vec<_> = entries
@@ -302,9 +293,6 @@ impl Store {
     }
 
     /// Staging directories that no living process holds.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn orphaned_staging(&self) -> Result<Vec<String>> {
         let mut orphans = Vec::new();
         for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {

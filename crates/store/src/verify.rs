@@ -70,7 +70,7 @@ impl Domain {
         let bytes_total = Some(objects.iter().map(|(_, size)| size).sum());
         let (done, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let findings = Mutex::new(Vec::new());
-        let check = |(digest, size): &(Digest, u64), examiner: &Examiner<'_>| {
+        let check = |(digest, size): &(Digest, u64), examiner: &Examiner<'_>| -> Result<()> {
             let name = FileName::content(FileKind::Object, digest);
             let finding = match examiner.look(&name, Some(*size))?.0 {
                 Seen::Missing => Some(examiner.missing_object(digest)),

@@ -56,9 +56,7 @@ const SYS_CACHESTAT: c_long = 451;
 ///
 /// `len` is in bytes from `offset`; 0 means to the end of the mapping, which counts pages past the
 /// end of the file too (a large folio may reach there).
-///
-/// # Errors
-/// `ENOSYS` before Linux 6.5; `EPERM` from 6.15 for a caller that neither owns nor may write the
+/// Errors: `ENOSYS` before Linux 6.5; `EPERM` from 6.15 for a caller that neither owns nor may write the
 /// file; `EOPNOTSUPP` for hugetlbfs.
 pub fn cachestat(file: impl AsFd, offset: u64, len: u64) -> io::Result<Cachestat> {
     let range = CachestatRange { offset, len };
@@ -98,9 +96,7 @@ unsafe impl Sync for FileMap {}
 
 impl FileMap {
     /// Maps the first `len` bytes of `file` (normally its size). A `len` of 0 maps nothing.
-    ///
-    /// # Errors
-    /// Those of mmap(2); `EOVERFLOW` when `len` exceeds the address space.
+    /// Errors: those of mmap(2); `EOVERFLOW` when `len` exceeds the address space.
     pub fn new(file: impl AsFd, len: u64) -> io::Result<FileMap> {
         FileMap::map(file, len, ProtFlags::READ, MapFlags::SHARED)
     }
@@ -139,9 +135,7 @@ impl FileMap {
     ///
     /// Asking faults nothing in. Linux tells the truth only to a caller that owns the file or may
     /// write it, and answers "resident" to everybody else (since 5.2, against side channels).
-    ///
-    /// # Errors
-    /// Those of mincore(2); `ENOMEM` cannot happen while the mapping lives.
+    /// Errors: those of mincore(2); `ENOMEM` cannot happen while the mapping lives.
     pub fn residency(&self, mut each: impl FnMut(&[Page])) -> io::Result<()> {
         const CHUNK: usize = 65_536;
         let page = rustix::param::page_size();
@@ -167,9 +161,7 @@ impl FileMap {
     }
 
     /// Counts the resident pages of the mapping. See [`FileMap::residency`].
-    ///
-    /// # Errors
-    /// Those of [`FileMap::residency`].
+    /// Errors: those of [`FileMap::residency`].
     pub fn resident_pages(&self) -> io::Result<u64> {
         let mut resident = 0;
         self.residency(|run| resident += run.iter().filter(|p| p.is_resident()).count() as u64)?;
@@ -214,9 +206,7 @@ pub struct PrivateMap(FileMap);
 
 impl PrivateMap {
     /// Maps the first `len` bytes of `file` (normally its size). A `len` of 0 maps nothing.
-    ///
-    /// # Errors
-    /// Those of [`FileMap::new`].
+    /// Errors: those of [`FileMap::new`].
     pub fn new(file: impl AsFd, len: u64) -> io::Result<PrivateMap> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         FileMap::map(file, len, protection, MapFlags::PRIVATE).map(PrivateMap)

@@ -53,9 +53,7 @@ struct RawMountAttr {
 const _: () = assert!(size_of::<RawMountAttr>() == 32);
 
 /// `mount_setattr(2)` on the mount that `fd` itself is, submounts not included (Linux 5.12).
-///
-/// # Errors
-/// The kernel's: `EINVAL` for a combination that it refuses (id-mapping a filesystem that does not
+/// Errors: the kernel's: `EINVAL` for a combination that it refuses (id-mapping a filesystem that does not
 /// allow it, for one), `EPERM` without `CAP_SYS_ADMIN`, `ENOSYS` before 5.12.
 pub fn mount_setattr(mount: impl AsFd, attr: &MountAttr<'_>) -> io::Result<()> {
     let mut set = attr.set;
@@ -126,9 +124,7 @@ const STATX_MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
 /// The mount that `path`, relative to `dir`, lies on; an empty path means `dir` itself.
 /// Neither follows a symbolic link at the end nor triggers an automount.
-///
-/// # Errors
-/// Those of `statx(2)`; `Unsupported` where the kernel does not say (before Linux 5.8).
+/// Errors: those of `statx(2)`; `Unsupported` where the kernel does not say (before Linux 5.8).
 pub fn mount_id(dir: impl AsFd, path: impl AsRef<Path>) -> io::Result<MountId> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     let path = path.as_ref();
@@ -148,9 +144,7 @@ pub fn mount_id(dir: impl AsFd, path: impl AsRef<Path>) -> io::Result<MountId> {
 ///
 /// Filesystems that take a *path* as their source resolve it against the caller's working
 /// directory and keep the text: this is how a short name ends up in mountinfo.
-///
-/// # Errors
-/// When the thread cannot be started, or cannot enter `dir`. A panic in `work` goes on in the
+/// Errors: when the thread cannot be started, or cannot enter `dir`. A panic in `work` goes on in the
 /// caller.
 pub fn in_directory<T: Send>(
     dir: BorrowedFd<'_>,
@@ -171,18 +165,14 @@ pub fn in_directory<T: Send>(
 
 /// Gives the calling thread, and what it starts from now on, a mount namespace of its own in which
 /// nothing propagates to or from other namespaces.
-///
-/// # Errors
-/// `EPERM` without `CAP_SYS_ADMIN`.
+/// Errors: `EPERM` without `CAP_SYS_ADMIN`.
 pub fn unshare_mount_namespace() -> io::Result<()> {
     unshare_mounts(MountPropagationFlags::PRIVATE)
 }
 
 /// As [`unshare_mount_namespace`], but what is mounted and unmounted outside is so inside as well:
 /// a process that lives long in there keeps nothing mounted that others have unmounted.
-///
-/// # Errors
-/// `EPERM` without `CAP_SYS_ADMIN`.
+/// Errors: `EPERM` without `CAP_SYS_ADMIN`.
 pub fn unshare_mount_namespace_as_follower() -> io::Result<()> {
     unshare_mounts(MountPropagationFlags::DOWNSTREAM)
 }
@@ -220,9 +210,7 @@ const FS_IOC_GETFSSYSFSPATH: Opcode = opcode::read::<SysfsPath>(0x15, 1);
 
 /// Where a superblock is below `/sys/fs`, such as `erofs/erofs-7`. `file` lies on it and is open
 /// for reading. The entry exists exactly as long as the superblock.
-///
-/// # Errors
-/// `ENOTTY` before Linux 6.10 and for filesystems without an entry.
+/// Errors: `ENOTTY` before Linux 6.10 and for filesystems without an entry.
 pub fn sysfs_path(file: impl AsFd) -> io::Result<PathBuf> {
     // SAFETY: the kernel writes one `struct fs_sysfs_path`, and that is what `Getter` makes room
     // for; every byte of it is valid as any value.
@@ -281,9 +269,7 @@ pub struct LoopDevice {
 /// Attaches `file` to a free loop device: read-only unless `writable`, with blocks of 4,096 bytes, with direct I/O
 /// where the filesystem below allows it (so that nothing is cached twice), freed with its last
 /// user. `name` is what `losetup` shows; what is longer than 63 bytes is cut off.
-///
-/// # Errors
-/// The kernel's; `ENOENT` or `ENODEV` where it has no loop devices, `ENOSYS`/`EINVAL` before
+/// Errors: the kernel's; `ENOENT` or `ENODEV` where it has no loop devices, `ENOSYS`/`EINVAL` before
 /// Linux 5.8, `EBUSY` when other processes took every free device that we were offered.
 pub fn attach_loop(file: impl AsFd, name: &OsStr, writable: bool) -> io::Result<LoopDevice> {
     // Between "this one is free" and "I take it" somebody else may take it.

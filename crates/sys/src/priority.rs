@@ -11,9 +11,7 @@ const WHO_PROCESS: u32 = 1;
 
 /// Gives the calling thread the idle I/O priority (ioprio_set(2)): it is served when nobody else wants the
 /// disk. Schedulers that know no priorities (`none`, as usual on NVMe) ignore it.
-///
-/// # Errors
-/// Those of ioprio_set(2); `EPERM` on kernels that reserved the class for root.
+/// Errors: those of ioprio_set(2); `EPERM` on kernels that reserved the class for root.
 pub fn set_idle_io() -> io::Result<()> {
     let priority = CLASS_IDLE << CLASS_SHIFT;
     // SAFETY: three integers, no memory; 0 means the calling thread.

@@ -29,9 +29,7 @@ pub enum Fork {
 }
 
 /// Goes on in two processes.
-///
-/// # Errors
-/// `EBUSY` while this process has other threads: the child would lack them, and the locks that they
+/// Errors: `EBUSY` while this process has other threads: the child would lack them, and the locks that they
 /// hold would stay locked there. Else those of `fork`.
 pub fn fork() -> io::Result<Fork> {
     if std::fs::read_dir("/proc/self/task")?.count() != 1 {
@@ -47,9 +45,7 @@ pub fn fork() -> io::Result<Fork> {
 
 /// Makes standard input, output and error of this process `/dev/null`, so that nobody waits for the
 /// other ends of theirs.
-///
-/// # Errors
-/// Those of opening `/dev/null` and of `dup2`.
+/// Errors: those of opening `/dev/null` and of `dup2`.
 pub fn silence() -> io::Result<()> {
     let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
     for standard in 0..3 {

@@ -89,17 +89,13 @@ pub struct Quota {
 }
 
 /// Project number of a file or directory.
-///
-/// # Errors
-/// `ENOTTY` or `EOPNOTSUPP` where the filesystem has none.
+/// Errors: `ENOTTY` or `EOPNOTSUPP` where the filesystem has none.
 pub fn project(file: impl AsFd) -> Result<u32, Errno> {
     Ok(attributes(file)?.projid)
 }
 
 /// Gives a directory a project number, which what is made in it from now on inherits.
-///
-/// # Errors
-/// As [`project`]; `EOPNOTSUPP` or `EINVAL` also where the filesystem was made without them.
+/// Errors: as [`project`]; `EOPNOTSUPP` or `EINVAL` also where the filesystem was made without them.
 pub fn set_project(dir: impl AsFd, project: u32) -> Result<(), Errno> {
     let mut value = attributes(dir.as_fd())?;
     value.projid = project;
@@ -118,9 +114,7 @@ fn attributes(file: impl AsFd) -> Result<FsXattr, Errno> {
 /// Whether the filesystem that `file` is on enforces limits of projects. ext4 made with quotas counts
 /// whatever it is mounted with, and takes limits; it keeps them where it was mounted with `prjquota` only.
 /// XFS has `pqnoenforce`.
-///
-/// # Errors
-/// `ENOSYS` where there are no quotas at all, and before Linux 5.14.
+/// Errors: `ENOSYS` where there are no quotas at all, and before Linux 5.14.
 pub fn is_enforced(file: impl AsFd) -> Result<bool, Errno> {
     // FS_QSTATV_VERSION1.
     let mut state = State { version: 1, pad: 0, flags: 0, rest: 0, files: [0; 19] };
@@ -130,9 +124,7 @@ pub fn is_enforced(file: impl AsFd) -> Result<bool, Errno> {
 }
 
 /// What a project of the filesystem that `file` is on uses and may use.
-///
-/// # Errors
-/// `ESRCH` where the filesystem has no project quotas, `ENOSYS` before Linux 5.14.
+/// Errors: `ESRCH` where the filesystem has no project quotas, `ENOSYS` before Linux 5.14.
 pub fn quota(file: impl AsFd, project: u32) -> Result<Quota, Errno> {
     let mut limits = Limits::default();
     // SAFETY: it writes a `struct if_dqblk`, of integers only.
@@ -146,9 +138,7 @@ pub fn quota(file: impl AsFd, project: u32) -> Result<Quota, Errno> {
 }
 
 /// Limits a project; zeroes take the limits away. Bytes are rounded up to 1,024.
-///
-/// # Errors
-/// As [`quota`]; `EPERM` without `CAP_SYS_ADMIN`.
+/// Errors: as [`quota`]; `EPERM` without `CAP_SYS_ADMIN`.
 pub fn limit(file: impl AsFd, project: u32, bytes: u64, inodes: u64) -> Result<(), Errno> {
     let mut limits = Limits {
         block_hard: bytes.div_ceil(1024),

@@ -27,9 +27,7 @@ const FICLONERANGE: Opcode = opcode::write::<CloneRange>(0x94, 13);
 /// Makes the bytes of `target` from `offset` on those of a part of `source`, whose blocks both files have from then on.
 /// The offset and the ends of the part must be multiples of the filesystem's block size, but for the end of `source`; no byte
 /// of `target` may be behind the offset.
-///
-/// # Errors
-/// `EOPNOTSUPP`, `EXDEV`, `EINVAL` and others where the filesystem cannot: nothing has changed then.
+/// Errors: `EOPNOTSUPP`, `EXDEV`, `EINVAL` and others where the filesystem cannot: nothing has changed then.
 pub fn append(
     target: impl AsFd,
     offset: u64,

@@ -12,9 +12,7 @@ pub struct Resident(Vec<u64>);
 
 impl Resident {
     /// Asks mincore(2) of the first `size` bytes of a file.
-    ///
-    /// # Errors
-    /// Those of mmap(2) and mincore(2).
+    /// Errors: those of mmap(2) and mincore(2).
     pub fn of(file: &File, size: u64) -> io::Result<Self> {
         let mut words = Vec::new();
         let mut at = 0usize;

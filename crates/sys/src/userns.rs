@@ -110,9 +110,7 @@ impl Drop for Waiter {
 
 /// Makes a user namespace with these maps and returns a descriptor to it, good for
 /// [`crate::mount::MountAttr::idmap`].
-///
-/// # Errors
-/// `InvalidInput` for an empty map, a range of no ids, or more than [`ID_RANGES_MAX`] ranges;
+/// Errors: `InvalidInput` for an empty map, a range of no ids, or more than [`ID_RANGES_MAX`] ranges;
 /// the kernel's own error otherwise: `EINVAL` for ranges that overlap, `EPERM` without
 /// `CAP_SETUID` and `CAP_SETGID`, `ENOSPC` past `/proc/sys/user/max_user_namespaces`,
 /// `ENOSYS` before Linux 5.3.

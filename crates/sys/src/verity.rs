@@ -51,9 +51,7 @@ const FS_IOC_MEASURE_VERITY: Opcode = opcode::read_write::<[u8; DIGEST_HEADER_SI
 /// (SHA-256, 4 KiB blocks, no salt, no signature).
 ///
 /// `file` must be open for reading only, and nobody may hold it open for writing.
-///
-/// # Errors
-/// `EOPNOTSUPP` or `ENOTTY` where the kernel or the filesystem has no fs-verity, `ETXTBSY` while a
+/// Errors: `EOPNOTSUPP` or `ENOTTY` where the kernel or the filesystem has no fs-verity, `ETXTBSY` while a
 /// writer holds the file, `EEXIST` when it is enabled already, and what I/O may give.
 pub fn enable(file: impl AsFd) -> Result<(), Errno> {
     let argument = EnableArg {
@@ -75,9 +73,7 @@ pub fn enable(file: impl AsFd) -> Result<(), Errno> {
 
 /// The SHA-256 fs-verity digest that the kernel enforces for this file; `None` when fs-verity is
 /// available here but not enabled on the file, or enabled with another algorithm.
-///
-/// # Errors
-/// `EOPNOTSUPP` or `ENOTTY` where the kernel or the filesystem has no fs-verity.
+/// Errors: `EOPNOTSUPP` or `ENOTTY` where the kernel or the filesystem has no fs-verity.
 pub fn measure(file: impl AsFd) -> Result<Option<[u8; 32]>, Errno> {
     let mut argument = DigestArg { digest_algorithm: 0, digest_size: 32, digest: [0; 32] };
     // SAFETY: the kernel writes the header and at most `digest_size` (32) bytes after it, which is

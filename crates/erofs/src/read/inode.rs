@@ -62,31 +62,26 @@ pub(super) enum Layout {
 
 impl Inode {
     /// Whether it is a directory.
-    #[must_use]
     pub fn is_dir(&self) -> bool {
         self.mode & S_IFMT == S_IFDIR
     }
 
     /// Whether it is a regular file.
-    #[must_use]
     pub fn is_file(&self) -> bool {
         self.mode & S_IFMT == S_IFREG
     }
 
     /// Whether it is a symbolic link.
-    #[must_use]
     pub fn is_symlink(&self) -> bool {
         self.mode & S_IFMT == S_IFLNK
     }
 
     /// Whether its content is compressed, and so out of this reader's reach.
-    #[must_use]
     pub fn is_compressed(&self) -> bool {
         self.layout == Layout::Compressed
     }
 
     /// Whether its data is found through a table of chunks, as that of composefs's stub files.
-    #[must_use]
     pub fn is_chunk_based(&self) -> bool {
         matches!(self.layout, Layout::Chunks { .. })
     }

@@ -114,7 +114,6 @@ impl<S: ReadAt> Image<S> {
     }
 
     /// What the superblock says.
-    #[must_use]
     pub fn superblock(&self) -> &Super {
         &self.sb
     }
@@ -126,7 +125,6 @@ impl<S: ReadAt> Image<S> {
     }
 
     /// Size of the image in bytes, extra devices apart.
-    #[must_use]
     pub fn size(&self) -> u64 {
         self.size
     }

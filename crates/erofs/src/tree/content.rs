@@ -92,13 +92,11 @@ pub enum Content<'a> {
 
 impl<'a> Content<'a> {
     /// A regular file kept as the object of that digest, which the kernel is to check.
-    #[must_use]
     pub fn object(size: u64, digest: &'a [u8; 32]) -> Content<'a> {
         Content::External { size, digest: Some(digest), payload: Payload::Object(digest) }
     }
 
     /// The file type bits of a mode that fit this content.
-    #[must_use]
     pub fn type_bits(&self) -> u32 {
         match self {
             Content::Directory => S_IFDIR,
@@ -112,7 +110,6 @@ impl<'a> Content<'a> {
     }
 
     /// The digest of an external file's content: that of its object, or else the one to check.
-    #[must_use]
     pub fn digest(&self) -> Option<&'a [u8; 32]> {
         match *self {
             Content::External { payload: Payload::Object(digest), .. } => Some(digest),
@@ -122,14 +119,12 @@ impl<'a> Content<'a> {
     }
 
     /// Whether this is an overlayfs whiteout: a character device with number 0.
-    #[must_use]
     pub fn is_whiteout(&self) -> bool {
         matches!(self, Content::CharDevice(0))
     }
 }
 
 /// `ab/cdef…`: the path of an object under the object directory of a composefs digest store.
-#[must_use]
 pub fn object_path(digest: &[u8; 32]) -> [u8; 65] {
     let mut path = [b'/'; 65];
     // Neither fails: each byte has two digits.

@@ -54,7 +54,6 @@ impl InodeId {
     pub(crate) const ROOT: InodeId = InodeId(0);
 
     /// Dense index, from 0 (the root) up to [`Tree::inode_capacity`]; for side tables.
-    #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -187,7 +186,6 @@ pub struct Tree {
 
 impl Tree {
     /// A tree with a root directory only. The type in `root.mode` is set to directory.
-    #[must_use]
     pub fn new(root: Meta) -> Tree {
         let mut tree = Tree {
             inodes: Vec::new(),
@@ -219,45 +217,38 @@ impl Tree {
     }
 
     /// The root directory.
-    #[must_use]
     pub fn root(&self) -> InodeId {
         InodeId(0)
     }
 
     /// Number of inodes, the root included.
-    #[must_use]
     pub fn inode_count(&self) -> usize {
         self.live_inodes as usize
     }
 
     /// Number of names, the root excluded. At least `inode_count() - 1`.
-    #[must_use]
     pub fn entry_count(&self) -> usize {
         self.live_entries as usize
     }
 
     /// Bound of [`InodeId::index`]: inodes that ever were in the tree.
-    #[must_use]
     pub fn inode_capacity(&self) -> usize {
         self.inodes.len()
     }
 
     /// The inode of `name` in the directory `dir`; `None` where there is none, or where `dir` is
     /// not a directory. Does not know `.` and `..`.
-    #[must_use]
     pub fn lookup(&self, dir: InodeId, name: &[u8]) -> Option<InodeId> {
         self.lookup_entry(dir, name).and_then(|e| self.entry_inode(e))
     }
 
     /// The entry of `name` in the directory `dir`.
-    #[must_use]
     pub fn lookup_entry(&self, dir: InodeId, name: &[u8]) -> Option<EntryId> {
         self.index.find(dir.0, name, |id| self.entry_key(id)).map(EntryId)
     }
 
     /// The inode at `path` from the root. Empty components are skipped; symbolic links are not
     /// followed; `.` and `..` are not found.
-    #[must_use]
     pub fn resolve(&self, path: &[u8]) -> Option<InodeId> {
         path.split(|&b| b == b'/')
             .filter(|name| !name.is_empty())
@@ -265,7 +256,6 @@ impl Tree {
     }
 
     /// Owner, mode and time of an inode.
-    #[must_use]
     pub fn meta(&self, inode: InodeId) -> Meta {
         let i = &self.inodes[inode.index()];
         Meta {
@@ -278,13 +268,11 @@ impl Tree {
     }
 
     /// Whether an inode is a directory.
-    #[must_use]
     pub fn is_dir(&self, inode: InodeId) -> bool {
         u32::from(self.inodes[inode.index()].mode) & S_IFMT == S_IFDIR
     }
 
     /// What an inode is and holds.
-    #[must_use]
     pub fn content(&self, inode: InodeId) -> Content<'_> {
         let i = &self.inodes[inode.index()];
         match u32::from(i.mode) & S_IFMT {
@@ -310,25 +298,21 @@ impl Tree {
     }
 
     /// The extended attributes of an inode as (complete name, value), sorted by name.
-    #[must_use]
     pub fn xattrs(&self, inode: InodeId) -> Xattrs<'_> {
         self.xattrs.set(self.inodes[inode.index()].xattrs)
     }
 
     /// The value of one extended attribute.
-    #[must_use]
     pub fn xattr(&self, inode: InodeId, name: &[u8]) -> Option<&[u8]> {
         self.xattrs(inode).find(|(n, _)| *n == name).map(|(_, value)| value)
     }
 
     /// The names of a directory, sorted by their bytes; empty for anything else.
-    #[must_use]
     pub fn children(&self, dir: InodeId) -> Vec<Child<'_>> {
         self.sorted_entries(dir).into_iter().filter_map(|e| self.child(EntryId(e))).collect()
     }
 
     /// How many names a directory has; 0 for anything else.
-    #[must_use]
     pub fn child_count(&self, dir: InodeId) -> usize {
         if self.is_dir(dir) {
             usize::try_from(self.inodes[dir.index()].word).unwrap_or(usize::MAX)
@@ -357,7 +341,6 @@ impl Tree {
 
     /// The link count that an image shows: for a directory 2 plus its subdirectories, for others
     /// the number of names, unless a dump or an image gave another number.
-    #[must_use]
     pub fn nlink(&self, inode: InodeId) -> u32 {
         if self.is_dir(inode) {
             let subdirs = self
@@ -370,27 +353,23 @@ impl Tree {
     }
 
     /// The directory that an entry is in, its name, and its inode. `None` once it was removed.
-    #[must_use]
     pub fn child(&self, entry: EntryId) -> Option<Child<'_>> {
         let inode = self.entry_inode(entry)?;
         Some(Child { name: self.entry_name(entry), inode, entry })
     }
 
     /// The directory that holds an entry.
-    #[must_use]
     pub fn entry_parent(&self, entry: EntryId) -> InodeId {
         InodeId(self.entries[entry.0 as usize].parent)
     }
 
     /// The directory that holds an inode (its first name, if it has several); `None` for the root.
-    #[must_use]
     pub fn parent(&self, inode: InodeId) -> Option<InodeId> {
         let entry = self.inodes[inode.index()].entry;
         (entry != NONE).then(|| InodeId(self.entries[entry as usize].parent))
     }
 
     /// The absolute path of an entry.
-    #[must_use]
     pub fn path(&self, entry: EntryId) -> Vec<u8> {
         let mut parts = vec![self.entry_name(entry)];
         let mut dir = self.entry_parent(entry);
@@ -408,7 +387,6 @@ impl Tree {
 
     /// All names below the root, depth first, each directory's names sorted, a directory before
     /// what it holds. Needs no recursion, however deep the tree.
-    #[must_use]
     pub fn walk(&self) -> Walk<'_> {
         Walk::new(self)
     }
@@ -418,7 +396,6 @@ impl Tree {
     /// Where a dump or an image gave it, that one. Otherwise the first in the order in which an
     /// image stores inodes (breadth first, names sorted), which depends on the tree alone and not
     /// on the order in which it was built.
-    #[must_use]
     pub fn primary_names(&self) -> HashMap<InodeId, EntryId> {
         let mut primary = HashMap::new();
         if self.links.is_empty() {

@@ -10,14 +10,14 @@ use std::hash::BuildHasher;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use cofolio_store::parallel::for_each;
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{Digest, Domain, Stretch, stretch_at};
 use serde::Serialize;
 
 use super::{Content, Diff, DiffError, PAGE_SIZE};
-use crate::threads::spawn_up_to;
 
 /// Default bytes of memory for hashes: enough for 100 GiB of content in one pass.
 pub const MEMORY_DEFAULT: usize = 256 << 20;
@@ -74,7 +74,8 @@ pub fn compare(
     for pass in 0..passes {
         let wanted = Wanted { key: &key, pass: pass as u64, passes: passes as u64 };
         let hashes = Mutex::new(Hashes { list: Vec::with_capacity(room), sorted: 0 });
-        each(&diff.contents, |(object, content)| {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        for_each(threads, &diff.contents, |(object, content)| -> Result<(), DiffError> {
             let file = open(domain, object, content)?;
             let of_object = |source| DiffError::Object { object: *object, source };
             let hashed = hash_pages(&file, content, &wanted, &hashes, &task.cancel);
@@ -131,32 +132,6 @@ fn data_pages(domain: &Domain, diff: &Diff) -> Result<u64, DiffError> {
         }
     }
     Ok(pages)
-}
-
-/// Calls `work` for every item, on all processors. The first error ends it.
-fn each<T: Sync>(
-    items: &[T],
-    work: impl Fn(&T) -> Result<(), DiffError> + Sync,
-) -> Result<(), DiffError> {
-    let next = AtomicUsize::new(0);
-    let failed = Mutex::new(None);
-    std::thread::scope(|scope| {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let run = || {
-            while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
-                if let Err(error) = work(item) {
-                    next.store(items.len(), Relaxed);
-                    if let Ok(mut failed) = failed.lock() {
-                        failed.get_or_insert(error);
-                    }
-                }
-            }
-        };
-        // This thread works as well, so it goes on without others.
-        let _ = spawn_up_to(scope, threads - 1, || run);
-        run();
-    });
-    failed.into_inner().unwrap_or_default().map_or(Ok(()), Err)
 }
 
 struct Wanted<'a> {

@@ -20,9 +20,6 @@ use crate::mount::{Access, IdMap, MountRequest};
 
 impl Containers<'_> {
     /// Mounts the image and starts a runtime that ends with the container. An error leaves nothing.
-    ///
-    /// # Errors
-    /// [`RunError`].
     pub fn start(&self, request: &Request, streams: &Streams) -> Result<Running> {
         self.launch(request, streams, false)
     }
@@ -30,9 +27,6 @@ impl Containers<'_> {
     /// Starts a container for this process to wait for, without a runtime beside it. Its output
     /// goes to its directory or to `output`. This process becomes a subreaper
     /// (`PR_SET_CHILD_SUBREAPER`), so that the container's first process becomes its child.
-    ///
-    /// # Errors
-    /// [`RunError`].
     pub fn start_detached(&self, request: &Request, output: Option<PathBuf>) -> Result<Running> {
         set_child_subreaper(Some(getpid())).at("becoming the parent of", "the container")?;
         let streams = Streams::File {

@@ -30,9 +30,6 @@ pub enum FindError {
 }
 
 /// Gives images with common layers a base where that pays. Reports unreadable ones and goes on.
-///
-/// # Errors
-/// [`FindError`].
 pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, FindError> {
     let chain = |record: Ref| record.layers.into_iter().map(|layer| layer.chain_id).collect();
     let refs = domain.readable_refs()?.into_iter();

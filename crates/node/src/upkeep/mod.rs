@@ -114,9 +114,6 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Does all of it; `announce` hears which images go before they do.
-    ///
-    /// # Errors
-    /// [`UpkeepError`].
     pub fn run(
         &self,
         options: &Options,
@@ -194,9 +191,6 @@ impl<'a> Upkeep<'a> {
 
     /// Trims the domain if it is over the configured limit, but never `imported`. `None` if there
     /// was nothing to do. Does not wait for imports that are being published.
-    ///
-    /// # Errors
-    /// [`UpkeepError`].
     pub fn trim_to_limit(
         &self,
         imported: Digest,

@@ -37,9 +37,6 @@ pub struct Checked {
 impl Upkeep<'_> {
     /// Checks the domain; `rehash` reads all content. With `repair`, removes or remakes damaged
     /// derived files, restores what these sources have, and adds missing protection.
-    ///
-    /// # Errors
-    /// [`UpkeepError`].
     pub fn fsck(
         &self,
         rehash: bool,
