@@ -85,7 +85,7 @@ fn what_another_content_has_is_not_there_again() {
     assert_eq!(found[5], [(Some(0), 131)]);
     assert_eq!(found[6], [(Some(0), 31)]);
     assert_eq!(found[7], [(Some(0), 16), (None, 33)]);
-    assert_eq!(segments[3].1.blocks, 1, "a device of nothing is none");
+    assert_eq!(segments[3].1.blocks, 1, "EROFS refuses an empty device");
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     // What is in other segments is kept by the pack that names them.

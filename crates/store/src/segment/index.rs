@@ -80,12 +80,12 @@ impl Segment {
         let mut index = vec![0; usize::try_from(footer.index_size()).unwrap_or(usize::MAX)];
         match file.read_exact_at(&mut index, u64::from(blocks) * BLOCK + footer.pages_size()) {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                return Err(damaged("it is shorter than it says"));
+                return Err(damaged("it ends within its index"));
             }
             other => other.at("read", file.path())?,
         }
         if Sha256::digest(&index)[..] != footer.sha256 {
-            return Err(damaged("what it says of its contents is altered"));
+            return Err(damaged("the checksum of its index is wrong"));
         }
         // The size of the index is made of the four.
         let (entries, rest) = index.split_at(footer.contents as usize * EXTENT_SIZE);
@@ -107,23 +107,25 @@ impl Segment {
             let mut extent = read_extent(entry);
             let whole = extent.size.div_ceil(BLOCK);
             if u64::from(extent.block) < end || extent.size == 0 {
-                return Err(damaged("its contents lie over each other"));
+                return Err(damaged("extents overlap, or one is empty"));
             }
             end = u64::from(extent.block) + u64::from(extent.blocks);
             if footer.form == PLAIN && u64::from(extent.blocks) != whole {
                 extent.runs = segment
                     .take_runs(&mut runs, whole, end)
-                    .ok_or_else(|| damaged("its contents are somewhere where nothing is"))?;
+                    .ok_or_else(|| damaged("a run points past the end of its segment"))?;
             }
             segment.extents.push(extent);
         }
         if end > u64::from(blocks) || runs.next().is_some() {
-            return Err(damaged("its contents go on behind its end"));
+            return Err(damaged(
+                "an extent reaches past the end of the segment, or a run is left over",
+            ));
         }
         let lz4 = footer.form == LZ4;
         match !lz4 || segment.extents.iter().all(|extent| segment.fits(extent)) {
             true => Ok(segment),
-            false => Err(damaged("its blocks hold something else than its contents")),
+            false => Err(damaged("the compressed blocks do not fit the extents")),
         }
     }
 
@@ -194,12 +196,12 @@ impl Footer {
         let size = file.size().at("look at", file.path())?;
         let footer_at = size
             .checked_sub(FOOTER_SIZE as u64)
-            .ok_or_else(|| damaged("it is no segment: too short"))?;
+            .ok_or_else(|| damaged("too short for a segment's footer"))?;
         let mut bytes = [0; FOOTER_SIZE];
         file.read_exact_at(&mut bytes, footer_at).at("read", file.path())?;
         let number = |at: usize| le_u32(&bytes[at..]);
         if bytes[..8] != MAGIC[..] {
-            return Err(damaged("it does not end as a segment does"));
+            return Err(damaged("bad magic in the segment's footer"));
         }
         let mut footer = Self {
             form: number(60),
@@ -211,12 +213,12 @@ impl Footer {
         };
         footer.sha256.copy_from_slice(&bytes[24..56]);
         if number(8) != VERSION || footer.form > LZ4 {
-            return Err(damaged("it is of a version or form that this program does not know"));
+            return Err(damaged("unknown version or form of segments"));
         }
         let size = u64::from(footer.blocks) * BLOCK + footer.pages_size() + footer.index_size();
         match size == footer_at {
             true => Ok(footer),
-            false => Err(damaged("it has another size than it says")),
+            false => Err(damaged("its size is not what its footer says")),
         }
     }
 
