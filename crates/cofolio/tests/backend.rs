@@ -8,9 +8,10 @@ mod cache;
 mod common;
 
 use std::fs::{self, File};
+use std::io::Read as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use cache::{SIZE, all_pages, content, forget, resident};
@@ -169,6 +170,30 @@ fn show_and_share(backend: &[&str], said: &str) {
     sandbox.run(&["fsck"]).ok();
     let again = mount(&sandbox, "two:1", &[]);
     assert_eq!(listing(&again), expected[1]);
+}
+
+/// A runtime that starts a container has copies of all mounts for a moment. Images that were unmounted at that moment
+/// stayed pinned, and `backend` refused with "mounts: 0" until the next upkeep.
+#[test]
+fn pins_without_users_do_not_keep_the_backend() {
+    let test = "pins_without_users_do_not_keep_the_backend";
+    if !has_inode_share(test) {
+        return;
+    }
+    let sandbox = two_shared();
+    mount(&sandbox, "one:1", &[]);
+    let mut copy = Command::new("busybox")
+        .args(["unshare", "-m", "sh", "-c", "echo; read end"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    copy.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+    sandbox.run(&["umount", "--all"]).ok();
+    assert_eq!(sandbox.run(&["backend", "overlay"]).code, 7);
+    drop(copy.stdin.take());
+    copy.wait().unwrap();
+    sandbox.run(&["backend", "overlay"]).ok();
 }
 
 /// The kernel shares what is compressed with its like, and nothing with what is plain. Where it comes to, a domain need not

@@ -1,5 +1,7 @@
 //! How images of a trust domain are mounted, and what that requires of packs and kernel.
 
+use std::time::Duration;
+
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
@@ -93,11 +95,25 @@ pub fn set(
     if now.is_ok_and(|now| now == (backend, form)) {
         return Ok(());
     }
-    let list = mounter.list()?;
-    let own = |name: &str| name == domain.name();
-    let mounts = list.mounts.iter().filter(|it| own(&it.record.domain));
-    let mounts = mounts.filter(|it| it.state != MountState::Gone).count();
-    if mounts > 0 || list.pins.iter().any(|pin| own(&pin.domain)) {
+    let in_use = || -> Result<(usize, bool), MountError> {
+        let list = mounter.list()?;
+        let own = |name: &str| name == domain.name();
+        let mounts = list.mounts.iter().filter(|it| own(&it.record.domain));
+        let mounts = mounts.filter(|it| it.state != MountState::Gone).count();
+        Ok((mounts, list.pins.iter().any(|pin| own(&pin.domain))))
+    };
+    let (mut mounts, mut pinned) = in_use()?;
+    // A runtime that starts a container has copies of all mounts for a moment, and images that were
+    // unmounted meanwhile stay pinned.
+    for milliseconds in [1, 4, 16, 64, 256, 512] {
+        if mounts > 0 || !pinned {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        mounter.reconcile()?;
+        (mounts, pinned) = in_use()?;
+    }
+    if mounts > 0 || pinned {
         return Err(BackendError::Mounted { domain: domain.name().to_owned(), mounts });
     }
     if backend != Backend::InodeShare {
