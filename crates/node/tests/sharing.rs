@@ -88,6 +88,14 @@ impl Drop for Pair {
             let options = UmountOptions { force: true, ..UmountOptions::default() };
             let _ = self.mounter().umount(&status.record.target, &options);
         }
+        // With inode-share, superblocks that were in use at the last unmount are left to the next upkeep.
+        for _ in 0..200 {
+            let _ = self.mounter().reconcile();
+            if self.mounter().list().is_ok_and(|list| list.pins.is_empty()) {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
     }
 }
 
