@@ -88,13 +88,11 @@ impl Drop for Pair {
             let options = UmountOptions { force: true, ..UmountOptions::default() };
             let _ = self.mounter().umount(&status.record.target, &options);
         }
-        // With inode-share, superblocks that were in use at the last unmount are left to the next upkeep.
-        for _ in 0..200 {
-            let _ = self.mounter().reconcile();
-            if self.mounter().list().is_ok_and(|list| list.pins.is_empty()) {
-                break;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(50));
+        // With inode-share, an image that was detached while in use stays pinned until the machine restarts.
+        for pin in self.mounter().list().into_iter().flat_map(|list| list.pins) {
+            let erofs = format!("run/images/{}/{}/erofs", pin.domain, pin.image);
+            let flags = rustix::mount::UnmountFlags::DETACH;
+            let _ = rustix::mount::unmount(self.dir.path().join(erofs), flags);
         }
     }
 }
