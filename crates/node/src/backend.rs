@@ -1,13 +1,11 @@
 //! How images of a trust domain are mounted, and what that requires of packs and kernel.
 
-use std::time::Duration;
-
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, Error, Form};
 
-use crate::mount::{MountError, MountState, Mounter};
+use crate::mount::{MountError, MountState, Mounter, within_a_second};
 use crate::probe::{self, Presence};
 
 /// Why a domain's backend was not set, or an image not packed for it.
@@ -95,25 +93,21 @@ pub fn set(
     if now.is_ok_and(|now| now == (backend, form)) {
         return Ok(());
     }
-    let in_use = || -> Result<(usize, bool), MountError> {
+    let own = |name: &str| name == domain.name();
+    let mut mounts = 0;
+    let is_idle = within_a_second(|| {
         let list = mounter.list()?;
-        let own = |name: &str| name == domain.name();
-        let mounts = list.mounts.iter().filter(|it| own(&it.record.domain));
-        let mounts = mounts.filter(|it| it.state != MountState::Gone).count();
-        Ok((mounts, list.pins.iter().any(|pin| own(&pin.domain))))
-    };
-    let (mut mounts, mut pinned) = in_use()?;
-    // A runtime that starts a container has copies of all mounts for a moment, and images that were
-    // unmounted meanwhile stay pinned.
-    for milliseconds in [1, 4, 16, 64, 256, 512] {
-        if mounts > 0 || !pinned {
-            break;
+        let here = list.mounts.iter().filter(|it| own(&it.record.domain));
+        mounts = here.filter(|it| it.state != MountState::Gone).count();
+        let pinned = list.pins.iter().any(|pin| own(&pin.domain));
+        if mounts == 0 && pinned {
+            // Left by an unmount that found copies of the mounts in use.
+            mounter.reconcile()?;
         }
-        std::thread::sleep(Duration::from_millis(milliseconds));
-        mounter.reconcile()?;
-        (mounts, pinned) = in_use()?;
-    }
-    if mounts > 0 || pinned {
+        // Nobody waits for mounts.
+        Ok::<_, MountError>(mounts > 0 || !pinned)
+    })?;
+    if mounts > 0 || !is_idle {
         return Err(BackendError::Mounted { domain: domain.name().to_owned(), mounts });
     }
     if backend != Backend::InodeShare {

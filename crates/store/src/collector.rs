@@ -155,7 +155,7 @@ pub(crate) struct Collector<'a> {
     pub(crate) protect_last: Vec<String>,
     /// If there are no notes: nobody else has changed anything since the beginning.
     held: Option<DomainLock>,
-    /// With it the notes are this collection's. Last, so that they are gone before another one can begin.
+    /// Its holder owns the notes. Last, so that they are gone before another collection can begin.
     alone: Option<Box<dyn Lock>>,
 }
 

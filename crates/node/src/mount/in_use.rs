@@ -21,6 +21,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -85,6 +86,19 @@ impl Superblock {
     }
 }
 
+/// Asks until the answer is yes, for up to a second. A process that was just forked holds our
+/// descriptors until exec, and a runtime that starts a container has copies of all mounts until it
+/// changes the root.
+pub(crate) fn within_a_second<E>(mut ask: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
+    for milliseconds in [1, 4, 16, 64, 256, 512] {
+        if ask()? {
+            return Ok(true);
+        }
+        std::thread::sleep(Duration::from_millis(milliseconds));
+    }
+    ask()
+}
+
 /// Work directory that [`has_overlay`] gives the kernel; made with `upper`, before the disk fills.
 pub(super) const PROBE: &str = "probe";
 
@@ -102,7 +116,7 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
     // Any directory apart from the other two will do as the lower layer.
     let Some(lower) = open_below(&base, dir, "work")? else { return Ok(false) };
     let (probe, _) = make_below(&base, dir, PROBE)?;
-    let made = || {
+    let made = || -> Result<(), KernelError> {
         let context = Context::open("overlay")?;
         context.layer("lowerdir", lower.as_fd())?;
         context.layer("upperdir", upper.as_fd())?;
@@ -110,25 +124,15 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         context.string("index", "on")?;
         context.create()
     };
-    let is_busy = |made: &Result<(), KernelError>| {
-        made.as_ref().is_err_and(|error| error.errno == Errno::BUSY)
-    };
-    let mut tried = made();
-    // A process that was just forked holds descriptors of an earlier try until exec, and a runtime
-    // that starts a container has copies of all mounts until it changes the root.
-    for milliseconds in [1, 4, 16, 64, 256, 512] {
-        if !is_busy(&tried) {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
-        tried = made();
-    }
-    match tried {
-        Ok(()) => {}
-        Err(error) if error.errno == Errno::BUSY => return Ok(true),
+    let is_free = within_a_second(|| match made() {
+        Ok(()) => Ok(true),
+        Err(error) if error.errno == Errno::BUSY => Ok(false),
         // It got past the upper directory, which the kernel takes first.
-        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT | Errno::STALE) => {}
-        Err(error) => return Err(MountError::Kernel(error)),
+        Err(error) if matches!(error.errno, Errno::NOSPC | Errno::DQUOT | Errno::STALE) => Ok(true),
+        Err(error) => Err(MountError::Kernel(error)),
+    })?;
+    if !is_free {
+        return Ok(true);
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let upper = rustix::fs::openat(&upper, ".", flags, Mode::empty()).at("open", dir)?;

@@ -52,6 +52,7 @@ use rustix::mount::MountAttrFlags;
 
 pub use error::{Code, MountError};
 pub use idmap::IdMap;
+pub(crate) use in_use::within_a_second;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
 pub use pin::Pin;

@@ -436,16 +436,9 @@ impl Mounter<'_> {
         Ok(Unpinned::Done)
     }
 
-    /// Whether the superblocks of an unpinned image have ended. Waits a moment for processes that
-    /// hold descriptors or copies of mounts only in passing (see [`in_use::has_overlay`]).
+    /// Whether the superblocks of an unpinned image have ended.
     fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
-        for milliseconds in [1, 4, 16, 64, 256, 512] {
-            if self.forget_dead(domain, image)? {
-                return Ok(true);
-            }
-            std::thread::sleep(std::time::Duration::from_millis(milliseconds));
-        }
-        self.forget_dead(domain, image)
+        in_use::within_a_second(|| self.forget_dead(domain, image))
     }
 
     /// Id of the root of an image that is in use by others than our mounts.
