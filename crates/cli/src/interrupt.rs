@@ -3,7 +3,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use cofolio_store::task::Cancel;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
@@ -15,11 +15,16 @@ use crate::exit::Exit;
 struct Handlers {
     /// No work is under way.
     is_idle: Arc<AtomicBool>,
-    is_cancelled: Arc<AtomicBool>,
     ids: Vec<SigId>,
 }
 
 static HANDLERS: Mutex<Option<Handlers>> = Mutex::new(None);
+static IS_CANCELLED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
+
+/// What a signal cancels, whatever work it will be.
+pub fn cancel() -> Cancel {
+    Cancel::by_flag(IS_CANCELLED.clone())
+}
 
 /// Work that signals cancel, as long as this lives. Only one at a time.
 #[derive(Debug)]
@@ -37,9 +42,9 @@ impl Cancellable {
             Some(handlers) => handlers,
             none => none.insert(Handlers::register()?),
         };
-        handlers.is_cancelled.store(false, SeqCst);
+        IS_CANCELLED.store(false, SeqCst);
         handlers.is_idle.store(false, SeqCst);
-        Ok(Self { cancel: Cancel::by_flag(handlers.is_cancelled.clone()) })
+        Ok(Self { cancel: cancel() })
     }
 }
 
@@ -55,15 +60,15 @@ impl Drop for Cancellable {
 impl Handlers {
     fn register() -> io::Result<Self> {
         // Until all of them are registered a signal does what it did before.
-        let (is_idle, is_cancelled) = (Arc::new(AtomicBool::new(true)), Arc::default());
+        let is_idle = Arc::new(AtomicBool::new(true));
         let mut ids = Vec::new();
         for signal in [SIGINT, SIGTERM, SIGHUP] {
             ids.push(flag::register_conditional_default(signal, is_idle.clone())?);
             let code = i32::from(Exit::Interrupted as u8);
-            ids.push(flag::register_conditional_shutdown(signal, code, Arc::clone(&is_cancelled))?);
-            ids.push(flag::register(signal, Arc::clone(&is_cancelled))?);
+            ids.push(flag::register_conditional_shutdown(signal, code, IS_CANCELLED.clone())?);
+            ids.push(flag::register(signal, IS_CANCELLED.clone())?);
         }
-        Ok(Self { is_idle, is_cancelled, ids })
+        Ok(Self { is_idle, ids })
     }
 }
 

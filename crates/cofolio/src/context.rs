@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use cofolio_cli::interrupt;
 use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
 use cofolio_node::names;
@@ -40,7 +41,8 @@ impl Context<'_> {
 
     /// The domain, which must exist.
     pub(crate) fn domain(&self) -> anyhow::Result<Domain> {
-        Ok(Store::open(&self.global.store)?.domain(&self.global.domain)?)
+        let store = Store::open(&self.global.store)?.waits_until(interrupt::cancel());
+        Ok(store.domain(&self.global.domain)?)
     }
 
     /// The domain, made with its store if they are missing.
@@ -51,7 +53,7 @@ impl Context<'_> {
             })?;
         }
         let store = Store::open_or_init(&self.global.store, &InitOptions::default())?;
-        Ok(store.domain_or_create(&self.global.domain)?)
+        Ok(store.waits_until(interrupt::cancel()).domain_or_create(&self.global.domain)?)
     }
 
     /// The image that a ref or the first digits of a digest name.

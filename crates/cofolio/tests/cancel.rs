@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt as _;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use common::Sandbox;
+use common::{Sandbox, can_mount};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -133,4 +133,52 @@ fn a_signal_ends_a_gc_that_waits() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
     drop(domain);
     assert!(sandbox.run(&["gc", "--json"]).json()["objects"].as_u64().unwrap() > 0);
+}
+
+/// The first signal was only noted by a command that waited for a lock, of a collection that was stopped with
+/// SIGSTOP for example: it waited on.
+#[test]
+fn a_signal_ends_waiting_for_a_lock() {
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let ends = |lock: &std::path::Path, commands: &[&[&str]]| {
+        let held = fs::File::open(lock).unwrap();
+        flock(&held, FlockOperation::LockExclusive).unwrap();
+        for args in commands {
+            let mut child = start(&sandbox, args);
+            let began = Instant::now();
+            while !catches_term(&child) {
+                assert!(began.elapsed() < WATCHDOG, "{args:?} does not begin");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+            while child.try_wait().unwrap().is_none() && began.elapsed() < WATCHDOG {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let _ = child.kill();
+            assert_eq!(child.wait().unwrap().code(), Some(130), "{args:?}");
+        }
+    };
+    let archive = format!("oci-archive:{}", sandbox.path("out.tar").display());
+    let target = sandbox.dir("mnt");
+    let mount = ["mount", "box:1", target.to_str().unwrap()];
+    let domain = sandbox.path("store/domains/default");
+    ends(&domain, &[&["export", "box:1", &archive], &["verify", "box:1"], &["fsck"], &["du"]]);
+    if !can_mount("a_signal_ends_waiting_for_a_lock") {
+        return;
+    }
+    ends(&domain, &[&mount]);
+    sandbox.run(&mount).ok();
+    sandbox.run(&["umount", mount[2]]).ok();
+    let locks = sandbox.path("run").read_dir().unwrap().next().unwrap().unwrap().path();
+    let image = sandbox.run(&["inspect", "--json", "box:1"]).json();
+    let image = image["image"].as_str().unwrap().to_owned();
+    ends(&locks.join("locks").join(&image[..2]), &[&mount]);
+}
+
+fn catches_term(child: &Child) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    caught.is_some_and(|mask| mask & (1 << (Signal::TERM.as_raw() - 1)) != 0)
 }

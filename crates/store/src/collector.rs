@@ -189,7 +189,8 @@ impl<'a> Collector<'a> {
         let busy = || Error::Busy { domain: domain.name().to_owned() };
         let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
         let (wait, cancel) = (options.wait, &options.cancel);
-        let alone = domain.lock_at(&roots, LockMode::Exclusive, wait, cancel)?;
+        let alone = || domain.try_lock_at(&roots, LockMode::Exclusive);
+        let alone = if wait { Some(cancel.wait_for(alone)?) } else { alone()? };
         collector.alone = Some(alone.ok_or_else(busy)?);
         let added = collector.added();
         // Of a collection that was killed.

@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::Digest;
 use crate::base::Base;
-use crate::disk::{Disk, Kind, StoredFile};
+use crate::disk::{Disk, Kind, LockMode, StoredFile};
 use crate::domain::is_absent;
 use crate::error::{At, Error, Result, is_damage, is_full};
 use crate::examine::hash_file;
@@ -81,7 +81,7 @@ impl Staging {
         disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
         let _lock = match self.held.take() {
             Some(lock) => lock,
-            None => self.domain.lock_shared()?,
+            None => self.domain.lock(LockMode::Shared, &self.cancel)?,
         };
         let staged = self.staged()?;
         let needed = publish.files(&staged)?;

@@ -12,8 +12,6 @@ use crate::records::{RECORDS, ROOTS};
 use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
 
-/// How long a lock that is waited for is not asked for again.
-const LOCK_POLL: std::time::Duration = std::time::Duration::from_millis(2);
 
 /// The directories that every domain has, parents first.
 pub(crate) fn directories() -> impl Iterator<Item = &'static str> {
@@ -81,49 +79,31 @@ impl Domain {
     }
 
     /// Holds off garbage collection until the lock is dropped; waits for a running one.
-    pub fn lock_shared(&self) -> Result<DomainLock> {
-        match self.lock(LockMode::Shared, true)? {
-            Some(lock) => Ok(lock),
-            None => Err(Error::Busy { domain: self.name.clone() }),
-        }
-    }
-
-    pub(crate) fn lock(&self, mode: LockMode, wait: bool) -> Result<Option<DomainLock>> {
-        let lock = self.disk().lock(&self.base, mode, wait).at("lock", &self.base)?;
-        Ok(lock.map(|lock| DomainLock { _lock: lock }))
-    }
-
-    /// The lock of a directory. Where the caller waits for it, `cancel` ends the waiting.
-    pub(crate) fn lock_at(
-        &self,
-        path: &str,
-        mode: LockMode,
-        wait: bool,
-        cancel: &Cancel,
-    ) -> Result<Option<Box<dyn Lock>>> {
-        loop {
-            let lock = self.disk().lock(path, mode, false).at("lock", path)?;
-            if lock.is_some() || !wait {
-                return Ok(lock);
-            }
-            cancel.check()?;
-            std::thread::sleep(LOCK_POLL);
-        }
-    }
-
-    /// The domain's lock, exclusive.
-    pub(crate) fn lock_alone(&self, wait: bool, cancel: &Cancel) -> Result<Option<DomainLock>> {
-        let lock = self.lock_at(&self.base, LockMode::Exclusive, wait, cancel)?;
-        Ok(lock.map(|lock| DomainLock { _lock: lock }))
-    }
-
-    /// Waits until nobody has the exclusive lock. Publishers wait here, where they can be
-    /// cancelled.
     ///
     /// # Errors
-    /// [`Error::Cancelled`], [`Error::Io`].
-    pub fn wait_for_lock(&self, cancel: &Cancel) -> Result<()> {
-        self.lock_at(&self.base, LockMode::Shared, true, cancel).map(drop)
+    /// [`Error::Io`], and [`Error::Cancelled`] if the [store's waiting](Store::waits_until) is.
+    pub fn lock_shared(&self) -> Result<DomainLock> {
+        self.lock(LockMode::Shared, self.store.waiting())
+    }
+
+    /// The domain's lock. `cancel` ends the waiting for it.
+    pub(crate) fn lock(&self, mode: LockMode, cancel: &Cancel) -> Result<DomainLock> {
+        let lock = cancel.wait_for(|| self.try_lock_at(&self.base, mode))?;
+        Ok(DomainLock { _lock: lock })
+    }
+
+    /// The domain's lock, exclusive. `None` if somebody else has one and the caller does not wait.
+    pub(crate) fn lock_alone(&self, wait: bool, cancel: &Cancel) -> Result<Option<DomainLock>> {
+        if wait {
+            return self.lock(LockMode::Exclusive, cancel).map(Some);
+        }
+        let lock = self.try_lock_at(&self.base, LockMode::Exclusive)?;
+        Ok(lock.map(|lock| DomainLock { _lock: lock }))
+    }
+
+    /// The lock of a directory, unless somebody else has it.
+    pub(crate) fn try_lock_at(&self, path: &str, mode: LockMode) -> Result<Option<Box<dyn Lock>>> {
+        self.disk().lock(path, mode, false).at("lock", path)
     }
 
     /// The objects directory: a composefs digest store. `None` on a simulated disk.

@@ -142,7 +142,7 @@ impl Domain {
                 images.extend(name.image());
             }
         }
-        let _lock = self.lock_alone(true, &task.cancel)?;
+        let _lock = self.lock(LockMode::Exclusive, &task.cancel)?;
         self.drop_broken_bases()?;
         self.sync_directory("segments")?;
         self.sync_directory("images")?;
@@ -173,7 +173,7 @@ impl Domain {
             },
         };
         drop(shared);
-        let _lock = self.lock(LockMode::Exclusive, true)?;
+        let _lock = self.lock(LockMode::Exclusive, self.store().waiting())?;
         let is_named = match name.kind() {
             FileKind::Image => name.image().map_or(Ok(true), |image| self.is_named(&image))?,
             _ => false,

@@ -28,7 +28,7 @@ impl Domain {
     ) -> Result<()> {
         self.store().check_writable()?;
         // Alone, or two that make the first settings would make different ones.
-        let _lock = self.lock(LockMode::Exclusive, true)?;
+        let _lock = self.lock(LockMode::Exclusive, self.store().waiting())?;
         let now = match self.settings() {
             Err(error) if error.kind() == ErrorKind::Corrupt => None,
             other => other?,

@@ -10,6 +10,7 @@ use crate::error::{At, Error, Result};
 use crate::fsck::{Finding, FindingKind};
 use crate::meta::{META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
+use crate::task::Cancel;
 
 pub(crate) const DOMAINS: &str = "domains";
 pub(crate) const STAGING: &str = "staging";
@@ -42,6 +43,7 @@ impl Default for InitOptions {
 #[derive(Clone, Debug)]
 pub struct Store {
     inner: Arc<Inner>,
+    waiting: Cancel,
 }
 
 #[derive(Debug)]
@@ -110,7 +112,7 @@ impl Store {
         domain::make_directories(&*disk, &domain)?;
         let meta =
             Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
-        let store = Self { inner: Arc::new(Inner { disk, meta }) };
+        let store = Self::on(disk, meta);
         // The name of meta.json makes the directory a store, so everything else is durable first.
         let json = serde_json::to_vec_pretty(&store.inner.meta)
             .map_err(|error| Error::corrupt(META_PATH, error))?;
@@ -126,7 +128,23 @@ impl Store {
     /// [`Store::open`] on any disk, with its errors.
     pub fn open_on(disk: Arc<dyn Disk>) -> Result<Self> {
         let meta = Meta::parse(&read_meta(&*disk)?)?;
-        Ok(Self { inner: Arc::new(Inner { disk, meta }) })
+        Ok(Self::on(disk, meta))
+    }
+
+    /// The same store; `cancel` ends its waiting for locks that others hold, with [`Error::Cancelled`].
+    #[must_use]
+    pub fn waits_until(mut self, cancel: Cancel) -> Self {
+        self.waiting = cancel;
+        self
+    }
+
+    /// What ends the waiting for locks.
+    pub fn waiting(&self) -> &Cancel {
+        &self.waiting
+    }
+
+    fn on(disk: Arc<dyn Disk>, meta: Meta) -> Self {
+        Self { inner: Arc::new(Inner { disk, meta }), waiting: Cancel::default() }
     }
 
     /// Opens a store for examination, with [`Store::open`]'s errors. A damaged `meta.json` is a
@@ -139,7 +157,7 @@ impl Store {
         let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
         let meta = Self::mended(&disk)?;
         let finding = Finding::new(FindingKind::MetaUnreadable, path_of_meta, reason);
-        Ok((Self { inner: Arc::new(Inner { disk: Arc::new(disk), meta }) }, Some(finding)))
+        Ok((Self::on(Arc::new(disk), meta), Some(finding)))
     }
 
     fn mended(disk: &dyn Disk) -> Result<Meta> {
@@ -163,7 +181,7 @@ impl Store {
         let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
         let meta = Self::mended(&disk)?;
         let json = serde_json::to_vec_pretty(&meta).map_err(|it| Error::corrupt(META_PATH, it))?;
-        let store = Self { inner: Arc::new(Inner { disk: Arc::new(disk), meta }) };
+        let store = Self::on(Arc::new(disk), meta);
         store.replace_file("", META_PATH, &json, true).map(|()| true)
     }
 

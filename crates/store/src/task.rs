@@ -6,6 +6,10 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+/// Between two looks at a lock. Collection gives way every few milliseconds, so more would be felt.
+const PAUSE_MAX: Duration = Duration::from_millis(2);
 
 /// The work was cancelled. What it had begun is undone or left to garbage collection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -44,6 +48,25 @@ impl Cancel {
     /// [`Cancelled`] if the work is cancelled.
     pub fn check(&self) -> Result<(), Cancelled> {
         if self.is_cancelled() { Err(Cancelled) } else { Ok(()) }
+    }
+
+    /// Calls `ask` until it has an answer.
+    ///
+    /// # Errors
+    /// Those of `ask`, and [`Cancelled`].
+    pub fn wait_for<T, E: From<Cancelled>>(
+        &self,
+        mut ask: impl FnMut() -> Result<Option<T>, E>,
+    ) -> Result<T, E> {
+        let mut pause = Duration::from_micros(50);
+        loop {
+            if let Some(answer) = ask()? {
+                return Ok(answer);
+            }
+            self.check()?;
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(PAUSE_MAX);
+        }
     }
 }
 

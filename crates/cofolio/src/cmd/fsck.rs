@@ -1,3 +1,4 @@
+use cofolio_cli::interrupt;
 use cofolio_image::source::Source;
 use cofolio_store::Store;
 
@@ -50,7 +51,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note(format!("{done} meta.json: it was damaged, and is made again"));
     }
     let (store, of_meta) = Store::open_damaged(&context.global.store)?;
-    let domain = store.domain(&context.global.domain)?;
+    let domain = store.waits_until(interrupt::cancel()).domain(&context.global.domain)?;
     let doing = if args.repair { "repairing" } else { "checking" };
     let work = Work::begin(context.ui, doing, "object")?;
     let repair = args.repair.then_some(&sources[..]);

@@ -612,7 +612,6 @@ fn finish(
         false => Publish::default(),
     };
     let objects = objects(tree).chain(below).filter(|_| whole);
-    domain.wait_for_lock(&task.cancel)?;
     let stats = staging.commit(&publish, objects)?;
     add_stats(report, &stats);
     // A crash before this leaves an image that counts as not signed; the next pull makes up for it.

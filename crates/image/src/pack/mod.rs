@@ -127,7 +127,6 @@ fn pack_without(
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
         plan.write_segments(domain, &staging, options, &lease, task)?;
-        domain.wait_for_lock(&task.cancel)?;
         plan.write_pack(staging, image, &tree)
     };
     let packed = match attempt(false) {

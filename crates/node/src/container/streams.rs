@@ -13,6 +13,9 @@ use std::thread::JoinHandle;
 
 use rustix::fs::{FileType, fstat};
 
+/// A pipe holds as much.
+const BUFFER_BYTES: usize = 64 << 10;
+
 /// What a container is connected with.
 #[derive(Debug, Clone)]
 pub enum Streams {
@@ -124,8 +127,16 @@ fn copy(
     mut from: impl io::Read + Send + 'static,
     mut to: impl io::Write + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
-    // When one side is gone the other learns it: both are closed here.
-    thread(move || drop(io::copy(&mut from, &mut to)))
+    // When one side is gone the other learns it: both are closed here. Not `io::copy`, which splices: the kernel
+    // then moves a file's position at the end only, and whoever writes to that file meanwhile is overwritten.
+    thread(move || {
+        let mut buffer = vec![0; BUFFER_BYTES];
+        while let Ok(length @ 1..) = from.read(&mut buffer) {
+            if to.write_all(&buffer[..length]).is_err() {
+                break;
+            }
+        }
+    })
 }
 
 fn append(path: &Path) -> io::Result<File> {
@@ -135,7 +146,7 @@ fn append(path: &Path) -> io::Result<File> {
 /// Copies to a file that restarts at its maximum size; a lost output does not stop a container.
 fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) {
     let mut size = file.metadata().map_or(0, |metadata| metadata.len());
-    let mut buffer = vec![0; 64 << 10];
+    let mut buffer = vec![0; BUFFER_BYTES];
     while let Ok(length @ 1..) = from.read(&mut buffer) {
         if size + length as u64 > bytes_max && size > 0 {
             let mut old = path.as_os_str().to_owned();
@@ -175,6 +186,28 @@ mod tests {
         assert!(!same_file(file.as_fd(), null.as_fd()));
     }
 
+    /// A script's output went to a file, to which the script wrote while a container ran: the container's next line
+    /// was written over the script's.
+    #[test]
+    fn others_write_to_the_same_file() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let (reader, mut pipe) = io::pipe().unwrap();
+        let copied = copy(reader, file.as_file().try_clone().unwrap()).unwrap();
+        let path = file.path().to_owned();
+        let wait_for = |text: &str| {
+            while std::fs::read_to_string(&path).unwrap() != text {
+                std::thread::yield_now();
+            }
+        };
+        pipe.write_all(b"inside\n").unwrap();
+        wait_for("inside\n");
+        file.write_all(b"outside\n").unwrap();
+        pipe.write_all(b"inside again\n").unwrap();
+        drop(pipe);
+        copied.join().unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "inside\noutside\ninside again\n");
+    }
+
     /// The directory is in memory on most machines, so output must be bounded.
     #[test]
     fn kept_output_is_bounded() {
@@ -197,6 +230,6 @@ mod tests {
             .sum();
         assert!(std::fs::read_to_string(&path).unwrap().ends_with("the end\n"));
         // Of a million bytes two files are left, each of at most 100 bytes and one read.
-        assert!(kept <= 2 * (100 + (64 << 10)), "{kept}");
+        assert!(kept <= 2 * (100 + BUFFER_BYTES as u64), "{kept}");
     }
 }

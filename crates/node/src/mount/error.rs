@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::Digest;
+use cofolio_store::task::Cancelled;
 
 use super::kernel::KernelError;
 
@@ -192,6 +193,12 @@ pub enum MountError {
         /// How it failed.
         source: io::Error,
     },
+}
+
+impl From<Cancelled> for MountError {
+    fn from(cancelled: Cancelled) -> Self {
+        Self::Store(cancelled.into())
+    }
 }
 
 impl MountError {

@@ -89,7 +89,7 @@ impl<'a> Mounter<'a> {
     pub fn new(domain: &'a Domain, run: RunDir, contents: &'a dyn Contents) -> Self {
         Self {
             domain,
-            run,
+            run: run.waits_until(domain.store().waiting()),
             contents,
             root: PathBuf::from("/"),
             on_step: None,

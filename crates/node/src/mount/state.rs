@@ -31,6 +31,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
+use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Store};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use serde::de::DeserializeOwned;
@@ -46,6 +47,8 @@ use super::mountinfo;
 #[derive(Debug, Clone)]
 pub struct RunDir {
     path: PathBuf,
+    /// What ends the waiting for locks.
+    waiting: Cancel,
 }
 
 /// How far a mount has come.
@@ -215,20 +218,18 @@ impl Lock {
         rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)
     }
 
-    fn wait(path: &Path, how: FlockOperation) -> Result<Self, MountError> {
-        let file = Self::open(path)?;
-        rustix::io::retry_on_intr(|| rustix::fs::flock(&file, how)).at("lock", path)?;
-        Ok(Self(file))
-    }
-
     /// Nothing if another process has it.
-    fn try_exclusive(path: &Path) -> Result<Option<Self>, MountError> {
+    fn take(path: &Path, how: FlockOperation) -> Result<Option<Self>, MountError> {
         let file = Self::open(path)?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        match rustix::fs::flock(&file, how) {
             Ok(()) => Ok(Some(Self(file))),
             Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(None),
             Err(errno) => Err(errno).at("lock", path),
         }
+    }
+
+    fn try_exclusive(path: &Path) -> Result<Option<Self>, MountError> {
+        Self::take(path, FlockOperation::NonBlockingLockExclusive)
     }
 }
 
@@ -259,12 +260,18 @@ const RECORD_SIZE_MAX: u64 = 1 << 20;
 impl RunDir {
     /// The run directory of a store: `/run/cofolio/<store-id>`, or below `COFOLIO_RUN`.
     pub fn of(store: &Store) -> Self {
-        Self { path: store.run_dir() }
+        Self::at(store.run_dir())
     }
 
     /// A run directory elsewhere. It is made when the first mount is.
     pub fn at(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into() }
+        Self { path: path.into(), waiting: Cancel::default() }
+    }
+
+    /// The same directory; `cancel` ends the waiting for its locks.
+    pub(crate) fn waits_until(mut self, cancel: &Cancel) -> Self {
+        self.waiting = cancel.clone();
+        self
     }
 
     /// Its path.
@@ -320,7 +327,8 @@ impl RunDir {
     }
 
     fn lock_stripe(&self, stripe: u8) -> Result<ImageLock, MountError> {
-        let lock = Lock::wait(&self.stripe_path(stripe), FlockOperation::LockExclusive)?;
+        let path = self.stripe_path(stripe);
+        let lock = self.waiting.wait_for(|| Lock::try_exclusive(&path))?;
         Ok(ImageLock { stripe, _lock: lock })
     }
 
@@ -336,7 +344,8 @@ impl RunDir {
 
     /// Keeps superblocks of a trust domain from being taken down.
     pub(crate) fn share_domain(&self, domain: &str) -> Result<Lock, MountError> {
-        Lock::wait(&self.path.join(format!("locks/domain-{domain}")), FlockOperation::LockShared)
+        let path = self.path.join(format!("locks/domain-{domain}"));
+        self.waiting.wait_for(|| Lock::take(&path, FlockOperation::NonBlockingLockShared))
     }
 
     /// The lock of a trust domain, alone, unless somebody else has it for more than a moment.
