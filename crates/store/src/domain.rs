@@ -12,7 +12,6 @@ use crate::records::{RECORDS, ROOTS};
 use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
 
-
 /// The directories that every domain has, parents first.
 pub(crate) fn directories() -> impl Iterator<Item = &'static str> {
     ["objects", "images", "layers", ROOTS, "segments"].into_iter().chain(RECORDS)
