@@ -8,11 +8,11 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::{ImageContents, segment::Form};
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::{
-    Contents as _, DEFAULT_DOMAIN, Domain, FileKind, FileName, Form, ImportOptions, InitOptions,
-    Publish, Store,
+    Contents as _, DEFAULT_DOMAIN, Domain, FileKind, FileName, ImportOptions, InitOptions, Publish,
+    Store,
 };
 use rustix::fs::FlockOperation;
 

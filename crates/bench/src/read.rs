@@ -15,9 +15,9 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use cofolio_erofs::tree::Content;
 use cofolio_image::{
-    compose::named_objects::{ImageContents, open_image, pack_segments},
+    compose::named_objects::open_image,
     export::{FilesystemOptions, export_filesystem},
-    pack::{PackOptions, pack},
+    pack::{ImageContents, PackOptions, pack, pack_segments, segment::Form},
 };
 use cofolio_node::settings::Backend;
 use cofolio_node::{
@@ -25,7 +25,7 @@ use cofolio_node::{
     probe::{self, Presence},
 };
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Form};
+use cofolio_store::{Digest, Domain};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 

@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use cofolio_image::pack::segment::Form;
 use cofolio_image::source::Source as ImageSource;
 use cofolio_image::{
     import,
@@ -19,7 +20,7 @@ use cofolio_image::{
 use cofolio_node::mount::Access;
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Form};
+use cofolio_store::{Digest, Domain};
 use cofolio_sys::cache::page_size;
 
 use crate::Outcome;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use cofolio_cli::interrupt;
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
 use cofolio_node::names;
 use cofolio_node::upkeep::Upkeep;

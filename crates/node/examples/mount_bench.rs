@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use cofolio_erofs::tree::{Content, Meta, Payload, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
-use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::import::{self};
+use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::Hierarchy;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};

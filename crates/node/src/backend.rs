@@ -1,9 +1,10 @@
 //! How images of a trust domain are mounted, and what that requires of packs and kernel.
 
 use crate::settings::{Backend, DomainSettings as _};
+use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Error, Form};
+use cofolio_store::{Digest, Domain, Error};
 
 use crate::mount::{MountError, MountState, Mounter, within_a_second};
 use crate::probe::{self, Presence};

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use cofolio_store::{Domain, Error, Form, Result};
+use cofolio_image::pack::segment::Form;
+use cofolio_store::{Domain, Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// How images of a trust domain are mounted: one way, as the kernel caches content of each apart.

@@ -16,8 +16,9 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
 use cache::{SIZE, all_pages, content, forget, resident};
-use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::import;
+use cofolio_image::pack::ImageContents;
+use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{PackOptions, pack};
 use cofolio_image::source::Source;
 use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
@@ -25,7 +26,7 @@ use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::probe::{self, Presence};
 use cofolio_node::settings::{Backend, DomainSettings as _};
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Form, InitOptions, Store};
+use cofolio_store::{Digest, Domain, InitOptions, Store};
 use cofolio_sys::cache::{FileMap, PrivateMap, page_size};
 use rustix::fs::Advice;
 

@@ -237,7 +237,10 @@ impl StoredFile {
     }
 
     /// Goes through the whole content in order; holes are not read.
-    pub(crate) fn for_pieces(
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`], and those of `each`.
+    pub fn for_pieces(
         &self,
         each: impl FnMut(Piece<'_>) -> crate::Result<()>,
     ) -> crate::Result<()> {

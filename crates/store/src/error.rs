@@ -126,14 +126,6 @@ pub enum Error {
     /// An image without a pack.
     #[error("image {0} has no pack")]
     NoPack(Digest),
-    /// More content than a segment can address.
-    #[error("object {digest} with {size} bytes is more than a segment can address")]
-    SegmentFull {
-        /// The object.
-        digest: Digest,
-        /// Its bytes.
-        size: u64,
-    },
     /// Content that the import relied on was collected before it was published. The import has to
     /// run again, with [`crate::ImportOptions::hold_lock`].
     #[error("garbage collection removed {count} objects that this import needs, first {first}")]
@@ -203,7 +195,6 @@ impl Error {
             | Self::NoSuchRef(_)
             | Self::NoSuch(_)
             | Self::NoPack(_)
-            | Self::SegmentFull { .. }
             | Self::TooMany { .. } => ErrorKind::Caller,
             Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
             Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {
@@ -214,7 +205,8 @@ impl Error {
         }
     }
 
-    pub(crate) fn corrupt(path: impl Into<String>, reason: impl ToString) -> Self {
+    /// [`Error::Corrupt`] about a file.
+    pub fn corrupt(path: impl Into<String>, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.into(), reason: reason.to_string() }
     }
 }
@@ -262,7 +254,11 @@ pub(crate) fn is_full(error: &io::Error) -> bool {
 }
 
 /// Puts action and path to an I/O error.
-pub(crate) trait At<T> {
+pub trait At<T> {
+    /// The same, as [`Error::Io`] about `path`.
+    ///
+    /// # Errors
+    /// That one.
     fn at(self, action: &'static str, path: &str) -> Result<T>;
 }
 

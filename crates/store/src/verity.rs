@@ -101,7 +101,7 @@ impl Hasher {
     }
 
     /// Takes the next `len` bytes by their [`block_digests`], after whole blocks only.
-    pub(crate) fn digests(&mut self, len: u64, digests: &[[u8; HASH]]) {
+    pub fn digests(&mut self, len: u64, digests: &[[u8; HASH]]) {
         debug_assert!(digests.len() as u64 == len.div_ceil(BLOCK as u64));
         self.flush();
         self.size += len;
@@ -237,7 +237,7 @@ fn hash_blocks(blocks: &[[u8; BLOCK]], mut each: impl FnMut(&[u8; HASH])) {
 }
 
 /// The digests of the blocks of a tree's data, the last one filled up with zeros.
-pub(crate) fn block_digests(data: &[u8]) -> Vec<[u8; HASH]> {
+pub fn block_digests(data: &[u8]) -> Vec<[u8; HASH]> {
     let mut digests = Vec::with_capacity(data.len().div_ceil(BLOCK));
     let (blocks, rest) = data.as_chunks();
     for group in blocks.chunks(sha256::LANES) {
@@ -250,7 +250,7 @@ pub(crate) fn block_digests(data: &[u8]) -> Vec<[u8; HASH]> {
 }
 
 /// The digest of a block of zeros.
-pub(crate) fn zero_digest() -> &'static [u8; HASH] {
+pub fn zero_digest() -> &'static [u8; HASH] {
     &zero_hashes()[0]
 }
 

@@ -9,17 +9,16 @@ mod common;
 
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
 use std::process::Command;
 
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Digest, Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection,
-    Publish, Ref, Store, verity,
+    Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Publish,
+    Ref, Store, verity,
 };
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
 use common::volume::{Volume, run};
-use common::{Lines, Scratch, content, content_of, import, nothing_live, pack};
+use common::{Lines, LoopMount, Scratch, content, import, nothing_live, on_each};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
@@ -29,32 +28,6 @@ const BTRFS_SUPER_MAGIC: rustix::fs::FsWord = 0x9123_683e;
 
 /// `XFS_SUPER_MAGIC` of `linux/magic.h`.
 const XFS_SUPER_MAGIC: rustix::fs::FsWord = 0x5846_5342;
-
-/// An image file with a filesystem in it, mounted; both go when dropped.
-struct LoopMount {
-    volume: Volume,
-    _scratch: Scratch,
-}
-
-impl LoopMount {
-    fn new(kind: &str) -> Result<Self, String> {
-        let scratch = Scratch::new(kind);
-        // 400 MB, sparse: xfs wants 300 at least.
-        let make = |options: &[&str]| Volume::new(&scratch.path, kind, 400, options);
-        // ext4 has fs-verity only if it was made with it, and a kernel without cannot mount that.
-        // Before 6.3 its blocks had to be pages, too.
-        let verity = (kind == "ext4").then(|| make(&["-b", "4096", "-O", "verity"]));
-        let volume = match verity {
-            Some(Ok(volume)) => volume,
-            _ => make(&[])?,
-        };
-        Ok(Self { volume, _scratch: scratch })
-    }
-
-    fn directory(&self) -> &Path {
-        &self.volume.directory
-    }
-}
 
 /// A store was made when its filesystem had no fs-verity, and images were mounted from it for a year; then somebody ran
 /// `tune2fs -O verity`. New objects have it, the old ones are told by fsck, and a repair gives it to them: to those
@@ -109,17 +82,6 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
     }
     assert_eq!(domain.protect_all(&Task::default()).unwrap(), 0);
     Store::open(&directory.join("store")).unwrap().destroy().unwrap();
-}
-
-/// Runs a test on every filesystem that can be had here.
-fn on_each(test: &str, body: impl Fn(&str, &Path)) {
-    body("temporary directory", &std::env::temp_dir());
-    for kind in ["ext4", "xfs", "btrfs"] {
-        match LoopMount::new(kind) {
-            Ok(mount) => body(kind, mount.directory()),
-            Err(reason) => println!("SKIP {test} on {kind}: {reason}"),
-        }
-    }
 }
 
 fn put(domain: &Domain, name: &str, sizes: &[usize]) -> Vec<Vec<u8>> {
@@ -423,69 +385,6 @@ fn fsck_sees_what_became_of_a_hole() {
         file.set_len(piece.len() as u64).unwrap();
     });
     assert_eq!(found, [FindingKind::ObjectAltered]);
-}
-
-/// A segment is content, and protected as such; where the filesystem can, it takes no room beside the objects.
-#[test]
-fn segments_are_protected_and_share_blocks_with_objects() {
-    on_each("segments_are_protected", |kind, parent| {
-        let scratch = Scratch::below(parent, "segments");
-        let domain = scratch.store().domain("default").unwrap();
-        put(&domain, "a", &[20 << 20, 5000, 1 << 20, 4096, 4097]);
-        let image = domain.get_ref("a").unwrap().unwrap().image;
-        rustix::fs::sync();
-        let free = || {
-            rustix::fs::syncfs(std::fs::File::open(parent).unwrap()).unwrap();
-            let stat = rustix::fs::statvfs(parent).unwrap();
-            stat.f_bavail * stat.f_frsize
-        };
-        let before = free();
-        let segments = pack(&domain, &image, 9, ImportOptions::default()).unwrap();
-        if kind != "temporary directory" {
-            let used = before.saturating_sub(free());
-            let shares = domain.can_reflink();
-            assert_eq!(used < 10 << 20, shares, "{kind}: {used} bytes");
-        }
-        is_clean(&domain);
-        for segment in segments {
-            let file = domain.open_segment(&segment).unwrap();
-            let measured = cofolio_sys::verity::measure(file.descriptor().unwrap());
-            if domain.protection().verity {
-                assert_eq!(measured.unwrap(), Some(segment.0), "{kind}");
-            }
-            check_segment(kind, &domain, &segment, |runs| assert_eq!(runs, 0, "nothing is twice"));
-        }
-
-        // Of a content that is somewhere else in part, the rest shares its blocks.
-        let (first, own) = (content(8 << 20, 1), content(3 << 20, 2));
-        let part =
-            [&own[..2 << 20], &first[4096..4 << 20], &own[..], &[0; 200_000], b"end"].concat();
-        let image = import(&domain, "b", &[first, part], None, ImportOptions::default()).unwrap();
-        rustix::fs::sync();
-        let before = free();
-        let segments = pack(&domain, &image, 1, ImportOptions::default()).unwrap();
-        if kind != "temporary directory" {
-            let used = before.saturating_sub(free());
-            let shares = domain.can_reflink();
-            assert_eq!(used < 2 << 20, shares, "{kind}: {used} bytes");
-        }
-        is_clean(&domain);
-        let mut in_runs = 0;
-        for segment in segments {
-            check_segment(kind, &domain, &segment, |runs| in_runs += runs);
-        }
-        assert!(in_runs > 1, "{kind}");
-    });
-}
-
-/// All contents of a segment are what they should be; `runs` is told in how many places each is that is not in one piece.
-fn check_segment(kind: &str, domain: &Domain, digest: &Digest, mut runs: impl FnMut(usize)) {
-    let segment = domain.read_segment(digest).unwrap();
-    for extent in &segment.extents {
-        let content = content_of(domain, digest, &segment, extent);
-        assert_eq!(verity::digest(&content), extent.object, "{kind}");
-        runs(extent.runs.len());
-    }
 }
 
 /// A real filesystem that is really full.

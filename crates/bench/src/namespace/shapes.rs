@@ -8,10 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use cofolio_image::{
-    compose::named_objects::ImageContents,
-    pack::{PackOptions, pack},
-};
+use cofolio_image::pack::{ImageContents, PackOptions, pack, segment::Form};
 use cofolio_node::settings::Backend;
 use cofolio_node::{
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
@@ -19,7 +16,7 @@ use cofolio_node::{
     upkeep::bases,
 };
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Form};
+use cofolio_store::{Digest, Domain};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 

@@ -7,6 +7,7 @@ mod load;
 mod measure;
 mod report;
 
+use cofolio_image::pack::segment::Form;
 use std::{
     fs,
     io::{self, Write},
@@ -19,7 +20,7 @@ use cofolio_node::settings::DomainSettings as _;
 use cofolio_node::{
     container::Runtime, container::bundle::ImageConfig, ledger::cgroup::Hierarchy, mount::Access,
 };
-use cofolio_store::Form;
+
 use cofolio_sys::cache::page_size;
 
 use self::{

@@ -1,7 +1,8 @@
 use cofolio_cli::args::BackendArg;
+use cofolio_image::pack::segment::Form;
 use cofolio_node::backend;
 use cofolio_node::settings::{Backend, DomainSettings as _};
-use cofolio_store::Form;
+
 use serde_json::json;
 
 use crate::cmd::Outcome;

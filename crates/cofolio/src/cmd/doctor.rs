@@ -1,6 +1,7 @@
+use cofolio_image::pack::segment::Form;
 use cofolio_node::probe::{self, Feature, Need, Presence};
 use cofolio_node::settings::{Backend, DomainSettings as _};
-use cofolio_store::{Form, Refs};
+use cofolio_store::Refs;
 use serde_json::json;
 
 use crate::cmd::Outcome;

@@ -1,4 +1,4 @@
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};

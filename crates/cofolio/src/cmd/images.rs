@@ -2,7 +2,7 @@ mod sharing;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, DuReport, ImageUsage};
 use serde_json::json;

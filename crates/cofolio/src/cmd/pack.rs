@@ -1,6 +1,6 @@
+use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{PackOptions, PackReport, pack};
 use cofolio_node::backend;
-use cofolio_store::Form;
 
 use crate::cmd::Outcome;
 use crate::context::Context;

@@ -1,4 +1,4 @@
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_store::{Domain, Finding, ScrubOptions};
 
 use crate::cmd::{Outcome, findings_table};

@@ -1,60 +1,22 @@
-//! Which objects images, layers and splits name.
+//! Which objects images and layers name.
 
 use std::io::BufReader;
 
 use cofolio_erofs::dump::{Records, What};
 use cofolio_erofs::read::{Image, Inode, ReadAt, ReadError};
 use cofolio_erofs::tree::{Content, Payload};
-use cofolio_store::{BoxError, Contents, Digest, FileKind, Segment, StoredFile};
+use cofolio_store::{BoxError, Digest, StoredFile};
 
-use crate::layer::split;
 use crate::stored::StoredImage;
 
 /// Where a metadata image says at which path below the objects directory a file's content lies.
 const REDIRECT: &[u8] = b"trusted.overlay.redirect";
 
-/// Reads metadata images (EROFS in composefs form), layer trees (dump text, zstd) and splits.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ImageContents;
-
-impl Contents for ImageContents {
-    fn names(
-        &self,
-        kind: FileKind,
-        file: &StoredFile,
-        visit: &mut dyn FnMut(Digest, u64),
-    ) -> Result<(), BoxError> {
-        match kind {
-            FileKind::Object => Ok(()),
-            FileKind::Image => image_objects(file, visit),
-            FileKind::Layer => layer_objects(file, visit),
-            FileKind::Split => Ok(split::objects(&StoredImage::new(file)?, visit)?),
-            FileKind::Pack => {
-                pack_segments(file)?.into_iter().for_each(|segment| visit(segment, 0));
-                Ok(())
-            }
-            FileKind::Segment => Ok(Segment::check(file)?),
-        }
-    }
-
-    fn image_paths(
-        &self,
-        image: &StoredFile,
-        wanted: &dyn Fn(&Digest) -> bool,
-        found: &mut dyn FnMut(Digest, &[u8]),
-    ) -> Result<(), BoxError> {
-        let image = open_image(image)?;
-        let mut walk = image.walk()?;
-        while let Some(file) = walk.advance()? {
-            if let Some(digest) = object_of(&image, &file.inode)?.filter(wanted) {
-                found(digest, file.path);
-            }
-        }
-        Ok(())
-    }
-}
-
-fn image_objects(image: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Result<(), BoxError> {
+/// Tells of each file of a metadata image which object it names, and its size in bytes.
+pub(crate) fn image_objects(
+    image: &StoredFile,
+    visit: &mut dyn FnMut(Digest, u64),
+) -> Result<(), BoxError> {
     let image = open_image(image)?;
     let mut walk = image.walk()?;
     while let Some(found) = walk.advance()? {
@@ -65,7 +27,11 @@ fn image_objects(image: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Resu
     Ok(())
 }
 
-fn layer_objects(layer: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Result<(), BoxError> {
+/// The same of a layer's tree (dump text, zstd).
+pub(crate) fn layer_objects(
+    layer: &StoredFile,
+    visit: &mut dyn FnMut(Digest, u64),
+) -> Result<(), BoxError> {
     let decoder = zstd::stream::read::Decoder::new(layer.reader())?;
     // Line by line, without the limits that a tree of mkcomposefs has: what an import accepted must
     // be readable here, or garbage collection could not tell what the layer needs.
@@ -83,16 +49,6 @@ fn layer_objects(layer: &StoredFile, visit: &mut dyn FnMut(Digest, u64)) -> Resu
         visit(digest.ok_or_else(|| NoObject(record.path.to_vec()))?, size);
     }
     Ok(())
-}
-
-/// The segments that a pack needs, in its own order. The tag of a device is a segment's digest.
-pub fn pack_segments(pack: &StoredFile) -> Result<Vec<Digest>, BoxError> {
-    let image = open_image(pack)?;
-    let segments = image.superblock().devices.iter().map(|device| {
-        let named = Digest::from_lower_hex(&device.tag);
-        named.ok_or_else(|| format!("device `{}` is no segment", device.tag.escape_ascii()).into())
-    });
-    segments.collect()
 }
 
 /// A file whose content is neither in the image nor an object. gc must not guess.

@@ -19,7 +19,7 @@ use cofolio_erofs::write::lz4::{self, Pcluster};
 use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Extent, Form, WriteError, write_data};
 use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
-use cofolio_store::{Digest, Domain, Piece, SHA256_SIZE_MAX, Stretch, granule, stretch_at};
+use cofolio_store::{Digest, Domain, Piece, Stretch, stretch_at};
 use serde::Serialize;
 use sha2::Digest as _;
 
@@ -28,6 +28,7 @@ use super::assemble::Object;
 use super::error::{ExportError, io_error};
 use crate::compose::named_objects::open_image;
 use crate::lease::Lease;
+use crate::pack::segment::{SHA256_SIZE_MAX, granule};
 
 const BLOCK: usize = 4096;
 /// How much is read at once, in bytes: whole blocks.

@@ -10,8 +10,10 @@
 //! blocks on disk and, mounted with `inode_share`, pages in memory. Pages that an image's segments
 //! already hold are not written again. Plain and compressed contents share nothing.
 
+mod contents;
 mod order;
 mod rewrite;
+pub mod segment;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -22,16 +24,15 @@ use cofolio_erofs::write::{
     self, Blob, Blobs, BlockAddr, Data, Device, Extent, WriteError, write_data,
 };
 use cofolio_store::task::{Cancelled, Task};
-use cofolio_store::{
-    Digest, Domain, Error, Form, ImportOptions, Pages, Part, Publish, SHA256_SIZE_MAX, Segment,
-    Staging,
-};
+use cofolio_store::{Digest, Domain, Error, ImportOptions, Publish, Staging};
 use serde::Serialize;
 
-use crate::compose::named_objects::{open_image, pack_segments};
+use crate::compose::named_objects::open_image;
 use crate::lease::Lease;
 
+pub use contents::{ImageContents, pack_segments};
 pub use rewrite::{RewriteReport, rewrite};
+use segment::{Form, Pages, Part, SHA256_SIZE_MAX, Segment, SegmentWriter};
 use usage::Usage;
 
 /// Largest segment of several objects, in bytes. Larger ones would keep more alive than is needed;
@@ -83,6 +84,9 @@ pub enum PackError {
     /// The image cannot be read, or has files that cannot be packed.
     #[error("image {image}: {what}")]
     Image { image: Digest, what: String },
+    /// More content than a segment can address.
+    #[error("object {object} with {size} bytes is more than a segment can address")]
+    TooLarge { object: Digest, size: u64 },
     /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
@@ -142,7 +146,7 @@ fn pack_without(
 fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
     for pack in domain.packs_of(image)? {
         let Ok(segments) = pack_segments(&domain.open_pack(&pack)?) else { continue };
-        let usable = |digest| domain.read_segment(digest).is_ok_and(|it| it.form() == form);
+        let usable = |digest| Segment::of(domain, digest).is_ok_and(|it| it.form() == form);
         if segments.iter().all(usable) {
             return Ok(Some(PackReport {
                 image: *image,
@@ -237,7 +241,7 @@ impl Plan {
             if wanted.is_empty() {
                 break;
             }
-            let read = usage::readable(domain.read_segment(digest))?;
+            let read = usage::readable(Segment::of(domain, digest))?;
             let Some(mut segment) = read else { continue };
             if segment.form() != self.form {
                 continue;
@@ -310,7 +314,7 @@ impl Plan {
         for extent in &segment.extents {
             // Even if no block lies in it: packs keep the segment that describes a content.
             self.device(*digest);
-            let mut place_of = |place: cofolio_store::Place| BlockAddr {
+            let mut place_of = |place: segment::Place| BlockAddr {
                 device: self.device(segment.holder(digest, place)),
                 block: place.block,
             };
@@ -367,7 +371,7 @@ impl Plan {
             }
         }
         for contents in self.batches(&wanted, options) {
-            let mut writer = staging.segment_writer(&pages, &task.cancel)?;
+            let mut writer = SegmentWriter::new(staging, &pages, &task.cancel)?;
             for (object, size) in contents {
                 match options.form {
                     Form::Plain => writer.add(object, *size)?,

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind};
 
 use super::PackError;
-use crate::compose::named_objects::ImageContents;
+use crate::pack::ImageContents;
 
 /// A layer with less has no segment of its own: it goes with the next ones. In bytes.
 pub(super) const LAYER_BYTES_MIN: u64 = 4 << 20;

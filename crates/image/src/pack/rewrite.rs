@@ -6,12 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_store::task::Task;
-use cofolio_store::{Contents as _, Digest, Domain, FileKind, Form};
+use cofolio_store::{Contents as _, Digest, Domain, FileKind};
 use serde::Serialize;
 
+use super::segment::{Form, Segment};
 use super::usage::{self, Usage};
-use super::{PackError, PackOptions, pack_without};
-use crate::compose::named_objects::{ImageContents, pack_segments};
+use super::{ImageContents, PackError, PackOptions, pack_segments, pack_without};
 
 /// Outcome of a rewrite.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -91,7 +91,7 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
     let sizes = usage::sizes(domain, &BTreeSet::new())?;
     let mut segments = BTreeMap::new();
     for digest in sizes.keys() {
-        segments.extend(usage::readable(domain.read_segment(digest))?.map(|it| (*digest, it)));
+        segments.extend(usage::readable(Segment::of(domain, digest))?.map(|it| (*digest, it)));
     }
     let mut usage = Usage::new(&sizes);
     let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();

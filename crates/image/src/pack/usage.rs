@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
-use cofolio_store::{Digest, Domain, Error, Extent, Segment};
+use cofolio_store::{Digest, Domain, Error};
+
+use super::segment::{Extent, Segment};
 
 /// How many blocks the segments of a domain have; damaged ones and those in `without` are left out.
 pub(super) fn sizes(
@@ -12,7 +14,7 @@ pub(super) fn sizes(
 ) -> Result<BTreeMap<Digest, u32>, Error> {
     let mut sizes = BTreeMap::new();
     for digest in domain.segments()?.into_iter().filter(|digest| !without.contains(digest)) {
-        sizes.extend(readable(domain.segment_blocks(&digest))?.map(|blocks| (digest, blocks)));
+        sizes.extend(readable(Segment::blocks_of(domain, &digest))?.map(|blocks| (digest, blocks)));
     }
     Ok(sizes)
 }

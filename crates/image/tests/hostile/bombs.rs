@@ -43,7 +43,7 @@ fn limits_stop_bombs() {
     if !bench.domain.protection().verity {
         let report = bench.import(&hole(b"1000000000000").source()).unwrap();
         let image = report.image;
-        let contents = cofolio_image::compose::named_objects::ImageContents;
+        let contents = cofolio_image::pack::ImageContents;
         let verified = bench.domain.verify_image(&image, &contents, &Task::default()).unwrap();
         assert_eq!((verified.bytes, verified.findings.len()), (1_000_000_000_000, 0));
     }

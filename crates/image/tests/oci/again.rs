@@ -5,9 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, ImportReport, import};
+use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_store::task::{Cancel, Event, Phase, Task};
 use cofolio_store::{FsckOptions, GcOptions, verity};

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_store::GcOptions;
 
 use crate::support::*;

@@ -7,11 +7,11 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::export::{
     Compression, Destination, ExportError, ExportOptions, Exported, export,
 };
 use cofolio_image::import::ImportOptions;
+use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_store::task::{Cancel, Cancelled, Task};
 use cofolio_store::{Digest, FsckOptions, GcOptions, RootKind};

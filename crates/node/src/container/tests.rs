@@ -87,7 +87,7 @@ fn in_store(test: impl FnOnce(&Path, Containers<'_>)) {
     let store = cofolio_store::Store::init(&dir.path().join("store"), &options).unwrap();
     let domain = store.domain_or_create("default").unwrap();
     let run = crate::mount::RunDir::at(dir.path().join("run"));
-    let mounter = Mounter::new(&domain, run, &cofolio_image::compose::named_objects::ImageContents);
+    let mounter = Mounter::new(&domain, run, &cofolio_image::pack::ImageContents);
     let host = dir.path().join("host");
     test(&host, Containers { mounter, root: host.clone() });
 }

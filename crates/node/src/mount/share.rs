@@ -8,6 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use crate::settings::{DomainSettings as _, Secret};
+use cofolio_image::pack::segment::Segment;
 use cofolio_store::{Digest, Error, FileKind, StoredFile};
 
 use super::check::{check_digest, measured};
@@ -53,7 +54,7 @@ impl Mounter<'_> {
                     )));
                 }
                 true => {}
-                false => drop(self.domain.segment_blocks(&digest)?),
+                false => drop(Segment::blocks_of(self.domain, &digest)?),
             }
             segments.push(segment);
         }

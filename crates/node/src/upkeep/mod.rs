@@ -7,8 +7,8 @@ pub mod repair;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::settings::{Backend, DomainSettings as _};
-use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::error::ImportError;
+use cofolio_image::pack::ImageContents;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{

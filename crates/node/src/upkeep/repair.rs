@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use cofolio_image::compose::named_objects::ImageContents;
 use cofolio_image::import::{self, ImportOptions};
+use cofolio_image::pack::ImageContents;
 use cofolio_image::registry::RegistryOptions;
 use cofolio_image::source::Source;
 use cofolio_store::task::Task;

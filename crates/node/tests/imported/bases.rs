@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use cofolio_image::compose::base::Based;
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_node::mount::{MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::upkeep::bases::{self, BasesReport};
 use cofolio_store::task::Task;

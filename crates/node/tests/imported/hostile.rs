@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 
 use crate::support::*;

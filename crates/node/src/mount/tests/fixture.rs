@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use crate::mount::state::list;
 use crate::mount::{Mounter, RunDir, kernel, mountinfo};
-use cofolio_image::compose::named_objects::ImageContents;
+use cofolio_image::pack::ImageContents;
 use cofolio_image::pack::{PackOptions, pack};
 
 /// Prints why and returns, where the test cannot run; else moves this thread into a mount namespace
@@ -175,7 +175,10 @@ impl Fixture {
     pub(crate) fn shared() -> Self {
         let fixture = Self::new();
         fixture.pack(&fixture.image);
-        fixture.domain.set_backend(Backend::InodeShare, cofolio_store::Form::Plain).unwrap();
+        fixture
+            .domain
+            .set_backend(Backend::InodeShare, cofolio_image::pack::segment::Form::Plain)
+            .unwrap();
         fixture
     }
 

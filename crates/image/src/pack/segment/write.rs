@@ -8,16 +8,15 @@ use std::ops::Range;
 
 use sha2::{Digest as _, Sha256};
 
+use super::super::PackError;
 use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
-use super::{BLOCK, Extent, Part, Place, Run, SHA256_SIZE_MAX, Segment, granule, segment_name};
-use crate::buffer::Buffer;
-use crate::disk::{Piece, StoredFile};
-use crate::error::{At, Error, Result};
-use crate::staged::StagedFile;
-use crate::staging::Staging;
-use crate::task::Cancel;
-use crate::verity::{Hasher, block_digests, zero_digest};
-use crate::{Digest, Domain};
+use super::{BLOCK, Extent, Part, Place, Run, SHA256_SIZE_MAX, Segment, granule};
+use cofolio_store::task::Cancel;
+use cofolio_store::verity::{Hasher, block_digests, zero_digest};
+use cofolio_store::{
+    At as _, Buffer, Digest, Domain, Error, FileKind, FileName, Piece, Result, StagedFile, Staging,
+    StoredFile,
+};
 
 const PAGE: usize = 4096;
 /// How much is gathered before it is written, in bytes.
@@ -116,15 +115,11 @@ impl fmt::Debug for SegmentWriter<'_> {
     }
 }
 
-impl Staging {
+impl<'a> SegmentWriter<'a> {
     /// A writer for a segment without plain content in `known`. Fails like [`Staging::put_object`].
-    pub fn segment_writer<'a>(
-        &'a self,
-        known: &'a Pages,
-        cancel: &'a Cancel,
-    ) -> Result<SegmentWriter<'a>> {
-        Ok(SegmentWriter {
-            file: self.file_writer()?,
+    pub fn new(staging: &'a Staging, known: &'a Pages, cancel: &'a Cancel) -> Result<Self> {
+        Ok(Self {
+            file: staging.file_writer()?,
             hasher: Hasher::new(),
             buffer: Buffer::new(WRITE_SIZE),
             segment: Segment::default(),
@@ -179,9 +174,9 @@ impl SegmentWriter<'_> {
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::SizeMismatch`], [`Error::Corrupt`] if the content has another
-    /// digest than its name, [`Error::SegmentFull`] if a segment cannot address it, and those of
+    /// digest than its name, [`PackError::TooLarge`] if a segment cannot address it, and those of
     /// [`Staging::put_object`].
-    pub fn add(&mut self, object: &Digest, size: u64) -> Result<()> {
+    pub fn add(&mut self, object: &Digest, size: u64) -> Result<(), PackError> {
         debug_assert!(self.segment.parts.is_empty(), "all contents are kept in one way");
         let source = self.open(object, size)?;
         let block = self.segment.blocks;
@@ -230,7 +225,7 @@ impl SegmentWriter<'_> {
         object: &Digest,
         size: u64,
         compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Part>>,
-    ) -> Result<()> {
+    ) -> Result<(), PackError> {
         debug_assert_eq!(self.segment.parts.len(), self.segment.blocks as usize);
         let source = self.open(object, size)?;
         let mut hashers = Hashers::new(size);
@@ -240,7 +235,7 @@ impl SegmentWriter<'_> {
         let parts = compress(&mut reader, &mut writer);
         let Blocks { written, failed, .. } = writer;
         if let Some(error) = failed {
-            return Err(error);
+            return Err(error.into());
         }
         let parts = parts.at("read", source.path())?;
         let sha256 = hashers.finish(&source, object)?;
@@ -250,7 +245,7 @@ impl SegmentWriter<'_> {
         let runs = Vec::new();
         let extent = Extent { object: *object, sha256, size, block, blocks, runs };
         if !self.segment.fits(&extent) || written != u64::from(blocks) * BLOCK {
-            return Err(io::Error::from(io::ErrorKind::InvalidData)).at("compress", source.path());
+            Err(io::Error::from(io::ErrorKind::InvalidData)).at("compress", source.path())?;
         }
         self.segment.blocks += blocks;
         self.segment.extents.push(extent);
@@ -267,11 +262,11 @@ impl SegmentWriter<'_> {
     }
 
     /// Whether so many blocks more can be addressed; gives their number.
-    fn room(&self, object: &Digest, size: u64, blocks: u64) -> Result<u32> {
+    fn room(&self, object: &Digest, size: u64, blocks: u64) -> Result<u32, PackError> {
         let blocks = u32::try_from(blocks).ok();
         blocks
             .filter(|blocks| self.segment.blocks.checked_add(*blocks).is_some())
-            .ok_or(Error::SegmentFull { digest: *object, size })
+            .ok_or(PackError::TooLarge { object: *object, size })
     }
 
     /// Takes the next bytes of a content.
@@ -544,7 +539,7 @@ impl SegmentWriter<'_> {
         self.flush()?;
         let Self { file, hasher, segment, pages, .. } = self;
         let (staging, digest) = (file.staging(), hasher.finish());
-        let name = segment_name(&digest);
+        let name = FileName::content(FileKind::Segment, &digest);
         file.finish(&name)?;
         let file = staging.open_named(&name)?;
         Ok(Written { digest, segment, pages, file })

@@ -38,11 +38,8 @@
 mod index;
 mod write;
 
-use std::path::PathBuf;
-
+use cofolio_store::{Digest, Domain, Result, StoredFile};
 use serde::{Deserialize, Serialize};
-
-use crate::{Digest, Domain, FileKind, FileName, Result, StoredFile};
 
 use index::Footer;
 pub use write::{Pages, SegmentWriter, Written};
@@ -174,110 +171,25 @@ impl Segment {
     }
 }
 
-/// A pack of the domain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Pack {
-    /// The image that it is of.
-    pub image: Digest,
-    /// Its own fs-verity digest.
-    pub digest: Digest,
-}
-
-impl Pack {
-    pub(crate) fn name(self) -> FileName {
-        FileName::of_image(FileKind::Pack, &self.image, &self.digest)
-    }
-}
-
-pub(crate) fn segment_name(digest: &Digest) -> FileName {
-    FileName::content(FileKind::Segment, digest)
-}
-
 impl Segment {
+    /// The index of a segment of the domain; its blocks are not read.
+    ///
+    /// # Errors
+    /// [`Error::NoSuch`](cofolio_store::Error::NoSuch), and those of [`Segment::check`].
+    pub fn of(domain: &Domain, digest: &Digest) -> Result<Self> {
+        Self::read(&domain.open_segment(digest)?)
+    }
+
+    /// How many blocks a segment of the right length has. Fails like [`Segment::of`].
+    pub fn blocks_of(domain: &Domain, digest: &Digest) -> Result<u32> {
+        Ok(Footer::read(&domain.open_segment(digest)?)?.blocks)
+    }
+
     /// Whether a file can be read as a segment. Its blocks are not looked at.
     ///
     /// # Errors
-    /// [`Error::Corrupt`](crate::Error::Corrupt), [`Error::Io`](crate::Error::Io).
+    /// [`Error::Corrupt`](cofolio_store::Error::Corrupt), [`Error::Io`](cofolio_store::Error::Io).
     pub fn check(file: &StoredFile) -> Result<()> {
         Self::read(file).map(drop)
-    }
-}
-
-impl Domain {
-    /// Digests of all segments, sorted.
-    ///
-    /// # Errors
-    /// [`Error::Io`](crate::Error::Io).
-    pub fn segments(&self) -> Result<Vec<Digest>> {
-        Ok(self.named(FileKind::Segment)?.iter().filter_map(FileName::digest).collect())
-    }
-
-    /// Opens a segment for reading.
-    ///
-    /// # Errors
-    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Io`](crate::Error::Io).
-    pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
-        self.open_named(&segment_name(digest))
-    }
-
-    /// The index of a segment; its blocks are not read.
-    ///
-    /// # Errors
-    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Corrupt`](crate::Error::Corrupt),
-    /// [`Error::Io`](crate::Error::Io).
-    pub fn read_segment(&self, digest: &Digest) -> Result<Segment> {
-        Segment::read(&self.open_segment(digest)?)
-    }
-
-    /// How many blocks a segment of right length has. Fails like [`Domain::read_segment`].
-    pub fn segment_blocks(&self, digest: &Digest) -> Result<u32> {
-        Ok(Footer::read(&self.open_segment(digest)?)?.blocks)
-    }
-
-    /// All packs, sorted by image.
-    ///
-    /// # Errors
-    /// [`Error::Io`](crate::Error::Io).
-    pub fn packs(&self) -> Result<Vec<Pack>> {
-        let names = self.named(FileKind::Pack)?;
-        let pack = |name: &FileName| Some(Pack { image: name.image()?, digest: name.digest()? });
-        Ok(names.iter().filter_map(pack).collect())
-    }
-
-    /// The packs of an image: at most one, or two good ones after an interrupted replacement.
-    ///
-    /// # Errors
-    /// [`Error::Io`](crate::Error::Io).
-    pub fn packs_of(&self, image: &Digest) -> Result<Vec<Pack>> {
-        Ok(self.packs()?.into_iter().filter(|pack| pack.image == *image).collect())
-    }
-
-    /// Opens a pack for reading.
-    ///
-    /// # Errors
-    /// [`Error::NoSuch`](crate::Error::NoSuch), [`Error::Io`](crate::Error::Io).
-    pub fn open_pack(&self, pack: &Pack) -> Result<StoredFile> {
-        self.open_named(&pack.name())
-    }
-
-    /// Removes the packs of an image; says whether there was one. The next [`Domain::gc`] takes
-    /// what only they needed. Mounts stay: the kernel has the files open.
-    ///
-    /// # Errors
-    /// [`Error::ReadOnly`](crate::Error::ReadOnly), [`Error::Io`](crate::Error::Io).
-    pub fn remove_pack(&self, image: &Digest) -> Result<bool> {
-        let packs: Vec<_> = self.packs_of(image)?.into_iter().map(Pack::name).collect();
-        self.remove_named(&packs)?;
-        Ok(!packs.is_empty())
-    }
-
-    /// The file of a pack. `None` on a simulated disk.
-    pub fn pack_path(&self, pack: &Pack) -> Option<PathBuf> {
-        self.named_path(&pack.name())
-    }
-
-    /// The file of a segment. `None` on a simulated disk.
-    pub fn segment_path(&self, digest: &Digest) -> Option<PathBuf> {
-        self.named_path(&segment_name(digest))
     }
 }

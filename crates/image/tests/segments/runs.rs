@@ -1,18 +1,14 @@
 //! Contents that are the same page for page, as a whole or in part: segments have these pages once.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-mod common;
-
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
+use crate::common::{Scratch, content, import, nothing_live};
+use crate::real::{Segments, content_of, pack};
+use cofolio_image::pack::segment::{Extent, Run, Segment};
 use cofolio_store::task::Task;
-use cofolio_store::{
-    Digest, Domain, Error, Extent, FsckOptions, GcOptions, ImportOptions, Run, Segment, verity,
-};
-use common::{Lines, Scratch, content, content_of, import, nothing_live, pack};
+use cofolio_store::{Digest, Domain, Error, FsckOptions, GcOptions, ImportOptions, verity};
 use proptest::prelude::*;
 
 const PAGE: usize = 4096;
@@ -32,7 +28,7 @@ fn packed(domain: &Domain, contents: &[Vec<u8>]) -> Vec<(Digest, Segment)> {
         pack(domain, &image, 1, ImportOptions::default()).unwrap();
         let object = verity::digest(content);
         let segments = domain.segments().unwrap().into_iter();
-        let mut segments = segments.map(|digest| (digest, domain.read_segment(&digest).unwrap()));
+        let mut segments = segments.map(|digest| (digest, Segment::of(domain, &digest).unwrap()));
         segments.find(|(_, it)| it.extents.iter().any(|extent| extent.object == object)).unwrap()
     };
     contents.iter().enumerate().map(put).collect()
@@ -86,11 +82,11 @@ fn what_another_content_has_is_not_there_again() {
     assert_eq!(found[6], [(Some(0), 31)]);
     assert_eq!(found[7], [(Some(0), 16), (None, 33)]);
     assert_eq!(segments[3].1.blocks, 1, "EROFS refuses an empty device");
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
+    let report = domain.fsck(&Segments, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
     // What is in other segments is kept by the pack that names them.
     domain.remove_ref("image0").unwrap();
-    let report = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    let report = domain.gc(&Segments, &nothing_live, &GcOptions::default()).unwrap();
     assert_eq!((report.packs, report.segments), (1, 0));
 }
 
@@ -144,7 +140,7 @@ proptest! {
         let segments = pack(&domain, &image, at_once, options).unwrap();
         let mut objects = 0;
         for digest in &segments {
-            let segment = domain.read_segment(digest).unwrap();
+            let segment = Segment::of(&domain, digest).unwrap();
             check(&domain, digest, &segment);
             objects += segment.extents.len();
             // Nothing goes on where the one before it ends.
@@ -164,7 +160,7 @@ fn there_twice(domain: &Domain, segments: &[Digest]) -> usize {
     let mut files: Vec<Vec<u8>> = Vec::new();
     let mut twice = 0;
     for (number, digest) in segments.iter().enumerate() {
-        let segment = domain.read_segment(digest).unwrap();
+        let segment = Segment::of(domain, digest).unwrap();
         let mut bytes = domain.open_segment(digest).unwrap().read_all(1 << 30).unwrap();
         bytes.truncate(segment.blocks as usize * PAGE);
         files.push(bytes);
@@ -248,7 +244,7 @@ fn runs_that_cannot_be_are_refused() {
         let _ = Command::new("chattr").arg("-i").arg(&path).output();
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, &altered).unwrap();
-        let read = domain.read_segment(digest);
+        let read = Segment::of(&domain, digest);
         assert!(matches!(read, Err(Error::Corrupt { .. })), "{at}: {value}: {read:?}");
     }
 }

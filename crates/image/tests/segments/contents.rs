@@ -1,21 +1,20 @@
 //! Segments and packs: what they hold, how long they stay, and how damage to them is told.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-mod common;
-
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
+use crate::common::{Scratch, content, import, nothing_live};
+use crate::real::{self, Segments, content_of};
+use cofolio_image::pack::PackError;
+use cofolio_image::pack::segment::{Form, Pages, Part, Segment, SegmentWriter, Written};
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
-    Digest, Domain, Error, FindingKind, Form, FsckOptions, GcOptions, GcReport, ImportOptions,
-    Pages, Part, Publish, ScrubOptions, Segment, TrimOptions, Written, verity,
+    Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions, Publish,
+    ScrubOptions, TrimOptions, verity,
 };
-use common::{Lines, Scratch, content, content_of, import, nothing_live, pack};
 use sha2::Digest as _;
 
 const OPTIONS: ImportOptions = ImportOptions {
@@ -34,11 +33,11 @@ fn put(domain: &Domain, name: &str, pieces: &[Vec<u8>]) -> Digest {
 }
 
 fn gc(domain: &Domain) -> GcReport {
-    domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap()
+    domain.gc(&Segments, &nothing_live, &GcOptions::default()).unwrap()
 }
 
 fn findings(domain: &Domain) -> Vec<(FindingKind, String)> {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
+    let report = domain.fsck(&Segments, FsckOptions { rehash: true }, &Task::default()).unwrap();
     report.findings.into_iter().map(|finding| (finding.kind, finding.path)).collect()
 }
 
@@ -47,7 +46,7 @@ fn check(domain: &Domain, digest: &Digest) -> Segment {
     let file = domain.open_segment(digest).unwrap();
     let bytes = file.read_all(1 << 30).unwrap();
     assert_eq!(verity::digest(&bytes), *digest);
-    let segment = domain.read_segment(digest).unwrap();
+    let segment = Segment::of(domain, digest).unwrap();
     for extent in &segment.extents {
         let object = domain.open_object(&extent.object).unwrap().read_all(1 << 30).unwrap();
         assert_eq!(extent.size, object.len() as u64);
@@ -75,7 +74,7 @@ fn a_segment_holds_what_was_put_in() {
     let scratch = Scratch::new("segment");
     let domain = domain(&scratch);
     let image = put(&domain, "a", &pieces());
-    let segments = pack(&domain, &image, 4, OPTIONS).unwrap();
+    let segments = real::pack(&domain, &image, 4, OPTIONS).unwrap();
     assert_eq!(segments.len(), 3);
     let extents: usize = segments.iter().map(|segment| check(&domain, segment).extents.len()).sum();
     assert_eq!(extents, pieces().len());
@@ -86,13 +85,13 @@ fn a_segment_holds_what_was_put_in() {
     assert_eq!(findings(&domain), []);
 
     // The same again is the same; and what another image has of it is not stored twice.
-    assert_eq!(common::pack(&domain, &image, 4, OPTIONS).unwrap().len(), 3);
+    assert_eq!(real::pack(&domain, &image, 4, OPTIONS).unwrap().len(), 3);
     let mut more = pieces();
     more.push(content(9999, 30));
     let other = put(&domain, "b", &more);
-    assert_eq!(common::pack(&domain, &other, 4, OPTIONS).unwrap().len(), 4);
+    assert_eq!(real::pack(&domain, &other, 4, OPTIONS).unwrap().len(), 4);
     assert_eq!(domain.segments().unwrap().len(), 4);
-    let du = domain.du(&Lines, &Task::default()).unwrap();
+    let du = domain.du(&Segments, &Task::default()).unwrap();
     assert_eq!((du.packs, du.segments), (2, 4));
     assert!(du.segment_bytes > 4 << 20, "{du:?}");
     assert_eq!(du.bytes(), domain.bytes().unwrap());
@@ -131,7 +130,7 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
     let cancel = Cancel::default();
-    let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
+    let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
     let mut expected = Vec::new();
     for piece in pieces() {
         let object = verity::digest(&piece);
@@ -146,7 +145,7 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     let Written { digest, segment: written, .. } = writer.finish().unwrap();
     let segments = vec![digest];
     staging.commit(&Publish { segments, ..Publish::default() }, []).unwrap();
-    let segment = domain.read_segment(&digest).unwrap();
+    let segment = Segment::of(&domain, &digest).unwrap();
     assert_eq!(segment, written);
     assert_eq!(segment.form(), Form::Lz4);
     assert!(segment.blocks < 700, "{}", segment.blocks);
@@ -159,11 +158,11 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     assert_eq!(verity::digest(&bytes), digest);
     assert!(bytes[segment.extents[1].block as usize * 4096..].starts_with(&pieces()[1]));
     assert_eq!(findings(&domain), []);
-    assert_eq!(domain.segment_blocks(&digest).unwrap(), segment.blocks);
+    assert_eq!(Segment::blocks_of(&domain, &digest).unwrap(), segment.blocks);
 
     // What is said of blocks is a part of what is checked.
     change(&segment_path(&scratch, &digest), bytes.len() as u64 - 64 - 3);
-    assert!(matches!(domain.read_segment(&digest), Err(Error::Corrupt { .. })));
+    assert!(matches!(Segment::of(&domain, &digest), Err(Error::Corrupt { .. })));
     assert_eq!(findings(&domain)[0].0, FindingKind::SegmentUnreadable);
 }
 
@@ -179,12 +178,12 @@ fn blocks_that_are_not_what_is_said_of_them_are_refused() {
     let add = |wrong: &dyn Fn(&mut Vec<Part>)| {
         let pages = Pages::default();
         let cancel = Cancel::default();
-        let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
+        let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
         writer.add_compressed(&object, 24_000, |content, blocks| shrink(content, blocks, wrong))
     };
     add(&|_| ()).unwrap();
     let refused = |wrong: &dyn Fn(&mut Vec<Part>)| {
-        assert!(matches!(add(wrong), Err(Error::Io { .. })));
+        assert!(matches!(add(wrong), Err(PackError::Store(Error::Io { .. }))));
     };
     refused(&|parts| parts.truncate(1));
     refused(&|parts| parts[0].len -= 1);
@@ -193,7 +192,7 @@ fn blocks_that_are_not_what_is_said_of_them_are_refused() {
     refused(&|parts| *parts = vec![Part { len: 24_000, compressed: true }]);
     let path = domain.object_path(&object).unwrap();
     change(&path, 100);
-    assert!(matches!(add(&|_| ()), Err(Error::Corrupt { .. })));
+    assert!(matches!(add(&|_| ()), Err(PackError::Store(Error::Corrupt { .. }))));
 }
 
 #[test]
@@ -203,8 +202,8 @@ fn a_pack_goes_with_its_image_and_a_segment_with_its_last_pack() {
     let shared = content(50_000, 1);
     let a = put(&domain, "a", &[shared.clone(), content(20_000, 2)]);
     let b = put(&domain, "b", &[shared, content(30_000, 3)]);
-    pack(&domain, &a, 9, OPTIONS).unwrap();
-    pack(&domain, &b, 9, OPTIONS).unwrap();
+    real::pack(&domain, &a, 9, OPTIONS).unwrap();
+    real::pack(&domain, &b, 9, OPTIONS).unwrap();
     assert_eq!(domain.segments().unwrap().len(), 2);
     assert_eq!(gc(&domain).segments, 0);
     domain.remove_ref("a").unwrap();
@@ -212,7 +211,7 @@ fn a_pack_goes_with_its_image_and_a_segment_with_its_last_pack() {
     assert_eq!((report.packs, report.segments), (1, 0), "b needs both segments");
     assert_eq!(findings(&domain), []);
     let trim = TrimOptions { unused_since: Some(i64::MAX), ..TrimOptions::default() };
-    let (plan, report) = domain.trim(&Lines, &nothing_live, &trim, &|_| ()).unwrap();
+    let (plan, report) = domain.trim(&Segments, &nothing_live, &trim, &|_| ()).unwrap();
     assert_eq!((report.packs, report.segments), (1, 2));
     assert_eq!(plan.bytes_after, 0, "{plan:?}");
     assert_eq!(domain.bytes().unwrap(), 0);
@@ -237,12 +236,12 @@ fn a_pack_is_not_published_without_what_it_needs() {
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
     let cancel = Cancel::default();
-    let mut writer = staging.segment_writer(&pages, &cancel).unwrap();
-    assert!(matches!(writer.add(&nowhere, 5), Err(Error::NoSuch(_))));
-    assert!(matches!(writer.add(&object, 5), Err(Error::SizeMismatch { .. })));
+    let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
+    assert!(matches!(writer.add(&nowhere, 5), Err(PackError::Store(Error::NoSuch(_)))));
+    assert!(matches!(writer.add(&object, 5), Err(PackError::Store(Error::SizeMismatch { .. }))));
     let path = domain.object_path(&object).unwrap();
     change(&path, 100);
-    assert!(matches!(writer.add(&object, 9000), Err(Error::Corrupt { .. })));
+    assert!(matches!(writer.add(&object, 9000), Err(PackError::Store(Error::Corrupt { .. }))));
 }
 
 fn segment_path(scratch: &Scratch, digest: &Digest) -> PathBuf {
@@ -274,7 +273,7 @@ fn damage_is_told_and_taken_away() {
     let domain = domain(&scratch);
     let image = put(&domain, "a", &[content(50_000, 1), content(20_000, 2)]);
     let path = |name: String| scratch.path.join("domains/default/segments").join(name);
-    let segment = pack(&domain, &image, 1, OPTIONS).unwrap()[0];
+    let segment = real::pack(&domain, &image, 1, OPTIONS).unwrap()[0];
     let pack_path = |domain: &Domain| {
         let pack = domain.packs_of(&image).unwrap()[0];
         path(format!("{}.{}.pack", pack.image, pack.digest))
@@ -314,21 +313,22 @@ fn damage_is_told_and_taken_away() {
         ("a pack", Box::new(|| change(&pack_path(&domain), 3)), vec![PackAltered]),
     ];
     for (what, hurt, expected) in cases {
-        pack(&domain, &image, 1, OPTIONS).unwrap();
+        real::pack(&domain, &image, 1, OPTIONS).unwrap();
         assert_eq!(findings(&domain), [], "before {what}");
         hurt();
         let kinds: Vec<_> = findings(&domain).into_iter().map(|(kind, _)| kind).collect();
         assert_eq!(kinds, expected, "{what}");
-        let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
+        let report = domain.verify_image(&image, &Segments, &Task::default()).unwrap();
         let verified: Vec<_> = report.findings.iter().map(|finding| finding.kind).collect();
         assert!(expected.iter().all(|kind| verified.contains(kind)), "{what}: {verified:?}");
-        let report = domain.scrub(&Lines, &ScrubOptions::default(), &Task::default()).unwrap();
+        let report = domain.scrub(&Segments, &ScrubOptions::default(), &Task::default()).unwrap();
         assert!(!report.findings.is_empty(), "{what}");
-        let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
+        let report =
+            domain.fsck(&Segments, FsckOptions { rehash: true }, &Task::default()).unwrap();
         assert!(report.is_damaged());
         assert_eq!(
             domain
-                .remove_derived(&report, &Lines, &Task::default())
+                .remove_derived(&report, &Segments, &Task::default())
                 .unwrap()
                 .into_iter()
                 .collect::<Vec<_>>(),
@@ -337,11 +337,11 @@ fn damage_is_told_and_taken_away() {
         assert_eq!(findings(&domain), [], "after {what}");
     }
     // What cannot be used is collected, and does not keep the rest from being.
-    pack(&domain, &image, 1, OPTIONS).unwrap();
+    real::pack(&domain, &image, 1, OPTIONS).unwrap();
     let broken = pack_path(&domain);
     unprotect(&broken);
     fs::File::options().write(true).open(&broken).unwrap().set_len(3).unwrap();
-    let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
+    let report = domain.fsck(&Segments, FsckOptions::default(), &Task::default()).unwrap();
     assert!(report.findings.iter().any(|finding| finding.kind == PackUnreadable));
     let report = gc(&domain);
     assert_eq!((report.packs, report.segments), (1, 2));

@@ -5,9 +5,7 @@ use std::io;
 use sha2::{Digest as _, Sha256};
 
 use super::{BLOCK, Extent, Form, Part, Place, Run, Segment};
-use crate::Digest;
-use crate::disk::StoredFile;
-use crate::error::{At, Error, Result};
+use cofolio_store::{At as _, Digest, Error, Result, StoredFile};
 
 const EXTENT_SIZE: usize = 80;
 const PART_SIZE: usize = 4;
