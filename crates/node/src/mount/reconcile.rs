@@ -485,20 +485,16 @@ impl Mounter<'_> {
         Ok(self.unpin_if_idle(domain, image, &lock)? == Unpinned::Done)
     }
 
-    /// Removes this run directory's mount roots without a record, and all roots of other boots.
+    /// Removes this run directory's mount roots without a record or a superblock, and all roots of
+    /// other boots.
     fn reconcile_roots(&self, domain: &Domain) -> Result<Vec<String>, MountError> {
         let boot = Kernel::new(&self.root)?.boot_id;
         let mut removed = Vec::new();
         for root in domain.roots(RootKind::Mount)? {
             let is_ours = root.id.starts_with(&self.run.tag());
+            // A record is written before its root and removed after it, so look for the root first.
             let is_used = || -> Result<bool, MountError> {
-                // A record is written before its root and removed after it, so look for the root
-                // first.
-                let kept = root.images.first().is_some_and(|image| {
-                    self.elsewhere_root(image) == root.id
-                        && self.run.image_dir(domain.name(), image).exists()
-                });
-                Ok(kept || self.run.record(&root.id)?.is_some())
+                Ok(self.is_root_of_living(&root) || self.run.record(&root.id)?.is_some())
             };
             if root.boot_id.as_ref() != Some(&boot) || (is_ours && !is_used()?) {
                 domain.remove_root(RootKind::Mount, &root.id)?;

@@ -454,7 +454,7 @@ fn a_reboot_leaves_nothing_but_what_is_to_be_kept() {
         .unwrap()
         .for_each(|e| old_boot(e.unwrap().path()));
     let done = mounter.reconcile().unwrap();
-    assert_eq!((done.roots.len(), done.uppers), (1, 1), "{done:?}");
+    assert_eq!((done.roots.len(), done.uppers), (2, 1), "of mount and superblock: {done:?}");
     fixture.assert_clean("after the reboot with a tmpfs");
 }
 

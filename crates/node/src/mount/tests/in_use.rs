@@ -186,6 +186,51 @@ fn a_base_in_use_elsewhere_outlives_umount_and_gc() {
     fixture.assert_clean("at the end");
 }
 
+/// `rm -rf` of the run directory took the only trace of a mount that another namespace held, or had
+/// made: the next gc deleted its objects.
+#[test]
+fn a_lost_run_directory_loses_no_object_in_use() {
+    needs_mounts!();
+    for (is_over_base, is_unmounted) in [(false, true), (false, false), (true, true)] {
+        let fixture = if is_over_base { Fixture::over_base() } else { Fixture::new() };
+        let mounter = fixture.mounter();
+        let request = read_only(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        // Pins are private there: what this namespace unmounts stays.
+        let user = user(Kind::Namespace, &fixture, &request.target);
+        if is_unmounted {
+            assert!(umount(&mounter, &request.target).in_use);
+        } else {
+            // As if the mount had been made there: this namespace shows nothing of it.
+            for mount in fixture.mounts().iter().rev() {
+                kernel::unmount(&mount.target, true).unwrap();
+            }
+        }
+        fs::remove_dir_all(fixture.path("run")).unwrap();
+        fixture.domain.remove_ref("test:1").unwrap();
+        assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+        assert_eq!(fixture.gc().images, 0);
+        fixture.check_content(&user.path);
+        // A mount meanwhile has a superblock of its own.
+        mounter.mount(&request).unwrap();
+        umount(&mounter, &request.target);
+        assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+        assert_eq!(fixture.gc().images, 0);
+        fixture.check_content(&user.path);
+        (user.end)();
+        // A namespace ends a moment after its last thread.
+        for _ in 0..100 {
+            mounter.reconcile().unwrap();
+            if fixture.domain.roots(RootKind::Mount).unwrap().is_empty() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        fixture.assert_clean("at the end");
+        assert!(fixture.gc().images >= 1);
+    }
+}
+
 /// The mount itself was taken away behind our back while somebody used it elsewhere.
 #[test]
 fn a_mount_that_others_unmounted_is_kept_for_its_users() {
