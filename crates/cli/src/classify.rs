@@ -217,6 +217,9 @@ fn of_mount(error: &MountError) -> Classified {
             format!("unmount what it is about with umount(8); after `rm {path}`, `cofolio mounts --reconcile` cleans up")
                 .into()
         }
+        MountError::ReadOnlyStore(_) => {
+            "`mount --rw --upper DIR` keeps changes elsewhere; `run --volume DIR:PATH` gives a volume a directory of the host".into()
+        }
         MountError::TargetMissing { .. } => {
             "--create makes the directory (its parent must exist)".into()
         }
@@ -379,7 +382,7 @@ fn of_run(error: &RunError) -> Classified {
             Exit::Corrupt,
             "if no process of the container runs: `cofolio umount` its rootfs and remove its directory",
         ),
-        RunError::StillRunning(_) => code(Exit::Busy),
+        RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
         RunError::Io { .. } => CAUSE,
         _ => code(Exit::Failure),

@@ -89,7 +89,8 @@ impl Mounter<'_> {
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             // It is as it was made, whatever the domain's backend is by now.
             let record: Option<PinRecord> = read_json(&path)?;
-            if measured && record.is_none() {
+            // Over a base it would show a part of the image.
+            if record.is_none() && (measured || self.domain.base_of(image)?.is_some()) {
                 let reason = "it is missing, so nobody knows what is mounted".to_owned();
                 return Err(MountError::State { path, reason });
             }
@@ -438,7 +439,7 @@ impl Mounter<'_> {
 
     /// Whether the superblocks of an unpinned image have ended.
     fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
-        in_use::within_a_second(|| self.forget_dead(domain, image))
+        self.patience.wait(|| self.forget_dead(domain, image))
     }
 
     /// Id of the root that keeps an image while a superblock of it exists, even if the run
@@ -525,7 +526,7 @@ fn place(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {
 }
 
 /// Unmounts everything at a mount point of the run directory, and removes it.
-fn take_down(at: &Path) -> Result<(), MountError> {
+pub(crate) fn take_down(at: &Path) -> Result<(), MountError> {
     // As many as could ever be stacked there by a race that the locks exclude.
     const STACK_MAX: u32 = 16;
     for _ in 0..STACK_MAX {

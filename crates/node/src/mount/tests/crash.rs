@@ -150,7 +150,7 @@ fn dies_in_mode(fixture: &Fixture, mode: &str, reached: &Mutex<HashSet<String>>)
             assert!(done.failed.is_empty(), "{story}: {done:?}");
             if mode == "kept" {
                 for kept in mounter.list().unwrap().kept {
-                    assert_eq!(kept.image, fixture.image);
+                    assert_eq!(kept.image, Some(fixture.image));
                     mounter.discard_kept(&kept.dir).unwrap();
                 }
             }
