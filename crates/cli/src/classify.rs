@@ -66,6 +66,11 @@ const DAMAGED: &str =
 
 fn of_store(error: &cofolio_store::Error) -> Classified {
     use cofolio_store::{Error, FileKind};
+    if let Error::Unreadable { source, .. } = error
+        && let Some(error) = source.downcast_ref()
+    {
+        return of_mount(error);
+    }
     let hint = match error {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"

@@ -672,6 +672,31 @@ fn a_killed_run_leaves_nothing_that_is_not_put_right() {
     }
 }
 
+/// An image with a volume failed on a read-only store with a bare "Read-only file system", even where
+/// `--volume` gave it a directory.
+#[test]
+fn a_read_only_store_runs_what_needs_no_room() {
+    let Some((machine, runtimes)) = machine("a_read_only_store_runs_what_needs_no_room") else {
+        return;
+    };
+    let store = machine.text("store");
+    let volume = format!("{}:/data", machine.dir("given").display());
+    let sh = |options: &[&str]| {
+        let command = machine.command(&machine.sh_args(runtimes[0], options, "echo 1 > /data/new"));
+        let mut private = Command::new("unshare");
+        private.args(["--mount", "--propagation", "private", "sh", "-c"]);
+        private.arg("mount --bind $0 $0 && mount -o remount,bind,ro $0 && exec \"$@\"");
+        private.arg(&store).arg(command.get_program()).args(command.get_args());
+        private.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Ran::of(private.output().unwrap())
+    };
+    let refused = sh(&[]);
+    assert!(refused.fails_with(125).stderr.contains("--volume DIR:PATH"), "{}", refused.stderr);
+    sh(&["-v", &volume]).ok();
+    assert!(machine.path("given/new").exists());
+    machine.assert_clean();
+}
+
 /// The files of the run directory were deleted under a detached container. gc removed its volume while it
 /// ran, and nobody said that it did. After its end its mount, loop device, pin and cgroups stayed for ever:
 /// "Device or resource busy".
