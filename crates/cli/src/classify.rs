@@ -66,6 +66,11 @@ const DAMAGED: &str =
 
 fn of_store(error: &cofolio_store::Error) -> Classified {
     use cofolio_store::{Error, FileKind};
+    if let Error::Unreadable { source, .. } = error
+        && let Some(error) = source.downcast_ref()
+    {
+        return of_mount(error);
+    }
     let hint = match error {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
@@ -216,6 +221,9 @@ fn of_mount(error: &MountError) -> Classified {
             let path = path.display();
             format!("unmount what it is about with umount(8); after `rm {path}`, `cofolio mounts --reconcile` cleans up")
                 .into()
+        }
+        MountError::ReadOnlyStore(_) => {
+            "`mount --rw --upper DIR` keeps changes elsewhere; `run --volume DIR:PATH` gives a volume a directory of the host".into()
         }
         MountError::TargetMissing { .. } => {
             "--create makes the directory (its parent must exist)".into()
@@ -379,7 +387,7 @@ fn of_run(error: &RunError) -> Classified {
             Exit::Corrupt,
             "if no process of the container runs: `cofolio umount` its rootfs and remove its directory",
         ),
-        RunError::StillRunning(_) => code(Exit::Busy),
+        RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
         RunError::Io { .. } => CAUSE,
         _ => code(Exit::Failure),

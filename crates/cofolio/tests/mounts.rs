@@ -491,6 +491,10 @@ fn a_damaged_record_of_a_mount_is_no_dead_end() {
     let run = fs::read_dir(sandbox.path("run")).unwrap().next().unwrap().unwrap().path();
     let record = fs::read_dir(run.join("mounts")).unwrap().next().unwrap().unwrap().path();
     fs::write(&record, "{").unwrap();
+    // It advised `fsck --repair`, which knows nothing of the run directory.
+    let hint = format!("`rm {}`", record.display());
+    let gc = sandbox.run(&["gc"]);
+    assert!(gc.fails_with(4).stderr.contains(&hint), "{}", gc.stderr);
     let failed = sandbox.run(&["umount", &target]);
     failed.fails_with(4);
     let command = failed.stderr.split('`').find(|part| part.starts_with("rm ")).unwrap();

@@ -426,6 +426,9 @@ fn exec_ends_as_its_process_does() {
         until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
         assert_eq!(exec("cat /tmp/up; hostname; readlink /proc/self/fd/0 >&2").ok(), "up\ncache\n");
         exec("exit 7").fails_with(7);
+        // As with `run`; it was 255.
+        machine.run(&["exec", "cache", "--", "nosuch"]).fails_with(127);
+        machine.run(&["exec", "cache", "--", "/etc/passwd"]).fails_with(126);
         let args = ["exec", "-i", "cache", "--", "busybox", "cat"];
         assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "given\n");
         machine.run(&["exec", "other", "--", "true"]).fails_with(3);
@@ -666,6 +669,81 @@ fn a_killed_run_leaves_nothing_that_is_not_put_right() {
         until("it has ended", || (machine.containers()[0]["state"] == "ended").then_some(()));
         machine.run(&["gc"]).ok();
         machine.assert_clean();
+    }
+}
+
+/// An image with a volume failed on a read-only store with a bare "Read-only file system", even where
+/// `--volume` gave it a directory.
+#[test]
+fn a_read_only_store_runs_what_needs_no_room() {
+    let Some((machine, runtimes)) = machine("a_read_only_store_runs_what_needs_no_room") else {
+        return;
+    };
+    let store = machine.text("store");
+    let volume = format!("{}:/data", machine.dir("given").display());
+    let sh = |options: &[&str]| {
+        let command = machine.command(&machine.sh_args(runtimes[0], options, "echo 1 > /data/new"));
+        let mut private = Command::new("unshare");
+        private.args(["--mount", "--propagation", "private", "sh", "-c"]);
+        private.arg("mount --bind $0 $0 && mount -o remount,bind,ro $0 && exec \"$@\"");
+        private.arg(&store).arg(command.get_program()).args(command.get_args());
+        private.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Ran::of(private.output().unwrap())
+    };
+    let refused = sh(&[]);
+    assert!(refused.fails_with(125).stderr.contains("--volume DIR:PATH"), "{}", refused.stderr);
+    sh(&["-v", &volume]).ok();
+    assert!(machine.path("given/new").exists());
+    machine.assert_clean();
+}
+
+/// The files of the run directory were deleted under a detached container. gc removed its volume while it
+/// ran, and nobody said that it did. After its end its mount, loop device, pin and cgroups stayed for ever:
+/// "Device or resource busy".
+#[test]
+fn a_lost_run_directory_loses_no_container_that_runs() {
+    const TEST: &str = "a_lost_run_directory_loses_no_container_that_runs";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let name = format!("lost-{}", std::process::id());
+    let sized: &[&str] = match program("mkfs.ext4") {
+        Some(_) => &["--rw", "--size", "8M"],
+        None => &["--rw"],
+    };
+    let cgroups = || -> Vec<PathBuf> {
+        let hierarchies = fs::read_dir("/sys/fs/cgroup").unwrap().flatten().map(|it| it.path());
+        let tops = hierarchies.chain([PathBuf::from("/sys/fs/cgroup")]);
+        let cgroups = tops.flat_map(|top| fs::read_dir(top.join("cofolio")).into_iter().flatten());
+        let ours = |path: &PathBuf| path.to_string_lossy().contains(&name);
+        cgroups.flatten().map(|cgroup| cgroup.path()).filter(ours).collect()
+    };
+    for (options, wipe) in [(&[][..], "-type f"), (sized, "-type f"), (&[], "-depth")] {
+        for runtime in &runtimes {
+            let mut args = vec!["-d", "--name", &*name];
+            args.extend(options);
+            let script = "echo here > /data/file; while :; do sleep 0.05; done";
+            machine.sh(runtime, &args, script).ok();
+            let pid = machine.containers()[0]["pid"].as_u64().unwrap();
+            let file = format!("/proc/{pid}/root/data/file");
+            let is_there = || fs::read(&file).is_ok_and(|text| text == b"here\n");
+            until("it runs", || is_there().then_some(()));
+            let run = fs::read_dir(machine.path("run")).unwrap().next().unwrap().unwrap().path();
+            let find = format!("find {} -mindepth 1 -xdev {wipe} -delete", run.display());
+            let _ = Command::new("sh").args(["-c", &find]).output().unwrap();
+
+            for command in ["gc", "ps"] {
+                let said = machine.run(&[command]).stderr;
+                assert!(said.contains(&format!("`kill -KILL {pid}`")), "{command}: {said}");
+                assert!(is_there(), "{runtime} {options:?} {wipe}");
+            }
+            machine.sh(runtime, &["--name", &name], "true").fails_with(125);
+            kill_process(Pid::from_raw(pid.try_into().unwrap()).unwrap(), Signal::KILL).unwrap();
+            until("gc removes the rest", || {
+                let done = machine.run(&["gc"]);
+                (done.stderr.is_empty() && cgroups().is_empty()).then_some(())
+            });
+            machine.assert_clean();
+            assert!(machine.loops().is_empty());
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use cofolio_image::pack::{PackError, PackOptions, PackReport, pack};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, Error};
 
-use crate::mount::{MountError, MountState, Mounter, within_a_second};
+use crate::mount::{MountError, MountState, Mounter, Patience};
 use crate::probe::{self, Presence};
 
 /// Why a domain's backend was not set, or an image not packed for it.
@@ -96,7 +96,7 @@ pub fn set(
     }
     let own = |name: &str| name == domain.name();
     let mut mounts = 0;
-    let is_idle = within_a_second(|| {
+    let is_idle = Patience::default().wait(|| {
         let list = mounter.list()?;
         let here = list.mounts.iter().filter(|it| own(&it.record.domain));
         mounts = here.filter(|it| it.state != MountState::Gone).count();

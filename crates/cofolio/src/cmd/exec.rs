@@ -1,8 +1,7 @@
 use std::io::IsTerminal as _;
-use std::os::unix::process::ExitStatusExt as _;
 
 use anyhow::Context as _;
-use cofolio_node::container::{Containers, Streams, exit_status};
+use cofolio_node::container::{Containers, Streams};
 
 use crate::context::Context;
 use crate::exit::{Ended, Fail};
@@ -38,8 +37,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     };
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain));
-    let (mut runtime, copies) = containers.exec(&args.name, &args.command, &streams)?;
-    let status = runtime.wait().context("waiting for the runtime")?;
-    copies.finish();
-    Ok(Ended::Container(exit_status(status.code(), status.signal())))
+    let (status, refusal) = containers.exec(&args.name, &args.command, &streams)?.wait();
+    let status = status.context("waiting for the runtime")?;
+    // The runtime has printed its error already.
+    Ok(Ended::Container(refusal.as_ref().map_or(status, super::run::status_of)))
 }

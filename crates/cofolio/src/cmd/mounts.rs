@@ -105,7 +105,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         ));
     }
     for kept in &list.kept {
-        let name = names.get(&kept.image).cloned().unwrap_or_else(|| short(&kept.image));
+        let Some(image) = kept.image else {
+            context.ui.note(format!(
+                "changes of an unknown image are kept in {}, whose file `keep` cannot be read: \
+                 `umount --discard` removes them",
+                kept.dir.display()
+            ));
+            continue;
+        };
+        let name = names.get(&image).cloned().unwrap_or_else(|| short(&image));
         context.ui.note(format!(
             "changes of {name}, which was at {}, are kept in {}: `mount --rw --upper` takes them up, \
              `umount --discard` removes them",

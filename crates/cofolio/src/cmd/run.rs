@@ -148,7 +148,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Ended {
     })
 }
 
-fn status_of(error: &RunError) -> u8 {
+pub(super) fn status_of(error: &RunError) -> u8 {
     match error {
         RunError::Refused { reason: Reason::NoProgram, .. } => NO_PROGRAM,
         RunError::Refused { reason: Reason::NotExecutable, .. } => NOT_EXECUTABLE,
@@ -344,6 +344,10 @@ fn bind(text: &str) -> anyhow::Result<Bind> {
     if !target.starts_with('/') {
         return Err(wrong("the target is not an absolute path").into());
     }
+    let plain: PathBuf = Path::new(target).components().collect();
+    if ["/", "/proc", "/sys", "/dev"].iter().any(|own| plain == Path::new(own)) {
+        return Err(wrong("the container has a mount of its own there").into());
+    }
     let source = fs::canonicalize(source).with_context(|| format!("--volume {source}"))?;
     if source.to_str().is_none() {
         return Err(wrong("the source's path is not UTF-8").into());
@@ -418,6 +422,12 @@ mod tests {
         for text in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x", "/etc:/x:ro:rw"] {
             assert!(bind(text).is_err(), "{text}");
         }
+        // `-v X:/` blamed the image config, and a directory of the host at `/proc` was accepted.
+        for target in ["/", "//", "/proc", "/sys/", "//dev/./"] {
+            let error = bind(&format!("/etc:{target}")).unwrap_err().to_string();
+            assert!(error.contains("a mount of its own"), "{error}");
+        }
+        assert!(bind("/dev/null:/dev/other").is_ok());
         // What other engines take as an option was taken for a part of the target: `/data:Z`.
         for text in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
             let error = bind(text).unwrap_err().to_string();

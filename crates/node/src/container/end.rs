@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use super::{
     Container, Containers, Result, RunError, is_in, is_name, kept_exit_status, lock, read_record,
     write_file,
 };
-use crate::mount::{MountError, UmountOptions};
+use crate::mount::{MountError, RunDir, UmountOptions, take_down};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -52,14 +53,36 @@ impl Containers<'_> {
         }
         // A runtime that failed half-way may have left the cgroup; the kernel keeps one in use.
         if container.refusal().is_some() {
-            self.cgroup_dirs(&record.cgroup)?.for_each(|dir| drop(fs::remove_dir(dir)));
+            self.cgroup_dirs(&record.cgroup)?.for_each(|dir| remove_cgroup(&dir));
         }
+        self.unmount(&container.rootfs())
+    }
+
+    fn unmount(&self, rootfs: &Path) -> Result<Option<PathBuf>> {
         let options = UmountOptions { force: true, keep_upper: false };
-        match self.mounter.umount(&container.rootfs(), &options) {
+        match self.mounter.umount(rootfs, &options) {
             Ok(unmounted) => Ok(unmounted.upper),
             Err(MountError::NotMounted(_)) => Ok(None),
+            // The run directory was lost.
+            Err(MountError::NoRecord(_)) => Ok(take_down(rootfs).map(|()| None)?),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Removes what a container without a record has left. Its starter was killed before it wrote the
+    /// record, so that only files are left, or the run directory was lost while it ran.
+    fn remove_lost(&self, name: &str, dir: &Path) -> Result<()> {
+        self.check_lost(name)?;
+        self.unmount(&dir.join("rootfs"))?;
+        self.cgroup_dirs(&self.cgroup(name))?.for_each(|dir| remove_cgroup(&dir));
+        // Whichever its runtime was.
+        let run = self.mounter.run_dir().path();
+        for runtime in crate::mount::list(run)? {
+            if !RunDir::OWN.contains(&&*runtime) {
+                let _ = fs::remove_dir_all(run.join(runtime).join(name));
+            }
+        }
+        remove_files(dir)
     }
 
     /// Removes ended containers that no process waits for, except [retired](Containers::retire)
@@ -70,6 +93,11 @@ impl Containers<'_> {
     pub fn reconcile(&self, failed: &mut Vec<String>) -> Result<Vec<String>> {
         let mut removed = Vec::new();
         for name in self.names()? {
+            // With its directory back, nobody takes the name of a container that runs.
+            if !self.dir().join(&name).exists() && is_name(&name) {
+                self.mounter.run_dir().prepare()?;
+                let _ = fs::DirBuilder::new().mode(0o700).create(self.dir().join(&name));
+            }
             match self.settle(&name, false) {
                 Ok(true) => removed.push(name),
                 Ok(false) => {}
@@ -99,8 +127,7 @@ impl Containers<'_> {
             Err(error) => return Err(error),
         };
         let Some(record) = read_record(&dir)? else {
-            // Its starter was killed before it wrote the record, so nothing is mounted.
-            remove_files(&dir)?;
+            self.remove_lost(name, &dir)?;
             return Ok(true);
         };
         if self.first_process(&dir, &record)?.is_some() {
@@ -191,6 +218,16 @@ fn remove_files_once(dir: &Path) -> Result<()> {
         gone(removed, &path)?;
     }
     gone(fs::remove_dir(dir), dir)
+}
+
+/// Removes a cgroup and those below it, as far as no process is in them.
+fn remove_cgroup(dir: &Path) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_cgroup(&entry.path());
+        }
+    }
+    let _ = fs::remove_dir(dir);
 }
 
 fn pidfd(pid: u32) -> Option<OwnedFd> {

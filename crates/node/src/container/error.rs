@@ -53,6 +53,19 @@ pub enum RunError {
         /// What is wrong with it.
         source: serde_json::Error,
     },
+    /// The run directory was lost under a container that runs.
+    #[error(
+        "container `{name}` has lost its record and still runs, as process {pid} in cgroup \
+         {cgroup}: `kill -KILL {pid}` ends it, and then `cofolio gc` removes what it leaves"
+    )]
+    Lost {
+        /// Its name.
+        name: String,
+        /// Its first process.
+        pid: u32,
+        /// Its cgroup.
+        cgroup: String,
+    },
     /// A user namespace needs a root.
     #[error("id map {0}: user 0 and group 0 are not mapped")]
     NoRoot(String),

@@ -7,7 +7,7 @@
 //!   config.json                for the runtime
 //!   rootfs                     the image, mounted
 //!   pid                        of the container's first process, written by the runtime
-//!   log                        the runtime's error messages
+//!   log, exec-<pid>.log        the runtime's error messages
 //!   output, output.1           of a detached container, at most OUTPUT_BYTES_MAX each
 //!   exit                       of a detached container that has ended: its exit status
 //! <run>/<runtime>/<name>/      the runtime's own state: `crun --root <run>/crun list` shows it
@@ -18,7 +18,7 @@
 //! removes it at its end; there is no daemon. A detached container's record, exit status and output
 //! stay until somebody removes them by name. If the waiting process is killed, the container goes
 //! on ([`State::Unattended`]) and [`Containers::reconcile`] removes it after its end. A container
-//! runs if its first process is in its cgroup.
+//! runs if its first process is in its cgroup. Where the record is lost, too, the cgroup tells.
 
 pub mod bundle;
 mod end;
@@ -47,7 +47,7 @@ use crate::mount::{Check, Mounter};
 
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;
-pub use start::exit_status;
+pub use start::{Exec, exit_status};
 pub use streams::{Copies, Streams};
 
 /// Largest size of each of the two files that hold the output of a detached container.
@@ -189,7 +189,9 @@ impl<'a> Containers<'a> {
         for name in self.names()? {
             match self.status(&name) {
                 Ok(status) => all.extend(status),
-                Err(error @ RunError::Record { .. }) => failed.push(error),
+                Err(error @ (RunError::Record { .. } | RunError::Lost { .. })) => {
+                    failed.push(error);
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -210,15 +212,38 @@ impl<'a> Containers<'a> {
         Ok(found.map(|status| status.record.name))
     }
 
+    /// Names of containers that have a directory, or have lost it and left a cgroup.
     fn names(&self) -> Result<Vec<String>> {
         let mut names = crate::mount::list(&self.dir())?;
+        let tag = format!("-{}", self.mounter.run_dir().tag());
+        for dir in self.cgroup_dirs("/cofolio")? {
+            let cgroups = fs::read_dir(dir).into_iter().flatten().flatten();
+            let cgroups = cgroups.filter_map(|cgroup| cgroup.file_name().into_string().ok());
+            names.extend(cgroups.filter_map(|name| Some(name.strip_suffix(&tag)?.to_owned())));
+        }
         names.sort();
+        names.dedup();
         Ok(names)
+    }
+
+    fn cgroup(&self, name: &str) -> String {
+        format!("/cofolio/{name}-{}", self.mounter.run_dir().tag())
+    }
+
+    /// Fails if a container that has no record runs.
+    fn check_lost(&self, name: &str) -> Result<()> {
+        let cgroup = self.cgroup(name);
+        match self.process_in(&cgroup)? {
+            Some(pid) => Err(RunError::Lost { name: name.to_owned(), pid, cgroup }),
+            None => Ok(()),
+        }
     }
 
     fn status(&self, name: &str) -> Result<Option<ContainerStatus>> {
         let dir = self.dir().join(name);
-        let Some(record) = read_record(&dir)? else { return Ok(None) };
+        let Some(record) = read_record(&dir)? else {
+            return self.check_lost(name).map(|()| None);
+        };
         let pid = self.first_process(&dir, &record)?;
         let state = match (is_locked(&dir)?, pid) {
             (true, _) => State::Running,
@@ -283,16 +308,20 @@ impl Container {
         self.dir.join("rootfs")
     }
 
-    /// The runtime's error, if it logged one. Its exit status alone may be the container's.
     fn refusal(&self) -> Option<RunError> {
-        const LOG_BYTES_MAX: u64 = 64 << 10;
-        let mut text = String::new();
-        let file = File::open(self.dir.join("log")).ok()?;
-        io::Read::read_to_string(&mut io::Read::take(file, LOG_BYTES_MAX), &mut text).ok()?;
-        let said = text.lines().rev().find_map(complaint)?;
-        let reason = reason(&said);
-        Some(RunError::Refused { runtime: self.record.runtime.name(), said, reason })
+        refusal(&self.dir.join("log"), &self.record.runtime)
     }
+}
+
+/// The runtime's error, if it logged one. Its exit status alone may be the container's.
+fn refusal(log: &Path, runtime: &Runtime) -> Option<RunError> {
+    const LOG_BYTES_MAX: u64 = 64 << 10;
+    let mut text = String::new();
+    let file = File::open(log).ok()?;
+    io::Read::read_to_string(&mut io::Read::take(file, LOG_BYTES_MAX), &mut text).ok()?;
+    let said = text.lines().rev().find_map(complaint)?;
+    let reason = reason(&said);
+    Some(RunError::Refused { runtime: runtime.name(), said, reason })
 }
 
 fn is_name(name: &str) -> bool {

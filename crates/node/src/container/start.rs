@@ -13,8 +13,8 @@ use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::error::At as _;
 use super::{
-    Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, State,
-    Streams, bundle, is_in, is_name, lock, write_file,
+    Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
+    State, Streams, bundle, is_in, is_name, lock, refusal, write_file,
 };
 use crate::mount::{Access, IdMap, MountRequest};
 
@@ -47,16 +47,11 @@ impl Containers<'_> {
         }
     }
 
-    /// Runs a process in a running container; it ends with the process's exit status.
+    /// Starts a process in a running container.
     ///
     /// # Errors
     /// [`RunError::NotFound`], [`RunError::NotRunning`], [`RunError::Runtime`].
-    pub fn exec(
-        &self,
-        name: &str,
-        command: &[String],
-        streams: &Streams,
-    ) -> Result<(Child, Copies)> {
+    pub fn exec(&self, name: &str, command: &[String], streams: &Streams) -> Result<Exec> {
         if !is_name(name) {
             return Err(RunError::Name(name.to_owned()));
         }
@@ -64,16 +59,19 @@ impl Containers<'_> {
         if found.state == State::Ended {
             return Err(RunError::NotRunning(name.to_owned()));
         }
-        let runtime = &found.record.runtime;
+        let runtime = found.record.runtime;
+        let log = self.dir().join(name).join(format!("exec-{}.log", std::process::id()));
         let mut exec = Command::new(&runtime.path);
-        exec.arg("--root").arg(self.state_dir(runtime)).arg("exec");
+        exec.arg("--root").arg(self.state_dir(&runtime)).arg("--log").arg(&log);
+        exec.args(["--log-format", "json", "exec"]);
         if matches!(streams, Streams::Terminal) {
             exec.arg("--tty");
         }
         exec.arg(name).args(command);
         let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
         let copies = streams.connect(&mut exec).map_err(failed)?;
-        Ok((runtime.spawn(&mut exec).map_err(failed)?, copies))
+        let child = runtime.spawn(&mut exec).map_err(failed)?;
+        Ok(Exec { runtime, child, copies, log })
     }
 
     fn launch(&self, request: &Request, streams: &Streams, detached: bool) -> Result<Running> {
@@ -89,7 +87,7 @@ impl Containers<'_> {
             stop_signal: request.config.stop_signal().to_owned(),
             keep: request.keep,
             writable: request.writable,
-            cgroup: format!("/cofolio/{name}-{}", self.mounter.run_dir().tag()),
+            cgroup: self.cgroup(&name),
             created: crate::mount::now(),
             name,
         };
@@ -182,6 +180,7 @@ impl Containers<'_> {
         options.readonly = !request.writable;
         options.cgroup = Some(container.record.cgroup.clone());
         let rootfs = dir.join("rootfs");
+        let is_empty_volume = |path| !options.binds.iter().any(|bind| bind.target == path);
         let mounted = self.mounter.mount(&MountRequest {
             create_target: true,
             access: match (request.writable, request.keep) {
@@ -190,7 +189,7 @@ impl Containers<'_> {
                 (true, true) => Access::WritableKept,
             },
             size_bytes: request.size_bytes,
-            scratch: !request.writable && request.config.volumes().next().is_some(),
+            scratch: !request.writable && request.config.volumes().any(is_empty_volume),
             check: request.check,
             idmap: options.idmap.clone(),
             ..MountRequest::new(request.image, &rootfs)
@@ -257,6 +256,29 @@ impl Container {
 
     fn failed(&self, source: io::Error) -> RunError {
         RunError::Runtime { path: self.record.runtime.path.clone(), source }
+    }
+}
+
+/// A process that a runtime has started in a container.
+#[derive(Debug)]
+pub struct Exec {
+    runtime: Runtime,
+    child: Child,
+    copies: Copies,
+    log: PathBuf,
+}
+
+impl Exec {
+    /// Waits for its end. Returns its exit status and the runtime's error, as [`Running::wait`].
+    pub fn wait(mut self) -> (io::Result<u8>, Option<RunError>) {
+        let status = self.child.wait().map(|status| exit_status(status.code(), status.signal()));
+        self.copies.finish();
+        let refusal = match status {
+            Ok(0) => None,
+            _ => refusal(&self.log, &self.runtime),
+        };
+        let _ = fs::remove_file(&self.log);
+        (status, refusal)
     }
 }
 

@@ -116,6 +116,9 @@ pub enum MountError {
         /// Where it is, over there.
         target: PathBuf,
     },
+    /// The store's filesystem is read-only.
+    #[error("changes and volumes need a store that can be written to: {} is read-only", .0.display())]
+    ReadOnlyStore(PathBuf),
     /// The directory for changes cannot be used.
     #[error("cannot keep changes in {}: {problem}", dir.display())]
     Upper {
@@ -220,6 +223,7 @@ impl MountError {
             | Self::PinnedWithoutVerity { .. }
             | Self::Covered { .. }
             | Self::CannotKeep { .. }
+            | Self::ReadOnlyStore(_)
             | Self::NoRecord { .. }
             | Self::OtherNamespace { .. } => Code::FailedPrecondition,
             Self::Target { .. }

@@ -21,6 +21,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
@@ -86,17 +87,39 @@ impl Superblock {
     }
 }
 
-/// Asks until the answer is yes, for up to a second. A process that was just forked holds our
-/// descriptors until exec, and a runtime that starts a container has copies of all mounts until it
-/// changes the root.
-pub(crate) fn within_a_second<E>(mut ask: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
-    for milliseconds in [1, 4, 16, 64, 256, 512] {
-        if ask()? {
-            return Ok(true);
-        }
-        std::thread::sleep(Duration::from_millis(milliseconds));
+/// A second for all questions of a command whether something has ended. A process that was just
+/// forked holds our descriptors until exec, and a runtime that starts a container has copies of all
+/// mounts until it changes the root.
+pub(crate) struct Patience(AtomicU64);
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self(AtomicU64::new(1000))
     }
-    ask()
+}
+
+impl Patience {
+    pub(super) fn renew(&self) {
+        self.0.store(1000, Relaxed);
+    }
+
+    /// Asks until the answer is yes, and at least once.
+    pub(crate) fn wait<E>(&self, mut ask: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
+        let mut pause = 1;
+        loop {
+            let left = self.0.load(Relaxed);
+            if ask()? {
+                return Ok(true);
+            }
+            if left == 0 {
+                return Ok(false);
+            }
+            pause = left.min(pause);
+            std::thread::sleep(Duration::from_millis(pause));
+            self.0.fetch_sub(pause.min(self.0.load(Relaxed)), Relaxed);
+            pause *= 4;
+        }
+    }
 }
 
 /// Work directory that [`has_overlay`] gives the kernel; made with `upper`, before the disk fills.
@@ -107,7 +130,7 @@ pub(super) const PROBE: &str = "probe";
 ///
 /// # Errors
 /// [`MountError::Kernel`] where the kernel gives neither answer; [`MountError::Io`].
-pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
+pub(super) fn has_overlay(dir: &Path, patience: &Patience) -> Result<bool, MountError> {
     let base = match open_dir(dir) {
         Err(Errno::NOENT) => return Ok(false),
         other => other.at("open", dir)?,
@@ -124,7 +147,7 @@ pub(super) fn has_overlay(dir: &Path) -> Result<bool, MountError> {
         context.string("index", "on")?;
         context.create()
     };
-    let is_free = within_a_second(|| match made() {
+    let is_free = patience.wait(|| match made() {
         Ok(()) => Ok(true),
         Err(error) if error.errno == Errno::BUSY => Ok(false),
         // It got past the upper directory, which the kernel takes first.
@@ -153,7 +176,7 @@ pub(super) fn is_mounted_elsewhere(
     run: &Path,
     devices: &HashSet<(u32, u32)>,
 ) -> io::Result<bool> {
-    let Some(namespaces) = namespaces(root)? else { return Ok(true) };
+    let Some(namespaces) = namespaces(root) else { return Ok(true) };
     let own = Namespace::at(&root.join("proc/thread-self/ns/mnt"))?;
     let ours = mountinfo::read(root)?;
     let is_pin =
@@ -203,15 +226,34 @@ fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)
     })
 }
 
+/// Whether a bind mount in any mount namespace shows something in a directory, whose name no other
+/// directory has; `None` if we cannot see all namespaces and no mount of those that we see does.
+pub(super) fn is_bound(root: &Path, dir: &Path) -> Option<bool> {
+    let shows = |(_, task): &(u64, PathBuf)| {
+        // It may have ended since.
+        let mounts = mountinfo::parse(&fs::read(task.join("mountinfo")).unwrap_or_default());
+        mounts.iter().any(|mount| mount.root.iter().any(|name| Some(name) == dir.file_name()))
+    };
+    let found = visible_namespaces(root).iter().any(shows);
+    (found || sees_all_processes(root)).then_some(found)
+}
+
 /// A mount namespace of each process and thread, once each; `None` if we cannot see all.
-pub(super) fn namespaces(root: &Path) -> io::Result<Option<Vec<(u64, PathBuf)>>> {
+pub(super) fn namespaces(root: &Path) -> Option<Vec<(u64, PathBuf)>> {
+    sees_all_processes(root).then(|| visible_namespaces(root))
+}
+
+fn sees_all_processes(root: &Path) -> bool {
     // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
     const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    let proc = root.join("proc");
-    let inode = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.ino());
-    if inode(&proc.join("thread-self/ns/pid")) != Some(FIRST_PID_NAMESPACE) {
-        return Ok(None);
-    }
+    inode(&root.join("proc/thread-self/ns/pid")) == Some(FIRST_PID_NAMESPACE)
+}
+
+fn inode(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().map(|metadata| metadata.ino())
+}
+
+fn visible_namespaces(root: &Path) -> Vec<(u64, PathBuf)> {
     let numbers = |dir: &Path| -> Vec<PathBuf> {
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
         let is_number = |entry: &fs::DirEntry| {
@@ -220,7 +262,8 @@ pub(super) fn namespaces(root: &Path) -> io::Result<Option<Vec<(u64, PathBuf)>>>
         entries.filter(is_number).map(|entry| entry.path()).collect()
     };
     let mut seen = HashSet::new();
-    let tasks = numbers(&proc).into_iter().flat_map(|process| numbers(&process.join("task")));
+    let tasks =
+        numbers(&root.join("proc")).into_iter().flat_map(|process| numbers(&process.join("task")));
     let found = tasks.filter_map(|task| Some((inode(&task.join("ns/mnt"))?, task)));
-    Ok(Some(found.filter(|(namespace, _)| seen.insert(*namespace)).collect()))
+    found.filter(|(namespace, _)| seen.insert(*namespace)).collect()
 }

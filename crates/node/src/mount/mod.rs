@@ -52,10 +52,11 @@ use rustix::mount::MountAttrFlags;
 
 pub use error::{Code, MountError};
 pub use idmap::IdMap;
-pub(crate) use in_use::within_a_second;
+pub(crate) use in_use::Patience;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
 pub use pin::Pin;
+pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
 pub(crate) use reconcile::in_words;
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
@@ -82,6 +83,8 @@ pub struct Mounter<'a> {
     styles: Vec<LayerStyle>,
     force_loop: bool,
     task: Task,
+    /// For all of its work, or since the last [`Mounter::reconcile`] began.
+    patience: Patience,
 }
 
 impl<'a> Mounter<'a> {
@@ -96,6 +99,7 @@ impl<'a> Mounter<'a> {
             styles: LayerStyle::ALL.to_vec(),
             force_loop: false,
             task: Task::default(),
+            patience: Patience::default(),
         }
     }
 
@@ -142,6 +146,7 @@ impl<'a> Mounter<'a> {
     /// See [`MountError`]; [`MountError::code`] gives its kind.
     pub fn mount(&self, request: &MountRequest) -> Result<MountRecord, MountError> {
         let target = resolve_target(&request.target, request.create_target)?;
+        self.check_hides_nothing(&target)?;
         self.run.prepare()?;
         let mounted = self.mount_at(target, request)?;
         // A hint for whoever looks for room later: no reason to fail.
@@ -166,7 +171,8 @@ impl<'a> Mounter<'a> {
         let kernel = Kernel::new(&self.root)?;
         let id = self.run.id_of(&target);
         let (upper, claim) = self.choose_upper(request, &id, &kernel.boot_id)?;
-        let scratch = request.scratch.then(|| upper::own_dir(self.domain, &id, "s")).transpose()?;
+        let scratch = request.scratch.then(|| upper::own_dir(self.domain, &id, upper::SCRATCH));
+        let scratch = scratch.transpose()?;
         let mut record = MountRecord {
             id,
             domain: self.domain.name().to_owned(),
@@ -235,7 +241,8 @@ impl<'a> Mounter<'a> {
             Access::Writable => own(false),
             Access::WritableKept => own(true),
             Access::WritableAt(dir) => {
-                let (dir, lock) = upper::claim_given(&self.run, dir, &request.image, boot_id)?;
+                let (dir, lock) =
+                    upper::claim_given(&self.run, dir, &request.image, boot_id, &self.patience)?;
                 Ok((Some(Upper { dir, keep: true, given: true, size_bytes: None }), Some(lock)))
             }
         }
@@ -415,7 +422,7 @@ impl<'a> Mounter<'a> {
             let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
             upper::mark_kept(&dir, &record)?;
             // Where it is in use still, or we die here, the next mount over it does this.
-            if !in_use::has_overlay(&upper.dir)? {
+            if !in_use::has_overlay(&upper.dir, &self.patience)? {
                 upper::settle(&dir, &upper.dir)?;
             }
             record.upper = Some(Upper { keep: true, ..upper });

@@ -89,7 +89,8 @@ impl Mounter<'_> {
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             // It is as it was made, whatever the domain's backend is by now.
             let record: Option<PinRecord> = read_json(&path)?;
-            if measured && record.is_none() {
+            // Over a base it would show a part of the image.
+            if record.is_none() && (measured || self.domain.base_of(image)?.is_some()) {
                 let reason = "it is missing, so nobody knows what is mounted".to_owned();
                 return Err(MountError::State { path, reason });
             }
@@ -144,6 +145,13 @@ impl Mounter<'_> {
         let temporary = path.with_extension("tmp");
         write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
         fs::rename(&temporary, &path).at("write", &path)?;
+        let superblock = Superblock::of(&mount, &self.root);
+        let mut root = Root::new(RootKind::Mount, self.superblock_root(image, &superblock));
+        root.images = vec![*image];
+        root.note = "its superblock".to_owned();
+        root.created = record.created;
+        root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
+        unless_read_only(self.domain.put_root(&root))?;
         self.step(Step::PinMade);
         place(&mount, &at)?;
         self.step(Step::Pinned);
@@ -378,7 +386,11 @@ impl Mounter<'_> {
         for user in list(&users)? {
             match Superblock::from_user(&user) {
                 Some(superblock) if superblock.is_alive(&self.root) => all = false,
-                Some(_) => remove_file(&users.join(user))?,
+                Some(superblock) => {
+                    let id = self.superblock_root(image, &superblock);
+                    unless_read_only(self.domain_of(domain)?.remove_root(RootKind::Mount, &id))?;
+                    remove_file(&users.join(user))?;
+                }
                 None => {}
             }
         }
@@ -394,7 +406,7 @@ impl Mounter<'_> {
     }
 
     /// Unmounts a pinned image, with its lock held. If its superblock has other users, the image
-    /// keeps its directory and gets a root until [`Mounter::reconcile`] finds the superblock ended.
+    /// keeps its directory and the superblock's root until [`Mounter::reconcile`] finds it ended.
     fn take_down_pin(&self, domain: &str, image: &Digest) -> Result<Unpinned, MountError> {
         let dir = self.run.image_dir(domain, image);
         for dir in [dir.join(OWN), dir.clone()] {
@@ -417,20 +429,9 @@ impl Mounter<'_> {
             }
         }
         self.step(Step::Unpinned);
-        let id = self.elsewhere_root(image);
-        let domain = self.domain_of(domain)?;
-        if !self.has_ended(domain.name(), image)? {
-            if domain.has_image(image)? {
-                let mut root = Root::new(RootKind::Mount, id);
-                root.images = vec![*image];
-                root.note = "in use elsewhere".to_owned();
-                root.created = super::now();
-                root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
-                unless_read_only(domain.put_root(&root))?;
-            }
+        if !self.has_ended(domain, image)? {
             return Ok(Unpinned::Elsewhere);
         }
-        unless_read_only(domain.remove_root(RootKind::Mount, &id))?;
         remove_dir(&dir.join("users"));
         remove_dir(&dir);
         Ok(Unpinned::Done)
@@ -438,12 +439,21 @@ impl Mounter<'_> {
 
     /// Whether the superblocks of an unpinned image have ended.
     fn has_ended(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
-        in_use::within_a_second(|| self.forget_dead(domain, image))
+        self.patience.wait(|| self.forget_dead(domain, image))
     }
 
-    /// Id of the root of an image that is in use by others than our mounts.
-    pub(super) fn elsewhere_root(&self, image: &Digest) -> String {
-        format!("{}-used-{image}", self.run.tag())
+    /// Id of the root that keeps an image while a superblock of it exists, even if the run
+    /// directory is lost.
+    fn superblock_root(&self, image: &Digest, superblock: &Superblock) -> String {
+        format!("{}-{image}-{}", self.run.tag(), superblock.user())
+    }
+
+    /// Whether a root is that of a superblock that exists.
+    pub(super) fn is_root_of_living(&self, root: &Root) -> bool {
+        let prefix = root.images.first().map(|image| format!("{}-{image}-", self.run.tag()));
+        prefix
+            .and_then(|prefix| Superblock::from_user(root.id.strip_prefix(&prefix)?))
+            .is_some_and(|superblock| superblock.is_alive(&self.root))
     }
 
     /// Images with a directory of their own, by domain.
@@ -516,7 +526,7 @@ fn place(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {
 }
 
 /// Unmounts everything at a mount point of the run directory, and removes it.
-fn take_down(at: &Path) -> Result<(), MountError> {
+pub(crate) fn take_down(at: &Path) -> Result<(), MountError> {
     // As many as could ever be stacked there by a race that the locks exclude.
     const STACK_MAX: u32 = 16;
     for _ in 0..STACK_MAX {

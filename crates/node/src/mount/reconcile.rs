@@ -209,7 +209,7 @@ impl Mounter<'_> {
         // What is kept is not removed, but may still be written to.
         let upper = record.upper.as_ref();
         let dir = changes.as_deref().or(upper.map(|upper| &*upper.dir));
-        let in_use = match dir.map_or(Ok(false), in_use::has_overlay) {
+        let in_use = match dir.map_or(Ok(false), |dir| in_use::has_overlay(dir, &self.patience)) {
             // The caller's directory may be gone or read-only by now.
             Err(_) if upper.is_some_and(|upper| upper.given) => true,
             other => other?,
@@ -314,7 +314,7 @@ impl Mounter<'_> {
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
             return Err(MountError::NotKept(found));
         }
-        if in_use::has_overlay(&found)? {
+        if in_use::has_overlay(&found, &self.patience)? {
             return Err(MountError::Busy(found));
         }
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
@@ -407,6 +407,7 @@ impl Mounter<'_> {
     /// # Errors
     /// [`MountError::Io`] if the run directory cannot be read at all.
     pub fn reconcile(&self) -> Result<Reconciled, MountError> {
+        self.patience.renew();
         let mut done = Reconciled::default();
         let mut failed = Vec::new();
         let mut or_failed = |error| failed.push(in_words(&error));
@@ -426,7 +427,7 @@ impl Mounter<'_> {
         }
         for name in self.domain.store().domains()? {
             let domain = self.domain_of(&name)?;
-            let stale = upper::remove_stale(&domain, &self.run);
+            let stale = upper::remove_stale(&domain, &self.run, &self.root, &self.patience);
             done.uppers += stale.map_err(&mut or_failed).unwrap_or(0);
             done.roots
                 .extend(self.reconcile_roots(&domain).map_err(&mut or_failed).unwrap_or_default());
@@ -453,8 +454,10 @@ impl Mounter<'_> {
         if place == Place::Covered {
             return Err(MountError::Covered(record.target));
         }
-        let forgotten = self.forget(&record, &place, &lock)?;
+        let mut forgotten = self.forget(&record, &place, &lock)?;
         drop(lock);
+        // A container may still run in what others unmounted.
+        forgotten.gone.retain(|gone| in_use::is_bound(&self.root, gone) != Some(true));
         forgotten.finish();
         Ok(true)
     }
@@ -485,20 +488,16 @@ impl Mounter<'_> {
         Ok(self.unpin_if_idle(domain, image, &lock)? == Unpinned::Done)
     }
 
-    /// Removes this run directory's mount roots without a record, and all roots of other boots.
+    /// Removes this run directory's mount roots without a record or a superblock, and all roots of
+    /// other boots.
     fn reconcile_roots(&self, domain: &Domain) -> Result<Vec<String>, MountError> {
         let boot = Kernel::new(&self.root)?.boot_id;
         let mut removed = Vec::new();
         for root in domain.roots(RootKind::Mount)? {
             let is_ours = root.id.starts_with(&self.run.tag());
+            // A record is written before its root and removed after it, so look for the root first.
             let is_used = || -> Result<bool, MountError> {
-                // A record is written before its root and removed after it, so look for the root
-                // first.
-                let kept = root.images.first().is_some_and(|image| {
-                    self.elsewhere_root(image) == root.id
-                        && self.run.image_dir(domain.name(), image).exists()
-                });
-                Ok(kept || self.run.record(&root.id)?.is_some())
+                Ok(self.is_root_of_living(&root) || self.run.record(&root.id)?.is_some())
             };
             if root.boot_id.as_ref() != Some(&boot) || (is_ours && !is_used()?) {
                 domain.remove_root(RootKind::Mount, &root.id)?;
@@ -511,7 +510,7 @@ impl Mounter<'_> {
 
 /// Whether a visible process or thread lives in the mount namespace; true if we cannot see all.
 fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
-    let Ok(Some(found)) = in_use::namespaces(root) else { return true };
+    let Some(found) = in_use::namespaces(root) else { return true };
     // The inode number may be that of another namespace by now.
     let is = |task: &Path| Namespace::at(&task.join("ns/mnt")).map_or(true, |n| n.is(namespace));
     found.iter().any(|(inode, task)| *inode == namespace.inode && is(task))

@@ -274,6 +274,9 @@ impl RunDir {
         self
     }
 
+    /// Directories in it that are not a runtime's.
+    pub(crate) const OWN: [&str; 4] = ["mounts", "images", "locks", "containers"];
+
     /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
@@ -284,8 +287,8 @@ impl RunDir {
     pub(crate) fn prepare(&self) -> Result<(), MountError> {
         // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
         // reach its container's root filesystem, by name only.
-        let dirs = [("", 0o711), ("mounts", 0o700), ("images", 0o700), ("locks", 0o700)];
-        for (name, mode) in dirs.into_iter().chain([("containers", 0o711)]) {
+        let modes = [0o700, 0o700, 0o700, 0o711];
+        for (name, mode) in [("", 0o711)].into_iter().chain(Self::OWN.into_iter().zip(modes)) {
             let path = self.path.join(name);
             fs::DirBuilder::new().recursive(true).mode(mode).create(&path).at("create", path)?;
         }

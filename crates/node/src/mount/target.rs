@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 
+use super::Mounter;
 use super::error::{At as _, MountError};
 
 /// Absolute path of the directory to mount at, without symbolic links.
@@ -37,6 +38,24 @@ pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, Mou
         return Err(problem("it is the root directory".to_owned()));
     }
     Ok(resolved)
+}
+
+impl Mounter<'_> {
+    /// A mount there must not hide what the system, or a later command of ours, needs.
+    pub(super) fn check_hides_nothing(&self, target: &Path) -> Result<(), MountError> {
+        let resolved = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let own = [Some(self.run.path()), self.domain.objects_dir().as_deref()]
+            .map(|path| path.map(resolved));
+        let mut needed =
+            own.into_iter().flatten().chain(["/proc", "/sys", "/dev"].map(PathBuf::from));
+        let kernel = ["/proc", "/sys"].map(PathBuf::from);
+        let hidden = needed.find(|path| path.starts_with(target));
+        let hidden = hidden.or_else(|| kernel.into_iter().find(|path| target.starts_with(path)));
+        hidden.map_or(Ok(()), |path| {
+            let problem = format!("it would hide {}", path.display());
+            Err(MountError::Target { target: target.to_owned(), problem })
+        })
+    }
 }
 
 /// Opens a directory whose path was resolved; a symbolic link that was put there since fails.

@@ -12,19 +12,21 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, Domain};
 use rustix::fs::{
-    CWD, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
+    AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid,
+    XattrFlags,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::error::{At as _, MountError};
-use super::in_use;
+use super::in_use::{self, Patience};
 use super::kernel::open_dir;
 use super::limit::{self, Limit};
 use super::state::{MountRecord, RunDir, Upper, list, read_json};
 
 /// Beside `upper`: this directory is to stay.
 const KEEP: &str = "keep";
+const KEEP_NEW: &str = "keep.new";
 /// Prefix of what is being removed.
 const GONE: &str = "gone-";
 
@@ -43,6 +45,9 @@ pub(crate) fn writable_dir(domain: &Domain) -> Result<PathBuf, MountError> {
     Ok(objects.with_file_name("writable"))
 }
 
+/// The kind of directory that a mount has for its user, which shows no overlay.
+pub(crate) const SCRATCH: &str = "s";
+
 /// A new name under [`writable_dir`] for a mount with this id; `kind` tells its directories apart.
 pub(crate) fn own_dir(domain: &Domain, id: &str, kind: &str) -> Result<PathBuf, MountError> {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -55,6 +60,9 @@ pub(crate) fn make_own(dir: &Path) -> Result<(), MountError> {
     for path in [dir.parent().unwrap_or(dir), dir] {
         match fs::DirBuilder::new().mode(0o700).create(path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                return Err(MountError::ReadOnlyStore(path.to_owned()));
+            }
             other => other.at("create", path)?,
         }
     }
@@ -67,8 +75,8 @@ pub struct Kept {
     /// Directory that holds them, in `upper/`.
     #[serde(default)]
     pub dir: PathBuf,
-    /// The image that they are changes of.
-    pub image: Digest,
+    /// The image that they are changes of; `None` if the file that says so cannot be read.
+    pub image: Option<Digest>,
     /// Where that was mounted.
     pub target: PathBuf,
     boot_id: String,
@@ -81,6 +89,7 @@ pub(crate) fn claim_given(
     dir: &Path,
     image: &Digest,
     boot_id: &str,
+    patience: &Patience,
 ) -> Result<(PathBuf, OwnedFd), MountError> {
     fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).at("create", dir)?;
     let dir = fs::canonicalize(dir).at("resolve", dir)?;
@@ -98,10 +107,11 @@ pub(crate) fn claim_given(
         return Err(MountError::UpperInUse { dir, by });
     }
     let kept = kept_in(&dir)?;
-    if let Some(kept) = kept.as_ref().filter(|kept| kept.image != *image) {
-        return Err(problem(&format!("it holds changes of another image, {}", kept.image)));
+    if let Some(kept) = kept.as_ref().filter(|kept| kept.image != Some(*image)) {
+        let other = kept.image.map_or_else(|| "nobody knows which".to_owned(), |it| it.to_string());
+        return Err(problem(&format!("it holds changes of another image, {other}")));
     }
-    if in_use::has_overlay(&dir)? {
+    if in_use::has_overlay(&dir, patience)? {
         let by = "an earlier mount, still in use elsewhere,".to_owned();
         return Err(MountError::UpperInUse { dir, by });
     }
@@ -236,21 +246,34 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
     rustix::fs::futimens(&target, &times).at("set the time of", to)
 }
 
-/// From now on the directory stays, whatever happens.
+/// From now on the directory stays, whatever happens. The file is replaced as a whole or stays as it is.
 pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<(), MountError> {
     let path = record.upper.as_ref().map_or(Path::new(KEEP), |upper| &upper.dir).join(KEEP);
     let kept = Kept {
         dir: PathBuf::new(),
-        image: record.image,
+        image: Some(record.image),
         target: record.target.clone(),
         boot_id: record.boot_id.clone(),
     };
     let text = serde_json::to_vec(&kept)
         .map_err(|error| MountError::State { path: path.clone(), reason: error.to_string() })?;
+    if fs::read(&path).is_ok_and(|known| known == text) {
+        return Ok(());
+    }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
-    let file = rustix::fs::openat(dir, KEEP, flags | OFlags::NOFOLLOW, mode).at("create", &path)?;
-    fs::File::from(file).write_all(&text).at("write", &path)
+    let replace = || -> io::Result<()> {
+        let file = rustix::fs::openat(dir, KEEP_NEW, flags | OFlags::NOFOLLOW, mode)?;
+        let mut file = fs::File::from(file);
+        file.write_all(&text)?;
+        file.sync_data()?;
+        Ok(rustix::fs::renameat(dir, KEEP_NEW, dir, KEEP)?)
+    };
+    let replaced = replace();
+    if replaced.is_err() {
+        let _ = rustix::fs::unlinkat(dir, KEEP_NEW, AtFlags::empty());
+    }
+    replaced.at("write", &path)
 }
 
 /// What the file beside kept changes says; none for a directory that has no such file.
@@ -259,7 +282,7 @@ fn kept_in(dir: &Path) -> Result<Option<Kept>, MountError> {
     Ok(kept.map(|kept| Kept { dir: dir.to_owned(), ..kept }))
 }
 
-/// Kept changes of this domain that no mount of this run directory uses, without unreadable ones.
+/// Kept changes of this domain that no mount of this run directory uses.
 pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
@@ -267,7 +290,10 @@ pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountErro
     let dirs = list(&base)?.into_iter().filter(|name| !name.starts_with(GONE));
     let dirs = dirs.map(|name| base.join(name));
     let unused = dirs.filter(|dir| !used.iter().any(|upper| upper.dir == *dir));
-    Ok(unused.filter_map(|dir| kept_in(&dir).ok().flatten()).collect())
+    let unreadable =
+        |dir| Kept { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
+    let kept = |dir: PathBuf| kept_in(&dir).unwrap_or_else(|_| Some(unreadable(dir)));
+    Ok(unused.filter_map(kept).collect())
 }
 
 /// Bytes on disk of a directory and of what is in it; what cannot be read is left out.
@@ -311,7 +337,8 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
     let gone = dir.with_file_name(format!("{GONE}{name}"));
     match fs::rename(dir, &gone) {
         Ok(()) => Ok(Some(gone)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        // A read-only filesystem says so of what is missing, too.
+        Err(_) if !dir.exists() => Ok(None),
         Err(error) => Err(error).at("rename", dir),
     }
 }
@@ -331,14 +358,20 @@ fn remove_all(dir: &Path) -> Result<(), MountError> {
 
 /// Removes directories of this run directory's mounts without a record, and leftovers of removals.
 /// Returns how many. A mount writes its record before its directory, so a directory that is seen
-/// first and then has no record belongs to nobody.
-pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountError> {
+/// first and then has no record belongs to nobody, unless the record was lost.
+pub(crate) fn remove_stale(
+    domain: &Domain,
+    run: &RunDir,
+    root: &Path,
+    patience: &Patience,
+) -> Result<u32, MountError> {
     let base = writable_dir(domain)?;
     let mut removed = 0;
     for name in list(&base)? {
         let dir = base.join(&name);
         let id = name.rsplit_once('-').map_or("", |(id, _)| id);
-        let is_stale = name.starts_with(GONE)
+        let is_gone = name.starts_with(GONE);
+        let is_stale = is_gone
             || id.starts_with(&run.tag())
                 && !dir.join(KEEP).exists()
                 // A damaged record is not "no record".
@@ -346,7 +379,10 @@ pub(crate) fn remove_stale(domain: &Domain, run: &RunDir) -> Result<u32, MountEr
                     record.scratch.as_ref() == Some(&dir)
                         || record.upper.is_some_and(|upper| upper.dir == dir)
                 });
-        if is_stale && !in_use::has_overlay(&dir)? {
+        // Only a directory without a record may be that of a container that runs.
+        let is_bound =
+            || name.ends_with(SCRATCH) && in_use::is_bound(root, &dir).unwrap_or(!is_gone);
+        if is_stale && !in_use::has_overlay(&dir, patience)? && !is_bound() {
             remove(&dir)?;
             removed += 1;
         }

@@ -186,6 +186,51 @@ fn a_base_in_use_elsewhere_outlives_umount_and_gc() {
     fixture.assert_clean("at the end");
 }
 
+/// `rm -rf` of the run directory took the only trace of a mount that another namespace held, or had
+/// made: the next gc deleted its objects.
+#[test]
+fn a_lost_run_directory_loses_no_object_in_use() {
+    needs_mounts!();
+    for (is_over_base, is_unmounted) in [(false, true), (false, false), (true, true)] {
+        let fixture = if is_over_base { Fixture::over_base() } else { Fixture::new() };
+        let mounter = fixture.mounter();
+        let request = read_only(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        // Pins are private there: what this namespace unmounts stays.
+        let user = user(Kind::Namespace, &fixture, &request.target);
+        if is_unmounted {
+            assert!(umount(&mounter, &request.target).in_use);
+        } else {
+            // As if the mount had been made there: this namespace shows nothing of it.
+            for mount in fixture.mounts().iter().rev() {
+                kernel::unmount(&mount.target, true).unwrap();
+            }
+        }
+        fs::remove_dir_all(fixture.path("run")).unwrap();
+        fixture.domain.remove_ref("test:1").unwrap();
+        assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+        assert_eq!(fixture.gc().images, 0);
+        fixture.check_content(&user.path);
+        // A mount meanwhile has a superblock of its own.
+        mounter.mount(&request).unwrap();
+        umount(&mounter, &request.target);
+        assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+        assert_eq!(fixture.gc().images, 0);
+        fixture.check_content(&user.path);
+        (user.end)();
+        // A namespace ends a moment after its last thread.
+        for _ in 0..100 {
+            mounter.reconcile().unwrap();
+            if fixture.domain.roots(RootKind::Mount).unwrap().is_empty() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        fixture.assert_clean("at the end");
+        assert!(fixture.gc().images >= 1);
+    }
+}
+
 /// The mount itself was taken away behind our back while somebody used it elsewhere.
 #[test]
 fn a_mount_that_others_unmounted_is_kept_for_its_users() {
@@ -253,5 +298,55 @@ fn mounts_are_found_in_every_namespace() {
         assert!(gone, "{kind:?}");
         mounter.reconcile().unwrap();
         fixture.assert_clean(&format!("{kind:?}"));
+    }
+}
+
+/// Each writable mount that was held elsewhere took 0.9 s of every gc and `umount --all`, one after the other.
+#[test]
+fn what_stays_in_use_is_waited_for_once() {
+    let patience = Patience::default();
+    let mut asked = 0;
+    let mut wait = || {
+        let ask = || {
+            asked += 1;
+            Ok::<_, ()>(false)
+        };
+        assert!(!patience.wait(ask).unwrap());
+        std::mem::take(&mut asked)
+    };
+    assert!(wait() > 5);
+    assert_eq!([wait(), wait()], [1, 1], "the time is up");
+    patience.renew();
+    assert!(wait() > 5);
+}
+
+/// Others unmounted the read-only root of a container that ran, or its record was lost: its volumes were
+/// removed under it.
+#[test]
+fn volumes_stay_while_they_are_bound_elsewhere() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    for is_lost in [false, true] {
+        let request = MountRequest { scratch: true, ..read_only(&fixture, "one") };
+        let volume = mounter.mount(&request).unwrap().scratch.unwrap().join("data");
+        fs::create_dir(&volume).unwrap();
+        fs::write(volume.join("new"), "new").unwrap();
+        let bound = fixture.target("bound");
+        rustix::mount::mount_bind(&volume, &bound).unwrap();
+        kernel::unmount(&request.target, false).unwrap();
+        if is_lost {
+            let names = list(&fixture.path("run/mounts")).unwrap();
+            names.iter().for_each(|name| {
+                fs::remove_file(fixture.path("run/mounts").join(name)).unwrap();
+            });
+        }
+        for _ in 0..2 {
+            assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+            assert_eq!(fs::read(bound.join("new")).unwrap(), b"new", "{is_lost}");
+        }
+        kernel::unmount(&bound, false).unwrap();
+        mounter.reconcile().unwrap();
+        fixture.assert_clean("at the end");
     }
 }

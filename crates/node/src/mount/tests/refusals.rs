@@ -217,3 +217,64 @@ fn a_directory_that_cannot_keep_changes_is_named() {
     kernel::unmount(&dir, true).unwrap();
     fixture.assert_clean("at the end");
 }
+
+/// A mount at `/proc` was made, and then neither Cofolio nor umount(8) worked.
+#[test]
+fn a_mount_hides_nothing_that_is_needed() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("run")).unwrap();
+    let own = [fixture.path("run"), fixture.path("store"), fixture.path("")];
+    for place in
+        ["/", "/proc", "/proc/sys", "/sys", "/dev"].map(PathBuf::from).into_iter().chain(own)
+    {
+        let request = MountRequest::new(fixture.image, &place);
+        refused(&fixture, &request, |error| matches!(error, MountError::Target { .. }));
+    }
+}
+
+/// A writable mount from a read-only store failed and left its record, which stopped the next mount at this
+/// place, too.
+#[test]
+fn a_read_only_store_refuses_changes_of_its_own_only() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    umount(&mounter, &request.target);
+    let store = fixture.path("store");
+    rustix::mount::mount_bind(&store, &store).unwrap();
+    let flags = rustix::mount::MountFlags::BIND | rustix::mount::MountFlags::RDONLY;
+    rustix::mount::mount_remount(&store, flags, "").unwrap();
+    let error = mounter.mount(&request).unwrap_err();
+    assert!(matches!(error, MountError::ReadOnlyStore(_)), "{error:?}");
+    let access = Access::WritableAt(fixture.path("changes"));
+    mounter.mount(&MountRequest { access, ..request.clone() }).unwrap();
+    umount(&mounter, &request.target);
+    kernel::unmount(&store, false).unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// Without its `pin.json`, an image over a base was mounted again without the base's files.
+#[test]
+fn a_lost_pin_record_hides_no_file() {
+    needs_mounts!();
+    let fixture = Fixture::over_base();
+    let mounter = fixture.mounter();
+    let (one, two) = (read_only(&fixture, "one"), writable(&fixture, "two"));
+    mounter.mount(&one).unwrap();
+    fs::remove_file(fixture.run_dir().image_dir("default", &fixture.image).join("pin.json"))
+        .unwrap();
+    match mounter.mount(&two) {
+        Ok(_) => fixture.check_content(&two.target),
+        Err(error) => assert!(matches!(error, MountError::State { .. }), "{error}"),
+    }
+    let _ = mounter.umount(&two.target, &UmountOptions::default());
+    umount(&mounter, &one.target);
+    mounter.mount(&two).unwrap();
+    fixture.check_content(&two.target);
+    umount(&mounter, &two.target);
+    mounter.reconcile().unwrap();
+    fixture.assert_clean("at the end");
+}

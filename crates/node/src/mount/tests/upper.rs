@@ -57,7 +57,7 @@ fn changes_kept_by_a_killed_process_are_mounted_again() {
         assert_eq!(mounter.reconcile().unwrap().failed, [""; 0], "{step:?}");
         let kept = mounter.list().unwrap().kept;
         let [kept] = &kept[..] else { panic!("{step:?}: {kept:?}") };
-        assert_eq!((kept.image, &kept.target), (fixture.image, &request.target));
+        assert_eq!((kept.image, &kept.target), (Some(fixture.image), &request.target));
         let access = Access::WritableAt(kept.dir.clone());
         mounter.mount(&MountRequest { access, ..request.clone() }).unwrap();
         assert_eq!(fs::read(request.target.join("new")).unwrap(), b"new", "{step:?}");
@@ -97,6 +97,53 @@ fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
         discard.join().unwrap().unwrap();
     });
     fixture.assert_clean("at the end");
+}
+
+/// The file `keep` was truncated and then written: a crash or a full disk between the two left an empty one.
+/// Nobody could mount, list or remove these changes, or any image was accepted over them.
+#[test]
+fn the_mark_of_kept_changes_is_replaced_as_a_whole() {
+    use std::io::Read as _;
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let access = Access::WritableAt(fixture.path("changes"));
+    let request = |name| MountRequest { access: access.clone(), ..read_only(&fixture, name) };
+    let keep = fixture.path("changes/keep");
+    let mount = |name| {
+        mounter.mount(&request(name)).unwrap();
+        umount(&mounter, &request(name).target);
+        fs::metadata(&keep).unwrap().ino()
+    };
+    let inode = mount("one");
+    assert_eq!(mount("one"), inode, "it says this already");
+    let (text, mut open) = (fs::read(&keep).unwrap(), fs::File::open(&keep).unwrap());
+    mount("two");
+    let mut old = Vec::new();
+    open.read_to_end(&mut old).unwrap();
+    assert_eq!(old, text, "written in place");
+    assert_ne!(fs::read(&keep).unwrap(), text);
+    assert!(!fixture.path("changes/keep.new").exists());
+}
+
+/// An empty `keep`, which earlier versions left: the changes were listed nowhere, `--discard` refused them,
+/// and gc left them alone.
+#[test]
+fn changes_with_an_unreadable_mark_are_listed_and_discarded() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    for text in ["", "{\"target\":\"/x\",\"boot_id\":\"\"}"] {
+        mounter.mount(&writable(&fixture, "one")).unwrap();
+        let dir = mounter.umount(&fixture.path("one"), &KEEP).unwrap().upper.unwrap();
+        fs::write(dir.join("keep"), text).unwrap();
+        let kept = mounter.list().unwrap().kept;
+        assert!(matches!(&kept[..], [Kept { image: None, .. }]), "{kept:?}");
+        let access = Access::WritableAt(dir.clone());
+        mounter.mount(&MountRequest { access, ..writable(&fixture, "one") }).unwrap_err();
+        mounter.discard_kept(&dir).unwrap();
+        fixture.assert_clean("discarded");
+    }
 }
 
 /// After a crash of the machine the changes may be torn: then the mark is right.
