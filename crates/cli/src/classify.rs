@@ -86,6 +86,9 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::Corrupt { path, .. } if path.contains("/refs/") => {
             "importing the image again under its name writes its record again; `cofolio rm --force` removes it"
         }
+        Error::Corrupt { path, .. } if path.contains("/unnamed/") => {
+            "the image has no name, and what its last name said of it is lost: import it again"
+        }
         Error::Corrupt { path, .. } if path.contains("/signatures/") => {
             "`cofolio sign` writes it again; without the file there is no such signature"
         }

@@ -13,7 +13,7 @@ pub struct Named {
     pub digest: Digest,
     /// A ref of it: the one given, or the first in order that leads there.
     pub ref_name: Option<String>,
-    /// The record of that ref.
+    /// The record of that ref, or what the last ref of an image without one said.
     pub record: Option<Ref>,
 }
 
@@ -80,7 +80,10 @@ pub fn resolve(domain: &Domain, text: &str) -> Result<Named, NameError> {
     }
     let digest = digest(domain, text)?;
     let found = domain.readable_refs()?.into_iter().find(|(_, record)| record.image == digest);
-    let (ref_name, record) = found.unzip();
+    let (ref_name, record) = match found {
+        Some((name, record)) => (Some(name), Some(record)),
+        None => (None, domain.unnamed_record(&digest)?),
+    };
     Ok(Named { digest, ref_name, record })
 }
 

@@ -23,7 +23,7 @@ use crate::disk::{Kind, LockMode};
 use crate::error::{At, BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::RECORDS;
+use crate::records::{RECORDS, UNNAMED};
 use crate::scrub;
 use crate::signatures;
 use crate::store::TEMPORARY;
@@ -251,7 +251,7 @@ impl Collector<'_> {
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
         let mut directories = RECORDS.map(str::to_owned).to_vec();
-        let others = ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY];
+        let others = ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY, UNNAMED];
         directories.extend(others.map(str::to_owned));
         for (image, kind) in domain.entries(signatures::DIRECTORY)? {
             if kind == Kind::Directory {
@@ -275,13 +275,13 @@ impl Collector<'_> {
         Ok(())
     }
 
-    /// Removes when images were used, and signatures of images, that are gone.
+    /// Removes what is known of images that are gone: their last use, signatures, last record.
     fn sweep_hints(&mut self) -> Result<()> {
         if self.options.dry_run {
             return Ok(());
         }
         let mut suspects = Vec::new();
-        for directory in [used::DIRECTORY, signatures::DIRECTORY] {
+        for directory in [used::DIRECTORY, signatures::DIRECTORY, UNNAMED] {
             for (entry, kind) in self.domain.entries(directory)? {
                 let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
                 if !self.domain.has_image(&image)? {

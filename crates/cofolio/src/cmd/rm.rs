@@ -5,7 +5,8 @@ use crate::exit::{Exit, Fail};
 /// Remove names of images
 ///
 /// Only the name goes, at once. What nothing else keeps (other names, mounts, leases) goes with the next
-/// `cofolio gc`; a mounted image stays until it is unmounted.
+/// `cofolio gc`; a mounted image stays until it is unmounted. Before that
+/// gc, `cofolio tag DIGEST NAME` gives the image a name again, with its config and layers.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio rm redis:7.0.14 && cofolio gc")]
 pub(crate) struct Args {
