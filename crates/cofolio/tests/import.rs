@@ -28,7 +28,10 @@ fn layout(sandbox: &Sandbox, name: &str, tag: &str) -> String {
 fn names_are_checked_before_anything_is_read() {
     let sandbox = Sandbox::new();
     let long = "x".repeat(1025);
-    for name in ["", " ", " x", "x ", "a\nb", "a\u{1b}[2J", "/etc/x", "./x", "../x", &long] {
+    let like_digests = ["deadbeef", "CAFE", "sha256:0123"];
+    let paths = ["/etc/x", "./x", "../x", ".", "..", "a/../../b"];
+    let unfit = ["", " ", " x", "x ", "a\nb", "a\u{1b}[2J", &long];
+    for name in [&unfit[..], &paths, &like_digests].concat() {
         // The source does not even exist.
         for args in [["import", "/nonexistent"], ["pull", "localhost:1/x"]] {
             let refused = sandbox.run(&[&args[..], &["--name", name]].concat());
@@ -40,7 +43,15 @@ fn names_are_checked_before_anything_is_read() {
     assert!(!sandbox.path("store").exists());
 
     sandbox.import_tree("box:1");
-    sandbox.run(&["tag", "box:1", "/x"]).fails_with(2);
+    for name in ["/x", "deadbeef", "-x"] {
+        let refused = sandbox.run(&["tag", "box:1", "--", name]);
+        refused.fails_with(2);
+        assert!(!refused.stderr.contains("--name"), "tag has no such option: {}", refused.stderr);
+    }
+    sandbox.run(&["tag", "box:1", "deadbeef:1"]).ok();
+    let refused = sandbox.run(&["rm", "nosuch", "box:1"]);
+    refused.fails_with(3);
+    assert!(refused.stderr.contains("no name was removed"), "{}", refused.stderr);
     sandbox.run(&["tag", "box:1", "x y:1"]).ok();
 }
 

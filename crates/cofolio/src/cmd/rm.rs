@@ -27,7 +27,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             Ok(Some(record)) => found.push((name, short(&record.image))),
             Ok(None) if args.force => {}
             Ok(None) => {
-                let fail = Fail::not_found(format!("no ref `{name}`"));
+                let others = if args.names.len() > 1 { "; no name was removed" } else { "" };
+                let fail = Fail::not_found(format!("no ref `{name}`{others}"));
                 let digest = context.image(&domain, name);
                 return Err(match digest {
                     Ok(image) => fail.hint(match image.ref_name {

@@ -28,6 +28,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    check_name(&args.name).map_err(|error| Fail::usage(error.to_string()))?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
@@ -40,7 +41,6 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.keep {
         record.labels.insert(KEEP_LABEL.to_owned(), "true".to_owned());
     }
-    check_name(&args.name)?;
     domain.put_ref(&args.name, &record).map_err(|error| match error {
         Error::NoSuch(_) if image.ref_name.is_none() => Fail::not_found(error.to_string())
             .hint("gc removed it after the image's last name; import the image again")
