@@ -181,8 +181,17 @@ fn of_registry(error: &RegistryError) -> Classified {
             Exit::Missing,
             "--insecure allows it for this registry; what comes is checked against digests, but the digest of a tag is not",
         ),
-        RegistryError::Unreachable { .. } | RegistryError::Status { .. } => {
-            hint(Exit::Network, "what was complete is kept: the next try goes on from there")
+        RegistryError::Unreachable { url, .. } | RegistryError::Status { url, .. } => {
+            // The questions that come first.
+            let first = url.ends_with("/v2/") || url.contains("/manifests/");
+            let hint = match error {
+                RegistryError::Unreachable { .. } if first => {
+                    "nothing was transferred: is this the registry's address, and is it reachable?"
+                }
+                _ if first => "nothing was transferred: the registry itself has failed; try later",
+                _ => "complete layers are kept: the next try goes on from there",
+            };
+            (Some(Exit::Network), Some(hint.into()))
         }
         RegistryError::Refused { status: 413, .. } => {
             hint(Exit::Failure, "the registry, or a proxy before it, takes nothing of this size")
