@@ -150,6 +150,10 @@ fn of_import(error: &ImportError) -> Classified {
         ImportError::Source { .. } => code(Exit::NotFound),
         ImportError::Thread(_) | ImportError::Changed { .. } => code(Exit::Busy),
         ImportError::Name { .. } => hint(Exit::Usage, "--name REF gives the image another name"),
+        ImportError::Digest { .. } => hint(
+            Exit::Corrupt,
+            "the registry, the network or the source altered it, not the store; nothing of it was kept",
+        ),
         ImportError::Registry(error) => of_registry(error),
         ImportError::Engine(error) => of_engine(error),
         ImportError::Trust(error) => of_trust(error),

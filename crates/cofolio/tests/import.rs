@@ -55,6 +55,26 @@ fn names_are_checked_before_anything_is_read() {
     sandbox.run(&["tag", "box:1", "x y:1"]).ok();
 }
 
+/// A layer whose bytes were altered on the way was "not a tar header", which says nothing of who is to
+/// blame, and whoever read it searched the store for damage.
+#[test]
+fn an_altered_layer_is_named_by_its_digest() {
+    let sandbox = Sandbox::new();
+    let source = layout(&sandbox, "layout", "box:1");
+    let blobs = fs::read_dir(sandbox.path("layout/blobs/sha256")).unwrap();
+    let is_layer = |path: &PathBuf| !fs::read(path).unwrap().starts_with(b"{");
+    let layer = blobs.map(|entry| entry.unwrap().path()).find(is_layer).unwrap();
+    let mut bytes = fs::read(&layer).unwrap();
+    bytes[150] ^= 1;
+    fs::write(&layer, bytes).unwrap();
+    let refused = sandbox.run(&["import", &source, "--name", "box:1"]);
+    refused.fails_with(4);
+    let digest = layer.file_name().unwrap().to_str().unwrap();
+    for part in [digest, "its content has the digest", "not the store"] {
+        assert!(refused.stderr.contains(part), "{part}: {}", refused.stderr);
+    }
+}
+
 /// A name that comes from the source can be as bad, and then the user has to be told what to do.
 #[test]
 fn a_bad_name_in_the_source_asks_for_a_name() {
