@@ -274,7 +274,8 @@ impl Http {
         let most = match error {
             _ if self.answered.load(Relaxed) => u32::MAX,
             ureq::Error::Timeout(_) => SILENT_TRIES_MAX,
-            _ => REFUSED_TRIES_MAX,
+            ureq::Error::Io(e) if is_refused(error) || is_lookup(e) => REFUSED_TRIES_MAX,
+            _ => u32::MAX,
         };
         Failure { tries_max: failure.tries_max.min(most), ..failure }
     }
@@ -334,11 +335,14 @@ impl Http {
     }
 }
 
+fn is_lookup(error: &io::Error) -> bool {
+    error.to_string().starts_with("failed to lookup address")
+}
+
 /// The text is all that std keeps of `EAI_NONAME`; that of `EAI_AGAIN` says that it may pass.
 fn is_unknown_host(error: &io::Error) -> bool {
     let text = error.to_string();
-    text.starts_with("failed to lookup address")
-        && !["Temporary", "again"].iter().any(|it| text.contains(it))
+    is_lookup(error) && !["Temporary", "again"].iter().any(|part| text.contains(part))
 }
 
 fn has_port(authority: &str) -> bool {
