@@ -91,6 +91,9 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::Corrupt { path, .. } if path.contains("/refs/") => {
             "importing the image again under its name writes its record again; `cofolio rm --force` removes it"
         }
+        Error::Corrupt { path, .. } if path.contains("/unnamed/") => {
+            "the image has no name, and what its last name said of it is lost: import it again"
+        }
         Error::Corrupt { path, .. } if path.contains("/signatures/") => {
             "`cofolio sign` writes it again; without the file there is no such signature"
         }
@@ -152,6 +155,10 @@ fn of_import(error: &ImportError) -> Classified {
         ImportError::Source { .. } => code(Exit::NotFound),
         ImportError::Thread(_) | ImportError::Changed { .. } => code(Exit::Busy),
         ImportError::Name { .. } => hint(Exit::Usage, "--name REF gives the image another name"),
+        ImportError::Digest { .. } => hint(
+            Exit::Corrupt,
+            "the registry, the network or the source altered it, not the store; nothing of it was kept",
+        ),
         ImportError::Registry(error) => of_registry(error),
         ImportError::Engine(error) => of_engine(error),
         ImportError::Trust(error) => of_trust(error),
@@ -183,8 +190,17 @@ fn of_registry(error: &RegistryError) -> Classified {
             Exit::Missing,
             "--insecure allows it for this registry; what comes is checked against digests, but the digest of a tag is not",
         ),
-        RegistryError::Unreachable { .. } | RegistryError::Status { .. } => {
-            hint(Exit::Network, "what was complete is kept: the next try goes on from there")
+        RegistryError::Unreachable { url, .. } | RegistryError::Status { url, .. } => {
+            // The questions that come first.
+            let first = url.ends_with("/v2/") || url.contains("/manifests/");
+            let hint = match error {
+                RegistryError::Unreachable { .. } if first => {
+                    "nothing was transferred: is this the registry's address, and is it reachable?"
+                }
+                _ if first => "nothing was transferred: the registry itself has failed; try later",
+                _ => "complete layers are kept: the next try goes on from there",
+            };
+            (Some(Exit::Network), Some(hint.into()))
         }
         RegistryError::Refused { status: 413, .. } => {
             hint(Exit::Failure, "the registry, or a proxy before it, takes nothing of this size")

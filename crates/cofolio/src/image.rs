@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cofolio_erofs::read::{Image, Inode, ReadAt};
 use cofolio_image::compose::named_objects;
+use cofolio_image::files;
 use cofolio_store::{Digest, Domain, verity};
 
 use crate::compose::Hashing;
@@ -88,7 +89,7 @@ pub(crate) fn open(
             Err(_) => {}
         }
     }
-    let file = File::open(text).with_context(|| format!("opening {text}"))?;
+    let file = files::open(Path::new(text)).with_context(|| format!("opening {text}"))?;
     let source = Source::new(file).with_context(|| format!("reading {text}"))?;
     let image = Image::open(source).with_context(|| text.to_owned())?;
     let objects = match objects {
@@ -192,7 +193,7 @@ impl Opened {
                     return Err(Fail::new(Exit::Corrupt, what).into());
                 }
                 let path = directory.join(&path);
-                File::open(&path).with_context(|| format!("opening {}", path.display()))?
+                files::open(&path).with_context(|| format!("opening {}", path.display()))?
             }
             Objects::Unknown => {
                 let what = format!("{}: the file's content is not in the image", self.label);

@@ -18,6 +18,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use clap::builder::Resettable;
 use clap::{CommandFactory, FromArgMatches};
 use cofolio_cli::{exit, interrupt, ui};
 
@@ -42,11 +43,17 @@ fn main() -> ExitCode {
         let _ = Cli::command().color(clap::ColorChoice::Auto).print_help();
         return Exit::Usage.into();
     }
-    let matches = Cli::command().try_get_matches_from(args);
+    let matches = Cli::command().try_get_matches_from(&args);
     let parsed = matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches)));
     let (mut cli, matches) = match parsed {
         Ok(parsed) => parsed,
         Err(error) => {
+            // Options from the environment are not on the command line, and not in its usage.
+            let given = || Cli::command().mut_args(|arg| arg.env(Resettable::Reset));
+            let error = match error.exit_code() {
+                0 => error,
+                _ => given().try_get_matches_from(&args).err().unwrap_or(error),
+            };
             // A closed pipe is no failure: the reader of the help has seen enough.
             let _ = error.print();
             return match error.exit_code() {

@@ -28,7 +28,10 @@ fn layout(sandbox: &Sandbox, name: &str, tag: &str) -> String {
 fn names_are_checked_before_anything_is_read() {
     let sandbox = Sandbox::new();
     let long = "x".repeat(1025);
-    for name in ["", " ", " x", "x ", "a\nb", "a\u{1b}[2J", "/etc/x", "./x", "../x", &long] {
+    let like_digests = ["deadbeef", "CAFE", "sha256:0123"];
+    let paths = ["/etc/x", "./x", "../x", ".", "..", "a/../../b"];
+    let unfit = ["", " ", " x", "x ", "a\nb", "a\u{1b}[2J", &long];
+    for name in [&unfit[..], &paths, &like_digests].concat() {
         // The source does not even exist.
         for args in [["import", "/nonexistent"], ["pull", "localhost:1/x"]] {
             let refused = sandbox.run(&[&args[..], &["--name", name]].concat());
@@ -40,8 +43,36 @@ fn names_are_checked_before_anything_is_read() {
     assert!(!sandbox.path("store").exists());
 
     sandbox.import_tree("box:1");
-    sandbox.run(&["tag", "box:1", "/x"]).fails_with(2);
+    for name in ["/x", "deadbeef", "-x"] {
+        let refused = sandbox.run(&["tag", "box:1", "--", name]);
+        refused.fails_with(2);
+        assert!(!refused.stderr.contains("--name"), "tag has no such option: {}", refused.stderr);
+    }
+    sandbox.run(&["tag", "box:1", "deadbeef:1"]).ok();
+    let refused = sandbox.run(&["rm", "nosuch", "box:1"]);
+    refused.fails_with(3);
+    assert!(refused.stderr.contains("no name was removed"), "{}", refused.stderr);
     sandbox.run(&["tag", "box:1", "x y:1"]).ok();
+}
+
+/// A layer whose bytes were altered on the way was "not a tar header", which says nothing of who is to
+/// blame, and whoever read it searched the store for damage.
+#[test]
+fn an_altered_layer_is_named_by_its_digest() {
+    let sandbox = Sandbox::new();
+    let source = layout(&sandbox, "layout", "box:1");
+    let blobs = fs::read_dir(sandbox.path("layout/blobs/sha256")).unwrap();
+    let is_layer = |path: &PathBuf| !fs::read(path).unwrap().starts_with(b"{");
+    let layer = blobs.map(|entry| entry.unwrap().path()).find(is_layer).unwrap();
+    let mut bytes = fs::read(&layer).unwrap();
+    bytes[150] ^= 1;
+    fs::write(&layer, bytes).unwrap();
+    let refused = sandbox.run(&["import", &source, "--name", "box:1"]);
+    refused.fails_with(4);
+    let digest = layer.file_name().unwrap().to_str().unwrap();
+    for part in [digest, "its content has the digest", "not the store"] {
+        assert!(refused.stderr.contains(part), "{part}: {}", refused.stderr);
+    }
 }
 
 /// A name that comes from the source can be as bad, and then the user has to be told what to do.

@@ -112,6 +112,72 @@ fn names_go_first_and_content_with_gc() {
     assert_eq!(sandbox.run(&["images"]).ok(), "");
 }
 
+/// The config and the layers of an image were only in its ref. `rm` and then `tag DIGEST` gave a ref
+/// without them: `run` ran as root, and `export` wrote another image with a single layer.
+#[test]
+fn an_image_without_a_name_keeps_its_config_and_layers() {
+    let sandbox = Sandbox::new();
+    let layer = |name: &str| Tar::default().file(name, 0o644, name.as_bytes()).finish();
+    let layout = sandbox.path("layout");
+    let config = json!({"User": "redis"});
+    write_layout(&layout, "one", &[layer("a"), layer("b")], config);
+    let source = format!("oci:{}:one", layout.display());
+    let imported = sandbox.run(&["import", &source, "--name", "one:1", "--json"]).json();
+    let (digest, id) = (imported["image"].as_str().unwrap(), imported["config"].clone());
+    let exported = |name: &str| {
+        let to = sandbox.path(&name.replace(':', "-"));
+        sandbox.run(&["export", name, &format!("oci:{}:one", to.display())]).ok();
+        let again = sandbox.run(&[
+            "--store",
+            &sandbox.text("other-store"),
+            "import",
+            &format!("oci:{}:one", to.display()),
+            "--name",
+            "again:1",
+            "--json",
+        ]);
+        let again = again.json();
+        assert_eq!((&again["config"], again["layers"].as_array().unwrap().len()), (&id, 2));
+    };
+    sandbox.run(&["rm", "one:1"]).ok();
+    let inspected = sandbox.run(&["inspect", &digest[..12], "--json"]).json();
+    assert_eq!(inspected["config"]["config"]["User"], "redis", "{inspected}");
+    exported(&digest[..12]);
+    sandbox.run(&["tag", digest, "one:2"]).ok();
+    sandbox.run(&["gc"]).ok();
+    exported("one:2");
+
+    // The same where the name goes to another image.
+    sandbox.tree("tree");
+    sandbox.run(&["import", &sandbox.text("tree"), "--name", "one:2"]).ok();
+    sandbox.run(&["tag", digest, "one:3"]).ok();
+    sandbox.run(&["tag", "one:2", "one:3"]).ok();
+    sandbox.run(&["tag", digest, "one:4"]).ok();
+    sandbox.run(&["rm", "one:3"]).ok();
+    exported("one:4");
+
+    // A record that cannot be read is not taken for an image without a config.
+    sandbox.run(&["rm", "one:4"]).ok();
+    let record = sandbox.path("store").join("domains/default/unnamed").join(digest);
+    fs::write(&record, "{").unwrap();
+    let refused = sandbox.run(&["tag", digest, "one:5"]);
+    assert!(refused.fails_with(4).stderr.contains("import it again"), "{}", refused.stderr);
+    let found = sandbox.run(&["fsck"]);
+    assert!(found.fails_with(4).stdout.contains("unnamed"), "{}", found.stdout);
+    sandbox.run(&["import", &source, "--name", "one:5"]).ok();
+    sandbox.run(&["fsck"]).ok();
+    sandbox.run(&["rm", "one:5"]).ok();
+    sandbox.run(&["fsck"]).ok();
+    // A mount keeps an image without a name, and gc takes its layers.
+    for layer in fs::read_dir(sandbox.path("store/domains/default/layers")).unwrap() {
+        common::remove(&layer.unwrap().path()).unwrap();
+    }
+    let refused = sandbox.run(&["tag", digest, "one:6"]);
+    assert!(refused.fails_with(3).stderr.contains("import the image again"), "{}", refused.stderr);
+    sandbox.run(&["gc"]).ok();
+    assert!(!record.exists(), "gc leaves the record of an image that is gone");
+}
+
 #[test]
 fn damage_is_found_named_and_told_by_the_exit_code() {
     let sandbox = Sandbox::new();

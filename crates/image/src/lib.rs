@@ -10,7 +10,7 @@
 //! reference, trust, layer    names in registries; signatures and policy; one layer
 //! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
 //! error, limits, stored,     a directory tree; errors, limits; files of the store;
-//! threads                    threads that may be refused
+//! threads, files             threads that may be refused; files of keys and settings
 //! ```
 
 pub mod compose;
@@ -18,6 +18,7 @@ pub mod diff;
 pub mod digest;
 pub mod error;
 pub mod export;
+pub mod files;
 pub mod import;
 mod layer;
 mod lease;

@@ -15,6 +15,8 @@ const REPOSITORY_MAX: usize = 255;
 /// Longest name of an image in the store, in bytes: the store's own limit.
 const IMAGE_NAME_MAX: usize = 1024;
 const TAG_MAX: usize = 128;
+/// Fewest digits of a digest that name an image of the store.
+pub const DIGEST_DIGITS_MIN: usize = 4;
 /// The tag that is meant if none is given.
 const LATEST: &str = "latest";
 
@@ -52,6 +54,11 @@ impl Reference {
             Some(colon) => (&rest[..name_at + colon], Some(&rest[name_at + colon + 1..])),
             None => (rest, None),
         };
+        if name == "localhost" || name.parse::<std::net::IpAddr>().is_ok() {
+            return Err(format!(
+                "{rest} is a registry, and the image is missing: {rest}/NAME[:TAG]"
+            ));
+        }
         if let Some(tag) = tag {
             check_tag(tag)?;
         }
@@ -116,7 +123,8 @@ impl fmt::Display for Reference {
     }
 }
 
-/// Checks a name for an image in the store. Any name of an image in a registry is valid.
+/// Checks a name for an image in the store. Names of images in registries are valid, but for one that
+/// is like `sha256:abcd`.
 pub(crate) fn check_image_name(name: &str) -> Result<(), &'static str> {
     if name.trim().is_empty() {
         return Err("it is blank");
@@ -132,6 +140,18 @@ pub(crate) fn check_image_name(name: &str) -> Result<(), &'static str> {
     }
     if ["/", "./", "../"].iter().any(|start| name.starts_with(start)) {
         return Err("it is a path, and commands would take it for a file");
+    }
+    if name.split('/').any(|part| part == "." || part == "..") {
+        return Err("it has a part `.` or `..`");
+    }
+    if name.starts_with('-') {
+        return Err("commands would take it for an option");
+    }
+    let digits = name.strip_prefix("sha256:").unwrap_or(name);
+    if digits.len() >= DIGEST_DIGITS_MIN && digits.bytes().all(|b| b.is_ascii_hexdigit()) {
+        return Err(
+            "commands would take it for the first digits of a digest; a tag as in NAME:1 helps",
+        );
     }
     Ok(())
 }
@@ -274,6 +294,9 @@ mod tests {
             ("[::g]:1/a", "not a host"),
             ("redis@sha256:00", "sha256"),
             ("redis@md5:00", "sha256"),
+            ("127.0.0.1:5731", "127.0.0.1:5731/NAME"),
+            ("127.0.0.1", "the image is missing"),
+            ("localhost:5000", "the image is missing"),
         ] {
             let error = shown(text);
             assert!(error.contains(expected), "{text:?}: {error}");

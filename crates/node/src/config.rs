@@ -10,11 +10,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use cofolio_image::files;
 use cofolio_image::reference::Reference;
 use cofolio_image::registry::{HostOptions, RegistryOptions};
 use cofolio_image::trust::{Require, Rule};
@@ -314,7 +314,7 @@ pub enum ConfigError {
 fn read_bounded(path: &Path) -> io::Result<String> {
     use io::Read as _;
     let mut text = String::new();
-    fs::File::open(path)?.take(SIZE_MAX + 1).read_to_string(&mut text)?;
+    files::open(path)?.take(SIZE_MAX + 1).read_to_string(&mut text)?;
     if text.len() as u64 > SIZE_MAX {
         return Err(io::ErrorKind::FileTooLarge.into());
     }

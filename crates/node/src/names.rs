@@ -1,10 +1,8 @@
 //! Which image of a trust domain a person means: a ref, or the first digits of a digest.
 
 use cofolio_image::export::Exported;
+use cofolio_image::reference::DIGEST_DIGITS_MIN;
 use cofolio_store::{Digest, Domain, Error, Ref};
-
-/// Fewest digits of a digest that name an image.
-const PREFIX_DIGITS_MIN: usize = 4;
 
 /// An image of a trust domain, as it was named.
 #[derive(Clone, Debug)]
@@ -13,7 +11,7 @@ pub struct Named {
     pub digest: Digest,
     /// A ref of it: the one given, or the first in order that leads there.
     pub ref_name: Option<String>,
-    /// The record of that ref.
+    /// The record of that ref, or what the last ref of an image without one said.
     pub record: Option<Ref>,
 }
 
@@ -50,7 +48,7 @@ pub enum NameError {
         refs: Option<Vec<String>>,
     },
     /// Too few digits.
-    #[error("no ref `{0}`, and a digest needs at least {PREFIX_DIGITS_MIN} digits")]
+    #[error("no ref `{0}`, and a digest needs at least {DIGEST_DIGITS_MIN} digits")]
     Short(String),
     /// The beginning of several digests.
     #[error("`{text}` is the beginning of {count} digests")]
@@ -80,7 +78,10 @@ pub fn resolve(domain: &Domain, text: &str) -> Result<Named, NameError> {
     }
     let digest = digest(domain, text)?;
     let found = domain.readable_refs()?.into_iter().find(|(_, record)| record.image == digest);
-    let (ref_name, record) = found.unzip();
+    let (ref_name, record) = match found {
+        Some((name, record)) => (Some(name), Some(record)),
+        None => (None, domain.unnamed_record(&digest)?),
+    };
     Ok(Named { digest, ref_name, record })
 }
 
@@ -89,7 +90,7 @@ fn digest(domain: &Domain, text: &str) -> Result<Digest, NameError> {
     let is_hex = prefix.len() <= 64 && prefix.bytes().all(|b| b.is_ascii_hexdigit());
     let mut matching = Vec::new();
     if is_hex && !prefix.is_empty() {
-        if prefix.len() < PREFIX_DIGITS_MIN {
+        if prefix.len() < DIGEST_DIGITS_MIN {
             return Err(NameError::Short(text.to_owned()));
         }
         matching = domain.images()?;

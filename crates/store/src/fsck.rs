@@ -14,7 +14,7 @@ use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS, named_files};
+use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS, UNNAMED, named_files};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -335,6 +335,18 @@ impl Domain {
                     let detail = format!("{file} is missing");
                     report.add(Finding::new(dangling, &record.path, detail));
                 }
+            }
+        }
+        for (entry, _) in self.entries(UNNAMED)? {
+            let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
+            match self.unnamed_record(&image) {
+                // Where it has a name again its ref counts.
+                Err(Error::Corrupt { .. }) if self.is_named(&image)? => {}
+                Err(Error::Corrupt { path, reason }) => {
+                    report
+                        .add(Finding::new(FindingKind::RefUnreadable, path, reason).about(&image));
+                }
+                other => drop(other?),
             }
         }
         Ok(())

@@ -11,7 +11,7 @@
 //! Time grows with files, records and names in images and layers; memory is 31 bytes per kept
 //! object.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering::Relaxed;
 
 use serde::Serialize;
@@ -23,7 +23,7 @@ use crate::disk::{Kind, LockMode};
 use crate::error::{At, BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::RECORDS;
+use crate::records::{RECORDS, UNNAMED};
 use crate::scrub;
 use crate::signatures;
 use crate::store::TEMPORARY;
@@ -79,6 +79,10 @@ pub struct GcReport {
     pub kept_objects: u64,
     /// Images kept.
     pub kept_images: u64,
+    /// Those of `images` that only served others: bases and deltas.
+    pub bases: u64,
+    /// Those of `kept_images` that only serve others.
+    pub kept_bases: u64,
     /// Layers kept.
     pub kept_layers: u64,
     /// Segments and packs kept.
@@ -138,16 +142,17 @@ impl Collector<'_> {
             .collect();
         self.sweep(&stale, |this, root| this.domain.is_still_stale(root, this.options))?;
         report.roots.extend(stale.into_iter().map(|root| root.what.shown));
+        let derived = domain.derived_images()?;
         self.sweep_bases()?;
         let has_names = |kind: &FileKind| kind.names().is_some();
         for kind in FileKind::NAMED.into_iter().filter(has_names) {
-            self.sweep_kind(kind, &mut report)?;
+            self.sweep_kind(kind, &derived, &mut report)?;
         }
         if !self.options.dry_run {
             domain.disk().sync_all().at("sync", domain.base())?;
         }
         for kind in FileKind::NAMED.into_iter().filter(|kind| !has_names(kind)) {
-            self.sweep_kind(kind, &mut report)?;
+            self.sweep_kind(kind, &derived, &mut report)?;
         }
         self.sweep_objects(&mut report)?;
         if self.protected.load(Relaxed) {
@@ -168,7 +173,15 @@ impl Collector<'_> {
     }
 
     /// Removes the files of a kind that are not kept.
-    fn sweep_kind(&mut self, kind: FileKind, report: &mut GcReport) -> Result<()> {
+    fn sweep_kind(
+        &mut self,
+        kind: FileKind,
+        derived: &HashSet<Digest>,
+        report: &mut GcReport,
+    ) -> Result<()> {
+        let is_base = |name: &FileName| {
+            kind == FileKind::Image && name.image().is_some_and(|image| derived.contains(&image))
+        };
         let mut suspects = Vec::new();
         let mut kept = 0;
         for name in self.domain.named(kind)? {
@@ -181,12 +194,18 @@ impl Collector<'_> {
                     None => self.protect(&path)?,
                 }
                 kept += 1;
+                report.kept_bases += u64::from(is_base(&name));
             } else {
                 suspects.push(Suspect { what: name, path, kind: Kind::File });
             }
         }
         let swept = self.sweep(&suspects, |this, name| Ok(!this.reach.keeps(name)))?;
         kept += suspects.len() as u64 - swept.count;
+        for name in suspects.iter().map(|suspect| &suspect.what).filter(|name| is_base(name)) {
+            let count =
+                if self.reach.keeps(name) { &mut report.kept_bases } else { &mut report.bases };
+            *count += 1;
+        }
         report.add(kind, kept, swept);
         Ok(())
     }
@@ -251,7 +270,7 @@ impl Collector<'_> {
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
         let mut directories = RECORDS.map(str::to_owned).to_vec();
-        let others = ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY];
+        let others = ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY, UNNAMED];
         directories.extend(others.map(str::to_owned));
         for (image, kind) in domain.entries(signatures::DIRECTORY)? {
             if kind == Kind::Directory {
@@ -275,13 +294,13 @@ impl Collector<'_> {
         Ok(())
     }
 
-    /// Removes when images were used, and signatures of images, that are gone.
+    /// Removes what is known of images that are gone: their last use, signatures, last record.
     fn sweep_hints(&mut self) -> Result<()> {
         if self.options.dry_run {
             return Ok(());
         }
         let mut suspects = Vec::new();
-        for directory in [used::DIRECTORY, signatures::DIRECTORY] {
+        for directory in [used::DIRECTORY, signatures::DIRECTORY, UNNAMED] {
             for (entry, kind) in self.domain.entries(directory)? {
                 let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
                 if !self.domain.has_image(&image)? {

@@ -10,12 +10,15 @@ use crate::domain::is_absent;
 use crate::error::{At, Error, ErrorKind, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
+use crate::store::mkdir_if_missing;
 use crate::{Digest, Domain, name};
 
 /// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
 pub(crate) const RECORD_SUFFIX: &str = ".json";
 const REFS: &str = "refs";
+/// Directory of the records that the last refs of images had, named by image.
+pub(crate) const UNNAMED: &str = "unnamed";
 pub(crate) const ROOTS: &str = "roots";
 /// Directories of the records that keep images and layers.
 pub(crate) const RECORDS: [&str; 3] =
@@ -125,19 +128,78 @@ impl Domain {
         let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
         self.check_and_note(&[record.image], layers)?;
         self.sync_parts()?;
+        self.keep_replaced(&path, record)?;
         self.store().replace_file(&format!("{}/refs", self.base()), &path, &json, true)
     }
 
-    /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`].
+    /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`], and
+    /// until then [`Domain::unnamed_record`] knows what it said of the image.
     ///
     /// # Errors
     /// [`Error::NoSuchRef`], [`Error::BadName`], [`Error::Io`].
     pub fn remove_ref(&self, ref_name: &str) -> Result<()> {
         let path = self.ref_file(ref_name)?;
+        self.store().check_writable()?;
+        let found = match self.read_ref(&path) {
+            Err(error) if is_damage(&error) => None,
+            other => other?,
+        };
+        if let Some((_, record)) = found {
+            let to = self.unnamed_file(&record.image);
+            let moved = self
+                .make_unnamed()
+                .and_then(|()| self.disk().rename(&path, &to, false).at("remove", &path));
+            match moved {
+                Ok(()) => {
+                    self.sync_directory(UNNAMED)?;
+                    return self.sync_directory(REFS);
+                }
+                // Removing a name is how to get room. Or another process has removed it.
+                Err(error) if error.kind() == ErrorKind::Space => {}
+                Err(Error::Io { source, .. }) if is_absent(&source) => {}
+                Err(error) => return Err(error),
+            }
+        }
         match self.remove_record("refs", &path)? {
             true => Ok(()),
             false => Err(Error::NoSuchRef(ref_name.to_owned())),
         }
+    }
+
+    /// What the last ref of an image said of it, for an image that has none any more.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::Io`].
+    pub fn unnamed_record(&self, image: &Digest) -> Result<Option<Ref>> {
+        let path = self.unnamed_file(image);
+        let Some(Named { record, .. }) = self.read_record::<Named<Ref>>(&path)? else {
+            return Ok(None);
+        };
+        check_chain_ids(&path, record.layers.iter().map(|layer| layer.chain_id.as_str()))?;
+        // A ref that was replaced while it was removed left the record of another image.
+        Ok(Some(record).filter(|record| record.image == *image))
+    }
+
+    fn unnamed_file(&self, image: &Digest) -> String {
+        format!("{}/{UNNAMED}/{image}", self.base())
+    }
+
+    fn make_unnamed(&self) -> Result<()> {
+        mkdir_if_missing(self.disk(), &format!("{}/{UNNAMED}", self.base()))?;
+        self.disk().sync_dir(self.base()).at("sync", self.base())
+    }
+
+    /// Keeps what a ref that is about to name another image says of its present one.
+    fn keep_replaced(&self, path: &str, new: &Ref) -> Result<()> {
+        let (name, old) = match self.read_ref(path) {
+            Ok(Some((name, old))) if old.image != new.image => (name, old),
+            Err(error) if !is_damage(&error) => return Err(error),
+            _ => return Ok(()),
+        };
+        self.make_unnamed()?;
+        let directory = format!("{}/{UNNAMED}", self.base());
+        let json = ref_json(&name, &old)?;
+        self.store().replace_file(&directory, &self.unnamed_file(&old.image), &json, true)
     }
 
     pub(crate) fn read_ref(&self, path: &str) -> Result<Option<(String, Ref)>> {
@@ -303,7 +365,9 @@ impl Domain {
 
     /// Writes a ref's record to a temporary file; returns it and its later place.
     pub(crate) fn prepare_ref(&self, ref_name: &str, record: &Ref) -> Result<(String, String)> {
-        self.prepare(self.ref_file(ref_name)?, &ref_json(ref_name, record)?)
+        let path = self.ref_file(ref_name)?;
+        self.keep_replaced(&path, record)?;
+        self.prepare(path, &ref_json(ref_name, record)?)
     }
 
     /// The same for a root.

@@ -185,7 +185,7 @@ impl Domain {
     }
 
     /// Whether a ref or root names an image, or a record that cannot be read might.
-    fn is_named(&self, image: &Digest) -> Result<bool> {
+    pub(crate) fn is_named(&self, image: &Digest) -> Result<bool> {
         for directory in RECORDS {
             for record in self.records(directory)? {
                 let is_named = match self.read_kept(&record) {

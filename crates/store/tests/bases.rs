@@ -65,7 +65,8 @@ fn a_base_stays_as_long_as_an_image_is_over_it() {
     assert_eq!(domain.base_of(&a).unwrap(), Some(over.clone()));
     assert_eq!(domain.base_of(&over.base).unwrap(), None);
     assert_eq!(domain.bases().unwrap().len(), 2);
-    assert_eq!(gc(&domain).images, 0, "all of it is needed");
+    let report = gc(&domain);
+    assert_eq!((report.images, report.kept_images, report.kept_bases), (0, 4, 2), "all is needed");
     assert_eq!(findings(&domain), []);
     let du = domain.du(&Lines, &Task::default()).unwrap();
     assert_eq!(du.images.len(), 2, "what is derived is no image of its own: {du:?}");
@@ -79,6 +80,7 @@ fn a_base_stays_as_long_as_an_image_is_over_it() {
     domain.remove_ref("b").unwrap();
     let report = gc(&domain);
     assert_eq!((report.images, report.kept_images, report.kept_objects), (3, 0, 0));
+    assert_eq!((report.bases, report.kept_bases), (2, 0), "nobody calls them images");
     let records = scratch.path.join("domains/default/bases");
     assert_eq!(fs::read_dir(records).unwrap().count(), 0);
 }

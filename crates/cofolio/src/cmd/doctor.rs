@@ -30,9 +30,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let place = store_path.ancestors().find(|path| path.is_dir()).map(std::path::Path::to_owned);
     let report = probe::probe(&probe::Options { store: place, ..probe::Options::default() });
     let store = Store::look(context);
+    let is_root = rustix::process::geteuid().is_root();
     let exit = match (report.can_mount(), &store.errors[..]) {
         (false, _) => Exit::Missing,
         (true, []) => Exit::Ok,
+        (true, _) if !is_root => Exit::Missing,
         (true, _) => Exit::Corrupt,
     };
 
@@ -52,7 +54,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         table.pair(name, value);
     }
     for error in &store.errors {
-        table.pair("problem", format!("{error} (see `cofolio fsck`)"));
+        let hint = if is_root { "see `cofolio fsck`" } else { "run as root" };
+        table.pair("problem", format!("{error} ({hint})"));
     }
     ui.table(&table)?;
     ui.line("")?;

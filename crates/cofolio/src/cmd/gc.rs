@@ -108,22 +108,26 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
     }
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
-    let mut row = |name: &str, removed: u64, bytes: u64, kept: Option<u64>| {
+    let mut row = |name: &str, removed: u64, bytes: Option<u64>, kept: Option<u64>| {
         table.row(vec![
             Cell::left(name),
             Cell::right(human_count(removed)),
-            Cell::size(bytes),
+            bytes.map_or_else(|| Cell::left(""), Cell::size),
             Cell::right(kept.map_or_else(String::new, human_count)),
         ]);
     };
-    row("images", report.images, report.image_bytes, Some(report.kept_images));
-    row("layers", report.layers, report.layer_bytes, Some(report.kept_layers));
-    row("objects", report.objects, report.object_bytes, Some(report.kept_objects));
+    let kept = report.kept_images - report.kept_bases;
+    row("images", report.images - report.bases, Some(report.image_bytes), Some(kept));
+    if report.bases + report.kept_bases > 0 {
+        row("bases and deltas", report.bases, None, Some(report.kept_bases));
+    }
+    row("layers", report.layers, Some(report.layer_bytes), Some(report.kept_layers));
+    row("objects", report.objects, Some(report.object_bytes), Some(report.kept_objects));
     if report.packs + report.segments + report.kept_segments > 0 {
         let kept = Some(report.kept_segments);
-        row("segments and packs", report.packs + report.segments, report.segment_bytes, kept);
+        row("segments and packs", report.packs + report.segments, Some(report.segment_bytes), kept);
     }
-    row("leftovers", report.leftovers, report.leftover_bytes, None);
+    row("leftovers", report.leftovers, Some(report.leftover_bytes), None);
     context.ui.table(&table)?;
     for root in &report.roots {
         context.ui.line(format!("root {root}: ran out, or of an earlier boot"))?;

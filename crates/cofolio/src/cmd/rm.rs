@@ -5,7 +5,8 @@ use crate::exit::{Exit, Fail};
 /// Remove names of images
 ///
 /// Only the name goes, at once. What nothing else keeps (other names, mounts, leases) goes with the next
-/// `cofolio gc`; a mounted image stays until it is unmounted.
+/// `cofolio gc`; a mounted image stays until it is unmounted. Before that
+/// gc, `cofolio tag DIGEST NAME` gives the image a name again, with its config and layers.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio rm redis:7.0.14 && cofolio gc")]
 pub(crate) struct Args {
@@ -26,7 +27,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             Ok(Some(record)) => found.push((name, short(&record.image))),
             Ok(None) if args.force => {}
             Ok(None) => {
-                let fail = Fail::not_found(format!("no ref `{name}`"));
+                let others = if args.names.len() > 1 { "; no name was removed" } else { "" };
+                let fail = Fail::not_found(format!("no ref `{name}`{others}"));
                 let digest = context.image(&domain, name);
                 return Err(match digest {
                     Ok(image) => fail.hint(match image.ref_name {

@@ -3,6 +3,7 @@ use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use cofolio_image::files;
 use cofolio_image::trust::{self, PublicKey, Record, SigningKey};
 use serde_json::json;
 
@@ -87,7 +88,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 /// Reads a signature file. The caller checks its length and content.
 pub(crate) fn read_signature(path: &Path) -> anyhow::Result<Vec<u8>> {
     let mut signature = Vec::new();
-    let read = fs::File::open(path)
+    let read = files::open(path)
         .and_then(|file| file.take(SIGNATURE_FILE_MAX).read_to_end(&mut signature));
     match read {
         Ok(_) => Ok(signature),

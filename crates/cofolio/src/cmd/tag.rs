@@ -1,12 +1,12 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use cofolio_image::import::check_name;
-use cofolio_store::{KEEP_LABEL, Ref};
+use cofolio_store::{Error, KEEP_LABEL, Ref};
 use serde_json::json;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::Exit;
+use crate::exit::{Exit, Fail};
 
 /// Give an image another name
 ///
@@ -28,6 +28,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    check_name(&args.name).map_err(|error| Fail::usage(error.to_string()))?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
@@ -40,8 +41,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if args.keep {
         record.labels.insert(KEEP_LABEL.to_owned(), "true".to_owned());
     }
-    check_name(&args.name)?;
-    domain.put_ref(&args.name, &record)?;
+    domain.put_ref(&args.name, &record).map_err(|error| match error {
+        Error::NoSuch(_) if image.ref_name.is_none() => Fail::not_found(error.to_string())
+            .hint("gc removed it after the image's last name; import the image again")
+            .into(),
+        other => anyhow::Error::from(other),
+    })?;
     if context.ui.json {
         context.ui.json(&json!({"name": args.name, "image": image.digest, "keep": args.keep}))?;
     } else {

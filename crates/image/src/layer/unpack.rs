@@ -75,7 +75,7 @@ pub(crate) fn unpack<'scope, 'env>(
         entries: 0,
         uncompressed: 0,
     };
-    unpacking.run()?;
+    unpacking.run().map_err(|error| unpacking.reason(error))?;
     let Unpacking { reader, tree, entries, uncompressed, .. } = unpacking;
     let split = reader.into_input().finish(uncompressed).map_err(store_error)?;
     split.into_inner().map_err(|e| store_error(e.into_error()))?.finish()?;
@@ -140,6 +140,19 @@ impl Unpacking<'_, '_> {
             });
         }
         Ok(())
+    }
+
+    /// A malformed archive may be an altered blob, which the digest of all of it tells.
+    fn reason(&mut self, error: ImportError) -> ImportError {
+        if !matches!(error, ImportError::Layer { .. }) {
+            return error;
+        }
+        let stream = self.reader.input().content();
+        while let Ok(Some(_)) = stream.take_slice(u64::MAX) {}
+        match stream.failure() {
+            Some(altered @ ImportError::Digest { .. }) => altered,
+            _ => error,
+        }
     }
 
     fn file(&mut self, entry: &Entry, inode: InodeId) -> Result<(), ImportError> {

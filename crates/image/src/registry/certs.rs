@@ -1,10 +1,12 @@
 //! Certificates: the machine's authorities, and what `certs.d/HOST/` adds (containers-certs.d(5)).
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 
 use crate::error::RegistryError;
+use crate::files;
 
 /// Largest certificate or key file that is read, in bytes.
 const FILE_MAX: u64 = 4 << 20;
@@ -41,11 +43,12 @@ pub(crate) fn tls_for(host: &str, dirs: &[PathBuf]) -> Result<TlsConfig, Registr
 
 fn read(path: &Path) -> Result<Vec<PemItem<'static>>, RegistryError> {
     let bad = |what: String| RegistryError::Certificate { path: path.display().to_string(), what };
-    let size = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?.len();
-    if size > FILE_MAX {
+    let mut bytes = Vec::new();
+    let read = files::open(path).and_then(|file| file.take(FILE_MAX + 1).read_to_end(&mut bytes));
+    read.map_err(|e| bad(e.to_string()))?;
+    if bytes.len() as u64 > FILE_MAX {
         return Err(bad("larger than 4 MiB".into()));
     }
-    let bytes = std::fs::read(path).map_err(|e| bad(e.to_string()))?;
     parse_pem(&bytes).collect::<Result<_, _>>().map_err(|e| bad(format!("not PEM: {e}")))
 }
 

@@ -17,6 +17,7 @@ use serde::Deserialize;
 
 use super::helper;
 use crate::error::RegistryError;
+use crate::files;
 use crate::reference::DOCKER_HUB;
 
 /// Largest file with credentials that is read, in bytes.
@@ -99,7 +100,7 @@ pub(crate) fn find(
 
 fn read(path: &Path) -> Result<Option<AuthFile>, RegistryError> {
     let bad = |what: String| RegistryError::Credentials { place: path.display().to_string(), what };
-    let file = match std::fs::File::open(path) {
+    let file = match files::open(path) {
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(None);
         }

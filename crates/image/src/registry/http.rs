@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::{self, Read};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -24,6 +25,10 @@ const REDIRECTS_MAX: usize = 8;
 const HEADER_MAX: usize = 64 << 10;
 /// Stall timeouts that a registry may take to answer an upload.
 const TAKEN_STALLS: u32 = 10;
+/// Tries where nothing has answered yet, and none will for a mistake in the name or the port.
+const REFUSED_TRIES_MAX: u32 = 3;
+/// The same where each try takes a stall timeout.
+const SILENT_TRIES_MAX: u32 = 2;
 /// Stall timeouts that a document may take.
 const DOCUMENT_STALLS: u32 = 4;
 
@@ -33,6 +38,8 @@ pub(crate) struct Http {
     pub(crate) limiter: Limiter,
     pub(super) cancel: Cancel,
     agents: Arc<Agents>,
+    /// Some server has answered.
+    answered: AtomicBool,
     watcher: Option<(SyncSender<()>, JoinHandle<()>)>,
 }
 
@@ -125,7 +132,7 @@ impl Http {
         });
         // If the machine gives no thread, the time limits end the waiting.
         let watcher = watcher.ok().map(|thread| (alive, thread));
-        Self { options, limiter, cancel: cancel.clone(), agents, watcher }
+        Self { options, limiter, cancel: cancel.clone(), agents, answered: false.into(), watcher }
     }
 
     /// Sends a request and follows redirects as docker and podman do: of reads and of requests that
@@ -140,7 +147,7 @@ impl Http {
             let same = url.same_origin(request.url);
             let authorization = authorization.filter(|_| same);
             let answer = self.raw(request, &url, authorization)?;
-            let (parts, body) = answer.map_err(|error| failure(&url, &error))?.into_parts();
+            let (parts, body) = answer.map_err(|error| self.failure(&url, &error))?.into_parts();
             let status = parts.status.as_u16();
             let elsewhere = !same;
             let response = Response { url, status, headers: parts.headers, body, elsewhere };
@@ -178,7 +185,7 @@ impl Http {
                 Some(rustls::Error::InvalidMessage(_)) => Ok(false),
                 None if is_refused(&error) && !has_port(&url.authority) => Ok(false),
                 None if !is_refused(&error) && self.speaks_http(&request, url) => Ok(false),
-                _ => Err(failure(url, &error)),
+                _ => Err(self.failure(url, &error)),
             },
         }
     }
@@ -240,7 +247,7 @@ impl Http {
             Payload::Bytes(_, bytes) => bytes,
             Payload::None | Payload::Stream { .. } => &[],
         };
-        Ok(match &request.body {
+        let answer = match &request.body {
             Payload::None => {
                 let built = agent.configure_request(builder.body(()).map_err(bad)?);
                 let built = built.timeout_recv_body(time).build();
@@ -257,7 +264,20 @@ impl Http {
                 let built = agent.configure_request(builder.body(body).map_err(bad)?);
                 agent.run(built.timeout_recv_response(answer).timeout_recv_body(time).build())
             }
-        })
+        };
+        self.answered.fetch_or(answer.is_ok(), Relaxed);
+        Ok(answer)
+    }
+
+    fn failure(&self, url: &Url, error: &ureq::Error) -> Failure {
+        let failure = failure(url, error);
+        let most = match error {
+            _ if self.answered.load(Relaxed) => u32::MAX,
+            ureq::Error::Timeout(_) => SILENT_TRIES_MAX,
+            ureq::Error::Io(e) if is_refused(error) || is_lookup(e) => REFUSED_TRIES_MAX,
+            _ => u32::MAX,
+        };
+        Failure { tries_max: failure.tries_max.min(most), ..failure }
     }
 
     /// Runs a request in a thread that is left behind when the task is cancelled: looking up names
@@ -315,6 +335,16 @@ impl Http {
     }
 }
 
+fn is_lookup(error: &io::Error) -> bool {
+    error.to_string().starts_with("failed to lookup address")
+}
+
+/// The text is all that std keeps of `EAI_NONAME`; that of `EAI_AGAIN` says that it may pass.
+fn is_unknown_host(error: &io::Error) -> bool {
+    let text = error.to_string();
+    is_lookup(error) && !["Temporary", "again"].iter().any(|part| text.contains(part))
+}
+
 fn has_port(authority: &str) -> bool {
     authority.rsplit(']').next().is_some_and(|rest| rest.contains(':'))
 }
@@ -360,6 +390,9 @@ fn failure(url: &Url, error: &ureq::Error) -> Failure {
             Failure::again(unreachable("no connection within the time allowed".into()))
         }
         ureq::Error::Timeout(_) => Failure::again(unreachable("no answer came".into())),
+        ureq::Error::Io(error) if is_unknown_host(error) => {
+            unreachable("no host of that name".into()).into()
+        }
         ureq::Error::Io(_) | ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
             Failure::again(unreachable(quoted(&error.to_string())))
         }

@@ -93,17 +93,19 @@ pub(crate) struct Failure {
     pub(crate) again: bool,
     /// What the registry asked for.
     pub(crate) pause: Option<Duration>,
+    /// Most tries that it is worth.
+    pub(crate) tries_max: u32,
 }
 
 impl Failure {
     pub(crate) fn again(error: RegistryError) -> Self {
-        Self { error, again: true, pause: None }
+        Self { error, again: true, pause: None, tries_max: u32::MAX }
     }
 }
 
 impl From<RegistryError> for Failure {
     fn from(error: RegistryError) -> Self {
-        Self { error, again: false, pause: None }
+        Self { error, again: false, pause: None, tries_max: 1 }
     }
 }
 
@@ -131,13 +133,13 @@ impl Tries {
     /// Waits until it is time for another try; fails if a retry cannot help or too many were made.
     pub(crate) fn wait(&mut self, failure: Failure) -> Result<(), RegistryError> {
         self.count += 1;
-        if !failure.again || self.count >= self.max {
+        if !failure.again || self.count >= self.max.min(failure.tries_max) {
             return Err(failure.error.tried(self.count));
         }
         let full = self.pause.saturating_mul(1 << (self.count - 1).min(16)).min(self.pause_max);
         let own = full.mul_f64(0.5 + random() / 2.0);
         let pause = failure.pause.map_or(own, |asked| asked.max(own).min(self.pause_max));
-        let (next, of) = (self.count + 1, self.max);
+        let (next, of) = (self.count + 1, self.max.min(failure.tries_max));
         let seconds = pause.as_secs_f32();
         let remark = format!("{}; try {next} of {of} in {seconds:.1} s", failure.error);
         self.task.tell(Event::Remark(&remark));

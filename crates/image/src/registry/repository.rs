@@ -170,7 +170,13 @@ impl Repository {
     pub(crate) fn head(&self, target: &str) -> Result<Option<Head>, RegistryError> {
         let path = format!("manifests/{target}");
         let found = self.each(|endpoint| {
-            let response = endpoint.ask(&Method::HEAD, &path, &[("accept", ACCEPT)], true)?;
+            // After a status the manifest itself is asked for, as often as it is worth.
+            let once = |failure: Failure| match failure.error {
+                error @ RegistryError::Status { .. } => error.into(),
+                _ => failure,
+            };
+            let response = endpoint.ask(&Method::HEAD, &path, &[("accept", ACCEPT)], true);
+            let response = response.map_err(once)?;
             let digest = response.header("docker-content-digest").map(str::to_owned);
             let media_type = media_type(response.header("content-type"));
             let length = response.header("content-length").and_then(|text| text.parse().ok());

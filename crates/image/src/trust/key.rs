@@ -1,7 +1,6 @@
 //! Keys in PEM, public (SPKI) or private (PKCS#8), as `openssl genpkey` and `pkey` write them.
 
 use std::fmt;
-use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -14,6 +13,7 @@ use rustls::pki_types::{PrivatePkcs8KeyDer, SubjectPublicKeyInfoDer};
 
 use crate::digest::BlobDigest;
 use crate::error::TrustError;
+use crate::files;
 
 const FILE_MAX: u64 = 64 << 10;
 /// Length of an ed25519 signature, in bytes.
@@ -194,7 +194,7 @@ fn contains(text: &[u8], part: &[u8]) -> bool {
 fn read_file(path: &Path) -> Result<(Vec<u8>, u32), TrustError> {
     let wrong = |what: String| TrustError::Key { path: path.to_owned(), what };
     let read = || -> std::io::Result<_> {
-        let file = File::open(path)?;
+        let file = files::open(path)?;
         let mode = file.metadata()?.mode();
         let mut text = Vec::new();
         file.take(FILE_MAX + 1).read_to_end(&mut text)?;

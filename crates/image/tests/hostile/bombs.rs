@@ -36,7 +36,10 @@ fn limits_stop_bombs() {
             .pax(&[("GNU.sparse.size", size), ("GNU.sparse.map", b"1000000,3")])
             .file("x", b"abc")
             .end();
-        Layout::image(bench.path(std::str::from_utf8(size).unwrap()), &[Blob::plain(tar)])
+        Layout::image(
+            bench.path(&format!("hole-{}", String::from_utf8_lossy(size))),
+            &[Blob::plain(tar)],
+        )
     };
     let limits = Limits { uncompressed_bytes: u64::MAX, ..Limits::default() };
     refused(&bench, &hole(b"9223372036854775807"), limits, &["exceed"]);

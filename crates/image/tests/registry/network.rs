@@ -1,5 +1,7 @@
 //! Networks that fail in the middle.
 
+use std::io::Write as _;
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -138,12 +140,57 @@ fn overload_is_waited_for_but_not_for_ever() {
 
 #[test]
 fn a_registry_that_is_not_there_is_named() {
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let bench = Bench::new();
     let before = bench.listing();
     let error = pull(&bench, &app(nobody), options()).unwrap_err().to_string();
-    assert!(error.contains(&nobody.to_string()) && error.contains("tried 6 times"), "{error}");
+    assert!(error.contains(&nobody.to_string()) && error.contains("tried 3 times"), "{error}");
     assert_eq!(bench.listing(), before);
+
+    // A name that does not exist will not in a second either. Without a resolver it may.
+    let error = pull(&bench, "no-such-host.invalid/app:1", options()).unwrap_err().to_string();
+    let unknown = error.ends_with("no host of that name") || error.contains("tried 3 times");
+    assert!(unknown, "{error}");
+}
+
+/// A status 500 was asked for 12 times, six of them for a HEAD that only saves a GET.
+#[test]
+fn a_failing_registry_is_asked_for_the_manifest_only() {
+    let failing = Fake::new(|_, _| Answer::error(500, "broken"));
+    let error = pull(&Bench::new(), &app(failing.address), options()).unwrap_err().to_string();
+    assert!(error.contains("status 500: broken (tried 6 times)"), "{error}");
+    let asked = failing.asked();
+    assert_eq!(asked.iter().filter(|asked| asked.starts_with("HEAD")).count(), 1, "{asked:?}");
+    assert_eq!(asked.len(), 7, "{asked:?}");
+}
+
+/// A server that takes connections and says nothing, or sends one header line after the other, was
+/// tried six times, half a minute each.
+#[test]
+fn a_silent_registry_is_tried_twice() {
+    for lines in [false, true] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                std::thread::spawn(move || {
+                    let mut stream = stream.unwrap();
+                    let mut text = "HTTP/1.1 200 OK\r\n";
+                    while !lines || stream.write_all(text.as_bytes()).is_ok() {
+                        std::thread::sleep(Duration::from_millis(20));
+                        text = "X-More: to come\r\n";
+                    }
+                });
+            }
+        });
+        let options = RegistryOptions {
+            connect_timeout: Duration::from_millis(300),
+            stall_timeout: Duration::from_millis(300),
+            ..options()
+        };
+        let error = pull(&Bench::new(), &app(address), options).unwrap_err().to_string();
+        assert!(error.contains("tried 2 times"), "lines: {lines}: {error}");
+    }
 }
 
 /// The first layer was complete when the second could not be had: the next pull does not fetch it
