@@ -8,9 +8,8 @@
 //! source, pack, diff         where images come from; images that carry their data; comparing
 //! compose, registry          layers made one tree, bases and deltas; the client for registries
 //! reference, trust, layer    names in registries; signatures and policy; one layer
-//! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
-//! error, limits, stored,     a directory tree; errors, limits; files of the store;
-//! threads                    threads that may be refused
+//! digest, tree_scan, error,  digests of blobs; reading a directory tree; errors;
+//! limits, stored, threads    limits; files of the store; threads that may be refused
 //! ```
 
 pub mod compose;
@@ -20,7 +19,6 @@ pub mod error;
 pub mod export;
 pub mod import;
 mod layer;
-mod lease;
 pub mod limits;
 pub mod pack;
 pub mod reference;

@@ -29,7 +29,6 @@ use cofolio_store::{
 use serde::Serialize;
 
 use crate::compose::named_objects::{open_image, pack_segments};
-use crate::lease::Lease;
 
 pub use rewrite::{RewriteReport, rewrite};
 use usage::Usage;
@@ -114,7 +113,7 @@ fn pack_without(
     without: &BTreeSet<Digest>,
     task: &Task,
 ) -> Result<PackReport, PackError> {
-    let lease = Lease::take(domain, image, Vec::new(), "pack")?;
+    let _lease = domain.lease(image, Vec::new(), "pack")?;
     let bad = |what: String| PackError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
@@ -126,7 +125,7 @@ fn pack_without(
         let mut plan = Plan::new(&tree, options.form);
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
-        plan.write_segments(domain, &staging, options, &lease, task)?;
+        plan.write_segments(domain, &staging, options, task)?;
         domain.wait_for_lock(&task.cancel)?;
         plan.write_pack(staging, image, &tree)
     };
@@ -354,7 +353,6 @@ impl Plan {
         domain: &Domain,
         staging: &Staging,
         options: &PackOptions,
-        lease: &Lease<'_>,
         task: &Task,
     ) -> Result<(), PackError> {
         let wanted = std::mem::take(&mut self.wanted);
@@ -382,7 +380,6 @@ impl Plan {
                     })?,
                 }
                 done += size;
-                lease.renew();
                 task.done(done, self.total);
                 task.check()?;
             }
