@@ -11,6 +11,7 @@ use common::{Ran, Sandbox, Tar, overwrite, remove, skip, write_layout};
 use serde_json::json;
 
 const IMAGE: &str = "box:1";
+const REPAIR: &str = "`cofolio fsck --repair --from SOURCE`";
 
 /// An imported image of one layer with many small files, and the source that it came from.
 struct Imported {
@@ -118,4 +119,110 @@ fn import_brings_back_what_is_missing_or_cut() {
     let layer = || it.only("layers", ".dump.zst");
     it.is_mended_by_both(|| remove(&layer()).unwrap(), "ref-dangling");
     it.is_mended_by_both(|| alter(&layer(), 60), "layer-unreadable");
+}
+
+/// Only `export` said what restores a missing object. Other commands called it "not found", or said
+/// nothing about what to do, and fsck ended without a word about it.
+#[test]
+fn every_command_names_the_repair() {
+    let Some(it) = Imported::new("every_command_names_the_repair") else { return };
+    let object = it.sandbox.object(IMAGE, "/file-0");
+    let (image, layer) = (it.image(), it.only("layers", ".dump.zst"));
+    let other = it.sandbox.dir("other");
+    fs::write(other.join("file-0"), "others").unwrap();
+    it.run(&["import", "--name", "other", other.to_str().unwrap()]).ok();
+    let cut = |path: &Path| overwrite(path, &fs::read(path).unwrap()[..2]).unwrap();
+    let mnt = it.sandbox.dir("mnt");
+    let mount = ["mount", IMAGE, mnt.to_str().unwrap()];
+    let export = ["export", IMAGE, &format!("oci:{}", it.sandbox.text("exported"))];
+    let (cat, ls, inspect) = (["cat", IMAGE, "/file-0"], ["ls", "-lR", IMAGE], ["inspect", IMAGE]);
+    let (pack, diff) = (["pack", IMAGE], ["diff", IMAGE, "other"]);
+    type Case<'a> = (&'a dyn Fn(), Vec<&'a [&'a str]>);
+    let cases: [Case<'_>; 6] = [
+        (&|| remove(&object).unwrap(), vec![&cat, &pack, &diff, &export]),
+        (&|| cut(&object), vec![&cat, &pack, &export]),
+        (&|| remove(&image).unwrap(), vec![&ls, &cat, &mount, &export, &["verify", IMAGE]]),
+        (&|| cut(&image), vec![&ls, &inspect, &cat]),
+        (&|| remove(&layer).unwrap(), vec![&export]),
+        (&|| remove(&it.split()).unwrap(), vec![&export]),
+    ];
+    for (number, (harm, commands)) in cases.into_iter().enumerate() {
+        harm();
+        for command in commands {
+            if command[0] == "mount" && !common::can_mount("every_command_names_the_repair") {
+                continue;
+            }
+            let ran = it.run(command);
+            ran.fails_with(4);
+            assert!(ran.stderr.contains(REPAIR), "{number} {command:?}: {}", ran.stderr);
+        }
+        let found = it.run(&["fsck"]);
+        assert!(found.fails_with(4).stderr.contains(REPAIR), "{number}: {}", found.stderr);
+        it.run(&["fsck", "--repair", "--from", &it.source]).ok();
+        it.is_whole();
+    }
+}
+
+/// gc and fsck said of every damaged record that `fsck --repair --from` mends it.
+#[test]
+fn damaged_records_name_what_mends_them() {
+    let Some(it) = Imported::new("damaged_records_name") else { return };
+    let id = "d".repeat(32);
+    let import: &[&str] = &["import", &it.source];
+    let cases: [(&str, &str, &[&str]); 4] = [
+        ("refs/box%3A1.json", "importing the image again under its name", import),
+        ("refs/box%3A1.json", "`cofolio rm --force`", &["rm", "--force", IMAGE]),
+        (&format!("roots/lease/{id}.json"), "`cofolio gc` removes it", &["gc"]),
+        ("domain.json", "`cofolio backend overlay`", &["backend", "overlay"]),
+    ];
+    for (record, mends, command) in cases {
+        fs::write(it.domain.join(record), "{").unwrap();
+        let found = it.run(&["fsck"]);
+        assert!(found.fails_with(4).stderr.contains(mends), "{record}: {}", found.stderr);
+        if record.starts_with("refs") {
+            let gc = it.run(&["gc"]);
+            assert!(gc.fails_with(4).stderr.contains(mends), "{record}: {}", gc.stderr);
+        }
+        it.run(command).ok();
+        it.run(&["fsck"]).ok();
+        it.run(import).ok();
+    }
+}
+
+/// A repair of `meta.json` gave the store a new id where the old one could not be read, and with it
+/// another run directory: mounts and containers were not seen any more and could not be ended.
+#[test]
+fn mended_store_keeps_its_id() {
+    let Some(it) = Imported::new("mended_store_keeps_its_id") else { return };
+    let is_mounting = common::can_mount("mended_store_keeps_its_id");
+    let mnt = it.sandbox.dir("mnt");
+    let mnt = mnt.to_str().unwrap();
+    let meta = it.sandbox.path("store/meta.json");
+    let good = fs::read(&meta).unwrap();
+    let harms: [&dyn Fn(); 3] = [
+        &|| fs::write(&meta, "{").unwrap(),
+        &|| fs::write(&meta, vec![0; good.len()]).unwrap(),
+        &|| fs::remove_file(&meta).unwrap(),
+    ];
+    for harm in harms {
+        if is_mounting {
+            it.run(&["mount", IMAGE, mnt]).ok();
+        }
+        harm();
+        for command in [&["images"][..], &["import", &it.source], &["fsck"]] {
+            let ran = it.run(command);
+            ran.fails_with(4);
+            assert!(ran.stderr.contains("`cofolio fsck --repair` makes it"), "{}", ran.stderr);
+        }
+        it.run(&["fsck", "--repair"]).ok();
+        assert_eq!(fs::read(&meta).unwrap(), good);
+        if is_mounting {
+            it.run(&["umount", mnt]).ok();
+        }
+    }
+    // A copy that is lost comes back.
+    let copy = it.sandbox.path("store/meta.copy.json");
+    fs::remove_file(&copy).unwrap();
+    it.run(&["fsck", "--repair"]).ok();
+    assert_eq!(fs::read(&copy).unwrap(), good);
 }
