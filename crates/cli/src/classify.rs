@@ -407,7 +407,10 @@ fn of_read(error: &ReadError) -> Classified {
         | ReadError::NotComposefs
         | ReadError::Corrupt { .. }
         | ReadError::Tree { .. } => hint(Exit::Corrupt, DAMAGED_IMAGE),
-        ReadError::Source { source, .. } if cofolio_store::is_damage(source) => {
+        // A directory is a mistake of the caller's.
+        ReadError::Source { source, .. }
+            if cofolio_store::is_damage(source) && source.kind() != io::ErrorKind::IsADirectory =>
+        {
             hint(Exit::Corrupt, DAMAGED_IMAGE)
         }
         _ => CAUSE,
