@@ -60,9 +60,38 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     CAUSE
 }
 
-/// For damage in the store. Importing an image again mends the image's own files, but no objects.
-const DAMAGED: &str =
-    "`cofolio fsck` says what else is damaged; `cofolio fsck --repair --from SOURCE` restores it";
+/// For damage to the store's content.
+pub const DAMAGED: &str =
+    "`cofolio fsck --repair --from SOURCE` restores it from where the image came";
+/// For an image file, which may not be the store's.
+const DAMAGED_IMAGE: &str =
+    "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
+
+/// What mends a damaged file of the store. `path` says which it is, and may have text around it.
+pub fn mending(path: &str) -> &'static str {
+    let mends = [
+        ("meta.json", "`cofolio fsck --repair` makes it again"),
+        (
+            "/refs/",
+            "importing the image again under its name writes its record again; `cofolio rm --force` removes it",
+        ),
+        (
+            "/unnamed/",
+            "the image has no name, and what its last name said of it is lost: import it again",
+        ),
+        (
+            "/signatures/",
+            "`cofolio sign` writes it again; without the file there is no such signature",
+        ),
+        (
+            "/segments/",
+            "`cofolio fsck --repair` removes it, `cofolio pack` makes the image's pack again",
+        ),
+        ("/roots/", "`cofolio gc` removes it, once what it was made for has ended"),
+        ("/domain.json", "`cofolio backend overlay` or `inode-share` sets it again"),
+    ];
+    mends.iter().find(|(part, _)| path.contains(part)).map_or(DAMAGED, |(_, mends)| mends)
+}
 
 fn of_store(error: &cofolio_store::Error) -> Classified {
     use cofolio_store::{Error, FileKind};
@@ -85,20 +114,9 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
             "`cofolio fsck --repair` removes packs that lack one, `cofolio pack` makes them again"
         }
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
-        Error::Corrupt { path, .. } if path == "meta.json" => {
-            "`cofolio fsck --repair` makes it again"
-        }
-        Error::Corrupt { path, .. } if path.contains("/refs/") => {
-            "importing the image again under its name writes its record again; `cofolio rm --force` removes it"
-        }
-        Error::Corrupt { path, .. } if path.contains("/unnamed/") => {
-            "the image has no name, and what its last name said of it is lost: import it again"
-        }
-        Error::Corrupt { path, .. } if path.contains("/signatures/") => {
-            "`cofolio sign` writes it again; without the file there is no such signature"
-        }
-        Error::Io { .. } if error.is_unreadable() => DAMAGED,
-        Error::Corrupt { .. } | Error::Unreadable { .. } => DAMAGED,
+        Error::Corrupt { path, .. } => mending(path),
+        Error::Io { path, .. } if error.is_unreadable() => mending(path),
+        Error::NoSuch(_) | Error::SizeMismatch { .. } | Error::Unreadable { .. } => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             "a newer version of cofolio wrote this store; use that one"
         }
@@ -114,6 +132,8 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         (ErrorKind::Conflict, _) => Some(Exit::Busy),
         (ErrorKind::Caller, Error::BadName { .. }) => Some(Exit::Usage),
         (ErrorKind::Caller, Error::InTheWay { .. } | Error::TooMany { .. }) => Some(Exit::Failure),
+        // A record or an image names it; names that people give are looked up first.
+        (ErrorKind::Caller, Error::NoSuch(_)) => Some(Exit::Corrupt),
         (ErrorKind::Caller, _) => Some(Exit::NotFound),
         _ => Some(Exit::Failure),
     };
@@ -269,10 +289,6 @@ fn of_export(error: &ExportError) -> Classified {
         ExportError::Destination { .. } => code(Exit::Usage),
         ExportError::Thread(_) => code(Exit::Busy),
         ExportError::Exists { .. } => hint(Exit::Usage, "--replace replaces it"),
-        ExportError::NoSplit { .. } => hint(
-            Exit::NotFound,
-            "an earlier version imported it: import the image again from where it came",
-        ),
         ExportError::Cancelled(_) => code(Exit::Interrupted),
         ExportError::Store(error) => of_store(error),
         ExportError::Registry(error) => of_registry(error),
@@ -415,7 +431,13 @@ fn of_read(error: &ReadError) -> Classified {
         ReadError::NotErofs
         | ReadError::NotComposefs
         | ReadError::Corrupt { .. }
-        | ReadError::Tree { .. } => code(Exit::Corrupt),
+        | ReadError::Tree { .. } => hint(Exit::Corrupt, DAMAGED_IMAGE),
+        // A directory is a mistake of the caller's.
+        ReadError::Source { source, .. }
+            if cofolio_store::is_damage(source) && source.kind() != io::ErrorKind::IsADirectory =>
+        {
+            hint(Exit::Corrupt, DAMAGED_IMAGE)
+        }
         _ => CAUSE,
     }
 }

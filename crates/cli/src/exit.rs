@@ -4,6 +4,7 @@ use std::fmt;
 use std::process::ExitCode;
 
 use crate::classify::{Classified, classify};
+pub use crate::classify::{DAMAGED, mending};
 use crate::ui::Ui;
 
 /// How the command ended. The numbers are a promise (docs/CLI.md).
@@ -115,6 +116,11 @@ impl Fail {
     /// Something that does not exist.
     pub fn not_found(what: impl Into<String>) -> Self {
         Self::new(Exit::NotFound, what)
+    }
+
+    /// Damage to the store.
+    pub fn damaged(what: impl Into<String>) -> Self {
+        Self::new(Exit::Corrupt, what).hint(DAMAGED)
     }
 
     pub(crate) fn classified(&self) -> Classified {

@@ -173,12 +173,16 @@ impl Opened {
     pub(crate) fn copy_to(&self, inode: &Inode, sink: &mut dyn Write) -> anyhow::Result<()> {
         let Some(object) = self.object(inode)? else { return self.copy_own(inode, sink) };
         let path = String::from_utf8_lossy(&object).into_owned();
+        let bad = |what| match self.objects {
+            Objects::Store(_) => Fail::damaged(what),
+            _ => Fail::new(Exit::Corrupt, what),
+        };
         let mut file = match &self.objects {
             Objects::Store(domain) => {
                 let digest = path.split_once('/').and_then(|(a, b)| Digest::from_object_path(a, b));
                 let digest = digest.ok_or_else(|| {
                     let what = format!("{}: `{path}` is no path of an object", self.label);
-                    Fail::new(Exit::Corrupt, what)
+                    bad(what)
                 })?;
                 domain.open_object(&digest)?.to_std()?
             }
@@ -205,7 +209,7 @@ impl Opened {
         if found != inode.size {
             let what =
                 format!("object {path} has {found} bytes, {} says {}", self.label, inode.size);
-            return Err(Fail::new(Exit::Corrupt, what).into());
+            return Err(bad(what).into());
         }
         let expected = path.rsplit_once('/').and_then(|(rest, name)| {
             let shard = rest.rsplit_once('/').map_or(rest, |(_, shard)| shard);
@@ -218,8 +222,7 @@ impl Opened {
         let altered = |actual: Digest, printed: &str| {
             let what =
                 format!("object {expected} is altered: its content has digest {actual}{printed}");
-            let hint = "`cofolio fsck --repair --from SOURCE` restores it";
-            anyhow::Error::from(Fail::new(Exit::Corrupt, what).hint(hint))
+            anyhow::Error::from(bad(what))
         };
         if found <= SMALL_MAX {
             let mut content = Vec::new();

@@ -8,9 +8,9 @@
 //! source, pack, diff         where images come from; images that carry their data; comparing
 //! compose, registry          layers made one tree, bases and deltas; the client for registries
 //! reference, trust, layer    names in registries; signatures and policy; one layer
-//! digest, lease, tree_scan,  digests of blobs; what keeps an image while it is used; reading
-//! error, limits, stored,     a directory tree; errors, limits; files of the store;
-//! threads, files             threads that may be refused; files of keys and settings
+//! digest, tree_scan, error,  digests of blobs; reading a directory tree; errors;
+//! limits, stored, threads,   limits; files of the store; threads that may be refused;
+//! files                      files of keys and settings
 //! ```
 
 pub mod compose;
@@ -21,7 +21,6 @@ pub mod export;
 pub mod files;
 pub mod import;
 mod layer;
-mod lease;
 pub mod limits;
 pub mod pack;
 pub mod reference;

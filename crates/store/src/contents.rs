@@ -23,6 +23,16 @@ pub trait Contents: Sync {
         visit: &mut dyn FnMut(Digest, u64),
     ) -> Result<(), BoxError>;
 
+    /// [`Contents::names`], after a look at all bytes of a file whose name does not tell its digest.
+    fn check(
+        &self,
+        kind: FileKind,
+        file: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        self.names(kind, file, visit)
+    }
+
     /// Calls `found` with the path of each file of an image whose content is one of the `wanted`
     /// objects. Only reports of damage depend on it.
     ///

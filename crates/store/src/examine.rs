@@ -111,7 +111,8 @@ impl<'a> Examiner<'a> {
 
     /// Reads a file as its kind and visits what it names; fails as [`Examiner::look`] does.
     pub(crate) fn read(&self, name: &FileName, visit: &mut dyn FnMut(Digest, u64)) -> Result<Seen> {
-        match name.visit(self.domain, self.contents, visit) {
+        let file = self.domain.open_named(name).map_err(Into::into);
+        match file.and_then(|file| self.contents.check(name.kind(), &file, visit)) {
             Ok(()) => Ok(Seen::Sound),
             Err(error) => match error.downcast::<Error>().map(|error| *error) {
                 Ok(error) if error.is_race() => Ok(Seen::Missing),

@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 
 pub(crate) const META_PATH: &str = "meta.json";
+/// The same again, from which a damaged or missing one is made: the id names the run directory.
+pub(crate) const META_COPY: &str = "meta.copy.json";
 /// Format version that this program writes. A higher one is refused.
 pub(crate) const FORMAT: u32 = 1;
 /// Largest `meta.json` that is read, in bytes.

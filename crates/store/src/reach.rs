@@ -24,12 +24,14 @@ pub struct Unreadable {
     pub kept: String,
 }
 
-/// A root that keeps nothing any more: `<kind>/<id>`, and its file.
+/// A root that may keep nothing any more: `<kind>/<id>`, and its file.
 #[derive(Debug)]
 pub(crate) struct StaleRoot {
     pub(crate) shown: String,
     pub(crate) path: String,
     pub(crate) kind: RootKind,
+    /// Its id, unless that is long.
+    id: Option<String>,
 }
 
 /// Everything that keeps something.
@@ -59,18 +61,13 @@ impl Domain {
         }
         for kind in RootKind::ALL {
             for RecordFile { path, name } in self.records(kind.directory())? {
-                let shown = name.map(|name| format!("{}/{name}", kind.as_str()));
+                let shown = name.as_ref().map(|name| format!("{}/{name}", kind.as_str()));
                 let shown = shown.unwrap_or_else(|| path.clone());
-                match self.read_root(&path) {
+                let file = StaleRoot { shown, path, kind, id: name };
+                match self.read_root(&file.path) {
+                    root if self.is_stale(&file, &root, options)? => keepers.stale.push(file),
                     Ok(None) => {}
-                    Ok(Some(root)) if is_stale(&root, options) => {
-                        keepers.stale.push(StaleRoot { shown, path, kind });
-                    }
-                    Ok(Some(root)) => keepers.roots.push((shown, root)),
-                    // Mount records are not synced. A torn one's mount went with the crash.
-                    Err(Error::Corrupt { .. }) if kind == RootKind::Mount => {
-                        keepers.stale.push(StaleRoot { shown, path, kind });
-                    }
+                    Ok(Some(root)) => keepers.roots.push((file.shown, root)),
                     Err(error) => keepers.add_unreadable(error)?,
                 }
             }
@@ -82,13 +79,28 @@ impl Domain {
         Ok(keepers)
     }
 
-    /// Whether a root that was stale still is: it may have been renewed.
+    /// Whether a root that was stale still is: another may have taken its name.
     pub(crate) fn is_still_stale(&self, root: &StaleRoot, options: &GcOptions) -> Result<bool> {
-        match self.read_root(&root.path) {
-            Ok(None) => Ok(false),
-            Ok(Some(root)) => Ok(is_stale(&root, options)),
-            Err(Error::Corrupt { .. }) => Ok(root.kind == RootKind::Mount),
-            Err(error) => Err(error),
+        self.is_stale(root, &self.read_root(&root.path), options)
+    }
+
+    fn is_stale(
+        &self,
+        file: &StaleRoot,
+        root: &Result<Option<Root>>,
+        options: &GcOptions,
+    ) -> Result<bool> {
+        match (file.kind, root) {
+            (_, Ok(None)) => Ok(false),
+            (RootKind::Lease, _) => {
+                file.id.as_ref().map_or(Ok(false), |id| self.is_orphaned_lease(id))
+            }
+            // Mount records are not synced. A torn one's mount went with the crash.
+            (RootKind::Mount, Err(error)) => Ok(matches!(error, Error::Corrupt { .. })),
+            (RootKind::Mount, Ok(Some(root))) => Ok(match (&root.boot_id, &options.boot_id) {
+                (Some(theirs), Some(ours)) => theirs != ours,
+                _ => false,
+            }),
         }
     }
 }
@@ -118,16 +130,6 @@ impl Keepers {
             keep(&root.images, &mut root.layers.iter().map(String::as_str), shown);
         }
         keep(&self.live, &mut std::iter::empty(), "a live mount");
-    }
-}
-
-fn is_stale(root: &Root, options: &GcOptions) -> bool {
-    match root.kind {
-        RootKind::Lease => root.expires.is_some_and(|expires| expires < options.now),
-        RootKind::Mount => match (&root.boot_id, &options.boot_id) {
-            (Some(theirs), Some(ours)) => theirs != ours,
-            _ => false,
-        },
     }
 }
 

@@ -92,7 +92,7 @@ pub struct PackedLayer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RootKind {
-    /// Somebody needs it for a while; may run out by itself.
+    /// Somebody needs it for a while. See [`crate::Lease`].
     Lease,
     /// It is mounted. Does not outlive the boot it was made in.
     Mount,
@@ -137,9 +137,6 @@ pub struct Root {
     /// When the root was made, in seconds since 1970.
     #[serde(default)]
     pub created: i64,
-    /// When it runs out by itself, in seconds since 1970. For leases.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expires: Option<i64>,
     /// `/proc/sys/kernel/random/boot_id` at the time. For mounts: they end with the boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<String>,
@@ -155,7 +152,6 @@ impl Root {
             layers: Vec::new(),
             note: String::new(),
             created: 0,
-            expires: None,
             boot_id: None,
         }
     }

@@ -8,7 +8,7 @@ use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, Sto
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result};
 use crate::fsck::{Finding, FindingKind};
-use crate::meta::{META_PATH, META_SIZE_MAX, Meta};
+use crate::meta::{META_COPY, META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
 use crate::task::Cancel;
 
@@ -122,6 +122,8 @@ impl Store {
         disk.sync_all().at("sync", &shown)?;
         disk.rename(&temporary, META_PATH, false).at("replace", META_PATH)?;
         disk.sync_dir("").at("sync", &shown)?;
+        // Durable after the other, so that it alone means damage and no interrupted init.
+        let _ = store.keep_copy();
         Ok(store)
     }
 
@@ -161,28 +163,45 @@ impl Store {
     }
 
     fn mended(disk: &dyn Disk) -> Result<Meta> {
-        let damaged = read_meta(disk).unwrap_or_default();
+        let copy = read_file(disk, META_COPY).unwrap_or_default();
+        match Meta::parse(&copy) {
+            Err(Error::Corrupt { .. }) => {}
+            other => return other,
+        }
+        let damaged = [read_meta(disk).unwrap_or_default(), copy].join(&b'\n');
         let fresh = disk.random().at("get random bytes for", META_PATH)?;
         Ok(Meta::mended(&damaged, fresh, disk.protection().immutable))
     }
 
-    /// Makes `meta.json` again if it is damaged, and says whether it was. The store keeps its id if the file
-    /// still has it. A new id loses the runtime state of mounts from before.
+    /// Makes `meta.json` again if it is damaged or missing, and says whether it was. The store keeps
+    /// its id if the file or its copy still has it. A new id loses the runtime state of mounts.
     ///
     /// # Errors
-    /// [`Error::NotAStore`] if there is no `meta.json`, [`Error::UnknownFeature`] if it is sound
-    /// but newer, [`Error::Io`].
+    /// [`Error::NotAStore`] if there is neither, [`Error::UnknownFeature`] if it is sound but
+    /// newer, [`Error::Io`].
     pub fn mend_meta(path: &Path) -> Result<bool> {
         match Self::open(path) {
             Err(Error::Corrupt { .. }) => {}
-            other => return other.map(|_| false),
+            Err(error) => return Err(error),
+            Ok(store) => return store.keep_copy().map(|()| false),
         }
         let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
         let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
         let meta = Self::mended(&disk)?;
         let json = serde_json::to_vec_pretty(&meta).map_err(|it| Error::corrupt(META_PATH, it))?;
         let store = Self::on(Arc::new(disk), meta);
-        store.replace_file("", META_PATH, &json, true).map(|()| true)
+        store.replace_file("", META_PATH, &json, true)?;
+        store.keep_copy().map(|()| true)
+    }
+
+    /// Makes the copy of `meta.json` if it is missing or differs.
+    fn keep_copy(&self) -> Result<()> {
+        let json = read_meta(self.disk())?;
+        if read_file(self.disk(), META_COPY).is_ok_and(|copy| copy == json) {
+            return Ok(());
+        }
+        self.check_writable()?;
+        self.replace_file("", META_COPY, &json, true)
     }
 
     /// What is wrong with the mode of the store's directory: images hold secrets readable for all.
@@ -368,6 +387,14 @@ impl Store {
         Ok(swept)
     }
 
+    /// Whether a living process holds a staging directory.
+    pub(crate) fn is_held(&self, path: &str) -> Result<bool> {
+        match self.disk().lock(path, LockMode::Exclusive, false) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            other => Ok(other.at("lock", path)?.is_none()),
+        }
+    }
+
     /// The lock of a staging directory whose process is gone; `None` while it lives.
     fn lock_orphan(&self, path: &str) -> Result<Option<Box<dyn Lock>>> {
         match self.disk().lock(path, LockMode::Exclusive, false) {
@@ -487,15 +514,20 @@ impl Store {
 }
 
 fn read_meta(disk: &dyn Disk) -> Result<Vec<u8>> {
-    match disk.open(META_PATH) {
-        Ok(file) => StoredFile::new(file, META_PATH.to_owned())
-            .read_all(META_SIZE_MAX)
-            .at("read", META_PATH),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Err(Error::NotAStore { path: shown_path(disk) })
+    match read_file(disk, META_PATH) {
+        Err(Error::Io { source, .. }) if domain::is_absent(&source) => {
+            Err(match disk.stat(META_COPY) {
+                Ok(_) => Error::corrupt(META_PATH, "it is missing"),
+                Err(_) => Error::NotAStore { path: shown_path(disk) },
+            })
         }
-        Err(error) => Err(error).at("open", META_PATH),
+        other => other,
     }
+}
+
+fn read_file(disk: &dyn Disk, path: &str) -> Result<Vec<u8>> {
+    let file = StoredFile::new(disk.open(path).at("open", path)?, path.to_owned());
+    file.read_all(META_SIZE_MAX).at("read", path)
 }
 
 fn shown_path(disk: &dyn Disk) -> String {

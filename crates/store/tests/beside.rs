@@ -124,28 +124,6 @@ fn an_import_between_two_batches_keeps_its_objects() {
     is_whole(&domain);
 }
 
-/// A lease that had run out when the collection began, and was renewed meanwhile, is none that has run out.
-#[test]
-fn a_renewed_lease_stays() {
-    let scratch = Scratch::new("renewed");
-    let domain = scratch.store().domain("default").unwrap();
-    let image = put(&domain, "a", &[1]);
-    let mut lease = Root::new(RootKind::Lease, "l");
-    lease.images.push(image);
-    lease.expires = Some(10);
-    domain.put_root(&lease).unwrap();
-    domain.remove_ref("a").unwrap();
-    let live = || {
-        domain.put_root(&Root { expires: Some(1000), ..lease.clone() }).unwrap();
-        Ok(Vec::new())
-    };
-    let options = GcOptions { now: 100, ..GcOptions::default() };
-    domain.gc(&Lines, &live, &options).unwrap();
-    assert_eq!(domain.roots(RootKind::Lease).unwrap().len(), 1);
-    assert!(domain.has_image(&image).unwrap());
-    is_whole(&domain);
-}
-
 /// A trim announces which names go. Meanwhile one of them was given to another image, and another image
 /// came into use: neither name goes, and neither does what it stands for.
 #[test]

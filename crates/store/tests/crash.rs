@@ -336,7 +336,6 @@ const OPERATIONS: &[Operation] = &[
             for kind in RootKind::ALL {
                 let mut root = Root::new(kind, "r/1");
                 root.images.push(expected_image("a"));
-                root.expires = (kind == RootKind::Lease).then_some(2000);
                 root.boot_id = (kind == RootKind::Mount).then(|| "old".into());
                 domain.put_root(&root)?;
             }

@@ -75,20 +75,30 @@ fn every_kind_of_root_keeps_an_image_as_long_as_it_says() {
         domain.put_ref("a", &Ref::new(image)).unwrap();
         assert!(domain.remove_root(kind, "one/of:them").unwrap());
     }
-    let mut lease = Root::new(RootKind::Lease, "short");
-    lease.images.push(image);
-    lease.expires = Some(100);
-    domain.put_root(&lease).unwrap();
+    let lease = domain.lease(&image, Vec::new(), "held").unwrap();
     let mut mount = Root::new(RootKind::Mount, "before the reboot");
     mount.images.push(image);
     mount.boot_id = Some("old".into());
     domain.put_root(&mount).unwrap();
     domain.remove_ref("a").unwrap();
 
+    // Whatever the clock says.
     let at =
         |now, boot: &str| GcOptions { now, boot_id: Some(boot.into()), ..GcOptions::default() };
-    assert_eq!(domain.gc(&Lines, &nothing_live, &at(100, "old")).unwrap().kept_images, 1);
-    assert_eq!(domain.gc(&Lines, &nothing_live, &at(101, "old")).unwrap().roots, ["lease/short"]);
+    let far = i64::MAX;
+    assert_eq!(domain.gc(&Lines, &nothing_live, &at(far, "new")).unwrap().kept_images, 1);
+    drop(lease);
+    assert_eq!(domain.roots(RootKind::Lease).unwrap(), []);
+    domain.put_root(&mount).unwrap();
+    // Its process was killed, and the record torn: gc once kept everything because of it.
+    std::fs::create_dir(scratch.path.join("staging").join("d".repeat(32))).unwrap();
+    let path = scratch.path.join("domains/default/roots/lease");
+    std::fs::write(path.join(format!("{}.json", "d".repeat(32))), "{").unwrap();
+    let report = domain.gc(&Lines, &nothing_live, &at(0, "old")).unwrap();
+    assert_eq!(
+        (report.roots, report.unreadable),
+        (vec![format!("lease/{}", "d".repeat(32))], vec![])
+    );
     // Neither ref nor root, but mounted all the same: the kernel knows.
     let live = || Ok(vec![image]);
     let report = domain.gc(&Lines, &live, &at(101, "new")).unwrap();

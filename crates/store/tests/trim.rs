@@ -122,11 +122,11 @@ fn what_is_used_pinned_or_recent_stays() {
     assert_eq!(names(&domain).len(), 2 + 5);
     assert!(!names(&domain).contains(&"victim".to_owned()));
 
-    // A lease that ran out and a mount of an earlier boot keep nothing.
+    // A lease without its process and a mount of an earlier boot keep nothing.
     for (kind, image) in RootKind::ALL.into_iter().zip(roots) {
-        let mut root = Root::new(kind, "r");
+        domain.remove_root(kind, "r").unwrap();
+        let mut root = Root::new(kind, "d".repeat(32));
         root.images.push(image);
-        root.expires = (kind == RootKind::Lease).then_some(50);
         root.boot_id = (kind == RootKind::Mount).then(|| "earlier".into());
         domain.put_root(&root).unwrap();
     }

@@ -188,8 +188,13 @@ fn a_damaged_meta_json_is_made_again() {
     assert!(!Store::mend_meta(&scratch.path).unwrap(), "nothing to mend");
     let cut = whole[..whole.len() - 2].to_vec();
     let flipped = whole.iter().map(|byte| if *byte == b'{' { b'[' } else { *byte }).collect();
-    for (damaged, keeps_id) in [(cut, true), (flipped, true), (Vec::new(), false)] {
+    let copy = scratch.path.join("meta.copy.json");
+    let (lost, empty) = (Vec::new(), Vec::new());
+    for (damaged, copied, keeps_id) in
+        [(cut, false, true), (flipped, false, true), (empty, true, true), (lost, false, false)]
+    {
         std::fs::write(&path, &damaged).unwrap();
+        std::fs::write(&copy, if copied { &whole[..] } else { b"{" }).unwrap();
         assert!(matches!(Store::open(&scratch.path), Err(Error::Corrupt { .. })));
         // fsck ended with that error, too, and looked at nothing else.
         let (opened, finding) = Store::open_damaged(&scratch.path).unwrap();
@@ -202,6 +207,7 @@ fn a_damaged_meta_json_is_made_again() {
         let domain = mended.domain("default").unwrap();
         assert_eq!(kinds(&domain), []);
         assert_eq!(domain.noted_use(&image).unwrap(), Some(5));
+        assert_eq!(std::fs::read(&copy).unwrap(), std::fs::read(&path).unwrap());
         std::fs::write(&path, &whole).unwrap();
     }
     // That of a newer program is not damaged.

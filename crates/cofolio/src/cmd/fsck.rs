@@ -3,7 +3,7 @@ use cofolio_image::source::Source;
 use cofolio_store::Store;
 
 use crate::cmd::pull::RegistryArgs;
-use crate::cmd::{Outcome, findings_table};
+use crate::cmd::{Outcome, findings_table, note_mending};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::progress::Work;
@@ -97,15 +97,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         let done = context.ui.paint(Tone::Good, "protected");
         context.ui.line(format!("{done} {}", plural(checked.protected, "file")))?;
     }
-    if report.is_damaged() && checked.had_damage && sources.is_empty() {
-        context.ui.note("nothing was brought back: --from SOURCE says where from");
-    }
     if !report.findings.is_empty() {
         context.ui.table(&findings_table(&report.findings))?;
         if report.more > 0 {
             context.ui.line(format!("and {} more", human_count(report.more)))?;
         }
     }
+    note_mending(context, &report.findings);
     if context.ui.quiet {
         return Ok(exit);
     }

@@ -4,7 +4,7 @@ use cofolio_store::TrimPlan;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::Exit;
+use crate::exit::{Exit, mending};
 use crate::progress::Work;
 use crate::trim;
 use crate::ui::{Cell, Table, human_count, human_size, plural};
@@ -94,14 +94,14 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
     let Report { gc: report, rewritten, bases, sizes, .. } = report;
     for finding in sizes.iter().flat_map(|sizes| &sizes.findings) {
         let said = format!("{} {}: {}", finding.path, finding.kind, finding.detail);
-        context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
+        context.ui.error(&said, Some(mending(&finding.path)));
     }
     if let Some(more) = sizes.as_ref().map(|sizes| sizes.more).filter(|more| *more > 0) {
         context.ui.error(&format!("and {} more", human_count(more)), None);
     }
     for it in &report.unreadable {
         let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
-        context.ui.error(&said, Some("`cofolio fsck --repair --from SOURCE` mends it"));
+        context.ui.error(&said, Some(mending(&it.what)));
     }
     if context.ui.quiet {
         return Ok(exit);
@@ -130,7 +130,9 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
     row("leftovers", report.leftovers, Some(report.leftover_bytes), None);
     context.ui.table(&table)?;
     for root in &report.roots {
-        context.ui.line(format!("root {root}: ran out, or of an earlier boot"))?;
+        context
+            .ui
+            .line(format!("root {root}: its process has ended, or it is of an earlier boot"))?;
     }
     if !rewritten.segments.is_empty() {
         let segments = plural(rewritten.segments.len() as u64, "segment");

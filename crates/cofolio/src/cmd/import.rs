@@ -21,7 +21,8 @@ use crate::ui::{Table, Tone, human_count, human_size, plural};
 /// directory tree; which of them is found out. From a registry with `docker://`, as `cofolio pull`; out of
 /// podman's or containerd's own store, without a pull, with `containers-storage:` or `containerd:`. Every
 /// digest on the way is checked. Layers and files that the store has already are not written again, an
-/// image that it has already is not even read. The store is made if it does not exist.
+/// image that it has already is not even read. What such an image lacks is brought back; `verify` also finds
+/// files that were altered and have their size. The store is made if it does not exist.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  \
     docker save redis:7.0.15 -o redis.tar && cofolio import redis.tar --name redis:7.0.15\n  \

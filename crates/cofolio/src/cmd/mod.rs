@@ -35,12 +35,14 @@ pub(crate) mod tag;
 pub(crate) mod umount;
 pub(crate) mod verify;
 
+use std::collections::BTreeSet;
+
 use crate::cli::{Cli, Command};
 use crate::context::Context;
-use crate::exit::{Ended, Exit};
+use crate::exit::{DAMAGED, Ended, Exit, mending};
 use crate::ui::{Cell, Table, Tone, Ui};
 use cofolio_node::config::Loaded;
-use cofolio_store::Finding;
+use cofolio_store::{Finding, FindingKind};
 
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;
@@ -112,4 +114,19 @@ fn findings_table(findings: &[Finding]) -> Table {
         ]);
     }
     table
+}
+
+/// Says what mends what a check found, once for each command.
+fn note_mending(context: &Context<'_>, findings: &[Finding]) {
+    let damage = findings.iter().filter(|finding| finding.kind.is_damage());
+    let mends = damage.map(|finding| match finding.kind {
+        FindingKind::RefDangling | FindingKind::RootDangling | FindingKind::DirectoryMissing => {
+            DAMAGED
+        }
+        kind if kind.is_derived() => "`cofolio fsck --repair` removes it, or makes it again",
+        _ => mending(&finding.path),
+    });
+    for mends in mends.collect::<BTreeSet<_>>() {
+        context.ui.note(mends);
+    }
 }

@@ -1,7 +1,7 @@
 use cofolio_image::pack::ImageContents;
 use cofolio_store::{Domain, Finding, ScrubOptions};
 
-use crate::cmd::{Outcome, findings_table};
+use crate::cmd::{Outcome, findings_table, note_mending};
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
@@ -109,6 +109,6 @@ fn show(context: &Context<'_>, what: &str, findings: &[Finding], read: &str) -> 
     context.ui.table(&findings_table(findings))?;
     let bad = context.ui.paint(Tone::Bad, "damaged");
     context.ui.line(format!("{what}: {bad}: {}", plural(findings.len() as u64, "finding")))?;
-    context.ui.note("`cofolio fsck --repair --from SOURCE` brings back what is wrong");
+    note_mending(context, findings);
     Ok(exit)
 }

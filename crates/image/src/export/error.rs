@@ -25,7 +25,7 @@ pub enum ExportError {
         #[source]
         source: io::Error,
     },
-    /// Layers that were imported before the store kept what an export needs.
+    /// Layers whose splits are missing.
     #[error("the store has no split of layer {}: its archive cannot be written again", layers.join(", "))]
     NoSplit {
         /// Their chain ids, lowest first.
@@ -64,7 +64,11 @@ impl ExportError {
     pub fn is_corrupt(&self) -> bool {
         matches!(
             self,
-            Self::Split { .. } | Self::Object { .. } | Self::DiffId { .. } | Self::Image { .. }
+            Self::NoSplit { .. }
+                | Self::Split { .. }
+                | Self::Object { .. }
+                | Self::DiffId { .. }
+                | Self::Image { .. }
         )
     }
 }

@@ -27,7 +27,6 @@ use super::aside::{OutputFile, unnamed_file};
 use super::assemble::Object;
 use super::error::{ExportError, io_error};
 use crate::compose::named_objects::open_image;
-use crate::lease::Lease;
 use crate::pack::segment::{SHA256_SIZE_MAX, granule};
 
 const BLOCK: usize = 4096;
@@ -64,7 +63,7 @@ pub fn export_filesystem(
     options: FilesystemOptions,
     task: &Task,
 ) -> Result<FilesystemReport, ExportError> {
-    let lease = Lease::take(domain, image, Vec::new(), "export")?;
+    let _lease = domain.lease(image, Vec::new(), "export")?;
     let bad = |what: String| ExportError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
@@ -72,7 +71,6 @@ pub fn export_filesystem(
     let new = OutputFile::create(path, options.replace)?;
     let mut blocks = Blocks::new(new.aside(), options.compress)?;
     blocks.put_all(domain, image, &tree, &task.cancel, &mut |bytes| {
-        lease.renew();
         task.tell(Event::Done { bytes, bytes_total: None, items: 1, items_total: None });
     })?;
     // Errors of the tree are the image's fault, all others the destination's.

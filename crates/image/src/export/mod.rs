@@ -36,7 +36,6 @@ pub use filesystem::{FilesystemOptions, FilesystemReport, export_filesystem};
 pub use push::{How, PushOptions, PushReport, PushedLayer, push};
 
 use crate::digest::{BlobDigest, DiffId};
-use crate::lease::Lease;
 use crate::source::manifest::{OCI_CONFIG, OCI_MANIFEST};
 use crate::source::{split_at, split_tag};
 use archive::{Archive, Style};
@@ -149,7 +148,7 @@ pub fn export(
     task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let image = Image::of(domain, exported);
-    let lease = Lease::take(domain, image.digest, image.chain_ids(), "export")?;
+    let _lease = domain.lease(image.digest, image.chain_ids(), "export")?;
     image.check_splits(&image.layers)?;
     let mut compression = options.compression;
     let (target, tag): (Box<dyn Target>, _) = match destination {
@@ -164,7 +163,7 @@ pub fn export(
     };
     let name = tag.as_deref().or(exported.name);
     let how = (compression, threads(options.threads));
-    write(&image, target, name, how, &|| lease.renew(), task)
+    write(&image, target, name, how, task)
 }
 
 fn threads(asked: usize) -> usize {
@@ -177,7 +176,6 @@ fn write(
     mut target: Box<dyn Target>,
     name: Option<&str>,
     (compression, threads): (Compression, usize),
-    renew: &dyn Fn(),
     task: &Task,
 ) -> Result<ExportReport, ExportError> {
     let layers = image.layers.len();
@@ -189,7 +187,6 @@ fn write(
             target.begin(BlobKind::Layer)?;
             let mut sink = |bytes: &[u8]| target.write(bytes);
             let mut step = |bytes| {
-                renew();
                 let (items, items_total) = (number as u64 + 1, Some(layers as u64));
                 let bytes = before + bytes;
                 task.tell(Event::Done { bytes, bytes_total: None, items, items_total });

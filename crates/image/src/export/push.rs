@@ -29,7 +29,6 @@ use super::target::Descriptor;
 use super::{Compression, Exported, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
-use crate::lease::Lease;
 use crate::reference::Reference;
 use crate::registry::{Begun, Body, Failure, RegistryOptions, Repository, Session};
 use crate::source::manifest::{Manifest, OCI_MANIFEST};
@@ -119,7 +118,7 @@ pub fn push(
         return Err(ExportError::Destination { what });
     };
     let image = Image::of(domain, exported);
-    let lease = Lease::take(domain, image.digest, image.chain_ids(), &format!("push to {to}"))?;
+    let _lease = domain.lease(image.digest, image.chain_ids(), &format!("push to {to}"))?;
     // Other refs only save work.
     let refs = domain.readable_refs().unwrap_or_default();
     let known = Known::of(&image, exported.record, &refs, to);
@@ -127,7 +126,7 @@ pub fn push(
     // One layer that fails ends the others.
     let own = task.cancelled_by(task.cancel.child());
     let repository = Repository::for_push(to, &options.registry, &others, own);
-    let push = Push { image, lease, known, repository, task, sent: Mutex::default() };
+    let push = Push { image, known, repository, task, sent: Mutex::default() };
     let outcome = push.layers(options).and_then(|layers| {
         let report = push.publish(tag, &layers)?;
         if let Some(name) = exported.name {
@@ -296,7 +295,6 @@ fn oci_layer(media_type: &str) -> &'static str {
 
 struct Push<'a> {
     image: Image<'a>,
-    lease: Lease<'a>,
     known: Known,
     repository: Repository,
     task: &'a Task,
@@ -595,7 +593,6 @@ impl Upload<'_, '_> {
         let (push, number) = (self.push, self.number);
         let mut count = |bytes| {
             sent += bytes;
-            push.lease.renew();
             push.tell_sent(number, sent);
         };
         let mut reader = head.chain(&mut chunks);

@@ -295,16 +295,25 @@ fn known_image(domain: &Domain, chosen: &Chosen) -> Result<Option<Ref>, ImportEr
 }
 
 /// Files of a known image that are missing or altered: its metadata image, and its layers' trees
-/// and splits. Objects are not read; `fsck` does that.
+/// and splits. Of objects only the size is looked at: `fsck` and `verify` read them.
 fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
     let mut damage = Damage::default();
     let digest = || digest_of(&domain.open_image(&record.image)?).map_err(store_error);
     if sound(digest())? != Some(record.image) {
         damage.images.insert(record.image);
     }
-    for layer in &record.layers {
-        if !domain.has_split(&layer.chain_id)? || known_layer(domain, &layer.chain_id)?.is_none() {
-            damage.layers.insert(layer.chain_id.clone());
+    for Layer { chain_id, .. } in &record.layers {
+        let mut objects = Vec::new();
+        let known = known_layer(domain, chain_id, &mut |digest, size| objects.push((digest, size)));
+        let mut is_damaged = known?.is_none() || !domain.has_split(chain_id)?;
+        for (digest, size) in objects {
+            if sound(domain.object_size(&digest).map_err(Into::into))?.flatten() != Some(size) {
+                damage.objects.insert(digest);
+                is_damaged = true;
+            }
+        }
+        if is_damaged {
+            damage.layers.insert(chain_id.clone());
         }
     }
     Ok(damage)
@@ -477,7 +486,10 @@ fn build(
                 task.tell(Event::Layer { index, count, state, blob });
                 let started = spawn(scope, move || {
                     let result = (|| -> Result<_, ImportError> {
-                        if known && let Some(layer) = known_layer(staging.domain(), &chain_id)? {
+                        if known
+                            && let Some(layer) =
+                                known_layer(staging.domain(), &chain_id, &mut |_, _| {})?
+                        {
                             return Ok((None, Vec::new(), Unmerged::Over(layer)));
                         }
                         // A pulled layer is kept even if the pull fails.
@@ -499,7 +511,8 @@ fn build(
                             (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
                             (_, Some(_)) => {
                                 drop(tree);
-                                let layer = known_layer(staging.domain(), &chain_id)?;
+                                let layer =
+                                    known_layer(staging.domain(), &chain_id, &mut |_, _| {})?;
                                 Unmerged::Over(layer.ok_or_else(vanished)?)
                             }
                         };

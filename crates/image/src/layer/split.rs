@@ -443,6 +443,25 @@ pub(crate) fn objects<S: ReadAt>(
     }
 }
 
+/// [`objects`] of a split whose every block, the script's too, has been read and makes sense.
+pub(crate) fn check<S: ReadAt>(
+    source: &S,
+    visit: &mut dyn FnMut(Digest, u64),
+) -> Result<(), SplitError> {
+    let mut split = Split::open(source)?;
+    let mut buffer = vec![0; LITERAL_MAX];
+    loop {
+        match split.step()? {
+            Step::End => return Ok(()),
+            Step::Literal => while split.read(&mut buffer)? > 0 {},
+            Step::Object { digest, size, .. } => {
+                visit(digest, size);
+                while split.part()?.is_some() {}
+            }
+        }
+    }
+}
+
 /// The blocks of one kind, one after the other.
 struct Blocks<'a, S> {
     source: &'a S,

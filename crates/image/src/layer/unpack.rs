@@ -343,17 +343,18 @@ pub(crate) fn store_error(error: io::Error) -> ImportError {
 }
 
 /// A layer that the store has. `None` if it, or its split, cannot be used: then the layer is
-/// unpacked again, which replaces nothing, but gives the same tree.
+/// unpacked again, which replaces nothing, but gives the same tree. `visit` hears its objects.
 pub(crate) fn known_layer(
     domain: &Domain,
     chain_id: &str,
+    visit: &mut dyn FnMut(Digest, u64),
 ) -> Result<Option<DumpedLayer>, ImportError> {
     sound((|| {
         if domain.has_split(chain_id)? {
             let split = domain.open_split(chain_id)?;
             let split = StoredImage::new(&split).map_err(store_error)?;
-            let objects = split::objects(&split, &mut |_, _| {});
-            objects.map_err(|error| store_error(io::Error::other(error)))?;
+            let checked = split::check(&split, visit);
+            checked.map_err(|error| store_error(io::Error::other(error)))?;
         }
         let file = domain.open_layer(chain_id)?;
         DumpedLayer::read(LayerDump::File(file)).map_err(store_error)

@@ -31,6 +31,18 @@ impl Contents for ImageContents {
         }
     }
 
+    fn check(
+        &self,
+        kind: FileKind,
+        file: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        match kind {
+            FileKind::Split => Ok(split::check(&StoredImage::new(file)?, visit)?),
+            _ => self.names(kind, file, visit),
+        }
+    }
+
     fn image_paths(
         &self,
         image: &StoredFile,

@@ -28,7 +28,6 @@ use cofolio_store::{Digest, Domain, Error, ImportOptions, Publish, Staging};
 use serde::Serialize;
 
 use crate::compose::named_objects::open_image;
-use crate::lease::Lease;
 
 pub use contents::{ImageContents, pack_segments};
 pub use rewrite::{RewriteReport, rewrite};
@@ -118,7 +117,7 @@ fn pack_without(
     without: &BTreeSet<Digest>,
     task: &Task,
 ) -> Result<PackReport, PackError> {
-    let lease = Lease::take(domain, image, Vec::new(), "pack")?;
+    let _lease = domain.lease(image, Vec::new(), "pack")?;
     let bad = |what: String| PackError::Image { image: *image, what };
     let file = domain.open_image(image)?;
     let stored = open_image(&file).map_err(|error| bad(error.to_string()))?;
@@ -130,7 +129,7 @@ fn pack_without(
         let mut plan = Plan::new(&tree, options.form);
         plan.find_known(domain, options.again, without)?;
         plan.sort(domain, image)?;
-        plan.write_segments(domain, &staging, options, &lease, task)?;
+        plan.write_segments(domain, &staging, options, task)?;
         plan.write_pack(staging, image, &tree)
     };
     let packed = match attempt(false) {
@@ -357,7 +356,6 @@ impl Plan {
         domain: &Domain,
         staging: &Staging,
         options: &PackOptions,
-        lease: &Lease<'_>,
         task: &Task,
     ) -> Result<(), PackError> {
         let wanted = std::mem::take(&mut self.wanted);
@@ -385,7 +383,6 @@ impl Plan {
                     })?,
                 }
                 done += size;
-                lease.renew();
                 task.done(done, self.total);
                 task.check()?;
             }

@@ -1,0 +1,81 @@
+//! A lease keeps an image during an export, which may take hours. The domain's lock would make
+//! garbage collection and imports wait as long.
+//!
+//! It lives as long as its process holds the staging directory of the same name. The kernel gives
+//! that lock back however the process ends, so no clock has a say.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::disk::{Kind, Lock};
+use crate::error::{ErrorKind, Result};
+use crate::record::{Root, RootKind};
+use crate::store::{STAGING, remove_entry};
+use crate::{Digest, Domain, DomainLock};
+
+/// Keeps an image and its layers until dropped, or until the process ends.
+#[derive(Debug)]
+pub struct Lease {
+    domain: Domain,
+    held: Held,
+}
+
+#[derive(Debug)]
+#[expect(dead_code, reason = "locks are held, not used")]
+enum Held {
+    Root(String, Box<dyn Lock>),
+    /// In a store that this process cannot change.
+    Lock(DomainLock),
+}
+
+impl Domain {
+    /// Takes a lease; `note` tells people what for.
+    ///
+    /// # Errors
+    /// [`crate::Error::NoSuch`] if the image or a layer does not exist, [`crate::Error::Io`].
+    pub fn lease(&self, image: &Digest, layers: Vec<String>, note: &str) -> Result<Lease> {
+        let held = match self.put_lease(image, layers, note) {
+            Err(error) if error.kind() == ErrorKind::Caller => return Err(error),
+            Err(_) => Held::Lock(self.lock_shared()?),
+            Ok(root) => root,
+        };
+        Ok(Lease { domain: self.clone(), held })
+    }
+
+    fn put_lease(&self, image: &Digest, layers: Vec<String>, note: &str) -> Result<Held> {
+        self.store().check_writable()?;
+        let (staging, lock) = self.store().new_staging()?;
+        let id = staging.rsplit('/').next().unwrap_or_default().to_owned();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let root = Root {
+            images: vec![*image],
+            layers,
+            note: note.to_owned(),
+            created: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
+            ..Root::new(RootKind::Lease, &id)
+        };
+        match self.put_root(&root) {
+            Ok(()) => Ok(Held::Root(id, lock)),
+            Err(error) => {
+                let _ = remove_entry(self.disk(), &staging, Kind::Directory);
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether a lease has lost its process. One by another name than a staging directory's is
+    /// kept until it is removed.
+    pub(crate) fn is_orphaned_lease(&self, id: &str) -> Result<bool> {
+        let is_staging = id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+        Ok(is_staging && !self.store().is_held(&format!("{STAGING}/{id}"))?)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Held::Root(id, _) = &self.held {
+            // gc takes what cannot be removed.
+            let _ = self.domain.remove_root(RootKind::Lease, id);
+            let _ = self.domain.disk().rmdir(&format!("{STAGING}/{id}"));
+        }
+    }
+}
