@@ -113,10 +113,10 @@ class Arrows(unittest.TestCase):
             ],
         )
         # Rooms of one floor may use each other, one way.
-        pair = [("image/src/lease.rs", "use crate::digest::Digest;")]
+        pair = [("image/src/limits.rs", "use crate::digest::Digest;")]
         self.assertEqual(self.found(files=pair), [])
-        pair.append(("image/src/digest.rs", "use crate::lease::Lease;"))
-        self.assertEqual(self.found(files=pair)[:1], ["image: a circle of digest, lease"])
+        pair.append(("image/src/digest.rs", "use crate::limits::Limits;"))
+        self.assertEqual(self.found(files=pair)[:1], ["image: a circle of digest, limits"])
 
     def test_before_there_is_a_crate_for_images(self):
         crates = {**CRATES, "node": ["sys"]}
