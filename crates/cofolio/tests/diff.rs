@@ -189,7 +189,7 @@ fn damaged_and_missing_content_is_named() {
     let hex: String = listed[0]["object"].as_str().unwrap().replace('/', "");
     assert!(ran.stderr.contains(&hex), "{}", ran.stderr);
     fs::remove_file(&object).unwrap();
-    assert!(sandbox.run(&["diff", "a:1", "b:1"]).fails_with(3).stderr.contains(&hex));
+    assert!(sandbox.run(&["diff", "a:1", "b:1"]).fails_with(4).stderr.contains(&hex));
     // What needs no content works.
     sandbox.run(&["diff", "a:1", "b:1", "--no-pages"]).ok();
 }

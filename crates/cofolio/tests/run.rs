@@ -540,6 +540,22 @@ fn a_container_gets_no_file_of_the_host() {
     }
 }
 
+/// What a container said was lost where the disk was full, and the exit code was 0.
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    const TEST: &str = "output_that_cannot_be_written_is_an_error";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let mut command = machine.command(&machine.sh_args(runtime, &[], "echo said"));
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let ran = command.stdout(full).output().unwrap();
+        assert_eq!(ran.status.code(), Some(125));
+        let said = String::from_utf8(ran.stderr).unwrap();
+        assert!(said.contains("output") && said.contains("No space left"), "{said}");
+        machine.assert_clean();
+    }
+}
+
 /// A descriptor that this process has inherited is not the container's.
 #[test]
 fn inherited_descriptors_end_here() {

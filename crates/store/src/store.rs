@@ -97,7 +97,10 @@ impl Store {
         let shown = shown_path(&*disk);
         // Two that make the same store at once: the second waits, and then finds it.
         let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", &shown)?;
-        for (entry, _) in disk.list("").at("list", &shown)? {
+        let mut entries = disk.list("").at("list", &shown)?;
+        // A store is called one, whatever else it has.
+        entries.sort_by_key(|(entry, _)| entry != META_PATH);
+        for (entry, _) in entries {
             let ours = [DOMAINS, STAGING, RESERVE, "lost+found"].contains(&entry.as_str());
             if !ours && !entry.starts_with(TEMPORARY) {
                 return Err(Error::InTheWay { path: shown, entry });

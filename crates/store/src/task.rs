@@ -6,10 +6,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Duration;
-
-/// Between two looks at a lock. Collection gives way every few milliseconds, so more would be felt.
-const PAUSE_MAX: Duration = Duration::from_millis(2);
+use std::time::{Duration, Instant};
 
 /// The work was cancelled. What it had begun is undone or left to garbage collection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,14 +55,15 @@ impl Cancel {
         &self,
         mut ask: impl FnMut() -> Result<Option<T>, E>,
     ) -> Result<T, E> {
-        let mut pause = Duration::from_micros(50);
+        let (shortest, longest) = (Duration::from_micros(50), Duration::from_millis(10));
+        let start = Instant::now();
         loop {
             if let Some(answer) = ask()? {
                 return Ok(answer);
             }
             self.check()?;
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(PAUSE_MAX);
+            // A collection gives way for a millisecond at a time, which must not be missed.
+            std::thread::sleep((start.elapsed() / 64).clamp(shortest, longest));
         }
     }
 }

@@ -5,7 +5,7 @@ mod common;
 use std::io::{Read, Write};
 
 use cofolio_store::{
-    Digest, Error, ImportOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
+    Digest, Error, ImportOptions, InitOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
 };
 use common::{Scratch, content, image_of};
 
@@ -80,4 +80,14 @@ fn what_is_not_there_cannot_be_published() {
     let mut root = Root::new(RootKind::Lease, "l");
     root.images.push(absent);
     assert!(matches!(domain.put_root(&root), Err(Error::NoSuch(_))));
+}
+
+/// Of two first imports at once, one ended with "meta.copy.json is in the way", whenever the directory listed that
+/// file before `meta.json`, which would have told it that somebody had made the store.
+#[test]
+fn a_store_is_taken_for_one_whatever_is_listed_first() {
+    let disk = std::sync::Arc::new(common::sim::SimDisk::new(1));
+    Store::init_on(disk.clone(), &InitOptions::default()).unwrap();
+    let again = Store::init_on(disk, &InitOptions::default());
+    assert!(matches!(again, Err(Error::InTheWay { entry, .. }) if entry == "meta.json"));
 }

@@ -39,6 +39,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let containers = Containers::new(context.mounter(&domain));
     let (status, refusal) = containers.exec(&args.name, &args.command, &streams)?.wait();
     let status = status.context("waiting for the runtime")?;
-    // The runtime has printed its error already.
-    Ok(Ended::Container(refusal.as_ref().map_or(status, super::run::status_of)))
+    super::run::ended(status, refusal)
 }

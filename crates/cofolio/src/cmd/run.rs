@@ -148,6 +148,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Ended {
     })
 }
 
+pub(super) fn ended(status: u8, error: Option<RunError>) -> anyhow::Result<Ended> {
+    match error {
+        None => Ok(Ended::Container(status)),
+        // The runtime has printed its error already.
+        Some(error @ RunError::Refused { .. }) => Ok(Ended::Container(status_of(&error))),
+        Some(error) => Err(error.into()),
+    }
+}
+
 pub(super) fn status_of(error: &RunError) -> u8 {
     match error {
         RunError::Refused { reason: Reason::NoProgram, .. } => NO_PROGRAM,
@@ -224,8 +233,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
             context.ui.note(format!("the container has ended, but is not removed: {error}"))
         }
     }
-    // The runtime has printed its error already.
-    Ok(Ended::Container(refusal.as_ref().map_or(status, status_of)))
+    ended(status, refusal)
 }
 
 /// The process that the user waits for, or the one that waits for a detached container.

@@ -272,9 +272,9 @@ impl Exec {
     /// Waits for its end. Returns its exit status and the runtime's error, as [`Running::wait`].
     pub fn wait(mut self) -> (io::Result<u8>, Option<RunError>) {
         let status = self.child.wait().map(|status| exit_status(status.code(), status.signal()));
-        self.copies.finish();
+        let copied = self.copies.finish();
         let refusal = match status {
-            Ok(0) => None,
+            Ok(0) => copied.at("writing", "the output").err(),
             _ => refusal(&self.log, &self.runtime),
         };
         let _ = fs::remove_file(&self.log);
@@ -289,7 +289,7 @@ impl Running {
     }
 
     /// Waits for the container's end. Returns the container, its exit status (128 plus the number
-    /// of a fatal signal) and the runtime's error, if that ended it.
+    /// of a fatal signal), and the runtime's error, if that ended it, or that of writing the output.
     pub fn wait(mut self) -> (Container, io::Result<u8>, Option<RunError>) {
         let status = match self.first {
             None => self.runtime.wait().map(|status| (status.code(), status.signal())),
@@ -301,10 +301,10 @@ impl Running {
                 })
                 .map_err(Into::into),
         };
-        self.copies.finish();
+        let copied = self.copies.finish();
         let status = status.map(|(code, signal)| exit_status(code, signal));
         let refusal = match status {
-            Ok(0) => None,
+            Ok(0) => copied.at("writing", "the container's output").err(),
             // Runtimes end with 1 when they fail, as a container may.
             _ => self.container.refusal(),
         };

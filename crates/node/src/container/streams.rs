@@ -37,15 +37,18 @@ pub enum Streams {
 
 /// Threads that copy what a container says.
 #[derive(Debug, Default)]
-pub struct Copies(Vec<JoinHandle<()>>);
+pub struct Copies(Vec<JoinHandle<io::Result<()>>>);
 
 impl Copies {
-    /// Waits until everything is copied: until no process has the pipes any more.
-    pub fn finish(self) {
-        for copy in self.0 {
-            // A thread that panicked has copied what it could.
-            let _ = copy.join();
-        }
+    /// Waits until everything is copied: until no process has the pipes any more. Fails if some of it could not be
+    /// written.
+    pub(super) fn finish(self) -> io::Result<()> {
+        let ended = self
+            .0
+            .into_iter()
+            .map(|copy| copy.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        // All of them are waited for.
+        ended.collect::<Vec<_>>().into_iter().collect()
     }
 }
 
@@ -82,7 +85,10 @@ impl Streams {
                 let file = append(path)?;
                 let (reader, writer) = io::pipe()?;
                 let (path, bytes_max) = (path.clone(), *bytes_max);
-                copies.0.push(thread(move || keep(reader, file, &path, bytes_max))?);
+                copies.0.push(thread(move || {
+                    keep(reader, file, &path, bytes_max);
+                    Ok(())
+                })?);
                 command.stdin(empty).stdout(writer.try_clone()?).stderr(writer);
             }
         }
@@ -119,21 +125,26 @@ fn same_file(a: BorrowedFd<'_>, b: BorrowedFd<'_>) -> bool {
     inode(a).is_ok_and(|a| inode(b) == Ok(a))
 }
 
-fn thread(work: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+fn thread(
+    work: impl FnOnce() -> io::Result<()> + Send + 'static,
+) -> io::Result<JoinHandle<io::Result<()>>> {
     std::thread::Builder::new().name("copy".to_owned()).spawn(work)
 }
 
 fn copy(
     mut from: impl io::Read + Send + 'static,
     mut to: impl io::Write + Send + 'static,
-) -> io::Result<JoinHandle<()>> {
+) -> io::Result<JoinHandle<io::Result<()>>> {
     // When one side is gone the other learns it: both are closed here. Not `io::copy`, which splices: the kernel
     // then moves a file's position at the end only, and whoever writes to that file meanwhile is overwritten.
     thread(move || {
         let mut buffer = vec![0; BUFFER_BYTES];
-        while let Ok(length @ 1..) = from.read(&mut buffer) {
-            if to.write_all(&buffer[..length]).is_err() {
-                break;
+        loop {
+            match from.read(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(length) => to.write_all(&buffer[..length])?,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
             }
         }
     })
@@ -204,7 +215,7 @@ mod tests {
         file.write_all(b"outside\n").unwrap();
         pipe.write_all(b"inside again\n").unwrap();
         drop(pipe);
-        copied.join().unwrap();
+        copied.join().unwrap().unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "inside\noutside\ninside again\n");
     }
 
@@ -216,14 +227,18 @@ mod tests {
         let (reader, mut writer) = io::pipe().unwrap();
         let copied = {
             let (file, path) = (append(&path).unwrap(), path.clone());
-            thread(move || keep(reader, file, &path, 100)).unwrap()
+            thread(move || {
+                keep(reader, file, &path, 100);
+                Ok(())
+            })
+            .unwrap()
         };
         for number in 0..100_000 {
             writeln!(writer, "line {number}").unwrap();
         }
         writer.write_all(b"the end\n").unwrap();
         drop(writer);
-        copied.join().unwrap();
+        copied.join().unwrap().unwrap();
         let kept: u64 = std::fs::read_dir(dir.path())
             .unwrap()
             .map(|entry| entry.unwrap().metadata().unwrap().len())
