@@ -205,6 +205,11 @@ impl Error {
         }
     }
 
+    pub(crate) fn is_read_only_disk(&self) -> bool {
+        let kind = |source: &io::Error| source.kind() == io::ErrorKind::ReadOnlyFilesystem;
+        matches!(self, Self::Io { source, .. } if kind(source))
+    }
+
     /// [`Error::Corrupt`] about a file.
     pub fn corrupt(path: impl Into<String>, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.into(), reason: reason.to_string() }

@@ -7,7 +7,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::disk::{Kind, Lock};
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::record::{Root, RootKind};
 use crate::store::{STAGING, remove_entry};
 use crate::{Digest, Domain, DomainLock};
@@ -33,22 +33,25 @@ impl Domain {
     /// # Errors
     /// [`crate::Error::NoSuch`] if the image or a layer does not exist, [`crate::Error::Io`].
     pub fn lease(&self, image: &Digest, layers: Vec<String>, note: &str) -> Result<Lease> {
-        let held = match self.put_lease(image, layers, note) {
-            Err(error) if error.kind() == ErrorKind::Caller => return Err(error),
-            Err(_) => Held::Lock(self.lock_shared()?),
-            Ok(root) => root,
+        let put = || self.put_lease(image, &layers, note);
+        let held = match put() {
+            Err(Error::ReadOnly { .. }) => Held::Lock(self.lock_shared()?),
+            Err(error) if error.is_read_only_disk() => Held::Lock(self.lock_shared()?),
+            // A full disk needs collections, which the lock would keep waiting.
+            Err(error) if error.kind() == ErrorKind::Space && self.store().use_reserve() => put()?,
+            other => other?,
         };
         Ok(Lease { domain: self.clone(), held })
     }
 
-    fn put_lease(&self, image: &Digest, layers: Vec<String>, note: &str) -> Result<Held> {
+    fn put_lease(&self, image: &Digest, layers: &[String], note: &str) -> Result<Held> {
         self.store().check_writable()?;
         let (staging, lock) = self.store().new_staging()?;
         let id = staging.rsplit('/').next().unwrap_or_default().to_owned();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let root = Root {
             images: vec![*image],
-            layers,
+            layers: layers.to_vec(),
             note: note.to_owned(),
             created: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
             ..Root::new(RootKind::Lease, &id)

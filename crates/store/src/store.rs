@@ -247,7 +247,12 @@ impl Store {
     /// [`Error::Io`]; the rest is no store any more.
     pub fn destroy(self) -> Result<()> {
         let disk = self.disk();
-        disk.unlink(META_PATH).at("remove", META_PATH)?;
+        for meta in [META_COPY, META_PATH] {
+            match disk.unlink(meta) {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                other => other.at("remove", meta)?,
+            }
+        }
         for (entry, kind) in disk.list("").at("list", "")? {
             if entry != "lost+found" {
                 remove_entry(disk, &entry, kind)?;

@@ -504,6 +504,34 @@ fn a_full_disk_leaves_the_store_as_it_was() {
     assert!(most >= new_objects && most < new_objects + 2000, "{most}");
 }
 
+/// Where a lease could not be written, an export of hours held the lock of the whole domain, and a full disk could
+/// not be collected.
+#[test]
+fn a_lease_on_a_full_disk_keeps_no_collection_waiting() {
+    let (mut leased, mut refused) = (0, 0);
+    for later in 0.. {
+        let disk = base();
+        let domain = open(&disk);
+        let calls = disk.calls();
+        disk.plant(calls + later, Fault::Full);
+        let image = expected_image("a");
+        let lease = domain.lease(&image, Vec::new(), "export");
+        let is_over = disk.calls() <= calls + later;
+        match &lease {
+            Ok(_) => leased += 1,
+            Err(_) => refused += 1,
+        }
+        let options = GcOptions { wait: false, ..GcOptions::default() };
+        let collected = open(&disk).gc(&Lines, &nothing_live, &options);
+        assert!(!matches!(collected, Err(Error::Busy { .. })), "call {later}: {collected:?}");
+        drop(lease);
+        if is_over {
+            break;
+        }
+    }
+    assert!(leased > 1, "the reserve is used: {leased}, {refused}");
+}
+
 /// A bad sector below a segment or a pack, or with fs-verity an altered byte: fsck ended there, told nothing of the rest,
 /// and so nothing could be repaired.
 #[test]

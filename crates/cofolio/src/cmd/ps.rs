@@ -7,7 +7,7 @@ use crate::ui::{Cell, Table, Tone, ago};
 
 /// List the containers that `run` started
 ///
-/// STATE is `running` while a process waits for the container's end, `unattended` if that process was killed, and
+/// STATE is `running` while `cofolio` or the runtime waits for the container's end, `unattended` if both were killed, and
 /// `ended`, with the exit status of a detached container. --json names the file with a detached container's output.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio ps\n  \

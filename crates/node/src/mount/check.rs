@@ -4,7 +4,7 @@ use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
-use cofolio_store::{Digest, Domain, FileKind, StoredFile, verity};
+use cofolio_store::{Digest, FileKind, StoredFile, verity};
 use rustix::fs::{AtFlags, StatxFlags};
 
 use super::Mounter;
@@ -72,10 +72,7 @@ pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> 
 
 /// Whether the objects of an image are immutable. An import sets the metadata image's flag last, so
 /// it stands for all. A copied store or a killed import lacks it until `gc` sets it.
-pub(super) fn is_immutable(domain: &Domain, image: &StoredFile) -> Result<bool, MountError> {
-    if !domain.protection().immutable {
-        return Ok(false);
-    }
+pub(super) fn is_immutable(image: &StoredFile) -> Result<bool, MountError> {
     let file = image.descriptor().ok_or(MountError::NoDirectory)?;
     let found = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
     let flag = rustix::fs::StatxAttributes::IMMUTABLE;

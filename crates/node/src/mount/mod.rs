@@ -459,6 +459,7 @@ impl<'a> Mounter<'a> {
         options: &UmountOptions,
         lock: &ImageLock,
     ) -> Result<(), MountError> {
+        let mut marked = None;
         if options.keep_upper
             && let Some(upper) = &record.upper
         {
@@ -466,7 +467,10 @@ impl<'a> Mounter<'a> {
                 return Err(MountError::CannotKeep(record.target.clone()));
             }
             // Before anything else: a process that dies after this leaves it to be kept.
-            upper::mark_kept(&open_dir(&upper.dir).at("open", &upper.dir)?, record)?;
+            let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
+            if upper::mark_kept(&dir, record)? {
+                marked = Some((dir, upper.dir.clone()));
+            }
         }
         let before = record.phase;
         record.phase = Phase::Leaving;
@@ -487,6 +491,9 @@ impl<'a> Mounter<'a> {
             Err(error) => {
                 record.phase = before;
                 self.run.write(record, lock)?;
+                if let Some((dir, upper)) = marked {
+                    upper::unmark_kept(&dir, &upper)?;
+                }
                 if is_busy(&error) {
                     return Err(MountError::Busy(path.to_owned()));
                 }

@@ -178,7 +178,7 @@ impl Mounter<'_> {
         let verity = self.domain.has_verity();
         check_digest(&file, image, verity)?.map_or(Ok(()), |reason| Err(damaged(image, reason)))?;
         let objects = self.domain.objects_dir().ok_or(MountError::NoDirectory)?;
-        let objects_checked = if verity || is_immutable(self.domain, &file)? {
+        let objects_checked = if verity || is_immutable(&file)? {
             // The kernel checks every block with fs-verity, and nobody truncates immutable files.
             0
         } else {

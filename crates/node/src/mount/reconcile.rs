@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::{Digest, Domain, RootKind};
-use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
 
 use super::base::image_of_user;
@@ -310,7 +309,7 @@ impl Mounter<'_> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         // As a mount over it does, and until it is removed.
         let Ok(Ok(lock)) = upper::open_own(&found) else { return Err(MountError::NotKept(found)) };
-        flock(&lock, FlockOperation::LockExclusive).at("lock", &found)?;
+        self.run.wait_for_flock(&lock, &found)?;
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
             return Err(MountError::NotKept(found));
         }

@@ -221,15 +221,20 @@ impl Lock {
     /// Nothing if another process has it.
     fn take(path: &Path, how: FlockOperation) -> Result<Option<Self>, MountError> {
         let file = Self::open(path)?;
-        match rustix::fs::flock(&file, how) {
-            Ok(()) => Ok(Some(Self(file))),
-            Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(None),
-            Err(errno) => Err(errno).at("lock", path),
-        }
+        Ok(try_flock(&file, how, path)?.then_some(Self(file)))
     }
 
     fn try_exclusive(path: &Path) -> Result<Option<Self>, MountError> {
         Self::take(path, FlockOperation::NonBlockingLockExclusive)
+    }
+}
+
+/// Whether a lock could be had at once.
+fn try_flock(file: &OwnedFd, how: FlockOperation, path: &Path) -> Result<bool, MountError> {
+    match rustix::fs::flock(file, how) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(false),
+        Err(errno) => Err(errno).at("lock", path),
     }
 }
 
@@ -318,6 +323,14 @@ impl RunDir {
 
     pub(crate) fn image_dir(&self, domain: &str, image: &Digest) -> PathBuf {
         self.path.join("images").join(domain).join(image.to_string())
+    }
+
+    /// Locks a directory that others may lock, too; [`RunDir::waits_until`] ends the waiting.
+    pub(crate) fn wait_for_flock(&self, dir: &OwnedFd, path: &Path) -> Result<(), MountError> {
+        self.waiting.wait_for(|| {
+            let is_locked = try_flock(dir, FlockOperation::NonBlockingLockExclusive, path)?;
+            Ok(is_locked.then_some(()))
+        })
     }
 
     fn record_path(&self, id: &str) -> PathBuf {

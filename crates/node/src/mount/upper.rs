@@ -12,8 +12,7 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, Domain};
 use rustix::fs::{
-    AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid,
-    XattrFlags,
+    AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -99,7 +98,7 @@ pub(crate) fn claim_given(
         return Err(problem("its path is not UTF-8"));
     }
     let lock = open_own(&dir).at("open", &dir)?.map_err(problem)?;
-    rustix::fs::flock(&lock, FlockOperation::LockExclusive).at("lock", &dir)?;
+    run.wait_for_flock(&lock, &dir)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
@@ -246,8 +245,9 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
     rustix::fs::futimens(&target, &times).at("set the time of", to)
 }
 
-/// From now on the directory stays, whatever happens. The file is replaced as a whole or stays as it is.
-pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<(), MountError> {
+/// From now on the directory stays, whatever happens. The file is replaced as a whole or stays as it is. Says whether
+/// there was none.
+pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, MountError> {
     let path = record.upper.as_ref().map_or(Path::new(KEEP), |upper| &upper.dir).join(KEEP);
     let kept = Kept {
         dir: PathBuf::new(),
@@ -257,8 +257,9 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<(), Mount
     };
     let text = serde_json::to_vec(&kept)
         .map_err(|error| MountError::State { path: path.clone(), reason: error.to_string() })?;
-    if fs::read(&path).is_ok_and(|known| known == text) {
-        return Ok(());
+    let before = fs::read(&path);
+    if before.as_ref().is_ok_and(|known| *known == text) {
+        return Ok(false);
     }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
@@ -273,7 +274,13 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<(), Mount
     if replaced.is_err() {
         let _ = rustix::fs::unlinkat(dir, KEEP_NEW, AtFlags::empty());
     }
-    replaced.at("write", &path)
+    replaced.at("write", &path)?;
+    Ok(before.is_err_and(|error| error.kind() == io::ErrorKind::NotFound))
+}
+
+/// The directory goes with its mount again.
+pub(crate) fn unmark_kept(dir: &OwnedFd, upper: &Path) -> Result<(), MountError> {
+    rustix::fs::unlinkat(dir, KEEP, AtFlags::empty()).at("remove", upper.join(KEEP))
 }
 
 /// What the file beside kept changes says; none for a directory that has no such file.

@@ -82,20 +82,17 @@ fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
     let dir = mounter.umount(&request.target, &KEEP).unwrap().upper.unwrap();
     let claim = fs::File::open(&dir).unwrap();
     claim.lock().unwrap();
-    std::thread::scope(|scope| {
-        let discard = scope.spawn(|| fixture.mounter().discard_kept(&dir));
-        // `/proc/locks` shows those that wait with an arrow.
-        let inode = format!(":{} ", claim.metadata().unwrap().ino());
-        let is_waiting = |line: &str| line.contains("->") && line.contains(&inode);
-        while !discard.is_finished()
-            && !fs::read_to_string("/proc/locks").unwrap().lines().any(is_waiting)
-        {
-            std::thread::yield_now();
-        }
-        assert!(dir.exists());
-        claim.unlock().unwrap();
-        discard.join().unwrap().unwrap();
-    });
+    // Whoever would wait for the lock is told at once that it shall not.
+    let cancel = cofolio_store::task::Cancel::default();
+    cancel.cancel();
+    let store = Store::open(&fixture.path("store")).unwrap().waits_until(cancel);
+    let domain = store.domain("default").unwrap();
+    let other = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
+    let waited = other.discard_kept(&dir);
+    assert!(matches!(waited, Err(MountError::Store(cofolio_store::Error::Cancelled(_)))));
+    assert!(dir.exists());
+    claim.unlock().unwrap();
+    mounter.discard_kept(&dir).unwrap();
     fixture.assert_clean("at the end");
 }
 
@@ -243,6 +240,23 @@ fn overlays_of_id_maps_that_nobody_uses_are_few() {
     fixture.assert_clean("at the end");
 }
 
+/// `umount --keep` of a mount that was in use refused, and had already marked the changes to be kept: the next plain
+/// `umount` left them in the store without a word.
+#[test]
+fn a_refused_keep_keeps_nothing() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = writable(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let used = fs::File::create(request.target.join("used")).unwrap();
+    assert!(matches!(mounter.umount(&request.target, &KEEP), Err(MountError::Busy(_))));
+    drop(used);
+    let unmounted = mounter.umount(&request.target, &UmountOptions::default()).unwrap();
+    assert_eq!(unmounted.upper, None);
+    fixture.assert_clean("at the end");
+}
+
 /// A store on a filesystem that is mounted read-only has nowhere for a root, and could not be mounted.
 #[test]
 fn a_read_only_store_can_be_mounted_from() {
@@ -258,6 +272,10 @@ fn a_read_only_store_can_be_mounted_from() {
     let request = read_only(&fixture, "one");
     mounter.mount(&request).unwrap();
     fixture.check_content(&request.target);
+    // It was found out by trying, which a read-only filesystem refuses: each object was looked at.
+    let is_protected = fixture.domain.protection().immutable;
+    let pinned = mounter.pins().unwrap().remove(0).record.unwrap();
+    assert!(!is_protected || pinned.objects_checked == 0, "{pinned:?}");
     assert!(mounter.umount(&request.target, &UmountOptions::default()).unwrap().unpinned);
     let written = MountRequest { access: Access::Writable, ..request };
     assert!(mounter.mount(&written).is_err());
