@@ -168,8 +168,9 @@ fn whatever_is_killed_is_put_right(limited: &Limited) {
         let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
     };
     let [container] = &machine.containers()[..] else { panic!("not one container") };
-    kill(i32::try_from(container["pid"].as_u64().unwrap()).unwrap());
+    // The watchers first: one that sees the end keeps the container's exit status, and gc keeps that.
     watchers(machine).into_iter().for_each(kill);
+    kill(i32::try_from(container["pid"].as_u64().unwrap()).unwrap());
     limited.until("the end", Limited::has_ended);
     machine.run(&["gc", "--quiet"]).ok();
     limited.until("what was killed is put right", Limited::none_is_left);
