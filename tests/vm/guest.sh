@@ -35,9 +35,11 @@ rust() {
 }
 
 # quiet_kernel [PROVOKED]: the kernel has said nothing of EROFS and overlays but what it mounted, that a feature is
-# experimental, and what matches PROVOKED, and has not been in trouble.
+# experimental, that a directory of changes is in use (so Cofolio asks: the kernel refuses the second mount), and what
+# matches PROVOKED, and has not been in trouble.
 quiet_kernel() {
-    local said expected="mounted with root inode|EXPERIMENTAL EROFS page cache share support in use${1+|$1}"
+    local said expected="mounted with root inode|EXPERIMENTAL EROFS page cache share support in use"
+    expected+="|upperdir is in-use .* to override exclusive upperdir protection${1+|$1}"
     said=$(dmesg | grep -E "erofs|overlay|WARNING|BUG:|Oops|Busy inodes|Call Trace" | grep -vE "$expected" || true)
     same "what the kernel said" "$said" ""
 }

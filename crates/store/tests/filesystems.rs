@@ -18,7 +18,7 @@ use cofolio_store::{
 };
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
 use common::volume::{Volume, run};
-use common::{Lines, LoopMount, Scratch, content, import, nothing_live, on_each};
+use common::{Lines, LoopMount, Scratch, content, import, is_clean, nothing_live, on_each, put};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
@@ -84,19 +84,6 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
     Store::open(&directory.join("store")).unwrap().destroy().unwrap();
 }
 
-fn put(domain: &Domain, name: &str, sizes: &[usize]) -> Vec<Vec<u8>> {
-    let seeded = sizes.iter().zip(1..);
-    let pieces: Vec<_> = seeded.map(|(size, seed)| content(*size, seed)).collect();
-    let options = ImportOptions { buffer_bytes_max: 1 << 16, ..ImportOptions::default() };
-    import(domain, name, &pieces, Some("sha256:layer"), options).unwrap();
-    pieces
-}
-
-fn is_clean(domain: &Domain) {
-    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
-    assert_eq!(report.findings, []);
-}
-
 #[test]
 fn content_in_place_is_protected_as_far_as_the_filesystem_goes() {
     on_each("content_in_place_is_protected", |kind, parent| {
@@ -108,7 +95,7 @@ fn content_in_place_is_protected_as_far_as_the_filesystem_goes() {
         println!("{kind}: fs-verity {verity}, immutable {immutable}, reflink {reflink}");
         assert_eq!(reflink, matches!(kind, "xfs" | "btrfs") || reflink && kind.contains(' '));
         let pieces = put(&domain, "a", &[0, 100, 70_000]);
-        is_clean(&domain);
+        is_clean(&domain, &Lines);
         for piece in &pieces {
             let path = domain.object_path(&verity::digest(piece)).unwrap();
             assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o444);
@@ -127,7 +114,7 @@ fn content_in_place_is_protected_as_far_as_the_filesystem_goes() {
         domain.remove_ref("a").unwrap();
         let report = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
         assert_eq!((report.objects, report.images, report.layers), (3, 1, 1));
-        is_clean(&domain);
+        is_clean(&domain, &Lines);
     });
 }
 
@@ -148,7 +135,7 @@ fn fsck_sees_content_that_lost_its_protection() {
     assert_eq!(report.findings[0].kind, FindingKind::Unprotected);
     assert!(!report.is_damaged());
     domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
-    is_clean(&domain);
+    is_clean(&domain, &Lines);
 }
 
 /// Two imports that bring the same content protect it at once. With fs-verity ext4 told the one that came second that the
@@ -177,7 +164,7 @@ fn many_may_protect_the_same_at_once() {
                 }
             });
         }
-        is_clean(&domain);
+        is_clean(&domain, &Lines);
     });
 }
 
@@ -202,7 +189,7 @@ fn large_content_goes_past_the_page_cache() {
             let path = domain.object_path(&verity::digest(piece)).unwrap();
             assert!(std::fs::read(&path).unwrap() == *piece, "{kind}: {} bytes", piece.len());
         }
-        is_clean(&domain);
+        is_clean(&domain, &Lines);
 
         let probe = scratch.path.join("probe");
         let direct = rustix::fs::OFlags::DIRECT;
@@ -244,7 +231,7 @@ fn two_domains_with_the_same_content_never_share_a_page() {
         for piece in &pieces {
             let digest = verity::digest(piece);
             let files = [&first, &second, &third].map(|domain| {
-                is_clean(domain);
+                is_clean(domain, &Lines);
                 let path = domain.object_path(&digest).unwrap();
                 std::fs::File::open(path).unwrap()
             });
@@ -340,7 +327,7 @@ fn holes_stay_holes() {
                     assert!(std::fs::read(&path).unwrap() == *content, "{kind}");
                 }
             }
-            is_clean(domain);
+            is_clean(domain, &Lines);
             let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
             assert_eq!((report.objects, report.findings), (objects.len() as u64, vec![]));
             let usage = domain.du(&Lines, &Task::default()).unwrap();
@@ -431,7 +418,7 @@ fn a_full_filesystem_says_how_much_was_missing() {
         other => panic!("{other:?}"),
     }
     assert_eq!(domain.refs().unwrap().len(), 1);
-    is_clean(&domain);
+    is_clean(&domain, &Lines);
     let after = rustix::fs::statvfs(mount.directory()).unwrap();
     assert!(after.f_bfree * after.f_frsize + (1 << 20) > before, "the room is back");
     put(&domain, "after", &[6000]);
@@ -451,7 +438,7 @@ fn a_filesystem_without_file_types_can_hold_a_store() {
     let store = Store::init(&volume.directory, &InitOptions::default()).unwrap();
     let domain = store.domain("default").unwrap();
     put(&domain, "a", &[100]);
-    is_clean(&domain);
+    is_clean(&domain, &Lines);
     drop(domain);
     store.destroy().unwrap();
 }

@@ -1,24 +1,10 @@
 //! What becomes of segments on each filesystem.
 
 use cofolio_image::pack::segment::Segment;
-use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, FsckOptions, ImportOptions, verity};
+use cofolio_store::{Digest, Domain, ImportOptions, verity};
 
-use crate::common::{Scratch, content, import, on_each};
+use crate::common::{Scratch, content, import, is_clean, on_each, put};
 use crate::real::{Segments, content_of, pack};
-
-fn put(domain: &Domain, name: &str, sizes: &[usize]) -> Vec<Vec<u8>> {
-    let seeded = sizes.iter().zip(1..);
-    let pieces: Vec<_> = seeded.map(|(size, seed)| content(*size, seed)).collect();
-    let options = ImportOptions { buffer_bytes_max: 1 << 16, ..ImportOptions::default() };
-    import(domain, name, &pieces, Some("sha256:layer"), options).unwrap();
-    pieces
-}
-
-fn is_clean(domain: &Domain) {
-    let report = domain.fsck(&Segments, FsckOptions { rehash: true }, &Task::default()).unwrap();
-    assert_eq!(report.findings, []);
-}
 
 /// A segment is content, and protected as such; where the filesystem can, it takes no room beside the objects.
 #[test]
@@ -41,7 +27,7 @@ fn segments_are_protected_and_share_blocks_with_objects() {
             let shares = domain.can_reflink();
             assert_eq!(used < 10 << 20, shares, "{kind}: {used} bytes");
         }
-        is_clean(&domain);
+        is_clean(&domain, &Segments);
         for segment in segments {
             let file = domain.open_segment(&segment).unwrap();
             let measured = cofolio_sys::verity::measure(file.descriptor().unwrap());
@@ -64,7 +50,7 @@ fn segments_are_protected_and_share_blocks_with_objects() {
             let shares = domain.can_reflink();
             assert_eq!(used < 2 << 20, shares, "{kind}: {used} bytes");
         }
-        is_clean(&domain);
+        is_clean(&domain, &Segments);
         let mut in_runs = 0;
         for segment in segments {
             check_segment(kind, &domain, &segment, |runs| in_runs += runs);

@@ -158,6 +158,21 @@ pub fn on_each(test: &str, body: impl Fn(&str, &Path)) {
     }
 }
 
+/// Imports content of these sizes under a name; gives it.
+pub fn put(domain: &Domain, name: &str, sizes: &[usize]) -> Vec<Vec<u8>> {
+    let seeded = sizes.iter().zip(1..);
+    let pieces: Vec<_> = seeded.map(|(size, seed)| content(*size, seed)).collect();
+    let options = ImportOptions { buffer_bytes_max: 1 << 16, ..ImportOptions::default() };
+    import(domain, name, &pieces, Some("sha256:layer"), options).unwrap();
+    pieces
+}
+
+/// fsck, which hashes everything, finds nothing.
+pub fn is_clean(domain: &Domain, contents: &dyn Contents) {
+    let report = domain.fsck(contents, FsckOptions { rehash: true }, &Task::default()).unwrap();
+    assert_eq!(report.findings, []);
+}
+
 /// Packs an image: its objects are named in stand-ins for segments, `count` in each, unless one names them already.
 pub fn pack(
     domain: &Domain,
