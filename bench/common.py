@@ -27,6 +27,14 @@ def mib(size):
     return f"{size / (1 << 20):.1f}"
 
 
+def commit_of(binary):
+    """The commit that a binary is of: one of this checkout is built first. With "-dirty" if there are changes."""
+    if binary.resolve().parent == TOP / "target/release":
+        subprocess.run(["cargo", "build", "--quiet", "--release", "--workspace", "--bins"], cwd=TOP, check=True)
+        return output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*")
+    return f"unknown ({binary.name} was given)"
+
+
 def parser(name, doc):
     """Options that all of them have. `doc` is the script's own."""
     summary, _, details = doc.partition("\n\n")
@@ -53,7 +61,7 @@ class Archive:
             sys.exit(f"bench/{name}-all: no image pairs in {self.corpus}; `make corpus` builds them")
         self.out = options.out or TOP / "bench/runs" / f"{datetime.date.today()}-{host()}"
         self.out.mkdir(parents=True, exist_ok=True)
-        self.commit = output("git", "rev-parse", "HEAD")
+        self.commit = commit_of(self.cofolio)
 
     def path(self, what):
         return self.out / f"{self.name}-{what}.json"
@@ -89,7 +97,7 @@ def made_by(script, reports):
     """Who made them, and on what machine: the head of a table."""
     any_report = next(iter(reports.values()))
     machine = any_report["machine"]
-    commits = ", ".join(sorted({report["commit"][:12] for report in reports.values()}))
+    commits = ", ".join(sorted({report["commit"][:18] for report in reports.values()}))
     return [
         f"- made by: `{script}` of commit {commits}, {any_report['tool']}",
         f"- machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory'] >> 30} GiB, Linux {machine['kernel']}, "

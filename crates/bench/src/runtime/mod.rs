@@ -19,7 +19,9 @@ use anyhow::{Context, Result};
 use cofolio_node::settings::DomainSettings as _;
 use cofolio_node::{
     container::Runtime, container::bundle::ImageConfig, ledger::cgroup::Hierarchy, mount::Access,
+    upkeep::bases,
 };
+use cofolio_store::task::Task;
 
 use cofolio_sys::cache::page_size;
 
@@ -96,6 +98,8 @@ pub(super) fn run(args: &Args) -> Outcome {
     let domain = with_backend(domain, args.backend, Form::Plain)?;
     let Pair { unpacked: [old, new], images, configs } =
         Pair::prepare([&args.old, &args.new], &work, &domain, &say)?;
+    // As the first gc of a host makes them.
+    bases::find(&domain, &Task::default())?;
     let [a, b] = configs
         .map(|text| text.map_or(Ok(ImageConfig::default()), |text| ImageConfig::parse(&text)));
     let configs = [a?, b?];
