@@ -277,12 +277,15 @@ impl<'a> Containers<'a> {
         Ok(inside.then_some(pid))
     }
 
-    /// Where a cgroup may be: below the root of version 2, or of each hierarchy of version 1.
+    /// Where a cgroup may be: below the root of version 2, or of each hierarchy of version 1. A directory
+    /// where none is mounted may have files of the same names: crun writes there.
     fn cgroup_dirs(&self, cgroup: &str) -> Result<impl Iterator<Item = PathBuf>> {
         let top = self.root.join("sys/fs/cgroup");
         let hierarchies = crate::mount::list(&top)?;
-        let tops = std::iter::once(String::new()).chain(hierarchies);
-        Ok(tops.map(move |name| top.join(name).join(cgroup.trim_start_matches('/'))))
+        let tops =
+            std::iter::once(String::new()).chain(hierarchies).map(move |name| top.join(name));
+        let tops = tops.filter(|top| top.join("cgroup.procs").exists());
+        Ok(tops.map(move |top| top.join(cgroup.trim_start_matches('/'))))
     }
 
     /// The first process of a cgroup.
