@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
 use cofolio_store::{Digest, FileKind, StoredFile, verity};
-use rustix::fs::{AtFlags, StatxFlags};
+use rustix::fs::{Advice, AtFlags, StatxFlags};
 
 use super::Mounter;
 use super::error::{At as _, MountError};
@@ -58,6 +58,10 @@ pub(crate) fn check_digest(
             let mut hasher = verity::Hasher::new();
             let mut reader = BufReader::with_capacity(256 << 10, file.reader());
             std::io::copy(&mut reader, &mut hasher).at("read", file.path())?;
+            // Most of it is not read again, and containers bring in what they need (redis: 1 MiB of 1.8).
+            if let Some(descriptor) = file.descriptor() {
+                let _ = rustix::fs::fadvise(descriptor, 0, None, Advice::DontNeed);
+            }
             hasher.finish()
         }
     };
