@@ -3,6 +3,8 @@
 use std::fmt;
 use std::process::ExitCode;
 
+use cofolio_store::with_causes;
+
 use crate::classify::{Classified, classify};
 pub use crate::classify::{DAMAGED, mending};
 use crate::ui::Ui;
@@ -150,22 +152,8 @@ pub fn report(error: &anyhow::Error, ui: &Ui) -> Exit {
     if exit == Exit::BrokenPipe {
         return exit;
     }
-    ui.error(&chain(error), hint.as_deref());
+    ui.error(&with_causes(error.as_ref()), hint.as_deref());
     exit
-}
-
-/// The causes of an error in one line. A cause that its effect already quotes is not said again.
-fn chain(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if text.is_empty() {
-            text = cause;
-        } else if !text.ends_with(&cause) {
-            text = format!("{text}: {cause}");
-        }
-    }
-    text
 }
 
 #[cfg(test)]
@@ -179,11 +167,11 @@ mod tests {
         let cause = io::Error::from(io::ErrorKind::StorageFull);
         let error = anyhow::Error::new(cause).context("writing `x`");
         assert_eq!(classify(&error).0, Exit::NoSpace);
-        assert!(chain(&error).starts_with("writing `x`: "));
+        assert!(with_causes(error.as_ref()).starts_with("writing `x`: "));
 
         let error = anyhow::Error::new(Fail::not_found("no image `a`").hint("see images"))
             .context("no image `a`");
-        assert_eq!(chain(&error), "no image `a`");
+        assert_eq!(with_causes(error.as_ref()), "no image `a`");
         assert_eq!(classify(&error), (Exit::NotFound, Some("see images".into())));
         assert_eq!(classify(&anyhow::anyhow!("odd")).0, Exit::Failure);
     }

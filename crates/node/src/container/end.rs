@@ -102,9 +102,8 @@ impl Containers<'_> {
                 Ok(true) => removed.push(name),
                 Ok(false) => {}
                 Err(error) => {
-                    let source = std::error::Error::source(&error);
-                    let why = source.map(|source| format!(": {source}")).unwrap_or_default();
-                    failed.push(format!("container {name}: {error}{why}"));
+                    failed
+                        .push(format!("container {name}: {}", cofolio_store::with_causes(&error)));
                 }
             }
         }

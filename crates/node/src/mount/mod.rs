@@ -58,7 +58,6 @@ pub use mountinfo::KernelMount;
 pub use pin::Pin;
 pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
-pub(crate) use reconcile::in_words;
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
 pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};

@@ -409,7 +409,7 @@ impl Mounter<'_> {
         self.patience.renew();
         let mut done = Reconciled::default();
         let mut failed = Vec::new();
-        let mut or_failed = |error| failed.push(in_words(&error));
+        let mut or_failed = |error| failed.push(cofolio_store::with_causes(&error));
         if self.run.path().join("locks").exists() {
             done.leftovers = self.run.remove_temporaries().map_err(&mut or_failed).unwrap_or(0);
             for id in self.run.record_ids()? {
@@ -513,15 +513,4 @@ fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
     // The inode number may be that of another namespace by now.
     let is = |task: &Path| Namespace::at(&task.join("ns/mnt")).map_or(true, |n| n.is(namespace));
     found.iter().any(|(inode, task)| *inode == namespace.inode && is(task))
-}
-
-/// An error with what caused it.
-pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

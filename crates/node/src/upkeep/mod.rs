@@ -17,7 +17,7 @@ use cofolio_store::{
 
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
-use crate::mount::{MountError, Mounter, RunDir, in_words};
+use crate::mount::{MountError, Mounter, RunDir};
 use bases::{BasesReport, FindError};
 
 const DAY_SECONDS: i64 = 86_400;
@@ -158,7 +158,9 @@ impl<'a> Upkeep<'a> {
         }
         match self.examine_sizes(gc.boot_id.as_deref(), task) {
             Ok(sizes) => report.sizes = sizes,
-            Err(error) => report.failed.push(format!("sizes of objects: {}", in_words(&error))),
+            Err(error) => report
+                .failed
+                .push(format!("sizes of objects: {}", cofolio_store::with_causes(&error))),
         }
         task.check()?;
         Ok(report)
