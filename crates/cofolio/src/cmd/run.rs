@@ -1,6 +1,6 @@
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
@@ -353,6 +353,9 @@ fn bind(text: &str) -> anyhow::Result<Bind> {
         return Err(wrong("the target is not an absolute path").into());
     }
     let plain: PathBuf = Path::new(target).components().collect();
+    if plain.components().any(|component| component == Component::ParentDir) {
+        return Err(wrong("the target has `..` in it").into());
+    }
     if ["/", "/proc", "/sys", "/dev"].iter().any(|own| plain == Path::new(own)) {
         return Err(wrong("the container has a mount of its own there").into());
     }
@@ -436,6 +439,9 @@ mod tests {
             assert!(error.contains("a mount of its own"), "{error}");
         }
         assert!(bind("/dev/null:/dev/other").is_ok());
+        // It passed the check, and the error that came later blamed the image config.
+        let error = bind("/etc:/x/../proc").unwrap_err().to_string();
+        assert_eq!(error, "--volume /etc:/x/../proc: the target has `..` in it");
         // What other engines take as an option was taken for a part of the target: `/data:Z`.
         for text in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
             let error = bind(text).unwrap_err().to_string();

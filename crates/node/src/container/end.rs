@@ -160,8 +160,13 @@ impl Containers<'_> {
         let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
         let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
         if let Some(pid) = found.pid {
-            // Before the signal: afterwards another process may have its number.
+            // Until it is open another process may get the number; so whose it is, is asked again.
+            let dir = self.dir().join(name);
             let handle = pidfd(pid);
+            let handle = match self.first_process(&dir, &found.record)? {
+                Some(now) if now == pid => handle,
+                _ => None,
+            };
             for (signal, patience) in [(signal, patience), ("KILL", KILLED_PATIENCE)] {
                 let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
                 // A runtime that was killed at its work may not know the container.

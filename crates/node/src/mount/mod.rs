@@ -325,7 +325,7 @@ impl<'a> Mounter<'a> {
         };
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
         let layers = mapped.as_ref().unwrap_or(&pin.layers);
-        let open = upper::prepare(record, upper, &layers[0], claim)?;
+        let open = upper::prepare(&self.run, record, upper, &layers[0], claim)?;
         self.step(Step::UpperMade);
         let made = self
             .overlay(image, (layers, pin.backend), label, Some(&open), idmapped)

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::{Found, absent, present, unknown};
 use crate::mount::kernel::{
-    Backing, Context, KernelError, LayerStyle, Overlay, attach, mount_erofs, open_dir,
+    Backing, Context, KernelError, LayerStyle, Overlay, attach, mount_erofs, open_dir, reopen,
 };
 
 /// What trying gave; nothing where it was not tried.
@@ -160,12 +160,9 @@ fn overlay<'a>(metadata: &'a [BorrowedFd<'a>], objects: BorrowedFd<'a>) -> Overl
 
 /// Without extended attributes the filesystem answers EOPNOTSUPP to everything about them.
 fn erofs_xattr(mount: &OwnedFd) -> Found {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = rustix::fs::openat(mount, ".", flags, Mode::empty());
     let mut value = [0u8; 16];
-    match root
-        .and_then(|root| rustix::fs::fgetxattr(root, "trusted.overlay.opaque", &mut value[..]))
-    {
+    let name = "trusted.overlay.opaque";
+    match reopen(mount).and_then(|root| rustix::fs::fgetxattr(root, name, &mut value[..])) {
         Ok(_) | Err(Errno::NODATA) => present("answers"),
         Err(Errno::OPNOTSUPP) => absent("the filesystem has no extended attributes"),
         Err(errno) => unknown(errno.to_string()),

@@ -278,7 +278,8 @@ fn a_read_only_store_can_be_mounted_from() {
     assert!(!is_protected || pinned.objects_checked == 0, "{pinned:?}");
     assert!(mounter.umount(&request.target, &UmountOptions::default()).unwrap().unpinned);
     let written = MountRequest { access: Access::Writable, ..request };
-    assert!(mounter.mount(&written).is_err());
+    let refused = mounter.mount(&written).unwrap_err();
+    assert!(matches!(refused, MountError::ReadOnlyStore(_)), "{refused}");
     assert_eq!(mounter.pins().unwrap().len(), 0);
     drop((domain, opened));
     kernel::unmount_patiently(&store, false).unwrap();
