@@ -9,33 +9,31 @@ use crate::classify::{Classified, classify};
 pub use crate::classify::{DAMAGED, mending};
 use crate::ui::Ui;
 
-/// How the command ended. The numbers are a promise (docs/CLI.md).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// Done.
-    Ok = 0,
-    /// It failed, and no other code says more.
-    Failure = 1,
-    /// Wrong arguments or configuration.
-    Usage = 2,
-    /// No such image, ref, mount, file or store.
-    NotFound = 3,
-    /// Damaged content.
-    Corrupt = 4,
-    /// A privilege, a login or a kernel feature is missing.
-    Missing = 5,
-    /// No space left.
-    NoSpace = 6,
-    /// In use; trying again can succeed.
-    Busy = 7,
-    /// A registry could not be reached.
-    Network = 8,
-    /// Not trusted.
-    Refused = 9,
-    /// Interrupted by a signal.
-    Interrupted = 130,
-    /// The reader of the output went away.
-    BrokenPipe = 141,
+/// Makes [`Exit`] and [`TABLE`].
+macro_rules! exits {
+    ($($exit:ident = $code:literal: $meaning:literal,)*) => {
+        /// How the command ended. The numbers are a promise (docs/CLI.md).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Exit { $(#[doc = $meaning] $exit = $code),* }
+
+        /// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
+        const TABLE: &[(Exit, &str)] = &[$((Exit::$exit, $meaning)),*];
+    };
+}
+
+exits! {
+    Ok = 0: "done",
+    Failure = 1: "it failed, and none of the codes below says it better",
+    Usage = 2: "wrong arguments or configuration; nothing was done",
+    NotFound = 3: "no such image, ref, mount, file or store",
+    Corrupt = 4: "content is not what its digest says, or an image, archive or store is damaged",
+    Missing = 5: "a privilege, a login or a kernel feature is missing",
+    NoSpace = 6: "no space left; the store is as it was before",
+    Busy = 7: "in use, or changed by somebody else meanwhile; trying again can succeed",
+    Network = 8: "a registry could not be reached, or gave up on us, after several tries",
+    Refused = 9: "not trusted: another image than was asked for, or not signed as the policy demands",
+    Interrupted = 130: "interrupted (Ctrl-C, SIGTERM); the store is as it was before",
+    BrokenPipe = 141: "the reader of the output went away",
 }
 
 /// What the process ends with: a code of ours, or that of a container (`run`).
@@ -61,28 +59,6 @@ impl From<Ended> for ExitCode {
         }
     }
 }
-
-/// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
-pub const TABLE: [(Exit, &str); 12] = [
-    (Exit::Ok, "done"),
-    (Exit::Failure, "it failed, and none of the codes below says it better"),
-    (Exit::Usage, "wrong arguments or configuration; nothing was done"),
-    (Exit::NotFound, "no such image, ref, mount, file or store"),
-    (
-        Exit::Corrupt,
-        "content is not what its digest says, or an image, archive or store is damaged",
-    ),
-    (Exit::Missing, "a privilege, a login or a kernel feature is missing"),
-    (Exit::NoSpace, "no space left; the store is as it was before"),
-    (Exit::Busy, "in use, or changed by somebody else meanwhile; trying again can succeed"),
-    (Exit::Network, "a registry could not be reached, or gave up on us, after several tries"),
-    (
-        Exit::Refused,
-        "not trusted: another image than was asked for, or not signed as the policy demands",
-    ),
-    (Exit::Interrupted, "interrupted (Ctrl-C, SIGTERM); the store is as it was before"),
-    (Exit::BrokenPipe, "the reader of the output went away"),
-];
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {

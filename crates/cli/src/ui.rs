@@ -271,15 +271,7 @@ pub fn percent(part: u64, whole: u64) -> f64 {
 
 /// A count for people: thousands set apart.
 pub fn human_count(count: u64) -> String {
-    let digits = count.to_string();
-    let mut text = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    indicatif::HumanCount(count).to_string()
 }
 
 /// A count with its noun: `1 object`, `2,000 objects`.

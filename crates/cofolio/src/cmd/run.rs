@@ -135,17 +135,15 @@ enum Network {
     Host,
 }
 
-pub(crate) fn run(args: &Args, context: &Context<'_>) -> Ended {
-    if let Err(error) = context.needs_root() {
-        return exit::report(&error, context.ui).into();
-    }
-    start(args, context).unwrap_or_else(|error| {
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    context.needs_root()?;
+    Ok(start(args, context).unwrap_or_else(|error| {
         let exit = exit::report(&error, context.ui);
         match error.downcast_ref::<RunError>().map_or(NOT_STARTED, status_of) {
             NOT_STARTED if exit == Exit::Usage => exit.into(),
             status => Ended::Container(status),
         }
-    })
+    }))
 }
 
 pub(super) fn ended(status: u8, error: Option<RunError>) -> anyhow::Result<Ended> {
