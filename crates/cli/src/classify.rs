@@ -417,7 +417,6 @@ fn of_run(error: &RunError) -> Classified {
         ),
         RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
-        RunError::Io { .. } => CAUSE,
         _ => code(Exit::Failure),
     }
 }

@@ -9,12 +9,11 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 
-use super::error::At as _;
 use super::{
     Container, Containers, Result, RunError, is_in, is_name, kept_exit_status, lock, read_record,
     write_file,
 };
-use crate::mount::{MountError, RunDir, UmountOptions, take_down};
+use crate::mount::{At as _, MountError, RunDir, UmountOptions, take_down};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -89,7 +88,7 @@ impl Containers<'_> {
     /// ones; returns their names. Describes failures in `failed` and goes on.
     ///
     /// # Errors
-    /// [`RunError::Io`] if the run directory cannot be read.
+    /// [`RunError::Mount`] if the run directory cannot be read.
     pub fn reconcile(&self, failed: &mut Vec<String>) -> Result<Vec<String>> {
         let mut removed = Vec::new();
         for name in self.names()? {
@@ -202,10 +201,10 @@ pub(super) fn remove_files(dir: &Path) -> Result<()> {
             return Ok(());
         }
     }
-    remove_files_once(dir)
+    Ok(remove_files_once(dir)?)
 }
 
-fn remove_files_once(dir: &Path) -> Result<()> {
+fn remove_files_once(dir: &Path) -> Result<(), MountError> {
     // Runtimes write further files: runc a `.pid` that becomes the pid file.
     let names = crate::mount::list(dir)?;
     let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));

@@ -11,12 +11,12 @@ use std::process::{Child, Command, ExitStatus};
 use rustix::fs::{FlockOperation, Gid, Uid};
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
-use super::error::At as _;
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
     State, Streams, bundle, is_in, is_name, lock, refusal, write_file,
 };
-use crate::mount::{Access, IdMap, MountRequest};
+use crate::mount::kernel::open_dir;
+use crate::mount::{Access, At as _, IdMap, MountRequest};
 
 impl Containers<'_> {
     /// Mounts the image and starts a runtime that ends with the container. An error leaves nothing.
@@ -151,7 +151,6 @@ impl Containers<'_> {
             self.mounter.run_dir().prepare()?;
             let dir = self.dir().join(&name);
             match fs::DirBuilder::new().mode(0o700).create(&dir) {
-                Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     // A container that has ended makes room.
                     if request.name.is_none() || self.remove_ended(&name)? {
@@ -159,7 +158,7 @@ impl Containers<'_> {
                     }
                     return Err(RunError::Exists(name));
                 }
-                Err(error) => return Err(error).at("creating", &dir),
+                other => other.at("creating", &dir)?,
             }
             // Meanwhile another process may have removed it as a leftover.
             match lock(&dir, FlockOperation::LockExclusive) {
@@ -194,11 +193,11 @@ impl Containers<'_> {
             idmap: options.idmap.clone(),
             ..MountRequest::new(request.image, &rootfs)
         })?;
-        container.busy = Some(crate::mount::open_root(&rootfs)?);
+        container.busy = Some(open_dir(&rootfs).at("opening", &rootfs)?);
         options.volumes = mounted.scratch.or(options.volumes);
         let config = bundle::generate(dir, &mounted.target, &request.config, &options, &self.root)?;
         let path = dir.join("config.json");
-        serde_json::to_vec(&config).map_err(io::Error::other).at("writing", path)
+        Ok(serde_json::to_vec(&config).map_err(io::Error::other).at("writing", path)?)
     }
 
     /// Lets root of a user namespace, and no other user, reach its root filesystem.
@@ -249,7 +248,7 @@ impl Container {
         let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
         let started = self.record.runtime.ask(&self.state, &start)?;
         match started.status.success() {
-            true => first.at("reading", path),
+            true => Ok(first.at("reading", path)?),
             false => refused(started.status),
         }
     }
@@ -274,7 +273,7 @@ impl Exec {
         let status = self.child.wait().map(|status| exit_status(status.code(), status.signal()));
         let copied = self.copies.finish();
         let refusal = match status {
-            Ok(0) => copied.at("writing", "the output").err(),
+            Ok(0) => copied.at("writing", "the output").err().map(Into::into),
             _ => refusal(&self.log, &self.runtime),
         };
         let _ = fs::remove_file(&self.log);
@@ -304,7 +303,7 @@ impl Running {
         let copied = self.copies.finish();
         let status = status.map(|(code, signal)| exit_status(code, signal));
         let refusal = match status {
-            Ok(0) => copied.at("writing", "the container's output").err(),
+            Ok(0) => copied.at("writing", "the container's output").err().map(Into::into),
             // Runtimes end with 1 when they fail, as a container may.
             _ => self.container.refusal(),
         };

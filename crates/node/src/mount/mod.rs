@@ -64,11 +64,12 @@ pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
 pub use upper::Kept;
 pub(crate) use upper::open_own;
 
-use error::{At as _, refused};
+pub(crate) use error::At;
+use error::refused;
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
 use reconcile::{Kernel, Place};
 use state::ImageLock;
-pub(crate) use state::list;
+pub(crate) use state::{list, try_flock};
 use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.
@@ -525,11 +526,6 @@ fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(
     fs::create_dir_all(&users).at("create", &users)?;
     let path = users.join(user);
     fs::File::create(&path).map(drop).at("create", path)
-}
-
-/// Descriptor of a mount's root. While it is open, the mount is busy.
-pub(crate) fn open_root(path: &Path) -> Result<OwnedFd, MountError> {
-    open_dir(path).at("open", path)
 }
 
 /// Seconds since 1970.

@@ -230,7 +230,11 @@ impl Lock {
 }
 
 /// Whether a lock could be had at once.
-fn try_flock(file: &OwnedFd, how: FlockOperation, path: &Path) -> Result<bool, MountError> {
+pub(crate) fn try_flock(
+    file: &OwnedFd,
+    how: FlockOperation,
+    path: &Path,
+) -> Result<bool, MountError> {
     match rustix::fs::flock(file, how) {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(false),

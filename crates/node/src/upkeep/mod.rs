@@ -18,7 +18,7 @@ use cofolio_store::{
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
 use crate::mount::{MountError, Mounter, RunDir};
-use bases::{BasesReport, FindError};
+use bases::BasesReport;
 
 const DAY_SECONDS: i64 = 86_400;
 
@@ -64,7 +64,7 @@ pub enum UpkeepError {
     Mount(#[from] MountError),
     /// Segments could not be listed.
     #[error(transparent)]
-    Pack(PackError),
+    Pack(#[from] PackError),
     /// A source could not be read.
     #[error(transparent)]
     Import(#[from] ImportError),
@@ -74,25 +74,6 @@ pub enum UpkeepError {
     /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
-}
-
-impl From<PackError> for UpkeepError {
-    fn from(error: PackError) -> Self {
-        match error {
-            PackError::Cancelled(cancelled) => Self::Cancelled(cancelled),
-            PackError::Store(error) => Self::Store(error),
-            other => Self::Pack(other),
-        }
-    }
-}
-
-impl From<FindError> for UpkeepError {
-    fn from(error: FindError) -> Self {
-        match error {
-            FindError::Store(error) => Self::Store(error),
-            FindError::Cancelled(cancelled) => Self::Cancelled(cancelled),
-        }
-    }
 }
 
 /// Upkeep of one trust domain.
