@@ -98,9 +98,15 @@ impl Global {
         };
         let store = &mut loaded.config.store;
         let origins = [
-            ("store.path", settle(matches, "store", &mut self.store, &mut store.path)),
-            ("store.domain", settle(matches, "domain", &mut self.domain, &mut store.domain)),
-            ("store.run_dir", settle(matches, "run_dir", &mut self.run_dir, &mut store.run_dir)),
+            ("store.path", override_setting(matches, "store", &mut self.store, &mut store.path)),
+            (
+                "store.domain",
+                override_setting(matches, "domain", &mut self.domain, &mut store.domain),
+            ),
+            (
+                "store.run_dir",
+                override_setting(matches, "run_dir", &mut self.run_dir, &mut store.run_dir),
+            ),
         ];
         for (key, origin) in origins {
             if let Some(origin) = origin {
@@ -111,8 +117,9 @@ impl Global {
     }
 }
 
-/// Gives an option and its setting one value; returns where an overriding value is from.
-fn settle<T: Clone>(
+/// Overrides a setting by its option, if that is given; returns where the option is from. Both have
+/// the value in force then.
+fn override_setting<T: Clone>(
     matches: &ArgMatches,
     id: &str,
     option: &mut T,

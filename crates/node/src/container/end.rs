@@ -97,7 +97,7 @@ impl Containers<'_> {
                 self.mounter.run_dir().prepare()?;
                 let _ = fs::DirBuilder::new().mode(0o700).create(self.dir().join(&name));
             }
-            match self.settle(&name, false) {
+            match self.remove_if_ended(&name, false) {
                 Ok(true) => removed.push(name),
                 Ok(false) => {}
                 Err(error) => {
@@ -109,13 +109,9 @@ impl Containers<'_> {
         Ok(removed)
     }
 
-    /// Removes a container if it has ended and no process waits for it, a retired one as well.
-    pub(super) fn remove_ended(&self, name: &str) -> Result<bool> {
-        self.settle(name, true)
-    }
-
-    /// Says whether it removed the container.
-    fn settle(&self, name: &str, retired_too: bool) -> Result<bool> {
+    /// Removes a container if it has ended and no process waits for it; a retired one only if the
+    /// caller says so. Returns whether it did.
+    pub(super) fn remove_if_ended(&self, name: &str, retired_too: bool) -> Result<bool> {
         let dir = self.dir().join(name);
         let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
             // If another process removed the container meanwhile, this is not the lock of its name.
@@ -181,7 +177,7 @@ impl Containers<'_> {
         // A process that waits for it removes or retires it.
         let start = Instant::now();
         let dir = self.dir().join(name);
-        while dir.exists() && !self.remove_ended(name)? {
+        while dir.exists() && !self.remove_if_ended(name, true)? {
             if start.elapsed() > KILLED_PATIENCE {
                 return Err(RunError::StillRunning(name.to_owned()));
             }

@@ -153,7 +153,7 @@ impl Containers<'_> {
             match fs::DirBuilder::new().mode(0o700).create(&dir) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     // A container that has ended makes room.
-                    if request.name.is_none() || self.remove_ended(&name)? {
+                    if request.name.is_none() || self.remove_if_ended(&name, true)? {
                         continue;
                     }
                     return Err(RunError::Exists(name));

@@ -60,14 +60,14 @@ pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
-pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
-pub use upper::Kept;
+pub use state::{MountNumbers, MountPhase, MountRecord, PinRecord, RunDir, Upper};
+pub use upper::KeptChanges;
 pub(crate) use upper::open_own;
 
 pub(crate) use error::At;
 use error::refused;
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
-use reconcile::{Kernel, Place};
+use reconcile::{Kernel, Location};
 use state::ImageLock;
 pub(crate) use state::{list, try_flock};
 use target::{make_target, open_resolved, resolve_target};
@@ -190,7 +190,7 @@ impl<'a> Mounter<'a> {
             backend: Backend::default(),
             verity,
             verified: request.check == Check::Verify,
-            phase: Phase::Intent,
+            phase: MountPhase::Intent,
             mount: None,
             namespace: kernel.namespace,
             boot_id: kernel.boot_id,
@@ -211,8 +211,9 @@ impl<'a> Mounter<'a> {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
-                let place = Kernel::new(&self.root).and_then(|k| self.place_of(&record, &k));
-                let forgotten = place.and_then(|place| self.forget(&record, &place, &lock));
+                let location = Kernel::new(&self.root).and_then(|k| self.locate(&record, &k));
+                let forgotten =
+                    location.and_then(|location| self.forget(&record, &location, &lock));
                 drop(lock);
                 if let Ok(forgotten) = forgotten {
                     forgotten.finish();
@@ -292,7 +293,7 @@ impl<'a> Mounter<'a> {
         self.step(Step::Prepared);
         attach(&mount, &target).map_err(refused)?;
         self.step(Step::Attached);
-        record.phase = Phase::Mounted;
+        record.phase = MountPhase::Mounted;
         self.run.write(record, lock)?;
         self.step(Step::Recorded);
         Ok(())
@@ -358,17 +359,19 @@ impl<'a> Mounter<'a> {
         let Some(found) = self.run.record(&id)? else { return Ok(()) };
         let lock = self.run.lock_image(&found.image)?;
         let Some(record) = self.run.record(&id)? else { return Ok(()) };
-        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
-        match place {
-            Place::At(_) if record.phase == Phase::Mounted => {
+        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
+        match location {
+            Location::At(_) if record.phase == MountPhase::Mounted => {
                 let image = record.image;
                 Err(MountError::AlreadyMounted { target: target.to_owned(), image })
             }
-            Place::Covered => Err(MountError::Covered(target.to_owned())),
-            Place::Elsewhere => Err(MountError::OtherNamespace { id, target: target.to_owned() }),
+            Location::Covered => Err(MountError::Covered(target.to_owned())),
+            Location::OtherNamespace => {
+                Err(MountError::OtherNamespace { id, target: target.to_owned() })
+            }
             // Half-way with nobody holding the lock, or unmounted behind our back.
-            Place::At(_) | Place::Gone => {
-                let forgotten = self.forget(&record, &place, &lock)?;
+            Location::At(_) | Location::Gone => {
+                let forgotten = self.forget(&record, &location, &lock)?;
                 drop(lock);
                 forgotten.finish();
                 Ok(())
@@ -406,14 +409,14 @@ impl<'a> Mounter<'a> {
         if record.image != found.image {
             return Err(gone());
         }
-        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
-        match &place {
-            Place::Elsewhere => {
+        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
+        match &location {
+            Location::OtherNamespace => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });
             }
-            Place::Covered => return Err(MountError::Covered(record.target)),
-            Place::At(path) => self.leave(&mut record, path, options, &lock)?,
-            Place::Gone => {}
+            Location::Covered => return Err(MountError::Covered(record.target)),
+            Location::At(path) => self.leave(&mut record, path, options, &lock)?,
+            Location::Gone => {}
         }
         if options.keep_upper
             && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
@@ -423,17 +426,17 @@ impl<'a> Mounter<'a> {
             upper::mark_kept(&dir, &record)?;
             // Where it is in use still, or we die here, the next mount over it does this.
             if !in_use::has_overlay(&upper.dir, &self.patience)? {
-                upper::settle(&dir, &upper.dir)?;
+                upper::clear_volatile(&dir, &upper.dir)?;
             }
             record.upper = Some(Upper { keep: true, ..upper });
         }
         let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
         // What was there is not there any more.
-        let forgotten = self.forget(&record, &Place::Gone, &lock)?;
+        let forgotten = self.forget(&record, &Location::Gone, &lock)?;
         drop(lock);
         let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
         forgotten.finish();
-        let was_gone = matches!(place, Place::Gone);
+        let was_gone = matches!(location, Location::Gone);
         Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
     }
 
@@ -443,7 +446,9 @@ impl<'a> Mounter<'a> {
     /// [`MountError::OtherNamespace`].
     pub(crate) fn check_namespace(&self, target: &Path) -> Result<(), MountError> {
         match self.run.find(target) {
-            Ok(found) if self.place_of(&found, &Kernel::new(&self.root)?)? == Place::Elsewhere => {
+            Ok(found)
+                if self.locate(&found, &Kernel::new(&self.root)?)? == Location::OtherNamespace =>
+            {
                 Err(MountError::OtherNamespace { id: found.id, target: found.target })
             }
             Ok(_) | Err(MountError::NotMounted(_)) => Ok(()),
@@ -473,7 +478,7 @@ impl<'a> Mounter<'a> {
             }
         }
         let before = record.phase;
-        record.phase = Phase::Leaving;
+        record.phase = MountPhase::Leaving;
         self.run.write(record, lock)?;
         self.step(Step::Leaving);
         let shares = record.backend == Backend::InodeShare;

@@ -54,7 +54,7 @@ pub struct RunDir {
 /// How far a mount has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Phase {
+pub enum MountPhase {
     /// Being made. If nobody holds the image's lock, its maker is dead.
     Intent,
     /// In place.
@@ -171,7 +171,7 @@ pub struct MountRecord {
     #[serde(default)]
     pub verified: bool,
     /// How far it has come.
-    pub phase: Phase,
+    pub phase: MountPhase,
     /// The kernel's numbers, known before it is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<MountNumbers>,

@@ -70,7 +70,7 @@ pub(crate) fn make_own(dir: &Path) -> Result<(), MountError> {
 
 /// Changes that were kept, as the file beside them says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kept {
+pub struct KeptChanges {
     /// Directory that holds them, in `upper/`.
     #[serde(default)]
     pub dir: PathBuf,
@@ -121,7 +121,7 @@ pub(crate) fn claim_given(
                  damaged; if that is acceptable, remove its directory `work`",
             ));
         }
-        settle(&lock, &dir)?;
+        clear_volatile(&lock, &dir)?;
     }
     Ok((dir, lock))
 }
@@ -246,7 +246,7 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
 /// there was none.
 pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, MountError> {
     let path = record.upper.as_ref().map_or(Path::new(KEEP), |upper| &upper.dir).join(KEEP);
-    let kept = Kept {
+    let kept = KeptChanges {
         dir: PathBuf::new(),
         image: Some(record.image),
         target: record.target.clone(),
@@ -281,13 +281,13 @@ pub(crate) fn unmark_kept(dir: &OwnedFd, upper: &Path) -> Result<(), MountError>
 }
 
 /// What the file beside kept changes says; none for a directory that has no such file.
-fn kept_in(dir: &Path) -> Result<Option<Kept>, MountError> {
-    let kept: Option<Kept> = read_json(&dir.join(KEEP))?;
-    Ok(kept.map(|kept| Kept { dir: dir.to_owned(), ..kept }))
+fn kept_in(dir: &Path) -> Result<Option<KeptChanges>, MountError> {
+    let kept: Option<KeptChanges> = read_json(&dir.join(KEEP))?;
+    Ok(kept.map(|kept| KeptChanges { dir: dir.to_owned(), ..kept }))
 }
 
-/// Kept changes of this domain that no mount of this run directory uses.
-pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountError> {
+/// KeptChanges changes of this domain that no mount of this run directory uses.
+pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<KeptChanges>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
     let used: Vec<_> = run.records()?.0.into_iter().filter_map(|record| record.upper).collect();
@@ -295,7 +295,7 @@ pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountErro
     let dirs = dirs.map(|name| base.join(name));
     let unused = dirs.filter(|dir| !used.iter().any(|upper| upper.dir == *dir));
     let unreadable =
-        |dir| Kept { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
+        |dir| KeptChanges { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
     let kept = |dir: PathBuf| kept_in(&dir).unwrap_or_else(|_| Some(unreadable(dir)));
     Ok(unused.filter_map(kept).collect())
 }
@@ -318,7 +318,7 @@ pub(crate) fn disk_bytes(dir: &Path) -> u64 {
 
 /// Prepares a directory that was mounted `volatile` for a mount of its own: syncs its content and
 /// removes the work directory, in which overlayfs noted that it may be torn. Nothing may use it.
-pub(crate) fn settle(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
+pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
     let upper = open_below(base, dir, "upper")?.ok_or(Errno::NOENT).and_then(reopen);
     rustix::fs::syncfs(upper.at("open", dir)?).at("sync", dir)?;
     remove_all(&Path::new(&path_of(base)).join("work"))

@@ -42,7 +42,7 @@ fn read_only_mounts_are_clones_of_one_overlay_over_one_erofs() {
     let mounter = fixture.mounter();
     let (one, two) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
     let record = mounter.mount(&one).unwrap();
-    assert_eq!(record.phase, Phase::Mounted);
+    assert_eq!(record.phase, MountPhase::Mounted);
     mounter.mount(&two).unwrap();
     fixture.check_content(&one.target);
     fixture.check_content(&two.target);

@@ -135,7 +135,7 @@ fn changes_with_an_unreadable_mark_are_listed_and_discarded() {
         let dir = mounter.umount(&fixture.path("one"), &KEEP).unwrap().upper.unwrap();
         fs::write(dir.join("keep"), text).unwrap();
         let kept = mounter.list().unwrap().kept;
-        assert!(matches!(&kept[..], [Kept { image: None, .. }]), "{kept:?}");
+        assert!(matches!(&kept[..], [KeptChanges { image: None, .. }]), "{kept:?}");
         let access = Access::WritableAt(dir.clone());
         mounter.mount(&MountRequest { access, ..writable(&fixture, "one") }).unwrap_err();
         mounter.discard_kept(&dir).unwrap();
