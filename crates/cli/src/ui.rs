@@ -2,10 +2,11 @@
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum;
 use serde::Serialize;
+
+use crate::exit::Exit;
 
 /// When to use colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -92,13 +93,14 @@ impl Ui {
         out.write_all(b"\n")
     }
 
-    /// Print a value as JSON, indented, with a line end.
-    pub fn json(&self, value: &impl Serialize) -> anyhow::Result<()> {
+    /// Print a value as JSON, indented, with a line end. Returns the code of success.
+    pub fn json(&self, value: &impl Serialize) -> anyhow::Result<Exit> {
         let mut text = serde_json::to_vec_pretty(value)?;
         text.push(b'\n');
         let mut out = io::stdout().lock();
         out.write_all(&text)?;
-        Ok(out.flush()?)
+        out.flush()?;
+        Ok(Exit::Ok)
     }
 
     /// A remark on standard error, unless the user wants none, or is a script.
@@ -312,8 +314,7 @@ pub fn ago(seconds: i64) -> String {
     if seconds == 0 {
         return "-".to_owned();
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let age = i64::try_from(now).unwrap_or(i64::MAX).saturating_sub(seconds);
+    let age = cofolio_node::now().saturating_sub(seconds);
     let (count, unit) = match age {
         ..0 => return date(seconds),
         0..60 => (age, "second"),

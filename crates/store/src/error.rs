@@ -207,7 +207,8 @@ impl Error {
         }
     }
 
-    pub(crate) fn is_read_only_disk(&self) -> bool {
+    /// Whether the filesystem is mounted read-only.
+    pub fn is_read_only_disk(&self) -> bool {
         let kind = |source: &io::Error| source.kind() == io::ErrorKind::ReadOnlyFilesystem;
         matches!(self, Self::Io { source, .. } if kind(source))
     }

@@ -26,8 +26,7 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
         let mut value = serde_json::to_value(&report)?;
         value["kept_changes"] = kept.len().into();
         value["kept_bytes"] = kept_bytes.into();
-        context.ui.json(&value)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&value);
     }
     if !report.images.is_empty() {
         let mut table =

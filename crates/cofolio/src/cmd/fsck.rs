@@ -63,9 +63,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     for (number, why) in &checked.failed {
         context.ui.error(&format!("--from {}: {why}", args.from[*number]), None);
     }
-    match context.ui.json {
-        true => context.ui.json(&json(args, &checked)?)?,
-        false => show(args, context, &checked)?,
+    if context.ui.json {
+        context.ui.json(&json(args, &checked)?)?;
+    } else {
+        show(args, context, &checked)?;
     }
     Ok(if checked.report.is_damaged() { Exit::Corrupt } else { Exit::Ok })
 }

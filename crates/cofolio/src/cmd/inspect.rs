@@ -35,15 +35,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
     let sb = opened.image.superblock();
     if context.ui.json {
-        context.ui.json(&json!({
+        return context.ui.json(&json!({
             "file": opened.label,
             "composefs_version": sb.composefs.as_ref().map(|c| c.version),
             "inodes": sb.inodes,
             "block_size": sb.block_size,
             "bytes": opened.image.size(),
             "devices": sb.devices.len(),
-        }))?;
-        return Ok(Exit::Ok);
+        }));
     }
     let mut table = Table::plain();
     table.pair("file", &opened.label);

@@ -43,8 +43,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     let list = mounter.list()?;
     if context.ui.json {
-        context.ui.json(&list)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&list);
     }
     let refs = domain.readable_refs()?.into_iter().rev();
     let names: Names = refs.map(|(name, record)| (record.image, name)).collect();
@@ -69,7 +68,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 /// A mount in the table; `name` is what its image is called now.
 fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> Vec<Cell> {
     let MountStatus { record, moved_to, state } = status;
-    let image = record.name.as_ref().or(name).cloned().unwrap_or_else(|| short(&record.image));
+    let image =
+        record.options.name.as_ref().or(name).cloned().unwrap_or_else(|| short(&record.image));
     let target = moved_to.as_ref().unwrap_or(&record.target);
     let mode = match &record.upper {
         None => "ro",

@@ -10,13 +10,11 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
-    Containers, Reason, Request, RunError, Runtime, Streams, exit_status,
+    Containers, Reason, Request, RunError, Runtime, Streams, exit_status, wait_for,
 };
 use cofolio_node::mount::{Check, IdMap};
 use cofolio_sys::process::Fork;
-use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal, waitpid,
-};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::SignalsInfo;
@@ -252,11 +250,7 @@ fn background() -> anyhow::Result<Side> {
     if running.read(&mut [0])? == 1 {
         return Ok(Side::Foreground(Ended::Container(0)));
     }
-    let ended = rustix::io::retry_on_intr(|| waitpid(Some(child), WaitOptions::empty()))?;
-    let status = ended.map(|(_, status)| status);
-    let code = status.and_then(|status| status.exit_status());
-    let signal = status.and_then(|status| status.terminating_signal());
-    Ok(Side::Foreground(Ended::Container(exit_status(code, signal))))
+    Ok(Side::Foreground(Ended::Container(exit_status(wait_for(child)?))))
 }
 
 /// Starts a detached container, and waits for its end in a session of its own.

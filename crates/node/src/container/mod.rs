@@ -47,7 +47,7 @@ use crate::mount::{At as _, Check, MountError, Mounter, try_flock};
 
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;
-pub use start::{Exec, exit_status};
+pub use start::{Exec, exit_status, wait_for};
 pub use streams::{Copies, Streams};
 
 /// Largest size of each of the two files that hold the output of a detached container.

@@ -43,6 +43,7 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use crate::now;
 use crate::settings::Backend;
 use cofolio_store::task::Task;
 use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
@@ -59,7 +60,7 @@ pub use pin::Pin;
 pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
-pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
+pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions, Unmounted};
 pub use state::{MountNumbers, MountPhase, MountRecord, PinRecord, RunDir, Upper};
 pub use upper::KeptChanges;
 pub(crate) use upper::open_own;
@@ -181,12 +182,7 @@ impl<'a> Mounter<'a> {
             target,
             upper,
             scratch,
-            idmap: request.idmap.clone(),
-            label: request.label.clone(),
-            nosuid: request.nosuid,
-            nodev: request.nodev,
-            noexec: request.noexec,
-            name: request.name.clone(),
+            options: request.options.clone(),
             backend: Backend::default(),
             verity,
             verified: request.check == Check::Verify,
@@ -306,11 +302,12 @@ impl<'a> Mounter<'a> {
         pin: &Pinned,
         claim: Option<&OwnedFd>,
     ) -> Result<OwnedFd, MountError> {
-        let (image, idmap, label) = (&record.image, record.idmap.as_ref(), record.label.as_deref());
+        let (image, options) = (&record.image, &record.options);
+        let (idmap, label) = (options.idmap.as_ref(), options.label.as_deref());
         let mut flags = MountAttrFlags::empty();
-        flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
-        flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, record.nodev);
-        flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, record.noexec);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, options.nosuid);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, options.nodev);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, options.noexec);
         let idmapped = idmap.is_some();
         let failed = |error| MountError::from_kernel(error, idmapped);
         let Some(upper) = &record.upper else {
@@ -515,13 +512,8 @@ impl<'a> Mounter<'a> {
 
 /// Ignores that a root cannot be written where the store's filesystem is mounted read-only.
 fn unless_read_only<T>(written: cofolio_store::Result<T>) -> cofolio_store::Result<()> {
-    use std::error::Error as _;
-    let is_read_only = |error: &cofolio_store::Error| {
-        let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
-        source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
-    };
     match written {
-        Err(error) if !is_read_only(&error) => Err(error),
+        Err(error) if !error.is_read_only_disk() => Err(error),
         _ => Ok(()),
     }
 }
@@ -531,12 +523,6 @@ fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(
     fs::create_dir_all(&users).at("create", &users)?;
     let path = users.join(user);
     fs::File::create(&path).map(drop).at("create", path)
-}
-
-/// Seconds since 1970.
-pub(crate) fn now() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.ok().and_then(|since| i64::try_from(since.as_secs()).ok()).unwrap_or_default()
 }
 
 /// The numbers of the mount that `path` is on.

@@ -19,7 +19,9 @@ use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
-use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
+use super::state::{
+    ImageLock, MountRecord, PinRecord, list, read_json, remove_dir, remove_file, write_json,
+};
 use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
@@ -118,7 +120,7 @@ impl Mounter<'_> {
                     verity: packed.verity,
                     objects_checked: 0,
                     image_bytes: packed.file.size().at("look at", &dir)?,
-                    created: super::now(),
+                    created: crate::now(),
                 };
                 (mount, record)
             }
@@ -212,7 +214,7 @@ impl Mounter<'_> {
             verity,
             objects_checked,
             image_bytes: file.size().at("look at", file.path())?,
-            created: super::now(),
+            created: crate::now(),
         };
         Ok((mount, record))
     }
@@ -258,7 +260,9 @@ impl Mounter<'_> {
             let used: HashSet<String> = records
                 .iter()
                 .filter(|record| record.image == *image && record.domain == domain)
-                .map(|record| view_key(record.idmap.as_ref(), record.label.as_deref()))
+                .map(|MountRecord { options, .. }| {
+                    view_key(options.idmap.as_ref(), options.label.as_deref())
+                })
                 .collect();
             // Numbers of mounts grow.
             let age =

@@ -4,8 +4,6 @@
 pub mod bases;
 pub mod repair;
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::error::ImportError;
 use cofolio_image::pack::ImageContents;
@@ -213,8 +211,6 @@ impl<'a> Upkeep<'a> {
 
 fn gc_options(dry_run: bool, wait: bool, task: &Task) -> GcOptions {
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let now = i64::try_from(now).unwrap_or(0);
     let boot_id = boot_id.map(|id| id.trim().to_owned());
-    GcOptions { dry_run, wait, now, boot_id, cancel: task.cancel.clone() }
+    GcOptions { dry_run, wait, now: crate::now(), boot_id, cancel: task.cancel.clone() }
 }
