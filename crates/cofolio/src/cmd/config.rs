@@ -56,7 +56,7 @@ fn show(context: &Context<'_>) -> Outcome {
         table.row(vec![
             Cell::left(&setting.key),
             value,
-            Cell::left(setting.from.as_str()).tone(tone),
+            Cell::left(setting.from.to_string()).tone(tone),
         ]);
     }
     context.ui.table(&table)?;

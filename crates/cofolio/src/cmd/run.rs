@@ -10,11 +10,11 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
-    Containers, Reason, Request, RunError, Runtime, Streams, exit_status, wait_for,
+    Containers, Reason, Request, RunError, Runtime, Streams, exit_status, pidfd, wait_for,
 };
 use cofolio_node::mount::{Check, IdMap};
 use cofolio_sys::process::Fork;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Signal, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::SignalsInfo;
@@ -395,9 +395,7 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
 
 /// From now on signals go to the runtime, which passes them on to the container.
 pub(super) fn pass_on(mut signals: SignalsInfo<WithOrigin>, runtime: u32) -> anyhow::Result<()> {
-    let pid = i32::try_from(runtime).ok().and_then(Pid::from_raw).context("no process id")?;
-    // Unlike its number, it cannot come to mean another process.
-    let runtime = pidfd_open(pid, PidfdFlags::empty()).context("holding on to the runtime")?;
+    let runtime = pidfd(runtime).context("holding on to the runtime")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for Origin { signal, cause, .. } in signals.forever() {
             // The terminal sends its signals, Ctrl-C for one, to the runtime as well.

@@ -157,11 +157,9 @@ impl Containers<'_> {
         if let Some(pid) = found.pid {
             // Until it is open another process may get the number; so whose it is, is asked again.
             let dir = self.dir().join(name);
-            let handle = pidfd(pid);
-            let handle = match self.first_process(&dir, &found.record)? {
-                Some(now) if now == pid => handle,
-                _ => None,
-            };
+            let handle = pidfd(pid).ok();
+            let now = self.first_process(&dir, &found.record)?;
+            let handle = handle.filter(|_| now == Some(pid));
             for (signal, patience) in [(signal, patience), ("KILL", KILLED_PATIENCE)] {
                 let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
                 // A runtime that was killed at its work may not know the container.
@@ -229,9 +227,11 @@ fn remove_cgroup(dir: &Path) {
     let _ = fs::remove_dir(dir);
 }
 
-fn pidfd(pid: u32) -> Option<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
-    rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+/// Holds on to a process: unlike its number, this never comes to mean another one.
+pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?)
 }
 
 fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {

@@ -45,6 +45,7 @@ use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
 use crate::mount::{At as _, Check, MountError, Mounter, try_flock};
 
+pub use end::pidfd;
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;
 pub use start::{Exec, exit_status, wait_for};

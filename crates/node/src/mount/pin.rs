@@ -494,9 +494,6 @@ impl Mounter<'_> {
     }
 
     /// The pinned images of all trust domains.
-    ///
-    /// # Errors
-    /// [`MountError::Io`].
     pub fn pins(&self) -> Result<Vec<Pin>, MountError> {
         let mut pins = Vec::new();
         for (domain, image) in self.pinned_images()? {

@@ -258,9 +258,6 @@ impl Mounter<'_> {
     }
 
     /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.
-    ///
-    /// # Errors
-    /// [`MountError::Io`].
     pub fn list(&self) -> Result<Mounts, MountError> {
         let kernel = Kernel::new(&self.root)?;
         let (records, damaged) = self.run.records()?;
@@ -287,17 +284,9 @@ impl Mounter<'_> {
     }
 
     /// KeptChanges changes of this domain that nothing is mounted over, with their bytes on disk.
-    ///
-    /// # Errors
-    /// [`MountError::Io`].
-    pub fn kept(&self) -> Result<Vec<(KeptChanges, u64)>, MountError> {
+    pub fn kept(&self) -> Result<Vec<(u64, KeptChanges)>, MountError> {
         let kept = upper::kept(self.domain, &self.run)?.into_iter();
-        Ok(kept
-            .map(|kept| {
-                let bytes = upper::disk_bytes(&kept.dir);
-                (kept, bytes)
-            })
-            .collect())
+        Ok(kept.map(|kept| (upper::disk_bytes(&kept.dir), kept)).collect())
     }
 
     /// Removes changes of this domain that were kept.
