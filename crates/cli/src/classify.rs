@@ -17,8 +17,8 @@ use cofolio_node::container::bundle::BundleError;
 use cofolio_node::mount::{Code, MountError};
 use cofolio_node::names::NameError;
 use cofolio_node::upkeep::UpkeepError;
-use cofolio_store::ErrorKind;
 use cofolio_store::task::Cancelled;
+use cofolio_store::{ErrorKind, StoreFile};
 
 use crate::exit::{Exit, Fail};
 
@@ -67,30 +67,26 @@ pub const DAMAGED: &str =
 const DAMAGED_IMAGE: &str =
     "`cofolio fsck --repair --from SOURCE` restores it, if it is an image of the store";
 
-/// What mends a damaged file of the store. `path` says which it is, and may have text around it.
+/// What mends a damaged file of the store, by its path relative to the store.
 pub fn mending(path: &str) -> &'static str {
-    let mends = [
-        ("meta.json", "`cofolio fsck --repair` makes it again"),
-        (
-            "/refs/",
-            "importing the image again under its name writes its record again; `cofolio rm --force` removes it",
-        ),
-        (
-            "/unnamed/",
-            "the image has no name, and what its last name said of it is lost: import it again",
-        ),
-        (
-            "/signatures/",
-            "`cofolio sign` writes it again; without the file there is no such signature",
-        ),
-        (
-            "/segments/",
-            "`cofolio fsck --repair` removes it, `cofolio pack` makes the image's pack again",
-        ),
-        ("/roots/", "`cofolio gc` removes it, once what it was made for has ended"),
-        ("/domain.json", "`cofolio backend overlay` or `inode-share` sets it again"),
-    ];
-    mends.iter().find(|(part, _)| path.contains(part)).map_or(DAMAGED, |(_, mends)| mends)
+    match StoreFile::at(path) {
+        Some(StoreFile::Meta) => "`cofolio fsck --repair` makes it again",
+        Some(StoreFile::Settings) => "`cofolio backend overlay` or `inode-share` sets it again",
+        Some(StoreFile::Ref) => {
+            "importing the image again under its name writes its record again; `cofolio rm --force` removes it"
+        }
+        Some(StoreFile::Unnamed) => {
+            "the image has no name, and what its last name said of it is lost: import it again"
+        }
+        Some(StoreFile::Root) => "`cofolio gc` removes it, once what it was made for has ended",
+        Some(StoreFile::Signature) => {
+            "`cofolio sign` writes it again; without the file there is no such signature"
+        }
+        Some(StoreFile::Content(kind)) if kind.is_derived() => {
+            "`cofolio fsck --repair` removes it, `cofolio pack` makes the image's pack again"
+        }
+        Some(StoreFile::Content(_)) | None => DAMAGED,
+    }
 }
 
 fn of_store(error: &cofolio_store::Error) -> Classified {
@@ -421,7 +417,6 @@ fn of_run(error: &RunError) -> Classified {
         ),
         RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
-        RunError::Io { .. } => CAUSE,
         _ => code(Exit::Failure),
     }
 }
@@ -473,4 +468,29 @@ fn of_io(error: &io::Error) -> Classified {
         _ => return (exit, None),
     };
     (exit, Some(hint.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The mending command was chosen by a part of the path: a damaged object of a domain that is
+    /// called `refs` was taken for the record of a ref.
+    #[test]
+    fn the_kind_of_a_damaged_file_says_what_mends_it() {
+        let hint = |path: &str| {
+            let error = cofolio_store::Error::corrupt(path, "torn");
+            classify(&error.into()).1.unwrap()
+        };
+        for domain in ["default", "refs", "roots", "segments", "meta.json"] {
+            let hint = |file: &str| hint(&format!("domains/{domain}/{file}"));
+            assert_eq!(hint("objects/aa/bb"), DAMAGED, "{domain}");
+            assert_eq!(hint("layers/refs.dump.zst"), DAMAGED, "{domain}");
+            assert!(hint("refs/a.json").contains("cofolio rm --force"), "{domain}");
+            assert!(hint("roots/mount/a.json").contains("cofolio gc"), "{domain}");
+            assert!(hint("segments/a.pack").contains("cofolio pack"), "{domain}");
+            assert!(hint("domain.json").contains("cofolio backend"), "{domain}");
+        }
+        assert!(hint("meta.json").contains("fsck --repair` makes it again"));
+    }
 }

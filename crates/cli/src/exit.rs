@@ -3,37 +3,37 @@
 use std::fmt;
 use std::process::ExitCode;
 
+use cofolio_store::with_causes;
+
 use crate::classify::{Classified, classify};
 pub use crate::classify::{DAMAGED, mending};
 use crate::ui::Ui;
 
-/// How the command ended. The numbers are a promise (docs/CLI.md).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// Done.
-    Ok = 0,
-    /// It failed, and no other code says more.
-    Failure = 1,
-    /// Wrong arguments or configuration.
-    Usage = 2,
-    /// No such image, ref, mount, file or store.
-    NotFound = 3,
-    /// Damaged content.
-    Corrupt = 4,
-    /// A privilege, a login or a kernel feature is missing.
-    Missing = 5,
-    /// No space left.
-    NoSpace = 6,
-    /// In use; trying again can succeed.
-    Busy = 7,
-    /// A registry could not be reached.
-    Network = 8,
-    /// Not trusted.
-    Refused = 9,
-    /// Interrupted by a signal.
-    Interrupted = 130,
-    /// The reader of the output went away.
-    BrokenPipe = 141,
+/// Makes [`Exit`] and [`TABLE`].
+macro_rules! exits {
+    ($($exit:ident = $code:literal: $meaning:literal,)*) => {
+        /// How the command ended. The numbers are a promise (docs/CLI.md).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Exit { $(#[doc = $meaning] $exit = $code),* }
+
+        /// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
+        const TABLE: &[(Exit, &str)] = &[$((Exit::$exit, $meaning)),*];
+    };
+}
+
+exits! {
+    Ok = 0: "done",
+    Failure = 1: "it failed, and none of the codes below says it better",
+    Usage = 2: "wrong arguments or configuration; nothing was done",
+    NotFound = 3: "no such image, ref, mount, file or store",
+    Corrupt = 4: "content is not what its digest says, or an image, archive or store is damaged",
+    Missing = 5: "a privilege, a login or a kernel feature is missing",
+    NoSpace = 6: "no space left; the store is as it was before",
+    Busy = 7: "in use, or changed by somebody else meanwhile; trying again can succeed",
+    Network = 8: "a registry could not be reached, or gave up on us, after several tries",
+    Refused = 9: "not trusted: another image than was asked for, or not signed as the policy demands",
+    Interrupted = 130: "interrupted (Ctrl-C, SIGTERM); the store is as it was before",
+    BrokenPipe = 141: "the reader of the output went away",
 }
 
 /// What the process ends with: a code of ours, or that of a container (`run`).
@@ -59,28 +59,6 @@ impl From<Ended> for ExitCode {
         }
     }
 }
-
-/// Code, and what it means, for `cofolio help`, the man page and docs/CLI.md.
-pub const TABLE: [(Exit, &str); 12] = [
-    (Exit::Ok, "done"),
-    (Exit::Failure, "it failed, and none of the codes below says it better"),
-    (Exit::Usage, "wrong arguments or configuration; nothing was done"),
-    (Exit::NotFound, "no such image, ref, mount, file or store"),
-    (
-        Exit::Corrupt,
-        "content is not what its digest says, or an image, archive or store is damaged",
-    ),
-    (Exit::Missing, "a privilege, a login or a kernel feature is missing"),
-    (Exit::NoSpace, "no space left; the store is as it was before"),
-    (Exit::Busy, "in use, or changed by somebody else meanwhile; trying again can succeed"),
-    (Exit::Network, "a registry could not be reached, or gave up on us, after several tries"),
-    (
-        Exit::Refused,
-        "not trusted: another image than was asked for, or not signed as the policy demands",
-    ),
-    (Exit::Interrupted, "interrupted (Ctrl-C, SIGTERM); the store is as it was before"),
-    (Exit::BrokenPipe, "the reader of the output went away"),
-];
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
@@ -150,22 +128,8 @@ pub fn report(error: &anyhow::Error, ui: &Ui) -> Exit {
     if exit == Exit::BrokenPipe {
         return exit;
     }
-    ui.error(&chain(error), hint.as_deref());
+    ui.error(&with_causes(error.as_ref()), hint.as_deref());
     exit
-}
-
-/// The causes of an error in one line. A cause that its effect already quotes is not said again.
-fn chain(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if text.is_empty() {
-            text = cause;
-        } else if !text.ends_with(&cause) {
-            text = format!("{text}: {cause}");
-        }
-    }
-    text
 }
 
 #[cfg(test)]
@@ -179,11 +143,11 @@ mod tests {
         let cause = io::Error::from(io::ErrorKind::StorageFull);
         let error = anyhow::Error::new(cause).context("writing `x`");
         assert_eq!(classify(&error).0, Exit::NoSpace);
-        assert!(chain(&error).starts_with("writing `x`: "));
+        assert!(with_causes(error.as_ref()).starts_with("writing `x`: "));
 
         let error = anyhow::Error::new(Fail::not_found("no image `a`").hint("see images"))
             .context("no image `a`");
-        assert_eq!(chain(&error), "no image `a`");
+        assert_eq!(with_causes(error.as_ref()), "no image `a`");
         assert_eq!(classify(&error), (Exit::NotFound, Some("see images".into())));
         assert_eq!(classify(&anyhow::anyhow!("odd")).0, Exit::Failure);
     }

@@ -2,10 +2,11 @@
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum;
 use serde::Serialize;
+
+use crate::exit::Exit;
 
 /// When to use colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -92,13 +93,14 @@ impl Ui {
         out.write_all(b"\n")
     }
 
-    /// Print a value as JSON, indented, with a line end.
-    pub fn json(&self, value: &impl Serialize) -> anyhow::Result<()> {
+    /// Print a value as JSON, indented, with a line end. Returns the code of success.
+    pub fn json(&self, value: &impl Serialize) -> anyhow::Result<Exit> {
         let mut text = serde_json::to_vec_pretty(value)?;
         text.push(b'\n');
         let mut out = io::stdout().lock();
         out.write_all(&text)?;
-        Ok(out.flush()?)
+        out.flush()?;
+        Ok(Exit::Ok)
     }
 
     /// A remark on standard error, unless the user wants none, or is a script.
@@ -271,15 +273,7 @@ pub fn percent(part: u64, whole: u64) -> f64 {
 
 /// A count for people: thousands set apart.
 pub fn human_count(count: u64) -> String {
-    let digits = count.to_string();
-    let mut text = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    indicatif::HumanCount(count).to_string()
 }
 
 /// A count with its noun: `1 object`, `2,000 objects`.
@@ -320,8 +314,7 @@ pub fn ago(seconds: i64) -> String {
     if seconds == 0 {
         return "-".to_owned();
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let age = i64::try_from(now).unwrap_or(i64::MAX).saturating_sub(seconds);
+    let age = cofolio_node::now().saturating_sub(seconds);
     let (count, unit) = match age {
         ..0 => return date(seconds),
         0..60 => (age, "second"),

@@ -10,7 +10,8 @@ use cofolio_cli::ui::ColorWhen;
 use cofolio_node::config::{DEFAULT_PATH, DEFAULT_RUN_DIR, DEFAULT_STORE, Loaded, Origin};
 
 use crate::cmd;
-use crate::exit;
+use crate::context::Context;
+use crate::exit::{self, Ended};
 
 /// One copy of every page: container images that share their page cache.
 ///
@@ -97,9 +98,15 @@ impl Global {
         };
         let store = &mut loaded.config.store;
         let origins = [
-            ("store.path", settle(matches, "store", &mut self.store, &mut store.path)),
-            ("store.domain", settle(matches, "domain", &mut self.domain, &mut store.domain)),
-            ("store.run_dir", settle(matches, "run_dir", &mut self.run_dir, &mut store.run_dir)),
+            ("store.path", override_setting(matches, "store", &mut self.store, &mut store.path)),
+            (
+                "store.domain",
+                override_setting(matches, "domain", &mut self.domain, &mut store.domain),
+            ),
+            (
+                "store.run_dir",
+                override_setting(matches, "run_dir", &mut self.run_dir, &mut store.run_dir),
+            ),
         ];
         for (key, origin) in origins {
             if let Some(origin) = origin {
@@ -110,8 +117,9 @@ impl Global {
     }
 }
 
-/// Gives an option and its setting one value; returns where an overriding value is from.
-fn settle<T: Clone>(
+/// Overrides a setting by its option, if that is given; returns where the option is from. Both have
+/// the value in force then.
+fn override_setting<T: Clone>(
     matches: &ArgMatches,
     id: &str,
     option: &mut T,
@@ -129,42 +137,57 @@ fn settle<T: Clone>(
     Some(origin)
 }
 
-#[derive(Debug, Subcommand)]
-pub(crate) enum Command {
-    Import(cmd::import::Args),
-    Pull(cmd::pull::Args),
-    Build(cmd::build::Args),
-    Export(cmd::export::Args),
-    Push(cmd::push::Args),
-    Pack(cmd::pack::Args),
-    Backend(cmd::backend::Args),
-    Mount(cmd::mount::Args),
-    Umount(cmd::umount::Args),
-    Mounts(cmd::mounts::Args),
-    Images(cmd::images::Args),
-    Inspect(cmd::inspect::Args),
-    Diff(cmd::diff::Args),
-    Ls(cmd::ls::Args),
-    Cat(cmd::cat::Args),
-    Dump(cmd::dump::Args),
-    Verify(cmd::verify::Args),
-    Sign(cmd::sign::Args),
-    Tag(cmd::tag::Args),
-    Rm(cmd::rm::Args),
-    Gc(cmd::gc::Args),
-    Fsck(cmd::fsck::Args),
-    Du(cmd::du::Args),
-    Run(cmd::run::Args),
-    Exec(cmd::exec::Args),
-    Ps(cmd::ps::Args),
-    Stop(cmd::stop::Args),
-    Survey(cmd::survey::Args),
-    Bundle(cmd::bundle::Args),
-    Doctor(cmd::doctor::Args),
-    Config(cmd::config::Args),
-    Completions(cmd::completions::Args),
-    Man(cmd::man::Args),
-    Mkcomposefs(cmd::mkcomposefs::Args),
+/// Makes the enum of all commands, each with its arguments.
+macro_rules! commands {
+    ($($command:ident => $module:ident,)*) => {
+        #[derive(Debug, Subcommand)]
+        pub(crate) enum Command { $($command(cmd::$module::Args)),* }
+
+        impl Command {
+            pub(crate) fn run(&self, context: &Context<'_>) -> anyhow::Result<Ended> {
+                match self {
+                    $(Self::$command(args) => Ok(cmd::$module::run(args, context)?.into())),*
+                }
+            }
+        }
+    };
+}
+
+commands! {
+    Import => import,
+    Pull => pull,
+    Build => build,
+    Export => export,
+    Push => push,
+    Pack => pack,
+    Backend => backend,
+    Mount => mount,
+    Umount => umount,
+    Mounts => mounts,
+    Images => images,
+    Inspect => inspect,
+    Diff => diff,
+    Ls => ls,
+    Cat => cat,
+    Dump => dump,
+    Verify => verify,
+    Sign => sign,
+    Tag => tag,
+    Rm => rm,
+    Gc => gc,
+    Fsck => fsck,
+    Du => du,
+    Run => run,
+    Exec => exec,
+    Ps => ps,
+    Stop => stop,
+    Survey => survey,
+    Bundle => bundle,
+    Doctor => doctor,
+    Config => config,
+    Completions => completions,
+    Man => man,
+    Mkcomposefs => mkcomposefs,
 }
 
 fn long_help() -> String {

@@ -177,14 +177,14 @@ impl Opened {
             Objects::Store(_) => Fail::damaged(what),
             _ => Fail::new(Exit::Corrupt, what),
         };
+        let expected = path.rsplit_once('/').and_then(|(rest, name)| {
+            let shard = rest.rsplit_once('/').map_or(rest, |(_, shard)| shard);
+            Digest::from_object_path(shard, name)
+        });
         let mut file = match &self.objects {
             Objects::Store(domain) => {
-                let digest = path.split_once('/').and_then(|(a, b)| Digest::from_object_path(a, b));
-                let digest = digest.ok_or_else(|| {
-                    let what = format!("{}: `{path}` is no path of an object", self.label);
-                    bad(what)
-                })?;
-                domain.open_object(&digest)?.to_std()?
+                let what = || format!("{}: `{path}` is no path of an object", self.label);
+                domain.open_object(&expected.ok_or_else(|| bad(what()))?)?.to_std()?
             }
             Objects::Directory(directory) => {
                 // The path is the image's word; it must not lead out of the directory.
@@ -211,10 +211,6 @@ impl Opened {
                 format!("object {path} has {found} bytes, {} says {}", self.label, inode.size);
             return Err(bad(what).into());
         }
-        let expected = path.rsplit_once('/').and_then(|(rest, name)| {
-            let shard = rest.rsplit_once('/').map_or(rest, |(_, shard)| shard);
-            Digest::from_object_path(shard, name)
-        });
         let Some(expected) = expected else {
             io::copy(&mut file, sink)?;
             return Ok(());

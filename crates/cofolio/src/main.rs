@@ -23,6 +23,7 @@ use clap::{CommandFactory, FromArgMatches};
 use cofolio_cli::{exit, interrupt, ui};
 
 use crate::cli::Cli;
+use crate::context::Context;
 use crate::exit::Exit;
 
 fn main() -> ExitCode {
@@ -64,11 +65,11 @@ fn main() -> ExitCode {
     };
     let ui = ui::Ui::new(cli.global.json, cli.global.quiet, cli.global.color);
     // Without a flush, a failure to write the rest of the buffer at exit would go unnoticed.
-    let ended =
-        cli.global.load(&matches).and_then(|config| cmd::run(cli, config, &ui)).and_then(|exit| {
-            std::io::stdout().flush().context("writing the output")?;
-            Ok(exit)
-        });
+    let ended = cli.global.load(&matches).and_then(|config| {
+        let ended = cli.command.run(&Context { global: cli.global, config, ui: &ui })?;
+        std::io::stdout().flush().context("writing the output")?;
+        Ok(ended)
+    });
     match ended {
         Ok(exit) => exit.into(),
         Err(error) => exit::report(&error, &ui).into(),

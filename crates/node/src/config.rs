@@ -190,15 +190,10 @@ pub enum Origin {
     Flag,
 }
 
-impl Origin {
-    /// The word for it.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Default => "default",
-            Self::File => "file",
-            Self::Env => "env",
-            Self::Flag => "flag",
-        }
+/// The word for it, which is also that of JSON.
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
     }
 }
 

@@ -20,19 +20,14 @@ pub enum Backend {
 impl Backend {
     /// All of them.
     pub const ALL: [Self; 2] = [Self::Overlay, Self::InodeShare];
-
-    /// Its name.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Overlay => "overlay",
-            Self::InodeShare => "inode-share",
-        }
-    }
 }
 
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
+        f.pad(match self {
+            Self::Overlay => "overlay",
+            Self::InodeShare => "inode-share",
+        })
     }
 }
 

@@ -2,8 +2,10 @@
 
 use std::io;
 
+use crate::meta::META_PATH;
+use crate::records::{ROOTS, UNNAMED};
 use crate::task::Cancelled;
-use crate::{Digest, FileName};
+use crate::{Digest, FileKind, FileName};
 
 /// Result of a store operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -205,7 +207,8 @@ impl Error {
         }
     }
 
-    pub(crate) fn is_read_only_disk(&self) -> bool {
+    /// Whether the filesystem is mounted read-only.
+    pub fn is_read_only_disk(&self) -> bool {
         let kind = |source: &io::Error| source.kind() == io::ErrorKind::ReadOnlyFilesystem;
         matches!(self, Self::Io { source, .. } if kind(source))
     }
@@ -214,6 +217,58 @@ impl Error {
     pub fn corrupt(path: impl Into<String>, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.into(), reason: reason.to_string() }
     }
+}
+
+/// What a file of the store is: what mends it depends on that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoreFile {
+    /// `meta.json`.
+    Meta,
+    /// The settings of a domain.
+    Settings,
+    /// The record of a ref.
+    Ref,
+    /// The record that the last ref of an image had.
+    Unnamed,
+    /// The record of a root.
+    Root,
+    /// A signature of an image.
+    Signature,
+    /// Content of this kind; of several kinds that share a directory, the first.
+    Content(FileKind),
+}
+
+impl StoreFile {
+    /// The file at a path relative to the store, as errors and findings give it.
+    pub fn at(path: &str) -> Option<Self> {
+        if path == META_PATH {
+            return Some(Self::Meta);
+        }
+        match path.strip_prefix("domains/")?.split('/').nth(1)? {
+            "domain.json" => Some(Self::Settings),
+            "refs" => Some(Self::Ref),
+            UNNAMED => Some(Self::Unnamed),
+            ROOTS => Some(Self::Root),
+            "signatures" => Some(Self::Signature),
+            other => {
+                FileKind::ALL.into_iter().find(|kind| kind.directory() == other).map(Self::Content)
+            }
+        }
+    }
+}
+
+/// An error and its causes in one line. A cause that its effect already quotes is not said again.
+pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let said = cause.to_string();
+        if !text.ends_with(&said) {
+            text = format!("{text}: {said}");
+        }
+        next = cause.source();
+    }
+    text
 }
 
 /// Whether an error while reading content is a finding about it: a malformed or missing file, or

@@ -12,11 +12,10 @@ use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
 use crate::buffer::{ALIGN, Buffer};
 use crate::contents::Contents;
 use crate::disk::Piece;
-use crate::error::{At, Error, Result, is_damage};
+use crate::error::{At, Error, Result, is_damage, with_causes};
 use crate::fsck::{Finding, FindingKind};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::reach::text;
 use crate::task::Cancel;
 use crate::verity::{Hasher, UNIT};
 use crate::{Digest, Domain, StoredFile};
@@ -76,7 +75,7 @@ impl<'a> Examiner<'a> {
         match seen {
             Err(error) if error.is_race() => Ok((Seen::Missing, 0)),
             Err(error) if is_damage(&error) => {
-                let detail = format!("it cannot be read: {}", text(&error));
+                let detail = format!("it cannot be read: {}", with_causes(&error));
                 Ok((Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)), hashed))
             }
             other => Ok((other?, hashed)),
@@ -129,9 +128,9 @@ impl<'a> Examiner<'a> {
             return Err(error);
         }
         let detail = match &error {
-            Error::Unreadable { source, .. } => text(&**source),
+            Error::Unreadable { source, .. } => with_causes(&**source),
             Error::Corrupt { reason, .. } => reason.clone(),
-            other => text(other),
+            other => with_causes(other),
         };
         Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
     }

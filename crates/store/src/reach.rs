@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::base::with_bases;
 use crate::contents::{Contents, DigestSet};
-use crate::error::{BoxError, Error, Result, is_damage};
+use crate::error::{BoxError, Error, Result, is_damage, with_causes};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::records::RecordFile;
@@ -178,7 +178,7 @@ impl<'a> Reachability<'a> {
             self.any_file = true;
             let (what, reason) = match error {
                 Error::Corrupt { path, reason } => (format!("`{path}`"), reason.clone()),
-                other => ("a record".to_owned(), text(other)),
+                other => ("a record".to_owned(), with_causes(other)),
             };
             let kept = "everything, because it may name any image".to_owned();
             self.unreadable.push(Unreadable { what, reason, kept });
@@ -278,7 +278,7 @@ impl<'a> Reachability<'a> {
         }
         self.any_object = true;
         let kept = "all objects, because it may need any of them".to_owned();
-        self.unreadable.push(Unreadable { what, reason: text(&*error), kept });
+        self.unreadable.push(Unreadable { what, reason: with_causes(&*error), kept });
         Ok(())
     }
 
@@ -311,15 +311,4 @@ impl<'a> Reachability<'a> {
         self.files.insert(file.clone());
         Ok(())
     }
-}
-
-/// An error with its causes.
-pub(crate) fn text(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(&format!(": {cause}"));
-        source = cause.source();
-    }
-    text
 }

@@ -11,6 +11,7 @@ use cofolio_store::Store;
 
 use crate::cli;
 use crate::cmd::Outcome;
+use crate::context::Context;
 use crate::exit::{Exit, Fail};
 
 /// Variable that tells this program to complete a command line.
@@ -33,7 +34,7 @@ pub(crate) struct Args {
     shell: String,
 }
 
-pub(crate) fn run(args: &Args) -> Outcome {
+pub(crate) fn run(args: &Args, _context: &Context<'_>) -> Outcome {
     let shells = Shells::builtins();
     let shell = shells.completer(&args.shell).ok_or_else(|| Fail::usage("no such shell"))?;
     let mut script = Vec::new();

@@ -43,8 +43,7 @@ fn show(context: &Context<'_>) -> Outcome {
     let loaded = &context.config;
     let settings = loaded.settings();
     if context.ui.json {
-        context.ui.json(&json!({"file": loaded.file, "settings": settings}))?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&json!({"file": loaded.file, "settings": settings}));
     }
     let mut table = Table::new(&["SETTING", "VALUE", "FROM"]);
     for setting in &settings {
@@ -57,7 +56,7 @@ fn show(context: &Context<'_>) -> Outcome {
         table.row(vec![
             Cell::left(&setting.key),
             value,
-            Cell::left(setting.from.as_str()).tone(tone),
+            Cell::left(setting.from.to_string()).tone(tone),
         ]);
     }
     context.ui.table(&table)?;

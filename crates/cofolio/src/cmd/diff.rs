@@ -57,8 +57,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         if args.files {
             value["changes"] = listed.values.into();
         }
-        context.ui.json(&value)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&value);
     }
     compared.print(context)?;
     if !listed.lines.is_empty() {

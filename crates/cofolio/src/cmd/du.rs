@@ -21,13 +21,12 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let report = domain.du(&ImageContents, &work.task)?;
     drop(work);
     let kept = context.mounter(&domain).kept()?;
-    let kept_bytes = kept.iter().map(|(_, bytes)| bytes).sum::<u64>();
+    let kept_bytes = kept.iter().map(|(bytes, _)| bytes).sum::<u64>();
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
         value["kept_changes"] = kept.len().into();
         value["kept_bytes"] = kept_bytes.into();
-        context.ui.json(&value)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&value);
     }
     if !report.images.is_empty() {
         let mut table =

@@ -122,8 +122,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(Exit::Ok);
     }
     if context.ui.json {
-        context.ui.json(&report)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&report);
     }
     context.ui.line(report.manifest.to_string())?;
     if context.ui.quiet {
@@ -168,8 +167,7 @@ fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome 
         return Ok(Exit::Ok);
     }
     if context.ui.json {
-        context.ui.json(&report)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&report);
     }
     context.ui.line(report.digest.to_string())?;
     if !context.ui.quiet {

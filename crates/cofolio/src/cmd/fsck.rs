@@ -1,6 +1,8 @@
 use cofolio_cli::interrupt;
 use cofolio_image::source::Source;
+use cofolio_node::upkeep::repair::Checked;
 use cofolio_store::Store;
+use serde_json::Value;
 
 use crate::cmd::pull::RegistryArgs;
 use crate::cmd::{Outcome, findings_table, note_mending};
@@ -61,22 +63,30 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     for (number, why) in &checked.failed {
         context.ui.error(&format!("--from {}: {why}", args.from[*number]), None);
     }
-    let report = &checked.report;
-    let exit = if report.is_damaged() { Exit::Corrupt } else { Exit::Ok };
     if context.ui.json {
-        let mut value = serde_json::to_value(report)?;
-        value["damaged"] = report.is_damaged().into();
-        if checked.had_damage {
-            value["repaired"] = serde_json::to_value(&checked.repaired)?;
-            value["mounted_before"] = serde_json::to_value(&checked.mounts)?;
-        }
-        if args.repair {
-            value["protected"] = checked.protected.into();
-            value["unpacked"] = serde_json::to_value(&checked.unpacked)?;
-        }
-        context.ui.json(&value)?;
-        return Ok(exit);
+        context.ui.json(&json(args, &checked)?)?;
+    } else {
+        show(args, context, &checked)?;
     }
+    Ok(if checked.report.is_damaged() { Exit::Corrupt } else { Exit::Ok })
+}
+
+fn json(args: &Args, checked: &Checked) -> serde_json::Result<Value> {
+    let mut value = serde_json::to_value(&checked.report)?;
+    value["damaged"] = checked.report.is_damaged().into();
+    if checked.had_damage {
+        value["repaired"] = serde_json::to_value(&checked.repaired)?;
+        value["mounted_before"] = serde_json::to_value(&checked.mounts)?;
+    }
+    if args.repair {
+        value["protected"] = checked.protected.into();
+        value["unpacked"] = serde_json::to_value(&checked.unpacked)?;
+    }
+    Ok(value)
+}
+
+fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result<()> {
+    let report = &checked.report;
     for finding in &checked.repaired {
         let done = context.ui.paint(Tone::Good, "repaired");
         context.ui.line(format!("{done} {} ({})", finding.path, finding.kind))?;
@@ -105,7 +115,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     note_mending(context, &report.findings);
     if context.ui.quiet {
-        return Ok(exit);
+        return Ok(());
     }
     let verdict = match (report.is_damaged(), report.findings.is_empty()) {
         (true, _) => context.ui.paint(Tone::Bad, "damaged"),
@@ -125,5 +135,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         plural(report.roots, "root"),
         plural(report.segments, "segment"),
     ))?;
-    Ok(exit)
+    Ok(())
 }

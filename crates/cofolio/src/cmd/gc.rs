@@ -101,7 +101,7 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
     }
     for it in &report.unreadable {
         let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
-        context.ui.error(&said, Some(mending(&it.what)));
+        context.ui.error(&said, Some(mending(it.what.trim_matches('`'))));
     }
     if context.ui.quiet {
         return Ok(exit);

@@ -143,8 +143,7 @@ pub(crate) fn bring_in(
         if let Some(plan) = over_limit {
             value["trim"] = serde_json::to_value(plan)?;
         }
-        context.ui.json(&value)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&value);
     }
     let name = context.ui.paint(Tone::Bold, &report.name);
     context.ui.line(format!("{name} {}", report.image))?;

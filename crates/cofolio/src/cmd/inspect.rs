@@ -2,6 +2,7 @@ use anyhow::Context as _;
 use cofolio_image::compose::named_objects;
 use cofolio_image::trust;
 use cofolio_node::container::bundle::ImageConfig;
+use cofolio_store::Ref;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -35,15 +36,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
 fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
     let sb = opened.image.superblock();
     if context.ui.json {
-        context.ui.json(&json!({
+        return context.ui.json(&json!({
             "file": opened.label,
             "composefs_version": sb.composefs.as_ref().map(|c| c.version),
             "inodes": sb.inodes,
             "block_size": sb.block_size,
             "bytes": opened.image.size(),
             "devices": sb.devices.len(),
-        }))?;
-        return Ok(Exit::Ok);
+        }));
     }
     let mut table = Table::plain();
     table.pair("file", &opened.label);
@@ -116,13 +116,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     table.pair("names", if refs.is_empty() { "none".to_owned() } else { refs.join(", ") });
     table.pair("trust domain", domain.name());
     if let Some(record) = &named.record {
-        if let Some(manifest) = &record.manifest {
-            table.pair("manifest", manifest);
-        }
-        table.pair("imported", format!("{} UTC", date(record.created)));
-        for (key, value) in &record.labels {
-            table.pair("label", printable(format!("{key}={value}").as_bytes()));
-        }
+        came_from(&mut table, record);
     }
     table
         .pair("entries", format!("{}, {} of them files", human_count(entries), human_count(files)));
@@ -155,17 +149,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     ui.table(&table)?;
     if let Some(record) = named.record.as_ref().filter(|record| !record.layers.is_empty()) {
         ui.line("")?;
-        let mut table = Table::new(&["LAYER", "DIFF ID", "BLOB", "SIZE"]);
-        for (number, layer) in record.layers.iter().enumerate() {
-            let blob = layer.blob.as_deref().unwrap_or("-");
-            table.row(vec![
-                Cell::right((number + 1).to_string()),
-                Cell::left(short_id(&layer.diff_id)),
-                Cell::left(short_id(blob)),
-                Cell::size(layer.size),
-            ]);
-        }
-        ui.table(&table)?;
+        ui.table(&layers(record))?;
     }
     if !mounts.is_empty() || !roots.is_empty() {
         ui.line("")?;
@@ -178,6 +162,30 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
         }
     }
     Ok(exit)
+}
+
+fn came_from(table: &mut Table, record: &Ref) {
+    if let Some(manifest) = &record.manifest {
+        table.pair("manifest", manifest);
+    }
+    table.pair("imported", format!("{} UTC", date(record.created)));
+    for (key, value) in &record.labels {
+        table.pair("label", printable(format!("{key}={value}").as_bytes()));
+    }
+}
+
+fn layers(record: &Ref) -> Table {
+    let mut table = Table::new(&["LAYER", "DIFF ID", "BLOB", "SIZE"]);
+    for (number, layer) in record.layers.iter().enumerate() {
+        let blob = layer.blob.as_deref().unwrap_or("-");
+        table.row(vec![
+            Cell::right((number + 1).to_string()),
+            Cell::left(short_id(&layer.diff_id)),
+            Cell::left(short_id(blob)),
+            Cell::size(layer.size),
+        ]);
+    }
+    table
 }
 
 /// What an image holds.

@@ -52,8 +52,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             lister.entry(&entry.name, &opened.image.inode(entry.nid)?)?;
         }
     }
-    lister.finish()?;
-    Ok(Exit::Ok)
+    lister.finish()
 }
 
 struct Lister<'a> {
@@ -132,12 +131,13 @@ impl Lister<'_> {
         Ok(stdout.write_all(b"\n")?)
     }
 
-    fn finish(self) -> anyhow::Result<()> {
+    fn finish(self) -> Outcome {
         if self.context.ui.json {
             return self.context.ui.json(&self.listed);
         }
         let mut table = Table::plain();
         self.rows.into_iter().for_each(|row| table.row(row));
-        Ok(self.context.ui.table(&table)?)
+        self.context.ui.table(&table)?;
+        Ok(Exit::Ok)
     }
 }

@@ -9,7 +9,10 @@ use clap::Parser as _;
 use cofolio_erofs::write::WriteOptions;
 use cofolio_store::task::Task;
 
+use crate::cmd::Outcome;
 use crate::compose::{self, ScanArgs};
+use crate::context::Context;
+use crate::exit::Exit;
 
 /// Make a composefs image with mkcomposefs' own arguments
 ///
@@ -64,7 +67,7 @@ struct Alone {
 /// output, messages on standard error.
 pub(crate) fn main(args: &[OsString]) -> ExitCode {
     match Alone::try_parse_from(args) {
-        Ok(alone) => run(&alone.args),
+        Ok(alone) => make_or_say_why_not(&alone.args).into(),
         Err(error) => {
             let _ = write!(io::stderr(), "{error}");
             ExitCode::FAILURE
@@ -72,14 +75,19 @@ pub(crate) fn main(args: &[OsString]) -> ExitCode {
     }
 }
 
-pub(crate) fn run(args: &Args) -> ExitCode {
-    match make(args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
+/// Reached with a global option first, which mkcomposefs lacks; [`main`] handles all else.
+pub(crate) fn run(args: &Args, _context: &Context<'_>) -> Outcome {
+    Ok(make_or_say_why_not(args))
+}
+
+fn make_or_say_why_not(args: &Args) -> Exit {
+    make(args).map_or_else(
+        |error| {
             let _ = writeln!(io::stderr(), "mkcomposefs: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+            Exit::Failure
+        },
+        |()| Exit::Ok,
+    )
 }
 
 fn make(args: &Args) -> anyhow::Result<()> {

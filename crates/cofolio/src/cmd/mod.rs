@@ -37,61 +37,13 @@ pub(crate) mod verify;
 
 use std::collections::BTreeSet;
 
-use crate::cli::{Cli, Command};
 use crate::context::Context;
-use crate::exit::{DAMAGED, Ended, Exit, mending};
-use crate::ui::{Cell, Table, Tone, Ui};
-use cofolio_node::config::Loaded;
+use crate::exit::{DAMAGED, Exit, mending};
+use crate::ui::{Cell, Table, Tone};
 use cofolio_store::{Finding, FindingKind};
 
 /// What a command gives back: how to exit, or an error that says so.
 pub(crate) type Outcome = anyhow::Result<Exit>;
-
-pub(crate) fn run(cli: Cli, config: Loaded, ui: &Ui) -> anyhow::Result<Ended> {
-    let context = Context { global: cli.global, config, ui };
-    let exit = match cli.command {
-        // It ends as its container does.
-        Command::Run(args) => return Ok(run::run(&args, &context)),
-        Command::Exec(args) => return exec::run(&args, &context),
-        // Reached with a global option first, which mkcomposefs lacks; `main` handles all else.
-        Command::Mkcomposefs(args) => {
-            let failed = mkcomposefs::run(&args) != std::process::ExitCode::SUCCESS;
-            Ok(if failed { Exit::Failure } else { Exit::Ok })
-        }
-        Command::Ps(args) => ps::run(&args, &context),
-        Command::Stop(args) => stop::run(&args, &context),
-        Command::Import(args) => import::run(&args, &context),
-        Command::Pull(args) => pull::run(&args, &context),
-        Command::Build(args) => build::run(&args, &context),
-        Command::Export(args) => export::run(&args, &context),
-        Command::Push(args) => push::run(&args, &context),
-        Command::Pack(args) => pack::run(&args, &context),
-        Command::Backend(args) => backend::run(&args, &context),
-        Command::Mount(args) => mount::run(&args, &context),
-        Command::Umount(args) => umount::run(&args, &context),
-        Command::Mounts(args) => mounts::run(&args, &context),
-        Command::Images(args) => images::run(&args, &context),
-        Command::Inspect(args) => inspect::run(&args, &context),
-        Command::Diff(args) => diff::run(&args, &context),
-        Command::Ls(args) => ls::run(&args, &context),
-        Command::Cat(args) => cat::run(&args, &context),
-        Command::Dump(args) => dump::run(&args, &context),
-        Command::Sign(args) => sign::run(&args, &context),
-        Command::Verify(args) => verify::run(&args, &context),
-        Command::Tag(args) => tag::run(&args, &context),
-        Command::Rm(args) => rm::run(&args, &context),
-        Command::Gc(args) => gc::run(&args, &context),
-        Command::Fsck(args) => fsck::run(&args, &context),
-        Command::Du(args) => du::run(&args, &context),
-        Command::Survey(args) => survey::run(&args, &context),
-        Command::Bundle(args) => bundle::run(&args, &context),
-        Command::Doctor(args) => doctor::run(&args, &context),
-        Command::Config(args) => config::run(&args, &context),
-        Command::Completions(args) => completions::run(&args),
-        Command::Man(args) => man::run(&args, &context),
-    };
-    exit.map(Ended::from)
-}
 
 /// What a check found, a line each.
 fn findings_table(findings: &[Finding]) -> Table {

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use cofolio_image::trust::Need;
-use cofolio_node::mount::{Access, IdMap, MountRequest};
+use cofolio_node::mount::{Access, MountOptions, MountRequest};
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
@@ -81,12 +81,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         create_target: args.create,
         access,
         check,
-        idmap: args.idmap.as_deref().map(str::parse::<IdMap>).transpose()?,
-        label: args.context.clone(),
-        nosuid: args.nosuid,
-        nodev: args.nodev,
-        noexec: args.noexec,
-        name: image.ref_name.clone(),
+        options: MountOptions {
+            idmap: args.idmap.as_deref().map(str::parse).transpose()?,
+            label: args.context.clone(),
+            nosuid: args.nosuid,
+            nodev: args.nodev,
+            noexec: args.noexec,
+            name: image.ref_name.clone(),
+        },
         ..MountRequest::new(image.digest, Path::new(target))
     };
     let work = Work::begin(context.ui, "verifying", "file")?;

@@ -4,7 +4,8 @@ use cofolio_node::settings::Backend;
 use std::os::unix::ffi::OsStrExt as _;
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::{Backing, MountState, MountStatus, PinRecord};
+use cofolio_node::mount::{Backing, MountState, MountStatus, Mounts, PinRecord};
+use cofolio_store::Digest;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
@@ -25,6 +26,9 @@ pub(crate) struct Args {
     reconcile: bool,
 }
 
+/// What images are called.
+type Names = BTreeMap<Digest, String>;
+
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
@@ -39,93 +43,97 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     let list = mounter.list()?;
     if context.ui.json {
-        context.ui.json(&list)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&list);
     }
     let refs = domain.readable_refs()?.into_iter().rev();
-    let names: BTreeMap<_, _> = refs.map(|(name, record)| (record.image, name)).collect();
+    let names: Names = refs.map(|(name, record)| (record.image, name)).collect();
     let pins = list.pins.iter().filter_map(|pin| Some((pin.image, pin.record.as_ref()?)));
     let pins: BTreeMap<_, _> = pins.collect();
-    // Without fs-verity objects are not looked at only where they are immutable.
-    let is_unchecked =
-        |pin: &PinRecord| pin.backend == Backend::Overlay && pin.objects_checked == 0;
     if list.mounts.is_empty() {
         context.ui.note("nothing is mounted");
     } else {
         let headers = ["TARGET", "IMAGE", "MODE", "BACKEND", "VERIFIED", "SINCE", "STATE"];
         let mut table = Table::new(&headers);
-        for MountStatus { record, moved_to, state } in &list.mounts {
-            let image = match (&record.name, names.get(&record.image)) {
-                (Some(name), _) => name.clone(),
-                (None, Some(name)) if record.domain == domain.name() => name.clone(),
-                _ => short(&record.image),
-            };
-            let target = moved_to.as_ref().unwrap_or(&record.target);
-            let mode = match &record.upper {
-                None => "ro",
-                Some(upper) if upper.keep => "rw, kept",
-                Some(_) => "rw",
-            };
-            let pin = pins.get(&record.image).copied();
-            let backend = match pin.map(|pin| pin.backing) {
-                Some(Backing::Loop) => format!("{} (loop)", record.backend),
-                _ => record.backend.to_string(),
-            };
-            let verified = match (record.verity, record.verified) {
-                (true, _) => Cell::left("kernel").tone(Tone::Good),
-                (false, true) => Cell::left("hashed").tone(Tone::Good),
-                (false, false) if pin.is_some_and(is_unchecked) => Cell::left("immutable"),
-                (false, false) => Cell::left("sizes"),
-            };
-            let (word, tone) = match state {
-                MountState::Live => ("live", Tone::Good),
-                MountState::InFlight => ("in flight", Tone::Warn),
-                MountState::Covered => ("covered", Tone::Warn),
-                MountState::Gone => ("gone", Tone::Bad),
-                MountState::OtherNamespace => ("other namespace", Tone::Dim),
-            };
-            table.row(vec![
-                Cell::left(printable(target.as_os_str().as_bytes())).tone(Tone::Bold),
-                Cell::left(image),
-                Cell::left(mode),
-                Cell::left(backend),
-                verified,
-                Cell::left(ago(record.created)),
-                Cell::left(word).tone(tone),
-            ]);
+        for status in &list.mounts {
+            let image = &status.record.image;
+            let name = names.get(image).filter(|_| status.record.domain == domain.name());
+            table.row(row(status, name, pins.get(image).copied()));
         }
         context.ui.table(&table)?;
     }
-    for orphan in &list.orphans {
+    remarks(&list, &names).into_iter().for_each(|remark| context.ui.note(remark));
+    Ok(Exit::Ok)
+}
+
+/// A mount in the table; `name` is what its image is called now.
+fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> Vec<Cell> {
+    let MountStatus { record, moved_to, state } = status;
+    let image =
+        record.options.name.as_ref().or(name).cloned().unwrap_or_else(|| short(&record.image));
+    let target = moved_to.as_ref().unwrap_or(&record.target);
+    let mode = match &record.upper {
+        None => "ro",
+        Some(upper) if upper.keep => "rw, kept",
+        Some(_) => "rw",
+    };
+    let backend = match pin.map(|pin| pin.backing) {
+        Some(Backing::Loop) => format!("{} (loop)", record.backend),
+        _ => record.backend.to_string(),
+    };
+    // Without fs-verity objects are not looked at only where they are immutable.
+    let is_unchecked =
+        |pin: &PinRecord| pin.backend == Backend::Overlay && pin.objects_checked == 0;
+    let verified = match (record.verity, record.verified) {
+        (true, _) => Cell::left("kernel").tone(Tone::Good),
+        (false, true) => Cell::left("hashed").tone(Tone::Good),
+        (false, false) if pin.is_some_and(is_unchecked) => Cell::left("immutable"),
+        (false, false) => Cell::left("sizes"),
+    };
+    let (word, tone) = match state {
+        MountState::Live => ("live", Tone::Good),
+        MountState::InFlight => ("in flight", Tone::Warn),
+        MountState::Covered => ("covered", Tone::Warn),
+        MountState::Gone => ("gone", Tone::Bad),
+        MountState::OtherNamespace => ("other namespace", Tone::Dim),
+    };
+    vec![
+        Cell::left(printable(target.as_os_str().as_bytes())).tone(Tone::Bold),
+        Cell::left(image),
+        Cell::left(mode),
+        Cell::left(backend),
+        verified,
+        Cell::left(ago(record.created)),
+        Cell::left(word).tone(tone),
+    ]
+}
+
+/// What is not in the table: mounts without a record, kept changes, damaged records.
+fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
+    let orphans = list.orphans.iter().map(|orphan| {
         let target = printable(orphan.target.as_os_str().as_bytes());
-        context.ui.note(format!(
+        format!(
             "{target} shows {} and has no record: `umount {target}` unmounts it, and \
              `cofolio mounts --reconcile` cleans up after it",
             orphan.source
-        ));
-    }
-    for kept in &list.kept {
-        let Some(image) = kept.image else {
-            context.ui.note(format!(
-                "changes of an unknown image are kept in {}, whose file `keep` cannot be read: \
-                 `umount --discard` removes them",
-                kept.dir.display()
-            ));
-            continue;
-        };
-        let name = names.get(&image).cloned().unwrap_or_else(|| short(&image));
-        context.ui.note(format!(
-            "changes of {name}, which was at {}, are kept in {}: `mount --rw --upper` takes them up, \
+        )
+    });
+    let kept = list.kept.iter().map(|kept| match kept.image {
+        None => format!(
+            "changes of an unknown image are kept in {}, whose file `keep` cannot be read: \
              `umount --discard` removes them",
+            kept.dir.display()
+        ),
+        Some(image) => format!(
+            "changes of {}, which was at {}, are kept in {}: `mount --rw --upper` takes them up, \
+             `umount --discard` removes them",
+            names.get(&image).cloned().unwrap_or_else(|| short(&image)),
             printable(kept.target.as_os_str().as_bytes()),
             kept.dir.display()
-        ));
-    }
-    for damaged in &list.damaged {
-        context.ui.note(format!("damaged record: {damaged}"));
-    }
-    if list.mounts.iter().any(|status| status.state == MountState::Gone) {
-        context.ui.note("`cofolio mounts --reconcile` cleans up what is gone");
-    }
-    Ok(Exit::Ok)
+        ),
+    });
+    let damaged = list.damaged.iter().map(|damaged| format!("damaged record: {damaged}"));
+    let mut gone = list.mounts.iter().filter(|status| status.state == MountState::Gone);
+    let gone =
+        gone.next().map(|_| "`cofolio mounts --reconcile` cleans up what is gone".to_owned());
+    orphans.chain(kept).chain(damaged).chain(gone).collect()
 }

@@ -49,8 +49,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let report = export::push(&domain, named.exported(), &to, &options, &work.task)?;
     drop(work);
     if context.ui.json {
-        context.ui.json(&report)?;
-        return Ok(Exit::Ok);
+        return context.ui.json(&report);
     }
     let name = context.ui.paint(Tone::Bold, &report.name);
     context.ui.line(format!("{name} {}", report.manifest))?;

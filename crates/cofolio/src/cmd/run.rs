@@ -1,6 +1,6 @@
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
@@ -10,13 +10,11 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
-    Containers, Reason, Request, RunError, Runtime, Streams, exit_status,
+    Containers, Reason, Request, RunError, Runtime, Streams, exit_status, pidfd, wait_for,
 };
 use cofolio_node::mount::{Check, IdMap};
 use cofolio_sys::process::Fork;
-use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal, waitpid,
-};
+use rustix::process::{Signal, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::SignalsInfo;
@@ -135,17 +133,15 @@ enum Network {
     Host,
 }
 
-pub(crate) fn run(args: &Args, context: &Context<'_>) -> Ended {
-    if let Err(error) = context.needs_root() {
-        return exit::report(&error, context.ui).into();
-    }
-    start(args, context).unwrap_or_else(|error| {
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
+    context.needs_root()?;
+    Ok(start(args, context).unwrap_or_else(|error| {
         let exit = exit::report(&error, context.ui);
         match error.downcast_ref::<RunError>().map_or(NOT_STARTED, status_of) {
             NOT_STARTED if exit == Exit::Usage => exit.into(),
             status => Ended::Container(status),
         }
-    })
+    }))
 }
 
 pub(super) fn ended(status: u8, error: Option<RunError>) -> anyhow::Result<Ended> {
@@ -254,11 +250,7 @@ fn background() -> anyhow::Result<Side> {
     if running.read(&mut [0])? == 1 {
         return Ok(Side::Foreground(Ended::Container(0)));
     }
-    let ended = rustix::io::retry_on_intr(|| waitpid(Some(child), WaitOptions::empty()))?;
-    let status = ended.map(|(_, status)| status);
-    let code = status.and_then(|status| status.exit_status());
-    let signal = status.and_then(|status| status.terminating_signal());
-    Ok(Side::Foreground(Ended::Container(exit_status(code, signal))))
+    Ok(Side::Foreground(Ended::Container(exit_status(wait_for(child)?))))
 }
 
 /// Starts a detached container, and waits for its end in a session of its own.
@@ -353,6 +345,9 @@ fn bind(text: &str) -> anyhow::Result<Bind> {
         return Err(wrong("the target is not an absolute path").into());
     }
     let plain: PathBuf = Path::new(target).components().collect();
+    if plain.components().any(|component| component == Component::ParentDir) {
+        return Err(wrong("the target has `..` in it").into());
+    }
     if ["/", "/proc", "/sys", "/dev"].iter().any(|own| plain == Path::new(own)) {
         return Err(wrong("the container has a mount of its own there").into());
     }
@@ -400,9 +395,7 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
 
 /// From now on signals go to the runtime, which passes them on to the container.
 pub(super) fn pass_on(mut signals: SignalsInfo<WithOrigin>, runtime: u32) -> anyhow::Result<()> {
-    let pid = i32::try_from(runtime).ok().and_then(Pid::from_raw).context("no process id")?;
-    // Unlike its number, it cannot come to mean another process.
-    let runtime = pidfd_open(pid, PidfdFlags::empty()).context("holding on to the runtime")?;
+    let runtime = pidfd(runtime).context("holding on to the runtime")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for Origin { signal, cause, .. } in signals.forever() {
             // The terminal sends its signals, Ctrl-C for one, to the runtime as well.
@@ -436,6 +429,9 @@ mod tests {
             assert!(error.contains("a mount of its own"), "{error}");
         }
         assert!(bind("/dev/null:/dev/other").is_ok());
+        // It passed the check, and the error that came later blamed the image config.
+        let error = bind("/etc:/x/../proc").unwrap_err().to_string();
+        assert_eq!(error, "--volume /etc:/x/../proc: the target has `..` in it");
         // What other engines take as an option was taken for a part of the target: `/data:Z`.
         for text in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
             let error = bind(text).unwrap_err().to_string();

@@ -1,5 +1,6 @@
 use cofolio_image::pack::ImageContents;
 use cofolio_store::{Domain, Finding, ScrubOptions};
+use serde_json::Value;
 
 use crate::cmd::{Outcome, findings_table, note_mending};
 use crate::context::Context;
@@ -50,9 +51,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
         value["image"] = serde_json::to_value(image.digest)?;
-        value["sound"] = report.findings.is_empty().into();
-        context.ui.json(&value)?;
-        return Ok(exit(&report.findings));
+        return json(context, value, &report.findings);
     }
     let read = format!("{}, {} hashed", plural(report.objects, "object"), human_size(report.bytes));
     show(context, &image.shown(), &report.findings, &read)
@@ -73,10 +72,7 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
     let report = domain.scrub(&ImageContents, &options, &work.task)?;
     drop(work);
     if context.ui.json {
-        let mut value = serde_json::to_value(&report)?;
-        value["sound"] = report.findings.is_empty().into();
-        context.ui.json(&value)?;
-        return Ok(exit(&report.findings));
+        return json(context, serde_json::to_value(&report)?, &report.findings);
     }
     if report.bytes_before > 0 {
         let before = human_size(report.bytes_before);
@@ -91,6 +87,12 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
     }
     let read = format!("{}, {} read", plural(report.objects, "object"), human_size(report.bytes));
     show(context, &what, &report.findings, &read)
+}
+
+fn json(context: &Context<'_>, mut value: Value, findings: &[Finding]) -> Outcome {
+    value["sound"] = findings.is_empty().into();
+    context.ui.json(&value)?;
+    Ok(exit(findings))
 }
 
 fn exit(findings: &[Finding]) -> Exit {

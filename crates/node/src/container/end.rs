@@ -9,12 +9,11 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 
-use super::error::At as _;
 use super::{
     Container, Containers, Result, RunError, is_in, is_name, kept_exit_status, lock, read_record,
     write_file,
 };
-use crate::mount::{MountError, RunDir, UmountOptions, take_down};
+use crate::mount::{At as _, MountError, RunDir, UmountOptions, take_down};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
@@ -89,7 +88,7 @@ impl Containers<'_> {
     /// ones; returns their names. Describes failures in `failed` and goes on.
     ///
     /// # Errors
-    /// [`RunError::Io`] if the run directory cannot be read.
+    /// [`RunError::Mount`] if the run directory cannot be read.
     pub fn reconcile(&self, failed: &mut Vec<String>) -> Result<Vec<String>> {
         let mut removed = Vec::new();
         for name in self.names()? {
@@ -98,26 +97,21 @@ impl Containers<'_> {
                 self.mounter.run_dir().prepare()?;
                 let _ = fs::DirBuilder::new().mode(0o700).create(self.dir().join(&name));
             }
-            match self.settle(&name, false) {
+            match self.remove_if_ended(&name, false) {
                 Ok(true) => removed.push(name),
                 Ok(false) => {}
                 Err(error) => {
-                    let source = std::error::Error::source(&error);
-                    let why = source.map(|source| format!(": {source}")).unwrap_or_default();
-                    failed.push(format!("container {name}: {error}{why}"));
+                    failed
+                        .push(format!("container {name}: {}", cofolio_store::with_causes(&error)));
                 }
             }
         }
         Ok(removed)
     }
 
-    /// Removes a container if it has ended and no process waits for it, a retired one as well.
-    pub(super) fn remove_ended(&self, name: &str) -> Result<bool> {
-        self.settle(name, true)
-    }
-
-    /// Says whether it removed the container.
-    fn settle(&self, name: &str, retired_too: bool) -> Result<bool> {
+    /// Removes a container if it has ended and no process waits for it; a retired one only if the
+    /// caller says so. Returns whether it did.
+    pub(super) fn remove_if_ended(&self, name: &str, retired_too: bool) -> Result<bool> {
         let dir = self.dir().join(name);
         let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
             // If another process removed the container meanwhile, this is not the lock of its name.
@@ -161,8 +155,11 @@ impl Containers<'_> {
         let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
         let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
         if let Some(pid) = found.pid {
-            // Before the signal: afterwards another process may have its number.
-            let handle = pidfd(pid);
+            // Until it is open another process may get the number; so whose it is, is asked again.
+            let dir = self.dir().join(name);
+            let handle = pidfd(pid).ok();
+            let now = self.first_process(&dir, &found.record)?;
+            let handle = handle.filter(|_| now == Some(pid));
             for (signal, patience) in [(signal, patience), ("KILL", KILLED_PATIENCE)] {
                 let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
                 // A runtime that was killed at its work may not know the container.
@@ -178,7 +175,7 @@ impl Containers<'_> {
         // A process that waits for it removes or retires it.
         let start = Instant::now();
         let dir = self.dir().join(name);
-        while dir.exists() && !self.remove_ended(name)? {
+        while dir.exists() && !self.remove_if_ended(name, true)? {
             if start.elapsed() > KILLED_PATIENCE {
                 return Err(RunError::StillRunning(name.to_owned()));
             }
@@ -198,10 +195,10 @@ pub(super) fn remove_files(dir: &Path) -> Result<()> {
             return Ok(());
         }
     }
-    remove_files_once(dir)
+    Ok(remove_files_once(dir)?)
 }
 
-fn remove_files_once(dir: &Path) -> Result<()> {
+fn remove_files_once(dir: &Path) -> Result<(), MountError> {
     // Runtimes write further files: runc a `.pid` that becomes the pid file.
     let names = crate::mount::list(dir)?;
     let others = names.iter().map(String::as_str).filter(|name| !LAST.contains(name));
@@ -230,9 +227,11 @@ fn remove_cgroup(dir: &Path) {
     let _ = fs::remove_dir(dir);
 }
 
-fn pidfd(pid: u32) -> Option<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
-    rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+/// Holds on to a process: unlike its number, this never comes to mean another one.
+pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?)
 }
 
 fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {

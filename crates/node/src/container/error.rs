@@ -72,31 +72,22 @@ pub enum RunError {
     /// The container did not end, not even of SIGKILL.
     #[error("container `{0}` does not end")]
     StillRunning(String),
-    /// The image could not be mounted, or unmounted.
+    /// The image could not be mounted, or unmounted, or a file or directory failed.
     #[error(transparent)]
     Mount(#[from] MountError),
     /// The image cannot be run, or not with these options.
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    /// The operating system refused.
-    #[error("{doing} {}", path.display())]
-    Io {
-        /// What was being done.
-        doing: &'static str,
-        /// To what.
-        path: PathBuf,
-        /// Why it failed.
-        source: io::Error,
-    },
 }
 
 impl RunError {
     pub(super) fn is_missing(&self) -> bool {
-        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+        let kind = io::ErrorKind::NotFound;
+        matches!(self, Self::Mount(MountError::Io { source, .. }) if source.kind() == kind)
     }
 }
 
-pub(super) type Result<T> = std::result::Result<T, RunError>;
+pub(super) type Result<T, E = RunError> = std::result::Result<T, E>;
 
 /// What was wrong when a runtime refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,16 +126,5 @@ pub(super) fn reason(said: &str) -> Reason {
         Reason::NotExecutable
     } else {
         Reason::Other
-    }
-}
-
-/// Names the path of an I/O error.
-pub(super) trait At<T> {
-    fn at(self, doing: &'static str, path: impl Into<PathBuf>) -> Result<T>;
-}
-
-impl<T, E: Into<io::Error>> At<T> for std::result::Result<T, E> {
-    fn at(self, doing: &'static str, path: impl Into<PathBuf>) -> Result<T> {
-        self.map_err(|error| RunError::Io { doing, path: path.into(), source: error.into() })
     }
 }

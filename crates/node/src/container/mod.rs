@@ -42,12 +42,13 @@ use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
 use self::bundle::ImageConfig;
-use self::error::{At as _, Result, complaint, reason};
-use crate::mount::{Check, Mounter};
+use self::error::{Result, complaint, reason};
+use crate::mount::{At as _, Check, MountError, Mounter, try_flock};
 
+pub use end::pidfd;
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;
-pub use start::{Exec, exit_status};
+pub use start::{Exec, exit_status, wait_for};
 pub use streams::{Copies, Streams};
 
 /// Largest size of each of the two files that hold the output of a detached container.
@@ -183,7 +184,7 @@ impl<'a> Containers<'a> {
     /// All containers, by name. Damaged records are described in `failed`.
     ///
     /// # Errors
-    /// [`RunError::Io`].
+    /// [`RunError::Mount`].
     pub fn list(&self, failed: &mut Vec<RunError>) -> Result<Vec<ContainerStatus>> {
         let mut all = Vec::new();
         for name in self.names()? {
@@ -201,7 +202,7 @@ impl<'a> Containers<'a> {
     /// The name of the running container whose root filesystem is mounted at a path.
     ///
     /// # Errors
-    /// [`RunError::Io`], [`RunError::Record`].
+    /// [`RunError::Mount`], [`RunError::Record`].
     pub fn living_at(&self, rootfs: &Path) -> Result<Option<String>> {
         let Ok(all) = fs::canonicalize(self.dir()) else { return Ok(None) };
         let Some(dir) = rootfs.parent().filter(|dir| dir.parent() == Some(&all)) else {
@@ -338,11 +339,7 @@ fn lock(dir: &Path, how: FlockOperation) -> Result<Option<OwnedFd>> {
     let path = dir.join("lock");
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
     let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).at("opening", &path)?;
-    match rustix::fs::flock(&file, how) {
-        Ok(()) => Ok(Some(file)),
-        Err(Errno::WOULDBLOCK) => Ok(None),
-        Err(errno) => Err(errno).at("locking", &path),
-    }
+    Ok(try_flock(&file, how, &path)?.then_some(file))
 }
 
 /// Whether this is still the lock of the directory, and not of a removed one of the same name.
@@ -361,11 +358,7 @@ fn is_locked(dir: &Path) -> Result<bool> {
         Err(Errno::NOENT) => return Ok(false),
         other => other.at("opening", &path)?,
     };
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) {
-        Ok(()) => Ok(false),
-        Err(Errno::WOULDBLOCK) => Ok(true),
-        Err(errno) => Err(errno).at("locking", &path),
-    }
+    Ok(!try_flock(&file, FlockOperation::NonBlockingLockShared, &path)?)
 }
 
 /// The record of a container; `None` where none was written, so that nothing was mounted either.
@@ -377,13 +370,13 @@ fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
             Err(source) => Err(RunError::Record { path, source }),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error).at("reading", &path),
+        Err(error) => Err(error).at("reading", &path)?,
     }
 }
 
 /// Reads a file; `None` if it, its process or its cgroup is gone. Any other error says nothing about the
 /// container.
-fn read_unless_gone(path: &Path) -> Result<Option<String>> {
+fn read_unless_gone(path: &Path) -> Result<Option<String>, MountError> {
     match fs::read_to_string(path) {
         Err(error)
             if matches!(
@@ -402,7 +395,7 @@ fn kept_exit_status(dir: &Path) -> Option<u8> {
 }
 
 /// Writes a file in one step: no reader, and no crash, leaves half of it.
-fn write_file(path: &Path, content: &[u8]) -> Result<()> {
+fn write_file(path: &Path, content: &[u8]) -> Result<(), MountError> {
     let new = path.with_extension("new");
     fs::write(&new, content).at("writing", &new)?;
     fs::rename(&new, path).at("writing", path)

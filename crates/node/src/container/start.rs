@@ -9,14 +9,15 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
 
 use rustix::fs::{FlockOperation, Gid, Uid};
+use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
-use super::error::At as _;
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
     State, Streams, bundle, is_in, is_name, lock, refusal, write_file,
 };
-use crate::mount::{Access, IdMap, MountRequest};
+use crate::mount::kernel::open_dir;
+use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest};
 
 impl Containers<'_> {
     /// Mounts the image and starts a runtime that ends with the container. An error leaves nothing.
@@ -88,7 +89,7 @@ impl Containers<'_> {
             keep: request.keep,
             writable: request.writable,
             cgroup: self.cgroup(&name),
-            created: crate::mount::now(),
+            created: crate::now(),
             name,
         };
         let state = self.state_dir(&request.runtime);
@@ -151,15 +152,14 @@ impl Containers<'_> {
             self.mounter.run_dir().prepare()?;
             let dir = self.dir().join(&name);
             match fs::DirBuilder::new().mode(0o700).create(&dir) {
-                Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     // A container that has ended makes room.
-                    if request.name.is_none() || self.remove_ended(&name)? {
+                    if request.name.is_none() || self.remove_if_ended(&name, true)? {
                         continue;
                     }
                     return Err(RunError::Exists(name));
                 }
-                Err(error) => return Err(error).at("creating", &dir),
+                other => other.at("creating", &dir)?,
             }
             // Meanwhile another process may have removed it as a leftover.
             match lock(&dir, FlockOperation::LockExclusive) {
@@ -191,14 +191,14 @@ impl Containers<'_> {
             size_bytes: request.size_bytes,
             scratch: !request.writable && request.config.volumes().any(is_empty_volume),
             check: request.check,
-            idmap: options.idmap.clone(),
+            options: MountOptions { idmap: options.idmap.clone(), ..MountOptions::default() },
             ..MountRequest::new(request.image, &rootfs)
         })?;
-        container.busy = Some(crate::mount::open_root(&rootfs)?);
+        container.busy = Some(open_dir(&rootfs).at("opening", &rootfs)?);
         options.volumes = mounted.scratch.or(options.volumes);
         let config = bundle::generate(dir, &mounted.target, &request.config, &options, &self.root)?;
         let path = dir.join("config.json");
-        serde_json::to_vec(&config).map_err(io::Error::other).at("writing", path)
+        Ok(serde_json::to_vec(&config).map_err(io::Error::other).at("writing", path)?)
     }
 
     /// Lets root of a user namespace, and no other user, reach its root filesystem.
@@ -249,7 +249,7 @@ impl Container {
         let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
         let started = self.record.runtime.ask(&self.state, &start)?;
         match started.status.success() {
-            true => first.at("reading", path),
+            true => Ok(first.at("reading", path)?),
             false => refused(started.status),
         }
     }
@@ -271,10 +271,10 @@ pub struct Exec {
 impl Exec {
     /// Waits for its end. Returns its exit status and the runtime's error, as [`Running::wait`].
     pub fn wait(mut self) -> (io::Result<u8>, Option<RunError>) {
-        let status = self.child.wait().map(|status| exit_status(status.code(), status.signal()));
+        let status = self.child.wait().map(exit_status);
         let copied = self.copies.finish();
         let refusal = match status {
-            Ok(0) => copied.at("writing", "the output").err(),
+            Ok(0) => copied.at("writing", "the output").err().map(Into::into),
             _ => refusal(&self.log, &self.runtime),
         };
         let _ = fs::remove_file(&self.log);
@@ -292,19 +292,13 @@ impl Running {
     /// of a fatal signal), and the runtime's error, if that ended it, or that of writing the output.
     pub fn wait(mut self) -> (Container, io::Result<u8>, Option<RunError>) {
         let status = match self.first {
-            None => self.runtime.wait().map(|status| (status.code(), status.signal())),
-            Some(first) => rustix::io::retry_on_intr(|| waitpid(Some(first), WaitOptions::empty()))
-                .map(|ended| {
-                    let status = ended.map(|(_, status)| status);
-                    let code = status.and_then(|status| status.exit_status());
-                    (code, status.and_then(|status| status.terminating_signal()))
-                })
-                .map_err(Into::into),
+            None => self.runtime.wait(),
+            Some(first) => wait_for(first),
         };
         let copied = self.copies.finish();
-        let status = status.map(|(code, signal)| exit_status(code, signal));
+        let status = status.map(exit_status);
         let refusal = match status {
-            Ok(0) => copied.at("writing", "the container's output").err(),
+            Ok(0) => copied.at("writing", "the container's output").err().map(Into::into),
             // Runtimes end with 1 when they fail, as a container may.
             _ => self.container.refusal(),
         };
@@ -312,9 +306,16 @@ impl Running {
     }
 }
 
+/// Waits for the end of a child process.
+pub fn wait_for(child: Pid) -> io::Result<ExitStatus> {
+    let ended = retry_on_intr(|| waitpid(Some(child), WaitOptions::empty()))?;
+    let (_, status) = ended.ok_or(io::ErrorKind::NotFound)?;
+    Ok(ExitStatus::from_raw(status.as_raw()))
+}
+
 /// What a shell makes of how a process ended.
-pub fn exit_status(code: Option<i32>, signal: Option<i32>) -> u8 {
-    let status = signal.map_or(code, |signal| Some(128 + signal));
+pub fn exit_status(status: ExitStatus) -> u8 {
+    let status = status.signal().map_or(status.code(), |signal| Some(128 + signal));
     status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX)
 }
 

@@ -6,12 +6,14 @@
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, fstat};
+use rustix::io::{Errno, retry_on_intr};
 
 /// A pipe holds as much.
 const BUFFER_BYTES: usize = 64 << 10;
@@ -85,10 +87,7 @@ impl Streams {
                 let file = append(path)?;
                 let (reader, writer) = io::pipe()?;
                 let (path, bytes_max) = (path.clone(), *bytes_max);
-                copies.0.push(thread(move || {
-                    keep(reader, file, &path, bytes_max);
-                    Ok(())
-                })?);
+                copies.0.push(thread(move || keep(reader, file, &path, bytes_max))?);
                 command.stdin(empty).stdout(writer.try_clone()?).stderr(writer);
             }
         }
@@ -132,33 +131,61 @@ fn thread(
 }
 
 fn copy(
-    mut from: impl io::Read + Send + 'static,
-    mut to: impl io::Write + Send + 'static,
+    from: impl Into<OwnedFd>,
+    to: impl Into<OwnedFd>,
 ) -> io::Result<JoinHandle<io::Result<()>>> {
+    let (from, to) = (from.into(), to.into());
     // When one side is gone the other learns it: both are closed here. Not `io::copy`, which splices: the kernel
     // then moves a file's position at the end only, and whoever writes to that file meanwhile is overwritten.
     thread(move || {
         let mut buffer = vec![0; BUFFER_BYTES];
         loop {
-            match from.read(&mut buffer) {
-                Ok(0) => return Ok(()),
-                Ok(length) => to.write_all(&buffer[..length])?,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+            let read = || rustix::io::read(&from, &mut buffer[..]);
+            let length = when_ready(&from, PollFlags::IN, read)?;
+            if length == 0 {
+                return Ok(());
+            }
+            let mut left = &buffer[..length];
+            while !left.is_empty() {
+                let write = || rustix::io::write(&to, left);
+                left = &left[when_ready(&to, PollFlags::OUT, write)?..];
             }
         }
     })
+}
+
+/// Calls until there is an answer: whoever shares a terminal or a pipe may make it non-blocking.
+fn when_ready<T>(
+    fd: &OwnedFd,
+    ready: PollFlags,
+    mut call: impl FnMut() -> rustix::io::Result<T>,
+) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => {
+                retry_on_intr(|| poll(&mut [PollFd::new(fd, ready)], None))?;
+            }
+            other => return Ok(other?),
+        }
+    }
 }
 
 fn append(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Copies to a file that restarts at its maximum size; a lost output does not stop a container.
-fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) {
+/// Copies to a file that restarts at its maximum size. Lost output does not stop a container: the
+/// file gets a mark where some is missing, and if that is its end, the error is returned.
+fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) -> io::Result<()> {
     let mut size = file.metadata().map_or(0, |metadata| metadata.len());
     let mut buffer = vec![0; BUFFER_BYTES];
-    while let Ok(length @ 1..) = from.read(&mut buffer) {
+    let mut written = Ok(());
+    loop {
+        let length = from.read(&mut buffer)?;
+        if length == 0 {
+            return written;
+        }
         if size + length as u64 > bytes_max && size > 0 {
             let mut old = path.as_os_str().to_owned();
             old.push(".1");
@@ -168,7 +195,10 @@ fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) {
             }
         }
         size += length as u64;
-        let _ = file.write_all(&buffer[..length]);
+        if let Err(error) = written {
+            written = writeln!(file, "\n[cofolio: output is missing here: {error}]");
+        }
+        written = written.and_then(|()| file.write_all(&buffer[..length]));
     }
 }
 
@@ -219,6 +249,54 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "inside\noutside\ninside again\n");
     }
 
+    /// A terminal that somebody else had made non-blocking ended the copying as soon as it was full.
+    #[test]
+    fn a_non_blocking_terminal_is_waited_for() {
+        const BYTES: usize = 1 << 20;
+        let (reader, mut pipe) = io::pipe().unwrap();
+        let (mut terminal, output) = io::pipe().unwrap();
+        rustix::io::ioctl_fionbio(&output, true).unwrap();
+        rustix::io::ioctl_fionbio(&reader, true).unwrap();
+        let copied = copy(reader, output).unwrap();
+        let written = thread(move || pipe.write_all(&[b'x'; BYTES])).unwrap();
+        let mut shown = Vec::new();
+        terminal.read_to_end(&mut shown).unwrap();
+        assert_eq!(shown.len(), BYTES);
+        copied.join().unwrap().unwrap();
+        written.join().unwrap().unwrap();
+    }
+
+    /// Output of a detached container that could not be written was lost without a word.
+    #[test]
+    fn lost_output_is_an_error_and_leaves_a_mark() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("output");
+        std::os::unix::fs::symlink("/dev/full", &path).unwrap();
+        let mut command = Command::new("cat");
+        let streams = Streams::File { path: path.clone(), bytes_max: 100 };
+        let copies = streams.connect(&mut command).unwrap();
+        let mut cat = command.stdin(Stdio::piped()).spawn().unwrap();
+        // It has the other end of the pipe as well.
+        drop(command);
+        cat.stdin.take().unwrap().write_all(b"lost\n").unwrap();
+        cat.wait().unwrap();
+        assert_eq!(copies.finish().unwrap_err().kind(), io::ErrorKind::StorageFull);
+
+        let (reader, mut writer) = io::pipe().unwrap();
+        let (full, to) = (append(&path).unwrap(), path.clone());
+        let copied = thread(move || keep(reader, full, &to, 4)).unwrap();
+        writer.write_all(b"lost\n").unwrap();
+        while rustix::io::ioctl_fionread(&writer).unwrap() > 0 {
+            std::thread::yield_now();
+        }
+        writer.write_all(b"kept\n").unwrap();
+        drop(writer);
+        copied.join().unwrap().unwrap();
+        let kept = std::fs::read_to_string(&path).unwrap();
+        assert!(kept.starts_with("\n[cofolio: output is missing here: No space left"), "{kept}");
+        assert!(kept.ends_with("]\nkept\n"), "{kept}");
+    }
+
     /// The directory is in memory on most machines, so output must be bounded.
     #[test]
     fn kept_output_is_bounded() {
@@ -227,11 +305,7 @@ mod tests {
         let (reader, mut writer) = io::pipe().unwrap();
         let copied = {
             let (file, path) = (append(&path).unwrap(), path.clone());
-            thread(move || {
-                keep(reader, file, &path, 100);
-                Ok(())
-            })
-            .unwrap()
+            thread(move || keep(reader, file, &path, 100)).unwrap()
         };
         for number in 0..100_000 {
             writeln!(writer, "line {number}").unwrap();

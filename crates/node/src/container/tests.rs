@@ -129,7 +129,8 @@ fn a_damaged_record_keeps_its_container() {
             assert!(matches!(damaged[..], [RunError::Record { .. }]), "{damaged:?}");
             let stopped = containers.stop("box", std::time::Duration::ZERO);
             assert!(matches!(stopped, Err(RunError::Record { .. })), "{stopped:?}");
-            assert!(containers.living_at(&fs::canonicalize(&dir).unwrap().join("rootfs")).is_err());
+            let living = containers.living_at(&fs::canonicalize(&dir).unwrap().join("rootfs"));
+            assert!(matches!(living, Err(RunError::Record { .. })), "{living:?}");
             for name in ["container.json", "config.json", "pid"] {
                 assert!(dir.join(name).exists(), "{text}: {name}");
             }
@@ -203,6 +204,38 @@ fn put_record(containers: &Containers<'_>) -> PathBuf {
     let at = containers.dir().join("box");
     put(at.join("container.json"), &record.replace("DIGEST", &"ab".repeat(32)));
     at
+}
+
+/// `stop` opened a container's process after it had looked whose it was. If the process ended in between, and another
+/// one got its number, that one got the signal.
+#[test]
+fn a_process_that_got_the_number_of_a_container_gets_no_signal() {
+    in_store(|host, containers| {
+        let at = put_record(&containers);
+        let record = at.join("container.json");
+        // A runtime that does not know the container.
+        let text = fs::read_to_string(&record).unwrap().replace("/usr/bin/crun", "/bin/false");
+        fs::write(&record, text).unwrap();
+        let mut other = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        put(at.join("pid"), &other.id().to_string());
+        let cgroup = host.join(format!("proc/{}/cgroup", other.id()));
+        put(cgroup.with_extension("next"), "0::/other\n");
+        let mode = Mode::RUSR | Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &cgroup, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // The first look waits here for its answer. All later ones find the file.
+                let mut first = File::options().write(true).open(&cgroup).unwrap();
+                fs::rename(cgroup.with_extension("next"), &cgroup).unwrap();
+                io::Write::write_all(&mut first, b"0::/cofolio/box-1\n").unwrap();
+            });
+            containers.stop("box", std::time::Duration::ZERO).unwrap();
+        });
+        let ended = other.try_wait().unwrap();
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert_eq!(ended, None);
+    });
 }
 
 /// Any error at reading `/proc` or the cgroup, as EMFILE, counted as "has ended", and gc deleted a container

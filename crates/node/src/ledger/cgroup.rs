@@ -186,7 +186,7 @@ impl Cgroup {
             Version::V2 => "memory.max",
         };
         let path = self.path.join(file);
-        fs::write(&path, bytes.to_string()).map_err(|source| LedgerError::Io { path, source })
+        fs::write(&path, bytes.to_string()).map_err(LedgerError::io(&path))
     }
 
     /// Its charge now.

@@ -24,11 +24,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::error::{At as _, MountError};
-use super::kernel::{Context, KernelError, open_dir};
+use super::kernel::{Context, KernelError, open_dir, path_of, reopen};
 use super::mountinfo::{self, KernelMount};
 use super::state::Namespace;
 use super::upper::{make_below, open_below};
@@ -44,9 +43,8 @@ pub(super) struct Superblock(Option<(String, u64)>);
 impl Superblock {
     /// The superblock of a mount with this root; `root` is where `/sys` is looked up.
     pub(super) fn of(mount: impl AsFd, root: &Path) -> Self {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let find = || -> Option<(String, u64)> {
-            let file = rustix::fs::openat(mount, ".", flags, Mode::empty()).ok()?;
+            let file = reopen(mount).ok()?;
             let name = match cofolio_sys::mount::sysfs_path(&file) {
                 Ok(path) => path.file_name()?.to_str()?.to_owned(),
                 // Before Linux 6.10, where EROFS needs a block device: the entry has its name.
@@ -157,13 +155,12 @@ pub(super) fn has_overlay(dir: &Path, patience: &Patience) -> Result<bool, Mount
     if !is_free {
         return Ok(true);
     }
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let upper = rustix::fs::openat(&upper, ".", flags, Mode::empty()).at("open", dir)?;
+    let upper = reopen(upper).at("open", dir)?;
     for name in ["trusted.overlay.origin", "trusted.overlay.uuid"] {
         let _ = rustix::fs::fremovexattr(&upper, name);
     }
     // One that is left is used again.
-    let _ = fs::remove_dir_all(dir.join(PROBE));
+    let _ = fs::remove_dir_all(Path::new(&path_of(base)).join(PROBE));
     Ok(false)
 }
 

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use cofolio_sys::mount::{self as sys, MountAttr};
-use rustix::fs::{CWD, Mode, OFlags};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
@@ -103,7 +103,7 @@ impl Context {
 
     /// A directory by its descriptor, as kernels take it that know only paths.
     pub(crate) fn layer(&self, key: &str, layer: BorrowedFd<'_>) -> Result<(), KernelError> {
-        self.string(key, &format!("/proc/self/fd/{}", layer.as_raw_fd()))
+        self.string(key, &path_of(layer))
     }
 
     pub(crate) fn create(&self) -> Result<(), KernelError> {
@@ -199,7 +199,7 @@ pub(crate) fn mount_erofs(
     force_loop: bool,
 ) -> Result<(OwnedFd, Backing), KernelError> {
     if !force_loop {
-        match erofs_from(&format!("/proc/self/fd/{}", image.as_raw_fd()), name, scratch) {
+        match erofs_from(&path_of(image), name, scratch) {
             Ok(mount) => return Ok((mount, Backing::File)),
             // ENOTBLK: this kernel, or this file's filesystem, wants a block device.
             Err(error) if error.errno == Errno::NOTBLK => {}
@@ -229,12 +229,11 @@ pub(crate) fn mount_pack(
     scratch: BorrowedFd<'_>,
     options: &PackOptions<'_>,
 ) -> Result<OwnedFd, KernelError> {
-    let source = format!("/proc/self/fd/{}", pack.as_raw_fd());
-    erofs_from_with(&source, name, scratch, |context| {
+    erofs_from_with(&path_of(pack), name, scratch, |context| {
         context.flag("inode_share")?;
         context.secret("domain_id", options.secret)?;
         for segment in options.segments {
-            context.string("device", &format!("/proc/self/fd/{}", segment.as_raw_fd()))?;
+            context.string("device", &path_of(segment))?;
         }
         if options.direct {
             context.flag("directio")?;
@@ -348,8 +347,6 @@ impl Overlay<'_> {
     }
 
     fn layers(&self, context: &Context, style: LayerStyle) -> Result<(), KernelError> {
-        // `/proc/self/fd/N` needs none of the escapes that other paths need here.
-        let path = |fd: BorrowedFd<'_>| format!("/proc/self/fd/{}", fd.as_raw_fd());
         if style == LayerStyle::Descriptor {
             self.metadata.iter().try_for_each(|layer| context.fd("lowerdir+", *layer))?;
             context.fd("datadir+", self.objects)?;
@@ -359,8 +356,8 @@ impl Overlay<'_> {
             }
             return Ok(());
         }
-        let metadata: Vec<_> = self.metadata.iter().map(|layer| path(*layer)).collect();
-        let layers = format!("{}::{}", metadata.join(":"), path(self.objects));
+        let metadata: Vec<_> = self.metadata.iter().map(path_of).collect();
+        let layers = format!("{}::{}", metadata.join(":"), path_of(self.objects));
         context.string("lowerdir", &layers)?;
         if let Some((upper, work)) = self.upper {
             context.layer("upperdir", upper)?;
@@ -374,9 +371,7 @@ impl Overlay<'_> {
         if self.upper.is_none() {
             return Ok(());
         }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let open = rustix::fs::openat(mount, ".", flags, Mode::empty());
-        let stat = open.and_then(rustix::fs::fstatvfs);
+        let stat = reopen(mount).and_then(rustix::fs::fstatvfs);
         let stat = stat.map_err(|errno| KernelError::new("overlay: statvfs", errno))?;
         if stat.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY) {
             let mut error = KernelError::new("overlay: create", Errno::ROFS);
@@ -392,4 +387,22 @@ impl Overlay<'_> {
 /// `O_PATH` descriptor of a directory.
 pub(crate) fn open_dir(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// The same directory, to be read: what is asked of a directory itself needs more than `O_PATH`.
+pub(crate) fn reopen(dir: impl AsFd) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::openat(dir, ".", flags, Mode::empty())
+}
+
+/// A path that leads to what this descriptor is of, wherever that is moved. It needs no escapes.
+pub(crate) fn path_of(fd: impl AsFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
+}
+
+/// `O_PATH` descriptor of a directory in `base`. A symbolic link is refused: it could lead anywhere.
+pub(crate) fn open_directory_below(base: impl AsFd, name: &str) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    rustix::fs::openat2(base, name, flags, Mode::empty(), resolve)
 }

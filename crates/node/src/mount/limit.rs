@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use cofolio_sys::quota;
-use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
 use super::error::{At as _, MountError, refused};
-use super::kernel::{self, Context, attach, open_dir};
+use super::kernel::{self, Context, attach, open_dir, reopen};
+use super::state::RunDir;
 
 /// What keeps changes from growing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +45,11 @@ pub(crate) fn has_filesystem(dir: &Path) -> bool {
 }
 
 /// Limits what is made in `dir`, which is empty.
-pub(crate) fn set(dir: &Path, bytes: u64) -> Result<Limit, MountError> {
+pub(crate) fn set(run: &RunDir, dir: &Path, bytes: u64) -> Result<Limit, MountError> {
     if bytes < SIZE_BYTES_MIN {
         return Err(MountError::SizeLimit("at least 4 MiB are needed"));
     }
-    if set_project(dir, bytes).at("limit", dir)? {
+    if set_project(run, dir, bytes)? {
         return Ok(Limit::Project);
     }
     make_filesystem(dir, bytes)?;
@@ -57,19 +57,19 @@ pub(crate) fn set(dir: &Path, bytes: u64) -> Result<Limit, MountError> {
 }
 
 /// False where the filesystem has no project quotas.
-fn set_project(dir: &Path, bytes: u64) -> Result<bool, Errno> {
-    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECTORY;
-    let flags = flags | rustix::fs::OFlags::CLOEXEC;
-    let file = rustix::fs::open(dir, flags, rustix::fs::Mode::empty())?;
+fn set_project(run: &RunDir, dir: &Path, bytes: u64) -> Result<bool, MountError> {
+    let file = open_dir(dir).and_then(reopen).at("open", dir)?;
     // An error: no quotas at all, or no such call.
     if !quota::is_enforced(&file).unwrap_or(false) {
         return Ok(false);
     }
     // Another mount may be looking for a number at this moment.
-    let parent = rustix::fs::open(dir.parent().unwrap_or(dir), flags, rustix::fs::Mode::empty())?;
-    rustix::fs::flock(&parent, FlockOperation::LockExclusive)?;
+    let parent = dir.parent().unwrap_or(dir);
+    let lock = open_dir(parent).and_then(reopen).at("open", parent)?;
+    run.wait_for_flock(&lock, parent)?;
     // A directory that was made a moment ago has an inode number of its own on this filesystem.
-    let start = u32::try_from(rustix::fs::fstat(&file)?.st_ino % u64::from(PROJECTS)).unwrap_or(0);
+    let inode = rustix::fs::fstat(&file).at("look at", dir)?.st_ino;
+    let start = u32::try_from(inode % u64::from(PROJECTS)).unwrap_or(0);
     for step in 0..PROJECTS {
         let project = PROJECT_FIRST + (start + step) % PROJECTS;
         match quota::quota(&file, project) {
@@ -79,9 +79,11 @@ fn set_project(dir: &Path, bytes: u64) -> Result<bool, Errno> {
             Ok(_) | Err(Errno::NOENT) => {
                 let inodes = bytes.div_ceil(BYTES_PER_INODE);
                 return match quota::set_project(&file, project) {
-                    Ok(()) => quota::limit(&file, project, bytes, inodes).map(|()| true),
                     Err(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Ok(false),
-                    Err(errno) => Err(errno),
+                    set => set
+                        .and_then(|()| quota::limit(&file, project, bytes, inodes))
+                        .map(|()| true)
+                        .at("limit", dir),
                 };
             }
             Err(_) => return Ok(false),
@@ -142,8 +144,7 @@ pub(crate) fn lift(dir: &Path) {
     if cofolio_sys::mount::mount_id(rustix::fs::CWD, &at).is_ok_and(|id| id.is_root) {
         let _ = kernel::unmount(&at, true);
     }
-    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
-    let Ok(file) = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()) else { return };
+    let Ok(file) = open_dir(dir).and_then(reopen) else { return };
     if let Ok(project) = quota::project(&file)
         && (PROJECT_FIRST..PROJECT_FIRST + PROJECTS).contains(&project)
     {

@@ -43,6 +43,7 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use crate::now;
 use crate::settings::Backend;
 use cofolio_store::task::Task;
 use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
@@ -58,18 +59,18 @@ pub use mountinfo::KernelMount;
 pub use pin::Pin;
 pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
-pub(crate) use reconcile::in_words;
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
-pub use request::{Access, Check, MountRequest, Step, UmountOptions, Unmounted};
-pub use state::{MountNumbers, MountRecord, Phase, PinRecord, RunDir, Upper};
-pub use upper::Kept;
+pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions, Unmounted};
+pub use state::{MountNumbers, MountPhase, MountRecord, PinRecord, RunDir, Upper};
+pub use upper::KeptChanges;
 pub(crate) use upper::open_own;
 
-use error::{At as _, refused};
+pub(crate) use error::At;
+use error::refused;
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
-use reconcile::{Kernel, Place};
+use reconcile::{Kernel, Location};
 use state::ImageLock;
-pub(crate) use state::list;
+pub(crate) use state::{list, try_flock};
 use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.
@@ -181,16 +182,11 @@ impl<'a> Mounter<'a> {
             target,
             upper,
             scratch,
-            idmap: request.idmap.clone(),
-            label: request.label.clone(),
-            nosuid: request.nosuid,
-            nodev: request.nodev,
-            noexec: request.noexec,
-            name: request.name.clone(),
+            options: request.options.clone(),
             backend: Backend::default(),
             verity,
             verified: request.check == Check::Verify,
-            phase: Phase::Intent,
+            phase: MountPhase::Intent,
             mount: None,
             namespace: kernel.namespace,
             boot_id: kernel.boot_id,
@@ -211,8 +207,9 @@ impl<'a> Mounter<'a> {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
-                let place = Kernel::new(&self.root).and_then(|k| self.place_of(&record, &k));
-                let forgotten = place.and_then(|place| self.forget(&record, &place, &lock));
+                let location = Kernel::new(&self.root).and_then(|k| self.locate(&record, &k));
+                let forgotten =
+                    location.and_then(|location| self.forget(&record, &location, &lock));
                 drop(lock);
                 if let Ok(forgotten) = forgotten {
                     forgotten.finish();
@@ -292,7 +289,7 @@ impl<'a> Mounter<'a> {
         self.step(Step::Prepared);
         attach(&mount, &target).map_err(refused)?;
         self.step(Step::Attached);
-        record.phase = Phase::Mounted;
+        record.phase = MountPhase::Mounted;
         self.run.write(record, lock)?;
         self.step(Step::Recorded);
         Ok(())
@@ -305,11 +302,12 @@ impl<'a> Mounter<'a> {
         pin: &Pinned,
         claim: Option<&OwnedFd>,
     ) -> Result<OwnedFd, MountError> {
-        let (image, idmap, label) = (&record.image, record.idmap.as_ref(), record.label.as_deref());
+        let (image, options) = (&record.image, &record.options);
+        let (idmap, label) = (options.idmap.as_ref(), options.label.as_deref());
         let mut flags = MountAttrFlags::empty();
-        flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, record.nosuid);
-        flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, record.nodev);
-        flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, record.noexec);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NOSUID, options.nosuid);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, options.nodev);
+        flags.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, options.noexec);
         let idmapped = idmap.is_some();
         let failed = |error| MountError::from_kernel(error, idmapped);
         let Some(upper) = &record.upper else {
@@ -326,7 +324,7 @@ impl<'a> Mounter<'a> {
         };
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
         let layers = mapped.as_ref().unwrap_or(&pin.layers);
-        let open = upper::prepare(record, upper, &layers[0], claim)?;
+        let open = upper::prepare(&self.run, record, upper, &layers[0], claim)?;
         self.step(Step::UpperMade);
         let made = self
             .overlay(image, (layers, pin.backend), label, Some(&open), idmapped)
@@ -358,17 +356,19 @@ impl<'a> Mounter<'a> {
         let Some(found) = self.run.record(&id)? else { return Ok(()) };
         let lock = self.run.lock_image(&found.image)?;
         let Some(record) = self.run.record(&id)? else { return Ok(()) };
-        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
-        match place {
-            Place::At(_) if record.phase == Phase::Mounted => {
+        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
+        match location {
+            Location::At(_) if record.phase == MountPhase::Mounted => {
                 let image = record.image;
                 Err(MountError::AlreadyMounted { target: target.to_owned(), image })
             }
-            Place::Covered => Err(MountError::Covered(target.to_owned())),
-            Place::Elsewhere => Err(MountError::OtherNamespace { id, target: target.to_owned() }),
+            Location::Covered => Err(MountError::Covered(target.to_owned())),
+            Location::OtherNamespace => {
+                Err(MountError::OtherNamespace { id, target: target.to_owned() })
+            }
             // Half-way with nobody holding the lock, or unmounted behind our back.
-            Place::At(_) | Place::Gone => {
-                let forgotten = self.forget(&record, &place, &lock)?;
+            Location::At(_) | Location::Gone => {
+                let forgotten = self.forget(&record, &location, &lock)?;
                 drop(lock);
                 forgotten.finish();
                 Ok(())
@@ -406,14 +406,14 @@ impl<'a> Mounter<'a> {
         if record.image != found.image {
             return Err(gone());
         }
-        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
-        match &place {
-            Place::Elsewhere => {
+        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
+        match &location {
+            Location::OtherNamespace => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });
             }
-            Place::Covered => return Err(MountError::Covered(record.target)),
-            Place::At(path) => self.leave(&mut record, path, options, &lock)?,
-            Place::Gone => {}
+            Location::Covered => return Err(MountError::Covered(record.target)),
+            Location::At(path) => self.leave(&mut record, path, options, &lock)?,
+            Location::Gone => {}
         }
         if options.keep_upper
             && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
@@ -423,17 +423,17 @@ impl<'a> Mounter<'a> {
             upper::mark_kept(&dir, &record)?;
             // Where it is in use still, or we die here, the next mount over it does this.
             if !in_use::has_overlay(&upper.dir, &self.patience)? {
-                upper::settle(&dir, &upper.dir)?;
+                upper::clear_volatile(&dir, &upper.dir)?;
             }
             record.upper = Some(Upper { keep: true, ..upper });
         }
         let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
         // What was there is not there any more.
-        let forgotten = self.forget(&record, &Place::Gone, &lock)?;
+        let forgotten = self.forget(&record, &Location::Gone, &lock)?;
         drop(lock);
         let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
         forgotten.finish();
-        let was_gone = matches!(place, Place::Gone);
+        let was_gone = matches!(location, Location::Gone);
         Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
     }
 
@@ -443,7 +443,9 @@ impl<'a> Mounter<'a> {
     /// [`MountError::OtherNamespace`].
     pub(crate) fn check_namespace(&self, target: &Path) -> Result<(), MountError> {
         match self.run.find(target) {
-            Ok(found) if self.place_of(&found, &Kernel::new(&self.root)?)? == Place::Elsewhere => {
+            Ok(found)
+                if self.locate(&found, &Kernel::new(&self.root)?)? == Location::OtherNamespace =>
+            {
                 Err(MountError::OtherNamespace { id: found.id, target: found.target })
             }
             Ok(_) | Err(MountError::NotMounted(_)) => Ok(()),
@@ -473,7 +475,7 @@ impl<'a> Mounter<'a> {
             }
         }
         let before = record.phase;
-        record.phase = Phase::Leaving;
+        record.phase = MountPhase::Leaving;
         self.run.write(record, lock)?;
         self.step(Step::Leaving);
         let shares = record.backend == Backend::InodeShare;
@@ -510,13 +512,8 @@ impl<'a> Mounter<'a> {
 
 /// Ignores that a root cannot be written where the store's filesystem is mounted read-only.
 fn unless_read_only<T>(written: cofolio_store::Result<T>) -> cofolio_store::Result<()> {
-    use std::error::Error as _;
-    let is_read_only = |error: &cofolio_store::Error| {
-        let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
-        source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
-    };
     match written {
-        Err(error) if !is_read_only(&error) => Err(error),
+        Err(error) if !error.is_read_only_disk() => Err(error),
         _ => Ok(()),
     }
 }
@@ -526,17 +523,6 @@ fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(
     fs::create_dir_all(&users).at("create", &users)?;
     let path = users.join(user);
     fs::File::create(&path).map(drop).at("create", path)
-}
-
-/// Descriptor of a mount's root. While it is open, the mount is busy.
-pub(crate) fn open_root(path: &Path) -> Result<OwnedFd, MountError> {
-    open_dir(path).at("open", path)
-}
-
-/// Seconds since 1970.
-pub(crate) fn now() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.ok().and_then(|since| i64::try_from(since.as_secs()).ok()).unwrap_or_default()
 }
 
 /// The numbers of the mount that `path` is on.

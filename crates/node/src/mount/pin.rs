@@ -19,7 +19,9 @@ use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
-use super::state::{ImageLock, PinRecord, list, read_json, remove_dir, remove_file, write_json};
+use super::state::{
+    ImageLock, MountRecord, PinRecord, list, read_json, remove_dir, remove_file, write_json,
+};
 use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
@@ -87,21 +89,7 @@ impl Mounter<'_> {
         let path = dir.join("pin.json");
         make_dir(&at)?;
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
-            // It is as it was made, whatever the domain's backend is by now.
-            let record: Option<PinRecord> = read_json(&path)?;
-            // Over a base it would show a part of the image.
-            if record.is_none() && (measured || self.domain.base_of(image)?.is_some()) {
-                let reason = "it is missing, so nobody knows what is mounted".to_owned();
-                return Err(MountError::State { path, reason });
-            }
-            let (backend, verity, base) = record.map_or_else(Default::default, |record| {
-                (record.backend, record.verity, record.base)
-            });
-            let mut layers = vec![root];
-            if let Some(base) = base {
-                layers.extend(self.mounted_layers(&base)?);
-            }
-            return Ok(Pinned { dir, layers, backend, verity });
+            return self.pinned_before(image, root, dir, measured);
         }
         let scratch = open_dir(&dir).at("open", &dir)?;
         let backend = self.domain.backend()?;
@@ -112,17 +100,14 @@ impl Mounter<'_> {
                     true => None,
                     false => self.mount_delta(image, scratch.as_fd())?,
                 };
-                match over_base {
-                    Some((mount, record, layers)) => {
-                        below = layers;
-                        (mount, record)
+                if let Some((mount, record, layers)) = over_base {
+                    below = layers;
+                    (mount, record)
+                } else {
+                    if !dir.ends_with(OWN) {
+                        self.release_base(self.domain.name(), image, None, lock)?;
                     }
-                    None => {
-                        if !dir.ends_with(OWN) {
-                            self.release_base(self.domain.name(), image, None, lock)?;
-                        }
-                        self.mount_image(image, image, scratch.as_fd())?
-                    }
+                    self.mount_image(image, image, scratch.as_fd())?
                 }
             }
             Backend::InodeShare => {
@@ -135,7 +120,7 @@ impl Mounter<'_> {
                     verity: packed.verity,
                     objects_checked: 0,
                     image_bytes: packed.file.size().at("look at", &dir)?,
-                    created: super::now(),
+                    created: crate::now(),
                 };
                 (mount, record)
             }
@@ -145,15 +130,9 @@ impl Mounter<'_> {
         let temporary = path.with_extension("tmp");
         write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
         fs::rename(&temporary, &path).at("write", &path)?;
-        let superblock = Superblock::of(&mount, &self.root);
-        let mut root = Root::new(RootKind::Mount, self.superblock_root(image, &superblock));
-        root.images = vec![*image];
-        root.note = "its superblock".to_owned();
-        root.created = record.created;
-        root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
-        unless_read_only(self.domain.put_root(&root))?;
+        self.keep_for_superblock(image, &mount, record.created)?;
         self.step(Step::PinMade);
-        place(&mount, &at)?;
+        attach_at(&mount, &at)?;
         self.step(Step::Pinned);
         if backend == Backend::InodeShare {
             self.check_shares(&at).inspect_err(|_| drop(take_down(&at)))?;
@@ -164,6 +143,47 @@ impl Mounter<'_> {
         })?;
         let layers = std::iter::once(root).chain(below).collect();
         Ok(Pinned { dir, layers, backend, verity })
+    }
+
+    /// The image's EROFS mount that is there already, as it was made, whatever the domain's backend
+    /// is by now.
+    fn pinned_before(
+        &self,
+        image: &Digest,
+        root: OwnedFd,
+        dir: PathBuf,
+        measured: bool,
+    ) -> Result<Pinned, MountError> {
+        let path = dir.join("pin.json");
+        let record: Option<PinRecord> = read_json(&path)?;
+        // Over a base it would show a part of the image.
+        if record.is_none() && (measured || self.domain.base_of(image)?.is_some()) {
+            let reason = "it is missing, so nobody knows what is mounted".to_owned();
+            return Err(MountError::State { path, reason });
+        }
+        let (backend, verity, base) = record
+            .map_or_else(Default::default, |record| (record.backend, record.verity, record.base));
+        let mut layers = vec![root];
+        if let Some(base) = base {
+            layers.extend(self.mounted_layers(&base)?);
+        }
+        Ok(Pinned { dir, layers, backend, verity })
+    }
+
+    /// Keeps the image in the store while the superblock of a mount exists.
+    fn keep_for_superblock(
+        &self,
+        image: &Digest,
+        mount: &OwnedFd,
+        created: i64,
+    ) -> Result<(), MountError> {
+        let superblock = Superblock::of(mount, &self.root);
+        let mut root = Root::new(RootKind::Mount, self.superblock_root(image, &superblock));
+        root.images = vec![*image];
+        root.note = "its superblock".to_owned();
+        root.created = created;
+        root.boot_id = Some(Kernel::new(&self.root)?.boot_id);
+        Ok(unless_read_only(self.domain.put_root(&root))?)
     }
 
     /// Mounts a metadata image, detached, with its objects' sizes checked and `shown` as its
@@ -194,7 +214,7 @@ impl Mounter<'_> {
             verity,
             objects_checked,
             image_bytes: file.size().at("look at", file.path())?,
-            created: super::now(),
+            created: crate::now(),
         };
         Ok((mount, record))
     }
@@ -217,7 +237,7 @@ impl Mounter<'_> {
         let idmapped = idmap.is_some();
         let mount = self.overlay(image, (layers, pin.backend), label, None, idmapped)?;
         self.step(Step::ViewMade);
-        place(&mount, &at)?;
+        attach_at(&mount, &at)?;
         self.step(Step::Viewed);
         mounted_root(&at, OVERLAY_MAGIC)?.ok_or_else(|| MountError::State {
             path: at,
@@ -240,7 +260,9 @@ impl Mounter<'_> {
             let used: HashSet<String> = records
                 .iter()
                 .filter(|record| record.image == *image && record.domain == domain)
-                .map(|record| view_key(record.idmap.as_ref(), record.label.as_deref()))
+                .map(|MountRecord { options, .. }| {
+                    view_key(options.idmap.as_ref(), options.label.as_deref())
+                })
                 .collect();
             // Numbers of mounts grow.
             let age =
@@ -472,9 +494,6 @@ impl Mounter<'_> {
     }
 
     /// The pinned images of all trust domains.
-    ///
-    /// # Errors
-    /// [`MountError::Io`].
     pub fn pins(&self) -> Result<Vec<Pin>, MountError> {
         let mut pins = Vec::new();
         for (domain, image) in self.pinned_images()? {
@@ -520,7 +539,7 @@ pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, M
     Ok((id.is_root && kind == magic).then_some(root))
 }
 
-fn place(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {
+fn attach_at(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {
     let dir = open_dir(at).at("open", at)?;
     attach(mount, &dir).map_err(refused)
 }

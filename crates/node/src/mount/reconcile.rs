@@ -15,13 +15,13 @@ use super::in_use::{self, Superblock};
 use super::kernel;
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, Unpinned};
-use super::state::{ImageLock, MountRecord, Namespace, Phase, list, remove_dir, remove_file};
+use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_dir, remove_file};
 use super::upper;
-use super::{Kept, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
+use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
 
 /// Where a recorded mount is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Location {
     /// On top at this path (not the recorded one if somebody moved it).
     At(PathBuf),
     /// There, but under another mount.
@@ -29,7 +29,7 @@ pub(crate) enum Place {
     /// Nowhere: unmounted behind our back, never attached, or gone with a reboot.
     Gone,
     /// In a mount namespace that is not ours and still in use.
-    Elsewhere,
+    OtherNamespace,
 }
 
 /// A mount as the record and the kernel together tell it.
@@ -71,7 +71,7 @@ pub struct Mounts {
     /// a mount, or mounts whose record was lost. Nothing cleans them up.
     pub orphans: Vec<KernelMount>,
     /// Changes of this domain that were kept, and that nothing is mounted over.
-    pub kept: Vec<Kept>,
+    pub kept: Vec<KeptChanges>,
     /// Records that cannot be read, in words.
     pub damaged: Vec<String>,
 }
@@ -152,53 +152,53 @@ impl<'r> Kernel<'r> {
 
 impl Mounter<'_> {
     /// Where a recorded mount is. Looks at the target only, unless that is not it.
-    pub(crate) fn place_of(
+    pub(crate) fn locate(
         &self,
         record: &MountRecord,
         kernel: &Kernel<'_>,
-    ) -> Result<Place, MountError> {
+    ) -> Result<Location, MountError> {
         if record.boot_id != kernel.boot_id {
-            return Ok(Place::Gone);
+            return Ok(Location::Gone);
         }
         if !record.namespace.is(&kernel.namespace) {
             let used = namespace_is_used(&self.root, &record.namespace);
-            return Ok(if used { Place::Elsewhere } else { Place::Gone });
+            return Ok(if used { Location::OtherNamespace } else { Location::Gone });
         }
-        let Some(mount) = record.mount else { return Ok(Place::Gone) };
+        let Some(mount) = record.mount else { return Ok(Location::Gone) };
         if let Ok(found) = numbers_at(&record.target)
             && found.is_root
             && mount.is(found.id, found.unique)
         {
-            return Ok(Place::At(record.target.clone()));
+            return Ok(Location::At(record.target.clone()));
         }
         let source = source_of(&record.image);
         let mut mounts = kernel.mounts()?.iter();
         let Some(found) = mounts.find(|m| m.id == mount.id && m.source == source) else {
-            return Ok(Place::Gone);
+            return Ok(Location::Gone);
         };
         // On top at its place, or below something?
         match numbers_at(&found.target) {
             Ok(numbers) if mount.is(numbers.id, numbers.unique) => {
-                Ok(Place::At(found.target.clone()))
+                Ok(Location::At(found.target.clone()))
             }
             // The number went to another mount of the same image since.
-            Ok(numbers) if numbers.id == mount.id => Ok(Place::Gone),
-            _ => Ok(Place::Covered),
+            Ok(numbers) if numbers.id == mount.id => Ok(Location::Gone),
+            _ => Ok(Location::Covered),
         }
     }
 
-    /// Removes every trace of a mount: takes it down if it is still up at `place`, and releases the
+    /// Removes every trace of a mount: takes it down if it is still up at `location`, and releases the
     /// image. Parts may be missing; the record goes last, so that a failed unmount can be repeated.
     ///
-    /// The caller gives the place: looking up a mount that was just taken down would read all of
+    /// The caller gives the location: looking up a mount that was just taken down would read all of
     /// mountinfo, which takes milliseconds for a thousand mounts.
     pub(crate) fn forget(
         &self,
         record: &MountRecord,
-        place: &Place,
+        location: &Location,
         lock: &ImageLock,
     ) -> Result<Forgotten, MountError> {
-        if let Place::At(path) = place {
+        if let Location::At(path) = location {
             self.unmount_half_way(record, path, lock)?;
             self.step(Step::Detached);
         }
@@ -243,13 +243,13 @@ impl Mounter<'_> {
         lock: &ImageLock,
     ) -> Result<(), MountError> {
         let unmounted = match record.phase {
-            Phase::Leaving => kernel::unmount_patiently(path, false),
+            MountPhase::Leaving => kernel::unmount_patiently(path, false),
             // Nobody was told of it yet.
             _ => kernel::unmount(path, true),
         };
         match unmounted {
             Err(error) if error.errno == rustix::io::Errno::BUSY => {
-                let record = MountRecord { phase: Phase::Mounted, ..record.clone() };
+                let record = MountRecord { phase: MountPhase::Mounted, ..record.clone() };
                 self.run.write(&record, lock)?;
                 Err(MountError::Busy(path.to_owned()))
             }
@@ -258,26 +258,23 @@ impl Mounter<'_> {
     }
 
     /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.
-    ///
-    /// # Errors
-    /// [`MountError::Io`].
     pub fn list(&self) -> Result<Mounts, MountError> {
         let kernel = Kernel::new(&self.root)?;
         let (records, damaged) = self.run.records()?;
         let orphans = self.orphans(kernel.mounts()?, &records)?;
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
-            let place = self.place_of(&record, &kernel)?;
-            let moved_to = match &place {
-                Place::At(path) if *path != record.target => Some(path.clone()),
+            let location = self.locate(&record, &kernel)?;
+            let moved_to = match &location {
+                Location::At(path) if *path != record.target => Some(path.clone()),
                 _ => None,
             };
-            let state = match place {
-                _ if record.phase != Phase::Mounted => MountState::InFlight,
-                Place::At(_) => MountState::Live,
-                Place::Covered => MountState::Covered,
-                Place::Gone => MountState::Gone,
-                Place::Elsewhere => MountState::OtherNamespace,
+            let state = match location {
+                _ if record.phase != MountPhase::Mounted => MountState::InFlight,
+                Location::At(_) => MountState::Live,
+                Location::Covered => MountState::Covered,
+                Location::Gone => MountState::Gone,
+                Location::OtherNamespace => MountState::OtherNamespace,
             };
             mounts.push(MountStatus { record, moved_to, state });
         }
@@ -286,18 +283,10 @@ impl Mounter<'_> {
         Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
     }
 
-    /// Kept changes of this domain that nothing is mounted over, with their bytes on disk.
-    ///
-    /// # Errors
-    /// [`MountError::Io`].
-    pub fn kept(&self) -> Result<Vec<(Kept, u64)>, MountError> {
+    /// KeptChanges changes of this domain that nothing is mounted over, with their bytes on disk.
+    pub fn kept(&self) -> Result<Vec<(u64, KeptChanges)>, MountError> {
         let kept = upper::kept(self.domain, &self.run)?.into_iter();
-        Ok(kept
-            .map(|kept| {
-                let bytes = upper::disk_bytes(&kept.dir);
-                (kept, bytes)
-            })
-            .collect())
+        Ok(kept.map(|kept| (upper::disk_bytes(&kept.dir), kept)).collect())
     }
 
     /// Removes changes of this domain that were kept.
@@ -409,7 +398,7 @@ impl Mounter<'_> {
         self.patience.renew();
         let mut done = Reconciled::default();
         let mut failed = Vec::new();
-        let mut or_failed = |error| failed.push(in_words(&error));
+        let mut or_failed = |error| failed.push(cofolio_store::with_causes(&error));
         if self.run.path().join("locks").exists() {
             done.leftovers = self.run.remove_temporaries().map_err(&mut or_failed).unwrap_or(0);
             for id in self.run.record_ids()? {
@@ -440,20 +429,20 @@ impl Mounter<'_> {
         let Some(found) = self.run.record(id)? else { return Ok(false) };
         let lock = self.run.lock_image(&found.image)?;
         let Some(record) = self.run.record(id)? else { return Ok(false) };
-        let place = self.place_of(&record, &Kernel::new(&self.root)?)?;
+        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
         // With the lock ours, nobody is at work on a record that is half-way.
-        let stale = match place {
-            Place::Elsewhere => false,
-            Place::Gone => true,
-            Place::At(_) | Place::Covered => record.phase != Phase::Mounted,
+        let stale = match location {
+            Location::OtherNamespace => false,
+            Location::Gone => true,
+            Location::At(_) | Location::Covered => record.phase != MountPhase::Mounted,
         };
         if record.image != found.image || !stale {
             return Ok(false);
         }
-        if place == Place::Covered {
+        if location == Location::Covered {
             return Err(MountError::Covered(record.target));
         }
-        let mut forgotten = self.forget(&record, &place, &lock)?;
+        let mut forgotten = self.forget(&record, &location, &lock)?;
         drop(lock);
         // A container may still run in what others unmounted.
         forgotten.gone.retain(|gone| in_use::is_bound(&self.root, gone) != Some(true));
@@ -513,15 +502,4 @@ fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
     // The inode number may be that of another namespace by now.
     let is = |task: &Path| Namespace::at(&task.join("ns/mnt")).map_or(true, |n| n.is(namespace));
     found.iter().any(|(inode, task)| *inode == namespace.inode && is(task))
-}
-
-/// An error with what caused it.
-pub(crate) fn in_words(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

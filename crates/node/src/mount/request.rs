@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use cofolio_store::Digest;
+use serde::{Deserialize, Serialize};
 
 use super::idmap::IdMap;
 use super::state::MountRecord;
@@ -55,9 +56,19 @@ pub struct MountRequest {
     pub scratch: bool,
     /// What has to hold of the image before it is mounted.
     pub check: Check,
+    /// How it appears.
+    pub options: MountOptions,
+}
+
+/// How a mount appears.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MountOptions {
     /// Id map.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub idmap: Option<IdMap>,
     /// Security label of all files (`context=`).
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
     /// Ignore set-user-id bits.
     pub nosuid: bool,
@@ -66,6 +77,7 @@ pub struct MountRequest {
     /// Execute nothing.
     pub noexec: bool,
     /// The ref by which it was asked for, if any; for those who look at the list of mounts.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
@@ -80,12 +92,7 @@ impl MountRequest {
             size_bytes: None,
             scratch: false,
             check: Check::default(),
-            idmap: None,
-            label: None,
-            nosuid: false,
-            nodev: false,
-            noexec: false,
-            name: None,
+            options: MountOptions::default(),
         }
     }
 }

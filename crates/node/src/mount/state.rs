@@ -39,9 +39,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use super::error::{At as _, MountError};
-use super::idmap::IdMap;
 use super::kernel::Backing;
 use super::mountinfo;
+use super::request::MountOptions;
 
 /// Where a store's runtime state lives.
 #[derive(Debug, Clone)]
@@ -54,7 +54,7 @@ pub struct RunDir {
 /// How far a mount has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Phase {
+pub enum MountPhase {
     /// Being made. If nobody holds the image's lock, its maker is dead.
     Intent,
     /// In place.
@@ -143,24 +143,9 @@ pub struct MountRecord {
     /// Directory of the store's for whoever uses the mount; goes with it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scratch: Option<PathBuf>,
-    /// Id map.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub idmap: Option<IdMap>,
-    /// Security label.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub label: Option<String>,
-    /// Set-user-id bits are ignored.
-    #[serde(default)]
-    pub nosuid: bool,
-    /// Device files do not open.
-    #[serde(default)]
-    pub nodev: bool,
-    /// Nothing can be executed.
-    #[serde(default)]
-    pub noexec: bool,
-    /// The ref by which it was asked for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
+    /// How it appears.
+    #[serde(flatten)]
+    pub options: MountOptions,
     /// How it is mounted.
     #[serde(default)]
     pub backend: Backend,
@@ -171,7 +156,7 @@ pub struct MountRecord {
     #[serde(default)]
     pub verified: bool,
     /// How far it has come.
-    pub phase: Phase,
+    pub phase: MountPhase,
     /// The kernel's numbers, known before it is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<MountNumbers>,
@@ -230,7 +215,11 @@ impl Lock {
 }
 
 /// Whether a lock could be had at once.
-fn try_flock(file: &OwnedFd, how: FlockOperation, path: &Path) -> Result<bool, MountError> {
+pub(crate) fn try_flock(
+    file: &OwnedFd,
+    how: FlockOperation,
+    path: &Path,
+) -> Result<bool, MountError> {
     match rustix::fs::flock(file, how) {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Ok(false),

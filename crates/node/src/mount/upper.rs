@@ -6,7 +6,7 @@
 
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
-use super::kernel::open_dir;
+use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
 use super::state::{MountRecord, RunDir, Upper, list, read_json};
 
@@ -70,7 +70,7 @@ pub(crate) fn make_own(dir: &Path) -> Result<(), MountError> {
 
 /// Changes that were kept, as the file beside them says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kept {
+pub struct KeptChanges {
     /// Directory that holds them, in `upper/`.
     #[serde(default)]
     pub dir: PathBuf,
@@ -121,7 +121,7 @@ pub(crate) fn claim_given(
                  damaged; if that is acceptable, remove its directory `work`",
             ));
         }
-        settle(&lock, &dir)?;
+        clear_volatile(&lock, &dir)?;
     }
     Ok((dir, lock))
 }
@@ -145,6 +145,7 @@ pub(crate) fn open_own(dir: &Path) -> rustix::io::Result<Result<OwnedFd, &'stati
 /// root gets owner, mode, time and extended attributes of `metadata`, the image's root as it is to
 /// appear: overlayfs shows those of the upper one.
 pub(crate) fn prepare(
+    run: &RunDir,
     record: &MountRecord,
     upper: &Upper,
     metadata: &OwnedFd,
@@ -155,7 +156,7 @@ pub(crate) fn prepare(
         make_own(dir)?;
     }
     let limit = match upper.size_bytes {
-        Some(bytes) => limit::set(dir, bytes)?,
+        Some(bytes) => limit::set(run, dir, bytes)?,
         None => Limit::None,
     };
     let base = match claimed {
@@ -200,9 +201,7 @@ pub(super) fn open_below(
     dir: &Path,
     name: &str,
 ) -> Result<Option<OwnedFd>, MountError> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    match rustix::fs::openat2(base, name, flags, Mode::empty(), resolve) {
+    match open_directory_below(base, name) {
         Err(Errno::LOOP | Errno::NOTDIR) => {
             let problem = format!("`{name}` in it is no directory");
             Err(MountError::Upper { dir: dir.to_owned(), problem })
@@ -215,10 +214,8 @@ pub(super) fn open_below(
 fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), MountError> {
     // The longest value and list of names that the kernel handles (XATTR_SIZE_MAX, XATTR_LIST_MAX).
     const XATTR_MAX: usize = 64 << 10;
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let from = rustix::fs::openat(metadata, ".", flags, Mode::empty()).at("open", "image root")?;
-    let target = rustix::fs::openat(upper, ".", flags, Mode::empty()).at("open", to)?;
-    let from = fs::File::from(from);
+    let from = fs::File::from(reopen(metadata).at("open", "image root")?);
+    let target = reopen(upper).at("open", to)?;
     let stat = from.metadata().at("look at", "image root")?;
     let (uid, gid) = (Uid::from_raw(stat.uid()), Gid::from_raw(stat.gid()));
     rustix::fs::fchown(&target, Some(uid), Some(gid)).at("change the owner of", to)?;
@@ -249,7 +246,7 @@ fn copy_root(metadata: &OwnedFd, upper: &OwnedFd, to: &Path) -> Result<(), Mount
 /// there was none.
 pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, MountError> {
     let path = record.upper.as_ref().map_or(Path::new(KEEP), |upper| &upper.dir).join(KEEP);
-    let kept = Kept {
+    let kept = KeptChanges {
         dir: PathBuf::new(),
         image: Some(record.image),
         target: record.target.clone(),
@@ -284,13 +281,13 @@ pub(crate) fn unmark_kept(dir: &OwnedFd, upper: &Path) -> Result<(), MountError>
 }
 
 /// What the file beside kept changes says; none for a directory that has no such file.
-fn kept_in(dir: &Path) -> Result<Option<Kept>, MountError> {
-    let kept: Option<Kept> = read_json(&dir.join(KEEP))?;
-    Ok(kept.map(|kept| Kept { dir: dir.to_owned(), ..kept }))
+fn kept_in(dir: &Path) -> Result<Option<KeptChanges>, MountError> {
+    let kept: Option<KeptChanges> = read_json(&dir.join(KEEP))?;
+    Ok(kept.map(|kept| KeptChanges { dir: dir.to_owned(), ..kept }))
 }
 
-/// Kept changes of this domain that no mount of this run directory uses.
-pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountError> {
+/// KeptChanges changes of this domain that no mount of this run directory uses.
+pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<KeptChanges>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
     let used: Vec<_> = run.records()?.0.into_iter().filter_map(|record| record.upper).collect();
@@ -298,7 +295,7 @@ pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<Kept>, MountErro
     let dirs = dirs.map(|name| base.join(name));
     let unused = dirs.filter(|dir| !used.iter().any(|upper| upper.dir == *dir));
     let unreadable =
-        |dir| Kept { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
+        |dir| KeptChanges { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
     let kept = |dir: PathBuf| kept_in(&dir).unwrap_or_else(|_| Some(unreadable(dir)));
     Ok(unused.filter_map(kept).collect())
 }
@@ -321,13 +318,10 @@ pub(crate) fn disk_bytes(dir: &Path) -> u64 {
 
 /// Prepares a directory that was mounted `volatile` for a mount of its own: syncs its content and
 /// removes the work directory, in which overlayfs noted that it may be torn. Nothing may use it.
-pub(crate) fn settle(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    let file = rustix::fs::openat2(base, "upper", flags, Mode::empty(), resolve).at("open", dir)?;
-    rustix::fs::syncfs(&file).at("sync", dir)?;
-    let work = PathBuf::from(format!("/proc/self/fd/{}/work", base.as_raw_fd()));
-    remove_all(&work)
+pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
+    let upper = open_below(base, dir, "upper")?.ok_or(Errno::NOENT).and_then(reopen);
+    rustix::fs::syncfs(upper.at("open", dir)?).at("sync", dir)?;
+    remove_all(&Path::new(&path_of(base)).join("work"))
 }
 
 /// Takes an ended mount's directory out of sight, for [`remove`] at leisure.

@@ -105,165 +105,146 @@ fn unknown(detail: impl Into<String>) -> Found {
     (Presence::Unknown, detail.into())
 }
 
+/// Name, need, use and lack of each [`Feature`], in the order in which they matter.
+const FEATURES: [(&str, Need, &str, &str); 20] = {
+    use Need::{Optional, Recommended, Required};
+    [
+        (
+            "privilege",
+            Required,
+            "mounting",
+            "run as root (CAP_SYS_ADMIN in the first user namespace)",
+        ),
+        ("erofs", Required, "metadata images", "load or build the erofs module (CONFIG_EROFS_FS)"),
+        (
+            "erofs-xattr",
+            Required,
+            "metadata images name their objects in extended attributes",
+            "needs a kernel with CONFIG_EROFS_FS_XATTR",
+        ),
+        (
+            "overlay",
+            Required,
+            "joining metadata images with objects, and writable layers",
+            "load or build the overlay module (CONFIG_OVERLAY_FS)",
+        ),
+        (
+            "overlay-data-only",
+            Required,
+            "the objects directory as a data-only lower layer",
+            "needs Linux 6.5",
+        ),
+        (
+            "erofs-file-backed",
+            Recommended,
+            "mounting a metadata image without a loop device",
+            "a loop device with direct I/O is used per image (Linux 6.12 or \
+             CONFIG_EROFS_FS_BACKED_BY_FILE does without; a store on tmpfs or overlayfs never can)",
+        ),
+        (
+            "loop",
+            Optional,
+            "metadata images where file-backed mounts do not work",
+            "nothing, as long as file-backed mounts work",
+        ),
+        (
+            "overlay-layers-by-descriptor",
+            Recommended,
+            "layers that no renamed path can swap",
+            "layers are given through /proc/self/fd instead; mountinfo is less telling (Linux 6.13)",
+        ),
+        (
+            "id-mapped-mounts",
+            Recommended,
+            "`mount --idmap`: one image for many user namespaces",
+            "containers in user namespaces need images with shifted owners (Linux 6.15, user namespaces)",
+        ),
+        (
+            "fs-verity",
+            Recommended,
+            "the kernel checks every byte read from the store",
+            "altered objects are noticed by `verify` and `mount --verify` only; on ext4 and btrfs: \
+             `tune2fs -O verity` (ext4), CONFIG_FS_VERITY",
+        ),
+        (
+            "overlay-verity",
+            Recommended,
+            "`verity=require` on mounts of a store with fs-verity",
+            "the kernel does not check that an object is the one that the image names (Linux 6.6)",
+        ),
+        (
+            "immutable",
+            Recommended,
+            "objects that nobody changes by accident",
+            "objects are protected by their mode alone",
+        ),
+        (
+            "reflink",
+            Optional,
+            "sharing blocks between trust domains and with containers' copies",
+            "copies take their own blocks",
+        ),
+        (
+            "direct-io",
+            Optional,
+            "loop devices and packs that are not cached twice",
+            "what goes through a loop device is cached twice",
+        ),
+        (
+            "inode-share",
+            Optional,
+            "backend `inode-share`: less memory for directories and files (`cofolio backend`)",
+            "backend `overlay` shares as much, and more kinds of read (Linux 7.0)",
+        ),
+        ("selinux", Optional, "`mount --context LABEL`", "security labels cannot be given"),
+        ("cgroup", Recommended, "accounting per container", "no figures per container"),
+        (
+            "memory-controller",
+            Recommended,
+            "the commons, and figures per container",
+            "memory is reported for the whole machine only",
+        ),
+        (
+            "cachestat",
+            Recommended,
+            "residency of objects, cheaply",
+            "residency is read through mappings (mincore), which is slower (Linux 6.5)",
+        ),
+        (
+            "page-size",
+            Recommended,
+            "sharing in units of 4 KiB",
+            "small files share in larger units; images keep their blocks of 4 KiB, which the kernel mounts on larger \
+             pages from Linux 6.4 on (fs-verity: 6.3)",
+        ),
+    ]
+};
+
 /// Probes everything in some milliseconds; never fails, the unclear is [`Presence::Unknown`].
 pub fn probe(options: &Options) -> Report {
     let root = options.root.as_path();
     let kernel = read(root, "proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut features = Vec::new();
-    let (tried, why) = match root == Path::new("/") {
+    let (mut tried, why) = match root == Path::new("/") {
         true => tries::all(options.store.as_deref()),
-        false => (Tried::default(), "the machine's files are read from elsewhere".to_owned()),
+        false => (Tried::new(), "the machine's files are read from elsewhere".to_owned()),
     };
-    let tried_or = |found: Option<Found>| found.unwrap_or_else(|| unknown(&*why));
-    let mut add = |name, need, used_for, without, (presence, detail): Found| {
-        features.push(Feature { name, presence, detail, need, used_for, without });
-    };
-    use Need::{Optional, Recommended, Required};
-
-    add(
-        "privilege",
-        Required,
-        "mounting",
-        "run as root (CAP_SYS_ADMIN in the first user namespace)",
-        privilege(root),
-    );
-    add(
-        "erofs",
-        Required,
-        "metadata images",
-        "load or build the erofs module (CONFIG_EROFS_FS)",
-        filesystem(root, "erofs", tried_or(tried.erofs)),
-    );
-    add(
-        "erofs-xattr",
-        Required,
-        "metadata images name their objects in extended attributes",
-        "needs a kernel with CONFIG_EROFS_FS_XATTR",
-        tried_or(tried.erofs_xattr),
-    );
-    add(
-        "overlay",
-        Required,
-        "joining metadata images with objects, and writable layers",
-        "load or build the overlay module (CONFIG_OVERLAY_FS)",
-        filesystem(root, "overlay", tried_or(tried.overlay)),
-    );
-    add(
-        "overlay-data-only",
-        Required,
-        "the objects directory as a data-only lower layer",
-        "needs Linux 6.5",
-        tried_or(tried.overlay_data_only),
-    );
-    add(
-        "erofs-file-backed",
-        Recommended,
-        "mounting a metadata image without a loop device",
-        "a loop device with direct I/O is used per image (Linux 6.12 or \
-         CONFIG_EROFS_FS_BACKED_BY_FILE does without; a store on tmpfs or overlayfs never can)",
-        tried_or(tried.erofs_file_backed),
-    );
-    add(
-        "loop",
-        Optional,
-        "metadata images where file-backed mounts do not work",
-        "nothing, as long as file-backed mounts work",
-        path(root, "dev/loop-control"),
-    );
-    add(
-        "overlay-layers-by-descriptor",
-        Recommended,
-        "layers that no renamed path can swap",
-        "layers are given through /proc/self/fd instead; mountinfo is less telling (Linux 6.13)",
-        tried_or(tried.overlay_by_descriptor),
-    );
-    add(
-        "id-mapped-mounts",
-        Recommended,
-        "`mount --idmap`: one image for many user namespaces",
-        "containers in user namespaces need images with shifted owners (Linux 6.15, user namespaces)",
-        tried_or(tried.idmap),
-    );
-    add(
-        "fs-verity",
-        Recommended,
-        "the kernel checks every byte read from the store",
-        "altered objects are noticed by `verify` and `mount --verify` only; on ext4 and btrfs: \
-         `tune2fs -O verity` (ext4), CONFIG_FS_VERITY",
-        tried_or(tried.verity),
-    );
-    add(
-        "overlay-verity",
-        Recommended,
-        "`verity=require` on mounts of a store with fs-verity",
-        "the kernel does not check that an object is the one that the image names (Linux 6.6)",
-        tried_or(tried.overlay_verity),
-    );
-    add(
-        "immutable",
-        Recommended,
-        "objects that nobody changes by accident",
-        "objects are protected by their mode alone",
-        tried_or(tried.immutable),
-    );
-    add(
-        "reflink",
-        Optional,
-        "sharing blocks between trust domains and with containers' copies",
-        "copies take their own blocks",
-        tried_or(tried.reflink),
-    );
-    add(
-        "direct-io",
-        Optional,
-        "loop devices and packs that are not cached twice",
-        "what goes through a loop device is cached twice",
-        tried_or(tried.direct_io),
-    );
-    add(
-        "inode-share",
-        Optional,
-        "backend `inode-share`: less memory for directories and files (`cofolio backend`)",
-        "backend `overlay` shares as much, and more kinds of read (Linux 7.0)",
-        tried_or(tried.inode_share),
-    );
-    add(
-        "selinux",
-        Optional,
-        "`mount --context LABEL`",
-        "security labels cannot be given",
-        selinux(root),
-    );
-    add(
-        "cgroup",
-        Recommended,
-        "accounting per container",
-        "no figures per container",
-        cgroup_version(root),
-    );
-    add(
-        "memory-controller",
-        Recommended,
-        "the commons, and figures per container",
-        "memory is reported for the whole machine only",
-        memory_controller(root),
-    );
-    add(
-        "cachestat",
-        Recommended,
-        "residency of objects, cheaply",
-        "residency is read through mappings (mincore), which is slower (Linux 6.5)",
-        tried_or(tried.cachestat),
-    );
-    add(
-        "page-size",
-        Recommended,
-        "sharing in units of 4 KiB",
-        "small files share in larger units; images keep their blocks of 4 KiB, which the kernel mounts on larger \
-         pages from Linux 6.4 on (fs-verity: 6.3)",
-        page_size(root),
-    );
-    Report { kernel, features }
+    let features = FEATURES.map(|(name, need, used_for, without)| {
+        let mut tried = || tried.remove(name).unwrap_or_else(|| unknown(&*why));
+        let (presence, detail) = match name {
+            "privilege" => privilege(root),
+            "erofs" | "overlay" => filesystem(root, name, tried()),
+            "loop" if root.join("dev/loop-control").exists() => present("/dev/loop-control"),
+            "loop" => absent("no /dev/loop-control"),
+            "selinux" => selinux(root),
+            "cgroup" => cgroup_version(root),
+            "memory-controller" => memory_controller(root),
+            "page-size" => page_size(root),
+            _ => tried(),
+        };
+        Feature { name, presence, detail, need, used_for, without }
+    });
+    debug_assert!(tried.is_empty(), "no feature is called so: {tried:?}");
+    Report { kernel, features: features.into() }
 }
 
 /// A line of text, without the newline. Bounded: these files are small.
@@ -272,14 +253,6 @@ fn read(root: &Path, path: &str) -> Option<String> {
     let mut text = String::new();
     fs::File::open(root.join(path)).ok()?.take(1 << 20).read_to_string(&mut text).ok()?;
     Some(text.trim_end().to_owned())
-}
-
-fn path(root: &Path, path: &str) -> Found {
-    if root.join(path).exists() {
-        present(format!("/{path}"))
-    } else {
-        absent(format!("no /{path}"))
-    }
 }
 
 fn privilege(root: &Path) -> Found {

@@ -1,5 +1,6 @@
 //! Features that are found by using them.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -12,27 +13,11 @@ use rustix::io::Errno;
 
 use super::{Found, absent, present, unknown};
 use crate::mount::kernel::{
-    Backing, Context, KernelError, LayerStyle, Overlay, attach, mount_erofs, open_dir,
+    Backing, Context, KernelError, LayerStyle, Overlay, attach, mount_erofs, open_dir, reopen,
 };
 
-/// What trying gave; nothing where it was not tried.
-#[derive(Default)]
-pub(super) struct Tried {
-    pub(super) erofs: Option<Found>,
-    pub(super) erofs_xattr: Option<Found>,
-    pub(super) erofs_file_backed: Option<Found>,
-    pub(super) overlay: Option<Found>,
-    pub(super) overlay_data_only: Option<Found>,
-    pub(super) overlay_by_descriptor: Option<Found>,
-    pub(super) overlay_verity: Option<Found>,
-    pub(super) idmap: Option<Found>,
-    pub(super) inode_share: Option<Found>,
-    pub(super) verity: Option<Found>,
-    pub(super) immutable: Option<Found>,
-    pub(super) reflink: Option<Found>,
-    pub(super) direct_io: Option<Found>,
-    pub(super) cachestat: Option<Found>,
-}
+/// What trying gave, by the name of the feature; nothing where it was not tried.
+pub(super) type Tried = BTreeMap<&'static str, Found>;
 
 /// A directory that goes when it is dropped.
 struct Scratch(PathBuf);
@@ -66,17 +51,17 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
     let temporary = std::env::temp_dir();
     let scratch = match Scratch::new(store.unwrap_or(&temporary)) {
         Ok(scratch) => scratch,
-        Err(error) => return (Tried::default(), format!("no scratch directory: {error}")),
+        Err(error) => return (Tried::new(), format!("no scratch directory: {error}")),
     };
-    let mut tried = Tried {
-        erofs: Some(accepts("erofs", "loads", |_| Ok(()))),
-        overlay: Some(accepts("overlay", "loads", |_| Ok(()))),
-        inode_share: Some(accepts("erofs", "option accepted", |it| it.flag("inode_share"))),
-        overlay_verity: Some(accepts("overlay", "verity=require", |overlay| {
-            overlay.string("verity", "require")
-        })),
-        ..Tried::default()
-    };
+    let mut tried = Tried::from([
+        ("erofs", accepts("erofs", "loads", |_| Ok(()))),
+        ("overlay", accepts("overlay", "loads", |_| Ok(()))),
+        ("inode-share", accepts("erofs", "option accepted", |it| it.flag("inode_share"))),
+        (
+            "overlay-verity",
+            accepts("overlay", "verity=require", |it| it.string("verity", "require")),
+        ),
+    ]);
     try_files(&scratch, &mut tried);
     // What is mounted goes with the thread.
     let mounts = std::thread::scope(|scope| {
@@ -88,7 +73,7 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
         mounts.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     if let Err(error) = mounts {
-        tried.erofs_file_backed = Some(absent(error.to_string()));
+        tried.insert("erofs-file-backed", absent(error.to_string()));
     }
     (tried, "it could not be tried".to_owned())
 }
@@ -128,21 +113,24 @@ fn try_mounts(scratch: &Scratch, tried: &mut Tried) -> Result<(), KernelError> {
     let open_at = || open_dir(&at).map_err(|errno| KernelError::new("scratch", errno));
     attach(mount, open_at()?)?;
     let mount = open_at()?;
-    tried.erofs_file_backed = Some(match backing {
-        Backing::File => present("a 4 KiB image mounts"),
-        Backing::Loop => absent("the kernel wants a block device"),
-    });
-    tried.erofs_xattr = Some(erofs_xattr(&mount));
+    tried.insert(
+        "erofs-file-backed",
+        match backing {
+            Backing::File => present("a 4 KiB image mounts"),
+            Backing::Loop => absent("the kernel wants a block device"),
+        },
+    );
+    tried.insert("erofs-xattr", erofs_xattr(&mount));
     let style = |style| {
         let metadata = [mount.as_fd()];
         let overlay = overlay(&metadata, objects.as_fd());
         answer(overlay.mount(&[style]).map(|_| "an overlay mounts".to_owned()))
     };
-    tried.overlay_data_only = Some(style(LayerStyle::List));
-    tried.overlay_by_descriptor = Some(style(LayerStyle::Descriptor));
+    tried.insert("overlay-data-only", style(LayerStyle::List));
+    tried.insert("overlay-layers-by-descriptor", style(LayerStyle::Descriptor));
 
     let (mount, _) = mount_erofs(image, "cofolio:probe", dir.as_fd(), false)?;
-    tried.idmap = Some(idmap(&mount, objects.as_fd()));
+    tried.insert("id-mapped-mounts", idmap(&mount, objects.as_fd()));
     Ok(())
 }
 
@@ -160,12 +148,9 @@ fn overlay<'a>(metadata: &'a [BorrowedFd<'a>], objects: BorrowedFd<'a>) -> Overl
 
 /// Without extended attributes the filesystem answers EOPNOTSUPP to everything about them.
 fn erofs_xattr(mount: &OwnedFd) -> Found {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = rustix::fs::openat(mount, ".", flags, Mode::empty());
     let mut value = [0u8; 16];
-    match root
-        .and_then(|root| rustix::fs::fgetxattr(root, "trusted.overlay.opaque", &mut value[..]))
-    {
+    let name = "trusted.overlay.opaque";
+    match reopen(mount).and_then(|root| rustix::fs::fgetxattr(root, name, &mut value[..])) {
         Ok(_) | Err(Errno::NODATA) => present("answers"),
         Err(Errno::OPNOTSUPP) => absent("the filesystem has no extended attributes"),
         Err(errno) => unknown(errno.to_string()),
@@ -191,29 +176,38 @@ fn try_files(scratch: &Scratch, tried: &mut Tried) {
     let file = match scratch.file("file", &[1u8; 8192]) {
         Ok(file) => file,
         Err(error) => {
-            tried.immutable = Some(unknown(error.to_string()));
+            tried.insert("immutable", unknown(error.to_string()));
             return;
         }
     };
-    tried.cachestat = Some(match cofolio_sys::cache::cachestat(&file, 0, 0) {
-        Ok(_) => present("answers"),
-        Err(error) => absent(error.to_string()),
-    });
-    tried.reflink = Some(match scratch.file("copy", b"") {
-        Err(error) => unknown(error.to_string()),
-        Ok(copy) => match rustix::fs::ioctl_ficlone(&copy, &file) {
-            Ok(()) => present("FICLONE"),
+    tried.insert(
+        "cachestat",
+        match cofolio_sys::cache::cachestat(&file, 0, 0) {
+            Ok(_) => present("answers"),
+            Err(error) => absent(error.to_string()),
+        },
+    );
+    tried.insert(
+        "reflink",
+        match scratch.file("copy", b"") {
+            Err(error) => unknown(error.to_string()),
+            Ok(copy) => match rustix::fs::ioctl_ficlone(&copy, &file) {
+                Ok(()) => present("FICLONE"),
+                Err(errno) => absent(errno.to_string()),
+            },
+        },
+    );
+    let direct = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    tried.insert(
+        "direct-io",
+        match rustix::fs::open(scratch.0.join("file"), direct, Mode::empty()) {
+            Ok(_) => present("O_DIRECT opens"),
             Err(errno) => absent(errno.to_string()),
         },
-    });
-    let direct = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-    tried.direct_io = Some(match rustix::fs::open(scratch.0.join("file"), direct, Mode::empty()) {
-        Ok(_) => present("O_DIRECT opens"),
-        Err(errno) => absent(errno.to_string()),
-    });
-    tried.immutable = Some(immutable(&file));
+    );
+    tried.insert("immutable", immutable(&file));
     drop(file);
-    tried.verity = Some(verity(&scratch.0.join("file")));
+    tried.insert("fs-verity", verity(&scratch.0.join("file")));
 }
 
 /// Nobody may have the file open for writing.

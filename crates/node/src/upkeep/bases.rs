@@ -4,9 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use cofolio_image::compose::base::{BaseError, Based, Over};
-use cofolio_store::task::{Cancelled, Task};
+use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, Ref};
 use serde::Serialize;
+
+use super::UpkeepError;
 
 /// What was done about bases.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -17,20 +19,9 @@ pub struct BasesReport {
     pub failed: Vec<String>,
 }
 
-/// Why bases could not be looked for.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum FindError {
-    /// The store failed.
-    #[error(transparent)]
-    Store(#[from] cofolio_store::Error),
-    /// The caller cancelled it. The deltas that were complete stay.
-    #[error(transparent)]
-    Cancelled(#[from] Cancelled),
-}
-
-/// Gives images with common layers a base where that pays. Reports unreadable ones and goes on.
-pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, FindError> {
+/// Gives images with common layers a base where that pays. Reports unreadable ones and goes on. If
+/// it is cancelled, the deltas that were complete stay.
+pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, UpkeepError> {
     let chain = |record: Ref| record.layers.into_iter().map(|layer| layer.chain_id).collect();
     let refs = domain.readable_refs()?.into_iter();
     let chains: Vec<(Digest, Vec<String>)> =

@@ -4,8 +4,6 @@
 pub mod bases;
 pub mod repair;
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use crate::settings::{Backend, DomainSettings as _};
 use cofolio_image::error::ImportError;
 use cofolio_image::pack::ImageContents;
@@ -17,8 +15,8 @@ use cofolio_store::{
 
 use crate::config::Limit;
 use crate::container::{Containers, RunError};
-use crate::mount::{MountError, Mounter, RunDir, in_words};
-use bases::{BasesReport, FindError};
+use crate::mount::{MountError, Mounter, RunDir};
+use bases::BasesReport;
 
 const DAY_SECONDS: i64 = 86_400;
 
@@ -64,7 +62,7 @@ pub enum UpkeepError {
     Mount(#[from] MountError),
     /// Segments could not be listed.
     #[error(transparent)]
-    Pack(PackError),
+    Pack(#[from] PackError),
     /// A source could not be read.
     #[error(transparent)]
     Import(#[from] ImportError),
@@ -74,25 +72,6 @@ pub enum UpkeepError {
     /// The caller cancelled it.
     #[error(transparent)]
     Cancelled(#[from] Cancelled),
-}
-
-impl From<PackError> for UpkeepError {
-    fn from(error: PackError) -> Self {
-        match error {
-            PackError::Cancelled(cancelled) => Self::Cancelled(cancelled),
-            PackError::Store(error) => Self::Store(error),
-            other => Self::Pack(other),
-        }
-    }
-}
-
-impl From<FindError> for UpkeepError {
-    fn from(error: FindError) -> Self {
-        match error {
-            FindError::Store(error) => Self::Store(error),
-            FindError::Cancelled(cancelled) => Self::Cancelled(cancelled),
-        }
-    }
 }
 
 /// Upkeep of one trust domain.
@@ -158,7 +137,9 @@ impl<'a> Upkeep<'a> {
         }
         match self.examine_sizes(gc.boot_id.as_deref(), task) {
             Ok(sizes) => report.sizes = sizes,
-            Err(error) => report.failed.push(format!("sizes of objects: {}", in_words(&error))),
+            Err(error) => report
+                .failed
+                .push(format!("sizes of objects: {}", cofolio_store::with_causes(&error))),
         }
         task.check()?;
         Ok(report)
@@ -230,8 +211,6 @@ impl<'a> Upkeep<'a> {
 
 fn gc_options(dry_run: bool, wait: bool, task: &Task) -> GcOptions {
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let now = i64::try_from(now).unwrap_or(0);
     let boot_id = boot_id.map(|id| id.trim().to_owned());
-    GcOptions { dry_run, wait, now, boot_id, cancel: task.cancel.clone() }
+    GcOptions { dry_run, wait, now: crate::now(), boot_id, cancel: task.cancel.clone() }
 }

@@ -13,7 +13,7 @@ use cofolio_store::{
 };
 
 use super::{Upkeep, UpkeepError, bases};
-use crate::mount::{MountState, in_words};
+use crate::mount::MountState;
 
 /// What fsck found, and what a repair did about it.
 #[derive(Debug, Default)]
@@ -82,7 +82,7 @@ impl Upkeep<'_> {
             let options = ImportOptions { repair, registry, ..ImportOptions::default() };
             if let Err(error) = import::import(domain, source, &options, task) {
                 task.check()?;
-                checked.failed.push((number, in_words(&error)));
+                checked.failed.push((number, cofolio_store::with_causes(&error)));
             }
             let left = domain.recheck(&first, &ImageContents, task)?;
             damage = domain.damage(&left, &ImageContents, task)?;

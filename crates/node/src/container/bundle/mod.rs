@@ -17,16 +17,17 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use cofolio_sys::userns::IdRange;
 
+use crate::mount::kernel::{open_directory_below, path_of};
 use crate::mount::{IdMap, open_own};
 use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 
@@ -279,14 +280,12 @@ impl Bundle {
 
     /// A path of the directory that stays right while this is open.
     pub fn held(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}", self.fd.as_raw_fd()))
+        path_of(&self.fd).into()
     }
 
     fn open_rootfs(&self) -> Result<OwnedFd> {
         let path = self.path.join("rootfs");
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-        match openat2(&self.fd, "rootfs", flags, Mode::empty(), resolve) {
+        match open_directory_below(&self.fd, "rootfs") {
             Err(Errno::LOOP | Errno::NOTDIR) => {
                 Err(BundleError::Unsafe { path, why: "not a directory; remove it" })
             }

@@ -13,6 +13,9 @@ use super::{BundleError, ImageConfig, Options, Result, io_error, plain_path};
 /// Directories that programs expect to be writable: in memory if the root is read-only.
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
 
+/// As engines have it; group 5 is `tty`.
+const DEVPTS_OPTIONS: &str = "nosuid,noexec,newinstance,ptmxmode=0666,mode=0620,gid=5";
+
 pub(super) fn mounts(
     (held, bundle): (&Path, &Path),
     root: &Rootfs,
@@ -20,54 +23,37 @@ pub(super) fn mounts(
     options: &Options,
     unified: bool,
 ) -> Result<Vec<Value>> {
-    let mount = |destination: &str, kind: &str, source: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": source, "options": options});
+    let mount = |destination: &str, kind: &str, source: &str, options: &str| {
+        let options: Vec<&str> = options.split(',').collect();
+        json!({"destination": destination, "type": kind, "source": source, "options": options})
+    };
     let mut mounts = vec![
-        mount("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
-        mount("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-        mount(
-            "/dev/pts",
-            "devpts",
-            "devpts",
-            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
-        ),
-        mount(
-            "/dev/shm",
-            "tmpfs",
-            "shm",
-            &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"],
-        ),
-        mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+        mount("/proc", "proc", "proc", "nosuid,noexec,nodev"),
+        mount("/dev", "tmpfs", "tmpfs", "nosuid,strictatime,mode=755,size=65536k"),
+        mount("/dev/pts", "devpts", "devpts", DEVPTS_OPTIONS),
+        mount("/dev/shm", "tmpfs", "shm", "nosuid,noexec,nodev,mode=1777,size=65536k"),
+        mount("/dev/mqueue", "mqueue", "mqueue", "nosuid,noexec,nodev"),
     ];
     // The kernel refuses sysfs to a process in the host's network namespace, whose owner is the
     // initial user namespace. The host's, read-only, shows the same.
     mounts.push(if options.host_network {
-        mount("/sys", "bind", "/sys", &["rbind", "nosuid", "noexec", "nodev", "ro"])
+        mount("/sys", "bind", "/sys", "rbind,nosuid,noexec,nodev,ro")
     } else {
-        mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"])
+        mount("/sys", "sysfs", "sysfs", "nosuid,noexec,nodev,ro")
     });
     if !options.host_network || !unified {
-        mounts.push(mount(
-            "/sys/fs/cgroup",
-            "cgroup",
-            "cgroup",
-            &["nosuid", "noexec", "nodev", "relatime", "ro"],
-        ));
+        mounts.push(mount("/sys/fs/cgroup", "cgroup", "cgroup", "nosuid,noexec,nodev,relatime,ro"));
     }
     if options.host_network {
         let files = ["/etc/resolv.conf", "/etc/hosts"];
         let files = files.map(|file| (file, root.exists(file)));
         // The runtime makes missing mount points; a read-only root needs its `/etc` in memory.
         if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
-            mounts.push(mount(
-                "/etc",
-                "tmpfs",
-                "tmpfs",
-                &["nosuid", "nodev", "tmpcopyup", "mode=755"],
-            ));
+            mounts.push(mount("/etc", "tmpfs", "tmpfs", "nosuid,nodev,tmpcopyup,mode=755"));
         }
         for (file, exists) in files {
             if Path::new(file).exists() && (exists || !options.readonly || root.exists("/etc")) {
-                mounts.push(mount(file, "bind", file, &["bind", "ro"]));
+                mounts.push(mount(file, "bind", file, "bind,ro"));
             }
         }
     }
@@ -81,7 +67,12 @@ pub(super) fn mounts(
         for path in SCRATCH_PATHS {
             if root.exists(path) && !volumes.contains(&path) {
                 let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
-                mounts.push(mount(path, "tmpfs", "tmpfs", &["nosuid", "nodev", "tmpcopyup", mode]));
+                mounts.push(mount(
+                    path,
+                    "tmpfs",
+                    "tmpfs",
+                    &format!("nosuid,nodev,tmpcopyup,{mode}"),
+                ));
             }
         }
         for path in volumes {
@@ -95,7 +86,7 @@ pub(super) fn mounts(
                 None => (held.join("volumes"), bundle.join("volumes")),
             };
             let source = shown.join(volume(&below, root, path)?);
-            mounts.push(mount(path, "bind", &source.to_string_lossy(), &["rbind", "rw"]));
+            mounts.push(mount(path, "bind", &source.to_string_lossy(), "rbind,rw"));
         }
     }
     for bind in &options.binds {
@@ -105,7 +96,7 @@ pub(super) fn mounts(
         }
         let mode = if bind.readonly { "ro" } else { "rw" };
         let source = bind.source.to_string_lossy();
-        mounts.push(mount(&bind.target, "bind", &source, &["rbind", "rprivate", mode]));
+        mounts.push(mount(&bind.target, "bind", &source, &format!("rbind,rprivate,{mode}")));
     }
     Ok(mounts)
 }

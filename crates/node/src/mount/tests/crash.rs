@@ -51,7 +51,7 @@ fn request(mode: &str, image: Digest, target: PathBuf) -> MountRequest {
         "made" => request.create_target = true,
         "mapped" => {
             request.access = Access::Writable;
-            request.idmap = Some("0:100000:65536".parse().unwrap());
+            request.options.idmap = Some("0:100000:65536".parse().unwrap());
         }
         other => panic!("no mode {other}"),
     }

@@ -131,7 +131,7 @@ fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
             .kept()
             .unwrap()
             .iter()
-            .for_each(|(kept, _)| mounter.discard_kept(&kept.dir).unwrap());
+            .for_each(|(_, kept)| mounter.discard_kept(&kept.dir).unwrap());
     }
     fixture.assert_clean(&story);
     assert_eq!(fixture.gc().images, 1, "{story}");

@@ -104,7 +104,7 @@ fn a_measured_mount_is_beside_one_over_a_base() {
     let requests = [
         measured(&fixture, "two"),
         MountRequest { access: Access::Writable, ..measured(&fixture, "three") },
-        MountRequest { idmap: Some(idmap), ..measured(&fixture, "four") },
+        MountRequest { options: with_ids(&idmap), ..measured(&fixture, "four") },
     ];
     for first in ["plain", "measured"] {
         mounter.mount(&plain).unwrap();

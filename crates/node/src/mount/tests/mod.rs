@@ -24,6 +24,10 @@ fn writable(fixture: &Fixture, name: &str) -> MountRequest {
     MountRequest { access: Access::Writable, ..read_only(fixture, name) }
 }
 
+fn with_ids(idmap: &IdMap) -> MountOptions {
+    MountOptions { idmap: Some(idmap.clone()), ..MountOptions::default() }
+}
+
 fn umount(mounter: &Mounter<'_>, target: &Path) -> Unmounted {
     mounter.umount(target, &UmountOptions::default()).unwrap()
 }
@@ -42,7 +46,7 @@ fn read_only_mounts_are_clones_of_one_overlay_over_one_erofs() {
     let mounter = fixture.mounter();
     let (one, two) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
     let record = mounter.mount(&one).unwrap();
-    assert_eq!(record.phase, Phase::Mounted);
+    assert_eq!(record.phase, MountPhase::Mounted);
     mounter.mount(&two).unwrap();
     fixture.check_content(&one.target);
     fixture.check_content(&two.target);
@@ -237,8 +241,8 @@ fn owners_of(fixture: &Fixture) {
     let mounter = fixture.mounter();
     let idmap: IdMap = "u:0:100000:65536,g:0:200000:65536".parse().unwrap();
     let plain = read_only(fixture, "plain");
-    let mapped = MountRequest { idmap: Some(idmap.clone()), ..read_only(fixture, "mapped") };
-    let changed = MountRequest { idmap: Some(idmap), ..writable(fixture, "changed") };
+    let mapped = MountRequest { options: with_ids(&idmap), ..read_only(fixture, "mapped") };
+    let changed = MountRequest { options: with_ids(&idmap), ..writable(fixture, "changed") };
     for request in [&plain, &mapped, &changed] {
         mounter.mount(request).unwrap();
         fixture.check_content(&request.target);
@@ -276,9 +280,12 @@ fn attributes_of_a_mount_are_its_own() {
     let mounter = fixture.mounter();
     let plain = read_only(&fixture, "plain");
     let strict = |name| MountRequest {
-        nosuid: true,
-        nodev: true,
-        noexec: true,
+        options: MountOptions {
+            nosuid: true,
+            nodev: true,
+            noexec: true,
+            ..MountOptions::default()
+        },
         ..read_only(&fixture, name)
     };
     let (read, write) =

@@ -194,7 +194,10 @@ fn a_label_needs_selinux() {
     }
     let fixture = Fixture::new();
     let label = Some("system_u:object_r:container_file_t:s0".to_owned());
-    let request = MountRequest { label, ..read_only(&fixture, "one") };
+    let request = MountRequest {
+        options: MountOptions { label, ..MountOptions::default() },
+        ..read_only(&fixture, "one")
+    };
     refused(&fixture, &request, |e| {
         matches!(e, MountError::NoFeature { feature: "security labels", .. })
             && e.code() == Code::Unsupported

@@ -135,7 +135,7 @@ fn changes_with_an_unreadable_mark_are_listed_and_discarded() {
         let dir = mounter.umount(&fixture.path("one"), &KEEP).unwrap().upper.unwrap();
         fs::write(dir.join("keep"), text).unwrap();
         let kept = mounter.list().unwrap().kept;
-        assert!(matches!(&kept[..], [Kept { image: None, .. }]), "{kept:?}");
+        assert!(matches!(&kept[..], [KeptChanges { image: None, .. }]), "{kept:?}");
         let access = Access::WritableAt(dir.clone());
         mounter.mount(&MountRequest { access, ..writable(&fixture, "one") }).unwrap_err();
         mounter.discard_kept(&dir).unwrap();
@@ -226,7 +226,7 @@ fn overlays_of_id_maps_that_nobody_uses_are_few() {
     mounter.mount(&first).unwrap();
     for number in 1..12 {
         let idmap = format!("0:{}:65536", number * 65536).parse().unwrap();
-        let request = MountRequest { idmap: Some(idmap), ..read_only(&fixture, "mapped") };
+        let request = MountRequest { options: with_ids(&idmap), ..read_only(&fixture, "mapped") };
         mounter.mount(&request).unwrap();
         umount(&mounter, &request.target);
     }
@@ -278,7 +278,8 @@ fn a_read_only_store_can_be_mounted_from() {
     assert!(!is_protected || pinned.objects_checked == 0, "{pinned:?}");
     assert!(mounter.umount(&request.target, &UmountOptions::default()).unwrap().unpinned);
     let written = MountRequest { access: Access::Writable, ..request };
-    assert!(mounter.mount(&written).is_err());
+    let refused = mounter.mount(&written).unwrap_err();
+    assert!(matches!(refused, MountError::ReadOnlyStore(_)), "{refused}");
     assert_eq!(mounter.pins().unwrap().len(), 0);
     drop((domain, opened));
     kernel::unmount_patiently(&store, false).unwrap();
@@ -310,7 +311,7 @@ fn a_mount_that_was_moved_is_found_where_it_is() {
     let mounter = fixture.mounter();
     let parent = fixture.target("parent");
     let request = MountRequest {
-        name: Some("test:1".to_owned()),
+        options: MountOptions { name: Some("test:1".to_owned()), ..MountOptions::default() },
         ..MountRequest::new(fixture.image, fixture.target("parent/one"))
     };
     mounter.mount(&request).unwrap();
@@ -318,7 +319,7 @@ fn a_mount_that_was_moved_is_found_where_it_is() {
     let moved = fixture.path("renamed/one");
     let listed = mounter.list().unwrap();
     assert_eq!(listed.mounts[0].moved_to.as_ref(), Some(&moved));
-    assert_eq!(listed.mounts[0].record.name.as_deref(), Some("test:1"));
+    assert_eq!(listed.mounts[0].record.options.name.as_deref(), Some("test:1"));
     umount(&mounter, &moved);
     fixture.assert_clean("at the end");
 }
