@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -320,8 +319,7 @@ pub fn ago(seconds: i64) -> String {
     if seconds == 0 {
         return "-".to_owned();
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let age = i64::try_from(now).unwrap_or(i64::MAX).saturating_sub(seconds);
+    let age = cofolio_store::now().saturating_sub(seconds);
     let (count, unit) = match age {
         ..0 => return date(seconds),
         0..60 => (age, "second"),

@@ -1,7 +1,5 @@
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use cofolio_image::import::check_name;
-use cofolio_store::{Error, KEEP_LABEL, Ref};
+use cofolio_store::{Error, KEEP_LABEL, Ref, now};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -31,11 +29,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     check_name(&args.name).map_err(|error| Fail::usage(error.to_string()))?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let mut record = image.record.clone().unwrap_or_else(|| Ref {
-        created: i64::try_from(now).unwrap_or(0),
-        ..Ref::new(image.digest)
-    });
+    let new = || Ref { created: now(), ..Ref::new(image.digest) };
+    let mut record = image.record.clone().unwrap_or_else(new);
     // The pin is the name's and not the image's.
     record.labels.remove(KEEP_LABEL);
     if args.keep {

@@ -45,7 +45,7 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::task::Task;
-use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
+use cofolio_store::{Contents, Digest, Domain, Root, RootKind, now};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
@@ -510,13 +510,8 @@ impl<'a> Mounter<'a> {
 
 /// Ignores that a root cannot be written where the store's filesystem is mounted read-only.
 fn unless_read_only<T>(written: cofolio_store::Result<T>) -> cofolio_store::Result<()> {
-    use std::error::Error as _;
-    let is_read_only = |error: &cofolio_store::Error| {
-        let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
-        source.is_some_and(|error| error.kind() == std::io::ErrorKind::ReadOnlyFilesystem)
-    };
     match written {
-        Err(error) if !is_read_only(&error) => Err(error),
+        Err(error) if !error.is_read_only() => Err(error),
         _ => Ok(()),
     }
 }
@@ -531,12 +526,6 @@ fn mark_user(run: &RunDir, domain: &str, image: &Digest, user: &str) -> Result<(
 /// Descriptor of a mount's root. While it is open, the mount is busy.
 pub(crate) fn open_root(path: &Path) -> Result<OwnedFd, MountError> {
     open_dir(path).at("open", path)
-}
-
-/// Seconds since 1970.
-pub(crate) fn now() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.ok().and_then(|since| i64::try_from(since.as_secs()).ok()).unwrap_or_default()
 }
 
 /// The numbers of the mount that `path` is on.
