@@ -123,8 +123,9 @@ pub(super) fn copy_image(from: &Domain, to: &Domain, name: &str) -> Result<()> {
     let mut files = vec![FileName::content(FileKind::Image, &record.image)];
     for layer in &record.layers {
         files.push(FileName::chain(FileKind::Layer, &layer.chain_id)?);
-        if from.has_split(&layer.chain_id)? {
-            files.push(FileName::chain(FileKind::Split, &layer.chain_id)?);
+        let split = FileName::chain(FileKind::Split, &layer.chain_id)?;
+        if from.has_named(&split)? {
+            files.push(split);
         }
     }
     let mut objects = BTreeMap::new();

@@ -25,7 +25,7 @@ use cofolio_node::{
     probe::{self, Presence},
 };
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, FileKind, FileName};
 use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
@@ -346,12 +346,13 @@ fn ways<'a>(
     }
     for (domain, form, name) in packed {
         let no_path = "the store is not on a disk";
-        let pack = *domain.packs_of(image)?.first().context("the image has no pack")?;
-        let segments = pack_segments(&domain.open_pack(&pack)?);
+        let pack = domain.packs_of(image)?.pop().context("the image has no pack")?;
+        let segments = pack_segments(&domain.open_named(&pack)?);
         let segments = segments.map_err(anyhow::Error::from_boxed)?;
+        let file_of = |segment| FileName::content(FileKind::Segment, segment);
         let segments: Option<Vec<_>> =
-            segments.iter().map(|segment| domain.segment_path(segment)).collect();
-        let (file, segments) = domain.pack_path(&pack).zip(segments).context(no_path)?;
+            segments.iter().map(|segment| domain.named_path(&file_of(segment))).collect();
+        let (file, segments) = domain.named_path(&pack).zip(segments).context(no_path)?;
         if lacks.is_some() {
             ways.push(by_hand(dir, name, &file, &segments)?);
             continue;

@@ -196,7 +196,8 @@ impl<'a> Shared<'a> {
             Backend::InodeShare => {
                 let packs = images_once.iter().map(|image| domain.packs_of(image));
                 let packs = packs.collect::<Result<Vec<_>, _>>()?.concat();
-                let metadata: Option<_> = packs.iter().map(|pack| domain.pack_path(pack)).collect();
+                let metadata: Option<_> =
+                    packs.iter().map(|pack| domain.named_path(pack)).collect();
                 (objects.into_values().collect(), metadata.context(no_path)?)
             }
         };

@@ -111,7 +111,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
-        Error::Io { path, .. } if error.is_unreadable() => mending(path),
+        Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
         Error::NoSuch(_) | Error::SizeMismatch { .. } | Error::Unreadable { .. } => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             "a newer version of cofolio wrote this store; use that one"

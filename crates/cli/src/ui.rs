@@ -314,7 +314,7 @@ pub fn ago(seconds: i64) -> String {
     if seconds == 0 {
         return "-".to_owned();
     }
-    let age = cofolio_node::now().saturating_sub(seconds);
+    let age = cofolio_store::now().saturating_sub(seconds);
     let (count, unit) = match age {
         ..0 => return date(seconds),
         0..60 => (age, "second"),

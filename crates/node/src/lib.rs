@@ -11,9 +11,3 @@ pub mod probe;
 pub mod settings;
 pub mod survey;
 pub mod upkeep;
-
-/// Seconds since 1970.
-pub fn now() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.ok().and_then(|since| i64::try_from(since.as_secs()).ok()).unwrap_or_default()
-}

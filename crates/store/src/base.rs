@@ -15,7 +15,8 @@ use serde::{Deserialize, Serialize};
 use crate::disk::Kind;
 use crate::error::{At, Result, is_damage};
 use crate::fsck::{Finding, FindingKind, FsckReport};
-use crate::records::{named_files, to_json};
+use crate::kinds::{FileKind, FileName};
+use crate::records::to_json;
 use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::{Digest, Domain};
 
@@ -127,7 +128,8 @@ impl Domain {
             let detail = match self.read_record::<Base>(&path) {
                 Ok(Some(base)) => {
                     let images = [image, base.base, base.delta];
-                    match self.missing_files(named_files(&images, [].into_iter())?)?.first() {
+                    let files = images.map(|image| FileName::content(FileKind::Image, &image));
+                    match self.missing_files(&files)?.first() {
                         None => continue,
                         Some(missing) => format!("{missing} is missing"),
                     }

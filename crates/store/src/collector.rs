@@ -36,8 +36,8 @@ use std::time::{Duration, Instant};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
-use crate::domain::{DomainLock, is_absent};
-use crate::error::{At, Error, Result, is_full};
+use crate::domain::DomainLock;
+use crate::error::{At, Error, Result, is_absent, is_full};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Reachability;
 use crate::records::ROOTS;
@@ -88,10 +88,9 @@ impl Domain {
 
     fn note(&self, added: Added, files: &[FileName]) -> Result<()> {
         let directory = format!("{}/{ADDED}", self.base());
-        match self.disk().stat(&directory) {
-            Err(error) if is_absent(&error) => return Ok(()),
-            other => other.at("look at", &directory)?,
-        };
+        if self.disk().stat(&directory).if_there("look at", &directory)?.is_none() {
+            return Ok(());
+        }
         let roots = format!("{}/{ROOTS}", self.base());
         if let Some(_none_runs) =
             self.disk().lock(&roots, LockMode::Shared, false).at("lock", &roots)?
@@ -209,16 +208,12 @@ impl<'a> Collector<'a> {
         if self.options.dry_run || !self.domain.protection().immutable {
             return Ok(());
         }
-        match disk.stat(path) {
-            Ok(stat) if !stat.immutable => self.protected.store(true, Relaxed),
-            Err(error) if !is_absent(&error) => return Err(error).at("look at", path),
+        match disk.stat(path).if_there("look at", path)? {
+            Some(stat) if !stat.immutable => self.protected.store(true, Relaxed),
             _ => return Ok(()),
         }
-        match disk.set_immutable(path, true) {
-            // Replaced by a repair at this moment.
-            Err(error) if is_absent(&error) => Ok(()),
-            other => other.at("make immutable", path),
-        }
+        // It may be replaced by a repair at this moment.
+        disk.set_immutable(path, true).if_there("make immutable", path).map(drop)
     }
 
     /// Removes the garbage among the suspects, which it decides with the lock held: until they are
@@ -309,17 +304,10 @@ impl Drop for Collector<'_> {
 /// What [`remove_entry`] would free.
 pub(crate) fn allocated(disk: &dyn crate::disk::Disk, path: &str, kind: Kind) -> Result<u64> {
     if kind != Kind::Directory {
-        return match disk.stat(path) {
-            Err(error) if is_absent(&error) => Ok(0),
-            other => Ok(other.at("look at", path)?.allocated),
-        };
+        return Ok(disk.stat(path).if_there("look at", path)?.map_or(0, |stat| stat.allocated));
     }
-    let entries = match disk.list(path) {
-        Err(error) if is_absent(&error) => return Ok(0),
-        other => other.at("list", path)?,
-    };
     let mut bytes = 0;
-    for (name, kind) in entries {
+    for (name, kind) in disk.list(path).if_there("list", path)?.unwrap_or_default() {
         bytes += allocated(disk, &format!("{path}/{name}"), kind)?;
     }
     Ok(bytes)

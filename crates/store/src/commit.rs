@@ -10,7 +10,7 @@
 //! 6. layers and images move into place, and their directories are synced: whoever sees an image,
 //!    also after a crash, sees all its objects; then segments, and then packs, likewise. An image's
 //!    immutable flag comes after those of its objects and vouches for them;
-//! 7. the records are renamed into place, roots first, then refs, and their directories synced.
+//! 7. the records are renamed into place and their directories synced.
 //!
 //! Before step 7 the import is invisible; a crash leaves garbage for the next collection.
 
@@ -20,14 +20,13 @@ use std::sync::{Mutex, PoisonError};
 use crate::Digest;
 use crate::base::Base;
 use crate::disk::{Disk, Kind, LockMode, StoredFile};
-use crate::domain::is_absent;
 use crate::error::{At, Error, Result, is_damage, is_full};
 use crate::examine::hash_file;
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::record::{Ref, Root};
+use crate::record::Ref;
 use crate::staging::{Staging, StagingStats};
-use crate::store::remove_entry;
+use crate::store::{parent, remove_entry};
 use crate::task::Cancel;
 
 /// What a directory or a record needs at least, in bytes.
@@ -44,8 +43,6 @@ const REPLACE_ATTEMPTS: u32 = 100;
 pub struct Publish {
     /// Refs to make or to point elsewhere.
     pub refs: Vec<(String, Ref)>,
-    /// Roots to make or to replace.
-    pub roots: Vec<Root>,
     /// Images, and what they are to be mounted over. All three are staged or in place.
     pub bases: Vec<(Digest, Base)>,
     /// Segments that staged packs need. A pack takes the place of those that its image had before.
@@ -67,8 +64,8 @@ impl Staging {
     /// [`Error::NoSpace`] if the filesystem filled up meanwhile, [`Error::Poisoned`] after an
     /// earlier failure, [`Error::Cancelled`], [`Error::Vanished`] if content that the import relied
     /// on was collected (begin again with [`crate::ImportOptions::hold_lock`]),
-    /// [`Error::SizeMismatch`], [`Error::Io`]. In all cases no ref and no root has changed, except
-    /// that [`Error::Io`] in the very last step may leave either.
+    /// [`Error::SizeMismatch`], [`Error::Io`]. In all cases no ref has changed, except that
+    /// [`Error::Io`] in the very last step may leave some changed.
     pub fn commit(
         mut self,
         publish: &Publish,
@@ -87,16 +84,13 @@ impl Staging {
         let needed = publish.files(&staged)?;
         let mut missing = self.check_objects(objects.into_iter())?;
         for file in &needed {
-            if !staged.contains(file) && self.domain.named_size(file)?.is_none() {
+            if !staged.contains(file) && !self.domain.has_named(file)? {
                 missing.add(|| file.to_string());
             }
         }
         missing.result()?;
 
         let mut records = Records { staging: &self, pending: Vec::new() };
-        for root in &publish.roots {
-            records.pending.push(self.domain.prepare_root(root).map_err(no_space)?);
-        }
         for (name, record) in &publish.refs {
             records.pending.push(self.domain.prepare_ref(name, record).map_err(no_space)?);
         }
@@ -158,13 +152,10 @@ impl Staging {
             return Ok(());
         }
         let path = self.domain.object_file(&digest);
-        let stat = match self.disk().stat(&path) {
-            Err(error) if is_absent(&error) => {
-                let mut missing = missing.lock().unwrap_or_else(PoisonError::into_inner);
-                missing.add(|| format!("object {digest}"));
-                return Ok(());
-            }
-            other => other.at("look at", &path)?,
+        let Some(stat) = self.disk().stat(&path).if_there("look at", &path)? else {
+            let mut missing = missing.lock().unwrap_or_else(PoisonError::into_inner);
+            missing.add(|| format!("object {digest}"));
+            return Ok(());
         };
         match stat.kind {
             Kind::File if stat.size == size => {}
@@ -193,14 +184,18 @@ impl Staging {
             let staged = if immutable { disk.list(&from).at("list", &from)? } else { Vec::new() };
             match disk.rename(&from, &to, true) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    move_files(disk, &from, &to, |placed, staged| {
-                        let placed_size = self.domain.file_size(placed)?;
-                        let same_size = placed_size == self.domain.file_size(staged)?;
-                        let digest = placed.rsplit_once('/').map_or("", |(_, name)| name);
-                        let digest = Digest::from_object_path(shard, digest);
-                        let is_good = || is_sound(digest_of(disk, placed, &self.cancel), digest);
-                        Ok(same_size && (!self.repair || is_good()?))
-                    })?;
+                    for (name, kind) in disk.list(&from).at("list", &from)? {
+                        let (from, to) = (format!("{from}/{name}"), format!("{to}/{name}"));
+                        if kind != Kind::File {
+                            return Err(Error::corrupt(from, "it is not a regular file"));
+                        }
+                        let size = |path| self.domain.file_size(path);
+                        let digest = Digest::from_object_path(shard, &name);
+                        let is_good = || is_sound(digest_of(disk, &to, &self.cancel), digest);
+                        move_file(disk, &from, &to, || {
+                            Ok(size(&to)? == size(&from)? && (self.wanted.is_none() || is_good()?))
+                        })?;
+                    }
                 }
                 other => other.at("publish", &to)?,
             }
@@ -218,12 +213,12 @@ impl Staging {
         let mut published = false;
         for name in staged.iter().filter(|name| which(name.kind())) {
             let (from, to) = (self.named_file(name), self.domain.named_file(name));
-            move_file(disk, &from, &to, |placed, staged| {
+            move_file(disk, &from, &to, || {
                 // A concurrent import has written the same. Otherwise an importer only writes it
                 // again if it could not use the file in place.
                 let digest = |path| digest_of(disk, path, &self.cancel);
-                let wanted = name.digest().map_or_else(|| digest(staged), Ok)?;
-                is_sound(digest(placed), Some(wanted))
+                let wanted = name.digest().map_or_else(|| digest(&from), Ok)?;
+                is_sound(digest(&to), Some(wanted))
             })?;
             published = true;
             if name.kind() == FileKind::Pack {
@@ -251,7 +246,7 @@ impl Staging {
         for name in files {
             protect_file(self.disk(), &self.domain.named_file(name))?;
             let split = name.with_kind(FileKind::Split);
-            if name.kind() == FileKind::Layer && self.domain.named_size(&split)?.is_some() {
+            if name.kind() == FileKind::Layer && self.domain.has_named(&split)? {
                 protect_file(self.disk(), &self.domain.named_file(&split))?;
             }
         }
@@ -267,16 +262,7 @@ impl Publish {
         let mut files: Vec<_> =
             packed.filter_map(FileName::image).map(|packed| image(&packed)).collect();
         for (_, record) in &self.refs {
-            files.push(image(&record.image));
-            for layer in &record.layers {
-                files.push(FileName::chain(FileKind::Layer, &layer.chain_id)?);
-            }
-        }
-        for root in &self.roots {
-            files.extend(root.images.iter().map(image));
-            for chain_id in &root.layers {
-                files.push(FileName::chain(FileKind::Layer, chain_id)?);
-            }
+            files.extend(record.files()?);
         }
         for (over, base) in &self.bases {
             files.extend([over, &base.base, &base.delta].map(image));
@@ -307,35 +293,19 @@ fn protect_file(disk: &dyn Disk, path: &str) -> Result<()> {
     disk.set_immutable(path, true).at("make immutable", path)
 }
 
-/// Moves all files of a directory. `is_good` gets the paths of an existing file and the staged one,
-/// and says whether the existing one stays, with an inode that may be mapped.
-fn move_files(
-    disk: &dyn Disk,
-    from: &str,
-    to: &str,
-    is_good: impl Fn(&str, &str) -> Result<bool>,
-) -> Result<()> {
-    for (name, kind) in disk.list(from).at("list", from)? {
-        let (from, to) = (format!("{from}/{name}"), format!("{to}/{name}"));
-        if kind != Kind::File {
-            return Err(Error::corrupt(from, "it is not a regular file"));
-        }
-        move_file(disk, &from, &to, &is_good)?;
-    }
-    Ok(())
-}
-
+/// Moves a file. `is_good` says of an existing one whether it stays, with an inode that may be
+/// mapped.
 fn move_file(
     disk: &dyn Disk,
     from: &str,
     to: &str,
-    is_good: impl Fn(&str, &str) -> Result<bool>,
+    is_good: impl FnOnce() -> Result<bool>,
 ) -> Result<()> {
     match disk.rename(from, to, true) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => return other.at("publish", to),
     }
-    if is_good(to, from)? {
+    if is_good()? {
         return Ok(());
     }
     // Another import, or a collection, may make it immutable between the two calls.
@@ -365,9 +335,8 @@ impl Records<'_> {
         // What is left after an error is removed when this is dropped.
         while let Some((temporary, path)) = self.pending.first() {
             disk.rename(temporary, path, false).at("publish", path)?;
-            let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
-            if !directories.iter().any(|known| known == directory) {
-                directories.push(directory.to_owned());
+            if !directories.iter().any(|known| known == parent(path)) {
+                directories.push(parent(path).to_owned());
             }
             self.pending.remove(0);
         }

@@ -69,7 +69,7 @@ impl FileName {
     ) -> Result<(), BoxError> {
         self.visit(domain, contents, visit)?;
         let split = self.with_kind(FileKind::Split);
-        if self.kind() != FileKind::Layer || domain.named_size(&split)?.is_none() {
+        if self.kind() != FileKind::Layer || !domain.has_named(&split)? {
             return Ok(());
         }
         split.visit(domain, contents, visit).map_err(|error| {

@@ -1,7 +1,6 @@
 //! [`Domain`]: one trust domain. Nothing in it shares an inode with another domain.
 
 use std::collections::BTreeSet;
-use std::io;
 use std::path::PathBuf;
 
 use crate::Digest;
@@ -145,11 +144,10 @@ impl Domain {
     }
 
     pub(crate) fn file_size(&self, path: &str) -> Result<Option<u64>> {
-        match self.disk().stat(path) {
-            Ok(stat) if stat.kind == Kind::File => Ok(Some(stat.size)),
-            Ok(_) => Err(Error::corrupt(path, "it is not a regular file")),
-            Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(error).at("look at", path),
+        match self.disk().stat(path).if_there("look at", path)? {
+            Some(stat) if stat.kind == Kind::File => Ok(Some(stat.size)),
+            Some(_) => Err(Error::corrupt(path, "it is not a regular file")),
+            None => Ok(None),
         }
     }
 
@@ -163,7 +161,7 @@ impl Domain {
 
     /// Whether an image is here.
     pub fn has_image(&self, digest: &Digest) -> Result<bool> {
-        Ok(self.named_size(&FileName::content(FileKind::Image, digest))?.is_some())
+        self.has_named(&FileName::content(FileKind::Image, digest))
     }
 
     /// Opens a metadata image for reading.
@@ -185,36 +183,20 @@ impl Domain {
         Ok(self.named(FileKind::Image)?.iter().filter_map(FileName::image).collect())
     }
 
-    /// Whether the tree of a layer chain is here.
-    ///
-    /// # Errors
-    /// [`Error::BadName`], [`Error::Io`].
-    pub fn has_layer(&self, chain_id: &str) -> Result<bool> {
-        Ok(self.named_size(&FileName::chain(FileKind::Layer, chain_id)?)?.is_some())
+    /// Digests of all segments, sorted.
+    pub fn segments(&self) -> Result<Vec<Digest>> {
+        Ok(self.named(FileKind::Segment)?.iter().filter_map(FileName::digest).collect())
     }
 
-    /// Opens a layer's tree (composefs dump text, zstd) for reading.
-    ///
-    /// # Errors
-    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
-    pub fn open_layer(&self, chain_id: &str) -> Result<StoredFile> {
-        self.open_named(&FileName::chain(FileKind::Layer, chain_id)?)
+    /// Opens a segment for reading; fails like [`Domain::open_named`].
+    pub fn open_segment(&self, digest: &Digest) -> Result<StoredFile> {
+        self.open_named(&FileName::content(FileKind::Segment, digest))
     }
 
-    /// Whether the split of a layer is here. A layer that was unpacked from no archive has none.
-    ///
-    /// # Errors
-    /// [`Error::BadName`], [`Error::Io`].
-    pub fn has_split(&self, chain_id: &str) -> Result<bool> {
-        Ok(self.named_size(&FileName::chain(FileKind::Split, chain_id)?)?.is_some())
-    }
-
-    /// Opens a layer's split (its archive without the content of its files) for reading.
-    ///
-    /// # Errors
-    /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
-    pub fn open_split(&self, chain_id: &str) -> Result<StoredFile> {
-        self.open_named(&FileName::chain(FileKind::Split, chain_id)?)
+    /// The packs of an image: at most one, or two good ones after an interrupted replacement.
+    pub fn packs_of(&self, image: &Digest) -> Result<Vec<FileName>> {
+        let packs = self.named(FileKind::Pack)?.into_iter();
+        Ok(packs.filter(|pack| pack.image() == Some(*image)).collect())
     }
 
     /// Chain ids of all layers, sorted, without long ones, whose file names are hashes.
@@ -265,20 +247,17 @@ impl Domain {
         self.real(&name.path())
     }
 
-    /// Size in bytes; `None` if it is not here.
+    /// Whether it is here. A layer that was unpacked from no archive has no split.
     ///
     /// # Errors
     /// [`Error::Corrupt`] if something else than a file is in its place; [`Error::Io`].
-    pub fn named_size(&self, name: &FileName) -> Result<Option<u64>> {
-        self.file_size(&self.named_file(name))
+    pub fn has_named(&self, name: &FileName) -> Result<bool> {
+        Ok(self.file_size(&self.named_file(name))?.is_some())
     }
 
     pub(crate) fn open_file(&self, path: String) -> Result<Option<StoredFile>> {
-        match self.disk().open(&path) {
-            Ok(file) => Ok(Some(StoredFile::new(file, path))),
-            Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(error).at("open", &path),
-        }
+        let file = self.disk().open(&path).if_there("open", &path)?;
+        Ok(file.map(|file| StoredFile::new(file, path)))
     }
 
     /// Entries of a directory of the domain; none if it does not exist.
@@ -287,10 +266,7 @@ impl Domain {
             "" => self.base.clone(),
             directory => format!("{}/{directory}", self.base),
         };
-        match self.disk().list(&path) {
-            Err(error) if is_absent(&error) => Ok(Vec::new()),
-            other => other.at("list", &path),
-        }
+        Ok(self.disk().list(&path).if_there("list", &path)?.unwrap_or_default())
     }
 
     /// File names of a directory without the suffix; others and temporary files are left out.
@@ -307,9 +283,4 @@ impl Domain {
     pub(crate) fn disk(&self) -> &dyn Disk {
         self.store.disk()
     }
-}
-
-/// The file is not there, or a directory on the way to it is not.
-pub(crate) fn is_absent(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound)
 }

@@ -170,11 +170,6 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether it is [damage](is_damage) on the disk; otherwise the run has to end.
-    pub fn is_unreadable(&self) -> bool {
-        is_damage(self)
-    }
-
     /// Whether garbage collection took, or somebody replaced, a file meanwhile: a second try with
     /// the lock held ([`crate::ImportOptions::hold_lock`]) can succeed.
     pub fn is_race(&self) -> bool {
@@ -207,10 +202,12 @@ impl Error {
         }
     }
 
-    /// Whether the filesystem is mounted read-only.
-    pub fn is_read_only_disk(&self) -> bool {
-        let kind = |source: &io::Error| source.kind() == io::ErrorKind::ReadOnlyFilesystem;
-        matches!(self, Self::Io { source, .. } if kind(source))
+    /// Whether this program cannot write to the store, or nobody to its filesystem.
+    pub fn is_read_only(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => source.kind() == io::ErrorKind::ReadOnlyFilesystem,
+            other => matches!(other, Self::ReadOnly { .. }),
+        }
     }
 
     /// [`Error::Corrupt`] about a file.
@@ -313,6 +310,11 @@ pub(crate) fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
+/// The file is not there, or a directory on the way to it is not.
+pub(crate) fn is_absent(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+}
+
 /// Puts action and path to an I/O error.
 pub trait At<T> {
     /// The same, as [`Error::Io`] about `path`.
@@ -320,11 +322,24 @@ pub trait At<T> {
     /// # Errors
     /// That one.
     fn at(self, action: &'static str, path: &str) -> Result<T>;
+
+    /// The same; `None` if it, or a directory on the way to it, is not there.
+    ///
+    /// # Errors
+    /// [`At::at`]'s.
+    fn if_there(self, action: &'static str, path: &str) -> Result<Option<T>>;
 }
 
 impl<T> At<T> for io::Result<T> {
     fn at(self, action: &'static str, path: &str) -> Result<T> {
         self.map_err(|source| Error::Io { action, path: path.to_owned(), source })
+    }
+
+    fn if_there(self, action: &'static str, path: &str) -> Result<Option<T>> {
+        match self {
+            Err(error) if is_absent(&error) => Ok(None),
+            other => other.at(action, path).map(Some),
+        }
     }
 }
 

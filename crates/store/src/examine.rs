@@ -123,6 +123,18 @@ impl<'a> Examiner<'a> {
         }
     }
 
+    /// Both: reads a file only if its content is sound. Also returns how many bytes were hashed.
+    pub(crate) fn whole(
+        &self,
+        name: &FileName,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(Seen, u64)> {
+        match self.look(name, None)? {
+            (Seen::Sound, hashed) => Ok((self.read(name, visit)?, hashed)),
+            other => Ok(other),
+        }
+    }
+
     fn unreadable(&self, name: &FileName, error: Error) -> Result<Seen> {
         if !is_damage(&error) {
             return Err(error);
@@ -137,30 +149,20 @@ impl<'a> Examiner<'a> {
 
     /// Examines a pack, which lacks segments outside of `sound`. Fails like [`Examiner::look`].
     pub(crate) fn pack(&self, name: &FileName, sound: &HashSet<Digest>) -> Result<Option<Finding>> {
-        // One that has been replaced since it was listed is no finding.
-        let seen = match self.look(name, None)?.0 {
-            Seen::Sound => {
-                let mut lacks = None;
-                let seen = self.read(name, &mut |segment, _| {
-                    if !sound.contains(&segment) {
-                        lacks.get_or_insert(segment);
-                    }
-                })?;
-                match (seen, lacks) {
-                    (Seen::Sound, Some(segment)) => {
-                        let detail = format!("its segment {segment} is missing or damaged");
-                        Seen::Damaged(self.finding(name, Wrong::Incomplete, detail))
-                    }
-                    (seen, _) => seen,
-                }
+        let mut lacks = None;
+        let (seen, _) = self.whole(name, &mut |segment, _| {
+            if !sound.contains(&segment) {
+                lacks.get_or_insert(segment);
             }
-            seen => seen,
-        };
-        Ok(seen.finding())
-    }
-
-    pub(crate) fn unreadable_finding(&self, name: &FileName, detail: String) -> Finding {
-        self.finding(name, Wrong::Unreadable, detail)
+        })?;
+        Ok(match (seen, lacks) {
+            (Seen::Sound, Some(segment)) => {
+                let detail = format!("its segment {segment} is missing or damaged");
+                Some(self.finding(name, Wrong::Incomplete, detail))
+            }
+            // One that has been replaced since it was listed is no finding.
+            (seen, _) => seen.finding(),
+        })
     }
 
     pub(crate) fn missing_object(&self, digest: &Digest) -> Finding {
@@ -169,7 +171,7 @@ impl<'a> Examiner<'a> {
         Finding::new(FindingKind::ObjectMissing, path, "an image names it").about(digest)
     }
 
-    fn finding(&self, name: &FileName, wrong: Wrong, detail: String) -> Finding {
+    pub(crate) fn finding(&self, name: &FileName, wrong: Wrong, detail: String) -> Finding {
         use FindingKind as Kind;
         let is_base = name.kind() == FileKind::Image
             && name.image().is_some_and(|it| self.derived.contains(&it));
@@ -197,7 +199,7 @@ impl<'a> Examiner<'a> {
 }
 
 #[derive(Clone, Copy)]
-enum Wrong {
+pub(crate) enum Wrong {
     Truncated,
     Altered,
     Unreadable,

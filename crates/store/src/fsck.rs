@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 use crate::contents::Contents;
 use crate::disk::Kind;
 use crate::domain;
-use crate::error::{At, Error, Result, is_damage};
-use crate::examine::{Examiner, Reading, Seen};
+use crate::error::{At, Error, Result, is_absent, is_damage};
+use crate::examine::{Examiner, Reading, Seen, Wrong};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{Kept, RECORD_SUFFIX, RECORDS, ROOTS, UNNAMED, named_files};
+use crate::records::{RECORD_SUFFIX, RECORDS, ROOTS, UNNAMED};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -222,7 +222,8 @@ impl FsckReport {
     }
 }
 
-struct Named {
+/// An object that an image or a layer names.
+struct NamedObject {
     size: u64,
     /// Index into the list of images and layers.
     user: usize,
@@ -253,7 +254,7 @@ impl Domain {
                     report.add(Finding::new(FindingKind::Permissions, path, detail));
                 }
                 Ok(_) => {}
-                Err(error) if domain::is_absent(&error) => {
+                Err(error) if is_absent(&error) => {
                     let detail = match RECORDS.contains(&directory) {
                         true => "gc will remove what only its records named",
                         false => "",
@@ -323,15 +324,15 @@ impl Domain {
             let records = self.records(directory)?;
             *count += records.len() as u64;
             for record in records {
-                let kept = match self.read_kept(&record) {
-                    Ok(kept) => kept.unwrap_or_default(),
+                let files = match self.files_of(&record) {
+                    Ok(files) => files,
                     Err(error) if is_damage(&error) => {
                         report.add(Finding::new(unreadable, record.path, error.to_string()));
                         continue;
                     }
                     Err(error) => return Err(error),
                 };
-                for file in self.missing_of(&kept)? {
+                for file in self.missing_of(&files)? {
                     let detail = format!("{file} is missing");
                     report.add(Finding::new(dangling, &record.path, detail));
                 }
@@ -353,23 +354,22 @@ impl Domain {
     }
 
     /// What a ref or root keeps and is not here: images, and layers or their splits.
-    pub(crate) fn missing_of(&self, kept: &Kept) -> Result<Vec<FileName>> {
-        let layers = || kept.layers.iter().map(String::as_str);
-        let mut missing = self.missing_files(named_files(&kept.images, layers())?)?;
-        for chain_id in layers() {
-            let split = FileName::chain(FileKind::Split, chain_id)?;
-            if self.has_layer(chain_id)? && self.named_size(&split)?.is_none() {
+    pub(crate) fn missing_of(&self, files: &[FileName]) -> Result<Vec<FileName>> {
+        let mut missing = self.missing_files(files)?;
+        for layer in files.iter().filter(|file| file.kind() == FileKind::Layer) {
+            let split = layer.with_kind(FileKind::Split);
+            if !missing.contains(layer) && !self.has_named(&split)? {
                 missing.push(split);
             }
         }
         Ok(missing)
     }
 
-    pub(crate) fn missing_files(&self, files: Vec<FileName>) -> Result<Vec<FileName>> {
+    pub(crate) fn missing_files(&self, files: &[FileName]) -> Result<Vec<FileName>> {
         let mut missing = Vec::new();
         for file in files {
-            if self.named_size(&file)?.is_none() {
-                missing.push(file);
+            if !self.has_named(file)? {
+                missing.push(file.clone());
             }
         }
         Ok(missing)
@@ -381,7 +381,7 @@ impl Domain {
             // Whoever looks at the content says more, and names the file.
             Err(error) if is_damage(&error) => Ok(()),
             // Replaced or removed since it was listed.
-            Err(Error::Io { source, .. }) if domain::is_absent(&source) => Ok(()),
+            Err(Error::Io { source, .. }) if is_absent(&source) => Ok(()),
             other => other,
         }
     }
@@ -440,37 +440,32 @@ impl Examiner<'_> {
     fn fsck_images_and_layers(
         &self,
         report: &mut FsckReport,
-    ) -> Result<(Vec<FileName>, HashMap<Digest, Named>)> {
+    ) -> Result<(Vec<FileName>, HashMap<Digest, NamedObject>)> {
         let mut users = Vec::new();
         for directory in ["images", "layers"] {
             users.extend(self.fsck_directory(directory, report)?);
         }
-        let mut named: HashMap<Digest, Named> = HashMap::new();
+        let mut named: HashMap<Digest, NamedObject> = HashMap::new();
         for (user, name) in users.iter().enumerate() {
             match name.kind() {
                 FileKind::Image => report.images += 1,
                 FileKind::Layer => report.layers += 1,
                 _ => {}
             }
-            let (seen, hashed) = self.look(name, None)?;
-            report.hashed_bytes += hashed;
-            let Seen::Sound = seen else {
-                // What an altered image names means nothing.
-                seen.finding().into_iter().for_each(|finding| report.add(finding));
-                continue;
-            };
             let mut disagree = Vec::new();
-            let seen = self.read(name, &mut |digest, size| {
-                let entry = named.entry(digest).or_insert(Named { size, user, seen: false });
+            // What an altered image names means nothing.
+            let (seen, hashed) = self.whole(name, &mut |digest, size| {
+                let entry = named.entry(digest).or_insert(NamedObject { size, user, seen: false });
                 if entry.size != size {
                     disagree.push((digest, size, entry.size));
                 }
             })?;
+            report.hashed_bytes += hashed;
             if let Some(finding) = seen.finding() {
                 report.add(finding);
             } else if let Some((digest, size, other)) = disagree.first() {
                 let detail = format!("says that {digest} has {size} bytes, another says {other}");
-                report.add(self.unreadable_finding(name, detail));
+                report.add(self.finding(name, Wrong::Unreadable, detail));
             }
         }
         Ok((users, named))
@@ -502,7 +497,7 @@ impl Examiner<'_> {
     fn fsck_objects(
         &self,
         users: &[FileName],
-        named: &mut HashMap<Digest, Named>,
+        named: &mut HashMap<Digest, NamedObject>,
         task: &Task,
         report: &mut FsckReport,
     ) -> Result<()> {
@@ -530,7 +525,7 @@ impl Examiner<'_> {
                 named.seen = true;
             }
         }
-        let user_of = |named: &Named| Some(users.get(named.user)?.to_string());
+        let user_of = |named: &NamedObject| Some(users.get(named.user)?.to_string());
         for (digest, entry) in named.iter().filter(|(_, entry)| !entry.seen) {
             let mut finding = self.missing_object(digest);
             finding.user = user_of(entry);

@@ -3,7 +3,8 @@
 //!
 //! 1. mark: refs, roots and live mounts keep images and layers; those keep objects and segments.
 //!    Unreadable files keep what they might need and block nothing else: see [`Reachability`];
-//! 2. leftovers of interrupted imports and writes go, expired leases, mounts of an earlier boot;
+//! 2. leftovers of interrupted imports and writes go, leases of dead processes, mounts of an
+//!    earlier boot;
 //! 3. unmarked images, layers, splits and packs go, durably: no image in place ever lacks an
 //!    object, after a crash either, and no pack a segment;
 //! 4. unmarked objects and segments go, and kept ones get missing protection, images last.
@@ -38,8 +39,6 @@ pub struct GcOptions {
     pub dry_run: bool,
     /// Wait for imports that are being published and other collections, or [`crate::Error::Busy`].
     pub wait: bool,
-    /// Seconds since 1970: leases that expire before are dropped. 0 drops none.
-    pub now: i64,
     /// `/proc/sys/kernel/random/boot_id`: mounts that say another one are gone since the reboot.
     pub boot_id: Option<String>,
     /// Ends it early: [`crate::Error::Cancelled`]. What was removed so far was garbage.
@@ -69,7 +68,7 @@ pub struct GcReport {
     pub segments: u64,
     /// Bytes of both.
     pub segment_bytes: u64,
-    /// Roots removed: `lease/<id>` that had run out, `mount/<id>` of an earlier boot.
+    /// Roots removed: `lease/<id>` whose process is gone, `mount/<id>` of an earlier boot.
     pub roots: Vec<String>,
     /// Leftovers of interrupted imports and writes that were removed.
     pub leftovers: u64,

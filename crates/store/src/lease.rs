@@ -4,11 +4,9 @@
 //! It lives as long as its process holds the staging directory of the same name. The kernel gives
 //! that lock back however the process ends, so no clock has a say.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use crate::disk::{Kind, Lock};
-use crate::error::{Error, ErrorKind, Result};
-use crate::record::{Root, RootKind};
+use crate::error::{ErrorKind, Result};
+use crate::record::{Root, RootKind, now};
 use crate::store::{STAGING, remove_entry};
 use crate::{Digest, Domain, DomainLock};
 
@@ -35,8 +33,7 @@ impl Domain {
     pub fn lease(&self, image: &Digest, layers: Vec<String>, note: &str) -> Result<Lease> {
         let put = || self.put_lease(image, &layers, note);
         let held = match put() {
-            Err(Error::ReadOnly { .. }) => Held::Lock(self.lock_shared()?),
-            Err(error) if error.is_read_only_disk() => Held::Lock(self.lock_shared()?),
+            Err(error) if error.is_read_only() => Held::Lock(self.lock_shared()?),
             // A full disk needs collections, which the lock would keep waiting.
             Err(error) if error.kind() == ErrorKind::Space && self.store().use_reserve() => put()?,
             other => other?,
@@ -48,12 +45,11 @@ impl Domain {
         self.store().check_writable()?;
         let (staging, lock) = self.store().new_staging()?;
         let id = staging.rsplit('/').next().unwrap_or_default().to_owned();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let root = Root {
             images: vec![*image],
             layers: layers.to_vec(),
             note: note.to_owned(),
-            created: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
+            created: now(),
             ..Root::new(RootKind::Lease, &id)
         };
         match self.put_root(&root) {
@@ -65,11 +61,10 @@ impl Domain {
         }
     }
 
-    /// Whether a lease has lost its process. One by another name than a staging directory's is
-    /// kept until it is removed.
+    /// Whether a lease has lost its process, which holds the staging directory of this name.
     pub(crate) fn is_orphaned_lease(&self, id: &str) -> Result<bool> {
         let is_staging = id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
-        Ok(is_staging && !self.store().is_held(&format!("{STAGING}/{id}"))?)
+        Ok(!is_staging || !self.store().is_held(&format!("{STAGING}/{id}"))?)
     }
 }
 

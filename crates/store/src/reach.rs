@@ -30,7 +30,7 @@ pub(crate) struct StaleRoot {
     pub(crate) shown: String,
     pub(crate) path: String,
     pub(crate) kind: RootKind,
-    /// Its id, unless that is long.
+    /// Its id, unless that is long, which no lease's is.
     id: Option<String>,
 }
 
@@ -93,7 +93,7 @@ impl Domain {
         match (file.kind, root) {
             (_, Ok(None)) => Ok(false),
             (RootKind::Lease, _) => {
-                file.id.as_ref().map_or(Ok(false), |id| self.is_orphaned_lease(id))
+                file.id.as_ref().map_or(Ok(true), |id| self.is_orphaned_lease(id))
             }
             // Mount records are not synced. A torn one's mount went with the crash.
             (RootKind::Mount, Err(error)) => Ok(matches!(error, Error::Corrupt { .. })),
@@ -116,20 +116,19 @@ impl Keepers {
 
     /// Visits kept images and layers with their keepers: a ref, `<kind>/<id>`, or `a live mount`.
     pub(crate) fn each(&self, mut visit: impl FnMut(FileName, &str)) {
-        let mut keep = |images: &[Digest], layers: &mut dyn Iterator<Item = &str>, by: &str| {
-            let images = images.iter().map(|image| FileName::content(FileKind::Image, image));
-            // Every chain id of a record that was read can be a name.
-            let layers = layers.filter_map(|id| FileName::chain(FileKind::Layer, id).ok());
-            images.chain(layers).for_each(|file| visit(file, by));
+        // Every chain id of a record that was read can be a name.
+        let mut keep = |files: Result<Vec<FileName>>, by: &str| {
+            files.into_iter().flatten().for_each(|file| visit(file, by));
         };
         for (name, record) in &self.refs {
-            let mut layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
-            keep(&[record.image], &mut layers, &format!("ref `{name}`"));
+            keep(record.files(), &format!("ref `{name}`"));
         }
         for (shown, root) in &self.roots {
-            keep(&root.images, &mut root.layers.iter().map(String::as_str), shown);
+            keep(root.files(), shown);
         }
-        keep(&self.live, &mut std::iter::empty(), "a live mount");
+        for image in &self.live {
+            visit(FileName::content(FileKind::Image, image), "a live mount");
+        }
     }
 }
 
@@ -215,7 +214,7 @@ impl<'a> Reachability<'a> {
                     _ => file.clone(),
                 };
                 // A commit that was killed may not have got to publishing it.
-                if self.domain.named_size(&file)?.is_none() {
+                if !self.domain.has_named(&file)? {
                     return Ok(());
                 }
                 if self.files.insert(file.clone()) || is_new {
@@ -302,7 +301,7 @@ impl<'a> Reachability<'a> {
         if file.kind() == FileKind::Pack {
             for segment in &named {
                 let segment = FileName::content(FileKind::Segment, segment);
-                if self.domain.named_size(&segment)?.is_none() {
+                if !self.domain.has_named(&segment)? {
                     return Ok(());
                 }
             }

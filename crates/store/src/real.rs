@@ -358,6 +358,35 @@ pub fn stretch_at(file: impl AsFd, offset: u64) -> io::Result<Stretch> {
     Ok(Stretch::Data(end - offset))
 }
 
+/// Replaces a file of a directory that is no store's, by way of a file `aside` in it: no reader,
+/// and with `sync` no crash, finds half of the content. Neither path may be a symbolic link.
+///
+/// # Errors
+/// Those of the system calls; nothing is left aside then.
+pub fn replace_file(
+    directory: impl AsFd,
+    aside: &Path,
+    path: &Path,
+    content: &[u8],
+    purpose: Purpose,
+    sync: bool,
+) -> io::Result<()> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
+    let replace = || -> io::Result<()> {
+        let mode = Mode::from_raw_mode(purpose.mode());
+        let file = fs::openat(&directory, aside, flags | OFlags::NOFOLLOW, mode)?;
+        let mut file = RealFile { file, end: 0, direct: false };
+        file.write_all(content)?;
+        if sync {
+            file.sync()?;
+        }
+        Ok(fs::renameat(&directory, aside, &directory, path)?)
+    };
+    replace().inspect_err(|_| {
+        let _ = fs::unlinkat(&directory, aside, AtFlags::empty());
+    })
+}
+
 #[derive(Debug)]
 struct RealLock {
     directory: OwnedFd,

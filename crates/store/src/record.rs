@@ -1,10 +1,17 @@
 //! The small JSON records: refs and roots.
 
 use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
 use crate::Digest;
+
+/// The time now in seconds since 1970, as records have it.
+pub fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
 
 /// A human name's record (`refs/<name>.json`): it keeps an image and its layers alive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

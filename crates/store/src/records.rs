@@ -6,8 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::disk::Purpose;
-use crate::domain::is_absent;
-use crate::error::{At, Error, ErrorKind, Result, is_damage};
+use crate::error::{At, Error, ErrorKind, Result, is_absent, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
 use crate::store::mkdir_if_missing;
@@ -29,13 +28,6 @@ pub(crate) struct RecordFile {
     pub(crate) path: String,
     /// The ref's name or the root's id; `None` for a long one, which only the record tells.
     pub(crate) name: Option<String>,
-}
-
-#[derive(Default)]
-pub(crate) struct Kept {
-    pub(crate) images: Vec<Digest>,
-    /// Chain ids.
-    pub(crate) layers: Vec<String>,
 }
 
 /// The refs of a domain. See [`Domain::all_refs`].
@@ -125,11 +117,10 @@ impl Domain {
         let path = self.ref_file(ref_name)?;
         let json = ref_json(ref_name, record)?;
         let _lock = self.lock_shared()?;
-        let layers = record.layers.iter().map(|layer| layer.chain_id.as_str());
-        self.check_and_note(&[record.image], layers)?;
+        self.check_and_note(&record.files()?)?;
         self.sync_parts()?;
         self.keep_replaced(&path, record)?;
-        self.store().replace_file(&format!("{}/refs", self.base()), &path, &json, true)
+        self.store().replace_file(&path, &json, true)
     }
 
     /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`], and
@@ -160,8 +151,8 @@ impl Domain {
                 Err(error) => return Err(error),
             }
         }
-        match self.remove_record("refs", &path)? {
-            true => Ok(()),
+        match self.unlink_if_there(&path)? {
+            true => self.sync_directory(REFS),
             false => Err(Error::NoSuchRef(ref_name.to_owned())),
         }
     }
@@ -172,10 +163,10 @@ impl Domain {
     /// [`Error::Corrupt`], [`Error::Io`].
     pub fn unnamed_record(&self, image: &Digest) -> Result<Option<Ref>> {
         let path = self.unnamed_file(image);
-        let Some(Named { record, .. }) = self.read_record::<Named<Ref>>(&path)? else {
+        let Some(WithName { record, .. }) = self.read_record::<WithName<Ref>>(&path)? else {
             return Ok(None);
         };
-        check_chain_ids(&path, record.layers.iter().map(|layer| layer.chain_id.as_str()))?;
+        record.files().map_err(|error| Error::corrupt(&path, error))?;
         // A ref that was replaced while it was removed left the record of another image.
         Ok(Some(record).filter(|record| record.image == *image))
     }
@@ -197,20 +188,17 @@ impl Domain {
             _ => return Ok(()),
         };
         self.make_unnamed()?;
-        let directory = format!("{}/{UNNAMED}", self.base());
         let json = ref_json(&name, &old)?;
-        self.store().replace_file(&directory, &self.unnamed_file(&old.image), &json, true)
+        self.store().replace_file(&self.unnamed_file(&old.image), &json, true)
     }
 
     pub(crate) fn read_ref(&self, path: &str) -> Result<Option<(String, Ref)>> {
-        let Some((ref_name, record)) =
-            self.read_record::<Named<Ref>>(path)?.map(|n| (n.name, n.record))
-        else {
+        let Some(WithName { name, record }) = self.read_record::<WithName<Ref>>(path)? else {
             return Ok(None);
         };
-        check_own_name(path, &ref_name)?;
-        check_chain_ids(path, record.layers.iter().map(|layer| layer.chain_id.as_str()))?;
-        Ok(Some((ref_name, record)))
+        check_own_name(path, &name)?;
+        record.files().map_err(|error| Error::corrupt(path, error))?;
+        Ok(Some((name, record)))
     }
 
     /// All roots of one kind, sorted by id, without refs ([`Domain::refs`]).
@@ -227,31 +215,26 @@ impl Domain {
     }
 
     /// Makes or replaces a root; what it keeps must be here. Durable on return, except for mounts,
-    /// which do not outlive a crash and must be quick.
+    /// which do not outlive a crash and must be quick. Written even to a store that this program
+    /// may not change: roots are state of this boot, for the sake of whoever may collect it.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::BadName`], [`Error::Io`].
     pub fn put_root(&self, root: &Root) -> Result<()> {
-        self.check_root_writable(root.kind)?;
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
         let _lock = self.lock_shared()?;
-        let directory = format!("{}/{}", self.base(), root.kind.directory());
         let durable = root.kind != RootKind::Mount;
         if durable {
             self.sync_parts()?;
         }
         let write = || {
-            self.check_and_note(&root.images, root.layers.iter().map(String::as_str))?;
-            self.store().replace_file(&directory, &path, &json, durable)
+            self.check_and_note(&root.files()?)?;
+            self.store().replace_file(&path, &json, durable)
         };
         match write() {
             // A read-only mount of an image that is here must not need room.
-            Err(error)
-                if !durable && error.kind() == ErrorKind::Space && self.store().use_reserve() =>
-            {
-                write()
-            }
+            Err(error) if error.kind() == ErrorKind::Space && self.store().use_reserve() => write(),
             other => other,
         }
     }
@@ -261,24 +244,17 @@ impl Domain {
     /// # Errors
     /// [`Error::BadName`], [`Error::Io`].
     pub fn remove_root(&self, kind: RootKind, id: &str) -> Result<bool> {
-        let path = self.root_file(kind, id)?;
-        self.check_root_writable(kind)?;
-        if kind == RootKind::Mount {
-            return self.unlink_if_there(&path);
+        let removed = self.unlink_if_there(&self.root_file(kind, id)?)?;
+        if removed && kind != RootKind::Mount {
+            self.sync_directory(kind.directory())?;
         }
-        self.remove_record(kind.directory(), &path)
-    }
-
-    /// Mount roots are state of this boot: they are written even to a store that this program may
-    /// not change, for the sake of whoever may collect it.
-    fn check_root_writable(&self, kind: RootKind) -> Result<()> {
-        if kind == RootKind::Mount { Ok(()) } else { self.store().check_writable() }
+        Ok(removed)
     }
 
     pub(crate) fn read_root(&self, path: &str) -> Result<Option<Root>> {
         let Some(root) = self.read_record::<Root>(path)? else { return Ok(None) };
         check_own_name(path, &root.id)?;
-        check_chain_ids(path, root.layers.iter().map(String::as_str))?;
+        root.files().map_err(|error| Error::corrupt(path, error))?;
         if !path.contains(&format!("/{}/", root.kind.directory())) {
             return Err(Error::corrupt(
                 path,
@@ -297,17 +273,12 @@ impl Domain {
         Ok(self.files(directory, RECORD_SUFFIX)?.into_iter().map(record).collect())
     }
 
-    /// The images and layers that a ref or root keeps; `None` if it is gone since the listing.
-    pub(crate) fn read_kept(&self, record: &RecordFile) -> Result<Option<Kept>> {
+    /// The images and layers that a ref or root keeps: none if it is gone since the listing.
+    pub(crate) fn files_of(&self, record: &RecordFile) -> Result<Vec<FileName>> {
         if record.path.starts_with(&format!("{}/{REFS}/", self.base())) {
-            let found = self.read_ref(&record.path)?;
-            return Ok(found.map(|(_, it)| Kept {
-                images: vec![it.image],
-                layers: it.layers.into_iter().map(|layer| layer.chain_id).collect(),
-            }));
+            return self.read_ref(&record.path)?.map_or(Ok(Vec::new()), |(_, it)| it.files());
         }
-        let found = self.read_root(&record.path)?;
-        Ok(found.map(|root| Kept { images: root.images, layers: root.layers }))
+        self.read_root(&record.path)?.map_or(Ok(Vec::new()), |root| root.files())
     }
 
     pub(crate) fn read_record<T: DeserializeOwned>(&self, path: &str) -> Result<Option<T>> {
@@ -321,33 +292,15 @@ impl Domain {
         serde_json::from_slice(&json).map(Some).map_err(|error| Error::corrupt(path, error))
     }
 
-    fn remove_record(&self, directory: &str, path: &str) -> Result<bool> {
-        self.store().check_writable()?;
-        let removed = self.unlink_if_there(path)?;
-        if removed {
-            self.sync_directory(directory)?;
-        }
-        Ok(removed)
-    }
-
     fn unlink_if_there(&self, path: &str) -> Result<bool> {
-        match self.disk().unlink(path) {
-            Ok(()) => Ok(true),
-            Err(error) if is_absent(&error) => Ok(false),
-            Err(error) => Err(error).at("remove", path),
-        }
+        Ok(self.disk().unlink(path).if_there("remove", path)?.is_some())
     }
 
     /// With the lock held, what is here now stays here until it is given back.
-    fn check_and_note<'a>(
-        &self,
-        images: &[Digest],
-        layers: impl Iterator<Item = &'a str>,
-    ) -> Result<()> {
-        let files = named_files(images, layers)?;
-        match self.missing_files(files.clone())?.pop() {
+    fn check_and_note(&self, files: &[FileName]) -> Result<()> {
+        match self.missing_files(files)?.pop() {
             Some(missing) => Err(Error::NoSuch(missing)),
-            None => self.note_in_place(&files),
+            None => self.note_in_place(files),
         }
     }
 
@@ -370,38 +323,41 @@ impl Domain {
         self.prepare(path, &ref_json(ref_name, record)?)
     }
 
-    /// The same for a root.
-    pub(crate) fn prepare_root(&self, root: &Root) -> Result<(String, String)> {
-        let path = self.root_file(root.kind, &root.id)?;
-        let json = to_json(&path, root)?;
-        self.prepare(path, &json)
-    }
-
     /// The same for any record.
     pub(crate) fn prepare(&self, path: String, json: &[u8]) -> Result<(String, String)> {
-        let directory = path.rsplit_once('/').map_or("", |(directory, _)| directory);
-        Ok((self.store().write_temporary(directory, json, Purpose::Record, false)?, path))
+        Ok((self.store().write_temporary(&path, json, Purpose::Record, false)?, path))
     }
 }
 
 /// A ref with its name, as it lies in the file.
 #[derive(Serialize, serde::Deserialize)]
-struct Named<T> {
+struct WithName<T> {
     name: String,
     #[serde(flatten)]
     record: T,
 }
 
-pub(crate) fn named_files<'a>(
-    images: &[Digest],
-    layers: impl Iterator<Item = &'a str>,
-) -> Result<Vec<FileName>> {
+impl Ref {
+    /// The images and layers that it keeps.
+    pub(crate) fn files(&self) -> Result<Vec<FileName>> {
+        files(&[self.image], self.layers.iter().map(|layer| &layer.chain_id))
+    }
+}
+
+impl Root {
+    /// The images and layers that it keeps.
+    pub(crate) fn files(&self) -> Result<Vec<FileName>> {
+        files(&self.images, self.layers.iter())
+    }
+}
+
+fn files<'a>(images: &[Digest], layers: impl Iterator<Item = &'a String>) -> Result<Vec<FileName>> {
     let images = images.iter().map(|image| Ok(FileName::content(FileKind::Image, image)));
     images.chain(layers.map(|chain_id| FileName::chain(FileKind::Layer, chain_id))).collect()
 }
 
 fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
-    to_json(ref_name, &Named { name: ref_name.to_owned(), record })
+    to_json(ref_name, &WithName { name: ref_name.to_owned(), record })
 }
 
 pub(crate) fn to_json<T: Serialize>(path: &str, record: &T) -> Result<Vec<u8>> {
@@ -420,12 +376,4 @@ fn check_own_name(path: &str, own_name: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::corrupt(path, format!("it holds the record of {own_name:?}")))
-}
-
-/// A record that names what cannot be a layer is damaged.
-fn check_chain_ids<'a>(path: &str, mut chain_ids: impl Iterator<Item = &'a str>) -> Result<()> {
-    chain_ids.try_for_each(|chain_id| match FileName::chain(FileKind::Layer, chain_id) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(Error::corrupt(path, error)),
-    })
 }

@@ -103,7 +103,7 @@ impl Domain {
     /// holds garbage collection off. Staged files replace those in place by a rename: whoever has
     /// the old file open, a mount included, keeps it. Fails as [`Domain::begin_import`] does.
     pub fn begin_repair(&self, damage: &Damage) -> Result<Staging> {
-        let options = ImportOptions { hold_lock: true, repair: true, ..ImportOptions::default() };
+        let options = ImportOptions { hold_lock: true, ..ImportOptions::default() };
         let mut staging = self.begin_import(options)?;
         staging.wanted = Some(damage.clone());
         Ok(staging)
@@ -158,19 +158,13 @@ impl Domain {
         sound: &HashSet<Digest>,
     ) -> Result<bool> {
         let path = self.named_file(name);
-        let inode = || match self.disk().stat(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            other => other.map(|stat| Some(stat.inode)).at("look at", &path),
-        };
+        let inode = || self.disk().stat(&path).map(|stat| stat.inode).if_there("look at", &path);
         let shared = self.lock_shared()?;
         let Some(before) = inode()? else { return Ok(false) };
         let is_damaged = match name.kind() {
             FileKind::Pack => examiner.pack(name, sound)?.is_some(),
             FileKind::Segment => matches!(examiner.segment(name)?.0, Seen::Damaged(_)),
-            _ => match examiner.look(name, None)?.0 {
-                Seen::Sound => matches!(examiner.read(name, &mut |_, _| ())?, Seen::Damaged(_)),
-                seen => matches!(seen, Seen::Damaged(_)),
-            },
+            _ => matches!(examiner.whole(name, &mut |_, _| ())?.0, Seen::Damaged(_)),
         };
         drop(shared);
         let _lock = self.lock(LockMode::Exclusive, self.store().waiting())?;
@@ -188,8 +182,8 @@ impl Domain {
     pub(crate) fn is_named(&self, image: &Digest) -> Result<bool> {
         for directory in RECORDS {
             for record in self.records(directory)? {
-                let is_named = match self.read_kept(&record) {
-                    Ok(kept) => kept.is_some_and(|kept| kept.images.contains(image)),
+                let is_named = match self.files_of(&record) {
+                    Ok(files) => files.contains(&FileName::content(FileKind::Image, image)),
                     Err(error) if is_damage(&error) => true,
                     Err(error) => return Err(error),
                 };
@@ -334,11 +328,11 @@ impl Domain {
     fn missing_files_of_records(&self, damage: &mut Damage) -> Result<()> {
         for directory in RECORDS {
             for record in self.records(directory)? {
-                let kept = match self.read_kept(&record) {
+                let files = match self.files_of(&record) {
                     Err(error) if is_damage(&error) => continue,
-                    kept => kept?.unwrap_or_default(),
+                    files => files?,
                 };
-                for file in self.missing_of(&kept)? {
+                for file in self.missing_of(&files)? {
                     damage.images.extend(file.image());
                     damage.layers.extend(file.chain_id());
                 }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::examine::{Examiner, Quiet, Reader, Reading, Seen};
 use crate::fsck::{Finding, list};
 use crate::kinds::{FileKind, FileName};
-use crate::store::mkdir_if_missing;
+use crate::store::{mkdir_if_missing, parent};
 use crate::task::{Event, Task};
 use crate::{Digest, Domain, verity};
 
@@ -166,11 +166,10 @@ impl Domain {
     fn save_scrub(&self, scope: &str, saved: &Saved) -> Result<()> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
-        let directory = format!("{}/{DIRECTORY}", self.base());
-        mkdir_if_missing(self.disk(), &directory)?;
         let path = self.scrub_file(scope);
+        mkdir_if_missing(self.disk(), parent(&path))?;
         let json = serde_json::to_vec(saved).map_err(|error| Error::corrupt(&path, error))?;
-        self.store().replace_file(&directory, &path, &json, false)
+        self.store().replace_file(&path, &json, false)
     }
 }
 

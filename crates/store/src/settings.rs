@@ -35,7 +35,7 @@ impl Domain {
         };
         let path = self.settings_file();
         let json = to_json(&path, &change(now)?)?;
-        self.store().replace(self.base(), &path, &json, Purpose::Secret, true)
+        self.store().replace(&path, &json, Purpose::Secret, true)
     }
 
     pub(crate) fn settings_file(&self) -> String {

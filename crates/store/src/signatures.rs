@@ -52,7 +52,7 @@ impl Domain {
         }
         mkdir_if_missing(self.disk(), &parent)?;
         mkdir_if_missing(self.disk(), &directory)?;
-        self.store().replace_file(&directory, &path, signature, true)?;
+        self.store().replace_file(&path, signature, true)?;
         self.disk().sync_dir(&parent).at("sync", &parent)?;
         self.disk().sync_dir(self.base()).at("sync", self.base())
     }

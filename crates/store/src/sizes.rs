@@ -90,7 +90,7 @@ impl Domain {
         let path = self.sizes_file();
         let _lock = self.lock_shared()?;
         let json = crate::records::to_json(&path, &report)?;
-        self.store().replace_file(self.base(), &path, &json, false)?;
+        self.store().replace_file(&path, &json, false)?;
         Ok(Some(report))
     }
 

@@ -187,10 +187,7 @@ impl<'a> ObjectWriter<'a> {
     /// [`ObjectWriter::advance`] takes: saves a copy. Fails as [`Staging::put_object`] does.
     pub fn spare(&mut self) -> Result<&mut [u8]> {
         if self.buffer.spare().is_empty() {
-            match self.spilled {
-                None => self.spill()?,
-                Some(_) => self.flush_buffer()?,
-            }
+            self.spill()?;
         }
         Ok(self.buffer.spare())
     }
@@ -215,16 +212,15 @@ impl<'a> ObjectWriter<'a> {
             return self.push(zeros);
         }
         self.hasher.zeros(len);
-        match self.spilled {
-            None => self.spill()?,
-            Some(_) => self.flush_buffer()?,
-        }
+        self.spill()?;
         self.spilled.as_mut().map_or(Ok(()), |spilled| spilled.append_hole(len))
     }
 
     /// From memory to a file of its own.
     fn spill(&mut self) -> Result<()> {
-        self.spilled = Some(StagedFile::new(self.staging)?);
+        if self.spilled.is_none() {
+            self.spilled = Some(StagedFile::new(self.staging)?);
+        }
         self.flush_buffer()
     }
 
@@ -313,34 +309,6 @@ impl<'a> ImageWriter<'a> {
 impl io::Write for ImageWriter<'_> {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
         self.hasher.update(data);
-        self.file.write(data)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Writes a layer's tree or split; give it pieces of at least some KiB.
-#[derive(Debug)]
-pub struct LayerWriter<'a> {
-    file: StagedFile<'a>,
-    name: FileName,
-}
-
-impl<'a> LayerWriter<'a> {
-    pub(crate) fn new(staging: &'a Staging, name: FileName) -> Result<Self> {
-        Ok(Self { file: StagedFile::new(staging)?, name })
-    }
-
-    /// Ends the tree; fails as [`Staging::put_object`] does.
-    pub fn finish(self) -> Result<()> {
-        self.file.finish(&self.name)
-    }
-}
-
-impl io::Write for LayerWriter<'_> {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
         self.file.write(data)
     }
 

@@ -20,13 +20,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::buffer::Buffer;
 use crate::disk::{Disk, Lock, Purpose, StoredFile};
-use crate::domain::{Domain, DomainLock, is_absent};
-use crate::error::{At, Error, Result, is_damage, is_full};
-use crate::examine::hash_file;
-use crate::kinds::{FileKind, FileName};
+use crate::domain::{Domain, DomainLock};
+use crate::error::{At, Error, Result, is_absent, is_full};
+use crate::kinds::FileName;
 use crate::repair::Damage;
-use crate::staged::{ImageWriter, LayerWriter, ObjectWriter, StagedFile};
-use crate::store::remove_entry;
+use crate::staged::{ImageWriter, ObjectWriter, StagedFile};
+use crate::store::{parent, remove_entry};
 use crate::task::Cancel;
 
 use crate::Digest;
@@ -51,9 +50,6 @@ pub struct ImportOptions {
     /// Sync each time that this many bytes of new objects came from memory, while other threads go
     /// on: it shortens the commit's wait, and few large requests cost less than one per file.
     pub early_sync_bytes: u64,
-    /// Hash objects in place before they count as known, and replace damaged ones, to heal what
-    /// fsck found. (Missing and truncated objects are always healed.)
-    pub repair: bool,
 }
 
 impl Default for ImportOptions {
@@ -62,7 +58,6 @@ impl Default for ImportOptions {
             hold_lock: false,
             buffer_bytes_max: BUFFER_BYTES_MAX,
             early_sync_bytes: EARLY_SYNC_BYTES,
-            repair: false,
         }
     }
 }
@@ -100,7 +95,6 @@ pub struct Staging {
     pub(crate) cancel: Cancel,
     buffer_max: usize,
     early_sync_bytes: u64,
-    pub(crate) repair: bool,
     /// Only this is stored, in place of what has its name; everything else counts as known.
     pub(crate) wanted: Option<Damage>,
     pub(crate) next_temporary: AtomicU64,
@@ -152,7 +146,6 @@ impl Domain {
             cancel: Cancel::default(),
             buffer_max: options.buffer_bytes_max,
             early_sync_bytes: options.early_sync_bytes.max(1),
-            repair: options.repair,
             wanted: None,
             next_temporary: AtomicU64::new(0),
             working: AtomicBool::new(true),
@@ -234,20 +227,6 @@ impl Staging {
         ImageWriter::new(self, Some(*image))
     }
 
-    /// A writer for a layer's own tree (composefs dump text, zstd).
-    ///
-    /// # Errors
-    /// [`Error::BadName`], and as [`Staging::put_object`].
-    pub fn layer_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
-        LayerWriter::new(self, FileName::chain(FileKind::Layer, chain_id)?)
-    }
-
-    /// A writer for a layer's split: its archive without file contents. Fails like
-    /// [`Staging::layer_writer`].
-    pub fn split_writer(&self, chain_id: &str) -> Result<LayerWriter<'_>> {
-        LayerWriter::new(self, FileName::chain(FileKind::Split, chain_id)?)
-    }
-
     /// Opens a file of this import. `None` if there is none, or no room ([`Staging::is_full`]).
     pub fn open_named(&self, name: &FileName) -> Result<Option<StoredFile>> {
         self.domain.open_file(self.named_file(name))
@@ -277,12 +256,9 @@ impl Staging {
             Err(error) => Err(error),
             Ok(mut file) => file.write_all(data),
         };
-        match written {
-            Ok(()) => {}
-            Err(error) => {
-                self.fail(error, "write", &path)?;
-                return Ok(self.count_missing(digest, size, size));
-            }
+        if let Err(error) = written {
+            self.fail(error, "write", &path)?;
+            return Ok(self.count_missing(digest, size, size));
         }
         if !self.enable_verity(&path, &digest)? {
             return Ok(self.count_missing(digest, size, size));
@@ -306,16 +282,7 @@ impl Staging {
         if let Some(wanted) = &self.wanted {
             return Ok(!wanted.objects.contains(digest));
         }
-        if self.domain.object_size(digest)? != Some(size) {
-            return Ok(false);
-        }
-        if !self.repair {
-            return Ok(true);
-        }
-        match hash_file(&self.domain.open_object(digest)?, &self.cancel) {
-            Err(error) if is_damage(&error) => Ok(false),
-            found => Ok(found? == *digest),
-        }
+        Ok(self.domain.object_size(digest)? == Some(size))
     }
 
     /// Whether an object is in place or in this staging.
@@ -362,9 +329,7 @@ impl Staging {
             Err(error) if is_absent(&error) => {}
             other => return other,
         }
-        let path = self.object_file(digest);
-        let shard = path.rsplit_once('/').map_or("", |(shard, _)| shard);
-        match self.disk().mkdir(shard) {
+        match self.disk().mkdir(parent(&self.object_file(digest))) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use crate::collector::{Swept, allocated};
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, Result, is_absent};
 use crate::fsck::{Finding, FindingKind};
 use crate::meta::{META_COPY, META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
+use crate::records::to_json;
 use crate::task::Cancel;
 
 pub(crate) const DOMAINS: &str = "domains";
@@ -69,14 +70,7 @@ impl Store {
     /// [`Error::NotAStore`], [`Error::UnknownFeature`] if it was written by a newer program,
     /// [`Error::Corrupt`], [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
-        let shown = path.to_string_lossy();
-        match RealDisk::open(path) {
-            Ok(disk) => Self::open_on(Arc::new(disk)),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Err(Error::NotAStore { path: shown.into_owned() })
-            }
-            Err(error) => Err(error).at("open the store", &shown),
-        }
+        Self::open_on(open_disk(path)?)
     }
 
     /// Opens a store, or makes it if missing or empty; fails like [`Store::open`], [`Store::init`].
@@ -117,9 +111,8 @@ impl Store {
             Meta::new(disk.random().at("get random bytes for", META_PATH)?, options.immutable);
         let store = Self::on(disk, meta);
         // The name of meta.json makes the directory a store, so everything else is durable first.
-        let json = serde_json::to_vec_pretty(&store.inner.meta)
-            .map_err(|error| Error::corrupt(META_PATH, error))?;
-        let temporary = store.write_temporary("", &json, Purpose::Record, false)?;
+        let json = to_json(META_PATH, store.meta())?;
+        let temporary = store.write_temporary(META_PATH, &json, Purpose::Record, false)?;
         let _ = store.keep_reserve();
         let disk = store.disk();
         disk.sync_all().at("sync", &shown)?;
@@ -133,7 +126,14 @@ impl Store {
     /// [`Store::open`] on any disk, with its errors.
     pub fn open_on(disk: Arc<dyn Disk>) -> Result<Self> {
         let meta = Meta::parse(&read_meta(&*disk)?)?;
-        Ok(Self::on(disk, meta))
+        // A copy that cannot be read says nothing against it.
+        match read_file(&*disk, META_COPY).and_then(|copy| Meta::parse(&copy)) {
+            Ok(copy) if copy.id != meta.id => {
+                let reason = format!("its id is {}, that in {META_COPY} is {}", meta.id, copy.id);
+                Err(Error::corrupt(META_PATH, reason))
+            }
+            _ => Ok(Self::on(disk, meta)),
+        }
     }
 
     /// The same store; `cancel` ends its waiting for locks that others hold, with [`Error::Cancelled`].
@@ -155,21 +155,27 @@ impl Store {
     /// Opens a store for examination, with [`Store::open`]'s errors. A damaged `meta.json` is a
     /// finding, and counts as mended by [`Store::mend_meta`].
     pub fn open_damaged(path: &Path) -> Result<(Self, Option<Finding>)> {
-        let (path_of_meta, reason) = match Self::open(path) {
-            Err(Error::Corrupt { path, reason }) => (path, reason),
-            other => return other.map(|store| (store, None)),
-        };
-        let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
-        let meta = Self::mended(&disk)?;
-        let finding = Finding::new(FindingKind::MetaUnreadable, path_of_meta, reason);
-        Ok((Self::on(Arc::new(disk), meta), Some(finding)))
+        Self::open_damaged_on(open_disk(path)?)
+    }
+
+    fn open_damaged_on(disk: Arc<dyn Disk>) -> Result<(Self, Option<Finding>)> {
+        match Self::open_on(disk.clone()) {
+            Err(Error::Corrupt { path, reason }) => {
+                let finding = Finding::new(FindingKind::MetaUnreadable, path, reason);
+                let meta = Self::mended(&*disk)?;
+                Ok((Self::on(disk, meta), Some(finding)))
+            }
+            other => other.map(|store| (store, None)),
+        }
     }
 
     fn mended(disk: &dyn Disk) -> Result<Meta> {
         let copy = read_file(disk, META_COPY).unwrap_or_default();
-        match Meta::parse(&copy) {
-            Err(Error::Corrupt { .. }) => {}
-            other => return other,
+        match (Meta::parse(&read_meta(disk).unwrap_or_default()), Meta::parse(&copy)) {
+            // Two ids: only the true one can have runtime state.
+            (Ok(meta), Ok(_)) if run_dir(&meta.id).exists() => return Ok(meta),
+            (_, Err(Error::Corrupt { .. })) => {}
+            (_, copy) => return copy,
         }
         let damaged = [read_meta(disk).unwrap_or_default(), copy].join(&b'\n');
         let fresh = disk.random().at("get random bytes for", META_PATH)?;
@@ -183,18 +189,14 @@ impl Store {
     /// [`Error::NotAStore`] if there is neither, [`Error::UnknownFeature`] if it is sound but
     /// newer, [`Error::Io`].
     pub fn mend_meta(path: &Path) -> Result<bool> {
-        match Self::open(path) {
-            Err(Error::Corrupt { .. }) => {}
-            Err(error) => return Err(error),
-            Ok(store) => return store.keep_copy().map(|()| false),
-        }
-        let disk = RealDisk::open(path).at("open the store", &path.to_string_lossy())?;
+        let disk = open_disk(path)?;
+        // Without it gc takes the temporary files.
         let _lock = disk.lock("", LockMode::Exclusive, true).at("lock", META_PATH)?;
-        let meta = Self::mended(&disk)?;
-        let json = serde_json::to_vec_pretty(&meta).map_err(|it| Error::corrupt(META_PATH, it))?;
-        let store = Self::on(Arc::new(disk), meta);
-        store.replace_file("", META_PATH, &json, true)?;
-        store.keep_copy().map(|()| true)
+        let (store, finding) = Self::open_damaged_on(disk.clone())?;
+        if finding.is_some() {
+            store.replace_file(META_PATH, &to_json(META_PATH, store.meta())?, true)?;
+        }
+        store.keep_copy().map(|()| finding.is_some())
     }
 
     /// Makes the copy of `meta.json` if it is missing or differs.
@@ -204,7 +206,7 @@ impl Store {
             return Ok(());
         }
         self.check_writable()?;
-        self.replace_file("", META_COPY, &json, true)
+        self.replace_file(META_COPY, &json, true)
     }
 
     /// What is wrong with the mode of the store's directory: images hold secrets readable for all.
@@ -232,7 +234,7 @@ impl Store {
         let content: Vec<u8> = (0..RESERVE_SIZE / 4)
             .flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes())
             .collect();
-        self.replace("", RESERVE, &content, Purpose::Secret, false)
+        self.replace(RESERVE, &content, Purpose::Secret, false)
     }
 
     /// Gives up the reserve for records of mounts on a full disk; a read-only mount needs no other
@@ -248,10 +250,7 @@ impl Store {
     pub fn destroy(self) -> Result<()> {
         let disk = self.disk();
         for meta in [META_COPY, META_PATH] {
-            match disk.unlink(meta) {
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                other => other.at("remove", meta)?,
-            }
+            disk.unlink(meta).if_there("remove", meta)?;
         }
         for (entry, kind) in disk.list("").at("list", "")? {
             if entry != "lost+found" {
@@ -278,8 +277,7 @@ impl Store {
 
     /// Directory of the runtime state of this store: `/run/cofolio/<id>`, or below `COFOLIO_RUN`.
     pub fn run_dir(&self) -> PathBuf {
-        let base = std::env::var_os("COFOLIO_RUN").map_or_else(|| RUN.into(), PathBuf::from);
-        base.join(self.id())
+        run_dir(self.id())
     }
 
     /// The feature because of which this program may only read the store, if there is one.
@@ -397,19 +395,15 @@ impl Store {
 
     /// Whether a living process holds a staging directory.
     pub(crate) fn is_held(&self, path: &str) -> Result<bool> {
-        match self.disk().lock(path, LockMode::Exclusive, false) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
-            other => Ok(other.at("lock", path)?.is_none()),
-        }
+        let lock = self.disk().lock(path, LockMode::Exclusive, false).if_there("lock", path)?;
+        Ok(matches!(lock, Some(None)))
     }
 
-    /// The lock of a staging directory whose process is gone; `None` while it lives.
+    /// The lock of a staging directory whose process is gone; `None` while it lives, and if it was
+    /// removed since it was listed.
     fn lock_orphan(&self, path: &str) -> Result<Option<Box<dyn Lock>>> {
-        match self.disk().lock(path, LockMode::Exclusive, false) {
-            // It was removed since it was listed.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            other => other.at("lock", path),
-        }
+        let lock = self.disk().lock(path, LockMode::Exclusive, false).if_there("lock", path)?;
+        Ok(lock.flatten())
     }
 
     /// Makes a staging directory and locks it: the lock says that its process lives.
@@ -452,32 +446,25 @@ impl Store {
     }
 
     /// Writes a small file next to its place and renames it. `durable` waits for the disk.
-    pub(crate) fn replace_file(
-        &self,
-        directory: &str,
-        path: &str,
-        content: &[u8],
-        durable: bool,
-    ) -> Result<()> {
-        self.replace(directory, path, content, Purpose::Record, durable)
+    pub(crate) fn replace_file(&self, path: &str, content: &[u8], durable: bool) -> Result<()> {
+        self.replace(path, content, Purpose::Record, durable)
     }
 
     pub(crate) fn replace(
         &self,
-        directory: &str,
         path: &str,
         content: &[u8],
         purpose: Purpose,
         durable: bool,
     ) -> Result<()> {
-        let temporary = self.write_temporary(directory, content, purpose, durable)?;
+        let temporary = self.write_temporary(path, content, purpose, durable)?;
         let disk = self.disk();
         if let Err(error) = disk.rename(&temporary, path, false) {
             let _ = disk.unlink(&temporary);
             return Err(error).at("replace", path);
         }
         if durable {
-            disk.sync_dir(directory).at("sync", directory)?;
+            disk.sync_dir(parent(path)).at("sync", parent(path))?;
         }
         Ok(())
     }
@@ -485,17 +472,15 @@ impl Store {
     /// The first half of [`Store::replace_file`]: gives the temporary file's path.
     pub(crate) fn write_temporary(
         &self,
-        directory: &str,
+        path: &str,
         content: &[u8],
         purpose: Purpose,
         durable: bool,
     ) -> Result<String> {
         let disk = self.disk();
-        let name = format!(
-            "{TEMPORARY}{}",
-            const_hex::encode(disk.random().at("name a file in", directory)?)
-        );
-        let path = if directory.is_empty() { name } else { format!("{directory}/{name}") };
+        let directory = path.rfind('/').map_or("", |slash| &path[..=slash]);
+        let number = const_hex::encode(disk.random().at("name a file for", path)?);
+        let path = format!("{directory}{TEMPORARY}{number}");
         let written = (|| {
             let mut file = disk.create(&path, purpose)?;
             file.write_all(content)?;
@@ -521,14 +506,32 @@ impl Store {
     }
 }
 
+/// The directory that a path is in; empty for that of the store.
+pub(crate) fn parent(path: &str) -> &str {
+    path.rsplit_once('/').map_or("", |(directory, _)| directory)
+}
+
+fn run_dir(id: &str) -> PathBuf {
+    let base = std::env::var_os("COFOLIO_RUN").map_or_else(|| RUN.into(), PathBuf::from);
+    base.join(id)
+}
+
+fn open_disk(path: &Path) -> Result<Arc<dyn Disk>> {
+    let shown = path.to_string_lossy();
+    match RealDisk::open(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(Error::NotAStore { path: shown.into_owned() })
+        }
+        disk => Ok(Arc::new(disk.at("open the store", &shown)?)),
+    }
+}
+
 fn read_meta(disk: &dyn Disk) -> Result<Vec<u8>> {
     match read_file(disk, META_PATH) {
-        Err(Error::Io { source, .. }) if domain::is_absent(&source) => {
-            Err(match disk.stat(META_COPY) {
-                Ok(_) => Error::corrupt(META_PATH, "it is missing"),
-                Err(_) => Error::NotAStore { path: shown_path(disk) },
-            })
-        }
+        Err(Error::Io { source, .. }) if is_absent(&source) => Err(match disk.stat(META_COPY) {
+            Ok(_) => Error::corrupt(META_PATH, "it is missing"),
+            Err(_) => Error::NotAStore { path: shown_path(disk) },
+        }),
         other => other,
     }
 }
@@ -552,29 +555,18 @@ pub(crate) fn mkdir_if_missing(disk: &dyn Disk, path: &str) -> Result<()> {
 /// Removes a file or a directory tree, immutable flags or not, and returns the freed bytes. Missing
 /// files are no error: somebody else may be cleaning too.
 pub(crate) fn remove_entry(disk: &dyn Disk, path: &str, kind: Kind) -> Result<u64> {
-    let mut freed = 0;
     if kind == Kind::Directory {
-        let entries = match disk.list(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
-            other => other.at("list", path)?,
-        };
-        for (name, kind) in entries {
+        let mut freed = 0;
+        for (name, kind) in disk.list(path).if_there("list", path)?.unwrap_or_default() {
             freed += remove_entry(disk, &format!("{path}/{name}"), kind)?;
         }
-        return match disk.rmdir(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(freed),
-            other => other.at("remove", path).map(|()| freed),
-        };
+        disk.rmdir(path).if_there("remove", path)?;
+        return Ok(freed);
     }
-    let stat = match disk.stat(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
-        other => other.at("look at", path)?,
-    };
+    let Some(stat) = disk.stat(path).if_there("look at", path)? else { return Ok(0) };
     if stat.immutable {
         disk.set_immutable(path, false).at("clear the immutable flag of", path)?;
     }
-    match disk.unlink(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(freed),
-        other => other.at("remove", path).map(|()| freed + stat.allocated),
-    }
+    let removed = disk.unlink(path).if_there("remove", path)?;
+    Ok(removed.map_or(0, |()| stat.allocated))
 }

@@ -94,8 +94,8 @@ struct Candidate<'a> {
     names: Vec<&'a (String, Ref)>,
 }
 
-/// Who keeps what.
-struct Kept {
+/// What is in use, and how often.
+struct Usage {
     /// Images and layers by how many keep them.
     files: BTreeMap<FileName, u32>,
     uses: Uses,
@@ -146,11 +146,12 @@ impl Domain {
         let refs = &keepers.refs;
         let used = keepers.roots.iter().flat_map(|(_, root)| &root.images);
         let in_use: BTreeSet<Digest> = used.chain(&keepers.live).copied().collect();
-        let mut kept = self.kept_by(contents, keepers)?;
+        let mut usage = self.usage(contents, keepers)?;
         let bases = self.bases()?;
         let bytes_before =
-            self.files_bytes()? + kept.uses.iter().map(|object| object.allocated).sum::<u64>();
-        let mut bytes = kept.count(self, contents)?;
+            self.files_bytes(&[FileKind::Image, FileKind::Layer, FileKind::Split])?
+                + usage.uses.iter().map(|object| object.allocated).sum::<u64>();
+        let mut bytes = usage.count(self, contents)?;
         let mut plan = TrimPlan {
             bytes_before,
             garbage_bytes: bytes_before.saturating_sub(bytes),
@@ -183,11 +184,11 @@ impl Domain {
             for (_, record) in &names {
                 for image in with_bases([image], &bases) {
                     let file = FileName::content(FileKind::Image, &image);
-                    freed += kept.release(self, contents, file)?;
+                    freed += usage.release(self, contents, file)?;
                 }
                 for layer in &record.layers {
                     let file = FileName::chain(FileKind::Layer, &layer.chain_id)?;
-                    freed += kept.release(self, contents, file)?;
+                    freed += usage.release(self, contents, file)?;
                 }
             }
             bytes = bytes.saturating_sub(freed);
@@ -219,26 +220,18 @@ impl Domain {
     /// # Errors
     /// [`Error::Io`](crate::Error::Io).
     pub fn bytes(&self) -> Result<u64> {
-        let objects = Uses::of_objects(self)?;
-        let mut bytes = self.files_bytes()?;
-        bytes += objects.iter().map(|object| object.allocated).sum::<u64>();
-        for kind in [FileKind::Segment, FileKind::Pack] {
-            bytes += self.allocated_for(kind)?.1;
-        }
+        let mut bytes = self.files_bytes(&FileKind::NAMED)?;
+        self.each_object(&mut |_, allocated| bytes += allocated)?;
         Ok(bytes)
     }
 
-    /// What all images and layers take themselves.
-    fn files_bytes(&self) -> Result<u64> {
-        let mut bytes = 0;
-        for kind in [FileKind::Image, FileKind::Layer, FileKind::Split] {
-            bytes += self.allocated_for(kind)?.1;
-        }
-        Ok(bytes)
+    /// What all files of some kinds take.
+    fn files_bytes(&self, kinds: &[FileKind]) -> Result<u64> {
+        kinds.iter().try_fold(0, |bytes, kind| Ok(bytes + self.allocated_for(*kind)?.1))
     }
 
     /// What the keepers keep; no object is counted yet.
-    fn kept_by(&self, contents: &dyn Contents, keepers: &Keepers) -> Result<Kept> {
+    fn usage(&self, contents: &dyn Contents, keepers: &Keepers) -> Result<Usage> {
         let mut uses = Uses::of_objects(self)?;
         let mut packed: HashMap<Digest, Vec<Digest>> = HashMap::new();
         for kind in [FileKind::Segment, FileKind::Pack] {
@@ -263,7 +256,7 @@ impl Domain {
                 }
             }
         });
-        Ok(Kept { files, uses, packed })
+        Ok(Usage { files, uses, packed })
     }
 
     /// What an image or a layer takes itself.
@@ -276,7 +269,7 @@ impl Domain {
     }
 }
 
-impl Kept {
+impl Usage {
     /// Counts the users of every object; gives the bytes of all that is kept.
     fn count(&mut self, domain: &Domain, contents: &dyn Contents) -> Result<u64> {
         let mut bytes = 0;

@@ -4,7 +4,7 @@
 //! missing or torn record means that nobody knows.
 
 use crate::error::Result;
-use crate::store::mkdir_if_missing;
+use crate::store::{mkdir_if_missing, parent};
 use crate::{Digest, Domain};
 
 /// Directory of the records.
@@ -28,10 +28,9 @@ impl Domain {
         }
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
-        let directory = format!("{}/{DIRECTORY}", self.base());
-        mkdir_if_missing(self.disk(), &directory)?;
-        let path = format!("{directory}/{image}");
-        self.store().replace_file(&directory, &path, now.to_string().as_bytes(), false)
+        let path = self.used_file(image);
+        mkdir_if_missing(self.disk(), parent(&path))?;
+        self.store().replace_file(&path, now.to_string().as_bytes(), false)
     }
 
     /// Seconds since 1970 at which an image was last used, if noted.
@@ -39,9 +38,12 @@ impl Domain {
     /// # Errors
     /// [`crate::Error::Io`].
     pub fn noted_use(&self, image: &Digest) -> Result<Option<i64>> {
-        let path = format!("{}/{DIRECTORY}/{image}", self.base());
-        let Some(file) = self.open_file(path)? else { return Ok(None) };
+        let Some(file) = self.open_file(self.used_file(image))? else { return Ok(None) };
         let text = file.read_all(SIZE_MAX).ok().and_then(|bytes| String::from_utf8(bytes).ok());
         Ok(text.and_then(|text| text.parse().ok()))
+    }
+
+    fn used_file(&self, image: &Digest) -> String {
+        format!("{}/{DIRECTORY}/{image}", self.base())
     }
 }

@@ -48,12 +48,9 @@ impl Domain {
         let mut report = VerifyReport::default();
         let name = FileName::content(FileKind::Image, image);
         let mut named = HashMap::new();
-        let seen = match one.look(&name, None)?.0 {
-            Seen::Sound => one.read(&name, &mut |digest, size| {
-                named.insert(digest, size);
-            })?,
-            seen => seen,
-        };
+        let (seen, _) = one.whole(&name, &mut |digest, size| {
+            named.insert(digest, size);
+        })?;
         match seen {
             Seen::Sound => {}
             Seen::Missing => return Err(Error::NoSuch(name)),
@@ -90,7 +87,7 @@ impl Domain {
         report.bytes = bytes.into_inner();
         report.findings = findings.into_inner().unwrap_or_else(PoisonError::into_inner);
         report.findings.extend(self.verify_bases(image, contents, task)?);
-        report.findings.extend(all.packs_of(image)?);
+        report.findings.extend(all.packs(image)?);
         report.findings.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(report)
     }
@@ -117,12 +114,9 @@ impl Domain {
 
 impl Examiner<'_> {
     /// The packs of an image, and the segments that they need.
-    fn packs_of(&self, image: &Digest) -> Result<Vec<Finding>> {
+    fn packs(&self, image: &Digest) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
-        for pack in self.domain.named(FileKind::Pack)? {
-            if pack.image() != Some(*image) {
-                continue;
-            }
+        for pack in self.domain.packs_of(image)? {
             let mut segments = HashSet::new();
             self.read(&pack, &mut |segment, _| {
                 segments.insert(segment);

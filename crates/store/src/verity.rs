@@ -135,9 +135,6 @@ impl Hasher {
         }
         // The level is between two blocks now: those that are filled altogether go up at once.
         if count >= FANOUT {
-            while self.levels.len() <= level {
-                self.levels.push(Vec::with_capacity(BLOCK));
-            }
             self.push_zero_blocks(level + 1, count / FANOUT);
         }
         for _ in 0..count % FANOUT {
@@ -150,9 +147,6 @@ impl Hasher {
         unit.flush();
         debug_assert!(unit.size == UNIT && self.size.is_multiple_of(UNIT));
         self.size += unit.size;
-        while self.levels.len() < UNIT_LEVEL {
-            self.levels.push(Vec::with_capacity(BLOCK));
-        }
         // All below is handed up.
         let hash = unit.levels.get(UNIT_LEVEL).and_then(|level| level.first_chunk());
         self.push(UNIT_LEVEL, hash.unwrap_or(&[0; HASH]));
@@ -178,7 +172,7 @@ impl Hasher {
     fn push(&mut self, mut level: usize, hash: &[u8; HASH]) {
         let mut hash = *hash;
         loop {
-            if self.levels.len() == level {
+            while self.levels.len() <= level {
                 self.levels.push(Vec::with_capacity(BLOCK));
             }
             let block = &mut self.levels[level];

@@ -18,12 +18,8 @@ use common::sim::SimDisk;
 use common::{Lines, Scratch, content, import, nothing_live, put_base};
 use rustix::io::Errno;
 
-const OPTIONS: ImportOptions = ImportOptions {
-    hold_lock: false,
-    buffer_bytes_max: 4096,
-    early_sync_bytes: 1 << 20,
-    repair: false,
-};
+const OPTIONS: ImportOptions =
+    ImportOptions { hold_lock: false, buffer_bytes_max: 4096, early_sync_bytes: 1 << 20 };
 
 fn domain(scratch: &Scratch) -> Domain {
     // Without the immutable flag, so that the tests can do harm.

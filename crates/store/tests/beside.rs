@@ -39,6 +39,28 @@ fn is_whole(domain: &Domain) {
     assert_eq!(report.findings, []);
 }
 
+/// A repair with nothing to mend but the copy of `meta.json` wrote a temporary file without the lock
+/// that keeps collections from sweeping it, and then found it gone.
+#[test]
+fn a_collection_takes_no_file_of_a_repair() {
+    let scratch = Scratch::new("copy");
+    let store = scratch.store();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                store.collect_staging().unwrap();
+            }
+        });
+        let mended = (0..2000).try_for_each(|_| {
+            std::fs::remove_file(scratch.path.join("meta.copy.json")).unwrap();
+            Store::mend_meta(&scratch.path).map(drop)
+        });
+        done.store(true, Ordering::Relaxed);
+        mended.unwrap();
+    });
+}
+
 /// A collection used to hold the domain's lock from its first look to its last removal, and every mount
 /// waited. Now all that comes meanwhile goes on, and whatever it names or publishes is kept: an image by a
 /// mount or a new name, and one that is new but made of objects that were garbage when the collection began.

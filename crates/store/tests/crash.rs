@@ -26,7 +26,7 @@ use common::{Lines, content, import_split as import, nothing_live, replaced};
 
 /// Small enough that large objects, which take the way over `tmp/`, stay cheap to simulate.
 const OPTIONS: ImportOptions =
-    ImportOptions { hold_lock: false, buffer_bytes_max: 1024, early_sync_bytes: 10, repair: false };
+    ImportOptions { hold_lock: false, buffer_bytes_max: 1024, early_sync_bytes: 10 };
 
 fn soak() -> u64 {
     std::env::var("COFOLIO_SOAK").ok().and_then(|n| n.parse().ok()).unwrap_or(1)
@@ -59,7 +59,7 @@ fn open(disk: &SimDisk) -> Domain {
 }
 
 fn gc(domain: &Domain) -> Result<cofolio_store::GcReport, Error> {
-    let options = GcOptions { now: 1000, boot_id: Some("new".into()), ..GcOptions::default() };
+    let options = GcOptions { boot_id: Some("new".into()), ..GcOptions::default() };
     domain.gc(&Lines, &nothing_live, &options)
 }
 
@@ -127,7 +127,8 @@ fn check_clean(disk: &SimDisk, context: &str) {
     }
     assert_eq!(domain.layers().unwrap(), layers.iter().cloned().collect::<Vec<_>>(), "{context}");
     for layer in &layers {
-        assert!(domain.has_split(layer).unwrap(), "{context}: {layer}");
+        let split = FileName::chain(FileKind::Split, layer).unwrap();
+        assert!(domain.has_named(&split).unwrap(), "{context}: {layer}");
         objects.insert(verity::digest(&replaced(layer)));
     }
     let splits = disk.files().into_keys().filter(|path| path.ends_with(".split")).count();
@@ -159,14 +160,14 @@ fn check_clean(disk: &SimDisk, context: &str) {
     }
     assert_eq!(report.objects, objects.len() as u64, "{context}");
     domain.settings::<BTreeMap<String, u32>>().unwrap();
-    let packs = domain.packs().unwrap();
-    assert!(packs.iter().all(|pack| needed.contains(&pack.image)), "{context}");
+    let packs = domain.named(FileKind::Pack).unwrap();
+    assert!(packs.iter().all(|pack| needed.contains(&pack.image().unwrap())), "{context}");
     let mut segments = BTreeSet::new();
     for pack in &packs {
         let visit = &mut |segment, _| {
             segments.insert(segment);
         };
-        Lines.names(FileKind::Pack, &domain.open_pack(pack).unwrap(), visit).unwrap();
+        Lines.names(FileKind::Pack, &domain.open_named(pack).unwrap(), visit).unwrap();
     }
     assert_eq!(domain.segments().unwrap(), segments.into_iter().collect::<Vec<_>>(), "{context}");
     let stray = disk.files().into_keys().find(|p| p.starts_with("staging/") || p.contains(".tmp."));
@@ -233,7 +234,7 @@ const OPERATIONS: &[Operation] = &[
         run: |domain| {
             common::pack(domain, &expected_image("a"), 2, OPTIONS)?;
             common::pack(domain, &expected_image("b"), 1, OPTIONS)?;
-            domain.remove_pack(&expected_image("a"))?;
+            domain.remove_named(&domain.packs_of(&expected_image("a"))?)?;
             common::pack(domain, &expected_image("a"), 2, OPTIONS).map(drop)
         },
         after: |_| (),
@@ -333,25 +334,19 @@ const OPERATIONS: &[Operation] = &[
     Operation {
         name: "roots of every kind",
         run: |domain| {
-            for kind in RootKind::ALL {
-                let mut root = Root::new(kind, "r/1");
-                root.images.push(expected_image("a"));
-                root.boot_id = (kind == RootKind::Mount).then(|| "old".into());
-                domain.put_root(&root)?;
-            }
-            for kind in RootKind::ALL {
-                domain.remove_root(kind, "r/1")?;
-            }
-            Ok(())
+            let mut root = Root::new(RootKind::Mount, "r/1");
+            root.images.push(expected_image("a"));
+            root.boot_id = Some("old".into());
+            domain.put_root(&root)?;
+            drop(domain.lease(&expected_image("a"), Vec::new(), "")?);
+            domain.remove_root(RootKind::Mount, "r/1").map(drop)
         },
         after: |_| (),
     },
     Operation {
-        name: "root keeps an image whose ref goes",
+        name: "a lease keeps an image whose ref goes",
         run: |domain| {
-            let mut root = Root::new(RootKind::Lease, "s");
-            root.images.push(expected_image("b"));
-            domain.put_root(&root)?;
+            let _lease = domain.lease(&expected_image("b"), Vec::new(), "")?;
             domain.remove_ref("b")?;
             gc(domain).map(drop)
         },

@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex};
 
 use cofolio_store::task::{Cancel, Event, Task};
 use cofolio_store::{
-    Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind, FsckOptions, GcOptions,
-    GcReport, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, ScrubOptions, Store,
-    TrimOptions, verity,
+    Contents, Digest, Domain, Error, ErrorKind, FileKind, FileName, FindingKind, FsckOptions,
+    GcOptions, GcReport, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, ScrubOptions,
+    Store, TrimOptions, verity,
 };
-use common::{Lines, Scratch, content, import, nothing_live};
+use common::{Lines, Scratch, content, fill, import, nothing_live};
 
 /// Without the immutable flag, so that the tests can do harm.
 fn domain(scratch: &Scratch) -> Domain {
@@ -55,7 +55,8 @@ fn gc_takes_what_nothing_keeps_and_says_so() {
     assert_eq!(GcReport { dry_run: true, ..done.clone() }, plan);
     assert_eq!((done.kept_objects, done.kept_images, done.kept_layers), (2, 1, 1));
     assert_eq!(done.object_bytes, 8192);
-    assert!(!domain.has_image(&b).unwrap() && !domain.has_layer("sha256:b").unwrap());
+    let layer = FileName::chain(FileKind::Layer, "sha256:b").unwrap();
+    assert!(!domain.has_image(&b).unwrap() && !domain.has_named(&layer).unwrap());
     assert_eq!(domain.object_size(&object(3)).unwrap(), None);
     assert_eq!(domain.object_size(&object(2)).unwrap(), Some(5000), "`a` shares it");
 }
@@ -65,16 +66,14 @@ fn every_kind_of_root_keeps_an_image_as_long_as_it_says() {
     let scratch = Scratch::new("roots");
     let domain = domain(&scratch);
     let image = put(&domain, "a", &[1]);
-    for kind in RootKind::ALL {
-        let mut root = Root::new(kind, "one/of:them");
-        root.images.push(image);
-        domain.put_root(&root).unwrap();
-        let _ = domain.remove_ref("a");
-        assert_eq!(gc(&domain).unwrap().kept_images, 1, "{kind:?}");
-        assert_eq!(domain.roots(kind).unwrap(), [root]);
-        domain.put_ref("a", &Ref::new(image)).unwrap();
-        assert!(domain.remove_root(kind, "one/of:them").unwrap());
-    }
+    let mut root = Root::new(RootKind::Mount, "one/of:them");
+    root.images.push(image);
+    domain.put_root(&root).unwrap();
+    domain.remove_ref("a").unwrap();
+    assert_eq!(gc(&domain).unwrap().kept_images, 1);
+    assert_eq!(domain.roots(RootKind::Mount).unwrap(), [root]);
+    domain.put_ref("a", &Ref::new(image)).unwrap();
+    assert!(domain.remove_root(RootKind::Mount, "one/of:them").unwrap());
     let lease = domain.lease(&image, Vec::new(), "held").unwrap();
     let mut mount = Root::new(RootKind::Mount, "before the reboot");
     mount.images.push(image);
@@ -82,11 +81,8 @@ fn every_kind_of_root_keeps_an_image_as_long_as_it_says() {
     domain.put_root(&mount).unwrap();
     domain.remove_ref("a").unwrap();
 
-    // Whatever the clock says.
-    let at =
-        |now, boot: &str| GcOptions { now, boot_id: Some(boot.into()), ..GcOptions::default() };
-    let far = i64::MAX;
-    assert_eq!(domain.gc(&Lines, &nothing_live, &at(far, "new")).unwrap().kept_images, 1);
+    let at = |boot: &str| GcOptions { boot_id: Some(boot.into()), ..GcOptions::default() };
+    assert_eq!(domain.gc(&Lines, &nothing_live, &at("new")).unwrap().kept_images, 1);
     drop(lease);
     assert_eq!(domain.roots(RootKind::Lease).unwrap(), []);
     domain.put_root(&mount).unwrap();
@@ -94,14 +90,14 @@ fn every_kind_of_root_keeps_an_image_as_long_as_it_says() {
     std::fs::create_dir(scratch.path.join("staging").join("d".repeat(32))).unwrap();
     let path = scratch.path.join("domains/default/roots/lease");
     std::fs::write(path.join(format!("{}.json", "d".repeat(32))), "{").unwrap();
-    let report = domain.gc(&Lines, &nothing_live, &at(0, "old")).unwrap();
+    let report = domain.gc(&Lines, &nothing_live, &at("old")).unwrap();
     assert_eq!(
         (report.roots, report.unreadable),
         (vec![format!("lease/{}", "d".repeat(32))], vec![])
     );
     // Neither ref nor root, but mounted all the same: the kernel knows.
     let live = || Ok(vec![image]);
-    let report = domain.gc(&Lines, &live, &at(101, "new")).unwrap();
+    let report = domain.gc(&Lines, &live, &at("new")).unwrap();
     assert_eq!((report.roots.len(), report.kept_images), (1, 1));
     assert_eq!(gc(&domain).unwrap().images, 1);
 }
@@ -144,7 +140,10 @@ fn gc_keeps_what_it_cannot_read_and_collects_the_rest() {
     // A record: any image may be its own. Only what interrupted imports left goes.
     let b = put(&domain, "b", &[3]);
     domain.remove_ref("b").unwrap();
-    let records = ["refs/b.json", "refs/directory.json", "roots/lease/torn.json"];
+    let _lease = domain.lease(&a, Vec::new(), "torn").unwrap();
+    let lease = domain.roots(RootKind::Lease).unwrap().remove(0).id;
+    let lease = format!("roots/lease/{lease}.json");
+    let records = ["refs/b.json", "refs/directory.json", &lease];
     for (number, record) in records.into_iter().enumerate() {
         let path = scratch.path.join("domains/default").join(record);
         match number {
@@ -314,12 +313,14 @@ fn fsck_tells_every_kind_of_damage() {
     let (found, _) = look();
     assert!(!found.iter().any(|(kind, _)| matches!(kind, ObjectMissing | ObjectTruncated)));
     assert!(found.contains(&(ObjectAltered, Some(object(3)))), "it has the right size");
-    // And what cannot be seen without reading it, if the import is told not to believe anything.
+    // And by a repair what cannot be seen without reading it.
     for (name, seeds) in [("a", &[1, 2, 3, 4][..]), ("b", &[5]), ("c", &[6])] {
         let pieces: Vec<_> = seeds.iter().map(|seed| content(5000, *seed)).collect();
-        let options = ImportOptions { repair: true, ..ImportOptions::default() };
+        let damage = domain.damage(&report, &Lines, &Task::default()).unwrap();
+        let staging = domain.begin_repair(&damage).unwrap();
         let layer = format!("sha256:{name}");
-        import(&domain, name, &pieces, Some(&layer), options).unwrap();
+        fill(&staging, &pieces, Some(&layer), false).unwrap();
+        staging.commit(&Publish::default(), []).unwrap();
     }
     let (found, report) = look();
     assert!(!found.iter().any(|(kind, _)| {
@@ -489,11 +490,13 @@ fn newer_stores_are_refused_or_only_read() {
         domain.trim(&Lines, &nothing_live, &options, &|_| ())
     };
     assert_eq!(trim(true).unwrap().0.victims.len(), 1);
-    let lease = Root { kind: RootKind::Lease, ..mount };
+    // A lease holds the lock instead.
+    let lease = domain.lease(&mount.images[0], Vec::new(), "").unwrap();
+    assert_eq!(domain.roots(RootKind::Lease).unwrap(), []);
+    drop(lease);
     for refused in [
         trim(false).err(),
         domain.note_use(&domain.images().unwrap()[0], 1).err(),
-        domain.put_root(&lease).err(),
         domain.remove_ref("a").err(),
         domain.put_ref("b", &Ref::new(domain.images().unwrap()[0])).err(),
         domain.begin_import(ImportOptions::default()).err(),

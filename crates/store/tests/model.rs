@@ -15,8 +15,8 @@ use std::sync::Arc;
 
 use cofolio_store::task::Task;
 use cofolio_store::{
-    Digest, Domain, Error, FsckOptions, GcOptions, ImportOptions, InitOptions, Ref, Root, RootKind,
-    Store, TrimOptions, verity,
+    Digest, Domain, Error, FsckOptions, GcOptions, ImportOptions, InitOptions, Lease, Ref,
+    RootKind, Store, TrimOptions, verity,
 };
 use common::sim::SimDisk;
 use common::{Lines, content, import_split, nothing_live, replaced};
@@ -101,21 +101,27 @@ fn operation() -> impl Strategy<Value = Operation> {
 /// An image, and the layer that its ref names.
 type Image = (BTreeSet<u8>, Option<String>);
 
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 struct Model {
     names: BTreeMap<String, Image>,
     /// Images only: a lease that names no layer keeps none.
-    leases: BTreeMap<String, BTreeSet<u8>>,
+    leases: BTreeMap<usize, (BTreeSet<u8>, Lease)>,
     last_used: BTreeMap<BTreeSet<u8>, i64>,
 }
 
 impl Model {
+    /// The images that must be there.
+    fn images(&self) -> impl Iterator<Item = &BTreeSet<u8>> {
+        let leased = self.leases.values().map(|(contents, _)| contents);
+        self.names.values().map(|(contents, _)| contents).chain(leased)
+    }
+
     /// When an image was used goes with it.
     fn forget(&mut self) {
         let Self { names, leases, last_used } = self;
         last_used.retain(|image, _| {
             names.values().any(|(named, _)| named == image)
-                || leases.values().any(|leased| leased == image)
+                || leases.values().any(|(leased, _)| leased == image)
         });
     }
 }
@@ -137,7 +143,7 @@ fn name_of(number: usize) -> String {
 }
 
 fn gc_options(dry_run: bool) -> GcOptions {
-    GcOptions { now: 1000, dry_run, ..GcOptions::default() }
+    GcOptions { dry_run, ..GcOptions::default() }
 }
 
 /// Does it to the store and to the model.
@@ -176,15 +182,12 @@ fn apply(operation: &Operation, domain: &Domain, model: &mut Model) {
         }
         Operation::Lease { id, name } => {
             let Some((contents, _)) = model.names.get(&name_of(*name)) else { return };
-            let mut root = Root::new(RootKind::Lease, format!("lease-{id}"));
-            root.images.push(image_of(contents));
-            domain.put_root(&root).unwrap();
-            model.leases.insert(root.id, contents.clone());
+            let lease = domain.lease(&image_of(contents), Vec::new(), "").unwrap();
+            model.leases.insert(*id, (contents.clone(), lease));
         }
         Operation::EndLease { id } => {
-            let id = format!("lease-{id}");
-            let was_there = domain.remove_root(RootKind::Lease, &id).unwrap();
-            assert_eq!(was_there, model.leases.remove(&id).is_some());
+            drop(model.leases.remove(id));
+            assert_eq!(domain.roots(RootKind::Lease).unwrap().len(), model.leases.len());
         }
         Operation::Abandon { contents } => {
             let staging = domain.begin_import(options).unwrap();
@@ -231,7 +234,7 @@ fn apply(operation: &Operation, domain: &Domain, model: &mut Model) {
             let Model { names, leases, last_used } = model;
             names.retain(|_, (contents, _)| {
                 let used = last_used.get(contents).copied().unwrap_or(0);
-                used >= *unused_since || leases.values().any(|leased| leased == contents)
+                used >= *unused_since || leases.values().any(|(leased, _)| leased == contents)
             });
             model.forget();
             nothing_is_left_over(domain, model);
@@ -251,8 +254,7 @@ fn everything_is_there(domain: &Domain, model: &Model) {
     }
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!(report.findings, []);
-    let images = model.names.values().map(|(contents, _)| contents).chain(model.leases.values());
-    for contents in images {
+    for contents in model.images() {
         assert!(domain.has_image(&image_of(contents)).unwrap());
         for number in contents {
             let piece = piece(*number);
@@ -264,8 +266,7 @@ fn everything_is_there(domain: &Domain, model: &Model) {
 
 /// And nothing else is there.
 fn nothing_is_left_over(domain: &Domain, model: &Model) {
-    let kept = model.names.values().map(|(contents, _)| contents).chain(model.leases.values());
-    let kept: BTreeSet<_> = kept.collect();
+    let kept: BTreeSet<_> = model.images().collect();
     let images: BTreeSet<_> = kept.iter().map(|contents| image_of(contents)).collect();
     assert_eq!(domain.images().unwrap(), images.into_iter().collect::<Vec<_>>());
     let layers: BTreeSet<_> = model.names.values().filter_map(|(_, layer)| layer.clone()).collect();

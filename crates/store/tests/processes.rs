@@ -86,6 +86,15 @@ fn mounter(domain: &Domain, until: Instant) -> u64 {
     done
 }
 
+/// Waits with a lease in its hands until it is killed.
+fn holder(domain: &Domain) -> u64 {
+    let image = domain.get_ref("leased").unwrap().unwrap().image;
+    let _lease = domain.lease(&image, Vec::new(), "held").unwrap();
+    loop {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+}
+
 fn collector(domain: &Domain, until: Instant) -> u64 {
     let mut done = 0;
     while Instant::now() < until {
@@ -110,6 +119,7 @@ fn worker() {
     let done = match role.as_str() {
         "mounter" => mounter(&domain, until),
         "collector" => collector(&domain, until),
+        "holder" => holder(&domain),
         id => importer(&domain, id.parse().unwrap(), until),
     };
     println!("{role}: {done} rounds");
@@ -167,6 +177,32 @@ fn importers_a_mounter_and_gc_at_once() {
     domain.gc(&Lines, &nothing_live, &options).unwrap();
     let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
     assert_eq!((report.objects, report.images, report.layers), (0, 0, 0));
+}
+
+/// An export is killed. Leases ran out by the clock once; now the kernel gives back the lock of the
+/// dead process, and the next collection takes the lease and what only it kept.
+#[test]
+fn a_lease_ends_with_its_process() {
+    let scratch = Scratch::new("lease");
+    let store = scratch.store();
+    let domain = store.domain("default").unwrap();
+    import_number(&domain, "leased", 1).unwrap();
+    let mut child = start(&scratch, "holder");
+    let leases = || domain.roots(RootKind::Lease).unwrap().len();
+    let started = Instant::now();
+    while leases() == 0 {
+        assert!(started.elapsed() < Duration::from_secs(60), "it takes no lease");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    domain.remove_ref("leased").unwrap();
+    let options = GcOptions { wait: true, ..GcOptions::default() };
+    let report = domain.gc(&Lines, &nothing_live, &options).unwrap();
+    assert_eq!((report.images, report.kept_images, report.roots), (0, 1, vec![]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let report = domain.gc(&Lines, &nothing_live, &options).unwrap();
+    assert_eq!((report.images, report.roots.len(), leases()), (1, 1, 0));
+    assert_eq!(store.orphaned_staging().unwrap(), Vec::<String>::new());
 }
 
 /// The directory of an importer that lives is not taken for an orphan, also not within one process.

@@ -15,7 +15,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use cofolio_store::{Digest, GcOptions, ImportOptions, InitOptions, Layer, Publish, Ref, Store};
+use cofolio_store::{
+    Digest, FileKind, FileName, GcOptions, ImportOptions, InitOptions, Layer, Publish, Ref, Store,
+};
 use common::{Lines, Scratch, nothing_live};
 
 const COUNT: &str = "COFOLIO_STORE_SCALE_COUNT";
@@ -102,7 +104,7 @@ fn measure_gc(objects: u64, layers: u64) {
         let mut image = staging.image_writer().unwrap();
         for number in 0..layers / 2 {
             let chain_id = format!("sha256:{half}-{number:060}");
-            let mut layer = staging.layer_writer(&chain_id).unwrap();
+            let mut layer = staging.file_writer().unwrap();
             for object in 0..per_layer {
                 let stored = staging.put_object(format!("{half} {number} {object}").as_bytes());
                 let stored = stored.unwrap();
@@ -112,7 +114,7 @@ fn measure_gc(objects: u64, layers: u64) {
                 seen.insert(stored.digest, stored.size);
             }
             layer.write_all(b"end\n").unwrap();
-            layer.finish().unwrap();
+            layer.finish(&FileName::chain(FileKind::Layer, &chain_id).unwrap()).unwrap();
             record.layers.push(Layer { chain_id, ..Layer::default() });
         }
         image.write_all(b"end\n").unwrap();

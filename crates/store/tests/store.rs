@@ -5,7 +5,8 @@ mod common;
 use std::io::{Read, Write};
 
 use cofolio_store::{
-    Digest, Error, ImportOptions, InitOptions, Layer, Publish, Ref, Root, RootKind, Store, verity,
+    Digest, Error, FileKind, FileName, ImportOptions, InitOptions, Layer, Publish, Ref, Root,
+    RootKind, Store, verity,
 };
 use common::{Scratch, content, image_of};
 
@@ -30,9 +31,10 @@ fn an_import_becomes_visible_as_a_whole() {
 
     let objects = [(small.digest, small.size), (big.digest, big.size)];
     let image = image_of(&staging, &objects);
-    let mut layer = staging.layer_writer("sha256:00ff").unwrap();
+    let name = FileName::chain(FileKind::Layer, "sha256:00ff").unwrap();
+    let mut layer = staging.file_writer().unwrap();
     layer.write_all(b"tree").unwrap();
-    layer.finish().unwrap();
+    layer.finish(&name).unwrap();
     let mut record = Ref::new(image);
     record.manifest = Some("sha256:abc".into());
     record.layers.push(Layer { chain_id: "sha256:00ff".into(), ..Layer::default() });
@@ -47,7 +49,7 @@ fn an_import_becomes_visible_as_a_whole() {
     let mut back = Vec::new();
     domain.open_object(&big.digest).unwrap().reader().read_to_end(&mut back).unwrap();
     assert!(back == big_content);
-    assert_eq!(domain.open_layer("sha256:00ff").unwrap().read_all(100).unwrap(), b"tree");
+    assert_eq!(domain.open_named(&name).unwrap().read_all(100).unwrap(), b"tree");
     assert_eq!(std::fs::read_dir(scratch.path.join("staging")).unwrap().count(), 0);
 }
 

@@ -88,14 +88,11 @@ fn the_least_recently_used_go_first_and_no_more_than_needed() {
 fn what_is_used_pinned_or_recent_stays() {
     let scratch = Scratch::new("trim-stays");
     let domain = scratch.store().domain("default").unwrap();
-    let mut roots = Vec::new();
-    for (n, kind) in RootKind::ALL.into_iter().enumerate() {
-        let image = put(&domain, kind.as_str(), &[10 + n as u64], 1);
-        let mut root = Root::new(kind, "r");
-        root.images.push(image);
-        domain.put_root(&root).unwrap();
-        roots.push(image);
-    }
+    let roots = [put(&domain, "lease", &[10], 1), put(&domain, "mount", &[11], 1)];
+    let lease = domain.lease(&roots[0], Vec::new(), "").unwrap();
+    let mut root = Root::new(RootKind::Mount, "r");
+    root.images.push(roots[1]);
+    domain.put_root(&root).unwrap();
     let mounted = put(&domain, "mounted", &[1], 1);
     put(&domain, "pinned", &[2], 1);
     let mut record = domain.get_ref("pinned").unwrap().unwrap();
@@ -123,14 +120,15 @@ fn what_is_used_pinned_or_recent_stays() {
     assert!(!names(&domain).contains(&"victim".to_owned()));
 
     // A lease without its process and a mount of an earlier boot keep nothing.
+    drop(lease);
+    domain.remove_root(RootKind::Mount, "r").unwrap();
     for (kind, image) in RootKind::ALL.into_iter().zip(roots) {
-        domain.remove_root(kind, "r").unwrap();
         let mut root = Root::new(kind, "d".repeat(32));
         root.images.push(image);
         root.boot_id = (kind == RootKind::Mount).then(|| "earlier".into());
         domain.put_root(&root).unwrap();
     }
-    let gc = GcOptions { now: 100, boot_id: Some("this".into()), ..GcOptions::default() };
+    let gc = GcOptions { boot_id: Some("this".into()), ..GcOptions::default() };
     let options = TrimOptions { gc, ..options };
     let (plan, _) = domain.trim(&Lines, &live, &options, &|_| ()).unwrap();
     let gone: Vec<_> = plan.victims.iter().flat_map(|victim| victim.refs.clone()).collect();

@@ -5,7 +5,7 @@ use cofolio_erofs::dump;
 use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_image::compose::named_objects::open_image;
-use cofolio_store::{Digest, Domain, ImportOptions, Layer, Publish, Ref};
+use cofolio_store::{Digest, Domain, FileKind, FileName, ImportOptions, Layer, Publish, Ref};
 
 /// What a variant has that its base has not: so many directories with so many files each.
 const DIRECTORIES: u32 = 10;
@@ -94,10 +94,10 @@ fn layer(what: &str) -> Layer {
 }
 
 fn put_layer(staging: &cofolio_store::Staging, layer: &Layer, tree: &Tree) -> Result<()> {
-    let mut writer = staging.layer_writer(&layer.chain_id)?;
+    let mut writer = staging.file_writer()?;
     let mut encoder = zstd::stream::write::Encoder::new(&mut writer, 1)?;
     dump::write(tree, &mut encoder)?;
     encoder.finish()?;
-    writer.finish()?;
+    writer.finish(&FileName::chain(FileKind::Layer, &layer.chain_id)?)?;
     Ok(())
 }

@@ -42,9 +42,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let images = images.collect::<anyhow::Result<Vec<_>>>()?;
     if args.remove {
         for image in &images {
-            if !domain.remove_pack(&image.digest)? {
+            let packs = domain.packs_of(&image.digest)?;
+            if packs.is_empty() {
                 return Err(Fail::not_found(format!("{} has no pack", image.shown())).into());
             }
+            domain.remove_named(&packs)?;
         }
         return Ok(Exit::Ok);
     }

@@ -1,5 +1,5 @@
 use cofolio_image::import::check_name;
-use cofolio_store::{Error, KEEP_LABEL, Ref};
+use cofolio_store::{Error, KEEP_LABEL, Ref, now};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -29,10 +29,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     check_name(&args.name).map_err(|error| Fail::usage(error.to_string()))?;
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?;
-    let mut record = image
-        .record
-        .clone()
-        .unwrap_or_else(|| Ref { created: cofolio_node::now(), ..Ref::new(image.digest) });
+    let new = || Ref { created: now(), ..Ref::new(image.digest) };
+    let mut record = image.record.clone().unwrap_or_else(new);
     // The pin is the name's and not the image's.
     record.labels.remove(KEEP_LABEL);
     if args.keep {

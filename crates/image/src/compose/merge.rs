@@ -15,7 +15,7 @@ use std::io;
 use cofolio_erofs::dump::{Record, What};
 use cofolio_erofs::tree::{Content, InodeId, Tree, TreeError};
 
-use cofolio_store::Domain;
+use cofolio_store::{Domain, FileKind, FileName};
 
 use crate::error::{ImportError, shown};
 use crate::layer::dumped::{
@@ -104,7 +104,8 @@ fn remove(tree: &mut Tree, dir: InodeId, name: &[u8], hidden: &mut Hidden) {
 pub(crate) fn merged(domain: &Domain, chain: &[String]) -> Result<Tree, ImportError> {
     let mut tree = Tree::new(DEFAULT_DIR);
     for chain_id in chain {
-        let dump = LayerDump::File(domain.open_layer(chain_id)?);
+        let dump =
+            LayerDump::File(domain.open_named(&FileName::chain(FileKind::Layer, chain_id)?)?);
         let layer = DumpedLayer::read(dump).map_err(store_error)?;
         apply(&mut tree, &layer, &mut Hidden::new()).map_err(|error| match error {
             MergeError::Dump(error) => store_error(error),

@@ -2,7 +2,7 @@
 
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::Hasher;
-use cofolio_store::{Digest, Domain, Piece, Stretch, stretch_at};
+use cofolio_store::{Digest, Domain, FileKind, FileName, Piece, Stretch, stretch_at};
 
 use super::error::ExportError;
 use crate::layer::split::{Split, SplitError, Step};
@@ -27,7 +27,7 @@ pub(crate) fn layer(
         layer: chain_id.to_owned(),
         what: error.to_string(),
     };
-    let file = domain.open_split(chain_id)?;
+    let file = domain.open_named(&FileName::chain(FileKind::Split, chain_id)?)?;
     let source = StoredImage::new(&file).map_err(|error| bad(error.into()))?;
     let mut split = Split::open(&source).map_err(bad)?;
     let mut buffer = vec![0; READ_SIZE];

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use cofolio_store::task::Cancel;
-use cofolio_store::{Digest, Domain, Ref};
+use cofolio_store::{Digest, Domain, FileKind, FileName, Ref};
 use serde_json::json;
 
 use super::compress::{BlobWriter, LayerBlob};
@@ -71,7 +71,7 @@ impl<'a> Image<'a> {
         let mut lacking = Vec::new();
         for layer in layers {
             if let Layer::Split { chain_id, .. } = layer
-                && !self.domain.has_split(chain_id)?
+                && !self.domain.has_named(&FileName::chain(FileKind::Split, chain_id)?)?
             {
                 lacking.push(chain_id.clone());
             }

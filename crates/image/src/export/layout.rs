@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::aside;
+use super::aside::{self, OutputFile};
 use super::error::{ExportError, io_error};
 use super::target::{BlobKind, Finished, Target};
 use crate::digest::BlobDigest;
@@ -110,16 +110,9 @@ impl Target for Layout {
             Some(_) => None,
             None => Some(read_index(&path)?),
         };
-        let (mut file, aside) = aside::create_file(&path)?;
-        let written = file
-            .write_all(&index(before, image))
-            .and_then(|()| file.sync_all())
-            .map_err(io_error(&aside))
-            .and_then(|()| fs::rename(&aside, &path).map_err(io_error(&path)));
-        if written.is_err() {
-            let _ = fs::remove_file(&aside);
-        }
-        written?;
+        let file = OutputFile::create(&path, true)?;
+        file.file().write_all(&index(before, image)).map_err(io_error(file.aside()))?;
+        file.publish()?;
         if let Some(to) = &self.goes_to {
             // Over an empty directory as well.
             fs::rename(&self.root, to).map_err(io_error(to))?;

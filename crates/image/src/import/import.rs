@@ -4,13 +4,14 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{self, WriteError, WriteOptions};
 use cofolio_store::task::{Event, LayerState, Phase, Task};
 use cofolio_store::{
-    Damage, Digest, Domain, KEEP_LABEL, Layer, Publish, Ref, Staging, StagingStats,
+    Damage, Digest, Domain, FileKind, FileName, KEEP_LABEL, Layer, Publish, Ref, Staging,
+    StagingStats, now,
 };
 use serde::Serialize;
 
@@ -305,7 +306,8 @@ fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
     for Layer { chain_id, .. } in &record.layers {
         let mut objects = Vec::new();
         let known = known_layer(domain, chain_id, &mut |digest, size| objects.push((digest, size)));
-        let mut is_damaged = known?.is_none() || !domain.has_split(chain_id)?;
+        let split = FileName::chain(FileKind::Split, chain_id)?;
+        let mut is_damaged = known?.is_none() || !domain.has_named(&split)?;
         for (digest, size) in objects {
             if sound(domain.object_size(&digest).map_err(Into::into))?.flatten() != Some(size) {
                 damage.objects.insert(digest);
@@ -472,12 +474,12 @@ fn build(
                 let damage = options.repair.as_ref();
                 let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
                 // A repair does not read a layer for a split that never existed.
-                let domain = staging.domain();
+                let has = |kind| staging.domain().has_named(&FileName::chain(kind, &chain_id)?);
                 let known = (|| -> Result<_, ImportError> {
                     Ok(trust_known
                         && !damaged
-                        && domain.has_layer(&chain_id)?
-                        && (damage.is_some() || domain.has_split(&chain_id)?))
+                        && has(FileKind::Layer)?
+                        && (damage.is_some() || has(FileKind::Split)?))
                 })();
                 let Ok(known) = known.map_err(|error| budget.stop(error)) else { break };
                 let state = if known { LayerState::Known } else { LayerState::Read };
@@ -693,9 +695,4 @@ fn default_name(source: &Source, called: Option<&str>) -> String {
         Some(tag) if is_whole_name(tag) => tag.to_owned(),
         Some(tag) => format!("{}:{tag}", stem(path)),
     }
-}
-
-fn now() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
 }

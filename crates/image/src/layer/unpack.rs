@@ -7,7 +7,7 @@ use std::thread::Scope;
 
 use cofolio_erofs::tree::{Content, EXTERNAL_MAX, InodeId, Tree};
 use cofolio_store::{
-    Digest, Domain, FileKind, FileName, LayerWriter, Publish, Staging, StagingStats,
+    Digest, Domain, FileKind, FileName, Publish, StagedFile, Staging, StagingStats,
 };
 
 use crate::error::{ImportError, shown};
@@ -60,9 +60,9 @@ pub(crate) fn unpack<'scope, 'env>(
 ) -> Result<Unpacked, ImportError> {
     let stream =
         Stream::start(scope, layer.blob.clone(), shared.pool.clone(), shared.budget, on_read)?;
-    let split = staging.split_writer(&layer.chain_id.to_string())?;
+    let name = |kind| FileName::chain(kind, &layer.chain_id.to_string());
     // Small writes: blocks have heads.
-    let split = BufWriter::with_capacity(256 << 10, split);
+    let split = BufWriter::with_capacity(256 << 10, staging.file_writer()?);
     let input = Recorder::new(stream, split).map_err(store_error)?;
     let limits =
         MetaLimits { extended_bytes: shared.limits.extended_header_bytes, ..MetaLimits::default() };
@@ -78,12 +78,13 @@ pub(crate) fn unpack<'scope, 'env>(
     unpacking.run().map_err(|error| unpacking.reason(error))?;
     let Unpacking { reader, tree, entries, uncompressed, .. } = unpacking;
     let split = reader.into_input().finish(uncompressed).map_err(store_error)?;
-    split.into_inner().map_err(|e| store_error(e.into_error()))?.finish()?;
+    let split = split.into_inner().map_err(|e| store_error(e.into_error()))?;
+    split.finish(&name(FileKind::Split)?)?;
     let counts = Counts { entries, foreign_xattrs: tree.foreign_xattrs, uncompressed, kept: None };
     let tree = tree.into_tree();
-    let mut dump = staging.layer_writer(&layer.chain_id.to_string())?;
+    let mut dump = staging.file_writer()?;
     compress_dump(&tree, &mut dump).map_err(store_error)?;
-    dump.finish()?;
+    dump.finish(&name(FileKind::Layer)?)?;
     let replaced = tree.nameless().filter_map(|inode| match tree.content(inode) {
         Content::External { size, digest: Some(digest), .. } => Some((*digest, size)),
         _ => None,
@@ -94,7 +95,7 @@ pub(crate) fn unpack<'scope, 'env>(
 struct Unpacking<'s, 'env> {
     shared: &'s Shared<'env>,
     layer: &'s FoundLayer,
-    reader: Reader<Recorder<Stream, BufWriter<LayerWriter<'s>>>>,
+    reader: Reader<Recorder<Stream, BufWriter<StagedFile<'s>>>>,
     files: Files,
     tree: LayerTree,
     entries: u64,
@@ -350,13 +351,14 @@ pub(crate) fn known_layer(
     visit: &mut dyn FnMut(Digest, u64),
 ) -> Result<Option<DumpedLayer>, ImportError> {
     sound((|| {
-        if domain.has_split(chain_id)? {
-            let split = domain.open_split(chain_id)?;
+        let split = FileName::chain(FileKind::Split, chain_id)?;
+        if domain.has_named(&split)? {
+            let split = domain.open_named(&split)?;
             let split = StoredImage::new(&split).map_err(store_error)?;
             let checked = split::check(&split, visit);
             checked.map_err(|error| store_error(io::Error::other(error)))?;
         }
-        let file = domain.open_layer(chain_id)?;
+        let file = domain.open_named(&FileName::chain(FileKind::Layer, chain_id)?)?;
         DumpedLayer::read(LayerDump::File(file)).map_err(store_error)
     })())
 }

@@ -143,13 +143,14 @@ fn pack_without(
 
 /// The image's usable pack of that form, if there is one.
 fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackReport>, PackError> {
-    for pack in domain.packs_of(image)? {
-        let Ok(segments) = pack_segments(&domain.open_pack(&pack)?) else { continue };
+    for name in domain.packs_of(image)? {
+        let Some(pack) = name.digest() else { continue };
+        let Ok(segments) = pack_segments(&domain.open_named(&name)?) else { continue };
         let usable = |digest| Segment::of(domain, digest).is_ok_and(|it| it.form() == form);
         if segments.iter().all(usable) {
             return Ok(Some(PackReport {
                 image: *image,
-                pack: pack.digest,
+                pack,
                 form,
                 was_there: true,
                 segments,

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind};
+use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, FileName};
 
 use super::PackError;
 use crate::pack::ImageContents;
@@ -18,7 +18,7 @@ pub(super) fn layers(domain: &Domain, image: &Digest) -> Result<HashMap<Digest, 
     let record = refs.into_iter().map(|(_, record)| record).find(|record| record.image == *image);
     let mut brought = HashMap::new();
     for (number, layer) in record.into_iter().flat_map(|record| record.layers).enumerate() {
-        let file = match domain.open_layer(&layer.chain_id) {
+        let file = match domain.open_named(&FileName::chain(FileKind::Layer, &layer.chain_id)?) {
             Err(Error::NoSuch(_)) => continue,
             other => other?,
         };

@@ -95,14 +95,14 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
     }
     let mut usage = Usage::new(&sizes);
     let mut needed: BTreeMap<Digest, Needed> = BTreeMap::new();
-    for pack in domain.packs()? {
-        let Ok(file) = domain.open_pack(&pack) else { continue };
+    for pack in domain.named(FileKind::Pack)? {
+        let (Some(image), Ok(file)) = (pack.image(), domain.open_named(&pack)) else { continue };
         let Ok(needs) = pack_segments(&file) else { continue };
-        let objects = objects(domain, &pack.image);
+        let objects = objects(domain, &image);
         for digest in needs {
             let Some(segment) = segments.get_mut(&digest) else { continue };
             let entry = || Needed { form: segment.form(), images: BTreeSet::new() };
-            needed.entry(digest).or_insert_with(entry).images.insert(pack.image);
+            needed.entry(digest).or_insert_with(entry).images.insert(image);
             let Some(objects) = &objects else {
                 usage.mark_all(&digest);
                 continue;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
-use cofolio_store::{Digest, Domain, Error};
+use cofolio_store::{Digest, Domain, Error, is_damage};
 
 use super::segment::{Extent, Segment};
 
@@ -23,7 +23,7 @@ pub(super) fn sizes(
 pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
     match read {
         Err(Error::Corrupt { .. } | Error::NoSuch(_)) => Ok(None),
-        Err(error) if error.is_unreadable() => Ok(None),
+        Err(error) if is_damage(&error) => Ok(None),
         other => other.map(Some),
     }
 }

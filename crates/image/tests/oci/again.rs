@@ -10,7 +10,7 @@ use cofolio_image::import::{ImportOptions, ImportReport, import};
 use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
 use cofolio_store::task::{Cancel, Event, Phase, Task};
-use cofolio_store::{FsckOptions, GcOptions, verity};
+use cofolio_store::{FileKind, FileName, FsckOptions, GcOptions, verity};
 use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
 
 use crate::support::*;
@@ -113,7 +113,8 @@ fn assert_is_app(bench: &Bench, report: &ImportReport) {
     let record = bench.domain.get_ref(&report.name).unwrap().unwrap();
     assert_eq!(record.image, report.image);
     for layer in &record.layers {
-        assert!(bench.domain.has_layer(&layer.chain_id).unwrap(), "{}", layer.chain_id);
+        let name = FileName::chain(FileKind::Layer, &layer.chain_id).unwrap();
+        assert!(bench.domain.has_named(&name).unwrap(), "{name}");
     }
 }
 

@@ -194,12 +194,12 @@ fn garbage_is_collected_while_an_export_runs() {
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
     let destination = Destination::Layout { path: bench.path("out"), tag: None };
     let leases = Arc::new(AtomicU64::new(0));
-    let (domain, seen, created) = (bench.domain.clone(), leases.clone(), record.created);
+    let (domain, seen) = (bench.domain.clone(), leases.clone());
     let task = Task::new(Cancel::default(), move |_| {
         if seen.load(Ordering::Relaxed) == 0 {
             seen.store(domain.roots(RootKind::Lease).unwrap().len() as u64, Ordering::Relaxed);
             domain.remove_ref("image").unwrap();
-            let options = GcOptions { wait: false, now: created + 60, ..Default::default() };
+            let options = GcOptions::default();
             domain.gc(&ImageContents, &|| Ok(Vec::new()), &options).unwrap();
         }
     });

@@ -12,17 +12,13 @@ use cofolio_image::pack::PackError;
 use cofolio_image::pack::segment::{Form, Pages, Part, Segment, SegmentWriter, Written};
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
-    Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions, Publish,
-    ScrubOptions, TrimOptions, verity,
+    Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
+    Publish, ScrubOptions, TrimOptions, verity,
 };
 use sha2::Digest as _;
 
-const OPTIONS: ImportOptions = ImportOptions {
-    hold_lock: false,
-    buffer_bytes_max: 4096,
-    early_sync_bytes: 1 << 20,
-    repair: false,
-};
+const OPTIONS: ImportOptions =
+    ImportOptions { hold_lock: false, buffer_bytes_max: 4096, early_sync_bytes: 1 << 20 };
 
 fn domain(scratch: &Scratch) -> Domain {
     scratch.store().domain("default").unwrap()
@@ -78,10 +74,9 @@ fn a_segment_holds_what_was_put_in() {
     assert_eq!(segments.len(), 3);
     let extents: usize = segments.iter().map(|segment| check(&domain, segment).extents.len()).sum();
     assert_eq!(extents, pieces().len());
-    let pack = domain.packs_of(&image).unwrap()[0];
-    assert_eq!(pack.image, image);
-    let bytes = domain.open_pack(&pack).unwrap().read_all(1 << 20).unwrap();
-    assert_eq!(verity::digest(&bytes), pack.digest);
+    let pack = domain.packs_of(&image).unwrap().remove(0);
+    let bytes = domain.open_named(&pack).unwrap().read_all(1 << 20).unwrap();
+    assert_eq!(Some(verity::digest(&bytes)), pack.digest());
     assert_eq!(findings(&domain), []);
 
     // The same again is the same; and what another image has of it is not stored twice.
@@ -231,7 +226,7 @@ fn a_pack_is_not_published_without_what_it_needs() {
     staging.pack_writer(&nowhere).unwrap().finish().unwrap();
     let error = staging.commit(&Publish::default(), []);
     assert!(matches!(error, Err(Error::Vanished { first, .. }) if first.contains("image")));
-    assert_eq!(domain.packs().unwrap(), []);
+    assert_eq!(domain.named(FileKind::Pack).unwrap(), []);
 
     let staging = domain.begin_import(OPTIONS).unwrap();
     let pages = Pages::default();
@@ -274,10 +269,8 @@ fn damage_is_told_and_taken_away() {
     let image = put(&domain, "a", &[content(50_000, 1), content(20_000, 2)]);
     let path = |name: String| scratch.path.join("domains/default/segments").join(name);
     let segment = real::pack(&domain, &image, 1, OPTIONS).unwrap()[0];
-    let pack_path = |domain: &Domain| {
-        let pack = domain.packs_of(&image).unwrap()[0];
-        path(format!("{}.{}.pack", pack.image, pack.digest))
-    };
+    let pack_path =
+        |domain: &Domain| domain.named_path(&domain.packs_of(&image).unwrap()[0]).unwrap();
     let segment_path = path(format!("{segment}.segment"));
     let size = fs::metadata(&segment_path).unwrap().len();
     use FindingKind::{PackAltered, PackIncomplete, PackUnreadable};

@@ -2,13 +2,16 @@
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
 use std::process::Command;
 
 use crate::common::{Scratch, content, import, nothing_live};
 use crate::real::{Segments, content_of, pack};
 use cofolio_image::pack::segment::{Extent, Run, Segment};
 use cofolio_store::task::Task;
-use cofolio_store::{Digest, Domain, Error, FsckOptions, GcOptions, ImportOptions, verity};
+use cofolio_store::{
+    Digest, Domain, Error, FileKind, FileName, FsckOptions, GcOptions, ImportOptions, verity,
+};
 use proptest::prelude::*;
 
 const PAGE: usize = 4096;
@@ -192,13 +195,17 @@ fn there_twice(domain: &Domain, segments: &[Digest]) -> usize {
 }
 
 /// What is said of pages is believed of none: hashes are short, and a disk can fail.
+fn segment_path(domain: &Domain, digest: &Digest) -> PathBuf {
+    domain.named_path(&FileName::content(FileKind::Segment, digest)).unwrap()
+}
+
 #[test]
 fn pages_that_are_not_what_is_said_of_them_are_not_used() {
     let scratch = Scratch::new("pages-altered");
     let domain = domain(&scratch);
     let first = content(400 * PAGE, 1);
     let segments = packed(&domain, std::slice::from_ref(&first));
-    let path = domain.segment_path(&segments[0].0).unwrap();
+    let path = segment_path(&domain, &segments[0].0);
     let _ = Command::new("chattr").arg("-i").arg(&path).output();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.write_all_at(&[first[200 * PAGE] ^ 1], 200 * PAGE as u64).unwrap();
@@ -223,7 +230,7 @@ fn runs_that_cannot_be_are_refused() {
     let (digest, segment) = &segments[1];
     assert_eq!(runs(&segment.extents[0]), [(Some(1), 128), (Some(0), 1)]);
     let bytes = domain.open_segment(digest).unwrap().read_all(1 << 20).unwrap();
-    let path = domain.segment_path(digest).unwrap();
+    let path = segment_path(&domain, digest);
     // Behind one block and its hash: one content, one other segment, two runs, the footer.
     let runs = PAGE + 8 + 80 + 32;
     assert_eq!(bytes.len(), runs + 24 + 64);

@@ -35,8 +35,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 
-use cofolio_store::Digest;
-use rustix::fs::{FlockOperation, Mode, OFlags};
+use cofolio_store::{Digest, Purpose, replace_file};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
@@ -396,7 +396,6 @@ fn kept_exit_status(dir: &Path) -> Option<u8> {
 
 /// Writes a file in one step: no reader, and no crash, leaves half of it.
 fn write_file(path: &Path, content: &[u8]) -> Result<(), MountError> {
-    let new = path.with_extension("new");
-    fs::write(&new, content).at("writing", &new)?;
-    fs::rename(&new, path).at("writing", path)
+    let aside = path.with_extension("new");
+    replace_file(CWD, &aside, path, content, Purpose::Record, false).at("writing", path)
 }

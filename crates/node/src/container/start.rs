@@ -89,7 +89,7 @@ impl Containers<'_> {
             keep: request.keep,
             writable: request.writable,
             cgroup: self.cgroup(&name),
-            created: crate::now(),
+            created: cofolio_store::now(),
             name,
         };
         let state = self.state_dir(&request.runtime);

@@ -221,7 +221,7 @@ fn a_process_that_got_the_number_of_a_container_gets_no_signal() {
         let cgroup = host.join(format!("proc/{}/cgroup", other.id()));
         put(cgroup.with_extension("next"), "0::/other\n");
         let mode = Mode::RUSR | Mode::WUSR;
-        rustix::fs::mknodat(rustix::fs::CWD, &cgroup, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        rustix::fs::mknodat(CWD, &cgroup, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 // The first look waits here for its answer. All later ones find the file.

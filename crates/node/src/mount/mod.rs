@@ -43,10 +43,9 @@ use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use crate::now;
 use crate::settings::Backend;
 use cofolio_store::task::Task;
-use cofolio_store::{Contents, Digest, Domain, Root, RootKind};
+use cofolio_store::{Contents, Digest, Domain, Root, RootKind, now};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
@@ -513,7 +512,7 @@ impl<'a> Mounter<'a> {
 /// Ignores that a root cannot be written where the store's filesystem is mounted read-only.
 fn unless_read_only<T>(written: cofolio_store::Result<T>) -> cofolio_store::Result<()> {
     match written {
-        Err(error) if !error.is_read_only_disk() => Err(error),
+        Err(error) if !error.is_read_only() => Err(error),
         _ => Ok(()),
     }
 }

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use crate::settings::{Backend, DomainSettings as _};
-use cofolio_store::{Digest, Root, RootKind};
+use cofolio_store::{Digest, Purpose, Root, RootKind, replace_file};
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
 use serde::Serialize;
@@ -20,7 +20,7 @@ use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
 use super::state::{
-    ImageLock, MountRecord, PinRecord, list, read_json, remove_dir, remove_file, write_json,
+    ImageLock, MountRecord, PinRecord, list, read_json, remove_dir, remove_file, to_json,
 };
 use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
@@ -120,16 +120,15 @@ impl Mounter<'_> {
                     verity: packed.verity,
                     objects_checked: 0,
                     image_bytes: packed.file.size().at("look at", &dir)?,
-                    created: crate::now(),
+                    created: cofolio_store::now(),
                 };
                 (mount, record)
             }
         };
         let verity = record.verity;
         // Whole or not at all: one that cannot be read would stop every unmount in the domain.
-        let temporary = path.with_extension("tmp");
-        write_json(&temporary, &record).inspect_err(|_| drop(remove_file(&temporary)))?;
-        fs::rename(&temporary, &path).at("write", &path)?;
+        let (aside, json) = (path.with_extension("tmp"), to_json(&path, &record)?);
+        replace_file(CWD, &aside, &path, &json, Purpose::Record, false).at("write", &path)?;
         self.keep_for_superblock(image, &mount, record.created)?;
         self.step(Step::PinMade);
         attach_at(&mount, &at)?;
@@ -214,7 +213,7 @@ impl Mounter<'_> {
             verity,
             objects_checked,
             image_bytes: file.size().at("look at", file.path())?,
-            created: crate::now(),
+            created: cofolio_store::now(),
         };
         Ok((mount, record))
     }

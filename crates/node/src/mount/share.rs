@@ -35,10 +35,11 @@ impl Mounter<'_> {
         // Until all are open: `gc` replaces packs and rewrites segments.
         let _stays = self.domain.lock_shared()?;
         let packs = self.domain.packs_of(image)?;
-        let pack = packs.first().ok_or(Error::NoPack(*image))?;
-        let file = self.domain.open_pack(pack)?;
+        let pack = packs.first().and_then(|pack| pack.digest().zip(Some(pack)));
+        let (digest, pack) = pack.ok_or(Error::NoPack(*image))?;
+        let file = self.domain.open_named(pack)?;
         let invalid = |reason| MountError::PackInvalid { image: *image, reason };
-        check_digest(&file, &pack.digest, verity)?.map_or(Ok(()), |it| Err(invalid(it)))?;
+        check_digest(&file, &digest, verity)?.map_or(Ok(()), |it| Err(invalid(it)))?;
         let mut segments = Vec::new();
         let mut needed = Vec::new();
         let visit = &mut |segment, _| needed.push(segment);

@@ -24,7 +24,7 @@
 //! record, or has none and can go.
 
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -32,8 +32,8 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::task::Cancel;
-use cofolio_store::{Digest, Store};
-use rustix::fs::{FlockOperation, Mode, OFlags};
+use cofolio_store::{Digest, Purpose, Store, replace_file};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -403,7 +403,7 @@ impl RunDir {
             return Ok(record);
         }
         // Somebody may have moved it, or a directory above it.
-        if let Ok(found) = cofolio_sys::mount::mount_id(rustix::fs::CWD, &target)
+        if let Ok(found) = cofolio_sys::mount::mount_id(CWD, &target)
             && found.is_root
         {
             let is = |record: &MountRecord| {
@@ -445,7 +445,8 @@ impl RunDir {
     /// Makes the record of a mount that is about to be made; false if its id is taken.
     pub(crate) fn claim(&self, record: &MountRecord, lock: &ImageLock) -> Result<bool, MountError> {
         let path = self.record_path(&record.id);
-        let temporary = self.write_temporary(&record.id, record, lock)?;
+        let temporary = self.temporary(&record.id, lock);
+        fs::write(&temporary, to_json(&path, record)?).at("write", &temporary)?;
         let linked = fs::hard_link(&temporary, &path);
         let _ = fs::remove_file(&temporary);
         match linked {
@@ -457,8 +458,8 @@ impl RunDir {
 
     pub(crate) fn write(&self, record: &MountRecord, lock: &ImageLock) -> Result<(), MountError> {
         let path = self.record_path(&record.id);
-        let temporary = self.write_temporary(&record.id, record, lock)?;
-        fs::rename(&temporary, &path).at("write", &path)
+        let (aside, json) = (self.temporary(&record.id, lock), to_json(&path, record)?);
+        replace_file(CWD, &aside, &path, &json, Purpose::Record, false).at("write", &path)
     }
 
     pub(crate) fn remove_record(&self, id: &str) -> Result<(), MountError> {
@@ -467,18 +468,11 @@ impl RunDir {
 
     /// The temporary file is named after the writer's stripe: two writers never hold the same, and
     /// a leftover is told from a file in progress.
-    fn write_temporary(
-        &self,
-        id: &str,
-        record: &MountRecord,
-        lock: &ImageLock,
-    ) -> Result<PathBuf, MountError> {
-        let path = self.path.join(format!("mounts/{id}.{:02x}.tmp", lock.stripe));
-        write_json(&path, record)?;
-        Ok(path)
+    fn temporary(&self, id: &str, lock: &ImageLock) -> PathBuf {
+        self.path.join(format!("mounts/{id}.{:02x}.tmp", lock.stripe))
     }
 
-    /// Removes what writers that died left of [`RunDir::write_temporary`].
+    /// Removes what writers that died left under [`RunDir::temporary`].
     pub(crate) fn remove_temporaries(&self) -> Result<u32, MountError> {
         let dir = self.path.join("mounts");
         let mut removed = 0;
@@ -556,11 +550,9 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, M
     serde_json::from_slice(&text).map(Some).map_err(damaged)
 }
 
-pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), MountError> {
-    let text = serde_json::to_vec_pretty(value)
-        .map_err(|error| MountError::State { path: path.to_owned(), reason: error.to_string() })?;
-    let mut file = fs::File::create(path).at("create", path)?;
-    file.write_all(&text).at("write", path)
+pub(crate) fn to_json(path: &Path, value: &impl Serialize) -> Result<Vec<u8>, MountError> {
+    serde_json::to_vec_pretty(value)
+        .map_err(|error| MountError::State { path: path.to_owned(), reason: error.to_string() })
 }
 
 #[cfg(test)]

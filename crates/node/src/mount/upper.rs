@@ -5,12 +5,12 @@
 //! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use cofolio_store::{Digest, Domain};
+use cofolio_store::{Digest, Domain, Purpose, replace_file};
 use rustix::fs::{
     AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
 };
@@ -21,7 +21,7 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, read_json};
+use super::state::{MountRecord, RunDir, Upper, list, read_json, to_json};
 
 /// Beside `upper`: this directory is to stay.
 const KEEP: &str = "keep";
@@ -252,26 +252,13 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
         target: record.target.clone(),
         boot_id: record.boot_id.clone(),
     };
-    let text = serde_json::to_vec(&kept)
-        .map_err(|error| MountError::State { path: path.clone(), reason: error.to_string() })?;
+    let text = to_json(&path, &kept)?;
     let before = fs::read(&path);
     if before.as_ref().is_ok_and(|known| *known == text) {
         return Ok(false);
     }
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
-    let mode = Mode::RUSR | Mode::WUSR;
-    let replace = || -> io::Result<()> {
-        let file = rustix::fs::openat(dir, KEEP_NEW, flags | OFlags::NOFOLLOW, mode)?;
-        let mut file = fs::File::from(file);
-        file.write_all(&text)?;
-        file.sync_data()?;
-        Ok(rustix::fs::renameat(dir, KEEP_NEW, dir, KEEP)?)
-    };
-    let replaced = replace();
-    if replaced.is_err() {
-        let _ = rustix::fs::unlinkat(dir, KEEP_NEW, AtFlags::empty());
-    }
-    replaced.at("write", &path)?;
+    let (aside, own) = (Path::new(KEEP_NEW), Purpose::Secret);
+    replace_file(dir, aside, Path::new(KEEP), &text, own, true).at("write", &path)?;
     Ok(before.is_err_and(|error| error.kind() == io::ErrorKind::NotFound))
 }
 

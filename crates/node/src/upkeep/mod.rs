@@ -10,7 +10,7 @@ use cofolio_image::pack::ImageContents;
 use cofolio_image::pack::{self, PackError, RewriteReport};
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{
-    Digest, Domain, Error, GcOptions, GcReport, SizesReport, TrimOptions, TrimPlan,
+    Digest, Domain, Error, GcOptions, GcReport, SizesReport, TrimOptions, TrimPlan, now,
 };
 
 use crate::config::Limit;
@@ -195,7 +195,7 @@ impl<'a> Upkeep<'a> {
         announce: &dyn Fn(&TrimPlan),
     ) -> Result<(TrimPlan, GcReport), UpkeepError> {
         let mounter = self.mounter();
-        let days_ago = |days: u32| gc.now - i64::from(days) * DAY_SECONDS;
+        let days_ago = |days: u32| now() - i64::from(days) * DAY_SECONDS;
         let keep_days = self.limit.keep_days;
         let options = TrimOptions {
             size: options.size,
@@ -212,5 +212,5 @@ impl<'a> Upkeep<'a> {
 fn gc_options(dry_run: bool, wait: bool, task: &Task) -> GcOptions {
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
     let boot_id = boot_id.map(|id| id.trim().to_owned());
-    GcOptions { dry_run, wait, now: crate::now(), boot_id, cancel: task.cancel.clone() }
+    GcOptions { dry_run, wait, boot_id, cancel: task.cancel.clone() }
 }

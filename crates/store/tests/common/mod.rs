@@ -308,7 +308,8 @@ pub fn repair(domain: &Domain, sources: &[(Vec<Vec<u8>>, &str)]) -> Result<(), E
 /// A record of an image, and the objects that it needs.
 type Filled = (Ref, Vec<(Digest, u64)>);
 
-fn fill(
+/// Stages content: one object per piece, an image and (if given) a layer that name them.
+pub fn fill(
     staging: &Staging,
     pieces: &[Vec<u8>],
     layer: Option<&str>,
@@ -337,22 +338,22 @@ fn fill(
     text.push_str("end\n");
     let mut record = Ref::new(Digest([0; 32]));
     if let Some(chain_id) = layer {
-        let mut writer = staging.layer_writer(chain_id)?;
-        // The store's error, not the one that `Write` wraps it in.
-        writer.write_all(text.as_bytes()).map_err(unwrap_store_error)?;
-        writer.finish()?;
+        let mut writer = staging.file_writer()?;
+        writer.append(text.as_bytes())?;
+        writer.finish(&FileName::chain(FileKind::Layer, chain_id)?)?;
         let mut split = text.clone();
         if with_split {
             let stored = staging.put_object(&replaced(chain_id))?;
             objects.push((stored.digest, stored.size));
             split.insert_str(0, &format!("{} {}\n", stored.digest, stored.size));
         }
-        let mut writer = staging.split_writer(chain_id)?;
-        writer.write_all(split.as_bytes()).map_err(unwrap_store_error)?;
-        writer.finish()?;
+        let mut writer = staging.file_writer()?;
+        writer.append(split.as_bytes())?;
+        writer.finish(&FileName::chain(FileKind::Split, chain_id)?)?;
         record.layers.push(Layer { chain_id: chain_id.to_owned(), ..Layer::default() });
     }
     let mut image = staging.image_writer()?;
+    // The store's error, not the one that `Write` wraps it in.
     image.write_all(text.as_bytes()).map_err(unwrap_store_error)?;
     record.image = image.finish()?;
     Ok((record, objects))
