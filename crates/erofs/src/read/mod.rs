@@ -22,7 +22,7 @@ pub use data::{Extent, Location};
 pub use dir::{DirEntry, ReadDir, Walk, Walked};
 pub use error::ReadError;
 pub use inode::Inode;
-pub use superblock::{Composefs, Device, Super};
+pub use superblock::{Device, Super};
 pub use xattr::Xattr;
 
 /// Where an image's bytes come from.

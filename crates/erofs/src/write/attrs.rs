@@ -250,7 +250,7 @@ impl<'t> Attrs<'t> {
             }
             Attr::Fingerprint(id) => {
                 let digest = self.tree.digest(id);
-                let found = self.data.and_then(|data| data.data.blobs.find(digest));
+                let found = self.data.and_then(|data| data.data.blobs.get(digest));
                 match found.and_then(|found| found.sha256) {
                     Some(sha256) => f(FINGERPRINT, &[&FINGERPRINT_SHA256[..], &sha256].concat()),
                     None => f(FINGERPRINT, &[&FINGERPRINT_VERITY[..], digest].concat()),

@@ -1,7 +1,7 @@
 //! The size and the offset of each inode.
 
 use super::attrs::{Attrs, NodeAttrs};
-use super::data::{BlockAddr, Extent, Form, chunk_bits, table_bits};
+use super::data::{BlobData, BlockAddr, Extent, chunk_bits, table_bits};
 use super::lz4::Pcluster;
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
 use crate::format::{
@@ -224,11 +224,13 @@ fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
                 Body::Chunks { size, chunk_bits, count: small_u64(count) }
             }
             // `Checked` has found all of them.
-            Some(data) => match data.of(tree, inode).map(|found| found.form) {
-                Some(Form::Extents(extents)) => {
+            Some(data) => match data.of(tree, inode).map(|blob| &blob.data) {
+                Some(BlobData::Extents(extents)) => {
                     Body::Extents { size, chunk_bits: table_bits(size, extents), extents }
                 }
-                Some(Form::Lz4 { start, pclusters }) => Body::Lz4 { size, start, pclusters },
+                Some(BlobData::Lz4 { start, pclusters }) => {
+                    Body::Lz4 { size, start: *start, pclusters }
+                }
                 None => Body::Nothing,
             },
         },

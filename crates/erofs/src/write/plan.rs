@@ -54,22 +54,12 @@ pub(crate) struct Plan<'t> {
 }
 
 impl<'t> Plan<'t> {
-    /// The order of a metadata image.
-    pub(super) fn metadata(tree: &'t Tree) -> Plan<'t> {
-        Plan::new(tree, None, true)
-    }
-
-    /// The order of an image that is mounted by itself.
-    pub(super) fn with_data(tree: &'t Tree, data: &'t Checked<'t>) -> Plan<'t> {
-        Plan::new(tree, Some(data), false)
-    }
-
-    /// The order of a layer over a metadata image.
-    pub(super) fn layer(tree: &'t Tree) -> Plan<'t> {
-        Plan::new(tree, None, false)
-    }
-
-    fn new(tree: &'t Tree, data: Option<&'t Checked<'t>>, is_metadata: bool) -> Plan<'t> {
+    /// The order of a metadata image, or (not `is_metadata`) of an image with data or a layer.
+    pub(super) fn new(
+        tree: &'t Tree,
+        data: Option<&'t Checked<'t>>,
+        is_metadata: bool,
+    ) -> Plan<'t> {
         let ghosts = if is_metadata { 256 } else { 0 };
         let mut plan = Plan {
             tree,

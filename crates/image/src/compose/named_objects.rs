@@ -80,7 +80,7 @@ pub fn object_of<S: ReadAt>(image: &Image<S>, inode: &Inode) -> Result<Option<Di
 /// overlayfs hides the shards of the objects directory. They are no part of what was imported.
 pub fn is_added<S: ReadAt>(image: &Image<S>, inode: &Inode) -> bool {
     let whiteout = inode.mode & 0o170_000 == 0o020_000 && inode.rdev == 0;
-    whiteout && image.superblock().composefs.is_some()
+    whiteout && image.superblock().composefs_version.is_some()
 }
 
 /// The object at a path below the objects directory.

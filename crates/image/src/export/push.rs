@@ -11,7 +11,7 @@
 //! bytes can be made again from any offset.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Read};
+use std::io::{self, Cursor, Read};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -696,14 +696,13 @@ impl<'scope> Making<'_, 'scope, '_> {
             let stop = push.repository.stop();
             push.image.write_layer(layer, writer, stop, &mut |_| ())
         })?;
-        Ok(MadeBlob { chunks, current: Vec::new(), at: 0, maker })
+        Ok(MadeBlob { chunks, current: Cursor::default(), maker })
     }
 }
 
 struct MadeBlob<'scope> {
     chunks: channel::Receiver<Vec<u8>>,
-    current: Vec<u8>,
-    at: usize,
+    current: Cursor<Vec<u8>>,
     maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
 }
 
@@ -717,18 +716,14 @@ impl MadeBlob<'_> {
 
 impl Read for MadeBlob<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        if buf.is_empty() {
-            return Ok(0);
-        }
-        while self.at == self.current.len() {
-            match self.chunks.recv() {
-                Ok(chunk) => (self.current, self.at) = (chunk, 0),
-                Err(_) => return Ok(0),
+        loop {
+            match self.current.read(buf)? {
+                0 if !buf.is_empty() => match self.chunks.recv() {
+                    Ok(chunk) => self.current = Cursor::new(chunk),
+                    Err(_) => return Ok(0),
+                },
+                count => return Ok(count),
             }
         }
-        let count = buf.len().min(self.current.len() - self.at);
-        buf[..count].copy_from_slice(&self.current[self.at..self.at + count]);
-        self.at += count;
-        Ok(count)
     }
 }

@@ -230,7 +230,8 @@ impl Endpoint {
         match secret {
             // The refresh token grant of OAuth 2.
             Some(Secret::Identity(token)) => {
-                let (service, scope) = (escaped(service), escaped(&self.scopes.join(" ")));
+                let scopes = self.scopes.join(" ");
+                let (service, scope) = (escaped(service), escaped(&scopes));
                 form = Some(format!(
                     "grant_type=refresh_token&service={service}&scope={scope}&client_id={CLIENT_ID}\
                      &refresh_token={}",
