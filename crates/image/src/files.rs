@@ -22,10 +22,9 @@ pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.take(max + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > max {
-        true => Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("larger than {} KiB", max >> 10),
-        )),
+        true => {
+            Err(io::Error::new(io::ErrorKind::InvalidData, format!("more than {} KiB", max >> 10)))
+        }
         false => Ok(bytes),
     }
 }

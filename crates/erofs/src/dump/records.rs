@@ -188,7 +188,10 @@ fn record<'a>(
     };
     let rdev = low32(number(rdev, 10, "the device number")?);
     let payload = optional(payload, "the payload", &mut scratch.payload)?;
-    let bytes = optional_bytes(content, "the content", &mut scratch.content)?;
+    let bytes = match content {
+        b"-" => None,
+        field => Some(bytes(field, "the content", &mut scratch.content)?),
+    };
     if let Some(bytes) = bytes.filter(|b| b.len() as u64 != size) {
         return Err(Problem::ContentSize { len: bytes.len(), size });
     }
@@ -331,14 +334,6 @@ fn optional<'a>(
     scratch: &'a mut Vec<u8>,
 ) -> Result<Option<&'a [u8]>, Problem> {
     if field == b"-" { Ok(None) } else { text(field, what, scratch).map(Some) }
-}
-
-fn optional_bytes<'a>(
-    field: &'a [u8],
-    what: &'static str,
-    scratch: &'a mut Vec<u8>,
-) -> Result<Option<&'a [u8]>, Problem> {
-    if field == b"-" { Ok(None) } else { bytes(field, what, scratch).map(Some) }
 }
 
 fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), Problem> {

@@ -38,8 +38,6 @@ pub struct Super {
     pub inodes: u64,
     /// Number of blocks, as the image claims.
     pub blocks: u64,
-    /// Features that a reader may ignore, as they stand.
-    pub feature_compat: u32,
     /// Features that a reader must know, as they stand.
     pub feature_incompat: u32,
     /// Time of compact inodes: seconds since 1970.
@@ -121,7 +119,6 @@ pub(super) fn read(source: &impl ReadAt) -> Result<Super, ReadError> {
         block_bits,
         inodes: raw.inos.get(),
         blocks: u64::from(blocks_hi) << 32 | u64::from(raw.blocks.get()),
-        feature_compat: compat,
         feature_incompat: incompat,
         epoch: raw.epoch.get().cast_signed(),
         fixed_nsec: raw.fixed_nsec.get(),

@@ -510,6 +510,11 @@ fn file_type(plan: &Plan<'_>, node: Node) -> FileType {
     }
 }
 
+/// Of a length or number that the tree's own bounds keep below 2^32.
+fn small(value: impl TryInto<u32>) -> u32 {
+    value.try_into().unwrap_or(u32::MAX)
+}
+
 fn low16(value: u32) -> u16 {
     u16::try_from(value & 0xffff).unwrap_or(u16::MAX)
 }

@@ -197,7 +197,7 @@ impl Blocks {
         image: &Digest,
         tree: &Tree,
         cancel: &Cancel,
-        step: &mut dyn FnMut(u64),
+        progress: &mut dyn FnMut(u64),
     ) -> Result<(), ExportError> {
         let user = format!("image {image}");
         for visit in tree.walk() {
@@ -209,7 +209,7 @@ impl Blocks {
             let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;
             self.put(*digest, size, object, cancel)?;
             self.content += size;
-            step(self.content);
+            progress(self.content);
         }
         Ok(())
     }
@@ -229,15 +229,11 @@ impl Blocks {
         let mut sha = (size <= SHA256_SIZE_MAX).then(sha2::Sha256::new);
         // Contents too large for SHA-256 are too large for a table with an entry for each 4 KiB.
         let data = if self.compress && sha.is_some() {
-            let mut reader =
-                ObjectReader { object: &mut object, left: size, sha: &mut sha, failed: None };
+            let mut reader = ObjectReader { object: &mut object, left: size, sha: &mut sha };
             let mut writer = io::BufWriter::with_capacity(READ_SIZE, &self.file);
-            let pclusters = lz4::compress(&mut reader, &mut writer);
-            if let Some(error) = reader.failed {
-                return Err(error);
-            }
-            let pclusters = pclusters.and_then(|pclusters| writer.flush().map(|()| pclusters));
-            let pclusters = pclusters.map_err(bad)?;
+            let pclusters = lz4::compress(&mut reader, &mut writer)
+                .and_then(|pclusters| writer.flush().map(|()| pclusters))
+                .map_err(|error| error.downcast::<ExportError>().unwrap_or_else(bad))?;
             let count = u32::try_from(pclusters.len()).map_err(|_| too_large())?;
             self.count = first.checked_add(count).ok_or_else(too_large)?;
             BlobData::Lz4 { start: BlockAddr { device: 0, block: first }, pclusters }
@@ -366,12 +362,11 @@ fn blocks_of(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(BLOCK as u64)).unwrap_or(u32::MAX)
 }
 
-/// An object as something to read from, hashed on the way.
+/// Reads an object and hashes it. Errors hold an [`ExportError`].
 struct ObjectReader<'r, 'o> {
     object: &'r mut Object<'o>,
     left: u64,
     sha: &'r mut Option<sha2::Sha256>,
-    failed: Option<ExportError>,
 }
 
 impl Read for ObjectReader<'_, '_> {
@@ -380,19 +375,13 @@ impl Read for ObjectReader<'_, '_> {
             usize::try_from(self.left).unwrap_or(usize::MAX).min(buffer.len()).min(READ_SIZE);
         let sha = &mut *self.sha;
         let mut at = 0;
-        let taken = self.object.take(
-            count as u64,
-            Some(&mut |bytes: &[u8]| {
-                sha.iter_mut().for_each(|sha| sha.update(bytes));
-                buffer[at..at + bytes.len()].copy_from_slice(bytes);
-                at += bytes.len();
-                Ok(())
-            }),
-        );
-        if let Err(error) = taken {
-            self.failed = Some(error);
-            return Err(io::ErrorKind::Other.into());
-        }
+        let mut sink = |bytes: &[u8]| {
+            sha.iter_mut().for_each(|sha| sha.update(bytes));
+            buffer[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+            Ok(())
+        };
+        self.object.take(count as u64, Some(&mut sink)).map_err(io::Error::other)?;
         self.left -= count as u64;
         Ok(count)
     }

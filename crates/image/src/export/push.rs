@@ -22,11 +22,11 @@ use cofolio_store::{Digest, Domain, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
 
-use super::compress::{BlobWriter, Compressors, LayerBlob};
+use super::compress::{BlobWriter, Compressors};
 use super::error::ExportError;
 use super::image::{Image, Layer};
 use super::target::Descriptor;
-use super::{Compression, Exported, manifest, threads};
+use super::{Compression, Exported, ExportedLayer, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
 use crate::reference::Reference;
@@ -445,7 +445,7 @@ impl Push<'_> {
         making: &Making<'_, '_, '_>,
         number: usize,
         session: Option<Session>,
-    ) -> Result<(LayerBlob, How), ExportError> {
+    ) -> Result<(ExportedLayer, How), ExportError> {
         let mut tries = self.repository.tries(0, self.repository.stop());
         let mut upload = Upload { push: self, number, session, packed: None };
         loop {
@@ -566,11 +566,11 @@ struct Upload<'a, 'b> {
     number: usize,
     session: Option<Session>,
     /// What it is, once it was made to its end.
-    packed: Option<LayerBlob>,
+    packed: Option<ExportedLayer>,
 }
 
 impl Upload<'_, '_> {
-    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(LayerBlob, How), Attempt> {
+    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(ExportedLayer, How), Attempt> {
         let repository = &self.push.repository;
         if let Some(packed) = &self.packed
             && repository.has_blob(&packed.digest.to_string(), packed.size)?
@@ -633,7 +633,11 @@ impl Upload<'_, '_> {
     }
 
     /// Sends a blob that is at hand, in one piece.
-    fn small(&mut self, packed: LayerBlob, blob: &[u8]) -> Result<(LayerBlob, How), Attempt> {
+    fn small(
+        &mut self,
+        packed: ExportedLayer,
+        blob: &[u8],
+    ) -> Result<(ExportedLayer, How), Attempt> {
         let repository = &self.push.repository;
         let is_first = self.packed.is_none();
         self.packed = Some(packed.clone());
@@ -703,12 +707,12 @@ impl<'scope> Making<'_, 'scope, '_> {
 struct MadeBlob<'scope> {
     chunks: channel::Receiver<Vec<u8>>,
     current: Cursor<Vec<u8>>,
-    maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
+    maker: ScopedJoinHandle<'scope, Result<ExportedLayer, ExportError>>,
 }
 
 impl MadeBlob<'_> {
     /// The finished blob; [`ExportError::Cancelled`] unless all of it was taken.
-    fn end(self) -> Result<LayerBlob, ExportError> {
+    fn end(self) -> Result<ExportedLayer, ExportError> {
         drop(self.chunks);
         self.maker.join().unwrap_or(Err(Cancelled.into()))
     }

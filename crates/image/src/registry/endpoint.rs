@@ -262,9 +262,8 @@ impl Endpoint {
         let response = self.http.send(&request, authorization.as_deref())?;
         let mut response = judge(response, used)?;
         let bytes = response.document(TOKEN_MAX)?;
-        let bad = |what: &str| RegistryError::Answer {
-            url: response.url.to_string(),
-            what: format!("the token server's answer {what}"),
+        let bad = |what: &str| {
+            RegistryError::answer(&response.url, format!("the token server's answer {what}"))
         };
         token_of(&bytes).map_err(|what| bad(what).into())
     }

@@ -97,8 +97,8 @@ impl Repository {
         &self.http.limiter
     }
 
-    pub(crate) fn options(&self) -> &RegistryOptions {
-        &self.http.options
+    pub(crate) fn http(&self) -> &Http {
+        &self.http
     }
 
     /// Cancels all requests.

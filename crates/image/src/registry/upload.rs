@@ -124,10 +124,10 @@ impl Repository {
         session.at += body.sent - before;
         session.location = location;
         match there {
-            Some(there) if there != session.at => Err(Failure::again(RegistryError::Answer {
-                url: response.url.to_string(),
-                what: format!("took {there} bytes of {}", session.at),
-            })),
+            Some(there) if there != session.at => Err(Failure::again(RegistryError::answer(
+                &response.url,
+                format!("took {there} bytes of {}", session.at),
+            ))),
             _ => Ok(()),
         }
     }
@@ -212,10 +212,7 @@ fn used_up(response: &mut Response) {
 fn next(response: &Response) -> Result<Url, RegistryError> {
     match response.header("location") {
         Some(location) => response.url.join(location),
-        None => Err(RegistryError::Answer {
-            url: response.url.to_string(),
-            what: "it does not say where to send the blob".into(),
-        }),
+        None => Err(RegistryError::answer(&response.url, "it does not say where to send the blob")),
     }
 }
 
@@ -231,10 +228,10 @@ fn received(response: &Response) -> Option<u64> {
 /// Compares the digest in the answer, if there is one, with what was sent.
 fn same_digest(response: &Response, digest: &str) -> Result<(), Failure> {
     match response.header("docker-content-digest") {
-        Some(theirs) if theirs != digest => Err(RegistryError::Answer {
-            url: response.url.to_string(),
-            what: format!("the registry has {}, sent was {digest}", crate::error::quoted(theirs)),
-        }
+        Some(theirs) if theirs != digest => Err(RegistryError::answer(
+            &response.url,
+            format!("the registry has {}, sent was {digest}", crate::error::quoted(theirs)),
+        )
         .into()),
         _ => Ok(()),
     }

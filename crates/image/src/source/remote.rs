@@ -61,8 +61,7 @@ pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, I
         None => BlobDigest::sha256(&document.bytes),
     };
     if let Some(digest) = reference.digest().filter(|digest| **digest != actual) {
-        let (digest, actual) = (digest.to_string(), actual.to_string());
-        return Err(ImportError::Digest { digest, actual });
+        return Err(ImportError::digest(digest, &actual));
     }
     let size = document.bytes.len() as u64;
     let by_header = descriptor(document.media_type, &actual, size);
@@ -81,17 +80,13 @@ pub(crate) fn document(
 ) -> Result<Vec<u8>, ImportError> {
     let digest = descriptor.blob_digest()?;
     if descriptor.size > max {
-        return Err(ImportError::Limit {
-            what: format!("document {digest} of {} bytes", descriptor.size),
-            limit: max,
-            option: "document_bytes",
-        });
+        let what = format!("document {digest} of {} bytes", descriptor.size);
+        return Err(ImportError::limit(what, max, "document_bytes"));
     }
     let bytes = repository.manifest(&digest.to_string(), max)?.bytes;
     let actual = digest.of(&bytes);
     if actual != digest {
-        let (digest, actual) = (digest.to_string(), actual.to_string());
-        return Err(ImportError::Digest { digest, actual });
+        return Err(ImportError::digest(&digest, &actual));
     }
     if bytes.len() as u64 != descriptor.size {
         return Err(ImportError::Size {

@@ -1,7 +1,6 @@
 //! Writing segments.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::io::{self, Read, Write};
 use std::mem::take;
 use std::ops::Range;
@@ -109,12 +108,6 @@ pub struct SegmentWriter<'a> {
     hashes: Vec<u64>,
     /// The file, for reading: contents are compared with what is there.
     copy: Option<StoredFile>,
-}
-
-impl fmt::Debug for SegmentWriter<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SegmentWriter").field("segment", &self.segment).finish_non_exhaustive()
-    }
 }
 
 impl<'a> SegmentWriter<'a> {
@@ -240,13 +233,13 @@ impl SegmentWriter<'_> {
         let mut hashers = Hashers::new(size);
         let cancel = self.cancel;
         let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers, cancel };
-        let mut writer = Blocks { segment: self, written: 0, failed: None };
+        let mut writer = Blocks { segment: self, written: 0 };
         let pclusters = compress(&mut reader, &mut writer);
-        let Blocks { written, failed, .. } = writer;
-        if let Some(error) = failed {
-            return Err(error.into());
-        }
-        let pclusters = pclusters.at("read", source.path())?;
+        let written = writer.written;
+        let pclusters = pclusters.or_else(|error| match error.downcast::<Error>() {
+            Ok(error) => Err(error),
+            Err(error) => Err(error).at("read", source.path()),
+        })?;
         let sha256 = hashers.finish(&source, object)?;
         let block = self.segment.blocks;
         let blocks = self.room(object, size, pclusters.len() as u64)?;
@@ -628,26 +621,18 @@ impl<R: Read> Read for Hashing<'_, R> {
     }
 }
 
-/// Writes blocks to a segment, and hashes them with it.
+/// Writes blocks to a segment, and hashes them with it. Errors hold an [`Error`].
 struct Blocks<'s, 'a> {
     segment: &'s mut SegmentWriter<'a>,
     written: u64,
-    failed: Option<Error>,
 }
 
 impl Write for Blocks<'_, '_> {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
         self.segment.hasher.update(data);
-        match self.segment.write(data) {
-            Ok(()) => {
-                self.written += data.len() as u64;
-                Ok(data.len())
-            }
-            Err(error) => {
-                self.failed = Some(error);
-                Err(io::ErrorKind::Other.into())
-            }
-        }
+        self.segment.write(data).map_err(io::Error::other)?;
+        self.written += data.len() as u64;
+        Ok(data.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
