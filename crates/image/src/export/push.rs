@@ -449,7 +449,7 @@ impl Push<'_> {
         let mut tries = self.repository.tries(0, self.repository.stop());
         let mut upload = Upload { push: self, number, session, packed: None };
         loop {
-            let before = upload.session.as_ref().map_or(0, Session::at);
+            let before = upload.session.as_ref().map_or(0, |session| session.at);
             let failure = match upload.attempt(making) {
                 Ok(done) => return Ok(done),
                 Err(Attempt::Failed(failure)) => failure,
@@ -466,7 +466,7 @@ impl Push<'_> {
                 // If the registry cannot be asked, the next try says so.
                 upload.session = self.repository.resume_upload(&session).unwrap_or(None);
             }
-            let now = upload.session.as_ref().map_or(0, Session::at);
+            let now = upload.session.as_ref().map_or(0, |session| session.at);
             if now >= before + PROGRESS_BYTES {
                 tries.got_on();
             }
@@ -504,7 +504,7 @@ impl Push<'_> {
         });
         Ok(PushReport {
             image: *self.image.digest,
-            name: self.repository.reference().to_string(),
+            name: self.repository.reference.to_string(),
             manifest: digest,
             original: original.is_some(),
             known: !is_new,
@@ -578,7 +578,7 @@ impl Upload<'_, '_> {
             // Only the answer was lost.
             return Ok((packed.clone(), How::Sent));
         }
-        let from = self.session.as_ref().map_or(0, Session::at);
+        let from = self.session.as_ref().map_or(0, |session| session.at);
         let mut chunks = making.start(from).map_err(|error| Attempt::Fatal(error.into()))?;
         let mut head = Vec::new();
         if from == 0 {
@@ -589,7 +589,7 @@ impl Upload<'_, '_> {
             }
         }
         let mut session = self.session()?;
-        let mut sent = session.at();
+        let mut sent = session.at;
         let (push, number) = (self.push, self.number);
         let mut count = |bytes| {
             sent += bytes;
@@ -598,7 +598,7 @@ impl Upload<'_, '_> {
         let mut reader = head.chain(&mut chunks);
         let mut body = Body::new(repository, &mut reader, &mut count);
         let result = repository.send_rest(&mut session, &mut body);
-        let at = session.at();
+        let at = session.at;
         self.session = Some(session);
         match (chunks.end(), result) {
             (Err(error), _) if !matches!(error, ExportError::Cancelled(_)) => {
@@ -613,7 +613,7 @@ impl Upload<'_, '_> {
                 let ended = match (&self.session, complete) {
                     (Some(session), true) => repository.end_upload(session, &digest, None),
                     _ => {
-                        let url = repository.reference().to_string();
+                        let url = repository.reference.to_string();
                         let what = format!("it has {at} bytes of a blob of {}", packed.size);
                         self.session = None;
                         Err(Failure::again(RegistryError::Answer { url, what }))

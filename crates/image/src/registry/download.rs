@@ -124,7 +124,7 @@ impl Download {
         let begins = begin(&response, self.at, self.size)?;
         let Response { url, body, .. } = response;
         let (body, again) = (body.into_reader(), self.at - begins);
-        let speed = Speed::new(&self.repository.http().options);
+        let speed = Speed::new(&self.repository.http.options);
         let mut connection = Connection { url, body, from: self.at, again, speed };
         self.skip(&mut connection)?;
         Ok(connection)
@@ -138,14 +138,14 @@ impl Download {
             let limiter = self.repository.limiter();
             let most = buffer.len().min(limiter.portion());
             let most = most.min(usize::try_from(count).unwrap_or(most));
-            match connection.read(&mut buffer[..most], self.repository.http()) {
+            match connection.read(&mut buffer[..most], &self.repository.http) {
                 Ok(0) => return Err(early(&connection.url)),
                 Ok(read) => {
                     count -= read as u64;
                     limiter.take(read, &self.stop)?;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(self.repository.http().broken(&connection.url, &e)),
+                Err(e) => return Err(self.repository.http.broken(&connection.url, &e)),
             }
         }
         Ok(())
@@ -164,7 +164,7 @@ impl Download {
                 &mut buf[..most]
             }
         };
-        match connection.read(target, self.repository.http()) {
+        match connection.read(target, &self.repository.http) {
             Ok(0) if left == 0 => {
                 self.body = None;
                 Ok(0)
@@ -185,7 +185,7 @@ impl Download {
                 self.body = None;
                 Ok(0)
             }
-            Err(e) => Err(self.repository.http().broken(&connection.url, &e)),
+            Err(e) => Err(self.repository.http.broken(&connection.url, &e)),
         }
     }
 }

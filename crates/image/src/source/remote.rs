@@ -41,7 +41,7 @@ pub(crate) fn blob(
 
 /// Resolves the image's name, with one HEAD if the registry answers it in full.
 pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, ImportError> {
-    let reference = repository.reference();
+    let reference = &repository.reference;
     let target = reference.target();
     let descriptor = |media_type: String, digest: &BlobDigest, size: u64| {
         Descriptor::new(media_type, digest.to_string(), size)

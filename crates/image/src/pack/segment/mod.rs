@@ -158,9 +158,7 @@ impl Segment {
         let mut others = entry.runs.iter().filter_map(|run| run.at?.segment.checked_sub(1));
         others.all(|other| self.others.get(other as usize).is_some_and(&is_so))
     }
-}
 
-impl Segment {
     /// The index of a segment of the domain; its blocks are not read.
     ///
     /// # Errors
