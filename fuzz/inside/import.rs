@@ -96,12 +96,12 @@ fn unpack(data: &mut &[u8]) -> Option<Tree> {
                 return None;
             }
             let digest = [u8::try_from(size % 251).unwrap(); 32];
-            tree.set_content(inode, Content::object(size, &digest)).unwrap();
+            tree.tree.set_content(inode, Content::object(size, &digest)).unwrap();
         }
     }
     let used = usize::try_from(reader.offset()).unwrap();
     *data = data.get(used.max(1)..).unwrap_or_default();
-    Some(tree.into_tree())
+    Some(tree.tree)
 }
 
 /// The documents of an image: index, manifest, config, and `manifest.json` of `docker save`.

@@ -478,7 +478,7 @@ impl Tree {
         self.digests.at(id)
     }
 
-    /// The link count of what is not a directory.
+    /// The link count of anything but a directory.
     pub(crate) fn file_nlink(&self, inode: InodeId) -> u32 {
         if self.inodes[inode.index()].flags & LINKED == 0 {
             return 1;

@@ -431,7 +431,7 @@ impl<'t> Attrs<'t> {
         (offset != UNSHARED).then_some(offset)
     }
 
-    /// Chooses what is shared, and where it goes: names last to first, of one name the longest
+    /// Chooses the shared attributes and their offsets: names last to first, of one name the longest
     /// value first, of one length the last value first.
     fn share(&mut self) {
         for group in &self.groups {

@@ -30,7 +30,7 @@ pub(crate) enum Node {
 /// An inode at its place in the order, with the names below it.
 pub(super) struct NodeAt<'p> {
     pub(super) node: Node,
-    /// Raw names for [`DirNames`]; empty for what is no directory.
+    /// Raw names for [`DirNames`]; empty unless it is a directory.
     pub(super) names: &'p [u32],
 }
 

@@ -14,7 +14,7 @@ const HOLES_MIN: u64 = 1 << 20;
 /// Most extents of a sparse file; readers, ours among them, bound their number.
 const EXTENTS_MAX: usize = 1 << 16;
 
-/// Where an archive goes to, piece by piece.
+/// Takes an archive piece by piece.
 pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), ExportError> + 'a;
 
 pub(crate) fn layer(
@@ -116,7 +116,7 @@ impl<'a> Object<'a> {
         Ok(is_sparse.then_some(extents))
     }
 
-    /// Reads on; without a sink what is read is only hashed.
+    /// Reads the next `count` bytes; without a sink they are only hashed.
     pub(crate) fn take(
         &mut self,
         count: u64,

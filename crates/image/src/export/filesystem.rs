@@ -148,7 +148,7 @@ fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
 
 struct Blocks {
     file: File,
-    /// What its name was, for messages.
+    /// A path for messages: the file has no name.
     path: PathBuf,
     compress: bool,
     count: u32,
@@ -288,12 +288,12 @@ struct Plain<'f> {
     first: u32,
     size: u64,
     granule: u64,
-    /// How much of it was seen, in bytes.
+    /// Offset in the content, in bytes.
     at: u64,
     extents: Vec<Extent>,
-    /// How much of it has an extent, in blocks.
+    /// Blocks of the content that have an extent.
     placed: u32,
-    /// How many blocks are written.
+    /// Blocks written.
     written: u32,
 }
 

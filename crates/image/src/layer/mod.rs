@@ -294,7 +294,7 @@ pub(crate) fn make_dirs(
     Ok(steps.dir)
 }
 
-/// Splits a path into names; refuses `..`, NUL, and what is too long.
+/// Splits a path into names; refuses `..`, NUL, and names or paths that are too long.
 fn split(path: &[u8], parts: &mut Vec<Vec<u8>>) -> Result<(), String> {
     parts.clear();
     if path.len() > PATH_MAX {

@@ -225,7 +225,7 @@ pub(crate) fn fuzz(script: &[u8], table: &[u8], size: u64) -> io::Result<Vec<u8>
     writer.finish(size)
 }
 
-/// An input that goes into a split as it is consumed, but for the content of files.
+/// Records an input in a split as it is consumed, except the content of files.
 pub(crate) struct Recorder<I, W> {
     input: I,
     split: SplitWriter<W>,
@@ -248,7 +248,7 @@ impl<I: Input, W: Write> Recorder<I, W> {
         &mut self.split
     }
 
-    /// Takes what is left of the input; returns how many bytes that was.
+    /// Takes the rest of the input; returns its length in bytes.
     pub(crate) fn drain(&mut self) -> io::Result<u64> {
         let mut count = 0;
         loop {

@@ -55,7 +55,7 @@ impl Default for PackOptions {
     }
 }
 
-/// What came of it.
+/// Outcome of packing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackReport {
     /// fs-verity digest of the image.
@@ -160,7 +160,7 @@ fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackRe
     Ok(None)
 }
 
-/// Where the contents of an image are to be.
+/// Which segments hold the contents of an image.
 struct Plan {
     form: Form,
     /// Objects that are in no segment yet, in the order of their layers (once known) and paths.
@@ -273,7 +273,7 @@ impl Plan {
         }
     }
 
-    /// Puts what is in no segment yet into the order of the layers that brought it.
+    /// Sorts the contents that are in no segment yet by the layers that brought them.
     fn sort(&mut self, domain: &Domain, image: &Digest) -> Result<(), PackError> {
         if !self.wanted.is_empty() {
             self.layers = order::layers(domain, image)?;
@@ -284,12 +284,12 @@ impl Plan {
         Ok(())
     }
 
-    /// What no layer is known to have brought comes last.
+    /// Contents that no known layer brought come last.
     fn layer_of(&self, object: &Digest) -> usize {
         self.layers.get(object).copied().unwrap_or(usize::MAX)
     }
 
-    /// Adds the contents of a segment, with where they are, there and in others.
+    /// Adds the contents of a segment, with their addresses there and in other segments.
     fn add(&mut self, digest: &Digest, segment: &Segment) {
         for entry in &segment.entries {
             // Even if no block lies in it: packs keep the segment that describes a content.
@@ -328,7 +328,7 @@ impl Plan {
         device
     }
 
-    /// Writes what is in no segment yet to new ones.
+    /// Writes the contents that are in no segment yet to new segments.
     fn write_segments(
         &mut self,
         domain: &Domain,
@@ -366,7 +366,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What goes into one segment each.
+    /// The contents of each new segment.
     fn batches<'w>(
         &self,
         wanted: &'w [(Digest, u64)],

@@ -19,7 +19,7 @@ pub(super) fn sizes(
     Ok(sizes)
 }
 
-/// What was read of a segment; `None` if it is gone, or damaged, which fsck reports.
+/// `None` for a segment that is gone, or damaged, which fsck reports.
 pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
     match read {
         Err(Error::Corrupt { .. } | Error::NoSuch(_)) => Ok(None),

@@ -269,7 +269,7 @@ impl Endpoint {
     }
 }
 
-/// The token in a token server's answer; or what is wrong with it, which quotes nothing of it.
+/// The token in a token server's answer. The error quotes nothing of the answer.
 pub(super) fn token_of(answer: &[u8]) -> Result<String, &'static str> {
     let answer: Token = serde_json::from_slice(answer).map_err(|_| "is not JSON")?;
     let mut tokens = [answer.token, answer.access_token].into_iter();

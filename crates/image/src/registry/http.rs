@@ -82,7 +82,7 @@ pub(crate) enum Payload<'a> {
     },
 }
 
-/// Media type of what is no document.
+/// Media type of blobs.
 pub(crate) const OCTETS: &str = "application/octet-stream";
 
 pub(crate) struct Response {

@@ -162,7 +162,7 @@ impl Repository {
     pub(crate) fn head(&self, target: &str) -> Result<Option<Head>, RegistryError> {
         let path = format!("manifests/{target}");
         let found = self.each(|endpoint| {
-            // After a status the manifest itself is asked for, as often as it is worth.
+            // After an error status the manifest itself is requested, with all tries.
             let once = |failure: Failure| match failure.error {
                 error @ RegistryError::Status { .. } => error.into(),
                 _ => failure,

@@ -237,7 +237,7 @@ pub(crate) fn leads(descriptor: &Descriptor) -> Result<Leads, ImportError> {
     }
 }
 
-/// Refuses what is not the config of a container image.
+/// Refuses anything but the config of a container image.
 pub(crate) fn check_config(descriptor: &Descriptor) -> Result<(), ImportError> {
     match descriptor.media_type.as_str() {
         OCI_CONFIG | "application/vnd.docker.container.image.v1+json" => Ok(()),

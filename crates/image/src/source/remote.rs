@@ -105,7 +105,7 @@ struct Claims {
     layers: Vec<Descriptor>,
 }
 
-/// What lies at cosign's tag for a manifest or index, unverified; what is no claim is left out.
+/// The claims at cosign's tag for a manifest or index, unverified.
 pub(crate) fn claims(
     repository: &Arc<Repository>,
     digest: &BlobDigest,

@@ -191,7 +191,7 @@ impl Segment {
         Some(taken)
     }
 
-    /// Whether the blocks of a compressed content hold as much as it is long.
+    /// Whether the blocks of a compressed content add up to its size.
     pub(super) fn fits(&self, entry: &IndexEntry) -> bool {
         let pclusters = self.pclusters_of(entry);
         let sound = |pcluster: &Pcluster| {

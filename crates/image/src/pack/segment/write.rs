@@ -29,7 +29,7 @@ const CHUNK: usize = 16 * PAGE;
 const RUN_MIN: usize = 128 * PAGE;
 static ZEROS: [u8; CHUNK] = [0; CHUNK];
 
-/// What pages are in segments, so that contents that are written need not bring them again.
+/// The pages that segments hold, so that new contents can refer to them.
 #[derive(Debug, Default)]
 pub struct Pages {
     /// By hash: the number of the segment, and the block there.
@@ -106,7 +106,7 @@ pub struct SegmentWriter<'a> {
     pages: HashMap<u64, u32>,
     /// The hashes, in the order of the blocks.
     hashes: Vec<u64>,
-    /// The file, for reading: contents are compared with what is there.
+    /// The file, for comparing contents with those that are written already.
     copy: Option<StoredFile>,
 }
 
@@ -263,7 +263,7 @@ impl SegmentWriter<'_> {
         }
     }
 
-    /// Whether so many blocks more can be addressed; gives their number.
+    /// The number of blocks, if the segment can address that many more.
     fn room(&self, object: &Digest, size: u64, blocks: u64) -> Result<u32, PackError> {
         let blocks = u32::try_from(blocks).ok();
         blocks
@@ -293,7 +293,7 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// Takes so many zeros of a content, without looking at them.
+    /// Takes `len` zeros of a content, from a hole.
     fn zeros(&mut self, adding: &mut Adding<'_>, len: u64) -> Result<()> {
         let to_chunk = |bytes: u64| usize::try_from(bytes).unwrap_or(CHUNK).min(CHUNK);
         let before = match adding.rest.len() {
@@ -312,7 +312,7 @@ impl SegmentWriter<'_> {
         self.data(adding, &ZEROS[..rest])
     }
 
-    /// Takes the next chunk of a content, or what is left of it at its end.
+    /// Takes the next chunk of a content; the last one may be shorter.
     fn chunk(&mut self, adding: &mut Adding<'_>, data: &[u8]) -> Result<()> {
         if data.is_empty() {
             return Ok(());
@@ -362,8 +362,8 @@ impl SegmentWriter<'_> {
         self.pad(adding.seen)
     }
 
-    /// Gives the zeros before `end` their runs. Those in one granule with data become a hole of the
-    /// segment, those between are nowhere. The granule of the following data begins at `granule`.
+    /// Gives the zeros before `end` their runs. Zeros in a granule with data become a hole of the
+    /// segment, other zeros take no blocks. The granule of the following data begins at `granule`.
     fn place_zeros(&mut self, adding: &mut Adding<'_>, end: u64, granule: u64) -> Result<()> {
         let start = end - take(&mut adding.zeros);
         let after_data = adding.runs.last().is_some_and(|run| run.at.is_some());
@@ -394,7 +394,7 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// Where a chunk is already: after the one before it, or where one of its pages is.
+    /// The block at which a chunk is stored already: behind the previous one, or by one of its pages.
     fn find(
         &mut self,
         adding: &mut Adding<'_>,
@@ -487,7 +487,7 @@ impl SegmentWriter<'_> {
         self.copy.as_ref().map_or(Ok(()), |copy| copy.read_exact_at(buffer, offset))
     }
 
-    /// The number by which a content says that it is in a known segment.
+    /// The number by which runs refer to a known segment.
     fn refer_to(&mut self, known: u32) -> u32 {
         let index = self.others.iter().position(|other| *other == known);
         let index = index.unwrap_or_else(|| {
@@ -517,7 +517,7 @@ impl SegmentWriter<'_> {
         self.pad(end)
     }
 
-    /// Fills the last block of a content up that is so long.
+    /// Pads a content of `size` bytes to a whole block.
     fn pad(&mut self, size: u64) -> Result<()> {
         let padding = usize::try_from(size.next_multiple_of(BLOCK) - size).unwrap_or(0);
         self.write(&ZEROS[..padding])
@@ -640,7 +640,7 @@ impl Write for Blocks<'_, '_> {
     }
 }
 
-/// What a page is found by.
+/// The key of a page: the first 8 bytes of its SHA-256.
 fn hash_of(digest: &[u8; 32]) -> u64 {
     digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
