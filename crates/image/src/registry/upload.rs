@@ -182,16 +182,20 @@ impl Repository {
     }
 }
 
-/// Sends a request once. The answer's body is read, so that the connection can be used again.
+/// Sends a request once. The body of an upload's answer is read, so that its connection can be used
+/// again.
 fn send<'a>(
     endpoint: &Endpoint,
     method: Method,
     url: &'a Url,
     body: Payload<'a>,
 ) -> Result<Response, Failure> {
+    let uploads = matches!(method, Method::POST | Method::PUT | Method::PATCH);
     let request = Request { method, url, headers: &[], body, document: true };
     let mut response = endpoint.send(&request)?;
-    let _ = response.document(ANSWER_MAX);
+    if uploads {
+        let _ = response.document(ANSWER_MAX);
+    }
     Ok(response)
 }
 
