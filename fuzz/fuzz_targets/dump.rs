@@ -7,7 +7,7 @@
 //! - a tree can be written as an image, and that image reads back.
 #![no_main]
 
-use cofolio_erofs::dump::{self, ParseOptions};
+use cofolio_erofs::dump;
 use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::Tree;
 use cofolio_erofs::write::{WriteOptions, write};
@@ -21,7 +21,7 @@ fn bytes_of(tree: &Tree) -> Vec<u8> {
 
 fuzz_target!(|data: &[u8]| {
     let tree = dump::parse(data);
-    let strict = dump::parse_with(data, ParseOptions { strict: true });
+    let strict = dump::parse_with(data, true);
     assert!(tree.is_ok() || strict.is_err());
     let Ok(tree) = tree else { return };
     let image = bytes_of(&tree);

@@ -20,7 +20,7 @@ use crate::compose::merge;
 use crate::digest::BlobDigest;
 use crate::layer::blob::{self, Blob, Budget, Content as Bytes};
 use crate::layer::dumped::{DumpedLayer, LayerDump};
-use crate::layer::split::{self, Split, SplitError, SplitWriter, Step};
+use crate::layer::split::{self, Instruction, Split, SplitError, SplitWriter};
 use crate::layer::tar::{MetaLimits, Reader};
 use crate::layer::tar_split;
 use crate::layer::{IMPLICIT, LOWER_LINK, LayerTree, Made, WHITEOUT};
@@ -96,12 +96,12 @@ fn unpack(data: &mut &[u8]) -> Option<Tree> {
                 return None;
             }
             let digest = [u8::try_from(size % 251).unwrap(); 32];
-            tree.set_content(inode, Content::object(size, &digest)).unwrap();
+            tree.tree.set_content(inode, Content::object(size, &digest)).unwrap();
         }
     }
     let used = usize::try_from(reader.offset()).unwrap();
     *data = data.get(used.max(1)..).unwrap_or_default();
-    Some(tree.into_tree())
+    Some(tree.tree)
 }
 
 /// The documents of an image: index, manifest, config, and `manifest.json` of `docker save`.
@@ -188,9 +188,9 @@ fn read_split(source: &Vec<u8>) -> Result<Vec<Said>, SplitError> {
     let mut split = Split::open(source)?;
     let mut said: Vec<Said> = Vec::new();
     loop {
-        match split.step()? {
-            Step::End => return Ok(said),
-            Step::Literal => {
+        match split.instruction()? {
+            Instruction::End => return Ok(said),
+            Instruction::Literal => {
                 let mut buffer = [0; 1000];
                 loop {
                     let count = split.read(&mut buffer)?;
@@ -202,13 +202,13 @@ fn read_split(source: &Vec<u8>) -> Result<Vec<Said>, SplitError> {
                     }
                 }
             }
-            Step::Object { digest, size, parts } => {
+            Instruction::Object { digest, size, ranges } => {
                 let mut list = Vec::new();
-                while let Some(part) = split.part()? {
-                    list.push(part);
+                while let Some(range) = split.range()? {
+                    list.push(range);
                 }
-                assert!(parts.is_none_or(|count| count == list.len() as u64));
-                said.push(Said::Object(digest, size, parts.map(|_| list)));
+                assert!(ranges.is_none_or(|count| count == list.len() as u64));
+                said.push(Said::Object(digest, size, ranges.map(|_| list)));
             }
         }
     }

@@ -24,7 +24,7 @@ pub(crate) fn tree_from_dump(path: &Path) -> anyhow::Result<Tree> {
         let file = File::open(path).with_context(|| format!("open `{}`", path.display()))?;
         Box::new(BufReader::with_capacity(1 << 17, file))
     };
-    Ok(dump::parse_with(input, dump::ParseOptions { strict })?)
+    Ok(dump::parse_with(input, strict)?)
 }
 
 /// Write the image of a tree, and tell its fs-verity digest.

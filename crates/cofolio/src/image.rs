@@ -160,7 +160,7 @@ impl Opened {
     pub(crate) fn object(&self, inode: &Inode) -> anyhow::Result<Option<Vec<u8>>> {
         if !inode.is_file()
             || !inode.is_chunk_based()
-            || self.image.superblock().composefs.is_none()
+            || self.image.superblock().composefs_version.is_none()
         {
             return Ok(None);
         }

@@ -15,7 +15,7 @@ use cofolio_erofs::read::Image;
 use cofolio_erofs::tree::{Content, Meta, Tree};
 use cofolio_erofs::write::lz4::{self, Pcluster};
 use cofolio_erofs::write::{
-    Blob, Blobs, BlockAddr, Data, Device, Extent, Form, WriteError, WriteReport, write_data,
+    Blob, BlobData, Blobs, BlockAddr, Data, Device, Extent, WriteError, WriteReport, write_data,
 };
 use common::random::Rng;
 use common::{TempDir, Tool, can_mount, rounds, skip};
@@ -23,13 +23,6 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use sha2::Digest as _;
 
 const BLOCK: usize = 4096;
-
-/// How a content is kept, as [`Form`].
-#[derive(Clone)]
-enum Kept {
-    Extents(Vec<Extent>),
-    Lz4(BlockAddr, Vec<Pcluster>),
-}
 
 /// Which files of a tree are compressed, and where those are.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -46,18 +39,7 @@ enum Lz4 {
 #[derive(Default)]
 struct Devices {
     bytes: Vec<Vec<u8>>,
-    contents: HashMap<[u8; 32], ([u8; 32], Kept)>,
-}
-
-impl Blobs for Devices {
-    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
-        let (fingerprint, kept) = self.contents.get(digest)?;
-        let form = match kept {
-            Kept::Extents(runs) => Form::Extents(runs),
-            Kept::Lz4(start, pclusters) => Form::Lz4 { start: *start, pclusters },
-        };
-        Some(Blob { sha256: Some(*fingerprint), form })
-    }
+    blobs: Blobs,
 }
 
 impl Devices {
@@ -82,7 +64,9 @@ impl Devices {
         let bytes = &mut self.bytes[usize::from(device)];
         let block = u32::try_from(bytes.len() / BLOCK).unwrap();
         let parts = lz4::compress(content, bytes).unwrap();
-        self.contents.insert(digest, (fingerprint, Kept::Lz4(BlockAddr { device, block }, parts)));
+        let start = BlockAddr { device, block };
+        let data = BlobData::Lz4 { start, pclusters: parts };
+        self.blobs.insert(digest, Blob { sha256: Some(fingerprint), data });
         digest
     }
 
@@ -121,7 +105,8 @@ impl Devices {
                 _ => runs.push(Extent { at: Some(place), blocks: 1 }),
             }
         }
-        self.contents.insert(digest, (fingerprint, Kept::Extents(runs)));
+        let data = BlobData::Extents(runs);
+        self.blobs.insert(digest, Blob { sha256: Some(fingerprint), data });
         digest
     }
 
@@ -129,7 +114,7 @@ impl Devices {
         let mut bytes = Vec::new();
         let devices = self.list();
         let own_blocks = u32::try_from(self.bytes[0].len() / BLOCK).unwrap();
-        let data = Data { devices: &devices, own_blocks, blobs: self };
+        let data = Data { devices: &devices, own_blocks, blobs: &self.blobs };
         let report = write_data(tree, &data, &mut bytes)?;
         assert_eq!(report.bytes, bytes.len() as u64);
         bytes.extend_from_slice(&self.bytes[0]);
@@ -274,7 +259,7 @@ fn what_is_written_reads_back() {
             assert_eq!(found.inode.mtime, tree.meta(inode).mtime, "{shown}");
             let Some(content) = files.get(found.path) else { continue };
             let is_lz4 = matches!(tree.content(inode), Content::External { digest: Some(digest), .. }
-                if matches!(devices.contents[digest].1, Kept::Lz4(..)));
+                if matches!(devices.blobs[digest].data, BlobData::Lz4 { .. }));
             let mut got = vec![0; content.len() + 1];
             match image.read(&found.inode, 0, &mut got) {
                 Ok(len) => assert!(!is_lz4 && got[..len] == *content, "{shown}"),
@@ -311,16 +296,16 @@ fn files_without_content_are_named() {
     let mut rng = Rng::new(1);
     let mut devices = Devices::new(1);
     let digest = devices.add(&[7; 10_000], 1, &mut rng);
-    let print = devices.contents[&digest].0;
+    let sha256 = devices.blobs[&digest].sha256;
     let mut tree = Tree::new(meta(0o755, &mut rng));
     tree.insert(tree.root(), b"file", meta(0o644, &mut rng), Content::object(10_000, &digest))
         .unwrap();
     devices.write(&tree).unwrap();
     devices.bytes[0] = vec![0; 3 * BLOCK];
-    let mut refused = |kept: Option<Kept>| {
-        match kept {
-            Some(kept) => devices.contents.insert(digest, (print, kept)),
-            None => devices.contents.remove(&digest),
+    let mut refused = |data: Option<BlobData>| {
+        match data {
+            Some(data) => devices.blobs.insert(digest, Blob { sha256, data }),
+            None => devices.blobs.remove(&digest),
         };
         let error = devices.write(&tree).unwrap_err();
         assert_eq!(error.to_string(), "/file: its content is missing or invalid on the devices");
@@ -338,7 +323,7 @@ fn files_without_content_are_named() {
         vec![run(1, u32::MAX, 3)],
         vec![hole(3), hole(0)],
     ] {
-        refused(Some(Kept::Extents(runs)));
+        refused(Some(BlobData::Extents(runs)));
     }
     let part = |len, compressed| Pcluster { len, compressed };
     let own = |block| BlockAddr { device: 0, block };
@@ -355,7 +340,7 @@ fn files_without_content_are_named() {
         (own(0), vec![part(6000, true), part(4000, true)]),
         (own(0), vec![part(10_000, true), part(0, false)]),
     ] {
-        refused(Some(Kept::Lz4(place, parts)));
+        refused(Some(BlobData::Lz4 { start: place, pclusters: parts }));
     }
 }
 

@@ -82,7 +82,7 @@ fn composefs_test_dumps() {
         let bytes = image(&parse(&dump), &options);
         assert_eq!(sha256(&bytes), expected.split_whitespace().next().unwrap(), "{name}");
         let opened = Image::open(&bytes).unwrap();
-        let version = opened.superblock().composefs.unwrap().version;
+        let version = opened.superblock().composefs_version.unwrap();
         assert!(image(&opened.to_tree().unwrap(), &exactly(version)) == bytes, "{name}");
         good += 1;
     }

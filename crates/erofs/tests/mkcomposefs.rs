@@ -70,7 +70,7 @@ fn random_trees_survive_image_and_text() {
         let tree = parse(dump.as_bytes());
         let first = image(&tree, &options);
         let opened = Image::open(&first).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
-        let version = opened.superblock().composefs.unwrap().version;
+        let version = opened.superblock().composefs_version.unwrap();
         let read = opened.to_tree().unwrap_or_else(|e| panic!("seed {seed}: {e:?}"));
         let again = image(&read, &exactly(version));
         assert!(first == again, "seed {seed}: the image changed");

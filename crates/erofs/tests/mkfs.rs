@@ -219,7 +219,6 @@ fn compressed_files_are_refused_by_name() {
     }
     let image = Image::open(open(&file)).unwrap();
     let zeros = image.resolve(b"/zeros").unwrap().unwrap();
-    assert!(zeros.is_compressed());
     let error = image.read(&zeros, 0, &mut [0; 10]).unwrap_err().to_string();
     assert!(error.contains("compressed"), "{error}");
 }

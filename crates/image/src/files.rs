@@ -1,7 +1,7 @@
 //! Files that somebody names: keys, signatures, certificates, credentials, settings.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
@@ -14,5 +14,17 @@ pub fn open(path: &Path) -> io::Result<File> {
     match file.metadata()?.file_type().is_fifo() {
         true => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a FIFO and not a file")),
         false => Ok(file),
+    }
+}
+
+/// Reads a whole file of at most `max` bytes.
+pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.take(max + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > max {
+        true => {
+            Err(io::Error::new(io::ErrorKind::InvalidData, format!("more than {} KiB", max >> 10)))
+        }
+        false => Ok(bytes),
     }
 }

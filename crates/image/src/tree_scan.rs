@@ -6,7 +6,7 @@
 //! read is an error: a mixture of two states would be wrong.
 //!
 //! Hard links are kept; mkcomposefs 1.0 loses them from directories, so its images differ. Mounted
-//! filesystems below the path are included, unless [`ScanOptions::one_filesystem`] is set.
+//! filesystems below the path are included.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -49,8 +49,6 @@ pub struct ScanOptions {
     pub skip_xattrs: bool,
     /// Only extended attributes in `user.` (`--user-xattrs`).
     pub user_xattrs: bool,
-    /// Of other filesystems mounted below, take only the directory that they are mounted on, empty.
-    pub one_filesystem: bool,
     /// Threads that read files; 0: four for each processor, up to 8.
     pub threads: usize,
 }
@@ -70,7 +68,7 @@ pub struct Scanned {
     pub objects: u64,
     /// Bytes of the objects.
     pub object_bytes: u64,
-    /// Names left out: devices with `skip_devices`, mount points with `one_filesystem`.
+    /// Devices left out with `skip_devices`.
     pub skipped: u64,
 }
 
@@ -286,12 +284,13 @@ pub fn scan(
             root_path: path,
             root,
             options,
-            tree: Tree::new(meta_of(&stat, options)),
+            found: Scanned {
+                tree: Tree::new(meta_of(&stat, options)),
+                objects: 0,
+                object_bytes: 0,
+                skipped: 0,
+            },
             seen: HashMap::new(),
-            device: stat.st_dev,
-            skipped: 0,
-            objects: 0,
-            object_bytes: 0,
             jobs: Some(jobs),
             results,
             names: Vec::new(),
@@ -299,8 +298,7 @@ pub fn scan(
         walk.run(&stat).inspect_err(|_| {
             stop.cancel();
         })?;
-        let Walk { tree, objects, object_bytes, skipped, .. } = walk;
-        Ok(Scanned { tree, objects, object_bytes, skipped })
+        Ok(walk.found)
     })
 }
 
@@ -416,14 +414,9 @@ struct Walk<'a> {
     root_path: &'a Path,
     root: OwnedFd,
     options: &'a ScanOptions,
-    tree: Tree,
+    found: Scanned,
     /// Files with several links, by device and inode number.
     seen: HashMap<(u64, u64), InodeId>,
-    /// The root's filesystem.
-    device: u64,
-    skipped: u64,
-    objects: u64,
-    object_bytes: u64,
     jobs: Option<channel::Sender<Job>>,
     results: channel::Receiver<(InodeId, Result<Stored, ImportError>)>,
     /// Buffer for lists of attribute names.
@@ -432,7 +425,7 @@ struct Walk<'a> {
 
 impl Walk<'_> {
     fn run(&mut self, stat: &Stat) -> Result<(), ImportError> {
-        let root = self.tree.root();
+        let root = self.found.tree.root();
         let fd = self.root.try_clone().map_err(|e| io_error(self.root_path, e))?;
         self.xattrs(&fd, b".", root)?;
         let mut todo = self.directory(&fd, root, b"", stat)?;
@@ -452,8 +445,8 @@ impl Walk<'_> {
 
     /// Path of a directory below the root.
     fn path_of(&self, dir: InodeId) -> Vec<u8> {
-        let entry = self.tree.links(dir).next();
-        entry.map(|entry| self.tree.path(entry)[1..].to_vec()).unwrap_or_default()
+        let entry = self.found.tree.links(dir).next();
+        entry.map(|entry| self.found.tree.path(entry)[1..].to_vec()).unwrap_or_default()
     }
 
     fn open_dir(&self, path: &[u8]) -> Result<OwnedFd, ImportError> {
@@ -520,7 +513,7 @@ impl Walk<'_> {
         if self.options.skip_devices
             && matches!(kind, FileType::CharacterDevice | FileType::BlockDevice)
         {
-            self.skipped += 1;
+            self.found.skipped += 1;
             return Ok(None);
         }
         let mut file = None;
@@ -534,7 +527,10 @@ impl Walk<'_> {
         let several = kind != FileType::Directory && stat.st_nlink > 1;
         let key = (stat.st_dev, stat.st_ino);
         if let Some(&known) = self.seen.get(&key).filter(|_| several) {
-            self.tree.link(dir, name, known).map_err(|e| self.refused(&here(), &e.to_string()))?;
+            self.found
+                .tree
+                .link(dir, name, known)
+                .map_err(|e| self.refused(&here(), &e.to_string()))?;
             return Ok(None);
         }
         let target;
@@ -553,6 +549,7 @@ impl Walk<'_> {
             FileType::Unknown => return Err(self.refused(&here(), "a file of an unknown type")),
         };
         let inode = self
+            .found
             .tree
             .insert(dir, name, meta_of(&stat, self.options), content)
             .map_err(|e| self.refused(&here(), &e.to_string()))?;
@@ -561,10 +558,6 @@ impl Walk<'_> {
         }
         self.xattrs(fd, name, inode)?;
         if kind == FileType::Directory {
-            if self.options.one_filesystem && stat.st_dev != self.device {
-                self.skipped += 1;
-                return Ok(None);
-            }
             return Ok(Some(inode));
         }
         if let Some(file) = file.filter(|_| stat.st_size > 0) {
@@ -598,7 +591,7 @@ impl Walk<'_> {
             if errno == Errno::NOENT && !Path::new("/proc/self/fd").exists() {
                 return io_error(Path::new("/proc/self/fd"), errno.into());
             }
-            let entry = this.tree.links(inode).next().map(|e| this.tree.path(e));
+            let entry = this.found.tree.links(inode).next().map(|e| this.found.tree.path(e));
             this.error(entry.as_deref().unwrap_or(b"/"), errno)
         };
         self.names.resize(XATTR_MAX, 0);
@@ -619,8 +612,8 @@ impl Walk<'_> {
             found.push((name.to_vec(), value));
         }
         let set = found.iter().map(|(n, v)| (n.as_slice(), v.as_slice()));
-        if let Err(e) = self.tree.set_xattrs(inode, set) {
-            let entry = self.tree.links(inode).next().map(|e| self.tree.path(e));
+        if let Err(e) = self.found.tree.set_xattrs(inode, set) {
+            let entry = self.found.tree.links(inode).next().map(|e| self.found.tree.path(e));
             return Err(self.refused(entry.as_deref().unwrap_or(b"/"), &e.to_string()));
         }
         Ok(())
@@ -632,11 +625,11 @@ impl Walk<'_> {
         result: Result<Stored, ImportError>,
     ) -> Result<(), ImportError> {
         let set = match &result? {
-            Stored::Inline(content) => self.tree.set_content(inode, Content::Inline(content)),
+            Stored::Inline(content) => self.found.tree.set_content(inode, Content::Inline(content)),
             Stored::Object(size, digest) => {
-                self.objects += 1;
-                self.object_bytes += size;
-                self.tree.set_content(inode, Content::object(*size, digest))
+                self.found.objects += 1;
+                self.found.object_bytes += size;
+                self.found.tree.set_content(inode, Content::object(*size, digest))
             }
         };
         set.map_err(|e| self.refused(&self.path_of(inode), &e.to_string()))

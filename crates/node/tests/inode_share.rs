@@ -3,15 +3,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
-use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Meta, Tree};
-use cofolio_erofs::write::lz4::{self, Pcluster};
-use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Device, Extent, Form, write_data};
+use cofolio_erofs::write::lz4;
+use cofolio_erofs::write::{Blob, BlobData, Blobs, BlockAddr, Data, Device, Extent, write_data};
 use cofolio_sys::cache::FileMap;
 use rustix::fs::Advice;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -26,28 +25,7 @@ const COMMON: usize = 300;
 #[derive(Default)]
 struct Segment {
     bytes: Vec<u8>,
-    contents: HashMap<[u8; 32], ([u8; 32], [Extent; 1])>,
-}
-
-/// One content, compressed, behind an image.
-struct Compressed {
-    blocks: Vec<u8>,
-    parts: Vec<Pcluster>,
-    fingerprint: [u8; 32],
-}
-
-impl Blobs for Compressed {
-    fn find(&self, _: &[u8; 32]) -> Option<Blob<'_>> {
-        let form = Form::Lz4 { start: BlockAddr { device: 0, block: 0 }, pclusters: &self.parts };
-        Some(Blob { sha256: Some(self.fingerprint), form })
-    }
-}
-
-impl Blobs for Segment {
-    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
-        let (fingerprint, runs) = self.contents.get(digest)?;
-        Some(Blob { sha256: Some(*fingerprint), form: Form::Extents(runs) })
-    }
+    blobs: Blobs,
 }
 
 impl Segment {
@@ -57,9 +35,10 @@ impl Segment {
         self.bytes.resize(self.bytes.len().next_multiple_of(PAGE), 0);
         let blocks = u32::try_from(content.len().div_ceil(PAGE)).unwrap();
         let fingerprint: [u8; 32] = sha2::Sha256::digest(content).into();
-        let run = Extent { at: Some(BlockAddr { device: 1, block }), blocks };
+        let data =
+            BlobData::Extents(vec![Extent { at: Some(BlockAddr { device: 1, block }), blocks }]);
         // Any name will do for a content whose object nobody asks for.
-        self.contents.insert(fingerprint, (fingerprint, [run]));
+        self.blobs.insert(fingerprint, Blob { sha256: Some(fingerprint), data });
         fingerprint
     }
 }
@@ -97,25 +76,26 @@ impl Images {
         }];
         for (name, tree) in [("left", &left), ("right", &right)] {
             let mut image = Vec::new();
-            let data = Data { devices: &devices, own_blocks: 0, blobs: &segment };
+            let data = Data { devices: &devices, own_blocks: 0, blobs: &segment.blobs };
             write_data(tree, &data, &mut image).unwrap();
             fs::write(dir.path().join(name), image).unwrap();
         }
         fs::write(dir.path().join("segment"), segment.bytes).unwrap();
         let content = pages(COMMON, 1);
-        let mut compressed =
-            Compressed { blocks: Vec::new(), parts: Vec::new(), fingerprint: common };
-        compressed.parts = lz4::compress(&content[..], &mut compressed.blocks).unwrap();
-        assert!(compressed.parts.len() < COMMON / 2);
-        let own_blocks = u32::try_from(compressed.parts.len()).unwrap();
+        let mut blocks = Vec::new();
+        let pclusters = lz4::compress(&content[..], &mut blocks).unwrap();
+        assert!(pclusters.len() < COMMON / 2);
+        let own_blocks = u32::try_from(pclusters.len()).unwrap();
+        let data = BlobData::Lz4 { start: BlockAddr { device: 0, block: 0 }, pclusters };
+        let blobs = Blobs::from([(common, Blob { sha256: Some(common), data })]);
         for (name, mode) in [("small", 0o600), ("smaller", 0o644)] {
             let mut tree = Tree::new(meta(0o755, 0));
             let file = Content::object(size(COMMON), &common);
             tree.insert(tree.root(), b"one", meta(mode, 0), file).unwrap();
             let mut image = Vec::new();
-            let data = Data { devices: &[], own_blocks, blobs: &compressed };
+            let data = Data { devices: &[], own_blocks, blobs: &blobs };
             write_data(&tree, &data, &mut image).unwrap();
-            image.extend_from_slice(&compressed.blocks);
+            image.extend_from_slice(&blocks);
             fs::write(dir.path().join(name), image).unwrap();
         }
         // The first read of an image comes from the disk, and past the cache.

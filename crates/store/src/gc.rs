@@ -62,7 +62,7 @@ pub struct GcReport {
     pub layers: u64,
     /// Their bytes, splits included.
     pub layer_bytes: u64,
-    /// Packs removed: of images that are, and those that cannot be used.
+    /// Packs removed: of removed images, and unusable ones.
     pub packs: u64,
     /// Segments removed.
     pub segments: u64,

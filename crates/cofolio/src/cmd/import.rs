@@ -176,9 +176,6 @@ pub(crate) fn bring_in(
             format!("{} attributes that Linux does not know", report.foreign_xattrs),
         );
     }
-    if report.skipped > 0 {
-        table.detail("left out", format!("{} sockets or mounted filesystems", report.skipped));
-    }
     table.detail("took", human_time(report.duration_ms));
     context.ui.table(&table)?;
     Ok(Exit::Ok)

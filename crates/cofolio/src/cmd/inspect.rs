@@ -38,7 +38,7 @@ fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
     if context.ui.json {
         return context.ui.json(&json!({
             "file": opened.label,
-            "composefs_version": sb.composefs.as_ref().map(|c| c.version),
+            "composefs_version": sb.composefs_version,
             "inodes": sb.inodes,
             "block_size": sb.block_size,
             "bytes": opened.image.size(),
@@ -49,8 +49,8 @@ fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
     table.pair("file", &opened.label);
     table.pair(
         "format",
-        match &sb.composefs {
-            Some(composefs) => format!("EROFS in composefs form, version {}", composefs.version),
+        match sb.composefs_version {
+            Some(version) => format!("EROFS in composefs form, version {version}"),
             None => "EROFS".to_owned(),
         },
     );
@@ -93,7 +93,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             "labels": record.map(|r| &r.labels),
             "layers": record.map(|r| &r.layers),
             "config": config.as_ref().map(|(raw, _)| raw),
-            "composefs_version": sb.composefs.as_ref().map(|c| c.version),
+            "composefs_version": sb.composefs_version,
             "entries": entries,
             "files": files,
             "metadata_bytes": opened.image.size(),

@@ -17,5 +17,5 @@ mod write;
 
 pub use error::{DumpError, Problem};
 pub use parse::{parse, parse_with};
-pub use records::{ParseOptions, Record, Records, What};
+pub use records::{Record, Records, What};
 pub use write::write;

@@ -1,7 +1,7 @@
 use std::collections::HashMap;
 use std::io::BufRead;
 
-use super::records::{ParseOptions, Position, Record, Records, What};
+use super::records::{Position, Record, Records, What};
 use super::{DumpError, Problem};
 use crate::tree::{Content, EntryId, InodeId, Meta, S_IFDIR, S_IFLNK, S_IFMT, S_IFREG, Tree};
 
@@ -11,14 +11,16 @@ use crate::tree::{Content, EntryId, InodeId, Meta, S_IFDIR, S_IFLNK, S_IFMT, S_I
 ///
 /// Memory is bounded by the tree that results, and 1 MiB for the line at hand.
 pub fn parse(input: impl BufRead) -> Result<Tree, DumpError> {
-    parse_with(input, ParseOptions::default())
+    parse_with(input, false)
 }
 
-/// [`parse`] with options.
-pub fn parse_with(input: impl BufRead, options: ParseOptions) -> Result<Tree, DumpError> {
+/// As [`parse`]; `strict` refuses what mkcomposefs refuses with `CFS_PARSE_STRICT` set: a device
+/// number on what is no device, a symbolic link with content or a wrong size, a last line without a
+/// line end.
+pub fn parse_with(input: impl BufRead, strict: bool) -> Result<Tree, DumpError> {
     let mut parser = Parser::default();
     let mut records = Records::new(input);
-    records.options = options;
+    records.strict = strict;
     while let Some((record, at)) = records.next_at()? {
         parser.take(record, at).map_err(|problem| at.error(problem))?;
     }
@@ -127,8 +129,8 @@ impl Parser {
         let mut tree = tree.ok_or(DumpError::Empty)?;
         let by_entry: HashMap<EntryId, usize> =
             hard_links.iter().enumerate().map(|(i, l)| (l.entry, i)).collect();
-        // A hard link may lead to another one: follow the chain to its end, then settle all of
-        // it, so that every link is followed once.
+        // A hard link may lead to another one: follow the chain to its end, then resolve all
+        // of it, so that every link is followed once.
         let mut chain_of = vec![usize::MAX; hard_links.len()];
         for first in 0..hard_links.len() {
             let mut chain = Vec::new();
@@ -155,7 +157,8 @@ impl Parser {
             };
             for &i in chain.iter().rev() {
                 let link = &hard_links[i];
-                tree.settle(link.entry, end).map_err(|_| link.at.error(Problem::DirectoryLink))?;
+                tree.resolve_link(link.entry, end)
+                    .map_err(|_| link.at.error(Problem::DirectoryLink))?;
             }
         }
         Ok(tree)
@@ -164,7 +167,7 @@ impl Parser {
 
 enum Found {
     Inode(InodeId),
-    /// A hard link that is not settled.
+    /// A hard link that is not resolved yet.
     Entry(EntryId),
 }
 

@@ -10,14 +10,6 @@ use crate::tree::{
 /// payload, content and attributes of the largest sizes, all escaped, take 320 KB.
 pub(super) const LINE_MAX: usize = 1 << 20;
 
-/// How to read dump text.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ParseOptions {
-    /// Refuse what mkcomposefs refuses with `CFS_PARSE_STRICT` set: a device number on what is no
-    /// device, a symbolic link with content or a wrong size, a last line without a line end.
-    pub strict: bool,
-}
-
 /// One line of a dump.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record<'a> {
@@ -53,7 +45,7 @@ pub enum What<'a> {
 /// targets, and what a tree bounds: names, paths and attributes.
 pub struct Records<R> {
     input: R,
-    pub(super) options: ParseOptions,
+    pub(super) strict: bool,
     at: Position,
     next: u64,
     line: Vec<u8>,
@@ -64,8 +56,8 @@ impl<R: BufRead> Records<R> {
     /// Reads from `input`.
     pub fn new(input: R) -> Records<R> {
         let at = Position { line: 0, offset: 0 };
-        let (options, line, scratch) = Default::default();
-        Records { input, options, at, next: 0, line, scratch }
+        let (line, scratch) = Default::default();
+        Records { input, strict: false, at, next: 0, line, scratch }
     }
 
     /// The next line; `None` at the end.
@@ -84,10 +76,10 @@ impl<R: BufRead> Records<R> {
             Line::Unended => false,
         };
         self.next += self.line.len() as u64 + 1;
-        if !ended && self.options.strict {
+        if !ended && self.strict {
             return Err(at.error(Problem::Strict("the last line does not end")));
         }
-        let record = record(&self.line, self.options, &mut self.scratch);
+        let record = record(&self.line, self.strict, &mut self.scratch);
         record.map(|record| Some((record, at))).map_err(|problem| at.error(problem))
     }
 }
@@ -148,7 +140,7 @@ struct Scratch {
 
 fn record<'a>(
     line: &'a [u8],
-    options: ParseOptions,
+    strict: bool,
     scratch: &'a mut Scratch,
 ) -> Result<Record<'a>, Problem> {
     if line.contains(&0) {
@@ -196,12 +188,15 @@ fn record<'a>(
     };
     let rdev = low32(number(rdev, 10, "the device number")?);
     let payload = optional(payload, "the payload", &mut scratch.payload)?;
-    let bytes = optional_bytes(content, "the content", &mut scratch.content)?;
+    let bytes = match content {
+        b"-" => None,
+        field => Some(bytes(field, "the content", &mut scratch.content)?),
+    };
     if let Some(bytes) = bytes.filter(|b| b.len() as u64 != size) {
         return Err(Problem::ContentSize { len: bytes.len(), size });
     }
     let digest = optional(digest, "the digest", &mut scratch.digest)?;
-    if options.strict {
+    if strict {
         check_strict(kind, rdev, size, payload, bytes)?;
     }
     let content = content_of(kind, size, rdev, payload, bytes, digest, &mut scratch.raw_digest)?;
@@ -339,14 +334,6 @@ fn optional<'a>(
     scratch: &'a mut Vec<u8>,
 ) -> Result<Option<&'a [u8]>, Problem> {
     if field == b"-" { Ok(None) } else { text(field, what, scratch).map(Some) }
-}
-
-fn optional_bytes<'a>(
-    field: &'a [u8],
-    what: &'static str,
-    scratch: &'a mut Vec<u8>,
-) -> Result<Option<&'a [u8]>, Problem> {
-    if field == b"-" { Ok(None) } else { bytes(field, what, scratch).map(Some) }
 }
 
 fn unescape(field: &[u8], what: &'static str, out: &mut Vec<u8>) -> Result<(), Problem> {

@@ -76,11 +76,6 @@ impl Inode {
         self.mode & S_IFMT == S_IFLNK
     }
 
-    /// Whether its content is compressed, and so out of this reader's reach.
-    pub fn is_compressed(&self) -> bool {
-        self.layout == Layout::Compressed
-    }
-
     /// Whether its data is found through a table of chunks, as that of composefs's stub files.
     pub fn is_chunk_based(&self) -> bool {
         matches!(self.layout, Layout::Chunks { .. })

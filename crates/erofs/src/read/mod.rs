@@ -22,7 +22,7 @@ pub use data::{Extent, Location};
 pub use dir::{DirEntry, ReadDir, Walk, Walked};
 pub use error::ReadError;
 pub use inode::Inode;
-pub use superblock::{Composefs, Device, Super};
+pub use superblock::{Device, Super};
 pub use xattr::Xattr;
 
 /// Where an image's bytes come from.
@@ -37,37 +37,16 @@ pub trait ReadAt {
     fn size(&self) -> u64;
 }
 
-impl ReadAt for [u8] {
+impl<T: AsRef<[u8]> + ?Sized> ReadAt for T {
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        let bytes =
-            self.get(start..start.saturating_add(buf.len())).ok_or(io::ErrorKind::UnexpectedEof)?;
-        buf.copy_from_slice(bytes);
+        let bytes = self.as_ref().get(start..start.saturating_add(buf.len()));
+        buf.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
         Ok(())
     }
 
     fn size(&self) -> u64 {
-        self.len() as u64
-    }
-}
-
-impl ReadAt for Vec<u8> {
-    fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        self.as_slice().read_exact_at(buf, offset)
-    }
-
-    fn size(&self) -> u64 {
-        self.len() as u64
-    }
-}
-
-impl<T: ReadAt + ?Sized> ReadAt for &T {
-    fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        (**self).read_exact_at(buf, offset)
-    }
-
-    fn size(&self) -> u64 {
-        (**self).size()
+        self.as_ref().len() as u64
     }
 }
 

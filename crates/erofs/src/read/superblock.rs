@@ -5,11 +5,11 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::{ReadAt, ReadError, fill};
 use crate::format::{
-    COMPAT_PLAIN_XATTR_PFX, COMPAT_SB_CHKSUM, COMPOSEFS_HAS_ACL, COMPOSEFS_HEADER_VERSION,
-    COMPOSEFS_MAGIC, ComposefsHeader, DeviceSlot, EXT_SLOT_SIZE, INCOMPAT_48BIT,
-    INCOMPAT_CHUNKED_FILE, INCOMPAT_COMPR_CFGS, INCOMPAT_DEVICE_TABLE, INCOMPAT_FRAGMENTS,
-    INCOMPAT_METABOX, INCOMPAT_XATTR_PREFIXES, INCOMPAT_ZERO_PADDING, INCOMPAT_ZTAILPACKING,
-    SUPER_MAGIC, SUPER_OFFSET, SuperBlock,
+    COMPAT_PLAIN_XATTR_PFX, COMPAT_SB_CHKSUM, COMPOSEFS_HEADER_VERSION, COMPOSEFS_MAGIC,
+    ComposefsHeader, DeviceSlot, EXT_SLOT_SIZE, INCOMPAT_48BIT, INCOMPAT_CHUNKED_FILE,
+    INCOMPAT_COMPR_CFGS, INCOMPAT_DEVICE_TABLE, INCOMPAT_FRAGMENTS, INCOMPAT_METABOX,
+    INCOMPAT_XATTR_PREFIXES, INCOMPAT_ZERO_PADDING, INCOMPAT_ZTAILPACKING, SUPER_MAGIC,
+    SUPER_OFFSET, SuperBlock,
 };
 
 /// Features that we can read: those we know, and those of compressed files only.
@@ -38,20 +38,16 @@ pub struct Super {
     pub inodes: u64,
     /// Number of blocks, as the image claims.
     pub blocks: u64,
-    /// Features that a reader may ignore, as they stand.
-    pub feature_compat: u32,
     /// Features that a reader must know, as they stand.
     pub feature_incompat: u32,
-    /// UUID of the volume.
-    pub uuid: [u8; 16],
     /// Time of compact inodes: seconds since 1970.
     pub epoch: i64,
     /// Time of compact inodes: nanoseconds.
     pub fixed_nsec: u32,
     /// Extra devices, in the order of their ids (from 1).
     pub devices: Vec<Device>,
-    /// What composefs says, if it made the image.
-    pub composefs: Option<Composefs>,
+    /// Composefs format version of the image, 0 or 1, if composefs made it.
+    pub composefs_version: Option<u32>,
     pub(super) root_nid: u64,
     pub(super) inodes_start: u64,
     pub(super) xattrs_start: u64,
@@ -59,15 +55,6 @@ pub struct Super {
     pub(super) xattr_prefix_count: u8,
     /// The inode in which the long xattr prefixes lie, if not in the image itself.
     pub(super) xattr_prefix_nid: Option<u64>,
-}
-
-/// The composefs header of an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Composefs {
-    /// Format version of the image: 0 or 1.
-    pub version: u32,
-    /// Some file has an ACL.
-    pub has_acl: bool,
 }
 
 /// An extra device of an image.
@@ -132,13 +119,11 @@ pub(super) fn read(source: &impl ReadAt) -> Result<Super, ReadError> {
         block_bits,
         inodes: raw.inos.get(),
         blocks: u64::from(blocks_hi) << 32 | u64::from(raw.blocks.get()),
-        feature_compat: compat,
         feature_incompat: incompat,
-        uuid: raw.uuid,
         epoch: raw.epoch.get().cast_signed(),
         fixed_nsec: raw.fixed_nsec.get(),
         devices: read_devices(source, &raw, wide)?,
-        composefs: read_composefs(source)?,
+        composefs_version: read_composefs(source)?,
         root_nid,
         inodes_start: byte_of(raw.meta_blkaddr.get()),
         xattrs_start: byte_of(raw.xattr_blkaddr.get()),
@@ -205,7 +190,7 @@ fn read_devices(
         .collect()
 }
 
-fn read_composefs(source: &impl ReadAt) -> Result<Option<Composefs>, ReadError> {
+fn read_composefs(source: &impl ReadAt) -> Result<Option<u32>, ReadError> {
     let mut bytes = [0; size_of::<ComposefsHeader>()];
     fill(source, 0, &mut bytes)?;
     let Ok(header) = ComposefsHeader::read_from_bytes(&bytes) else { return Ok(None) };
@@ -216,8 +201,5 @@ fn read_composefs(source: &impl ReadAt) -> Result<Option<Composefs>, ReadError> 
         let name = format!("composefs header version {}", header.version);
         return Err(ReadError::unsupported(name, 4));
     }
-    Ok(Some(Composefs {
-        version: header.composefs_version.get(),
-        has_acl: header.flags.get() & COMPOSEFS_HAS_ACL != 0,
-    }))
+    Ok(Some(header.composefs_version.get()))
 }

@@ -26,7 +26,7 @@ impl<S: ReadAt> Image<S> {
     /// [`ReadError::NotComposefs`] for other images; [`ReadError::Corrupt`] and
     /// [`ReadError::Tree`] for content that no composefs image has; [`ReadError::Source`].
     pub fn to_tree(&self) -> Result<Tree, ReadError> {
-        if self.superblock().composefs.is_none() {
+        if self.superblock().composefs_version.is_none() {
             return Err(ReadError::NotComposefs);
         }
         let root = self.root()?;
@@ -96,9 +96,9 @@ impl<S: ReadAt> Builder<'_, S> {
             let entry = entry?;
             let fail = |source| ReadError::Tree { offset: dir.offset, source };
             if let Some(&known) = self.known.get(&entry.nid) {
-                // A directory cannot have a second name: `settle` says so.
+                // A directory cannot have a second name: `resolve_link` says so.
                 let name = self.tree.reserve(id, &entry.name).map_err(fail)?;
-                self.tree.settle(name, known).map_err(fail)?;
+                self.tree.resolve_link(name, known).map_err(fail)?;
                 continue;
             }
             let inode = image.inode(entry.nid)?;

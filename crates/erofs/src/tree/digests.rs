@@ -8,7 +8,7 @@ use super::NONE;
 
 /// A digest of the table. Equal digests have equal ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct DigestId(u32);
+pub(crate) struct DigestId(pub(crate) u32);
 
 impl DigestId {
     pub(super) fn some(raw: u32) -> Option<DigestId> {
@@ -17,10 +17,6 @@ impl DigestId {
 
     pub(crate) fn index(self) -> usize {
         self.0 as usize
-    }
-
-    pub(crate) fn from_index(index: u32) -> DigestId {
-        DigestId(index)
     }
 }
 

@@ -67,16 +67,8 @@ impl Tree {
     /// with all that is below it. Says whether there was such a name.
     pub fn unlink(&mut self, dir: InodeId, name: &[u8]) -> bool {
         let Some(entry) = self.lookup_entry(dir, name) else { return false };
-        self.remove_entries(vec![entry.0]);
+        self.remove_entry(entry.0);
         true
-    }
-
-    /// Removes everything below a directory (an opaque directory in a layer above).
-    pub fn clear(&mut self, dir: InodeId) {
-        if self.is_dir(dir) {
-            let names = self.child_ids(dir).collect();
-            self.remove_entries(names);
-        }
     }
 
     /// Replaces owner, mode and time. The file type stays, whatever `meta.mode` says.
@@ -128,13 +120,13 @@ impl Tree {
 }
 
 impl Tree {
-    /// Takes a name for a hard link whose target is to be known later ([`Tree::settle`]).
+    /// Takes a name for a hard link whose target is to be known later ([`Tree::resolve_link`]).
     pub(crate) fn reserve(&mut self, dir: InodeId, name: &[u8]) -> Result<EntryId, TreeError> {
         self.add_entry(dir, name, PENDING)
     }
 
     /// Gives a reserved name its inode.
-    pub(crate) fn settle(&mut self, entry: EntryId, inode: InodeId) -> Result<(), TreeError> {
+    pub(crate) fn resolve_link(&mut self, entry: EntryId, inode: InodeId) -> Result<(), TreeError> {
         if self.is_dir(inode) {
             return Err(TreeError::LinkToDirectory { name: self.entry_name(entry).into() });
         }
@@ -272,8 +264,9 @@ impl Tree {
         links.nlink = None;
     }
 
-    /// Removes entries, and whatever no name leads to any more, without recursion.
-    fn remove_entries(&mut self, mut doomed: Vec<u32>) {
+    /// Removes an entry, and whatever no name leads to any more, without recursion.
+    fn remove_entry(&mut self, entry: u32) {
+        let mut doomed = vec![entry];
         while let Some(id) = doomed.pop() {
             let (parent, name) = {
                 let e = &self.entries[id as usize];

@@ -44,11 +44,11 @@ use names::NameIndex;
 
 /// An inode of one tree. Never valid in another tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct InodeId(u32);
+pub struct InodeId(pub(crate) u32);
 
 /// A name of one tree: the pair of a directory and a name in it. Never valid in another tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct EntryId(u32);
+pub struct EntryId(pub(crate) u32);
 
 impl InodeId {
     pub(crate) const ROOT: InodeId = InodeId(0);
@@ -56,20 +56,6 @@ impl InodeId {
     /// Dense index, from 0 (the root) up to [`Tree::inode_capacity`]; for side tables.
     pub fn index(self) -> usize {
         self.0 as usize
-    }
-
-    pub(crate) fn to_u32(self) -> u32 {
-        self.0
-    }
-
-    pub(crate) fn from_u32(raw: u32) -> InodeId {
-        InodeId(raw)
-    }
-}
-
-impl EntryId {
-    pub(crate) fn from_u32(raw: u32) -> EntryId {
-        EntryId(raw)
     }
 }
 
@@ -492,7 +478,7 @@ impl Tree {
         self.digests.at(id)
     }
 
-    /// The link count of what is not a directory.
+    /// The link count of anything but a directory.
     pub(crate) fn file_nlink(&self, inode: InodeId) -> u32 {
         if self.inodes[inode.index()].flags & LINKED == 0 {
             return 1;

@@ -52,21 +52,6 @@ fn a_removed_name_can_come_back_as_something_else() {
 }
 
 #[test]
-fn clear_empties_a_directory_only() {
-    let mut tree = Tree::new(meta(0o755));
-    let root = tree.root();
-    let dir = tree.insert(root, b"d", meta(0o755), Content::Directory).unwrap();
-    let sub = tree.insert(dir, b"s", meta(0o755), Content::Directory).unwrap();
-    tree.insert(sub, b"f", meta(0o755), Content::Fifo).unwrap();
-    let kept = tree.insert(dir, b"k", meta(0o755), Content::Fifo).unwrap();
-    tree.link(root, b"kept", kept).unwrap();
-    tree.clear(dir);
-    assert_eq!(tree.child_count(dir), 0);
-    assert_eq!(names(&tree, root), [&b"d"[..], b"kept"]);
-    assert_eq!(tree.nlink(dir), 2);
-}
-
-#[test]
 fn directories_are_as_deep_as_a_path_can_say() {
     let mut tree = Tree::new(meta(0o755));
     let mut dir = tree.root();
@@ -77,7 +62,7 @@ fn directories_are_as_deep_as_a_path_can_say() {
     let start = b"/d".repeat(32).into();
     assert_eq!(error, TreeError::PathTooLong { len: 4097, start });
     assert_eq!(tree.walk().count(), 2048);
-    tree.clear(tree.root());
+    tree.unlink(tree.root(), b"d");
     assert_eq!(tree.inode_count(), 1);
 }
 
@@ -160,8 +145,10 @@ fn xattrs_are_sorted_and_the_last_of_a_name_counts() {
     assert_eq!(got, [(&b"user.a"[..], &b""[..]), (b"user.b", b"2")]);
     assert_eq!(tree.xattr(root, b"user.b"), Some(&b"2"[..]));
     let big = vec![0; 65_536];
-    assert!(tree.set_xattrs(root, [(&b"user.a"[..], &big[..])]).is_err());
-    assert!(tree.set_xattrs(root, [(&b""[..], &b""[..])]).is_err());
+    let too_big = tree.set_xattrs(root, [(&b"user.a"[..], &big[..])]);
+    assert!(matches!(too_big, Err(TreeError::XattrSpace { .. })));
+    let nameless = tree.set_xattrs(root, [(&b""[..], &b""[..])]);
+    assert_eq!(nameless, Err(TreeError::XattrName { len: 0 }));
     assert_eq!(tree.xattrs(root).count(), 2);
     tree.set_xattrs(root, []).unwrap();
     assert_eq!(tree.xattrs(root).count(), 0);
@@ -173,13 +160,22 @@ fn bad_input_is_refused_and_changes_nothing() {
     let root = tree.root();
     let long = [b'x'; 256];
     for name in [&b""[..], b".", b"..", b"a/b", b"a\0", &long] {
-        assert!(tree.insert(root, name, meta(0o644), Content::Fifo).is_err());
+        let error = tree.insert(root, name, meta(0o644), Content::Fifo).unwrap_err();
+        let expected =
+            matches!(error, TreeError::Name { .. } | TreeError::NameTooLong { len: 256 });
+        assert!(expected, "{error}");
     }
     let nul = Content::Symlink(b"a\0b");
-    for content in [Content::Symlink(b""), nul, Content::Inline(&[0; 5001])] {
-        assert!(tree.insert(root, b"n", meta(0o644), content).is_err());
+    for (content, expected) in [
+        (Content::Symlink(b""), TreeError::Target { len: 0 }),
+        (nul, TreeError::Target { len: 3 }),
+        (Content::Inline(&[0; 5001]), TreeError::InlineTooBig { len: 5001 }),
+    ] {
+        assert_eq!(tree.insert(root, b"n", meta(0o644), content), Err(expected));
     }
-    assert!(tree.insert(root, b"n", meta(S_IFDIR), Content::Fifo).is_err());
-    assert!(tree.link(root, b"n", root).is_err());
+    let mode = tree.insert(root, b"n", meta(S_IFDIR), Content::Fifo);
+    assert_eq!(mode, Err(TreeError::TypeMismatch { mode: S_IFDIR }));
+    let directory = tree.link(root, b"n", root);
+    assert_eq!(directory, Err(TreeError::LinkToDirectory { name: b"n"[..].into() }));
     assert_eq!((tree.inode_count(), tree.entry_count()), (1, 0));
 }

@@ -45,7 +45,7 @@ impl<'a> Iterator for Walk<'a> {
                 self.open.pop();
                 continue;
             };
-            let entry = EntryId::from_u32(entry);
+            let entry = EntryId(entry);
             let Some(inode) = self.tree.entry_inode(entry) else { continue };
             let depth = self.open.len();
             if self.tree.is_dir(inode) {

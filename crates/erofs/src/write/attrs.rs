@@ -14,6 +14,7 @@ use twox_hash::XxHash32;
 
 use super::data::Checked;
 use super::plan::{Node, Plan};
+use super::small;
 use crate::format::{
     ESCAPED_OPAQUE, ESCAPED_WHITEOUT, ESCAPED_WHITEOUTS, FINGERPRINT, FINGERPRINT_SHA256,
     FINGERPRINT_VERITY, METACOPY_HEADER, OVERLAY_ESCAPED_PREFIX, OVERLAY_METACOPY, OVERLAY_OPAQUE,
@@ -116,7 +117,7 @@ impl PerDigest {
 
     fn often(&self) -> impl Iterator<Item = DigestId> + '_ {
         let often = self.uses.iter().enumerate().filter(|&(_, &uses)| uses > 1);
-        often.filter_map(|(i, _)| u32::try_from(i).ok()).map(DigestId::from_index)
+        often.filter_map(|(i, _)| u32::try_from(i).ok()).map(DigestId)
     }
 
     fn set_shared(&mut self, id: DigestId, offset: u32) {
@@ -250,7 +251,7 @@ impl<'t> Attrs<'t> {
             }
             Attr::Fingerprint(id) => {
                 let digest = self.tree.digest(id);
-                let found = self.data.and_then(|data| data.data.blobs.find(digest));
+                let found = self.data.and_then(|data| data.data.blobs.get(digest));
                 match found.and_then(|found| found.sha256) {
                     Some(sha256) => f(FINGERPRINT, &[&FINGERPRINT_SHA256[..], &sha256].concat()),
                     None => f(FINGERPRINT, &[&FINGERPRINT_VERITY[..], digest].concat()),
@@ -381,17 +382,17 @@ impl<'t> Attrs<'t> {
 
     /// Adds a sorted list as a group.
     fn add_group(&mut self, list: Vec<(Cow<'t, [u8]>, &'t [u8])>) -> u32 {
-        let before = |limit: &[u8]| id(list.partition_point(|(name, _)| **name < *limit));
+        let before = |limit: &[u8]| small(list.partition_point(|(name, _)| **name < *limit));
         let (before_metacopy, before_redirect) =
             (before(OVERLAY_METACOPY), before(OVERLAY_REDIRECT));
-        let start = id(self.items.len());
-        let len = id(list.len());
+        let start = small(self.items.len());
+        let len = small(list.len());
         for (name, value) in list {
             let pair = self.pair(name, Cow::Borrowed(value));
             self.items.push(pair);
         }
         self.groups.push(Group { start, len, before_metacopy, before_redirect, uses: 0 });
-        id(self.groups.len() - 1)
+        small(self.groups.len() - 1)
     }
 
     fn find_pair(&self, name: &[u8], value: &[u8]) -> Option<u32> {
@@ -408,7 +409,7 @@ impl<'t> Attrs<'t> {
             return known;
         }
         let hash = hash_pair(&self.seed, &name, &value);
-        let new = id(self.pairs.len());
+        let new = small(self.pairs.len());
         let (size, filter_bit) = (entry_size(&name, &value), filter_bit(&name));
         self.pairs.push(Pair { name, value, uses: 0, shared: UNSHARED, size, filter_bit });
         let (pairs, seed) = (&self.pairs, &self.seed);
@@ -430,7 +431,7 @@ impl<'t> Attrs<'t> {
         (offset != UNSHARED).then_some(offset)
     }
 
-    /// Chooses what is shared, and where it goes: names last to first, of one name the longest
+    /// Chooses the shared attributes and their offsets: names last to first, of one name the longest
     /// value first, of one length the last value first.
     fn share(&mut self) {
         for group in &self.groups {
@@ -439,7 +440,7 @@ impl<'t> Attrs<'t> {
                 *uses = uses.saturating_add(group.uses);
             }
         }
-        let often = |(i, pair): (usize, &Pair<'_>)| (pair.uses > 1).then(|| Attr::Pair(id(i)));
+        let often = |(i, pair): (usize, &Pair<'_>)| (pair.uses > 1).then(|| Attr::Pair(small(i)));
         let mut shared: Vec<Attr> = self.pairs.iter().enumerate().filter_map(often).collect();
         shared.extend((self.no_digest_uses > 1).then_some(Attr::Metacopy(None)));
         shared.extend(self.metacopies.often().map(|id| Attr::Metacopy(Some(id))));
@@ -489,11 +490,6 @@ fn marks(plan: &Plan<'_>, inode: InodeId) -> u8 {
         marks |= WHITEOUT;
     }
     marks
-}
-
-/// Ids here count what the tree's own bounded ids count, or less.
-fn id(len: usize) -> u32 {
-    u32::try_from(len).unwrap_or(u32::MAX)
 }
 
 /// Hides an attribute of overlayfs from the overlayfs that mounts the image.

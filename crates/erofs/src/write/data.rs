@@ -16,6 +16,8 @@
 //! device and block, even where one extent would need no table. Tests check an image with
 //! compressed files on devices as one file: the devices appended to the image, and no device table.
 
+use std::collections::HashMap;
+
 use zerocopy::little_endian::{U16, U32};
 
 use super::WriteError;
@@ -53,35 +55,32 @@ pub struct BlockAddr {
     pub block: u32,
 }
 
-/// How a blob is stored.
-#[derive(Clone, Copy, Debug)]
-pub enum Form<'a> {
-    /// As it is: its extents in order, the last block padded with zeros. Contiguous extents should
-    /// be merged, since each boundary between two can make the table larger.
-    Extents(&'a [Extent]),
+/// The data of a blob.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BlobData {
+    /// Uncompressed: its extents in order, the last block padded with zeros. Contiguous extents
+    /// should be merged, since each boundary between two can make the table larger.
+    Extents(Vec<Extent>),
     /// Compressed by [`lz4::compress`](super::lz4::compress).
     Lz4 {
         /// The address of the first pcluster.
         start: BlockAddr,
         /// All pclusters, one block each, in order.
-        pclusters: &'a [Pcluster],
+        pclusters: Vec<Pcluster>,
     },
 }
 
 /// The content of a file, stored once for all files that have it.
-#[derive(Clone, Copy, Debug)]
-pub struct Blob<'a> {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blob {
     /// Its SHA-256, by which the kernel shares page cache. Without one its fs-verity digest counts.
     pub sha256: Option<[u8; 32]>,
     /// How it is stored, and where.
-    pub form: Form<'a>,
+    pub data: BlobData,
 }
 
-/// Finds blobs.
-pub trait Blobs {
-    /// The blob with this fs-verity digest, if it is stored.
-    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>>;
-}
+/// Blobs by fs-verity digest.
+pub type Blobs = HashMap<[u8; 32], Blob>;
 
 /// The devices of an image and the blobs on them.
 #[derive(Clone, Copy)]
@@ -91,7 +90,7 @@ pub struct Data<'a> {
     /// Number of blocks that the caller appends to the image.
     pub own_blocks: u32,
     /// The blobs on all devices and behind the image.
-    pub blobs: &'a dyn Blobs,
+    pub blobs: &'a Blobs,
 }
 
 /// [`Data`] that was checked to hold all files of a tree.
@@ -107,13 +106,13 @@ impl<'a> Checked<'a> {
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
-            let found = content.digest().and_then(|digest| data.blobs.find(digest));
-            let entries = match found.map(|found| found.form) {
-                Some(Form::Extents(extents)) if data.has_extents(extents, size) => {
+            let found = content.digest().and_then(|digest| data.blobs.get(digest));
+            let entries = match found.map(|found| &found.data) {
+                Some(BlobData::Extents(extents)) if data.has_extents(extents, size) => {
                     Some(size.div_ceil(1 << table_bits(size, extents)))
                 }
-                Some(Form::Lz4 { start, pclusters })
-                    if data.has_pclusters(start, pclusters, size) =>
+                Some(BlobData::Lz4 { start, pclusters })
+                    if data.has_pclusters(*start, pclusters, size) =>
                 {
                     lz4 = true;
                     Some(size.div_ceil(BLOCK_SIZE))
@@ -132,10 +131,10 @@ impl<'a> Checked<'a> {
     }
 
     /// The blob of a file; `None` for a file with inline content.
-    pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<Blob<'a>> {
+    pub(super) fn of(&self, tree: &Tree, inode: InodeId) -> Option<&'a Blob> {
         let external = tree.external(inode)?;
         let digest = external.object.or(external.digest)?;
-        self.data.blobs.find(tree.digest(digest))
+        self.data.blobs.get(tree.digest(digest))
     }
 }
 

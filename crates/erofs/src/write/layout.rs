@@ -1,9 +1,10 @@
 //! The size and the offset of each inode.
 
 use super::attrs::{Attrs, NodeAttrs};
-use super::data::{BlockAddr, Extent, Form, chunk_bits, table_bits};
+use super::data::{BlobData, BlockAddr, Extent, chunk_bits, table_bits};
 use super::lz4::Pcluster;
 use super::plan::{DirNames, GHOST_MODE, Node, NodeAt, Plan};
+use super::small;
 use crate::format::{
     BLOCK_SIZE, ChunkIndex, ClusterHeader, ClusterIndex, LAYOUT_CHUNK_BASED,
     LAYOUT_COMPRESSED_FULL, LAYOUT_FLAT_INLINE, LAYOUT_FLAT_PLAIN, SLOT_SIZE,
@@ -105,7 +106,7 @@ impl<'a> Stored<'a> {
             && size <= u64::from(u32::MAX);
         if let Body::Extents { .. } | Body::Lz4 { .. } = stored.body {
             let before = stored.inode_size() + stored.xattr_size;
-            stored.tail += small_u64(before.next_multiple_of(TABLE_ALIGN) - before);
+            stored.tail += small(before.next_multiple_of(TABLE_ALIGN) - before);
         }
         stored
     }
@@ -195,15 +196,15 @@ impl Body<'_> {
             Body::Symlink(target) => (0, small(target.len())),
             Body::Inline(bytes) => {
                 let (blocks, tail) = (bytes.len() as u64 / BLOCK, bytes.len() as u64 % BLOCK);
-                fill_block(small_u64(blocks), tail)
+                fill_block(small(blocks), tail)
             }
             Body::Chunks { count, .. } => (0, count * 4),
             Body::Extents { size, chunk_bits, .. } => {
-                (0, small_u64(size.div_ceil(1 << chunk_bits) * CHUNK_INDEX_SIZE))
+                (0, small(size.div_ceil(1 << chunk_bits) * CHUNK_INDEX_SIZE))
             }
             Body::Lz4 { size, .. } => {
                 let table = size.div_ceil(BLOCK) * size_of::<ClusterIndex>() as u64;
-                (0, small_u64(size_of::<ClusterHeader>() as u64 + table))
+                (0, small(size_of::<ClusterHeader>() as u64 + table))
             }
             Body::Device(_) | Body::Nothing => (0, 0),
         }
@@ -221,14 +222,16 @@ fn body<'a>(plan: &Plan<'a>, inode: InodeId, names: &'a [u32]) -> Body<'a> {
                 let chunk_bits = chunk_bits(size);
                 let count = size.div_ceil(1 << chunk_bits);
                 // At most 1,024, as the tree bounds sizes by `EXTERNAL_MAX`.
-                Body::Chunks { size, chunk_bits, count: small_u64(count) }
+                Body::Chunks { size, chunk_bits, count: small(count) }
             }
             // `Checked` has found all of them.
-            Some(data) => match data.of(tree, inode).map(|found| found.form) {
-                Some(Form::Extents(extents)) => {
+            Some(data) => match data.of(tree, inode).map(|blob| &blob.data) {
+                Some(BlobData::Extents(extents)) => {
                     Body::Extents { size, chunk_bits: table_bits(size, extents), extents }
                 }
-                Some(Form::Lz4 { start, pclusters }) => Body::Lz4 { size, start, pclusters },
+                Some(BlobData::Lz4 { start, pclusters }) => {
+                    Body::Lz4 { size, start: *start, pclusters }
+                }
                 None => Body::Nothing,
             },
         },
@@ -253,13 +256,5 @@ pub(super) fn dir_extent(names: &DirNames<'_>) -> (u32, u32) {
 }
 
 fn fill_block(blocks: u32, tail: u64) -> (u32, u32) {
-    if tail > BLOCK / 2 { (blocks + 1, 0) } else { (blocks, small_u64(tail)) }
-}
-
-fn small(len: usize) -> u32 {
-    u32::try_from(len).unwrap_or(u32::MAX)
-}
-
-fn small_u64(len: u64) -> u32 {
-    u32::try_from(len).unwrap_or(u32::MAX)
+    if tail > BLOCK / 2 { (blocks + 1, 0) } else { (blocks, small(tail)) }
 }

@@ -30,7 +30,7 @@ use head::inodes_start;
 use layout::{Body, Stored, TABLE_ALIGN};
 use plan::{DirNames, Node, Plan, Target};
 
-pub use data::{Blob, Blobs, BlockAddr, Data, Device, Extent, Form};
+pub use data::{Blob, BlobData, Blobs, BlockAddr, Data, Device, Extent};
 
 pub(crate) use plan::dir_size;
 
@@ -101,7 +101,7 @@ pub fn write(
             return Err(WriteError::Version { version });
         }
     }
-    let plan = Plan::metadata(tree);
+    let plan = Plan::new(tree, None, true);
     let version = if plan.has_whiteouts {
         options.max_version.max(options.min_version)
     } else {
@@ -126,7 +126,7 @@ pub fn write_data(
     sink: impl Write,
 ) -> Result<WriteReport, WriteError> {
     let checked = Checked::new(data, tree)?;
-    write_planned(&Plan::with_data(tree, &checked), 0, sink)
+    write_planned(&Plan::new(tree, Some(&checked), false), 0, sink)
 }
 
 /// Writes a layer for a metadata image ([`crate::tree::delta`]), with unescaped whiteouts.
@@ -134,7 +134,7 @@ pub fn write_data(
 /// # Errors
 /// [`WriteError`]. When the sink failed, part of the image may have been written.
 pub fn write_layer(tree: &Tree, sink: impl Write) -> Result<WriteReport, WriteError> {
-    write_planned(&Plan::layer(tree), 0, sink)
+    write_planned(&Plan::new(tree, None, false), 0, sink)
 }
 
 fn write_planned(
@@ -508,6 +508,11 @@ fn file_type(plan: &Plan<'_>, node: Node) -> FileType {
         }
         Node::Inode(inode) => FileType::of_mode(tree.meta(inode).mode).unwrap_or(FileType::Regular),
     }
+}
+
+/// Of a length or number that the tree's own bounds keep below 2^32.
+fn small(value: impl TryInto<u32>) -> u32 {
+    value.try_into().unwrap_or(u32::MAX)
 }
 
 fn low16(value: u32) -> u16 {

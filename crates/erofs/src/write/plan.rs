@@ -30,7 +30,7 @@ pub(crate) enum Node {
 /// An inode at its place in the order, with the names below it.
 pub(super) struct NodeAt<'p> {
     pub(super) node: Node,
-    /// Raw names for [`DirNames`]; empty for what is no directory.
+    /// Raw names for [`DirNames`]; empty unless it is a directory.
     pub(super) names: &'p [u32],
 }
 
@@ -54,22 +54,12 @@ pub(crate) struct Plan<'t> {
 }
 
 impl<'t> Plan<'t> {
-    /// The order of a metadata image.
-    pub(super) fn metadata(tree: &'t Tree) -> Plan<'t> {
-        Plan::new(tree, None, true)
-    }
-
-    /// The order of an image that is mounted by itself.
-    pub(super) fn with_data(tree: &'t Tree, data: &'t Checked<'t>) -> Plan<'t> {
-        Plan::new(tree, Some(data), false)
-    }
-
-    /// The order of a layer over a metadata image.
-    pub(super) fn layer(tree: &'t Tree) -> Plan<'t> {
-        Plan::new(tree, None, false)
-    }
-
-    fn new(tree: &'t Tree, data: Option<&'t Checked<'t>>, is_metadata: bool) -> Plan<'t> {
+    /// The order of a metadata image, or (not `is_metadata`) of an image with data or a layer.
+    pub(super) fn new(
+        tree: &'t Tree,
+        data: Option<&'t Checked<'t>>,
+        is_metadata: bool,
+    ) -> Plan<'t> {
         let ghosts = if is_metadata { 256 } else { 0 };
         let mut plan = Plan {
             tree,
@@ -88,7 +78,7 @@ impl<'t> Plan<'t> {
         while let Some(&raw) = plan.names.get(at) {
             match node_of(tree, raw) {
                 Node::Inode(inode) => {
-                    let entry = EntryId::from_u32(raw);
+                    let entry = EntryId(raw);
                     let here = tree
                         .is_primary(inode, entry)
                         .unwrap_or_else(|| !std::mem::replace(&mut stored[inode.index()], true));
@@ -107,7 +97,7 @@ impl<'t> Plan<'t> {
     }
 
     fn note_inode(&mut self, inode: InodeId, entry: EntryId) {
-        self.order.push(inode.to_u32());
+        self.order.push(inode.0);
         self.inode_count += 1;
         self.min_time = self.min_time.min(time_of(self.tree.meta(inode)));
         match self.tree.content(inode) {
@@ -154,7 +144,7 @@ impl<'p> Iterator for Nodes<'p> {
                 self.next = Some(at + 1);
                 match *order.get(at)? {
                     ghost if ghost & GHOST != 0 => ghost_of(ghost),
-                    inode => Node::Inode(InodeId::from_u32(inode)),
+                    inode => Node::Inode(InodeId(inode)),
                 }
             }
         };
@@ -180,7 +170,7 @@ fn node_of(tree: &Tree, raw: u32) -> Node {
         return ghost_of(raw);
     }
     // Only names that lead somewhere are ever listed.
-    Node::Inode(tree.entry_inode(EntryId::from_u32(raw)).unwrap_or(tree.root()))
+    Node::Inode(tree.entry_inode(EntryId(raw)).unwrap_or(tree.root()))
 }
 
 fn ghost_of(raw: u32) -> Node {
@@ -191,7 +181,7 @@ fn name_of(tree: &Tree, raw: u32) -> &[u8] {
     if raw & GHOST != 0 {
         &GHOST_NAMES[(raw & 0xff) as usize]
     } else {
-        tree.entry_name(EntryId::from_u32(raw))
+        tree.entry_name(EntryId(raw))
     }
 }
 

@@ -30,7 +30,7 @@ const HELD: &[u8] = b".wh..wh..held";
 
 #[derive(Debug)]
 pub(crate) enum MergeError {
-    /// It does not fit what is below: the path of the entry in the layer, and why.
+    /// An entry of the layer conflicts with the layers below: its path, and why.
     Entry {
         path: Vec<u8>,
         what: String,

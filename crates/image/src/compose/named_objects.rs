@@ -12,16 +12,17 @@ use crate::stored::StoredImage;
 /// Where a metadata image says at which path below the objects directory a file's content lies.
 const REDIRECT: &[u8] = b"trusted.overlay.redirect";
 
-/// Tells of each file of a metadata image which object it names, and its size in bytes.
+/// Calls `visit` for each file of a metadata image that names an object: that, its size in bytes,
+/// and the file's path.
 pub(crate) fn image_objects(
     image: &StoredFile,
-    visit: &mut dyn FnMut(Digest, u64),
+    visit: &mut dyn FnMut(Digest, u64, &[u8]),
 ) -> Result<(), BoxError> {
     let image = open_image(image)?;
     let mut walk = image.walk()?;
     while let Some(found) = walk.advance()? {
         if let Some(digest) = object_of(&image, &found.inode)? {
-            visit(digest, found.inode.size);
+            visit(digest, found.inode.size, found.path);
         }
     }
     Ok(())
@@ -80,7 +81,7 @@ pub fn object_of<S: ReadAt>(image: &Image<S>, inode: &Inode) -> Result<Option<Di
 /// overlayfs hides the shards of the objects directory. They are no part of what was imported.
 pub fn is_added<S: ReadAt>(image: &Image<S>, inode: &Inode) -> bool {
     let whiteout = inode.mode & 0o170_000 == 0o020_000 && inode.rdev == 0;
-    whiteout && image.superblock().composefs.is_some()
+    whiteout && image.superblock().composefs_version.is_some()
 }
 
 /// The object at a path below the objects directory.

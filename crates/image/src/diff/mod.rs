@@ -8,13 +8,12 @@ mod paths;
 
 use std::collections::{HashMap, HashSet};
 
-use cofolio_erofs::read::{Image, Inode};
+use cofolio_erofs::read::Inode;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{BoxError, Digest, Domain};
 use serde::Serialize;
 
 use crate::compose::named_objects;
-use crate::stored::StoredImage;
 
 pub use paths::{Aspect, Change, ChangeKind, PathCounts};
 
@@ -124,14 +123,30 @@ impl Diff {
         let opened = [open(0)?, open(1)?];
         let mut content = HashMap::new();
         let mut diff = Self::default();
-        let mut count = [Count::new(&opened[0], 0), Count::new(&opened[1], 1)];
-        diff.paths = paths::merge(
-            [&opened[0], &opened[1]],
-            &mut |side, inode| count[side].see(inode, &mut content),
-            change,
-        )
-        .map_err(|(side, source)| unreadable(side)(source))?;
-        [diff.a, diff.b] = count.map(|count| count.side);
+        let mut sides = [Side::default(); 2];
+        // Files with several names that were counted.
+        let mut seen = [HashSet::new(), HashSet::new()];
+        let mut see = |number: usize, inode: &Inode| -> Result<(), BoxError> {
+            let side = &mut sides[number];
+            side.entries += 1;
+            if !inode.is_file() {
+                return Ok(());
+            }
+            side.files += 1;
+            if inode.nlink < 2 || seen[number].insert(inode.nid) {
+                let pages = inode.size.div_ceil(PAGE_SIZE);
+                side.unpacked_pages = side.unpacked_pages.saturating_add(pages);
+            }
+            if let Some(object) = named_objects::object_of(&opened[number], inode)? {
+                let content: &mut Content = content.entry(object).or_default();
+                content.size = inode.size;
+                content.names[number] += 1;
+            }
+            Ok(())
+        };
+        diff.paths = paths::merge([&opened[0], &opened[1]], &mut see, change)
+            .map_err(|(side, source)| unreadable(side)(source))?;
+        [diff.a, diff.b] = sides;
         for Content { size, names } in content.values() {
             let tally = match names {
                 [0, _] => &mut diff.only_b,
@@ -163,41 +178,5 @@ impl Diff {
     /// Pages that reading both takes where each is unpacked on its own.
     pub fn pages_unshared(&self) -> u64 {
         self.a.unpacked_pages.saturating_add(self.b.unpacked_pages)
-    }
-}
-
-struct Count<'i, 'f> {
-    image: &'i Image<StoredImage<'f>>,
-    number: usize,
-    side: Side,
-    /// Files with several names that were counted.
-    seen: HashSet<u64>,
-}
-
-impl<'i, 'f> Count<'i, 'f> {
-    fn new(image: &'i Image<StoredImage<'f>>, number: usize) -> Self {
-        Self { image, number, side: Side::default(), seen: HashSet::new() }
-    }
-
-    fn see(
-        &mut self,
-        inode: &Inode,
-        contents: &mut HashMap<Digest, Content>,
-    ) -> Result<(), BoxError> {
-        self.side.entries += 1;
-        if !inode.is_file() {
-            return Ok(());
-        }
-        self.side.files += 1;
-        if inode.nlink < 2 || self.seen.insert(inode.nid) {
-            let pages = inode.size.div_ceil(PAGE_SIZE);
-            self.side.unpacked_pages = self.side.unpacked_pages.saturating_add(pages);
-        }
-        if let Some(object) = named_objects::object_of(self.image, inode)? {
-            let content = contents.entry(object).or_default();
-            content.size = inode.size;
-            content.names[self.number] += 1;
-        }
-        Ok(())
     }
 }

@@ -118,17 +118,13 @@ fn data_pages(domain: &Domain, diff: &Diff) -> Result<u64, DiffError> {
         while offset < content.size {
             let stretch = stretch_at(&file, offset)
                 .map_err(|source| DiffError::Object { object: *object, source })?;
-            let left = content.size - offset;
-            offset += match stretch {
-                Stretch::Data(len) => {
-                    pages = pages.saturating_add(len.min(left).div_ceil(PAGE_SIZE));
-                    len.min(left)
-                }
-                Stretch::Hole(len) => {
-                    pages = pages.saturating_add(1);
-                    len.min(left)
-                }
-            };
+            let (Stretch::Data(len) | Stretch::Hole(len)) = stretch;
+            let len = len.min(content.size - offset);
+            offset += len;
+            pages = pages.saturating_add(match stretch {
+                Stretch::Data(_) => len.div_ceil(PAGE_SIZE),
+                Stretch::Hole(_) => 1,
+            });
         }
     }
     Ok(pages)

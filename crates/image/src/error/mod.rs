@@ -4,6 +4,7 @@ mod engine;
 mod registry;
 mod trust;
 
+use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 
@@ -99,6 +100,18 @@ pub enum ImportError {
 }
 
 impl ImportError {
+    pub(crate) fn document(what_blob: &'static str, digest: &str, what: impl Into<String>) -> Self {
+        Self::Document { what_blob, digest: digest.to_owned(), what: what.into() }
+    }
+
+    pub(crate) fn digest(expected: &impl Display, actual: &impl Display) -> Self {
+        Self::Digest { digest: expected.to_string(), actual: actual.to_string() }
+    }
+
+    pub(crate) fn limit(what: impl Into<String>, limit: u64, option: &'static str) -> Self {
+        Self::Limit { what: what.into(), limit, option }
+    }
+
     /// Whether the fault lies in the image, and not with the caller or the machine.
     pub fn is_corrupt(&self) -> bool {
         matches!(

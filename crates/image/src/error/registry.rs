@@ -1,5 +1,7 @@
 //! Errors of registries. They hold no secrets: URLs lose their query, which may be signed.
 
+use std::fmt::Display;
+
 /// Why a registry did not give or take what it should.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -36,6 +38,15 @@ pub enum RegistryError {
 }
 
 impl RegistryError {
+    /// An answer that makes no sense.
+    pub(crate) fn answer(url: &impl Display, what: impl Into<String>) -> Self {
+        Self::Answer { url: url.to_string(), what: what.into() }
+    }
+
+    pub(crate) fn unreachable(url: &impl Display, what: impl Into<String>) -> Self {
+        Self::Unreachable { url: url.to_string(), what: what.into(), tries: 0 }
+    }
+
     /// Sets the number of tries where the message shows it.
     pub(crate) fn tried(mut self, count: u32) -> Self {
         if let Self::Unreachable { tries, .. } | Self::Status { tries, .. } = &mut self {

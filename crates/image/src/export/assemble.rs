@@ -5,7 +5,7 @@ use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain, FileKind, FileName, Piece, Stretch, stretch_at};
 
 use super::error::ExportError;
-use crate::layer::split::{Split, SplitError, Step};
+use crate::layer::split::{Instruction, Split, SplitError};
 use crate::stored::StoredImage;
 
 const READ_SIZE: usize = 256 << 10;
@@ -14,7 +14,7 @@ const HOLES_MIN: u64 = 1 << 20;
 /// Most extents of a sparse file; readers, ours among them, bound their number.
 const EXTENTS_MAX: usize = 1 << 16;
 
-/// Where an archive goes to, piece by piece.
+/// Takes an archive piece by piece.
 pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), ExportError> + 'a;
 
 pub(crate) fn layer(
@@ -33,21 +33,21 @@ pub(crate) fn layer(
     let mut buffer = vec![0; READ_SIZE];
     let user = format!("layer {chain_id}");
     loop {
-        match split.step().map_err(bad)? {
-            Step::End => return Ok(()),
-            Step::Literal => loop {
+        match split.instruction().map_err(bad)? {
+            Instruction::End => return Ok(()),
+            Instruction::Literal => loop {
                 let count = split.read(&mut buffer).map_err(bad)?;
                 if count == 0 {
                     break;
                 }
                 sink(&buffer[..count])?;
             },
-            Step::Object { digest, size, parts } => {
+            Instruction::Object { digest, size, ranges } => {
                 let mut object = Object::open(domain, digest, size, (&user, cancel))?;
-                match parts {
+                match ranges {
                     None => object.take(size, Some(&mut *sink))?,
                     Some(_) => {
-                        while let Some((hole, data)) = split.part().map_err(bad)? {
+                        while let Some((hole, data)) = split.range().map_err(bad)? {
                             object.take(hole, None)?;
                             object.take(data, Some(&mut *sink))?;
                         }
@@ -116,7 +116,7 @@ impl<'a> Object<'a> {
         Ok(is_sparse.then_some(extents))
     }
 
-    /// Reads on; without a sink what is read is only hashed.
+    /// Reads the next `count` bytes; without a sink they are only hashed.
     pub(crate) fn take(
         &mut self,
         count: u64,

@@ -11,9 +11,10 @@ use std::thread::Scope;
 use crossbeam_channel as channel;
 use sha2::{Digest as _, Sha256};
 
+use super::ExportedLayer;
 use super::assemble::Sink;
 use super::error::ExportError;
-use crate::digest::{BlobDigest, BlobHasher, DiffId};
+use crate::digest::{BlobHasher, DiffId};
 use crate::threads::{NoThread, spawn_up_to};
 
 /// What a member or frame holds, in bytes.
@@ -94,14 +95,6 @@ impl Compressors {
     }
 }
 
-#[derive(Debug, Clone)]
-pub(crate) struct LayerBlob {
-    pub(crate) diff_id: DiffId,
-    pub(crate) uncompressed: u64,
-    pub(crate) digest: BlobDigest,
-    pub(crate) size: u64,
-}
-
 /// Takes a layer's archive and gives its blob to a sink.
 pub(crate) struct BlobWriter<'a> {
     compressors: &'a Compressors,
@@ -109,7 +102,7 @@ pub(crate) struct BlobWriter<'a> {
     chunk: Vec<u8>,
     under_way: VecDeque<channel::Receiver<io::Result<Vec<u8>>>>,
     diff_id: Sha256,
-    uncompressed: u64,
+    pub(crate) uncompressed: u64,
     digest: BlobHasher,
     size: u64,
 }
@@ -144,10 +137,6 @@ impl<'a> BlobWriter<'a> {
         Ok(())
     }
 
-    pub(crate) fn uncompressed(&self) -> u64 {
-        self.uncompressed
-    }
-
     fn send(&mut self, chunk: Vec<u8>) -> Result<(), ExportError> {
         if self.compressors.compression == Compression::None {
             self.size += chunk.len() as u64;
@@ -177,7 +166,7 @@ impl<'a> BlobWriter<'a> {
     pub(crate) fn finish(
         mut self,
         check: impl FnOnce(&DiffId) -> Result<(), ExportError>,
-    ) -> Result<LayerBlob, ExportError> {
+    ) -> Result<ExportedLayer, ExportError> {
         let plain = self.compressors.compression == Compression::None;
         // No archive at all is one member as well, not an empty file.
         if !self.chunk.is_empty() || (!plain && self.uncompressed == 0) {
@@ -190,6 +179,6 @@ impl<'a> BlobWriter<'a> {
         let diff_id = DiffId::of(self.diff_id);
         check(&diff_id)?;
         let digest = if plain { diff_id.as_blob().clone() } else { self.digest.finish() };
-        Ok(LayerBlob { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
+        Ok(ExportedLayer { diff_id, uncompressed: self.uncompressed, digest, size: self.size })
     }
 }

@@ -8,15 +8,15 @@
 //! Each content is in it once. Its files have fingerprints, so that Linux 7.0 can share their page
 //! cache with that of other such images (`inode_share`).
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_erofs::tree::{Content, Tree};
-use cofolio_erofs::write::lz4::{self, Pcluster};
-use cofolio_erofs::write::{Blob, Blobs, BlockAddr, Data, Extent, Form, WriteError, write_data};
+use cofolio_erofs::write::{
+    Blob, BlobData, Blobs, BlockAddr, Data, Extent, WriteError, lz4, write_data,
+};
 use cofolio_store::task::{Cancel, Cancelled, Event, Task};
 use cofolio_store::verity::Hasher;
 use cofolio_store::{Digest, Domain, Piece, Stretch, stretch_at};
@@ -93,7 +93,7 @@ fn write_file(
 ) -> Result<(Digest, u64), WriteError> {
     use WriteError::Sink;
     let mut sink = Hashed { file, hasher: Hasher::new(), cancel };
-    let data = Data { devices: &[], own_blocks: blocks.count, blobs: &*blocks };
+    let data = Data { devices: &[], own_blocks: blocks.count, blobs: &blocks.blobs };
     write_data(tree, &data, &mut sink)?;
     blocks.copy_to(&mut sink).map_err(Sink)?;
     let size = sink.hasher.size();
@@ -148,32 +148,12 @@ fn write_sparse(mut file: &File, mut data: &[u8]) -> io::Result<()> {
 
 struct Blocks {
     file: File,
-    /// What its name was, for messages.
+    /// A path for messages: the file has no name.
     path: PathBuf,
     compress: bool,
     count: u32,
     content: u64,
-    /// By fs-verity digest: SHA-256 if it is not too large for one, and how it is kept.
-    kept: HashMap<[u8; 32], (Option<[u8; 32]>, Kept)>,
-}
-
-enum Kept {
-    Extents(Vec<Extent>),
-    Lz4(u32, Vec<Pcluster>),
-}
-
-impl Blobs for Blocks {
-    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
-        let (sha256, kept) = self.kept.get(digest)?;
-        let form = match kept {
-            Kept::Extents(extents) => Form::Extents(extents),
-            Kept::Lz4(block, pclusters) => {
-                let start = BlockAddr { device: 0, block: *block };
-                Form::Lz4 { start, pclusters }
-            }
-        };
-        Some(Blob { sha256: *sha256, form })
-    }
+    blobs: Blobs,
 }
 
 impl Blocks {
@@ -181,7 +161,7 @@ impl Blocks {
     fn new(path: &Path, compress: bool) -> Result<Self, ExportError> {
         let file = unnamed_file(path)?;
         let path = path.to_owned();
-        Ok(Self { file, path, compress, count: 0, content: 0, kept: HashMap::new() })
+        Ok(Self { file, path, compress, count: 0, content: 0, blobs: Blobs::new() })
     }
 
     /// Writes all of them behind the metadata; holes are not read.
@@ -217,19 +197,19 @@ impl Blocks {
         image: &Digest,
         tree: &Tree,
         cancel: &Cancel,
-        step: &mut dyn FnMut(u64),
+        progress: &mut dyn FnMut(u64),
     ) -> Result<(), ExportError> {
         let user = format!("image {image}");
         for visit in tree.walk() {
             let content = tree.content(visit.inode);
             let Content::External { size, .. } = content else { continue };
             // The writer refuses a file that names no object, with its path.
-            let new = content.digest().filter(|digest| !self.kept.contains_key(*digest));
+            let new = content.digest().filter(|digest| !self.blobs.contains_key(*digest));
             let Some(digest) = new else { continue };
             let object = Object::open(domain, Digest(*digest), size, (&user, cancel))?;
             self.put(*digest, size, object, cancel)?;
             self.content += size;
-            step(self.content);
+            progress(self.content);
         }
         Ok(())
     }
@@ -248,19 +228,15 @@ impl Blocks {
         let first = self.count;
         let mut sha = (size <= SHA256_SIZE_MAX).then(sha2::Sha256::new);
         // Contents too large for SHA-256 are too large for a table with an entry for each 4 KiB.
-        let kept = if self.compress && sha.is_some() {
-            let mut reader =
-                ObjectReader { object: &mut object, left: size, sha: &mut sha, failed: None };
+        let data = if self.compress && sha.is_some() {
+            let mut reader = ObjectReader { object: &mut object, left: size, sha: &mut sha };
             let mut writer = io::BufWriter::with_capacity(READ_SIZE, &self.file);
-            let pclusters = lz4::compress(&mut reader, &mut writer);
-            if let Some(error) = reader.failed {
-                return Err(error);
-            }
-            let pclusters = pclusters.and_then(|pclusters| writer.flush().map(|()| pclusters));
-            let pclusters = pclusters.map_err(bad)?;
+            let pclusters = lz4::compress(&mut reader, &mut writer)
+                .and_then(|pclusters| writer.flush().map(|()| pclusters))
+                .map_err(|error| error.downcast::<ExportError>().unwrap_or_else(bad))?;
             let count = u32::try_from(pclusters.len()).map_err(|_| too_large())?;
             self.count = first.checked_add(count).ok_or_else(too_large)?;
-            Kept::Lz4(first, pclusters)
+            BlobData::Lz4 { start: BlockAddr { device: 0, block: first }, pclusters }
         } else {
             let blocks = u32::try_from(size.div_ceil(BLOCK as u64)).map_err(|_| too_large())?;
             // No place is larger than the end of all of them.
@@ -286,10 +262,11 @@ impl Blocks {
             })?;
             let (count, extents) = plain.finish().map_err(bad)?;
             self.count = first + count;
-            Kept::Extents(extents)
+            BlobData::Extents(extents)
         };
         object.check()?;
-        self.kept.insert(digest, (sha.map(|sha| sha.finalize().into()), kept));
+        let sha256 = sha.map(|sha| sha.finalize().into());
+        self.blobs.insert(digest, Blob { sha256, data });
         Ok(())
     }
 }
@@ -311,12 +288,12 @@ struct Plain<'f> {
     first: u32,
     size: u64,
     granule: u64,
-    /// How much of it was seen, in bytes.
+    /// Offset in the content, in bytes.
     at: u64,
     extents: Vec<Extent>,
-    /// How much of it has an extent, in blocks.
+    /// Blocks of the content that have an extent.
     placed: u32,
-    /// How many blocks are written.
+    /// Blocks written.
     written: u32,
 }
 
@@ -385,12 +362,11 @@ fn blocks_of(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(BLOCK as u64)).unwrap_or(u32::MAX)
 }
 
-/// An object as something to read from, hashed on the way.
+/// Reads an object and hashes it. Errors hold an [`ExportError`].
 struct ObjectReader<'r, 'o> {
     object: &'r mut Object<'o>,
     left: u64,
     sha: &'r mut Option<sha2::Sha256>,
-    failed: Option<ExportError>,
 }
 
 impl Read for ObjectReader<'_, '_> {
@@ -399,19 +375,13 @@ impl Read for ObjectReader<'_, '_> {
             usize::try_from(self.left).unwrap_or(usize::MAX).min(buffer.len()).min(READ_SIZE);
         let sha = &mut *self.sha;
         let mut at = 0;
-        let taken = self.object.take(
-            count as u64,
-            Some(&mut |bytes: &[u8]| {
-                sha.iter_mut().for_each(|sha| sha.update(bytes));
-                buffer[at..at + bytes.len()].copy_from_slice(bytes);
-                at += bytes.len();
-                Ok(())
-            }),
-        );
-        if let Err(error) = taken {
-            self.failed = Some(error);
-            return Err(io::ErrorKind::Other.into());
-        }
+        let mut sink = |bytes: &[u8]| {
+            sha.iter_mut().for_each(|sha| sha.update(bytes));
+            buffer[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+            Ok(())
+        };
+        self.object.take(count as u64, Some(&mut sink)).map_err(io::Error::other)?;
         self.left -= count as u64;
         Ok(count)
     }

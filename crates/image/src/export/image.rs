@@ -6,9 +6,9 @@ use cofolio_store::task::Cancel;
 use cofolio_store::{Digest, Domain, FileKind, FileName, Ref};
 use serde_json::json;
 
-use super::compress::{BlobWriter, LayerBlob};
+use super::compress::BlobWriter;
 use super::error::ExportError;
-use super::{Exported, assemble, tar};
+use super::{Exported, ExportedLayer, assemble, tar};
 use crate::compose::named_objects::open_image;
 use crate::digest::DiffId;
 use crate::source::Platform;
@@ -87,18 +87,18 @@ impl<'a> Image<'a> {
         }
     }
 
-    /// Writes a layer's archive as a blob, and checks that it is the right one. `step` hears how
-    /// far the archive has come, in bytes.
+    /// Writes a layer's archive as a blob, and checks that it is the right one. `progress`
+    /// hears how far the archive has come, in bytes.
     pub(crate) fn write_layer(
         &self,
         layer: &Layer,
         mut writer: BlobWriter<'_>,
         cancel: &Cancel,
-        step: &mut dyn FnMut(u64),
-    ) -> Result<LayerBlob, ExportError> {
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<ExportedLayer, ExportError> {
         let mut push = |bytes: &[u8]| {
             writer.push(bytes)?;
-            step(writer.uncompressed());
+            progress(writer.uncompressed);
             Ok(())
         };
         match layer {

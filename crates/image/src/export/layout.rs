@@ -57,7 +57,10 @@ impl Layout {
         let (blob, added) = (None, Vec::new());
         let layout = Self { root, goes_to, _lock: lock, blob, added, published: false };
         if layout.goes_to.is_some() {
-            write_file(&layout.root.join("oci-layout"), OCI_LAYOUT)?;
+            let path = layout.root.join("oci-layout");
+            let written = File::create_new(&path)
+                .and_then(|mut file| file.write_all(OCI_LAYOUT).and_then(|()| file.sync_all()));
+            written.map_err(io_error(&path))?;
         }
         for part in ["blobs", "blobs/sha256"] {
             let directory = layout.root.join(part);
@@ -174,9 +177,4 @@ pub(crate) fn index(before: Option<Value>, image: &Finished) -> Vec<u8> {
         entries.push(entry);
     }
     index.to_string().into_bytes()
-}
-
-pub(crate) fn write_file(path: &Path, content: &[u8]) -> Result<(), ExportError> {
-    let mut file = File::create_new(path).map_err(io_error(path))?;
-    file.write_all(content).and_then(|()| file.sync_all()).map_err(io_error(path))
 }

@@ -39,7 +39,7 @@ use crate::digest::{BlobDigest, DiffId};
 use crate::source::manifest::{OCI_CONFIG, OCI_MANIFEST};
 use crate::source::{split_at, split_tag};
 use archive::{Archive, Style};
-use compress::{BlobWriter, Compressors, LayerBlob};
+use compress::{BlobWriter, Compressors};
 use image::Image;
 use layout::Layout;
 use target::{BlobKind, Descriptor, Finished, Target};
@@ -181,12 +181,12 @@ fn write(
     let layers = image.layers.len();
     let blobs = std::thread::scope(|scope| {
         let compressors = Compressors::start(scope, compression, threads, 1)?;
-        let mut blobs: Vec<LayerBlob> = Vec::new();
+        let mut blobs: Vec<ExportedLayer> = Vec::new();
         for (number, layer) in image.layers.iter().enumerate() {
             let before: u64 = blobs.iter().map(|layer| layer.uncompressed).sum();
             target.begin(BlobKind::Layer)?;
             let mut sink = |bytes: &[u8]| target.write(bytes);
-            let mut step = |bytes| {
+            let mut progress = |bytes| {
                 let (items, items_total) = (number as u64 + 1, Some(layers as u64));
                 let bytes = before + bytes;
                 task.tell(Event::Done { bytes, bytes_total: None, items, items_total });
@@ -195,7 +195,7 @@ fn write(
                 layer,
                 BlobWriter::new(&compressors, &mut sink),
                 &task.cancel,
-                &mut step,
+                &mut progress,
             )?;
             target.end(&done.digest, done.size)?;
             blobs.push(done);
@@ -222,18 +222,12 @@ fn write(
         name: name.map(str::to_owned),
     };
     target.publish(&finished)?;
-    let exported = blobs.iter().map(|layer| ExportedLayer {
-        digest: layer.digest.clone(),
-        size: layer.size,
-        diff_id: layer.diff_id.clone(),
-        uncompressed: layer.uncompressed,
-    });
     Ok(ExportReport {
         image: *image.digest,
         name: finished.name,
         manifest: manifest_digest,
         config: finished.config,
-        layers: exported.collect(),
+        layers: blobs,
     })
 }
 

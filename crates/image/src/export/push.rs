@@ -11,7 +11,7 @@
 //! bytes can be made again from any offset.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Read};
+use std::io::{self, Cursor, Read};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -22,11 +22,11 @@ use cofolio_store::{Digest, Domain, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
 
-use super::compress::{BlobWriter, Compressors, LayerBlob};
+use super::compress::{BlobWriter, Compressors};
 use super::error::ExportError;
 use super::image::{Image, Layer};
 use super::target::Descriptor;
-use super::{Compression, Exported, manifest, threads};
+use super::{Compression, Exported, ExportedLayer, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
 use crate::error::RegistryError;
 use crate::reference::Reference;
@@ -445,11 +445,11 @@ impl Push<'_> {
         making: &Making<'_, '_, '_>,
         number: usize,
         session: Option<Session>,
-    ) -> Result<(LayerBlob, How), ExportError> {
+    ) -> Result<(ExportedLayer, How), ExportError> {
         let mut tries = self.repository.tries(0, self.repository.stop());
         let mut upload = Upload { push: self, number, session, packed: None };
         loop {
-            let before = upload.session.as_ref().map_or(0, Session::at);
+            let before = upload.session.as_ref().map_or(0, |session| session.at);
             let failure = match upload.attempt(making) {
                 Ok(done) => return Ok(done),
                 Err(Attempt::Failed(failure)) => failure,
@@ -466,7 +466,7 @@ impl Push<'_> {
                 // If the registry cannot be asked, the next try says so.
                 upload.session = self.repository.resume_upload(&session).unwrap_or(None);
             }
-            let now = upload.session.as_ref().map_or(0, Session::at);
+            let now = upload.session.as_ref().map_or(0, |session| session.at);
             if now >= before + PROGRESS_BYTES {
                 tries.got_on();
             }
@@ -504,7 +504,7 @@ impl Push<'_> {
         });
         Ok(PushReport {
             image: *self.image.digest,
-            name: self.repository.reference().to_string(),
+            name: self.repository.reference.to_string(),
             manifest: digest,
             original: original.is_some(),
             known: !is_new,
@@ -566,11 +566,11 @@ struct Upload<'a, 'b> {
     number: usize,
     session: Option<Session>,
     /// What it is, once it was made to its end.
-    packed: Option<LayerBlob>,
+    packed: Option<ExportedLayer>,
 }
 
 impl Upload<'_, '_> {
-    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(LayerBlob, How), Attempt> {
+    fn attempt(&mut self, making: &Making<'_, '_, '_>) -> Result<(ExportedLayer, How), Attempt> {
         let repository = &self.push.repository;
         if let Some(packed) = &self.packed
             && repository.has_blob(&packed.digest.to_string(), packed.size)?
@@ -578,7 +578,7 @@ impl Upload<'_, '_> {
             // Only the answer was lost.
             return Ok((packed.clone(), How::Sent));
         }
-        let from = self.session.as_ref().map_or(0, Session::at);
+        let from = self.session.as_ref().map_or(0, |session| session.at);
         let mut chunks = making.start(from).map_err(|error| Attempt::Fatal(error.into()))?;
         let mut head = Vec::new();
         if from == 0 {
@@ -589,7 +589,7 @@ impl Upload<'_, '_> {
             }
         }
         let mut session = self.session()?;
-        let mut sent = session.at();
+        let mut sent = session.at;
         let (push, number) = (self.push, self.number);
         let mut count = |bytes| {
             sent += bytes;
@@ -598,7 +598,7 @@ impl Upload<'_, '_> {
         let mut reader = head.chain(&mut chunks);
         let mut body = Body::new(repository, &mut reader, &mut count);
         let result = repository.send_rest(&mut session, &mut body);
-        let at = session.at();
+        let at = session.at;
         self.session = Some(session);
         match (chunks.end(), result) {
             (Err(error), _) if !matches!(error, ExportError::Cancelled(_)) => {
@@ -613,7 +613,7 @@ impl Upload<'_, '_> {
                 let ended = match (&self.session, complete) {
                     (Some(session), true) => repository.end_upload(session, &digest, None),
                     _ => {
-                        let url = repository.reference().to_string();
+                        let url = repository.reference.to_string();
                         let what = format!("it has {at} bytes of a blob of {}", packed.size);
                         self.session = None;
                         Err(Failure::again(RegistryError::Answer { url, what }))
@@ -633,7 +633,11 @@ impl Upload<'_, '_> {
     }
 
     /// Sends a blob that is at hand, in one piece.
-    fn small(&mut self, packed: LayerBlob, blob: &[u8]) -> Result<(LayerBlob, How), Attempt> {
+    fn small(
+        &mut self,
+        packed: ExportedLayer,
+        blob: &[u8],
+    ) -> Result<(ExportedLayer, How), Attempt> {
         let repository = &self.push.repository;
         let is_first = self.packed.is_none();
         self.packed = Some(packed.clone());
@@ -696,20 +700,19 @@ impl<'scope> Making<'_, 'scope, '_> {
             let stop = push.repository.stop();
             push.image.write_layer(layer, writer, stop, &mut |_| ())
         })?;
-        Ok(MadeBlob { chunks, current: Vec::new(), at: 0, maker })
+        Ok(MadeBlob { chunks, current: Cursor::default(), maker })
     }
 }
 
 struct MadeBlob<'scope> {
     chunks: channel::Receiver<Vec<u8>>,
-    current: Vec<u8>,
-    at: usize,
-    maker: ScopedJoinHandle<'scope, Result<LayerBlob, ExportError>>,
+    current: Cursor<Vec<u8>>,
+    maker: ScopedJoinHandle<'scope, Result<ExportedLayer, ExportError>>,
 }
 
 impl MadeBlob<'_> {
     /// The finished blob; [`ExportError::Cancelled`] unless all of it was taken.
-    fn end(self) -> Result<LayerBlob, ExportError> {
+    fn end(self) -> Result<ExportedLayer, ExportError> {
         drop(self.chunks);
         self.maker.join().unwrap_or(Err(Cancelled.into()))
     }
@@ -717,18 +720,14 @@ impl MadeBlob<'_> {
 
 impl Read for MadeBlob<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        if buf.is_empty() {
-            return Ok(0);
-        }
-        while self.at == self.current.len() {
-            match self.chunks.recv() {
-                Ok(chunk) => (self.current, self.at) = (chunk, 0),
-                Err(_) => return Ok(0),
+        loop {
+            match self.current.read(buf)? {
+                0 if !buf.is_empty() => match self.chunks.recv() {
+                    Ok(chunk) => self.current = Cursor::new(chunk),
+                    Err(_) => return Ok(0),
+                },
+                count => return Ok(count),
             }
         }
-        let count = buf.len().min(self.current.len() - self.at);
-        buf[..count].copy_from_slice(&self.current[self.at..self.at + count]);
-        self.at += count;
-        Ok(count)
     }
 }

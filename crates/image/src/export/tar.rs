@@ -141,9 +141,7 @@ impl<'a> Head<'a> {
     fn of(flag: u8, name: &'a [u8]) -> Self {
         Self { name, flag, meta: PLAIN, size: 0, sparse: None, link: b"", device: 0 }
     }
-}
 
-impl Head<'_> {
     /// The header, with PAX records before it for what it cannot say.
     fn write<'x>(
         &self,

@@ -35,13 +35,13 @@ impl Descriptor {
     }
 }
 
-/// Takes the blobs of an image one after the other, and shows nothing of it before it is complete.
+/// Takes the blobs of an image one after the other. The image appears when it is complete.
 ///
-/// Dropped without [`Target::publish`] it removes what it has written.
+/// Dropped without [`Target::publish`] it removes its files.
 pub(crate) trait Target {
     fn begin(&mut self, kind: BlobKind) -> Result<(), ExportError>;
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError>;
-    /// The blob is complete. It may be there already: then the new copy goes.
+    /// The blob is complete. If it exists already, the new copy is removed.
     fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError>;
     /// Makes the image visible.
     fn publish(self: Box<Self>, image: &Finished) -> Result<(), ExportError>;

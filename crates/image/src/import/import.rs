@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::thread::Scope;
 use std::time::Instant;
 
 use cofolio_erofs::tree::Tree;
@@ -19,7 +20,7 @@ use super::{ImportOptions, Limits};
 use crate::compose::merge::{self, Hidden, MergeError};
 use crate::digest::{BlobDigest, ChainId, DiffId, NoDigest};
 use crate::error::{ImportError, TrustError, shown};
-use crate::layer::blob::{Budget, Pool};
+use crate::layer::blob::{Budget, OnRead, Pool};
 use crate::layer::dumped::DumpedLayer;
 use crate::layer::objects::Workers;
 use crate::layer::unpack::{
@@ -66,9 +67,6 @@ pub struct ImportReport {
     pub image_bytes: u64,
     /// Extended attributes left out because Linux has no such namespace.
     pub foreign_xattrs: u64,
-    /// Names left out because they belong to sockets in use, or to filesystems mounted below a
-    /// directory that was to be imported without them.
-    pub skipped: u64,
     /// How long it took, in milliseconds.
     pub duration_ms: u64,
 }
@@ -142,7 +140,7 @@ fn import_directory(
         task.tell(Event::Phase(Phase::Unpack));
         let scan = tree_scan::ScanOptions { threads: options.threads, ..Default::default() };
         let scanned = tree_scan::scan(path, &scan, &staging, task)?;
-        let mut report = ImportReport { skipped: scanned.skipped, ..empty_report(&name) };
+        let mut report = empty_report(&name);
         let mut record = Ref::new(Digest([0; 32]));
         record.labels = labels(domain, &name, options)?;
         let gate = Gate { options, brought: Vec::new() };
@@ -404,7 +402,6 @@ fn empty_report(name: &str) -> ImportReport {
         bytes_known: 0,
         image_bytes: 0,
         foreign_xattrs: 0,
-        skipped: 0,
         duration_ms: 0,
     }
 }
@@ -429,6 +426,69 @@ enum Unmerged {
     Over(DumpedLayer),
 }
 
+/// What the layers of an import have in common.
+struct Layers<'env> {
+    shared: Shared<'env>,
+    staging: &'env Arc<Staging>,
+    options: &'env ImportOptions,
+    /// How many are pulled at a time; `None` if they are at hand.
+    jobs: Option<usize>,
+    trust_known: bool,
+    task: &'env Task,
+    on_read: OnRead<'env>,
+}
+
+/// Of a layer: counts if it was unpacked, objects that only its split names, and its tree.
+type Ready = (Option<Counts>, Vec<([u8; 32], u64)>, Unmerged);
+
+impl<'env> Layers<'env> {
+    /// Whether the store has a layer. A repair does not read one for a split that never existed.
+    fn is_known(&self, chain_id: &str) -> Result<bool, ImportError> {
+        let damage = self.options.repair.as_ref();
+        let has = |kind| self.staging.domain().has_named(&FileName::chain(kind, chain_id)?);
+        Ok(self.trust_known
+            && !damage.is_some_and(|damage| damage.layers.contains(chain_id))
+            && has(FileKind::Layer)?
+            // A repair does not read a layer for a split that never existed.
+            && (damage.is_some() || has(FileKind::Split)?))
+    }
+
+    /// Unpacks a layer, unless it is `known` and can be read.
+    fn make_ready<'scope>(
+        &self,
+        scope: &'scope Scope<'scope, 'env>,
+        workers: Workers,
+        (index, layer): (usize, &FoundLayer),
+        known: bool,
+    ) -> Result<Ready, ImportError> {
+        let domain = self.staging.domain();
+        let from_store = || known_layer(domain, &layer.chain_id.to_string(), &mut |_, _| {});
+        if known && let Some(layer) = from_store()? {
+            return Ok((None, Vec::new(), Unmerged::Over(layer)));
+        }
+        // A pulled layer is kept even if the pull fails.
+        let is_kept = self.jobs.is_some()
+            && self.trust_known
+            && self.options.repair.is_none()
+            && layer.blob.size >= KEEP_BYTES_MIN;
+        let own = is_kept.then(|| domain.begin_import(Default::default())).transpose()?;
+        let own = own.map(|own| Arc::new(own.cancelled_by(&self.task.cancel)));
+        let target = own.as_ref().unwrap_or(self.staging);
+        let Unpacked { tree, replaced, mut counts } =
+            unpack(scope, &self.shared, target, workers, layer, self.on_read)?;
+        counts.kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
+        let unmerged = match (index, counts.kept) {
+            (0, _) => Unmerged::Lowest(tree),
+            (_, None) => Unmerged::Over(dumped(self.staging, layer, tree)?),
+            (_, Some(_)) => {
+                drop(tree);
+                Unmerged::Over(from_store()?.ok_or_else(vanished)?)
+            }
+        };
+        Ok((Some(counts), replaced, unmerged))
+    }
+}
+
 /// Unpacks the layers that are not known, several at a time, and merges them in order.
 fn build(
     staging: &Arc<Staging>,
@@ -443,20 +503,16 @@ fn build(
     let Limits { uncompressed_bytes, ratio_from_bytes, ratio, .. } = options.limits;
     let budget =
         Budget::new(uncompressed_bytes, ratio_from_bytes, ratio.max(1), task.cancel.child());
-    let entries = AtomicU64::new(0);
-    let shared = Shared {
-        budget: &budget,
-        limits: &options.limits,
-        pool: Arc::new(Pool::default()),
-        entries: &entries,
-    };
+    let (entries, pool) = (AtomicU64::new(0), Arc::new(Pool::default()));
+    let shared = Shared { budget: &budget, limits: &options.limits, pool, entries: &entries };
+    let on_read = |bytes| task.tell(Event::Read(bytes));
+    let layers = Layers { shared, staging, options, jobs, trust_known, task, on_read: &on_read };
     let count = image.layers.len();
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if options.threads == 0 { processors } else { options.threads };
     // Some of them wait for the disk.
     let writers = (threads * 2).clamp(1, 8);
     let at_a_time = jobs.unwrap_or(threads.clamp(1, 4));
-    let on_read = |bytes| task.tell(Event::Read(bytes));
 
     std::thread::scope(|scope| {
         let workers = Workers::start(scope, writers)?;
@@ -469,58 +525,16 @@ fn build(
             // Layers begin in order, and few at a time.
             while running.len() < at_a_time {
                 let Some((index, layer)) = waiting.next() else { break };
-                let (shared, workers, on_read) = (&shared, workers.clone(), &on_read);
-                let chain_id = layer.chain_id.to_string();
-                let damage = options.repair.as_ref();
-                let damaged = damage.is_some_and(|d| d.layers.contains(&chain_id));
-                // A repair does not read a layer for a split that never existed.
-                let has = |kind| staging.domain().has_named(&FileName::chain(kind, &chain_id)?);
-                let known = (|| -> Result<_, ImportError> {
-                    Ok(trust_known
-                        && !damaged
-                        && has(FileKind::Layer)?
-                        && (damage.is_some() || has(FileKind::Split)?))
-                })();
+                let known = layers.is_known(&layer.chain_id.to_string());
                 let Ok(known) = known.map_err(|error| budget.stop(error)) else { break };
                 let state = if known { LayerState::Known } else { LayerState::Read };
                 let digest = layer.blob.digest.to_string();
                 let blob = Some((digest.as_str(), layer.blob.size));
                 task.tell(Event::Layer { index, count, state, blob });
+                let (layers, workers) = (&layers, workers.clone());
                 let started = spawn(scope, move || {
-                    let result = (|| -> Result<_, ImportError> {
-                        if known
-                            && let Some(layer) =
-                                known_layer(staging.domain(), &chain_id, &mut |_, _| {})?
-                        {
-                            return Ok((None, Vec::new(), Unmerged::Over(layer)));
-                        }
-                        // A pulled layer is kept even if the pull fails.
-                        let own = jobs.filter(|_| {
-                            trust_known
-                                && options.repair.is_none()
-                                && layer.blob.size >= KEEP_BYTES_MIN
-                        });
-                        let own = own.map(|_| staging.domain().begin_import(Default::default()));
-                        let own =
-                            own.transpose()?.map(|own| Arc::new(own.cancelled_by(&task.cancel)));
-                        let target = own.as_ref().unwrap_or(staging);
-                        let Unpacked { tree, replaced, mut counts } =
-                            unpack(scope, shared, target, workers, layer, on_read)?;
-                        let kept = own.map(|own| keep(own, &tree, &replaced)).transpose()?;
-                        counts.kept = kept;
-                        let part = match (index, kept) {
-                            (0, _) => Unmerged::Lowest(tree),
-                            (_, None) => Unmerged::Over(dumped(staging, layer, tree)?),
-                            (_, Some(_)) => {
-                                drop(tree);
-                                let layer =
-                                    known_layer(staging.domain(), &chain_id, &mut |_, _| {})?;
-                                Unmerged::Over(layer.ok_or_else(vanished)?)
-                            }
-                        };
-                        Ok((Some(counts), replaced, part))
-                    })();
-                    result.map_err(|error| shared.budget.stop(error))
+                    let ready = layers.make_ready(scope, workers, (index, layer), known);
+                    ready.map_err(|error| layers.shared.budget.stop(error))
                 });
                 match started {
                     Ok(layer) => running.push_back(layer),
@@ -540,16 +554,16 @@ fn build(
                 Err(())
             });
             if running.is_empty() {
-                shared.pool.clear();
+                layers.shared.pool.clear();
             }
-            let result = joined.and_then(|(unpacked, replaced, part)| {
+            let result = joined.and_then(|(unpacked, replaced, unmerged)| {
                 hidden.extend(replaced);
                 report.layers.push(layer_report(layer, unpacked.as_ref()));
                 if let Some(counts) = unpacked {
                     report.foreign_xattrs += counts.foreign_xattrs;
                     counts.kept.iter().for_each(|stats| add_stats(report, stats));
                 }
-                let result = match part {
+                let result = match unmerged {
                     Unmerged::Lowest(tree) => merge::lowest(tree).map(|tree| merged = tree),
                     Unmerged::Over(layer) => merge::apply(&mut merged, &layer, &mut hidden),
                 };

@@ -139,7 +139,8 @@ mod tests {
         assert_eq!(value.len(), 4 + 8 * ENTRIES_MAX);
         assert_eq!(value[12..20], [2, 0, 4, 0, 0, 0, 0, 0]);
         assert_eq!(value[20..28], [2, 0, 4, 0, 1, 0, 0, 0]);
-        assert!(from_text(text(ENTRIES_MAX - 3).as_bytes()).is_err());
+        let error = from_text(text(ENTRIES_MAX - 3).as_bytes()).expect_err("one more");
+        assert_eq!(error.what, "too many entries");
     }
 
     #[test]
@@ -150,16 +151,19 @@ mod tests {
 
     #[test]
     fn what_cannot_be_kept_is_refused() {
-        for text in [
-            "user::rw-,user:joe:rwx,group::r--,mask::rwx,other::r--",
-            "user::rw-,user:1:rwx,group::r--,other::r--",
-            "user::rw-,group::r--",
-            "user::rw-,user::rw-,group::r--,other::r--",
-            "user::rwz,group::r--,other::r--",
-            "nobody::rw-,group::r--,other::r--",
-            "user",
+        for (text, what) in [
+            (
+                "user::rw-,user:joe:rwx,group::r--,mask::rwx,other::r--",
+                "a name without a number cannot be resolved",
+            ),
+            ("user::rw-,user:1:rwx,group::r--,other::r--", "the mask is missing"),
+            ("user::rw-,group::r--", "owner, group or other is missing"),
+            ("user::rw-,user::rw-,group::r--,other::r--", "given twice"),
+            ("user::rwz,group::r--,other::r--", "unknown permission"),
+            ("nobody::rw-,group::r--,other::r--", "unknown tag"),
+            ("user", "not tag:qualifier:permissions"),
         ] {
-            assert!(from_text(text.as_bytes()).is_err(), "{text}");
+            assert_eq!(from_text(text.as_bytes()).expect_err(text).what, what, "{text}");
         }
     }
 }

@@ -58,11 +58,8 @@ impl Blob {
     /// The whole blob, of at most `max` bytes, its digest checked.
     pub(crate) fn read_all(&self, max: u64) -> Result<Vec<u8>, ImportError> {
         if self.size > max {
-            return Err(ImportError::Limit {
-                what: format!("document {} of {} bytes", self.digest, self.size),
-                limit: max,
-                option: "document_bytes",
-            });
+            let what = format!("document {} of {} bytes", self.digest, self.size);
+            return Err(ImportError::limit(what, max, "document_bytes"));
         }
         let mut content = Vec::new();
         let mut reader = self.open(None);
@@ -75,11 +72,7 @@ impl Blob {
     }
 
     fn check(&self, actual: &BlobDigest) -> Result<(), ImportError> {
-        if *actual == self.digest {
-            Ok(())
-        } else {
-            Err(ImportError::Digest { digest: self.digest.to_string(), actual: actual.to_string() })
-        }
+        if *actual == self.digest { Ok(()) } else { Err(ImportError::digest(&self.digest, actual)) }
     }
 
     /// Keeps errors of the registry and corrupt blobs apart.
@@ -147,11 +140,7 @@ impl Budget {
     ) -> Result<(), ImportError> {
         let before = self.used.fetch_add(bytes, Ordering::Relaxed);
         if before.saturating_add(bytes) > self.total_max {
-            return Err(ImportError::Limit {
-                what: what(),
-                limit: self.total_max,
-                option: "uncompressed_bytes",
-            });
+            return Err(ImportError::limit(what(), self.total_max, "uncompressed_bytes"));
         }
         Ok(())
     }
@@ -453,14 +442,10 @@ fn chunks(
         budget.take(length as u64, || format!("layer {}: unpacked content", blob.digest))?;
         let read = unpacker.tap().get_ref().count;
         if unpacker.compressed() && total > budget.ratio_from && total / budget.ratio_max > read {
-            return Err(ImportError::Limit {
-                what: format!(
-                    "layer {}: {total} bytes unpacked from the first {read}, each to",
-                    blob.digest
-                ),
-                limit: budget.ratio_max,
-                option: "ratio",
-            });
+            let digest = &blob.digest;
+            let what =
+                format!("layer {digest}: {total} bytes unpacked from the first {read}, each to");
+            return Err(ImportError::limit(what, budget.ratio_max, "ratio"));
         }
         if budget.stop.is_cancelled() || !send(chunk) {
             return Ok(None);

@@ -12,7 +12,7 @@ use cofolio_store::StoredFile;
 
 use crate::layer::{DEFAULT_DIR, IMPLICIT, LOWER_LINK, WHITEOUT};
 
-/// Metadata of marks, and of what is not known yet.
+/// Metadata of marks, and of inodes whose description is still to come.
 pub(crate) const NO_META: Meta = Meta { mode: 0, uid: 0, gid: 0, mtime: 0, mtime_nsec: 0 };
 
 #[derive(Debug)]

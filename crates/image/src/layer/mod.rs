@@ -28,7 +28,7 @@ pub(crate) mod tar;
 pub(crate) mod tar_split;
 pub(crate) mod unpack;
 
-use cofolio_erofs::tree::{Content, InodeId, Meta, Tree, TreeError};
+use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
 
 use crate::digest::{ChainId, DiffId};
 use crate::error::shown;
@@ -72,7 +72,7 @@ pub(crate) enum Made {
 
 /// Builds the tree of one layer from its entries, in their order.
 pub(crate) struct LayerTree {
-    tree: Tree,
+    pub(crate) tree: Tree,
     /// Attributes left out because they are in no namespace that Linux knows.
     pub(crate) foreign_xattrs: u64,
     path: Vec<Vec<u8>>,
@@ -85,19 +85,6 @@ impl LayerTree {
         // Cannot fail: the attribute is short, and fixed.
         let _ = tree.set_xattrs(root, [(IMPLICIT, &b""[..])]);
         Self { tree, foreign_xattrs: 0, path: Vec::new() }
-    }
-
-    pub(crate) fn into_tree(self) -> Tree {
-        self.tree
-    }
-
-    /// Gives a file its content. Harmless if the file was replaced meanwhile.
-    pub(crate) fn set_content(
-        &mut self,
-        file: InodeId,
-        content: Content<'_>,
-    ) -> Result<(), TreeError> {
-        self.tree.set_content(file, content)
     }
 
     pub(crate) fn add(&mut self, entry: &Entry) -> Result<Made, String> {
@@ -307,7 +294,7 @@ pub(crate) fn make_dirs(
     Ok(steps.dir)
 }
 
-/// Splits a path into names; refuses `..`, NUL, and what is too long.
+/// Splits a path into names; refuses `..`, NUL, and names or paths that are too long.
 fn split(path: &[u8], parts: &mut Vec<Vec<u8>>) -> Result<(), String> {
     parts.clear();
     if path.len() > PATH_MAX {

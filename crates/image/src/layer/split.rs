@@ -13,7 +13,7 @@
 //! script           what the archive is made of, in order; numbers are LEB128
 //!   n << 2 | 0     n bytes of the archive follow
 //!   0 << 2 | 1     the whole content of the next object of the table
-//!   n << 2 | 2     n parts of the next object: n pairs (bytes left out, bytes taken) follow
+//!   n << 2 | 2     n ranges of the next object: n pairs (bytes left out, bytes taken) follow
 //!
 //! table            40 bytes a row, in the order in which the script takes them
 //!   digest         fs-verity digest: the object's name
@@ -56,10 +56,10 @@ const LITERAL_MAX: usize = 64 << 10;
 const TOTALS: usize = 24;
 /// zstd level: fast; headers are repetitive enough.
 const LEVEL: i32 = 1;
-/// The two low bits of a step of the script.
+/// The two low bits of an instruction of the script.
 const LITERAL: u64 = 0;
 const WHOLE: u64 = 1;
-const PARTS: u64 = 2;
+const RANGES: u64 = 2;
 
 /// Writes a split while the archive is read.
 pub(crate) struct SplitWriter<W> {
@@ -106,16 +106,16 @@ impl<W: Write> SplitWriter<W> {
         Ok(())
     }
 
-    /// The next bytes of the archive are the content of an object, or parts of it (offset, length;
+    /// The next bytes of the archive are the content of an object, or ranges of it (offset, length;
     /// in order and apart). Returns its number, for [`SplitWriter::stored`].
-    pub(crate) fn object(&mut self, parts: Option<&[(u64, u64)]>) -> io::Result<u64> {
+    pub(crate) fn object(&mut self, ranges: Option<&[(u64, u64)]>) -> io::Result<u64> {
         self.end_literal()?;
-        match parts {
+        match ranges {
             None => self.number(WHOLE),
-            Some(parts) => {
-                self.number((parts.len() as u64) << 2 | PARTS);
+            Some(ranges) => {
+                self.number((ranges.len() as u64) << 2 | RANGES);
                 let mut at = 0;
-                for &(offset, length) in parts {
+                for &(offset, length) in ranges {
                     self.number(offset - at);
                     self.number(length);
                     at = offset + length;
@@ -225,7 +225,7 @@ pub(crate) fn fuzz(script: &[u8], table: &[u8], size: u64) -> io::Result<Vec<u8>
     writer.finish(size)
 }
 
-/// An input that goes into a split as it is consumed, but for the content of files.
+/// Records an input in a split as it is consumed, except the content of files.
 pub(crate) struct Recorder<I, W> {
     input: I,
     split: SplitWriter<W>,
@@ -248,7 +248,7 @@ impl<I: Input, W: Write> Recorder<I, W> {
         &mut self.split
     }
 
-    /// Takes what is left of the input; returns how many bytes that was.
+    /// Takes the rest of the input; returns its length in bytes.
     pub(crate) fn drain(&mut self) -> io::Result<u64> {
         let mut count = 0;
         loop {
@@ -306,25 +306,25 @@ pub(crate) enum SplitError {
 }
 
 /// What comes next in an archive.
-pub(crate) enum Step {
+pub(crate) enum Instruction {
     /// Bytes that are to be taken from [`Split::read`].
     Literal,
-    /// An object of that size: all of it, or as many parts, to be taken from [`Split::part`].
+    /// An object of that size: all of it, or as many ranges, to be taken from [`Split::range`].
     Object {
         digest: Digest,
         size: u64,
-        parts: Option<u64>,
+        ranges: Option<u64>,
     },
     End,
 }
 
-/// Reads a split. Any bytes give steps or an error; memory is two blocks.
+/// Reads a split. Any bytes give instructions or an error; memory is two blocks.
 pub(crate) struct Split<'a, S> {
     script: Blocks<'a, S>,
     table: Blocks<'a, S>,
     /// Bytes of the literal at hand that nobody took yet.
     literal_left: u64,
-    parts_left: u64,
+    ranges_left: u64,
     /// Bytes of the archive that the script has given so far.
     size: u64,
 }
@@ -340,19 +340,19 @@ impl<'a, S: ReadAt> Split<'a, S> {
             script: Blocks::new(source, SCRIPT),
             table: Blocks::new(source, TABLE),
             literal_left: 0,
-            parts_left: 0,
+            ranges_left: 0,
             size: 0,
         })
     }
 
-    /// What comes next; what is left of the step before is not skipped but must have been taken.
-    pub(crate) fn step(&mut self) -> Result<Step, SplitError> {
-        debug_assert!(self.literal_left == 0 && self.parts_left == 0);
+    /// What comes next; the rest of the one before must have been taken.
+    pub(crate) fn instruction(&mut self) -> Result<Instruction, SplitError> {
+        debug_assert!(self.literal_left == 0 && self.ranges_left == 0);
         if self.script.available()? == 0 {
             let rows_left = self.table.available()?;
             let totals = [self.script.given, self.table.given / ROW as u64, self.size];
             return match self.script.totals {
-                Some(expected) if rows_left == 0 && expected == totals => Ok(Step::End),
+                Some(expected) if rows_left == 0 && expected == totals => Ok(Instruction::End),
                 _ => Err(self.script.bad("its totals are wrong")),
             };
         }
@@ -362,19 +362,19 @@ impl<'a, S: ReadAt> Split<'a, S> {
             LITERAL if count > 0 => {
                 self.literal_left = count;
                 self.grow(count)?;
-                Ok(Step::Literal)
+                Ok(Instruction::Literal)
             }
             WHOLE if count == 0 => {
                 let (digest, size) = self.row()?;
                 self.grow(size)?;
-                Ok(Step::Object { digest, size, parts: None })
+                Ok(Instruction::Object { digest, size, ranges: None })
             }
-            PARTS => {
+            RANGES => {
                 let (digest, size) = self.row()?;
-                self.parts_left = count;
-                Ok(Step::Object { digest, size, parts: Some(count) })
+                self.ranges_left = count;
+                Ok(Instruction::Object { digest, size, ranges: Some(count) })
             }
-            _ => Err(self.script.bad("a step that means nothing")),
+            _ => Err(self.script.bad("an unknown instruction")),
         }
     }
 
@@ -386,22 +386,22 @@ impl<'a, S: ReadAt> Split<'a, S> {
         }
         let count = self.script.available()?.min(want);
         if count == 0 {
-            return Err(self.script.bad("the script ends in the middle of a step"));
+            return Err(self.script.bad("the script ends in the middle of an instruction"));
         }
         buf[..count].copy_from_slice(self.script.take(count));
         self.literal_left -= count as u64;
         Ok(count)
     }
 
-    /// Bytes of the object to leave out, then bytes to take. `None` after the last part.
-    pub(crate) fn part(&mut self) -> Result<Option<(u64, u64)>, SplitError> {
-        if self.parts_left == 0 {
+    /// Bytes of the object to leave out, then bytes to take. `None` after the last range.
+    pub(crate) fn range(&mut self) -> Result<Option<(u64, u64)>, SplitError> {
+        if self.ranges_left == 0 {
             return Ok(None);
         }
-        self.parts_left -= 1;
-        let part = (self.script.number()?, self.script.number()?);
-        self.grow(part.1)?;
-        Ok(Some(part))
+        self.ranges_left -= 1;
+        let range = (self.script.number()?, self.script.number()?);
+        self.grow(range.1)?;
+        Ok(Some(range))
     }
 
     fn row(&mut self) -> Result<(Digest, u64), SplitError> {
@@ -451,12 +451,12 @@ pub(crate) fn check<S: ReadAt>(
     let mut split = Split::open(source)?;
     let mut buffer = vec![0; LITERAL_MAX];
     loop {
-        match split.step()? {
-            Step::End => return Ok(()),
-            Step::Literal => while split.read(&mut buffer)? > 0 {},
-            Step::Object { digest, size, .. } => {
+        match split.instruction()? {
+            Instruction::End => return Ok(()),
+            Instruction::Literal => while split.read(&mut buffer)? > 0 {},
+            Instruction::Object { digest, size, .. } => {
                 visit(digest, size);
-                while split.part()?.is_some() {}
+                while split.range()?.is_some() {}
             }
         }
     }
@@ -546,7 +546,7 @@ impl<'a, S: ReadAt> Blocks<'a, S> {
         let mut number = 0u64;
         for shift in (0..64).step_by(7) {
             if self.available()? == 0 {
-                return Err(self.bad("the script ends in the middle of a step"));
+                return Err(self.bad("the script ends in the middle of an instruction"));
             }
             let byte = self.take(1)[0];
             let bits = u64::from(byte & 0x7f);
@@ -580,7 +580,7 @@ mod tests {
         Digest(bytes)
     }
 
-    /// What the steps say, with literals together.
+    /// What the instructions say, with literals together.
     #[derive(Debug, PartialEq)]
     enum Seen {
         Literal(Vec<u8>),
@@ -592,9 +592,9 @@ mod tests {
         let mut seen: Vec<Seen> = Vec::new();
         // Takes what a split says; one that is damaged must not say more than it can hold.
         for _ in 0..1 << 20 {
-            match split.step()? {
-                Step::End => return Ok(seen),
-                Step::Literal => {
+            match split.instruction()? {
+                Instruction::End => return Ok(seen),
+                Instruction::Literal => {
                     let mut buffer = vec![0; 1000];
                     loop {
                         let count = split.read(&mut buffer)?;
@@ -605,12 +605,12 @@ mod tests {
                         }
                     }
                 }
-                Step::Object { digest, size, parts } => {
+                Instruction::Object { digest, size, ranges } => {
                     let mut list = Vec::new();
-                    while let Some(part) = split.part()? {
-                        list.push(part);
+                    while let Some(range) = split.range()? {
+                        list.push(range);
                     }
-                    seen.push(Seen::Object(digest, size, parts.map(|_| list)));
+                    seen.push(Seen::Object(digest, size, ranges.map(|_| list)));
                 }
             }
         }

@@ -124,27 +124,30 @@ impl Entry {
     }
 }
 
-// Field positions; common to all formats up to `PREFIX`.
-const NAME: (usize, usize) = (0, 100);
-const MODE: (usize, usize) = (100, 8);
-const UID: (usize, usize) = (108, 8);
-const GID: (usize, usize) = (116, 8);
-const SIZE: (usize, usize) = (124, 12);
-const MTIME: (usize, usize) = (136, 12);
-const CHECKSUM: (usize, usize) = (148, 8);
+/// Position and length of a header's field.
+type Field = (usize, usize);
+
+// Common to all formats up to `PREFIX`.
+const NAME: Field = (0, 100);
+const MODE: Field = (100, 8);
+const UID: Field = (108, 8);
+const GID: Field = (116, 8);
+const SIZE: Field = (124, 12);
+const MTIME: Field = (136, 12);
+const CHECKSUM: Field = (148, 8);
 const TYPE: usize = 156;
-const LINK: (usize, usize) = (157, 100);
-const MAGIC: (usize, usize) = (257, 8);
-const MAJOR: (usize, usize) = (329, 8);
-const MINOR: (usize, usize) = (337, 8);
-const PREFIX: (usize, usize) = (345, 155);
+const LINK: Field = (157, 100);
+const MAGIC: Field = (257, 8);
+const MAJOR: Field = (329, 8);
+const MINOR: Field = (337, 8);
+const PREFIX: Field = (345, 155);
 // star leaves the end of the prefix to atime and ctime, and says so with a magic at the very end.
-const STAR_PREFIX: (usize, usize) = (345, 131);
-const STAR_MAGIC: (usize, usize) = (508, 4);
+const STAR_PREFIX: Field = (345, 131);
+const STAR_MAGIC: Field = (508, 4);
 // Old GNU sparse files: four segments in the header, 21 in each block after it.
 const GNU_SPARSE: usize = 386;
 const GNU_EXTENDED: usize = 482;
-const GNU_REAL_SIZE: (usize, usize) = (483, 12);
+const GNU_REAL_SIZE: Field = (483, 12);
 const GNU_EXT_EXTENDED: usize = 504;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -158,12 +161,12 @@ enum Format {
 struct Header<'a>(&'a [u8; BLOCK]);
 
 impl<'a> Header<'a> {
-    fn bytes(&self, (at, len): (usize, usize)) -> &'a [u8] {
+    fn bytes(&self, (at, len): Field) -> &'a [u8] {
         &self.0[at..at + len]
     }
 
     /// A field up to its first NUL.
-    fn text(&self, field: (usize, usize)) -> &'a [u8] {
+    fn text(&self, field: Field) -> &'a [u8] {
         let bytes = self.bytes(field);
         &bytes[..bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len())]
     }
@@ -174,6 +177,32 @@ impl<'a> Header<'a> {
             magic if !magic.starts_with(b"ustar\0") => Format::V7,
             _ if self.bytes(STAR_MAGIC) == b"tar\0" => Format::Star,
             _ => Format::Ustar,
+        }
+    }
+
+    fn signed(&self, name: &str, field: Field) -> Result<i64, String> {
+        number(self.bytes(field)).map_err(|e| format!("{name}: {e}"))
+    }
+
+    /// What a PAX record says, or else a field.
+    fn unsigned(&self, name: &str, pax: Option<u64>, field: Field) -> Result<u64, String> {
+        let Some(value) = pax else {
+            let value = self.signed(name, field)?;
+            return u64::try_from(value).map_err(|_| format!("{name} is negative: {value}"));
+        };
+        Ok(value)
+    }
+
+    fn in_32_bits(&self, name: &str, pax: Option<u64>, field: Field) -> Result<u32, String> {
+        let value = self.unsigned(name, pax, field)?;
+        u32::try_from(value).map_err(|_| format!("{name} {value} is out of range"))
+    }
+
+    fn owner(&self, name: &str, pax: Option<u64>, field: Field) -> Result<u32, String> {
+        match self.in_32_bits(name, pax, field)? {
+            // (uid_t)-1 is no owner.
+            u32::MAX => Err(format!("{name} {} is out of range", u32::MAX)),
+            id => Ok(id),
         }
     }
 
@@ -372,120 +401,27 @@ impl<R: Input> Reader<R> {
         extended: Extended,
     ) -> Result<Entry, TarError> {
         let bad_here = |what: String| TarError::Bad { offset, what };
-        let field =
-            |name: &str, at| number(header.bytes(at)).map_err(|e| bad_here(format!("{name}: {e}")));
-        // A PAX record goes before the header's field.
-        let unsigned = |name: &str, pax: Option<u64>, at| match pax {
-            Some(value) => Ok(value),
-            None => {
-                let value = field(name, at)?;
-                u64::try_from(value).map_err(|_| bad_here(format!("{name} is negative: {value}")))
-            }
-        };
-        let in_32_bits = |name: &str, pax: Option<u64>, at| {
-            let value = unsigned(name, pax, at)?;
-            u32::try_from(value).map_err(|_| bad_here(format!("{name} {value} is out of range")))
-        };
-        let mut pax = extended.pax;
-        let format = header.format();
-
-        let mut path = header.text(NAME).to_vec();
-        let prefix = match format {
-            Format::Ustar => header.text(PREFIX),
-            Format::Star => header.text(STAR_PREFIX),
-            Format::V7 | Format::Gnu => b"",
-        };
-        if !prefix.is_empty() {
-            path = [prefix, b"/", &path].concat();
-        }
-        if let Some(name) = pax.sparse.name.take().or(pax.path.take()).or(extended.name) {
-            path = name;
-        }
-        let link = pax.link.take().or(extended.link).unwrap_or_else(|| header.text(LINK).to_vec());
-
-        let flag = header.0[TYPE];
-        let kind = match flag {
-            // V7 had no directories: the slash says so.
-            0 | b'0' if path.ends_with(b"/") => Kind::Directory,
-            0 | b'0' | b'7' | b'S' => Kind::File,
-            b'1' => Kind::HardLink,
-            b'2' => Kind::Symlink,
-            b'3' => Kind::CharDevice,
-            b'4' => Kind::BlockDevice,
-            b'5' => Kind::Directory,
-            b'6' => Kind::Fifo,
-            other => {
-                let (kind, name) = (char::from(other), String::from_utf8_lossy(&path));
-                return Err(bad_here(format!("entry type {kind:?} of {name:?} is unknown")));
-            }
-        };
-
-        let owner = |name: &str, pax: Option<u64>, at| match in_32_bits(name, pax, at)? {
-            // (uid_t)-1 is no owner.
-            u32::MAX => Err(bad_here(format!("{name} {} is out of range", u32::MAX))),
-            id => Ok(id),
-        };
-        let (mtime, mtime_nsec) = match pax.mtime {
-            Some(time) => time,
-            None => (field("mtime", MTIME)?, 0),
-        };
-        let mut size = unsigned("size", pax.size, SIZE)?;
-        // Only files have data, whatever the size field of a link or directory says (as in Go's
-        // reader, which the container world uses, and in GNU tar's).
-        if kind != Kind::File {
-            size = 0;
-        }
-        let device = if matches!(kind, Kind::CharDevice | Kind::BlockDevice) {
-            (in_32_bits("devmajor", pax.major, MAJOR)?, in_32_bits("devminor", pax.minor, MINOR)?)
-        } else {
-            (0, 0)
-        };
-
+        let (mut entry, pax) = described(header, offset, extended).map_err(bad_here)?;
         // The room up to the end of the archive's address space: offsets are added up below.
         let limit = i64::MAX as u64 - offset.min(i64::MAX as u64) - (1 << 20);
-        if size > limit {
+        if entry.data_size > limit {
+            let size = entry.data_size;
             return Err(bad_here(format!("size {size} exceeds the limit of {limit}")));
         }
-        self.data_left = size;
-        self.padding = pad(size) as u64;
-        let sparse = if kind != Kind::File {
-            None
-        } else if flag == b'S' {
-            Some(self.gnu_sparse(header, offset)?)
-        } else {
-            self.pax_sparse(&pax, offset)?
-        };
-        if let Some(sparse) = &sparse {
+        self.data_left = entry.data_size;
+        self.padding = pad(entry.data_size) as u64;
+        if entry.kind == Kind::File {
+            entry.sparse = match header.0[TYPE] {
+                b'S' => Some(self.gnu_sparse(header, offset)?),
+                _ => self.pax_sparse(&pax, offset)?,
+            };
+        }
+        if let Some(sparse) = &entry.sparse {
             check_sparse(sparse, self.data_left).map_err(bad_here)?;
         }
-
-        let mut xattrs = std::mem::take(&mut pax.xattrs);
-        for (name, text) in [
-            ("system.posix_acl_access", &pax.acl_access),
-            ("system.posix_acl_default", &pax.acl_default),
-        ] {
-            if let Some(text) = text
-                && let Some(value) = acl::from_text(text).map_err(|e| bad_here(e.to_string()))?
-            {
-                xattrs.insert(name.as_bytes().to_vec(), value);
-            }
-        }
-
-        Ok(Entry {
-            path,
-            link,
-            kind,
-            mode: (field("mode", MODE)? & 0o7777) as u16,
-            uid: owner("uid", pax.uid, UID)?,
-            gid: owner("gid", pax.gid, GID)?,
-            mtime,
-            mtime_nsec,
-            device,
-            data_size: self.data_left,
-            sparse,
-            xattrs,
-            offset,
-        })
+        // Without the map of a sparse file.
+        entry.data_size = self.data_left;
+        Ok(entry)
     }
 
     /// The map of an old GNU sparse file: in the header and in the blocks between it and the data.
@@ -591,6 +527,81 @@ impl<R: Input> Reader<R> {
             TarError::Io(error)
         }
     }
+}
+
+/// The entry that a header and its extended headers describe, but for the map of a sparse file. A
+/// PAX record goes before the header's field.
+fn described(header: &Header<'_>, offset: u64, extended: Extended) -> Result<(Entry, Pax), String> {
+    let Extended { mut pax, name, link, .. } = extended;
+    let mut path = header.text(NAME).to_vec();
+    let prefix = match header.format() {
+        Format::Ustar => header.text(PREFIX),
+        Format::Star => header.text(STAR_PREFIX),
+        Format::V7 | Format::Gnu => b"",
+    };
+    if !prefix.is_empty() {
+        path = [prefix, b"/", &path].concat();
+    }
+    if let Some(name) = pax.sparse.name.take().or(pax.path.take()).or(name) {
+        path = name;
+    }
+    let link = pax.link.take().or(link).unwrap_or_else(|| header.text(LINK).to_vec());
+    let kind = match header.0[TYPE] {
+        // V7 had no directories: the slash says so.
+        0 | b'0' if path.ends_with(b"/") => Kind::Directory,
+        0 | b'0' | b'7' | b'S' => Kind::File,
+        b'1' => Kind::HardLink,
+        b'2' => Kind::Symlink,
+        b'3' => Kind::CharDevice,
+        b'4' => Kind::BlockDevice,
+        b'5' => Kind::Directory,
+        b'6' => Kind::Fifo,
+        other => {
+            let (kind, name) = (char::from(other), String::from_utf8_lossy(&path));
+            return Err(format!("entry type {kind:?} of {name:?} is unknown"));
+        }
+    };
+    let (mtime, mtime_nsec) = match pax.mtime {
+        Some(time) => time,
+        None => (header.signed("mtime", MTIME)?, 0),
+    };
+    let size = header.unsigned("size", pax.size, SIZE)?;
+    let device = match kind {
+        Kind::CharDevice | Kind::BlockDevice => (
+            header.in_32_bits("devmajor", pax.major, MAJOR)?,
+            header.in_32_bits("devminor", pax.minor, MINOR)?,
+        ),
+        _ => (0, 0),
+    };
+    let mut xattrs = std::mem::take(&mut pax.xattrs);
+    for (name, text) in [
+        ("system.posix_acl_access", &pax.acl_access),
+        ("system.posix_acl_default", &pax.acl_default),
+    ] {
+        if let Some(text) = text
+            && let Some(value) = acl::from_text(text).map_err(|e| e.to_string())?
+        {
+            xattrs.insert(name.as_bytes().to_vec(), value);
+        }
+    }
+    let entry = Entry {
+        path,
+        link,
+        kind,
+        mode: (header.signed("mode", MODE)? & 0o7777) as u16,
+        uid: header.owner("uid", pax.uid, UID)?,
+        gid: header.owner("gid", pax.gid, GID)?,
+        mtime,
+        mtime_nsec,
+        device,
+        // Only files have data, whatever the size field of a link or directory says (as in Go's
+        // reader, which the container world uses, and in GNU tar's).
+        data_size: if kind == Kind::File { size } else { 0 },
+        sparse: None,
+        xattrs,
+        offset,
+    };
+    Ok((entry, pax))
 }
 
 /// Extended headers seen before an entry.

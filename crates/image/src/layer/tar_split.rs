@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -86,9 +86,8 @@ const SEGMENT: u8 = 2;
 struct Archive<R> {
     lines: R,
     root: OwnedFd,
-    /// Bytes of the archive, given out up to `at`.
-    segment: Vec<u8>,
-    at: usize,
+    /// Bytes of the archive.
+    segment: Cursor<Vec<u8>>,
     file: Option<OpenFile>,
     line: Vec<u8>,
 }
@@ -119,7 +118,7 @@ impl Archive<BufReader<MultiGzDecoder<BufReader<File>>>> {
 
 impl<R: BufRead> Archive<R> {
     fn new(lines: R, root: OwnedFd) -> Self {
-        Self { lines, root, segment: Vec::new(), at: 0, file: None, line: Vec::new() }
+        Self { lines, root, segment: Cursor::default(), file: None, line: Vec::new() }
     }
 
     /// Goes on to the next line; false at the end.
@@ -141,9 +140,9 @@ impl<R: BufRead> Archive<R> {
         };
         match line.kind {
             SEGMENT => {
-                self.segment.clear();
-                self.at = 0;
-                decode(line.payload.as_deref().unwrap_or_default(), &mut self.segment)?;
+                self.segment.get_mut().clear();
+                self.segment.set_position(0);
+                decode(line.payload.as_deref().unwrap_or_default(), self.segment.get_mut())?;
             }
             FILE if line.size > 0 => {
                 let mut name = Vec::new();
@@ -209,15 +208,9 @@ impl<R: BufRead> Read for Archive<R> {
                 }
                 return Ok(count);
             }
-            let rest = &self.segment[self.at..];
-            if !rest.is_empty() {
-                let count = rest.len().min(buf.len());
-                buf[..count].copy_from_slice(&rest[..count]);
-                self.at += count;
-                return Ok(count);
-            }
-            if !self.next()? {
-                return Ok(0);
+            match self.segment.read(buf)? {
+                0 if self.next()? => {}
+                count => return Ok(count),
             }
         }
     }

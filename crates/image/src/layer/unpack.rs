@@ -81,7 +81,7 @@ pub(crate) fn unpack<'scope, 'env>(
     let split = split.into_inner().map_err(|e| store_error(e.into_error()))?;
     split.finish(&name(FileKind::Split)?)?;
     let counts = Counts { entries, foreign_xattrs: tree.foreign_xattrs, uncompressed, kept: None };
-    let tree = tree.into_tree();
+    let tree = tree.tree;
     let mut dump = staging.file_writer()?;
     compress_dump(&tree, &mut dump).map_err(store_error)?;
     dump.finish(&name(FileKind::Layer)?)?;
@@ -113,11 +113,8 @@ impl Unpacking<'_, '_> {
             self.entries += 1;
             let before = self.shared.entries.fetch_add(1, Ordering::Relaxed);
             if before >= self.shared.limits.entries {
-                return Err(ImportError::Limit {
-                    what: format!("layer {}: entries of the image", self.layer.blob.digest),
-                    limit: self.shared.limits.entries,
-                    option: "entries",
-                });
+                let what = format!("layer {}: entries of the image", self.layer.blob.digest);
+                return Err(ImportError::limit(what, self.shared.limits.entries, "entries"));
             }
             let made = self.tree.add(&entry).map_err(|what| self.entry_error(&entry, what))?;
             if let Made::File(inode) = made {
@@ -172,11 +169,12 @@ impl Unpacking<'_, '_> {
             let digest = &self.layer.blob.digest;
             let what = || format!("layer {digest}: holes of {:?}", shown(&entry.path));
             self.shared.budget.take(holes, what)?;
-            // Parts without bytes are nothing in the archive either.
-            let parts: Vec<_> = sparse.segments.iter().copied().filter(|part| part.1 > 0).collect();
-            let number = match parts[..] {
+            // Ranges without bytes are nothing in the archive either.
+            let ranges: Vec<_> =
+                sparse.segments.iter().copied().filter(|range| range.1 > 0).collect();
+            let number = match ranges[..] {
                 [] => None,
-                _ => Some(self.reader.input().split().object(Some(&parts)).map_err(store_error)?),
+                _ => Some(self.reader.input().split().object(Some(&ranges)).map_err(store_error)?),
             };
             let file = self.files.stream(FileId { inode, number });
             let mut at = 0;
@@ -235,12 +233,13 @@ impl Unpacking<'_, '_> {
     }
 
     fn take_results(&mut self, all: bool) -> Result<(), ImportError> {
-        let tree = &mut self.tree;
+        let tree = &mut self.tree.tree;
         let split = self.reader.input().split();
         self.files.results(all, |file, stored| {
             if let Some(number) = file.number {
                 split.stored(number, stored.digest, stored.size).map_err(store_error)?;
             }
+            // Harmless if the file was replaced meanwhile.
             tree.set_content(file.inode, Content::object(stored.size, &stored.digest.0))
                 .map_err(|e| ImportError::Image { what: e.to_string() })
         })
@@ -385,7 +384,7 @@ mod tests {
             let split = SplitError::Io(errno.into());
             sound::<()>(Err(store_error(io::Error::other(split))))
         };
-        assert!(read(Errno::MFILE).is_err());
+        assert!(matches!(read(Errno::MFILE), Err(ImportError::Io { .. })));
         assert_eq!(read(Errno::IO).unwrap(), None);
     }
 }

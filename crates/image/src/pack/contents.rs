@@ -3,7 +3,7 @@
 use cofolio_store::{BoxError, Contents, Digest, FileKind, StoredFile};
 
 use super::segment::Segment;
-use crate::compose::named_objects::{image_objects, layer_objects, object_of, open_image};
+use crate::compose::named_objects::{image_objects, layer_objects, open_image};
 use crate::layer::split;
 use crate::stored::StoredImage;
 
@@ -20,7 +20,7 @@ impl Contents for ImageContents {
     ) -> Result<(), BoxError> {
         match kind {
             FileKind::Object => Ok(()),
-            FileKind::Image => image_objects(file, visit),
+            FileKind::Image => image_objects(file, &mut |digest, size, _| visit(digest, size)),
             FileKind::Layer => layer_objects(file, visit),
             FileKind::Split => Ok(split::objects(&StoredImage::new(file)?, visit)?),
             FileKind::Pack => {
@@ -49,14 +49,11 @@ impl Contents for ImageContents {
         wanted: &dyn Fn(&Digest) -> bool,
         found: &mut dyn FnMut(Digest, &[u8]),
     ) -> Result<(), BoxError> {
-        let image = open_image(image)?;
-        let mut walk = image.walk()?;
-        while let Some(file) = walk.advance()? {
-            if let Some(digest) = object_of(&image, &file.inode)?.filter(wanted) {
-                found(digest, file.path);
+        image_objects(image, &mut |digest, _, path| {
+            if wanted(&digest) {
+                found(digest, path);
             }
-        }
-        Ok(())
+        })
     }
 }
 

@@ -19,9 +19,8 @@ mod usage;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use cofolio_erofs::tree::{Content, Tree};
-use cofolio_erofs::write::lz4;
 use cofolio_erofs::write::{
-    self, Blob, Blobs, BlockAddr, Data, Device, Extent, WriteError, write_data,
+    Blob, BlobData, Blobs, BlockAddr, Data, Device, Extent, WriteError, lz4, write_data,
 };
 use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{Digest, Domain, Error, ImportOptions, Publish, Staging};
@@ -31,7 +30,7 @@ use crate::compose::named_objects::open_image;
 
 pub use contents::{ImageContents, pack_segments};
 pub use rewrite::{RewriteReport, rewrite};
-use segment::{Form, Pages, Part, SHA256_SIZE_MAX, Segment, SegmentWriter};
+use segment::{Form, Pages, SHA256_SIZE_MAX, Segment, SegmentWriter};
 use usage::Usage;
 
 /// Largest segment of several objects, in bytes. Larger ones would keep more alive than is needed;
@@ -56,7 +55,7 @@ impl Default for PackOptions {
     }
 }
 
-/// What came of it.
+/// Outcome of packing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackReport {
     /// fs-verity digest of the image.
@@ -162,7 +161,7 @@ fn existing(domain: &Domain, image: &Digest, form: Form) -> Result<Option<PackRe
     Ok(None)
 }
 
-/// Where the contents of an image are to be.
+/// Which segments hold the contents of an image.
 struct Plan {
     form: Form,
     /// Objects that are in no segment yet, in the order of their layers (once known) and paths.
@@ -177,25 +176,8 @@ struct Plan {
     devices: HashMap<Digest, u16>,
     known: usize,
     new_bytes: u64,
-    /// By digest of the object: SHA-256 if it is not too large for one, and where it is.
-    places: HashMap<[u8; 32], (Option<[u8; 32]>, Kept)>,
-}
-
-/// Where a content is, and how it is kept.
-enum Kept {
-    Extents(Vec<Extent>),
-    Lz4(BlockAddr, Vec<lz4::Pcluster>),
-}
-
-impl Blobs for Plan {
-    fn find(&self, digest: &[u8; 32]) -> Option<Blob<'_>> {
-        let (sha256, kept) = self.places.get(digest)?;
-        let form = match kept {
-            Kept::Extents(extents) => write::Form::Extents(extents),
-            Kept::Lz4(start, pclusters) => write::Form::Lz4 { start: *start, pclusters },
-        };
-        Some(Blob { sha256: *sha256, form })
-    }
+    /// The contents that are in a segment.
+    blobs: Blobs,
 }
 
 impl Plan {
@@ -212,7 +194,6 @@ impl Plan {
             }
         }
         let total = wanted.iter().map(|(_, size)| size).sum();
-        let places = HashMap::with_capacity(wanted.len());
         Self {
             form,
             wanted,
@@ -223,7 +204,7 @@ impl Plan {
             devices: HashMap::new(),
             known: 0,
             new_bytes: 0,
-            places,
+            blobs: Blobs::new(),
         }
     }
 
@@ -246,16 +227,16 @@ impl Plan {
             if segment.form() != self.form {
                 continue;
             }
-            let mut extents = std::mem::take(&mut segment.extents);
-            extents.retain(|extent| {
-                wanted.get(&extent.object) == Some(&extent.size)
-                    && segment.is_within(extent, |other| self.sizes.contains_key(other))
+            let mut entries = std::mem::take(&mut segment.entries);
+            entries.retain(|entry| {
+                wanted.get(&entry.object) == Some(&entry.size)
+                    && segment.is_within(entry, |other| self.sizes.contains_key(other))
             });
-            for extent in &extents {
-                wanted.remove(&extent.object);
+            for entry in &entries {
+                wanted.remove(&entry.object);
             }
-            if !extents.is_empty() {
-                known.push((*digest, Segment { extents, ..segment }));
+            if !entries.is_empty() {
+                known.push((*digest, Segment { entries, ..segment }));
             }
         }
         if half {
@@ -265,7 +246,7 @@ impl Plan {
             self.add(digest, segment);
         }
         self.known = self.segments.len();
-        self.wanted.retain(|(digest, _)| !self.places.contains_key(&digest.0));
+        self.wanted.retain(|(digest, _)| !self.blobs.contains_key(&digest.0));
         Ok(())
     }
 
@@ -277,23 +258,23 @@ impl Plan {
             dropped = false;
             let mut usage = Usage::new(&self.sizes);
             for (digest, segment) in known.iter() {
-                segment.extents.iter().for_each(|extent| usage.mark(digest, segment, extent));
+                segment.entries.iter().for_each(|entry| usage.mark(digest, segment, entry));
             }
             let sparse = usage.sparse();
             for (digest, segment) in known.iter_mut() {
-                let mut extents = std::mem::take(&mut segment.extents);
-                let before = extents.len();
-                extents.retain(|extent| {
+                let mut entries = std::mem::take(&mut segment.entries);
+                let before = entries.len();
+                entries.retain(|entry| {
                     !sparse.contains(digest)
-                        && segment.is_within(extent, |other| !sparse.contains(other))
+                        && segment.is_within(entry, |other| !sparse.contains(other))
                 });
-                dropped |= extents.len() < before;
-                segment.extents = extents;
+                dropped |= entries.len() < before;
+                segment.entries = entries;
             }
         }
     }
 
-    /// Puts what is in no segment yet into the order of the layers that brought it.
+    /// Sorts the contents that are in no segment yet by the layers that brought them.
     fn sort(&mut self, domain: &Domain, image: &Digest) -> Result<(), PackError> {
         if !self.wanted.is_empty() {
             self.layers = order::layers(domain, image)?;
@@ -304,35 +285,32 @@ impl Plan {
         Ok(())
     }
 
-    /// What no layer is known to have brought comes last.
+    /// Contents that no known layer brought come last.
     fn layer_of(&self, object: &Digest) -> usize {
         self.layers.get(object).copied().unwrap_or(usize::MAX)
     }
 
-    /// Adds the contents of a segment, with where they are, there and in others.
+    /// Adds the contents of a segment, with their addresses there and in other segments.
     fn add(&mut self, digest: &Digest, segment: &Segment) {
-        for extent in &segment.extents {
+        for entry in &segment.entries {
             // Even if no block lies in it: packs keep the segment that describes a content.
             self.device(*digest);
-            let mut place_of = |place: segment::Place| BlockAddr {
-                device: self.device(segment.holder(digest, place)),
-                block: place.block,
+            let mut address = |at: segment::BlockRef| BlockAddr {
+                device: self.device(segment.holder(digest, at)),
+                block: at.block,
             };
-            let runs = extent.runs().into_iter();
-            let runs: Vec<_> = runs
-                .map(|run| Extent { at: run.place.map(&mut place_of), blocks: run.blocks })
+            let runs = entry.runs().into_iter();
+            let extents: Vec<_> = runs
+                .map(|run| Extent { at: run.at.map(&mut address), blocks: run.blocks })
                 .collect();
-            let kept = match (self.form, &runs[..]) {
+            let data = match (self.form, &extents[..]) {
                 (Form::Lz4, &[Extent { at: Some(start), .. }, ..]) => {
-                    let parts = segment.parts_of(extent).iter();
-                    let part =
-                        |part: &Part| lz4::Pcluster { len: part.len, compressed: part.compressed };
-                    Kept::Lz4(start, parts.map(part).collect())
+                    BlobData::Lz4 { start, pclusters: segment.pclusters_of(entry).to_vec() }
                 }
-                _ => Kept::Extents(runs),
+                _ => BlobData::Extents(extents),
             };
-            let sha256 = (extent.size <= SHA256_SIZE_MAX).then_some(extent.sha256);
-            self.places.insert(extent.object.0, (sha256, kept));
+            let sha256 = (entry.size <= SHA256_SIZE_MAX).then_some(entry.sha256);
+            self.blobs.insert(entry.object.0, Blob { sha256, data });
         }
     }
 
@@ -351,7 +329,7 @@ impl Plan {
         device
     }
 
-    /// Writes what is in no segment yet to new ones.
+    /// Writes the contents that are in no segment yet to new segments.
     fn write_segments(
         &mut self,
         domain: &Domain,
@@ -375,12 +353,7 @@ impl Plan {
                 match options.form {
                     Form::Plain => writer.add(object, *size)?,
                     Form::Lz4 => writer.add_compressed(object, *size, |content, blocks| {
-                        let parts = lz4::compress(content, blocks)?.into_iter();
-                        let part = |part: lz4::Pcluster| Part {
-                            len: part.len,
-                            compressed: part.compressed,
-                        };
-                        Ok(parts.map(part).collect())
+                        lz4::compress(content, blocks)
                     })?,
                 }
                 done += size;
@@ -394,7 +367,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What goes into one segment each.
+    /// The contents of each new segment.
     fn batches<'w>(
         &self,
         wanted: &'w [(Digest, u64)],
@@ -429,7 +402,7 @@ impl Plan {
         tree: &Tree,
     ) -> Result<PackReport, PackError> {
         let (segments, devices): (Vec<_>, Vec<_>) = self.segments.iter().cloned().unzip();
-        let data = Data { devices: &devices, own_blocks: 0, blobs: self };
+        let data = Data { devices: &devices, own_blocks: 0, blobs: &self.blobs };
         let mut writer = staging.pack_writer(image)?;
         write_data(tree, &data, &mut writer).map_err(|error| match error {
             WriteError::Sink(source) => match source.downcast::<Error>() {

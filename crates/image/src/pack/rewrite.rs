@@ -107,16 +107,16 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
                 usage.mark_all(&digest);
                 continue;
             };
-            // Marked extents need no second look.
-            let mut extents = std::mem::take(&mut segment.extents);
-            extents.retain(|extent| {
-                let used = objects.contains(&extent.object);
+            // Marked entries need no second look.
+            let mut entries = std::mem::take(&mut segment.entries);
+            entries.retain(|entry| {
+                let used = objects.contains(&entry.object);
                 if used {
-                    usage.mark(&digest, segment, extent);
+                    usage.mark(&digest, segment, entry);
                 }
                 !used
             });
-            segment.extents = extents;
+            segment.entries = entries;
         }
     }
     let sparse = usage.sparse();

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use cofolio_store::{Digest, Domain, Error, is_damage};
 
-use super::segment::{Extent, Segment};
+use super::segment::{IndexEntry, Segment};
 
 /// How many blocks the segments of a domain have; damaged ones and those in `without` are left out.
 pub(super) fn sizes(
@@ -19,7 +19,7 @@ pub(super) fn sizes(
     Ok(sizes)
 }
 
-/// What was read of a segment; `None` if it is gone, or damaged, which fsck reports.
+/// `None` for a segment that is gone, or damaged, which fsck reports.
 pub(super) fn readable<T>(read: Result<T, Error>) -> Result<Option<T>, Error> {
     match read {
         Err(Error::Corrupt { .. } | Error::NoSuch(_)) => Ok(None),
@@ -43,9 +43,9 @@ impl<'s> Usage<'s> {
     }
 
     /// Marks the blocks that a content of a segment takes, there and in others.
-    pub(super) fn mark(&mut self, digest: &Digest, segment: &Segment, extent: &Extent) {
-        for run in extent.runs() {
-            if let Some(place) = run.place {
+    pub(super) fn mark(&mut self, digest: &Digest, segment: &Segment, entry: &IndexEntry) {
+        for run in entry.runs() {
+            if let Some(place) = run.at {
                 let start = place.block as usize;
                 let blocks = start..start + run.blocks as usize;
                 self.mark_blocks(segment.holder(digest, place), blocks);

@@ -1,6 +1,5 @@
 //! Certificates: the machine's authorities, and what `certs.d/HOST/` adds (containers-certs.d(5)).
 
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
@@ -43,12 +42,7 @@ pub(crate) fn tls_for(host: &str, dirs: &[PathBuf]) -> Result<TlsConfig, Registr
 
 fn read(path: &Path) -> Result<Vec<PemItem<'static>>, RegistryError> {
     let bad = |what: String| RegistryError::Certificate { path: path.display().to_string(), what };
-    let mut bytes = Vec::new();
-    let read = files::open(path).and_then(|file| file.take(FILE_MAX + 1).read_to_end(&mut bytes));
-    read.map_err(|e| bad(e.to_string()))?;
-    if bytes.len() as u64 > FILE_MAX {
-        return Err(bad("larger than 4 MiB".into()));
-    }
+    let bytes = files::read(path, FILE_MAX).map_err(|e| bad(e.to_string()))?;
     parse_pem(&bytes).collect::<Result<_, _>>().map_err(|e| bad(format!("not PEM: {e}")))
 }
 

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
@@ -100,17 +100,12 @@ pub(crate) fn find(
 
 fn read(path: &Path) -> Result<Option<AuthFile>, RegistryError> {
     let bad = |what: String| RegistryError::Credentials { place: path.display().to_string(), what };
-    let file = match files::open(path) {
+    let bytes = match files::read(path, FILE_MAX) {
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(None);
         }
         other => other.map_err(|e| bad(e.to_string()))?,
     };
-    let mut bytes = Vec::new();
-    file.take(FILE_MAX + 1).read_to_end(&mut bytes).map_err(|e| bad(e.to_string()))?;
-    if bytes.len() as u64 > FILE_MAX {
-        return Err(bad("larger than 4 MiB".into()));
-    }
     // Podman leaves an empty file behind when the last credentials are removed.
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Ok(None);

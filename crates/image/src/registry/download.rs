@@ -8,7 +8,7 @@ use cofolio_store::task::Cancel;
 use ureq::BodyReader;
 use ureq::http::Method;
 
-use super::http::{Response, broken};
+use super::http::{Http, Response};
 use super::pace::{Failure, Speed, Tries};
 use super::repository::Repository;
 use super::url::Url;
@@ -50,9 +50,12 @@ struct Connection {
 }
 
 impl Connection {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+    fn read(&mut self, buffer: &mut [u8], http: &Http) -> io::Result<usize> {
         let asked = Instant::now();
         let count = self.body.read(buffer)?;
+        if count > 0 {
+            http.heard();
+        }
         // What came is dropped with the connection, and asked for again.
         self.speed.add(count, asked.elapsed()).map_err(io::Error::other)?;
         Ok(count)
@@ -121,7 +124,7 @@ impl Download {
         let begins = begin(&response, self.at, self.size)?;
         let Response { url, body, .. } = response;
         let (body, again) = (body.into_reader(), self.at - begins);
-        let speed = Speed::new(self.repository.options());
+        let speed = Speed::new(&self.repository.http.options);
         let mut connection = Connection { url, body, from: self.at, again, speed };
         self.skip(&mut connection)?;
         Ok(connection)
@@ -135,14 +138,14 @@ impl Download {
             let limiter = self.repository.limiter();
             let most = buffer.len().min(limiter.portion());
             let most = most.min(usize::try_from(count).unwrap_or(most));
-            match connection.read(&mut buffer[..most]) {
+            match connection.read(&mut buffer[..most], &self.repository.http) {
                 Ok(0) => return Err(early(&connection.url)),
                 Ok(read) => {
                     count -= read as u64;
                     limiter.take(read, &self.stop)?;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Failure::again(broken(&connection.url, &e))),
+                Err(e) => return Err(self.repository.http.broken(&connection.url, &e)),
             }
         }
         Ok(())
@@ -161,16 +164,16 @@ impl Download {
                 &mut buf[..most]
             }
         };
-        match connection.read(target) {
+        match connection.read(target, &self.repository.http) {
             Ok(0) if left == 0 => {
                 self.body = None;
                 Ok(0)
             }
             Ok(0) => Err(early(&connection.url)),
-            Ok(_) if left == 0 => Err(RegistryError::Answer {
-                url: connection.url.to_string(),
-                what: format!("more than the {} bytes that were promised", self.size),
-            }
+            Ok(_) if left == 0 => Err(RegistryError::answer(
+                &connection.url,
+                format!("more than the {} bytes that were promised", self.size),
+            )
             .into()),
             Ok(count) => {
                 self.at += count as u64;
@@ -182,14 +185,14 @@ impl Download {
                 self.body = None;
                 Ok(0)
             }
-            Err(e) => Err(Failure::again(broken(&connection.url, &e))),
+            Err(e) => Err(self.repository.http.broken(&connection.url, &e)),
         }
     }
 }
 
 /// The offset at which an answer begins: the one asked for, or 0.
 fn begin(response: &Response, at: u64, size: u64) -> Result<u64, RegistryError> {
-    let bad = |what: String| RegistryError::Answer { url: response.url.to_string(), what };
+    let bad = |what: String| RegistryError::answer(&response.url, what);
     let length = response.body.content_length();
     if response.status == 206 && at > 0 {
         let range = response.header("content-range").unwrap_or_default();
@@ -212,8 +215,7 @@ fn begin(response: &Response, at: u64, size: u64) -> Result<u64, RegistryError> 
 }
 
 fn early(url: &Url) -> Failure {
-    let what = "the connection ended early".to_owned();
-    Failure::again(RegistryError::Unreachable { url: url.to_string(), what, tries: 0 })
+    Failure::again(RegistryError::unreachable(url, "the connection ended early"))
 }
 
 impl Read for Download {

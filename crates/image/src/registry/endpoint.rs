@@ -230,7 +230,8 @@ impl Endpoint {
         match secret {
             // The refresh token grant of OAuth 2.
             Some(Secret::Identity(token)) => {
-                let (service, scope) = (escaped(service), escaped(&self.scopes.join(" ")));
+                let scopes = self.scopes.join(" ");
+                let (service, scope) = (escaped(service), escaped(&scopes));
                 form = Some(format!(
                     "grant_type=refresh_token&service={service}&scope={scope}&client_id={CLIENT_ID}\
                      &refresh_token={}",
@@ -261,15 +262,14 @@ impl Endpoint {
         let response = self.http.send(&request, authorization.as_deref())?;
         let mut response = judge(response, used)?;
         let bytes = response.document(TOKEN_MAX)?;
-        let bad = |what: &str| RegistryError::Answer {
-            url: response.url.to_string(),
-            what: format!("the token server's answer {what}"),
+        let bad = |what: &str| {
+            RegistryError::answer(&response.url, format!("the token server's answer {what}"))
         };
         token_of(&bytes).map_err(|what| bad(what).into())
     }
 }
 
-/// The token in a token server's answer; or what is wrong with it, which quotes nothing of it.
+/// The token in a token server's answer. The error quotes nothing of the answer.
 pub(super) fn token_of(answer: &[u8]) -> Result<String, &'static str> {
     let answer: Token = serde_json::from_slice(answer).map_err(|_| "is not JSON")?;
     let mut tokens = [answer.token, answer.access_token].into_iter();

@@ -104,7 +104,7 @@ fn ask(
     }))
 }
 
-/// Ends a helper and what it has started.
+/// Kills a helper and the processes that it started.
 fn end(child: &mut Child) {
     let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let _ = group.map(|group| kill_process_group(group, Signal::KILL));

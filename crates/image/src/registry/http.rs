@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use cofolio_store::task::Cancel;
 use ureq::http::{self, HeaderMap};
@@ -29,6 +29,8 @@ const TAKEN_STALLS: u32 = 10;
 const REFUSED_TRIES_MAX: u32 = 3;
 /// The same where each try takes a stall timeout.
 const SILENT_TRIES_MAX: u32 = 2;
+/// Stall timeouts without a byte on any connection after which nothing is tried again.
+const SILENT_STALLS: u32 = 2;
 /// Stall timeouts that a document may take.
 const DOCUMENT_STALLS: u32 = 4;
 
@@ -40,6 +42,8 @@ pub(crate) struct Http {
     agents: Arc<Agents>,
     /// Some server has answered.
     answered: AtomicBool,
+    /// Since when waiting has been in vain on all connections.
+    silent_since: Mutex<Option<Instant>>,
     watcher: Option<(SyncSender<()>, JoinHandle<()>)>,
 }
 
@@ -78,7 +82,7 @@ pub(crate) enum Payload<'a> {
     },
 }
 
-/// Media type of what is no document.
+/// Media type of blobs.
 pub(crate) const OCTETS: &str = "application/octet-stream";
 
 pub(crate) struct Response {
@@ -98,9 +102,8 @@ impl Response {
     }
 
     pub(crate) fn document(&mut self, max: u64) -> Result<Vec<u8>, Failure> {
-        let too_big = |size: &str| RegistryError::Answer {
-            url: self.url.to_string(),
-            what: format!("a document of {size} bytes, more than {max}"),
+        let too_big = |size: &str| {
+            RegistryError::answer(&self.url, format!("a document of {size} bytes, more than {max}"))
         };
         if let Some(size) = self.body.content_length().filter(|&size| size > max) {
             return Err(too_big(&size.to_string()).into());
@@ -132,7 +135,32 @@ impl Http {
         });
         // If the machine gives no thread, the time limits end the waiting.
         let watcher = watcher.ok().map(|thread| (alive, thread));
-        Self { options, limiter, cancel: cancel.clone(), agents, answered: false.into(), watcher }
+        let (cancel, answered, silent_since) = (cancel.clone(), false.into(), Mutex::default());
+        Self { options, limiter, cancel, agents, answered, silent_since, watcher }
+    }
+
+    /// Notes that bytes arrived.
+    pub(crate) fn heard(&self) {
+        *self.silent_since.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Notes a stall timeout; says whether the server has been silent for too long altogether.
+    fn is_silent(&self) -> bool {
+        let stall = self.options.stall_timeout;
+        let mut since = self.silent_since.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let since = *since.get_or_insert_with(|| now.checked_sub(stall).unwrap_or(now));
+        now.duration_since(since) >= stall * SILENT_STALLS
+    }
+
+    /// The failure of reading an answer. A server that hangs must not be waited for once for each
+    /// try of each blob.
+    pub(crate) fn broken(&self, url: &Url, error: &io::Error) -> Failure {
+        let failure = Failure::again(broken(url, error));
+        match is_timeout(error) && self.is_silent() {
+            true => Failure { tries_max: 1, ..failure },
+            false => failure,
+        }
     }
 
     /// Sends a request and follows redirects as docker and podman do: of reads and of requests that
@@ -156,17 +184,13 @@ impl Http {
             if !(reads && matches!(status, 301..=303) || again && matches!(status, 307 | 308)) {
                 return Ok(response);
             }
-            let location = response.header("location").ok_or_else(|| RegistryError::Answer {
-                url: response.url.to_string(),
-                what: "a redirect to nowhere".into(),
-            })?;
+            let location = response
+                .header("location")
+                .ok_or_else(|| RegistryError::answer(&response.url, "a redirect to nowhere"))?;
             url = response.url.join(location)?;
         }
-        Err(RegistryError::Answer {
-            url: request.url.to_string(),
-            what: format!("more than {REDIRECTS_MAX} redirects"),
-        }
-        .into())
+        Err(RegistryError::answer(&request.url, format!("more than {REDIRECTS_MAX} redirects"))
+            .into())
     }
 
     /// Whether a server speaks TLS, where plain HTTP would be allowed. An invalid certificate is an
@@ -215,8 +239,7 @@ impl Http {
         }
         if let Some(value) = authorization {
             let mut value = http::HeaderValue::from_str(value).map_err(|_| {
-                let what = "credentials that cannot be sent: control characters".into();
-                RegistryError::Answer { url: url.to_string(), what }
+                RegistryError::answer(url, "credentials that cannot be sent: control characters")
             })?;
             value.set_sensitive(true);
             builder = builder.header("authorization", value);
@@ -238,10 +261,7 @@ impl Http {
         // A registry may read a large blob once more before it answers.
         let takes = matches!(request.method, http::Method::PUT | http::Method::PATCH);
         let answer = Some(if takes { stall * TAKEN_STALLS } else { stall });
-        let bad = |e: http::Error| RegistryError::Answer {
-            url: url.to_string(),
-            what: format!("cannot be asked for: {e}"),
-        };
+        let bad = |e: http::Error| RegistryError::answer(url, format!("cannot be asked for: {e}"));
         let bytes = match &request.body {
             Payload::Form(text) => text.as_bytes(),
             Payload::Bytes(_, bytes) => bytes,
@@ -266,12 +286,17 @@ impl Http {
             }
         };
         self.answered.fetch_or(answer.is_ok(), Relaxed);
+        // Of a blob the content counts: some servers send its header and then nothing.
+        if answer.is_ok() && request.document {
+            self.heard();
+        }
         Ok(answer)
     }
 
     fn failure(&self, url: &Url, error: &ureq::Error) -> Failure {
         let failure = failure(url, error);
         let most = match error {
+            ureq::Error::Timeout(_) if self.is_silent() && self.answered.load(Relaxed) => 1,
             _ if self.answered.load(Relaxed) => u32::MAX,
             ureq::Error::Timeout(_) => SILENT_TRIES_MAX,
             ureq::Error::Io(e) if is_refused(error) || is_lookup(e) => REFUSED_TRIES_MAX,
@@ -289,10 +314,8 @@ impl Http {
     ) -> Result<T, RegistryError> {
         let (done, result) = sync_channel(1);
         let thread = std::thread::Builder::new().spawn(move || done.send(run()));
-        let thread = thread.map_err(|error| RegistryError::Unreachable {
-            url: url.to_string(),
-            what: format!("no thread for the request: {error}"),
-            tries: 0,
+        let thread = thread.map_err(|error| {
+            RegistryError::unreachable(url, format!("no thread for the request: {error}"))
         })?;
         loop {
             match result.recv_timeout(NAP) {
@@ -362,52 +385,50 @@ fn tls_error(error: &ureq::Error) -> Option<&rustls::Error> {
     }
 }
 
-pub(crate) fn broken(url: &Url, error: &io::Error) -> RegistryError {
+fn is_timeout(error: &io::Error) -> bool {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>());
-    let what = match inner {
-        Some(ureq::Error::Timeout(_)) => "nothing more came".to_owned(),
-        _ if error.kind() == io::ErrorKind::TimedOut => "nothing more came".to_owned(),
-        _ => format!("the connection broke off: {}", quoted(&error.to_string())),
+    matches!(inner, Some(ureq::Error::Timeout(_))) || error.kind() == io::ErrorKind::TimedOut
+}
+
+fn broken(url: &Url, error: &io::Error) -> RegistryError {
+    let what = match is_timeout(error) {
+        true => "nothing more came".to_owned(),
+        false => format!("the connection broke off: {}", quoted(&error.to_string())),
     };
-    RegistryError::Unreachable { url: url.to_string(), what, tries: 0 }
+    RegistryError::unreachable(url, what)
 }
 
 /// Describes an error of ureq without its URL, which may be secret.
 fn failure(url: &Url, error: &ureq::Error) -> Failure {
     use ureq::Timeout;
-    let unreachable =
-        |what: String| RegistryError::Unreachable { url: url.to_string(), what, tries: 0 };
+    let unreachable = |what: &str| RegistryError::unreachable(url, what);
     if let Some(tls) = tls_error(error) {
         let what = match tls {
             rustls::Error::InvalidMessage(_) => "does not speak TLS".to_owned(),
             other => format!("TLS: {other}"),
         };
-        return unreachable(what).into();
+        return unreachable(&what).into();
     }
     match error {
-        ureq::Error::HostNotFound => unreachable("no host of that name".into()).into(),
+        ureq::Error::HostNotFound => unreachable("no host of that name").into(),
         ureq::Error::Timeout(Timeout::Connect | Timeout::Resolve) => {
-            Failure::again(unreachable("no connection within the time allowed".into()))
+            Failure::again(unreachable("no connection within the time allowed"))
         }
-        ureq::Error::Timeout(_) => Failure::again(unreachable("no answer came".into())),
+        ureq::Error::Timeout(_) => Failure::again(unreachable("no answer came")),
         ureq::Error::Io(error) if is_unknown_host(error) => {
-            unreachable("no host of that name".into()).into()
+            unreachable("no host of that name").into()
         }
         ureq::Error::Io(_) | ureq::Error::Protocol(_) | ureq::Error::ConnectionFailed => {
-            Failure::again(unreachable(quoted(&error.to_string())))
+            Failure::again(unreachable(&quoted(&error.to_string())))
         }
-        ureq::Error::LargeResponseHeader(..) => RegistryError::Answer {
-            url: url.to_string(),
-            what: format!("a header of more than {HEADER_MAX} bytes"),
+        ureq::Error::LargeResponseHeader(..) => {
+            RegistryError::answer(url, format!("a header of more than {HEADER_MAX} bytes")).into()
         }
-        .into(),
-        ureq::Error::ConnectProxyFailed(_) => unreachable("the proxy refuses".into()).into(),
-        ureq::Error::BadUri(_) | ureq::Error::Http(_) => RegistryError::Answer {
-            url: url.to_string(),
-            what: "not a URL that can be asked".into(),
+        ureq::Error::ConnectProxyFailed(_) => unreachable("the proxy refuses").into(),
+        ureq::Error::BadUri(_) | ureq::Error::Http(_) => {
+            RegistryError::answer(url, "not a URL that can be asked").into()
         }
-        .into(),
-        _ => unreachable(quoted(&error.to_string())).into(),
+        _ => unreachable(&quoted(&error.to_string())).into(),
     }
 }
 

@@ -1,6 +1,5 @@
 //! How fast and how often: the limit on bytes per second, and the pauses between tries.
 
-use std::hash::{BuildHasher, Hasher};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -137,7 +136,8 @@ impl Tries {
             return Err(failure.error.tried(self.count));
         }
         let full = self.pause.saturating_mul(1 << (self.count - 1).min(16)).min(self.pause_max);
-        let own = full.mul_f64(0.5 + random() / 2.0);
+        // Jitter, so that clients do not retry all at once.
+        let own = full.mul_f64(0.5 + fastrand::f64() / 2.0);
         let pause = failure.pause.map_or(own, |asked| asked.max(own).min(self.pause_max));
         let (next, of) = (self.count + 1, self.max.min(failure.tries_max));
         let seconds = pause.as_secs_f32();
@@ -159,12 +159,6 @@ fn sleep(how_long: Duration, stop: &Cancel) -> Result<(), RegistryError> {
             left => std::thread::sleep(left.min(NAP)),
         }
     }
-}
-
-/// From 0 to 1, so that clients do not retry all at once.
-fn random() -> f64 {
-    let bits = std::hash::RandomState::new().build_hasher().finish();
-    f64::from(u32::try_from(bits >> 32).unwrap_or(0)) / f64::from(u32::MAX)
 }
 
 #[cfg(test)]

@@ -28,8 +28,8 @@ const MIRROR_TRIES_MAX: u32 = 2;
 
 /// A repository, ready to be read.
 pub(crate) struct Repository {
-    reference: Reference,
-    http: Arc<Http>,
+    pub(crate) reference: Reference,
+    pub(super) http: Arc<Http>,
     /// The mirrors, and last the registry itself.
     endpoints: Vec<Endpoint>,
     preferred: AtomicUsize,
@@ -82,10 +82,6 @@ impl Repository {
         Self { reference, http, endpoints: vec![endpoint.for_push(others)], preferred, task }
     }
 
-    pub(crate) fn reference(&self) -> &Reference {
-        &self.reference
-    }
-
     pub(crate) fn jobs(&self) -> usize {
         match self.http.options.jobs {
             0 => JOBS,
@@ -95,10 +91,6 @@ impl Repository {
 
     pub(crate) fn limiter(&self) -> &Limiter {
         &self.http.limiter
-    }
-
-    pub(crate) fn options(&self) -> &RegistryOptions {
-        &self.http.options
     }
 
     /// Cancels all requests.
@@ -170,7 +162,7 @@ impl Repository {
     pub(crate) fn head(&self, target: &str) -> Result<Option<Head>, RegistryError> {
         let path = format!("manifests/{target}");
         let found = self.each(|endpoint| {
-            // After a status the manifest itself is asked for, as often as it is worth.
+            // After an error status the manifest itself is requested, with all tries.
             let once = |failure: Failure| match failure.error {
                 error @ RegistryError::Status { .. } => error.into(),
                 _ => failure,

@@ -5,6 +5,7 @@ use std::io::{self, Read};
 
 use ureq::http::Method;
 
+use super::endpoint::Endpoint;
 use super::http::{OCTETS, Payload, Request, Response};
 use super::pace::Failure;
 use super::repository::{ACCEPT, Repository};
@@ -26,13 +27,8 @@ pub(crate) enum Begun {
 #[derive(Debug)]
 pub(crate) struct Session {
     location: Url,
-    at: u64,
-}
-
-impl Session {
-    pub(crate) fn at(&self) -> u64 {
-        self.at
-    }
+    /// Bytes of it that are there.
+    pub(crate) at: u64,
 }
 
 /// A blob that is being sent: keeps to the rate, can be cancelled, counts.
@@ -94,11 +90,7 @@ impl Repository {
             if let Some((digest, from)) = mount {
                 url = url.query("mount", digest).query("from", from);
             }
-            let body = Payload::Bytes(OCTETS, b"");
-            let request =
-                Request { method: Method::POST, url: &url, headers: &[], body, document: true };
-            let mut response = endpoint.send(&request)?;
-            used_up(&mut response);
+            let response = send(endpoint, Method::POST, &url, Payload::Bytes(OCTETS, b""))?;
             match response.status {
                 201 if mount.is_some() => Ok(Begun::Mounted),
                 _ => Ok(Begun::Session(Session { location: next(&response)?, at: 0 })),
@@ -114,20 +106,16 @@ impl Repository {
     ) -> Result<(), Failure> {
         let before = body.sent;
         let payload = Payload::Stream { reader: RefCell::new(&mut *body), size: None };
-        let (method, url) = (Method::PATCH, &session.location);
-        let request = Request { method, url, headers: &[], body: payload, document: true };
-        let mut response = self.registry().send(&request)?;
-        used_up(&mut response);
+        let response = send(self.registry(), Method::PATCH, &session.location, payload)?;
         let location = next(&response)?;
         let there = received(&response);
-        drop(request);
         session.at += body.sent - before;
         session.location = location;
         match there {
-            Some(there) if there != session.at => Err(Failure::again(RegistryError::Answer {
-                url: response.url.to_string(),
-                what: format!("took {there} bytes of {}", session.at),
-            })),
+            Some(there) if there != session.at => Err(Failure::again(RegistryError::answer(
+                &response.url,
+                format!("took {there} bytes of {}", session.at),
+            ))),
             _ => Ok(()),
         }
     }
@@ -144,18 +132,13 @@ impl Repository {
             None => Payload::Bytes(OCTETS, b""),
             Some((body, size)) => Payload::Stream { reader: RefCell::new(body), size: Some(size) },
         };
-        let request = Request { method: Method::PUT, url, headers: &[], body, document: true };
-        let mut response = self.registry().send(&request)?;
-        used_up(&mut response);
+        let response = send(self.registry(), Method::PUT, url, body)?;
         same_digest(&response, digest)
     }
 
     /// Finds out how much of an upload is there. `None` if the registry cannot go on with it.
     pub(crate) fn resume_upload(&self, session: &Session) -> Result<Option<Session>, Failure> {
-        let url = &session.location;
-        let (method, body) = (Method::GET, Payload::None);
-        let request = Request { method, url, headers: &[], body, document: true };
-        match self.registry().send(&request) {
+        match send(self.registry(), Method::GET, &session.location, Payload::None) {
             Ok(response) => {
                 // One byte and none look the same.
                 let Some(at) = received(&response).filter(|&at| at > 1) else { return Ok(None) };
@@ -169,9 +152,7 @@ impl Repository {
 
     /// Cancels an upload. Registries drop unfinished ones by themselves, too.
     pub(crate) fn cancel_upload(&self, session: &Session) {
-        let (method, url, body) = (Method::DELETE, &session.location, Payload::None);
-        let request = Request { method, url, headers: &[], body, document: true };
-        let _ = self.registry().send(&request);
+        let _ = send(self.registry(), Method::DELETE, &session.location, Payload::None);
     }
 
     /// Sets a tag. Says whether it changed.
@@ -189,11 +170,8 @@ impl Repository {
             Err(error) => return Err(error),
         }
         self.each(|endpoint| {
-            let (method, url) = (Method::PUT, &endpoint.url(&path)?);
-            let body = Payload::Bytes(media_type, bytes);
-            let request = Request { method, url, headers: &[], body, document: true };
-            let mut response = endpoint.send(&request)?;
-            used_up(&mut response);
+            let (url, body) = (&endpoint.url(&path)?, Payload::Bytes(media_type, bytes));
+            let response = send(endpoint, Method::PUT, url, body)?;
             if response.header("docker-content-digest").is_some() {
                 return same_digest(&response, digest);
             }
@@ -204,18 +182,27 @@ impl Repository {
     }
 }
 
-/// Reads an answer's body to its end, so that the connection can be used again.
-fn used_up(response: &mut Response) {
-    let _ = response.document(ANSWER_MAX);
+/// Sends a request once. The body of an upload's answer is read, so that its connection can be used
+/// again.
+fn send<'a>(
+    endpoint: &Endpoint,
+    method: Method,
+    url: &'a Url,
+    body: Payload<'a>,
+) -> Result<Response, Failure> {
+    let uploads = matches!(method, Method::POST | Method::PUT | Method::PATCH);
+    let request = Request { method, url, headers: &[], body, document: true };
+    let mut response = endpoint.send(&request)?;
+    if uploads {
+        let _ = response.document(ANSWER_MAX);
+    }
+    Ok(response)
 }
 
 fn next(response: &Response) -> Result<Url, RegistryError> {
     match response.header("location") {
         Some(location) => response.url.join(location),
-        None => Err(RegistryError::Answer {
-            url: response.url.to_string(),
-            what: "it does not say where to send the blob".into(),
-        }),
+        None => Err(RegistryError::answer(&response.url, "it does not say where to send the blob")),
     }
 }
 
@@ -231,10 +218,10 @@ fn received(response: &Response) -> Option<u64> {
 /// Compares the digest in the answer, if there is one, with what was sent.
 fn same_digest(response: &Response, digest: &str) -> Result<(), Failure> {
     match response.header("docker-content-digest") {
-        Some(theirs) if theirs != digest => Err(RegistryError::Answer {
-            url: response.url.to_string(),
-            what: format!("the registry has {}, sent was {digest}", crate::error::quoted(theirs)),
-        }
+        Some(theirs) if theirs != digest => Err(RegistryError::answer(
+            &response.url,
+            format!("the registry has {}, sent was {digest}", crate::error::quoted(theirs)),
+        )
         .into()),
         _ => Ok(()),
     }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::net::IpAddr;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, PercentEncode, utf8_percent_encode};
+
 use crate::error::{RegistryError, quoted};
 
 /// Longest URL that is followed.
@@ -72,9 +74,7 @@ impl Url {
     /// With a query parameter added, its value escaped.
     pub(crate) fn query(mut self, key: &str, value: &str) -> Self {
         self.rest.push(if self.rest.contains('?') { '&' } else { '?' });
-        self.rest.push_str(key);
-        self.rest.push('=');
-        self.rest.push_str(&escaped(value));
+        self.rest += &format!("{key}={}", escaped(value));
         self
     }
 
@@ -112,18 +112,12 @@ impl fmt::Debug for Url {
     }
 }
 
-/// Percent-encodes what is not unreserved (RFC 3986), for queries and forms.
-pub(crate) fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
-                escaped.push(char::from(byte));
-            }
-            _ => escaped.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    escaped
+/// What is not unreserved (RFC 3986).
+const RESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+
+/// Percent-encodes text for queries and forms.
+pub(crate) fn escaped(text: &str) -> PercentEncode<'_> {
+    utf8_percent_encode(text, RESERVED)
 }
 
 /// Whether `host[:port]` is this machine.

@@ -36,15 +36,11 @@ impl Opened {
             image.config.trim_end_matches(".json").rsplit('/').next().unwrap_or_default();
         match BlobDigest::parse(&format!("sha256:{promised}")) {
             Some(promised) if promised == digest => Ok(Chosen::Docker { image, config, digest }),
-            Some(promised) => Err(ImportError::Digest {
-                digest: promised.to_string(),
-                actual: digest.to_string(),
-            }),
-            None => Err(ImportError::Document {
-                what_blob: "manifest",
-                digest: "manifest.json".into(),
-                what: format!("the config's name {:?} is not its digest", image.config),
-            }),
+            Some(promised) => Err(ImportError::digest(&promised, &digest)),
+            None => {
+                let what = format!("the config's name {:?} is not its digest", image.config);
+                Err(ImportError::document("manifest", "manifest.json", what))
+            }
         }
     }
 
@@ -68,13 +64,10 @@ impl Opened {
             // in either, and is the same thing as long as the archive's layers are not compressed.
             let promised = name.strip_prefix("blobs/sha256/").map(|hex| format!("sha256:{hex}"));
             let digest = match promised {
-                Some(promised) => {
-                    BlobDigest::parse(&promised).ok_or_else(|| ImportError::Document {
-                        what_blob: "manifest",
-                        digest: "manifest.json".into(),
-                        what: format!("the layer's name {name:?} is not its digest"),
-                    })?
-                }
+                Some(promised) => BlobDigest::parse(&promised).ok_or_else(|| {
+                    let what = format!("the layer's name {name:?} is not its digest");
+                    ImportError::document("manifest", "manifest.json", what)
+                })?,
                 None => members.digest(offset, size, diff_id)?,
             };
             let blob = file::in_file(digest, members.file.clone(), offset, size);

@@ -47,11 +47,9 @@ impl Descriptor {
 
     /// The digest, checked.
     pub(crate) fn blob_digest(&self) -> Result<BlobDigest, ImportError> {
-        BlobDigest::parse(&self.digest).ok_or_else(|| ImportError::Document {
-            what_blob: "descriptor of",
-            digest: self.digest.clone(),
-            what: "not a sha256 or sha512 digest".into(),
-        })
+        let what = "not a sha256 or sha512 digest";
+        let digest = BlobDigest::parse(&self.digest);
+        digest.ok_or_else(|| ImportError::document("descriptor of", &self.digest, what))
     }
 
     /// Names under which the image may be asked for.
@@ -210,11 +208,8 @@ pub(crate) fn parse<'a, T: Deserialize<'a>>(
     digest: &str,
     bytes: &'a [u8],
 ) -> Result<T, ImportError> {
-    serde_json::from_slice(bytes).map_err(|e| ImportError::Document {
-        what_blob,
-        digest: digest.to_owned(),
-        what: e.to_string(),
-    })
+    let parsed = serde_json::from_slice(bytes);
+    parsed.map_err(|e| ImportError::document(what_blob, digest, e.to_string()))
 }
 
 /// What a descriptor in an index leads to.
@@ -242,7 +237,7 @@ pub(crate) fn leads(descriptor: &Descriptor) -> Result<Leads, ImportError> {
     }
 }
 
-/// Refuses what is not the config of a container image.
+/// Refuses anything but the config of a container image.
 pub(crate) fn check_config(descriptor: &Descriptor) -> Result<(), ImportError> {
     match descriptor.media_type.as_str() {
         OCI_CONFIG | "application/vnd.docker.container.image.v1+json" => Ok(()),
@@ -317,11 +312,7 @@ pub(super) fn read_config(
     bytes: Vec<u8>,
     layers: usize,
 ) -> Result<(String, Vec<DiffId>), ImportError> {
-    let fail = |what: String| ImportError::Document {
-        what_blob: "config",
-        digest: digest.to_owned(),
-        what,
-    };
+    let fail = |what: String| ImportError::document("config", digest, what);
     let config: Config = parse("config", digest, &bytes)?;
     if config.rootfs.kind != "layers" {
         return Err(fail(format!("rootfs.type is {:?}, not \"layers\"", config.rootfs.kind)));
@@ -356,11 +347,7 @@ pub(super) fn check_schema(
     if version == 2 {
         return Ok(());
     }
-    Err(ImportError::Document {
-        what_blob,
-        digest: digest.to_owned(),
-        what: format!("schemaVersion is {version}, not 2"),
-    })
+    Err(ImportError::document(what_blob, digest, format!("schemaVersion is {version}, not 2")))
 }
 
 #[cfg(test)]

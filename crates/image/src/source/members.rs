@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{file, io_error};
+use super::file::{Section, open_regular};
+use super::io_error;
 use crate::digest::{BlobDigest, BlobHasher, DiffId};
 use crate::error::ImportError;
 use crate::layer::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
@@ -33,7 +34,7 @@ enum Member {
 impl Members {
     /// Reads the headers of an archive, not its data.
     pub(super) fn open(path: &Path) -> Result<Self, ImportError> {
-        let file = file::open_regular(path).map_err(|e| io_error(path, e))?;
+        let file = open_regular(path).map_err(|e| io_error(path, e))?;
         let meta = file.metadata().map_err(|e| io_error(path, e))?;
         let mut head = [0u8; 6];
         let got = file.read_at(&mut head, 0).map_err(|e| io_error(path, e))?;
@@ -49,9 +50,8 @@ impl Members {
             return Err(ImportError::Source { what: format!("{}: {what}", path.display()) });
         }
         let file = Arc::new(file);
-        let shared = SharedFile { file: file.clone(), at: 0 };
-        let input = SeekInput { end: meta.len(), inner: BufReader::new(shared) };
-        let mut reader = Reader::new(input, MetaLimits::default());
+        let section = Section { file: file.clone(), at: 0, end: meta.len() };
+        let mut reader = Reader::new(BufReader::new(section), MetaLimits::default());
         let mut members = HashMap::new();
         let archive = |what: String| ImportError::Archive { path: path.to_owned(), what };
         loop {
@@ -123,9 +123,9 @@ impl Members {
         if got as u64 >= BLOCK as u64 / 2 && &magic[257..262] == b"ustar" {
             return Ok(diff_id.as_blob().clone());
         }
-        let blob = file::in_file(diff_id.as_blob().clone(), self.file.clone(), offset, size);
+        let end = offset.saturating_add(size);
+        let mut section = Section { file: self.file.clone(), at: offset, end };
         let mut hasher = BlobHasher::new();
-        let mut section = blob.open(None);
         let mut buffer = vec![0; 1 << 17];
         loop {
             match section.read(&mut buffer).map_err(|e| io_error(&self.path, e))? {
@@ -164,61 +164,15 @@ fn normal(name: &str) -> String {
     parts.join("/")
 }
 
-/// A file that others read, too: has a position of its own.
-struct SharedFile {
-    file: Arc<File>,
-    at: u64,
-}
-
-impl Read for SharedFile {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let count = self.file.read_at(buf, self.at)?;
-        self.at += count as u64;
-        Ok(count)
-    }
-}
-
-impl Seek for SharedFile {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        let at = match to {
-            SeekFrom::Start(at) => Some(at),
-            SeekFrom::Current(by) => self.at.checked_add_signed(by),
-            SeekFrom::End(_) => None,
-        };
-        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(self.at)
-    }
-}
-
 /// Leaves data out by seeking.
-struct SeekInput {
-    inner: BufReader<SharedFile>,
-    end: u64,
-}
-
-impl Read for SeekInput {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.inner.read(buf)
-    }
-}
-
-impl io::BufRead for SeekInput {
-    fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        self.inner.fill_buf()
-    }
-
-    fn consume(&mut self, count: usize) {
-        self.inner.consume(count);
-    }
-}
-
-impl Input for SeekInput {
+impl Input for BufReader<Section> {
     fn skip(&mut self, count: u64) -> io::Result<()> {
-        let at = self.inner.get_ref().at - self.inner.buffer().len() as u64;
+        let Section { at, end, .. } = *self.get_ref();
+        let at = at - self.buffer().len() as u64;
         match i64::try_from(count) {
             // The end may lack its padding, but not its data (checked with the header).
-            Ok(by) if at.saturating_add(count) <= self.end.saturating_add(BLOCK as u64) => {
-                self.inner.seek_relative(by)
+            Ok(by) if at.saturating_add(count) <= end.saturating_add(BLOCK as u64) => {
+                self.seek_relative(by)
             }
             _ => Err(io::ErrorKind::UnexpectedEof.into()),
         }

@@ -205,11 +205,8 @@ impl Opened {
             let entries: Vec<&Descriptor> = index.manifests.iter().collect();
             descriptor = manifest::for_platform(&entries, platform)?.clone();
         }
-        Err(ImportError::Document {
-            what_blob: "index",
-            digest: descriptor.digest,
-            what: format!("more than {INDEX_DEPTH_MAX} indexes in indexes"),
-        })
+        let what = format!("more than {INDEX_DEPTH_MAX} indexes in indexes");
+        Err(ImportError::document("index", &descriptor.digest, what))
     }
 
     pub(super) fn lacks(&self, what: &str) -> ImportError {
@@ -250,8 +247,7 @@ impl Opened {
         let bytes = self.blobs.document("manifest", max)?.ok_or_else(missing)?;
         let digest = BlobDigest::sha256(&bytes);
         if !image.digest.is_empty() && image.digest != digest.to_string() {
-            let (digest, actual) = (image.digest.clone(), digest.to_string());
-            return Err(ImportError::Digest { digest, actual });
+            return Err(ImportError::digest(&image.digest, &digest));
         }
         let media_type = manifest::media_type(&digest.to_string(), &bytes)?;
         let descriptor = Descriptor::new(media_type, digest.to_string(), bytes.len() as u64);
@@ -374,10 +370,9 @@ fn stored_layers(
     image: &containers_storage::Image,
     diff_ids: &[DiffId],
 ) -> Result<Vec<(Blob, String)>, ImportError> {
-    let wrong = |what: String| ImportError::Document {
-        what_blob: "image",
-        digest: image.id.clone(),
-        what: format!("{what} in {}", storage.root().display()),
+    let wrong = |what: String| {
+        let what = format!("{what} in {}", storage.root().display());
+        ImportError::document("image", &image.id, what)
     };
     let chain = storage.chain(&image.layer)?;
     if chain.len() != diff_ids.len() {
@@ -408,10 +403,8 @@ pub(super) fn chain(blobs: Vec<(Blob, String)>, diff_ids: Vec<DiffId>) -> Vec<Fo
 impl Blobs {
     /// A document by its name; `None` if it is not there.
     pub(super) fn document(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, ImportError> {
-        let too_big = |size: u64| ImportError::Limit {
-            what: format!("{name} of {size} bytes"),
-            limit: max,
-            option: "document_bytes",
+        let too_big = |size: u64| {
+            ImportError::limit(format!("{name} of {size} bytes"), max, "document_bytes")
         };
         match self {
             // There documents have digests, not names.

@@ -41,7 +41,7 @@ pub(crate) fn blob(
 
 /// Resolves the image's name, with one HEAD if the registry answers it in full.
 pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, ImportError> {
-    let reference = repository.reference();
+    let reference = &repository.reference;
     let target = reference.target();
     let descriptor = |media_type: String, digest: &BlobDigest, size: u64| {
         Descriptor::new(media_type, digest.to_string(), size)
@@ -61,8 +61,7 @@ pub(crate) fn resolve(repository: &Repository, max: u64) -> Result<Descriptor, I
         None => BlobDigest::sha256(&document.bytes),
     };
     if let Some(digest) = reference.digest().filter(|digest| **digest != actual) {
-        let (digest, actual) = (digest.to_string(), actual.to_string());
-        return Err(ImportError::Digest { digest, actual });
+        return Err(ImportError::digest(digest, &actual));
     }
     let size = document.bytes.len() as u64;
     let by_header = descriptor(document.media_type, &actual, size);
@@ -81,17 +80,13 @@ pub(crate) fn document(
 ) -> Result<Vec<u8>, ImportError> {
     let digest = descriptor.blob_digest()?;
     if descriptor.size > max {
-        return Err(ImportError::Limit {
-            what: format!("document {digest} of {} bytes", descriptor.size),
-            limit: max,
-            option: "document_bytes",
-        });
+        let what = format!("document {digest} of {} bytes", descriptor.size);
+        return Err(ImportError::limit(what, max, "document_bytes"));
     }
     let bytes = repository.manifest(&digest.to_string(), max)?.bytes;
     let actual = digest.of(&bytes);
     if actual != digest {
-        let (digest, actual) = (digest.to_string(), actual.to_string());
-        return Err(ImportError::Digest { digest, actual });
+        return Err(ImportError::digest(&digest, &actual));
     }
     if bytes.len() as u64 != descriptor.size {
         return Err(ImportError::Size {
@@ -110,7 +105,7 @@ struct Claims {
     layers: Vec<Descriptor>,
 }
 
-/// What lies at cosign's tag for a manifest or index, unverified; what is no claim is left out.
+/// The claims at cosign's tag for a manifest or index, unverified.
 pub(crate) fn claims(
     repository: &Arc<Repository>,
     digest: &BlobDigest,

@@ -1,5 +1,5 @@
 //! Cosign's signatures as registries keep them (sigstore/cosign, `specs/SIGNATURE_SPEC.md`): at the
-//! tag `sha256-<hex>.sig` beside what is signed lies an image whose layers are claims ("simple
+//! tag `sha256-<hex>.sig` beside what is signed is an image whose layers are claims ("simple
 //! signing", JSON), each with its signature in an annotation of the layer.
 
 use serde::Deserialize;

@@ -1,7 +1,6 @@
 //! Keys in PEM, public (SPKI) or private (PKCS#8), as `openssl genpkey` and `pkey` write them.
 
 use std::fmt;
-use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -49,8 +48,7 @@ pub struct PublicKey {
 impl PublicKey {
     /// Reads the public keys of a PEM file: at least one.
     pub fn read(path: &Path) -> Result<Vec<Self>, TrustError> {
-        let (text, _) = read_file(path)?;
-        Self::parse(&text, path)
+        Self::parse(&read_file(path)?, path)
     }
 
     /// Parses the public keys of a PEM text, `path` being what to call it.
@@ -154,10 +152,11 @@ impl SigningKey {
     /// Reads the private key of a PEM file. A [`TrustError::Key`] holds nothing of the key.
     pub fn read(path: &Path) -> Result<Self, TrustError> {
         let wrong = |what: &str| TrustError::Key { path: path.to_owned(), what: what.to_owned() };
-        let (text, mode) = read_file(path)?;
+        let text = read_file(path)?;
+        let mode = path.metadata().map_err(|error| unreadable(path, &error))?.mode();
         let der = match PrivatePkcs8KeyDer::pem_slice_iter(&text).next() {
             Some(der) => der.map_err(|_| wrong("not PEM"))?,
-            None if contains(&text, b"ENCRYPTED") => {
+            None if text.windows(9).any(|window| window == b"ENCRYPTED") => {
                 return Err(wrong("it is encrypted; `openssl pkey` decrypts it"));
             }
             None => return Err(wrong("no `PRIVATE KEY` (PKCS#8) in PEM")),
@@ -187,22 +186,10 @@ impl fmt::Debug for SigningKey {
     }
 }
 
-fn contains(text: &[u8], part: &[u8]) -> bool {
-    text.windows(part.len()).any(|window| window == part)
+fn read_file(path: &Path) -> Result<Vec<u8>, TrustError> {
+    files::read(path, FILE_MAX).map_err(|error| unreadable(path, &error))
 }
 
-fn read_file(path: &Path) -> Result<(Vec<u8>, u32), TrustError> {
-    let wrong = |what: String| TrustError::Key { path: path.to_owned(), what };
-    let read = || -> std::io::Result<_> {
-        let file = files::open(path)?;
-        let mode = file.metadata()?.mode();
-        let mut text = Vec::new();
-        file.take(FILE_MAX + 1).read_to_end(&mut text)?;
-        Ok((text, mode))
-    };
-    let (text, mode) = read().map_err(|error| wrong(error.to_string()))?;
-    if text.len() as u64 > FILE_MAX {
-        return Err(wrong(format!("more than {FILE_MAX} bytes, which no key has")));
-    }
-    Ok((text, mode))
+fn unreadable(path: &Path, error: &std::io::Error) -> TrustError {
+    TrustError::Key { path: path.to_owned(), what: error.to_string() }
 }

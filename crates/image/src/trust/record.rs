@@ -113,7 +113,7 @@ impl Record {
         domain.add_signature(image, &json)
     }
 
-    /// The key whose signature covers what is needed of an image. `cosign` are keys for claims.
+    /// The key whose signature covers what `need` says. `cosign` are keys for claims.
     pub(crate) fn signer<'k>(
         &self,
         image: &Digest,

@@ -112,6 +112,34 @@ fn a_cancelled_pull_does_not_wait_for_the_network() {
     }
 }
 
+/// A server that answered once and then hung was waited for six stall timeouts, three minutes by
+/// default, for each blob. Two timeouts without a byte of any blob end the pull.
+#[test]
+fn a_server_that_hangs_is_waited_for_once() {
+    for header in [true, false] {
+        let begun = AtomicU64::new(0);
+        let fake = Fake::new(move |asked, mut answer| {
+            if asked.is_blob() && answer.body.len() > 100_000 {
+                match begun.fetch_add(1, Ordering::Relaxed) {
+                    0 => answer.stall = Some(80_000),
+                    _ if header => answer.stall = Some(0),
+                    _ => std::thread::sleep(Duration::from_secs(24 * 60 * 60)),
+                }
+            }
+            answer
+        });
+        let layers = [layer(1, 400_000), layer(2, 400_000)];
+        fake.tag("1", &fake.image(&layers));
+        let stall_timeout = Duration::from_millis(300);
+        let options = RegistryOptions { stall_timeout, jobs: 1, ..options() };
+        let error = pull(&Bench::new(), &app(fake.address), options).unwrap_err().to_string();
+        let named = format!("{}/v2/app/blobs/{}", fake.address, sha256(&layers[0].bytes));
+        assert!(error.contains(&named) && error.contains("tried 2 times"), "{header}: {error}");
+        let tries = fake.asked().iter().filter(|asked| asked.starts_with("GET blobs/")).count();
+        assert_eq!(tries, 3, "one of the config, two of the first layer: {:?}", fake.asked());
+    }
+}
+
 #[test]
 fn overload_is_waited_for_but_not_for_ever() {
     for (status, header) in

@@ -286,7 +286,8 @@ fn a_real_registry_with_tls_and_passwords() {
     fs::create_dir_all(&ours).unwrap();
     fs::copy(dir.join("ca.crt"), ours.join("ca.crt")).unwrap();
     let other = Bench::new();
-    assert!(pull(&other, &name, with_both.clone()).is_err());
+    let error = pull(&other, &name, with_both.clone()).unwrap_err().to_string();
+    assert!(error.contains("TLS: received fatal alert"), "{error}");
     fs::copy(dir.join("client.crt"), ours.join("client.cert")).unwrap();
     let error = pull(&other, &name, with_both.clone()).unwrap_err().to_string();
     assert!(error.contains("client.key"), "{error}");

@@ -8,8 +8,9 @@ use std::process::Command;
 
 use crate::common::{Scratch, content, import, nothing_live};
 use crate::real::{self, Segments, content_of};
+use cofolio_erofs::write::lz4::Pcluster;
 use cofolio_image::pack::PackError;
-use cofolio_image::pack::segment::{Form, Pages, Part, Segment, SegmentWriter, Written};
+use cofolio_image::pack::segment::{Form, Pages, Segment, SegmentWriter, Written};
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
@@ -43,11 +44,11 @@ fn check(domain: &Domain, digest: &Digest) -> Segment {
     let bytes = file.read_all(1 << 30).unwrap();
     assert_eq!(verity::digest(&bytes), *digest);
     let segment = Segment::of(domain, digest).unwrap();
-    for extent in &segment.extents {
-        let object = domain.open_object(&extent.object).unwrap().read_all(1 << 30).unwrap();
-        assert_eq!(extent.size, object.len() as u64);
-        assert_eq!(extent.sha256, *sha2::Sha256::digest(&object));
-        assert!(content_of(domain, digest, &segment, extent) == object);
+    for entry in &segment.entries {
+        let object = domain.open_object(&entry.object).unwrap().read_all(1 << 30).unwrap();
+        assert_eq!(entry.size, object.len() as u64);
+        assert_eq!(entry.sha256, *sha2::Sha256::digest(&object));
+        assert!(content_of(domain, digest, &segment, entry) == object);
     }
     segment
 }
@@ -72,8 +73,8 @@ fn a_segment_holds_what_was_put_in() {
     let image = put(&domain, "a", &pieces());
     let segments = real::pack(&domain, &image, 4, OPTIONS).unwrap();
     assert_eq!(segments.len(), 3);
-    let extents: usize = segments.iter().map(|segment| check(&domain, segment).extents.len()).sum();
-    assert_eq!(extents, pieces().len());
+    let entries: usize = segments.iter().map(|segment| check(&domain, segment).entries.len()).sum();
+    assert_eq!(entries, pieces().len());
     let pack = domain.packs_of(&image).unwrap().remove(0);
     let bytes = domain.open_named(&pack).unwrap().read_all(1 << 20).unwrap();
     assert_eq!(Some(verity::digest(&bytes)), pack.digest());
@@ -96,8 +97,8 @@ fn a_segment_holds_what_was_put_in() {
 fn shrink(
     content: &mut dyn Read,
     blocks: &mut dyn Write,
-    wrong: impl Fn(&mut Vec<Part>),
-) -> io::Result<Vec<Part>> {
+    wrong: impl Fn(&mut Vec<Pcluster>),
+) -> io::Result<Vec<Pcluster>> {
     let (mut bytes, mut parts) = (Vec::new(), Vec::new());
     content.read_to_end(&mut bytes)?;
     let mut rest = &bytes[..];
@@ -110,7 +111,7 @@ fn shrink(
             false => block[..part.len()].copy_from_slice(part),
         }
         blocks.write_all(&block)?;
-        parts.push(Part { len: u32::try_from(part.len()).unwrap(), compressed });
+        parts.push(Pcluster { len: u32::try_from(part.len()).unwrap(), compressed });
         rest = after;
     }
     wrong(&mut parts);
@@ -144,14 +145,14 @@ fn a_compressed_segment_says_what_is_in_each_block() {
     assert_eq!(segment, written);
     assert_eq!(segment.form(), Form::Lz4);
     assert!(segment.blocks < 700, "{}", segment.blocks);
-    for ((extent, parts), piece) in segment.extents.iter().zip(&expected).zip(pieces()) {
-        assert_eq!(segment.parts_of(extent), parts);
-        assert_eq!((extent.object, extent.size), (verity::digest(&piece), piece.len() as u64));
-        assert_eq!(extent.sha256, *sha2::Sha256::digest(&piece));
+    for ((entry, parts), piece) in segment.entries.iter().zip(&expected).zip(pieces()) {
+        assert_eq!(segment.pclusters_of(entry), parts);
+        assert_eq!((entry.object, entry.size), (verity::digest(&piece), piece.len() as u64));
+        assert_eq!(entry.sha256, *sha2::Sha256::digest(&piece));
     }
     let bytes = domain.open_segment(&digest).unwrap().read_all(1 << 30).unwrap();
     assert_eq!(verity::digest(&bytes), digest);
-    assert!(bytes[segment.extents[1].block as usize * 4096..].starts_with(&pieces()[1]));
+    assert!(bytes[segment.entries[1].block as usize * 4096..].starts_with(&pieces()[1]));
     assert_eq!(findings(&domain), []);
     assert_eq!(Segment::blocks_of(&domain, &digest).unwrap(), segment.blocks);
 
@@ -170,21 +171,21 @@ fn blocks_that_are_not_what_is_said_of_them_are_refused() {
     put(&domain, "a", std::slice::from_ref(&piece));
     let object = verity::digest(&piece);
     let staging = domain.begin_import(OPTIONS).unwrap();
-    let add = |wrong: &dyn Fn(&mut Vec<Part>)| {
+    let add = |wrong: &dyn Fn(&mut Vec<Pcluster>)| {
         let pages = Pages::default();
         let cancel = Cancel::default();
         let mut writer = SegmentWriter::new(&staging, &pages, &cancel).unwrap();
         writer.add_compressed(&object, 24_000, |content, blocks| shrink(content, blocks, wrong))
     };
     add(&|_| ()).unwrap();
-    let refused = |wrong: &dyn Fn(&mut Vec<Part>)| {
+    let refused = |wrong: &dyn Fn(&mut Vec<Pcluster>)| {
         assert!(matches!(add(wrong), Err(PackError::Store(Error::Io { .. }))));
     };
     refused(&|parts| parts.truncate(1));
     refused(&|parts| parts[0].len -= 1);
     refused(&|parts| parts[0].compressed = false);
-    refused(&|parts| parts.push(Part { len: 0, compressed: false }));
-    refused(&|parts| *parts = vec![Part { len: 24_000, compressed: true }]);
+    refused(&|parts| parts.push(Pcluster { len: 0, compressed: false }));
+    refused(&|parts| *parts = vec![Pcluster { len: 24_000, compressed: true }]);
     let path = domain.object_path(&object).unwrap();
     change(&path, 100);
     assert!(matches!(add(&|_| ()), Err(PackError::Store(Error::Corrupt { .. }))));

@@ -62,9 +62,9 @@ fn segments_are_protected_and_share_blocks_with_objects() {
 /// All contents of a segment are what they should be; `runs` is told in how many places each is that is not in one piece.
 fn check_segment(kind: &str, domain: &Domain, digest: &Digest, mut runs: impl FnMut(usize)) {
     let segment = Segment::of(domain, digest).unwrap();
-    for extent in &segment.extents {
-        let content = content_of(domain, digest, &segment, extent);
-        assert_eq!(verity::digest(&content), extent.object, "{kind}");
-        runs(extent.runs.len());
+    for entry in &segment.entries {
+        let content = content_of(domain, digest, &segment, entry);
+        assert_eq!(verity::digest(&content), entry.object, "{kind}");
+        runs(entry.runs.len());
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use cofolio_image::pack::PackError;
-use cofolio_image::pack::segment::{Extent, Pages, Segment, SegmentWriter};
+use cofolio_image::pack::segment::{IndexEntry, Pages, Segment, SegmentWriter};
 use cofolio_store::task::Cancel;
 use cofolio_store::{
     BoxError, Contents, Digest, Domain, Error, FileKind, ImportOptions, StoredFile,
@@ -56,9 +56,9 @@ pub(crate) fn pack(
     objects.dedup();
     let mut segments = Vec::new();
     for segment in domain.segments()? {
-        let known = Segment::of(domain, &segment)?.extents;
+        let known = Segment::of(domain, &segment)?.entries;
         let before = objects.len();
-        objects.retain(|(object, _)| !known.iter().any(|extent| extent.object == *object));
+        objects.retain(|(object, _)| !known.iter().any(|entry| entry.object == *object));
         if objects.len() < before {
             segments.push(segment);
         }
@@ -92,18 +92,18 @@ pub(crate) fn content_of(
     domain: &Domain,
     digest: &Digest,
     segment: &Segment,
-    extent: &Extent,
+    entry: &IndexEntry,
 ) -> Vec<u8> {
     let mut bytes = Vec::new();
-    for run in extent.runs() {
+    for run in entry.runs() {
         let mut blocks = vec![0; run.blocks as usize * 4096];
-        if let Some(place) = run.place {
+        if let Some(place) = run.at {
             let file = domain.open_segment(&segment.holder(digest, place)).unwrap();
             file.read_exact_at(&mut blocks, u64::from(place.block) * 4096).unwrap();
         }
         bytes.extend(blocks);
     }
-    let padding = bytes.split_off(usize::try_from(extent.size).unwrap());
+    let padding = bytes.split_off(usize::try_from(entry.size).unwrap());
     assert!(padding.len() < 4096 && padding.iter().all(|&byte| byte == 0));
     bytes
 }

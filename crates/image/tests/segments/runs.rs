@@ -7,7 +7,7 @@ use std::process::Command;
 
 use crate::common::{Scratch, content, import, nothing_live};
 use crate::real::{Segments, content_of, pack};
-use cofolio_image::pack::segment::{Extent, Run, Segment};
+use cofolio_image::pack::segment::{IndexEntry, Run, Segment};
 use cofolio_store::task::Task;
 use cofolio_store::{
     Digest, Domain, Error, FileKind, FileName, FsckOptions, GcOptions, ImportOptions, verity,
@@ -32,22 +32,22 @@ fn packed(domain: &Domain, contents: &[Vec<u8>]) -> Vec<(Digest, Segment)> {
         let object = verity::digest(content);
         let segments = domain.segments().unwrap().into_iter();
         let mut segments = segments.map(|digest| (digest, Segment::of(domain, &digest).unwrap()));
-        segments.find(|(_, it)| it.extents.iter().any(|extent| extent.object == object)).unwrap()
+        segments.find(|(_, it)| it.entries.iter().any(|entry| entry.object == object)).unwrap()
     };
     contents.iter().enumerate().map(put).collect()
 }
 
 /// All contents of a segment are what they should be.
 fn check(domain: &Domain, digest: &Digest, segment: &Segment) {
-    for extent in &segment.extents {
-        let content = content_of(domain, digest, segment, extent);
-        assert_eq!(verity::digest(&content), extent.object);
+    for entry in &segment.entries {
+        let content = content_of(domain, digest, segment, entry);
+        assert_eq!(verity::digest(&content), entry.object);
     }
 }
 
-fn runs(extent: &Extent) -> Vec<(Option<u32>, u32)> {
-    let run = |run: Run| (run.place.map(|place| place.segment), run.blocks);
-    extent.runs().into_iter().map(run).collect()
+fn runs(entry: &IndexEntry) -> Vec<(Option<u32>, u32)> {
+    let run = |run: Run| (run.at.map(|place| place.segment), run.blocks);
+    entry.runs().into_iter().map(run).collect()
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn what_another_content_has_is_not_there_again() {
     for (digest, segment) in &segments {
         check(&domain, digest, segment);
     }
-    let found: Vec<_> = segments.iter().map(|(_, segment)| runs(&segment.extents[0])).collect();
+    let found: Vec<_> = segments.iter().map(|(_, segment)| runs(&segment.entries[0])).collect();
     assert_eq!(found[0], [(Some(0), 401)]);
     assert_eq!(found[1], [(Some(0), 16), (Some(1), 160), (Some(0), 3)]);
     assert_eq!(found[2], [(Some(0), 32), (Some(1), 51)]);
@@ -145,11 +145,11 @@ proptest! {
         for digest in &segments {
             let segment = Segment::of(&domain, digest).unwrap();
             check(&domain, digest, &segment);
-            objects += segment.extents.len();
+            objects += segment.entries.len();
             // Nothing goes on where the one before it ends.
-            for pair in segment.extents.iter().flat_map(|extent| extent.runs.windows(2)) {
-                let end = pair[0].place.map(|place| (place.segment, place.block + pair[0].blocks));
-                prop_assert_ne!(end, pair[1].place.map(|place| (place.segment, place.block)));
+            for pair in segment.entries.iter().flat_map(|entry| entry.runs.windows(2)) {
+                let end = pair[0].at.map(|place| (place.segment, place.block + pair[0].blocks));
+                prop_assert_ne!(end, pair[1].at.map(|place| (place.segment, place.block)));
             }
         }
         prop_assert_eq!(objects, contents.len());
@@ -168,10 +168,10 @@ fn there_twice(domain: &Domain, segments: &[Digest]) -> usize {
         bytes.truncate(segment.blocks as usize * PAGE);
         files.push(bytes);
         let bytes = &files[number];
-        for extent in &segment.extents {
-            let own = extent.block as usize..(extent.block + extent.blocks) as usize;
-            for run in extent.runs() {
-                let Some(place) = run.place else { continue };
+        for entry in &segment.entries {
+            let own = entry.block as usize..(entry.block + entry.blocks) as usize;
+            for run in entry.runs() {
+                let Some(place) = run.at else { continue };
                 let (start, blocks) = (place.block as usize, run.blocks as usize);
                 if place.segment > 0 || !own.contains(&start) {
                     continue;
@@ -213,10 +213,10 @@ fn pages_that_are_not_what_is_said_of_them_are_not_used() {
     let segments = packed(&domain, &[first.clone(), next.clone()]);
     let (digest, segment) = &segments[1];
     assert_eq!(
-        runs(&segment.extents[0]),
+        runs(&segment.entries[0]),
         [(Some(1), 192), (Some(0), 16), (Some(1), 192), (Some(0), 1)]
     );
-    assert_eq!(content_of(&domain, digest, segment, &segment.extents[0]), next);
+    assert_eq!(content_of(&domain, digest, segment, &segment.entries[0]), next);
 }
 
 /// A segment that says that it refers to what is not there is damaged, whatever its checksum says.
@@ -228,7 +228,7 @@ fn runs_that_cannot_be_are_refused() {
     let second = [&first[..RUN], &content(PAGE, 2)].concat();
     let segments = packed(&domain, &[first, second]);
     let (digest, segment) = &segments[1];
-    assert_eq!(runs(&segment.extents[0]), [(Some(1), 128), (Some(0), 1)]);
+    assert_eq!(runs(&segment.entries[0]), [(Some(1), 128), (Some(0), 1)]);
     let bytes = domain.open_segment(digest).unwrap().read_all(1 << 20).unwrap();
     let path = segment_path(&domain, digest);
     // Behind one block and its hash: one content, one other segment, two runs, the footer.

@@ -38,6 +38,7 @@
 mod index;
 mod write;
 
+use cofolio_erofs::write::lz4::Pcluster;
 use cofolio_store::{Digest, Domain, Result, StoredFile};
 use serde::{Deserialize, Serialize};
 
@@ -56,57 +57,48 @@ pub fn granule(size: u64) -> u64 {
 
 /// One content of a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Extent {
+pub struct IndexEntry {
     /// The object whose content it is.
     pub object: Digest,
     /// SHA-256 of the content; zeros if it is larger than [`SHA256_SIZE_MAX`].
     pub sha256: [u8; 32],
     /// Its size in bytes.
     pub size: u64,
-    /// The block at which it begins, or what it has here does.
+    /// First block in this segment.
     pub block: u32,
-    /// How many blocks it takes here.
+    /// Number of blocks in this segment.
     pub blocks: u32,
-    /// Where it is, in order, if it is not all in those blocks.
+    /// Its blocks in order, here and in other segments, unless they are just those blocks.
     pub runs: Vec<Run>,
 }
 
 /// Some blocks of a content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Where they are; nowhere if they are zeros.
-    pub place: Option<Place>,
+    /// The first one; `None` for zeros, which have no blocks.
+    pub at: Option<BlockRef>,
     /// How many.
     pub blocks: u32,
 }
 
 /// A block of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// 0: the segment that says it; n: the n-th of its [`Segment::others`].
+pub struct BlockRef {
+    /// 0: the segment that refers to it; n: the n-th of its [`Segment::others`].
     pub segment: u32,
     /// The block there.
     pub block: u32,
 }
 
-impl Extent {
+impl IndexEntry {
     /// Where the content is, if it is plain.
     pub fn runs(&self) -> Vec<Run> {
-        let place = Some(Place { segment: 0, block: self.block });
+        let at = Some(BlockRef { segment: 0, block: self.block });
         match self.runs.is_empty() {
-            true => vec![Run { place, blocks: self.blocks }],
+            true => vec![Run { at, blocks: self.blocks }],
             false => self.runs.clone(),
         }
     }
-}
-
-/// What is in a block of a compressed segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// How much content, in bytes.
-    pub len: u32,
-    /// One LZ4 block that ends where the block ends; otherwise at most 4 KiB, uncompressed.
-    pub compressed: bool,
 }
 
 /// How the contents of segments are kept.
@@ -121,9 +113,6 @@ pub enum Form {
 }
 
 impl Form {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Plain, Self::Lz4];
-
     /// Its name.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -139,9 +128,9 @@ pub struct Segment {
     /// Blocks of 4 KiB.
     pub blocks: u32,
     /// Its contents, in the order of their blocks.
-    pub extents: Vec<Extent>,
-    /// What is in each block, if it is compressed.
-    pub parts: Vec<Part>,
+    pub entries: Vec<IndexEntry>,
+    /// Of a compressed segment: what is in each block.
+    pub pclusters: Vec<Pcluster>,
     /// Other segments in which some of its contents are, in part or all.
     pub others: Vec<Digest>,
 }
@@ -149,29 +138,27 @@ pub struct Segment {
 impl Segment {
     /// How its contents are kept. One without any is plain.
     pub fn form(&self) -> Form {
-        if self.parts.is_empty() { Form::Plain } else { Form::Lz4 }
+        if self.pclusters.is_empty() { Form::Plain } else { Form::Lz4 }
     }
 
     /// What is in the blocks of one of its contents; nothing if it is plain.
-    pub fn parts_of(&self, extent: &Extent) -> &[Part] {
-        let from = self.parts.get(extent.block as usize..).unwrap_or_default();
-        from.get(..extent.blocks as usize).unwrap_or_default()
+    pub fn pclusters_of(&self, entry: &IndexEntry) -> &[Pcluster] {
+        let from = self.pclusters.get(entry.block as usize..).unwrap_or_default();
+        from.get(..entry.blocks as usize).unwrap_or_default()
     }
 
-    /// The segment that a place is in, which this one, named `own`, says.
-    pub fn holder(&self, own: &Digest, place: Place) -> Digest {
-        let other = place.segment.checked_sub(1).and_then(|other| self.others.get(other as usize));
+    /// The segment that a block is in; `own` is the digest of this one.
+    pub fn holder(&self, own: &Digest, at: BlockRef) -> Digest {
+        let other = at.segment.checked_sub(1).and_then(|other| self.others.get(other as usize));
         *other.unwrap_or(own)
     }
 
     /// Whether the other segments that one of its contents is in, if any, are all as asked for.
-    pub fn is_within(&self, extent: &Extent, is_so: impl Fn(&Digest) -> bool) -> bool {
-        let mut others = extent.runs.iter().filter_map(|run| run.place?.segment.checked_sub(1));
+    pub fn is_within(&self, entry: &IndexEntry, is_so: impl Fn(&Digest) -> bool) -> bool {
+        let mut others = entry.runs.iter().filter_map(|run| run.at?.segment.checked_sub(1));
         others.all(|other| self.others.get(other as usize).is_some_and(&is_so))
     }
-}
 
-impl Segment {
     /// The index of a segment of the domain; its blocks are not read.
     ///
     /// # Errors
@@ -182,7 +169,7 @@ impl Segment {
 
     /// How many blocks a segment of the right length has. Fails like [`Segment::of`].
     pub fn blocks_of(domain: &Domain, digest: &Digest) -> Result<u32> {
-        Ok(Footer::read(&domain.open_segment(digest)?)?.blocks)
+        Ok(Footer::read(&domain.open_segment(digest)?)?.blocks.get())
     }
 
     /// Whether a file can be read as a segment. Its blocks are not looked at.

@@ -1,7 +1,6 @@
 //! Writing segments.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::io::{self, Read, Write};
 use std::mem::take;
 use std::ops::Range;
@@ -10,7 +9,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::super::PackError;
 use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
-use super::{BLOCK, Extent, Part, Place, Run, SHA256_SIZE_MAX, Segment, granule};
+use super::{BLOCK, BlockRef, IndexEntry, Run, SHA256_SIZE_MAX, Segment, granule};
+use cofolio_erofs::write::lz4::Pcluster;
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::{Hasher, block_digests, zero_digest};
 use cofolio_store::{
@@ -29,7 +29,7 @@ const CHUNK: usize = 16 * PAGE;
 const RUN_MIN: usize = 128 * PAGE;
 static ZEROS: [u8; CHUNK] = [0; CHUNK];
 
-/// What pages are in segments, so that contents that are written need not bring them again.
+/// The pages that segments hold, so that new contents can refer to them.
 #[derive(Debug, Default)]
 pub struct Pages {
     /// By hash: the number of the segment, and the block there.
@@ -52,10 +52,11 @@ impl Pages {
     pub fn add(&mut self, domain: &Domain, digest: &Digest) -> Result<()> {
         let file = domain.open_segment(digest)?;
         let footer = Footer::read(&file)?;
+        let blocks = footer.blocks.get();
         let mut table = vec![0; usize::try_from(footer.pages_size()).unwrap_or(usize::MAX)];
-        file.read_exact_at(&mut table, u64::from(footer.blocks) * BLOCK).at("read", file.path())?;
+        file.read_exact_at(&mut table, u64::from(blocks) * BLOCK).at("read", file.path())?;
         let hashes = table.as_chunks::<PAGE_HASH_SIZE>().0.iter().map(|it| u64::from_le_bytes(*it));
-        self.add_known(Known { digest: *digest, file, blocks: footer.blocks }, hashes.zip(0..));
+        self.add_known(Known { digest: *digest, file, blocks }, hashes.zip(0..));
         Ok(())
     }
 
@@ -105,14 +106,8 @@ pub struct SegmentWriter<'a> {
     pages: HashMap<u64, u32>,
     /// The hashes, in the order of the blocks.
     hashes: Vec<u64>,
-    /// The file, for reading: contents are compared with what is there.
+    /// The file, for comparing contents with those that are written already.
     copy: Option<StoredFile>,
-}
-
-impl fmt::Debug for SegmentWriter<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SegmentWriter").field("segment", &self.segment).finish_non_exhaustive()
-    }
 }
 
 impl<'a> SegmentWriter<'a> {
@@ -152,8 +147,8 @@ struct Adding<'c> {
 }
 
 impl Adding<'_> {
-    fn push(&mut self, place: Option<Place>, blocks: u32) {
-        let goes_on = |last: &&mut Run| match (last.place, place) {
+    fn push(&mut self, place: Option<BlockRef>, blocks: u32) {
+        let goes_on = |last: &&mut Run| match (last.at, place) {
             (Some(last_place), Some(place)) => {
                 last_place.segment == place.segment
                     && last_place.block.checked_add(last.blocks) == Some(place.block)
@@ -163,7 +158,7 @@ impl Adding<'_> {
         };
         match self.runs.last_mut().filter(goes_on) {
             Some(last) => last.blocks += blocks,
-            None => self.runs.push(Run { place, blocks }),
+            None => self.runs.push(Run { at: place, blocks }),
         }
     }
 }
@@ -177,7 +172,7 @@ impl SegmentWriter<'_> {
     /// digest than its name, [`PackError::TooLarge`] if a segment cannot address it, and those of
     /// [`Staging::put_object`].
     pub fn add(&mut self, object: &Digest, size: u64) -> Result<(), PackError> {
-        debug_assert!(self.segment.parts.is_empty(), "all contents are kept in one way");
+        debug_assert!(self.segment.pclusters.is_empty(), "all contents are kept in one way");
         let source = self.open(object, size)?;
         let block = self.segment.blocks;
         self.room(object, size, size.div_ceil(BLOCK))?;
@@ -203,14 +198,21 @@ impl SegmentWriter<'_> {
         self.chunk(&mut adding, &rest)?;
         let end = size.next_multiple_of(BLOCK);
         self.place_zeros(&mut adding, end, end)?;
-        self.settle(&mut adding)?;
+        self.flush_pending(&mut adding)?;
         let Adding { hashers, mut runs, .. } = adding;
         let sha256 = hashers.finish(&source, object)?;
         let blocks = self.segment.blocks - block;
         if u64::from(blocks) == size.div_ceil(BLOCK) {
             runs.clear();
         }
-        self.segment.extents.push(Extent { object: *object, sha256, size, block, blocks, runs });
+        self.segment.entries.push(IndexEntry {
+            object: *object,
+            sha256,
+            size,
+            block,
+            blocks,
+            runs,
+        });
         Ok(())
     }
 
@@ -218,37 +220,37 @@ impl SegmentWriter<'_> {
     /// end, writes blocks of 4 KiB and returns what is in each.
     ///
     /// # Errors
-    /// Those of [`SegmentWriter::add`] and `compress`, and `InvalidData` if the returned parts are
-    /// not what it read and wrote.
+    /// Those of [`SegmentWriter::add`] and `compress`, and `InvalidData` if the returned
+    /// pclusters are not what it read and wrote.
     pub fn add_compressed(
         &mut self,
         object: &Digest,
         size: u64,
-        compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Part>>,
+        compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Pcluster>>,
     ) -> Result<(), PackError> {
-        debug_assert_eq!(self.segment.parts.len(), self.segment.blocks as usize);
+        debug_assert_eq!(self.segment.pclusters.len(), self.segment.blocks as usize);
         let source = self.open(object, size)?;
         let mut hashers = Hashers::new(size);
         let cancel = self.cancel;
         let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers, cancel };
-        let mut writer = Blocks { segment: self, written: 0, failed: None };
-        let parts = compress(&mut reader, &mut writer);
-        let Blocks { written, failed, .. } = writer;
-        if let Some(error) = failed {
-            return Err(error.into());
-        }
-        let parts = parts.at("read", source.path())?;
+        let mut writer = Blocks { segment: self, written: 0 };
+        let pclusters = compress(&mut reader, &mut writer);
+        let written = writer.written;
+        let pclusters = pclusters.or_else(|error| match error.downcast::<Error>() {
+            Ok(error) => Err(error),
+            Err(error) => Err(error).at("read", source.path()),
+        })?;
         let sha256 = hashers.finish(&source, object)?;
         let block = self.segment.blocks;
-        let blocks = self.room(object, size, parts.len() as u64)?;
-        self.segment.parts.extend(parts);
+        let blocks = self.room(object, size, pclusters.len() as u64)?;
+        self.segment.pclusters.extend(pclusters);
         let runs = Vec::new();
-        let extent = Extent { object: *object, sha256, size, block, blocks, runs };
-        if !self.segment.fits(&extent) || written != u64::from(blocks) * BLOCK {
+        let entry = IndexEntry { object: *object, sha256, size, block, blocks, runs };
+        if !self.segment.fits(&entry) || written != u64::from(blocks) * BLOCK {
             Err(io::Error::from(io::ErrorKind::InvalidData)).at("compress", source.path())?;
         }
         self.segment.blocks += blocks;
-        self.segment.extents.push(extent);
+        self.segment.entries.push(entry);
         Ok(())
     }
 
@@ -261,7 +263,7 @@ impl SegmentWriter<'_> {
         }
     }
 
-    /// Whether so many blocks more can be addressed; gives their number.
+    /// The number of blocks, if the segment can address that many more.
     fn room(&self, object: &Digest, size: u64, blocks: u64) -> Result<u32, PackError> {
         let blocks = u32::try_from(blocks).ok();
         blocks
@@ -291,7 +293,7 @@ impl SegmentWriter<'_> {
         Ok(())
     }
 
-    /// Takes so many zeros of a content, without looking at them.
+    /// Takes `len` zeros of a content, from a hole.
     fn zeros(&mut self, adding: &mut Adding<'_>, len: u64) -> Result<()> {
         let to_chunk = |bytes: u64| usize::try_from(bytes).unwrap_or(CHUNK).min(CHUNK);
         let before = match adding.rest.len() {
@@ -302,7 +304,7 @@ impl SegmentWriter<'_> {
         let whole = (len - before as u64) / CHUNK as u64;
         let rest = to_chunk((len - before as u64) % CHUNK as u64);
         if whole > 0 {
-            self.settle(adding)?;
+            self.flush_pending(adding)?;
             adding.hashers.zeros(whole * CHUNK as u64);
             adding.seen += whole * CHUNK as u64;
             adding.zeros += whole * CHUNK as u64;
@@ -310,7 +312,7 @@ impl SegmentWriter<'_> {
         self.data(adding, &ZEROS[..rest])
     }
 
-    /// Takes the next chunk of a content, or what is left of it at its end.
+    /// Takes the next chunk of a content; the last one may be shorter.
     fn chunk(&mut self, adding: &mut Adding<'_>, data: &[u8]) -> Result<()> {
         if data.is_empty() {
             return Ok(());
@@ -323,7 +325,7 @@ impl SegmentWriter<'_> {
         adding.hashers.sha256.iter_mut().for_each(|sha256| sha256.update(data));
         adding.seen += len;
         if digests.iter().all(|digest| digest == zero_digest()) {
-            self.settle(adding)?;
+            self.flush_pending(adding)?;
             adding.zeros += u64::from(blocks) * BLOCK;
             return Ok(());
         }
@@ -333,11 +335,11 @@ impl SegmentWriter<'_> {
             false => None,
         };
         if let Some(place) = found {
-            self.settle(adding)?;
+            self.flush_pending(adding)?;
             adding.push(Some(place), blocks);
             return Ok(());
         }
-        adding.push(Some(Place { segment: 0, block: self.segment.blocks }), blocks);
+        adding.push(Some(BlockRef { segment: 0, block: self.segment.blocks }), blocks);
         for (digest, block) in digests.iter().zip(self.segment.blocks..) {
             let hash = hash_of(digest);
             if block < PAGES_MAX {
@@ -360,11 +362,11 @@ impl SegmentWriter<'_> {
         self.pad(adding.seen)
     }
 
-    /// Gives the zeros before `end` their runs. Those in one granule with data become a hole of the
-    /// segment, those between are nowhere. The granule of the following data begins at `granule`.
+    /// Gives the zeros before `end` their runs. Zeros in a granule with data become a hole of the
+    /// segment, other zeros take no blocks. The granule of the following data begins at `granule`.
     fn place_zeros(&mut self, adding: &mut Adding<'_>, end: u64, granule: u64) -> Result<()> {
         let start = end - take(&mut adding.zeros);
-        let after_data = adding.runs.last().is_some_and(|run| run.place.is_some());
+        let after_data = adding.runs.last().is_some_and(|run| run.at.is_some());
         let first =
             if after_data { start.next_multiple_of(adding.granule).min(end) } else { start };
         let last = granule.max(first);
@@ -380,31 +382,31 @@ impl SegmentWriter<'_> {
         if len == 0 {
             return Ok(());
         }
-        self.settle(adding)?;
+        self.flush_pending(adding)?;
         self.flush()?;
         self.file.append_hole(len)?;
         self.hasher.zeros(len);
         let (block, blocks) = (self.segment.blocks, blocks_of(len));
-        adding.push(Some(Place { segment: 0, block }), blocks);
+        adding.push(Some(BlockRef { segment: 0, block }), blocks);
         self.segment.blocks += blocks;
         let pages = self.segment.blocks.min(PAGES_MAX) as usize;
         self.hashes.resize(pages, hash_of(zero_digest()));
         Ok(())
     }
 
-    /// Where a chunk is already: after the one before it, or where one of its pages is.
+    /// The block at which a chunk is stored already: behind the previous one, or by one of its pages.
     fn find(
         &mut self,
         adding: &mut Adding<'_>,
         data: &[u8],
         digests: &[[u8; 32]],
-    ) -> Result<Option<Place>> {
-        if let Some(Run { place: Some(place), blocks }) = adding.runs.last().copied()
+    ) -> Result<Option<BlockRef>> {
+        if let Some(Run { at: Some(place), blocks }) = adding.runs.last().copied()
             && let Some(block) = place.block.checked_add(blocks)
         {
             let known = place.segment.checked_sub(1).map(|number| self.others[number as usize]);
             if self.is_at(adding, data, known, block)? {
-                return Ok(Some(Place { block, ..place }));
+                return Ok(Some(BlockRef { block, ..place }));
             }
         }
         let mut places: Vec<(Option<u32>, u32)> = Vec::new();
@@ -425,7 +427,7 @@ impl SegmentWriter<'_> {
                 && self.goes_on(adding, &mut ahead, known, block)?
             {
                 let segment = known.map_or(0, |number| self.refer_to(number));
-                return Ok(Some(Place { segment, block }));
+                return Ok(Some(BlockRef { segment, block }));
             }
         }
         Ok(None)
@@ -449,7 +451,7 @@ impl SegmentWriter<'_> {
         let read = match known {
             Some(known) => known.file.read_exact_at(&mut found, start),
             None => {
-                self.settle(adding)?;
+                self.flush_pending(adding)?;
                 self.flush()?;
                 self.read_back(&mut found, start)
             }
@@ -485,7 +487,7 @@ impl SegmentWriter<'_> {
         self.copy.as_ref().map_or(Ok(()), |copy| copy.read_exact_at(buffer, offset))
     }
 
-    /// The number by which a content says that it is in a known segment.
+    /// The number by which runs refer to a known segment.
     fn refer_to(&mut self, known: u32) -> u32 {
         let index = self.others.iter().position(|other| *other == known);
         let index = index.unwrap_or_else(|| {
@@ -495,16 +497,16 @@ impl SegmentWriter<'_> {
         u32::try_from(index + 1).unwrap_or(u32::MAX)
     }
 
-    /// Appends what is pending of a content: by sharing blocks, or if that does not go as it is.
-    fn settle(&mut self, adding: &mut Adding<'_>) -> Result<()> {
-        let part = take(&mut adding.pending);
-        if part.is_empty() {
+    /// Appends the pending range of a content: by sharing blocks, or by copying where that fails.
+    fn flush_pending(&mut self, adding: &mut Adding<'_>) -> Result<()> {
+        let pending = take(&mut adding.pending);
+        if pending.is_empty() {
             return Ok(());
         }
         self.flush()?;
-        let end = part.end;
-        if !self.file.append_shared(adding.source, part.clone())? {
-            adding.source.for_pieces_in(part, |piece| match piece {
+        let end = pending.end;
+        if !self.file.append_shared(adding.source, pending.clone())? {
+            adding.source.for_pieces_in(pending, |piece| match piece {
                 Piece::Data(data) => self.write(data),
                 Piece::Hole(len) => {
                     self.flush()?;
@@ -515,7 +517,7 @@ impl SegmentWriter<'_> {
         self.pad(end)
     }
 
-    /// Fills the last block of a content up that is so long.
+    /// Pads a content of `size` bytes to a whole block.
     fn pad(&mut self, size: u64) -> Result<()> {
         let padding = usize::try_from(size.next_multiple_of(BLOCK) - size).unwrap_or(0);
         self.write(&ZEROS[..padding])
@@ -619,26 +621,18 @@ impl<R: Read> Read for Hashing<'_, R> {
     }
 }
 
-/// Writes blocks to a segment, and hashes them as a part of it.
+/// Writes blocks to a segment, and hashes them with it. Errors hold an [`Error`].
 struct Blocks<'s, 'a> {
     segment: &'s mut SegmentWriter<'a>,
     written: u64,
-    failed: Option<Error>,
 }
 
 impl Write for Blocks<'_, '_> {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
         self.segment.hasher.update(data);
-        match self.segment.write(data) {
-            Ok(()) => {
-                self.written += data.len() as u64;
-                Ok(data.len())
-            }
-            Err(error) => {
-                self.failed = Some(error);
-                Err(io::ErrorKind::Other.into())
-            }
-        }
+        self.segment.write(data).map_err(io::Error::other)?;
+        self.written += data.len() as u64;
+        Ok(data.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -646,7 +640,7 @@ impl Write for Blocks<'_, '_> {
     }
 }
 
-/// What a page is found by.
+/// The key of a page: the first 8 bytes of its SHA-256.
 fn hash_of(digest: &[u8; 32]) -> u64 {
     digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }

@@ -4,7 +4,7 @@
 //! file    page 0: meta | page 1: meta | pages: branches, leaves, free lists
 //!
 //! page    id u64 | flags u16 | count u16 | overflow u32 | elements… | keys and values…
-//!           it goes on over so many (overflow) further pages
+//!           `overflow` is the number of further pages that it takes
 //! branch  element: pos u32, key size u32, page u64                       pos counts from the element
 //! leaf    element: flags u32, pos u32, key size u32, value size u32      flag 1: the value is a bucket
 //! bucket  root page u64, sequence u64; root page 0: a leaf page follows, inside the value
@@ -76,7 +76,7 @@ struct Meta {
 type Result<T> = std::result::Result<T, String>;
 
 impl Database {
-    /// Copies a database. It stays as it is, and so does the page cache.
+    /// Copies a database, past the page cache.
     pub(super) fn copy(path: &Path) -> std::result::Result<Self, EngineError> {
         let failed = |source| EngineError::Io { path: path.to_owned(), source };
         let wrong = |what| EngineError::Document { path: path.to_owned(), what };
@@ -287,7 +287,7 @@ impl<'a> Elements<'a> {
         &self.page[HEAD + index * HEAD..][..HEAD]
     }
 
-    /// What an element points to: a key, and what is behind it.
+    /// The data of an element: a key, and its value if it has one.
     fn data(&mut self, index: usize, pos: usize, sizes: &[usize]) -> Result<(&'a [u8], &'a [u8])> {
         let number = |at| u32_at(self.element(index), at).and_then(|n| usize::try_from(n).ok());
         let parts = (|| {
