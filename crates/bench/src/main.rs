@@ -2,6 +2,7 @@
 
 mod html;
 mod measure;
+mod memory;
 mod namespace;
 mod place;
 mod read;

@@ -15,13 +15,13 @@ use anyhow::{Context, Result, bail, ensure};
 use cofolio_node::ledger::{
     LedgerError,
     cgroup::{Cgroup, Charge, Hierarchy},
-    memory::Memory,
     residency::{self, Residency},
 };
 use cofolio_sys::cache::page_size;
 use serde::Serialize;
 
 use super::{
+    memory::Memory,
     reader::{self, Mode},
     setup::Setup,
     source::Content,

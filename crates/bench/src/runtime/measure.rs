@@ -6,15 +6,13 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use cofolio_node::{
-    container::bundle::ImageConfig,
-    ledger::{cgroup::Charge, memory::Memory},
-};
+use cofolio_node::{container::bundle::ImageConfig, ledger::cgroup::Charge};
 use serde::Serialize;
 
 use super::{
     super::{
         measure::{self, OwnFiles, delta},
+        memory::Memory,
         setup::Setup,
     },
     container::{Container, Host, MOUNTING},

@@ -82,8 +82,7 @@ pub enum RunError {
 
 impl RunError {
     pub(super) fn is_missing(&self) -> bool {
-        let kind = io::ErrorKind::NotFound;
-        matches!(self, Self::Mount(MountError::Io { source, .. }) if source.kind() == kind)
+        matches!(self, Self::Mount(error) if error.is_missing())
     }
 }
 

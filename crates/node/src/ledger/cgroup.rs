@@ -12,7 +12,7 @@ use std::{
 
 use serde::Serialize;
 
-use super::{LedgerError, Result, memory::field, read_text};
+use super::{LedgerError, Result, field, read_text};
 use crate::mount::{KernelMount, mountinfo};
 
 /// Which of the kernel's two interfaces a hierarchy speaks.

@@ -1,9 +1,8 @@
-//! The ledger: which pages of a file are resident, and the memory of the machine and its cgroups.
+//! The ledger: which pages of a file are resident, and the memory of cgroups.
 //!
 //! Readers of kernel text take a root path, `/` on a live machine, so that tests can plant one.
 
 pub mod cgroup;
-pub mod memory;
 pub mod residency;
 pub mod sharing;
 
@@ -46,6 +45,13 @@ impl LedgerError {
 
 /// Ledger results.
 pub type Result<T, E = LedgerError> = std::result::Result<T, E>;
+
+/// The number of one `name 123` line, as vmstat and memory.stat have them.
+pub fn field(text: &str, name: &str) -> Option<u64> {
+    text.lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
+        .and_then(|value| value.trim().parse().ok())
+}
 
 /// Reads a text file of the kernel, whole: mountinfo can be longer than a megabyte.
 fn read_text(path: &std::path::Path) -> Result<String> {

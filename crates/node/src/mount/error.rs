@@ -303,6 +303,13 @@ pub(crate) fn refused(error: KernelError) -> MountError {
 }
 
 /// Names the path of an I/O error.
+impl MountError {
+    /// Whether a file or directory was not there.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
 pub(crate) trait At<T> {
     fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T, MountError>;
 }

@@ -9,6 +9,7 @@ use rustix::fd::{AsFd as _, OwnedFd};
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 
 use super::{BundleError, Result};
+use crate::mount::At as _;
 
 /// A `/etc/passwd` or `/etc/group` larger than this is refused: it is read into memory.
 pub(super) const ACCOUNT_FILE_BYTES_MAX: u64 = 16 << 20;
@@ -96,14 +97,8 @@ pub(super) struct Rootfs {
 impl Rootfs {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        match rustix::fs::open(path, flags, Mode::empty()) {
-            Ok(fd) => Ok(Self { fd, path: path.to_owned() }),
-            Err(errno) => Err(BundleError::Io {
-                doing: "opening the root filesystem",
-                path: path.to_owned(),
-                source: errno.into(),
-            }),
-        }
+        let fd = rustix::fs::open(path, flags, Mode::empty());
+        Ok(Self { fd: fd.at("opening the root filesystem", path)?, path: path.to_owned() })
     }
 
     pub(super) fn open_beneath(&self, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
@@ -117,23 +112,20 @@ impl Rootfs {
 
     /// An account file's text, lossy since names in JSON are UTF-8; empty if the image has none.
     fn account_file(&self, path: &'static str) -> Result<String> {
-        let io = |source: io::Error| BundleError::Io {
-            doing: "reading",
-            path: self.path.join(path.trim_start_matches('/')),
-            source,
-        };
+        let shown = || self.path.join(path.trim_start_matches('/'));
         // NONBLOCK: an image may well have a FIFO here, on which an open would wait for ever.
         let fd = match self.open_beneath(path, OFlags::RDONLY | OFlags::NONBLOCK) {
             Ok(fd) => fd,
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(String::new()),
-            Err(errno) => return Err(io(errno.into())),
+            other => other.at("reading", shown())?,
         };
         let file = File::from(fd);
-        if !file.metadata().map_err(io)?.is_file() {
-            return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
+        if !file.metadata().at("reading", shown())?.is_file() {
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+            return Ok(Err(error).at("reading", shown())?);
         }
         let mut bytes = Vec::new();
-        file.take(ACCOUNT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+        file.take(ACCOUNT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes).at("reading", shown())?;
         if bytes.len() as u64 > ACCOUNT_FILE_BYTES_MAX {
             return Err(BundleError::AccountFileTooLarge(path));
         }

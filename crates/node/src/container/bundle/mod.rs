@@ -15,20 +15,20 @@
 //! no symbolic link of the image leads outside it.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::AtFlags;
 use rustix::io::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use cofolio_store::{Purpose, replace_file};
 use cofolio_sys::userns::IdRange;
 
 use crate::mount::kernel::{open_directory_below, path_of};
-use crate::mount::{IdMap, open_own};
+use crate::mount::{At as _, IdMap, MountError, open_own};
 use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
 
 mod accounts;
@@ -105,15 +105,8 @@ pub enum BundleError {
     #[error("{0} of the image is larger than {ACCOUNT_FILE_BYTES_MAX} bytes")]
     AccountFileTooLarge(&'static str),
     /// The operating system refused.
-    #[error("{doing} {}", path.display())]
-    Io {
-        /// What was being done.
-        doing: &'static str,
-        /// To what.
-        path: PathBuf,
-        /// Why it failed.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Io(#[from] MountError),
 }
 
 type Result<T> = std::result::Result<T, BundleError>;
@@ -265,11 +258,11 @@ impl Bundle {
     /// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
     pub fn open(dir: &Path, replace: bool) -> Result<Self> {
         let path = absolute(dir)?;
-        let fd = open_own(&path).map_err(|errno| io_error("opening", dir)(errno.into()))?;
+        let fd = open_own(&path).at("opening", dir)?;
         let fd = fd.map_err(|why| BundleError::Unsafe { path: dir.to_owned(), why })?;
         let bundle = Self { fd, path };
         match bundle.open_rootfs() {
-            Err(BundleError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+            Err(BundleError::Io(error)) if error.is_missing() => {}
             other => drop(other?),
         }
         match rustix::fs::statat(&bundle.fd, "config.json", AtFlags::SYMLINK_NOFOLLOW) {
@@ -289,7 +282,7 @@ impl Bundle {
             Err(Errno::LOOP | Errno::NOTDIR) => {
                 Err(BundleError::Unsafe { path, why: "not a directory; remove it" })
             }
-            other => other.map_err(|errno| io_error("opening", &path)(errno.into())),
+            other => Ok(other.at("opening", path)?),
         }
     }
 
@@ -320,24 +313,10 @@ impl Bundle {
         let config = make(&self.held(), &self.path, &root, image, options, host_root)?;
         let mut text = serde_json::to_vec_pretty(&config).map_err(BundleError::Config)?;
         text.push(b'\n');
-        self.replace_config(&text)?;
+        let (aside, path) = (Path::new("config.json.new"), Path::new("config.json"));
+        let written = replace_file(&self.fd, aside, path, &text, Purpose::Record, true);
+        written.at("writing", self.path.join(path))?;
         Ok(config)
-    }
-
-    /// Replaces `config.json` atomically for a runtime that starts meanwhile.
-    fn replace_config(&self, content: &[u8]) -> Result<()> {
-        const NEW: &str = "config.json.new";
-        let dir = &self.fd;
-        let write = || -> io::Result<()> {
-            let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-            let _ = rustix::fs::unlinkat(dir, NEW, AtFlags::empty());
-            let mode = Mode::from_raw_mode(0o644);
-            let mut file = File::from(rustix::fs::openat(dir, NEW, flags, mode)?);
-            file.write_all(content)?;
-            file.sync_all()?;
-            Ok(rustix::fs::renameat(dir, NEW, dir, "config.json")?)
-        };
-        write().map_err(io_error("writing", &self.path.join("config.json")))
     }
 }
 
@@ -522,12 +501,7 @@ fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, Strin
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
-    fs::canonicalize(path).map_err(io_error("resolving", path))
-}
-
-fn io_error(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BundleError {
-    let path = path.to_path_buf();
-    move |source| BundleError::Io { doing, path, source }
+    Ok(fs::canonicalize(path).at("resolving", path)?)
 }
 
 #[cfg(test)]

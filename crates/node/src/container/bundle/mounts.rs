@@ -8,7 +8,8 @@ use rustix::fs::{AtFlags, OFlags};
 use serde_json::{Value, json};
 
 use super::accounts::Rootfs;
-use super::{BundleError, ImageConfig, Options, Result, io_error, plain_path};
+use super::{BundleError, ImageConfig, Options, Result, plain_path};
+use crate::mount::At as _;
 
 /// Directories that programs expect to be writable: in memory if the root is read-only.
 const SCRATCH_PATHS: [&str; 3] = ["/tmp", "/var/tmp", "/run"];
@@ -116,19 +117,18 @@ fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<String> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
         .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
-    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH)
-        .map_err(|errno| io_error("reading", Path::new(path))(errno.into()))?;
+    let stat = rustix::fs::statat(&inside, "", AtFlags::EMPTY_PATH).at("reading", path)?;
     let components = path.split('/').filter(|component| !component.is_empty());
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = below.join(&name);
     if !directory.exists() {
-        fs::create_dir_all(&directory).map_err(io_error("creating", &directory))?;
+        fs::create_dir_all(&directory).at("creating", &directory)?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))
-            .map_err(io_error("setting the mode of", &directory))?;
-        let have = fs::metadata(&directory).map_err(io_error("reading", &directory))?;
+            .at("setting the mode of", &directory)?;
+        let have = fs::metadata(&directory).at("reading", &directory)?;
         if (have.uid(), have.gid()) != (stat.st_uid, stat.st_gid) {
             std::os::unix::fs::chown(&directory, Some(stat.st_uid), Some(stat.st_gid))
-                .map_err(io_error("setting the owner of", &directory))?;
+                .at("setting the owner of", &directory)?;
         }
     }
     Ok(name)
