@@ -192,9 +192,10 @@ impl<'a> Collector<'a> {
         let alone = if wait { Some(cancel.wait_for(alone)?) } else { alone()? };
         collector.alone = Some(alone.ok_or_else(busy)?);
         let added = collector.added();
-        // Of a collection that was killed.
-        remove_entry(disk, &added, Kind::Directory)?;
+        // Of a collection that was killed, most of it while others may add notes.
+        let _ = remove_entry(disk, &added, Kind::Directory);
         let lock = domain.lock_alone(wait, cancel)?.ok_or_else(busy)?;
+        remove_entry(disk, &added, Kind::Directory)?;
         match disk.mkdir(&added) {
             Err(error) if is_full(&error) => collector.held = Some(lock),
             other => other.at("create", &added)?,

@@ -359,7 +359,7 @@ pub fn stretch_at(file: impl AsFd, offset: u64) -> io::Result<Stretch> {
 }
 
 /// Replaces a file of a directory that is no store's, by way of a file `aside` in it: no reader,
-/// and with `sync` no crash, finds half of the content. Neither path may be a symbolic link.
+/// and with `sync` no crash, finds half of the content. Symbolic links are replaced, not followed.
 ///
 /// # Errors
 /// Those of the system calls; nothing is left aside then.
@@ -371,10 +371,17 @@ pub fn replace_file(
     purpose: Purpose,
     sync: bool,
 ) -> io::Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let open = || fs::openat(&directory, aside, flags, Mode::from_raw_mode(purpose.mode()));
     let replace = || -> io::Result<()> {
-        let mode = Mode::from_raw_mode(purpose.mode());
-        let file = fs::openat(&directory, aside, flags | OFlags::NOFOLLOW, mode)?;
+        let file = match open() {
+            // Of a process that was killed, or a link that somebody planted.
+            Err(Errno::EXIST) => {
+                fs::unlinkat(&directory, aside, AtFlags::empty())?;
+                open()?
+            }
+            other => other?,
+        };
         let mut file = RealFile { file, end: 0, direct: false };
         file.write_all(content)?;
         if sync {
