@@ -483,6 +483,10 @@ fn repair_protects_what_is_not() {
         return skip("repair_protects", "files cannot be immutable here");
     }
     assert_eq!(kinds(&report["findings"]), vec!["unprotected"; count]);
+    // Both said what the filesystem can do, not what the copy has.
+    let (doctor, inspect) = (sandbox.run(&["doctor"]).stdout, sandbox.run(&["inspect", "box:1"]));
+    assert!(doctor.contains("1 image without the immutable flag"), "{doctor}");
+    assert!(inspect.stdout.contains("none but file modes"), "{}", inspect.stdout);
     overwrite(&sandbox.object("box:1", "/etc/passwd"), b"short").unwrap();
     let ran = sandbox.run(&["fsck", "--repair", "--json"]);
     let report = ran.fails_with(4).json();

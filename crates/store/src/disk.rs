@@ -20,6 +20,8 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
+use rustix::fs::{AtFlags, StatxAttributes, StatxFlags};
+
 use crate::error::At;
 pub use crate::real::RealDisk;
 
@@ -213,6 +215,14 @@ impl StoredFile {
     /// Size in bytes.
     pub fn size(&self) -> io::Result<u64> {
         self.file.size()
+    }
+
+    /// Whether it has the immutable flag. An import sets that of the metadata image last, so there it
+    /// stands for all objects. A copied store or a killed import lacks it until `gc` sets it.
+    pub fn is_immutable(&self) -> io::Result<bool> {
+        let Some(file) = self.descriptor() else { return Ok(false) };
+        let found = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+        Ok(found.stx_attributes.contains(StatxAttributes::IMMUTABLE))
     }
 
     /// Reads at an offset; 0 at the end.

@@ -412,7 +412,7 @@ impl Staging {
                 let files = (seen.len() as u64).max(1);
                 // Whether it is room or inodes that are missing, the kernel's answer does not say.
                 match self.disk().free_files() {
-                    Ok(0) => Err(Error::NoInodes { files }),
+                    Ok(free) if free < files => Err(Error::NoInodes { files }),
                     _ => Err(Error::NoSpace { missing: *missing }),
                 }
             }

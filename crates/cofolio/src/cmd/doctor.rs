@@ -173,10 +173,23 @@ impl Store {
                 found.line("packs", "compressed with LZ4");
             }
         }
-        let images = domain().and_then(|domain| Ok((domain.all_refs()?, domain.images()?.len())));
-        if let Some((Refs { readable, unreadable }, images)) = found.get(images) {
+        let images = domain().and_then(|domain| {
+            let images = domain.images()?;
+            let open = images.iter().filter(|image| {
+                let file = domain.open_image(image);
+                file.is_ok_and(|file| file.is_immutable().is_ok_and(|immutable| !immutable))
+            });
+            let open = if protection.verity || !protection.immutable { 0 } else { open.count() };
+            Ok((domain.all_refs()?, images.len(), open))
+        });
+        if let Some((Refs { readable, unreadable }, images, open)) = found.get(images) {
             let names = plural((readable.len() + unreadable.len()) as u64, "name");
             found.line("images", format!("{images}, under {names}"));
+            if open > 0 {
+                let text = "without the immutable flag, as in a copied store: their first mount \
+                            asks for the size of every object; `cofolio gc` sets the flags";
+                found.line("unprotected", format!("{} {text}", plural(open as u64, "image")));
+            }
             for it in unreadable {
                 found.get::<(), _>(Err(it.error));
             }

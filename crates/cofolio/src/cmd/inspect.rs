@@ -74,6 +74,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     let mounts = context.mounts_of(&domain, &named.digest)?;
     let roots = other_roots(&domain, &named.digest)?;
     let protection = domain.protection();
+    let immutable = opened.image.is_immutable()?;
     let config = match named.record.as_ref().and_then(|record| record.config.as_deref()) {
         Some(text) => Some((serde_json::from_str::<Value>(text)?, ImageConfig::parse(text)?)),
         None => None,
@@ -101,7 +102,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
             "objects": objects,
             "content_bytes": content_bytes,
             "verity": protection.verity,
-            "immutable": protection.immutable,
+            "immutable": immutable,
             "mounts": mounts,
             "roots": roots,
             "signatures": signatures,
@@ -128,7 +129,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
         .pair("content", format!("{} in {}", human_size(content_bytes), plural(objects, "object")));
     table.pair(
         "protection",
-        match (protection.verity, protection.immutable) {
+        match (protection.verity, immutable) {
             (true, _) => "every read is checked by the kernel (fs-verity)",
             (false, true) => {
                 "immutable files; what is read is not checked by the kernel (no fs-verity)"

@@ -110,7 +110,7 @@ impl Response {
         }
         let mut bytes = Vec::new();
         let read = self.body.as_reader().take(max + 1).read_to_end(&mut bytes);
-        read.map_err(|e| Failure::again(broken(&self.url, &e)))?;
+        read.map_err(|e| broken(&self.url, &e))?;
         if bytes.len() as u64 > max {
             return Err(too_big("or more").into());
         }
@@ -156,7 +156,7 @@ impl Http {
     /// The failure of reading an answer. A server that hangs must not be waited for once for each
     /// try of each blob.
     pub(crate) fn broken(&self, url: &Url, error: &io::Error) -> Failure {
-        let failure = Failure::again(broken(url, error));
+        let failure = broken(url, error);
         match is_timeout(error) && self.is_silent() {
             true => Failure { tries_max: 1, ..failure },
             false => failure,
@@ -385,17 +385,28 @@ fn tls_error(error: &ureq::Error) -> Option<&rustls::Error> {
     }
 }
 
-fn is_timeout(error: &io::Error) -> bool {
-    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>());
-    matches!(inner, Some(ureq::Error::Timeout(_))) || error.kind() == io::ErrorKind::TimedOut
+/// The timeout of ureq's that an error of reading is.
+fn timeout(error: &io::Error) -> Option<ureq::Timeout> {
+    match error.get_ref()?.downcast_ref()? {
+        ureq::Error::Timeout(timeout) => Some(*timeout),
+        _ => None,
+    }
 }
 
-fn broken(url: &Url, error: &io::Error) -> RegistryError {
+fn is_timeout(error: &io::Error) -> bool {
+    timeout(error).is_some() || error.kind() == io::ErrorKind::TimedOut
+}
+
+fn broken(url: &Url, error: &io::Error) -> Failure {
     let what = match is_timeout(error) {
+        // A document has a time for all of it, and will not come faster.
+        true if timeout(error) == Some(ureq::Timeout::RecvBody) => {
+            return RegistryError::unreachable(url, "it comes too slowly").into();
+        }
         true => "nothing more came".to_owned(),
         false => format!("the connection broke off: {}", quoted(&error.to_string())),
     };
-    RegistryError::unreachable(url, what)
+    Failure::again(RegistryError::unreachable(url, what))
 }
 
 /// Describes an error of ureq without its URL, which may be secret.

@@ -323,6 +323,19 @@ fn a_registry_that_is_too_slow_is_given_up() {
     }
 }
 
+/// A manifest that came byte by byte was given two minutes, six times.
+#[test]
+fn a_document_that_is_too_slow_is_not_asked_for_again() {
+    let fake = Fake::new(move |asked, mut answer| {
+        answer.drip = (!asked.is_blob()).then_some(1);
+        answer
+    });
+    fake.tag("1", &fake.image(&[layer(1, 100)]));
+    let options = RegistryOptions { stall_timeout: Duration::from_millis(100), ..options() };
+    let error = pull(&Bench::new(), &app(fake.address), options).unwrap_err().to_string();
+    assert!(error.contains("too slowly") && !error.contains("tried"), "{error}");
+}
+
 /// A registry without TLS that waits for a line of text, or hangs up, never says that it has no
 /// TLS. It was asked by TLS until the last try.
 #[test]

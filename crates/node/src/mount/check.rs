@@ -74,15 +74,6 @@ pub(crate) fn measured(file: &StoredFile) -> Result<Option<Digest>, MountError> 
     Ok(cofolio_sys::verity::measure(descriptor).ok().flatten().map(Digest))
 }
 
-/// Whether the objects of an image are immutable. An import sets the metadata image's flag last, so
-/// it stands for all. A copied store or a killed import lacks it until `gc` sets it.
-pub(super) fn is_immutable(image: &StoredFile) -> Result<bool, MountError> {
-    let file = image.descriptor().ok_or(MountError::NoDirectory)?;
-    let found = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
-    let flag = rustix::fs::StatxAttributes::IMMUTABLE;
-    Ok(found.at("look at", image.path())?.stx_attributes.contains(flag))
-}
-
 /// Compares the size of one object, below the objects directory `dir`, whose path is `objects`.
 fn check_size(
     dir: BorrowedFd<'_>,

@@ -12,7 +12,7 @@ use rustix::mount::MountAttrFlags;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
-use super::check::{check_digest, damaged, is_immutable};
+use super::check::{check_digest, damaged};
 use super::error::{At as _, MountError, refused};
 use super::idmap::IdMap;
 use super::in_use::{self, Superblock};
@@ -197,7 +197,7 @@ impl Mounter<'_> {
         let verity = self.domain.has_verity();
         check_digest(&file, image, verity)?.map_or(Ok(()), |reason| Err(damaged(image, reason)))?;
         let objects = self.domain.objects_dir().ok_or(MountError::NoDirectory)?;
-        let objects_checked = if verity || is_immutable(&file)? {
+        let objects_checked = if verity || file.is_immutable().at("look at", file.path())? {
             // The kernel checks every block with fs-verity, and nobody truncates immutable files.
             0
         } else {
