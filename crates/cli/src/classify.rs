@@ -89,6 +89,12 @@ pub fn mending(path: &str) -> &'static str {
     }
 }
 
+/// A directory that every store has.
+fn lacks_directory(error: &cofolio_store::Error) -> bool {
+    use cofolio_store::Error::Io;
+    matches!(error, Io { action: "list", source, .. } if source.kind() == io::ErrorKind::NotFound)
+}
+
 fn of_store(error: &cofolio_store::Error) -> Classified {
     use cofolio_store::{Error, FileKind};
     if let Error::Unreadable { source, .. } = error
@@ -112,6 +118,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
+        _ if lacks_directory(error) => "`cofolio fsck --repair` makes the directory again",
         Error::NoSuch(_) | Error::SizeMismatch { .. } | Error::Unreadable { .. } => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             "a newer version of cofolio wrote this store; use that one"
@@ -120,6 +127,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         _ => "",
     };
     let exit = match (error.kind(), error) {
+        (ErrorKind::Io, error) if lacks_directory(error) => Some(Exit::Corrupt),
         // The cause, an I/O error, says more.
         (ErrorKind::Io, _) => None,
         (ErrorKind::Cancelled, _) => Some(Exit::Interrupted),

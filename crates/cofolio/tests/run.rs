@@ -398,6 +398,10 @@ fn detached_containers_are_listed_and_stopped() {
         assert_eq!(listed[0]["image_name"], "box:1");
         let words = machine.run(&["ps"]);
         assert_eq!(words.words()[1][..3], ["cache", "box:1", "running"]);
+        // `mounts` showed whatever name of the image comes first.
+        machine.run(&["tag", "box:1", "another"]).ok();
+        assert!(!machine.run(&["mounts"]).stdout.contains("another"), "{runtime}");
+        machine.run(&["rm", "another"]).ok();
         // Nothing takes its name or its mount.
         machine.sh(runtime, &["--name", "cache"], "true").fails_with(125);
         machine.run(&["gc"]).ok();

@@ -269,6 +269,14 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     files(&aside).iter().for_each(|file| remove(file).unwrap());
     assert!(sandbox.run(&["fsck"]).ok().contains("no damage: "));
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["bytes"], 0, "nothing came in beside it");
+
+    // And nothing said how to go on: other commands found "no such file", a repair that all names are lost.
+    fs::remove_dir(domain.join("segments")).unwrap();
+    let missing = sandbox.run(&["gc"]);
+    assert!(missing.fails_with(4).stderr.contains("`cofolio fsck --repair`"), "{}", missing.stderr);
+    fs::rename(domain.join("refs"), sandbox.path("refs")).unwrap();
+    let repaired = sandbox.run(&["fsck", "--repair"]);
+    assert!(repaired.stderr.contains("`cofolio tag`"), "{}", repaired.stderr);
 }
 
 /// A directory as the source, changed since it was imported: what it still has is brought back, what it has
@@ -483,6 +491,10 @@ fn repair_protects_what_is_not() {
         return skip("repair_protects", "files cannot be immutable here");
     }
     assert_eq!(kinds(&report["findings"]), vec!["unprotected"; count]);
+    // A copy of a store has thousands of them: the list was all that one saw.
+    let fsck = sandbox.run(&["fsck"]);
+    let listed = fsck.ok();
+    assert!(listed.contains(&format!("and {} files more unprotected", count - 3)), "{listed}");
     // Both said what the filesystem can do, not what the copy has.
     let (doctor, inspect) = (sandbox.run(&["doctor"]).stdout, sandbox.run(&["inspect", "box:1"]));
     assert!(doctor.contains("1 image without the immutable flag"), "{doctor}");

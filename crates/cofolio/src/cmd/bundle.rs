@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bundle, ImageConfig};
-use cofolio_node::mount::{Access, MountRequest, UmountOptions};
+use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
 use serde_json::{Value, json};
 
 use crate::cmd::Outcome;
@@ -156,6 +156,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             create_target: true,
             access: if args.read_only { Access::ReadOnly } else { Access::Writable },
             check,
+            options: MountOptions { name: image.ref_name.clone(), ..MountOptions::default() },
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
         })?;
         drop(work);

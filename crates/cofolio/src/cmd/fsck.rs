@@ -1,7 +1,7 @@
 use cofolio_cli::interrupt;
 use cofolio_image::source::Source;
 use cofolio_node::upkeep::repair::Checked;
-use cofolio_store::Store;
+use cofolio_store::{FindingKind, Store};
 use serde_json::Value;
 
 use crate::cmd::pull::RegistryArgs;
@@ -10,6 +10,9 @@ use crate::context::Context;
 use crate::exit::Exit;
 use crate::progress::Work;
 use crate::ui::{Tone, human_count, human_size, plural};
+
+/// Unprotected files that are listed: a copied store has nothing else.
+const UNPROTECTED_MAX: usize = 3;
 
 /// Check the store for missing, truncated and altered content
 ///
@@ -90,6 +93,12 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
     for finding in &checked.repaired {
         let done = context.ui.paint(Tone::Good, "repaired");
         context.ui.line(format!("{done} {} ({})", finding.path, finding.kind))?;
+        if finding.kind == FindingKind::DirectoryMissing && finding.path.ends_with("/refs") {
+            context.ui.note(
+                "all names of images are lost, and the next `cofolio gc` removes what has none: \
+                 give them again first, with `cofolio tag`",
+            );
+        }
     }
     for target in &checked.mounts {
         context.ui.note(format!(
@@ -108,7 +117,17 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         context.ui.line(format!("{done} {}", plural(checked.protected, "file")))?;
     }
     if !report.findings.is_empty() {
-        context.ui.table(&findings_table(&report.findings))?;
+        let mut unprotected = 0;
+        let shown = report.findings.iter().filter(|finding| {
+            unprotected += usize::from(finding.kind == FindingKind::Unprotected);
+            finding.kind != FindingKind::Unprotected || unprotected <= UNPROTECTED_MAX
+        });
+        context.ui.table(&findings_table(shown))?;
+        if unprotected > 0 {
+            let more = unprotected.saturating_sub(UNPROTECTED_MAX) as u64;
+            let text = "more unprotected; `cofolio fsck --repair` protects them, --json lists them";
+            context.ui.line(format!("and {} {text}", plural(more, "file")))?;
+        }
         if report.more > 0 {
             context.ui.line(format!("and {} more", human_count(report.more)))?;
         }

@@ -74,7 +74,7 @@ fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     let mounts = context.mounts_of(&domain, &named.digest)?;
     let roots = other_roots(&domain, &named.digest)?;
     let protection = domain.protection();
-    let immutable = opened.image.is_immutable()?;
+    let immutable = domain.open_image(&named.digest)?.is_immutable()?;
     let config = match named.record.as_ref().and_then(|record| record.config.as_deref()) {
         Some(text) => Some((serde_json::from_str::<Value>(text)?, ImageConfig::parse(text)?)),
         None => None,

@@ -46,7 +46,7 @@ use cofolio_store::{Finding, FindingKind};
 pub(crate) type Outcome = anyhow::Result<Exit>;
 
 /// What a check found, a line each.
-fn findings_table(findings: &[Finding]) -> Table {
+fn findings_table<'a>(findings: impl IntoIterator<Item = &'a Finding>) -> Table {
     let mut table = Table::new(&["FINDING", "FILE", "DETAIL"]);
     for finding in findings {
         let tone = if finding.kind.is_damage() { Tone::Bad } else { Tone::Warn };

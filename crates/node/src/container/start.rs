@@ -191,7 +191,11 @@ impl Containers<'_> {
             size_bytes: request.size_bytes,
             scratch: !request.writable && request.config.volumes().any(is_empty_volume),
             check: request.check,
-            options: MountOptions { idmap: options.idmap.clone(), ..MountOptions::default() },
+            options: MountOptions {
+                idmap: options.idmap.clone(),
+                name: Some(request.image_name.clone()),
+                ..MountOptions::default()
+            },
             ..MountRequest::new(request.image, &rootfs)
         })?;
         container.busy = Some(open_dir(&rootfs).at("opening", &rootfs)?);
