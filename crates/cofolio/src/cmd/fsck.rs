@@ -124,9 +124,8 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         });
         context.ui.table(&findings_table(shown))?;
         if unprotected > 0 {
-            let more = unprotected.saturating_sub(UNPROTECTED_MAX) as u64;
-            let text = "more unprotected; `cofolio fsck --repair` protects them, --json lists them";
-            context.ui.line(format!("and {} {text}", plural(more, "file")))?;
+            let text = "unprotected: `cofolio fsck --repair` protects them, --json lists them";
+            context.ui.line(format!("{} {text}", plural(unprotected as u64, "file")))?;
         }
         if report.more > 0 {
             context.ui.line(format!("and {} more", human_count(report.more)))?;
