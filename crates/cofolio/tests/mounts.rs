@@ -460,21 +460,27 @@ fn a_wiped_run_directory_is_no_dead_end() {
     sandbox.import_tree("box:1");
     let target = fs::canonicalize(sandbox.dir("mnt")).unwrap();
     let target = target.to_str().unwrap();
-    sandbox.run(&["mount", "box:1", target]).ok();
-    for run in fs::read_dir(sandbox.path("run")).unwrap() {
-        fs::remove_dir_all(run.unwrap().path().join("mounts")).unwrap();
+    for wiped in ["mounts", "*"] {
+        sandbox.run(&["mount", "box:1", target]).ok();
+        // What is mounted stays, and with it its directory.
+        let wipe = format!("rm -rf {}/*/{wiped} 2>/dev/null", sandbox.text("run"));
+        let _ = Command::new("sh").args(["-c", &wipe]).status().unwrap();
+        let hint = format!("`umount {target}`");
+        let failed = sandbox.run(&["umount", target]);
+        assert!(failed.fails_with(1).stderr.contains(&hint), "{}", failed.stderr);
+        let listed = sandbox.run(&["mounts"]);
+        assert!(listed.stderr.contains(&hint), "{}", listed.stderr);
+        assert!(sandbox.run(&["doctor"]).stdout.contains("`cofolio mounts` says how to go on"));
+        sandbox.run(&["mounts", "--reconcile"]).ok();
+        assert_eq!(fs::read(sandbox.path("mnt/etc/hostname")).unwrap(), b"node\n");
+        assert!(Command::new("umount").arg(target).status().unwrap().success());
+        sandbox.run(&["mounts", "--reconcile"]).ok();
+        assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new(), "{wiped}");
     }
-    let hint = format!("`umount {target}`");
-    let failed = sandbox.run(&["umount", target]);
-    assert!(failed.fails_with(1).stderr.contains(&hint), "{}", failed.stderr);
-    let listed = sandbox.run(&["mounts"]);
-    assert!(listed.stderr.contains(&hint), "{}", listed.stderr);
-    assert!(sandbox.run(&["doctor"]).stdout.contains("`cofolio mounts` says how to go on"));
-    assert!(Command::new("umount").arg(target).status().unwrap().success());
-    sandbox.run(&["mounts", "--reconcile"]).ok();
-    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
     sandbox.run(&["mount", "box:1", target]).ok();
     sandbox.run(&["umount", target]).ok();
+    sandbox.run(&["rm", "box:1"]).ok();
+    assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
 }
 
 /// A record in the run directory that cannot be read. The error names the file, and what to do.

@@ -399,7 +399,9 @@ impl Mounter<'_> {
         let mut done = Reconciled::default();
         let mut failed = Vec::new();
         let mut or_failed = |error| failed.push(cofolio_store::with_causes(&error));
-        if self.run.path().join("locks").exists() {
+        if self.run.path().exists() {
+            // Somebody may have emptied it under mounts, which keep their directories.
+            self.run.prepare()?;
             done.leftovers = self.run.remove_temporaries().map_err(&mut or_failed).unwrap_or(0);
             for id in self.run.record_ids()? {
                 if self.reconcile_record(&id).map_err(&mut or_failed).unwrap_or(false) {
