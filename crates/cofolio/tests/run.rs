@@ -390,6 +390,9 @@ fn detached_containers_are_listed_and_stopped() {
     for runtime in runtimes {
         let output = machine.text("output");
         let script = "trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.05; done";
+        // The runtime was blamed for it.
+        let nowhere = machine.sh(runtime, &["-d", "--output", "/"], script);
+        assert!(nowhere.stderr.contains("opening /: Is a directory"), "{}", nowhere.stderr);
         let options = ["-d", "--name", "cache", "--output", &output];
         assert_eq!(machine.sh(runtime, &options, script).ok(), "cache\n");
         until("its output", || fs::read_to_string(&output).unwrap().contains("up").then_some(()));

@@ -262,6 +262,10 @@ fn attend(
     mut ready: PipeWriter,
 ) -> anyhow::Result<Ended> {
     let output = args.output.as_ref().map(std::path::absolute).transpose()?;
+    if let Some(path) = &output {
+        let opened = fs::OpenOptions::new().append(true).create(true).open(path);
+        opened.with_context(|| format!("opening {}", path.display()))?;
+    }
     let running = containers.start_detached(request, output)?;
     let container = &running.container;
     if context.ui.json {
