@@ -11,10 +11,9 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// One that names the link; those of `lstat` and `readlink`.
 pub fn resolve(path: &Path) -> io::Result<PathBuf> {
-    // As the kernel: path_resolution(7).
-    const LINKS_MAX: u32 = 40;
     let mut path: PathBuf = std::path::absolute(path)?.iter().collect();
-    for _ in 0..=LINKS_MAX {
+    // As many links as the kernel follows (path_resolution(7)).
+    for _ in 0..=40 {
         let Some(link) = path.ancestors().filter(|path| path.is_symlink()).last() else {
             let mut plain = PathBuf::new();
             for name in &path {
@@ -27,8 +26,7 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
         let is_own = |uid| uid == 0 || uid == rustix::process::geteuid().as_raw();
         let is_guarded = dir.mode() & 0o022 == 0 || dir.mode() & 0o1000 != 0;
         if !(is_own(found.uid()) && is_own(dir.uid()) && is_guarded) {
-            let link = link.display();
-            let what = format!("another user may have put the symbolic link {link} there");
+            let what = format!("another user may have put the link {} there", link.display());
             return Err(io::Error::other(what));
         }
         let rest = path.iter().skip(link.iter().count());

@@ -4,7 +4,6 @@ use clap::ValueEnum;
 use cofolio_image::export::{
     Compression, Destination, ExportOptions, FilesystemOptions, export, export_filesystem,
 };
-
 use cofolio_node::links;
 
 use crate::cmd::Outcome;
