@@ -104,14 +104,14 @@ fn what_is_named_or_published_during_a_collection_stays() {
 fn an_import_between_two_batches_keeps_its_objects() {
     /// Does something when a certain image is read, which is after the mark for one that came later.
     struct Later<'a>(&'a Domain, Digest, Cell<u32>);
-    struct Shared<'a>(std::sync::Mutex<Later<'a>>);
+    struct Shared<'a>(Mutex<Later<'a>>);
     impl Contents for Shared<'_> {
         fn names(
             &self,
             kind: FileKind,
-            file: &cofolio_store::StoredFile,
+            file: &StoredFile,
             visit: &mut dyn FnMut(Digest, u64),
-        ) -> Result<(), cofolio_store::BoxError> {
+        ) -> Result<(), BoxError> {
             let later = self.0.lock().unwrap();
             let is_it = kind == FileKind::Image && file.path().contains(&later.1.to_string());
             if is_it && later.2.replace(1) == 0 {
@@ -132,7 +132,7 @@ fn an_import_between_two_batches_keeps_its_objects() {
         .map(|piece| format!("{} {}\n", verity::digest(piece), piece.len()))
         .collect();
     let second = verity::digest(format!("{lines}end\n").as_bytes());
-    let contents = Shared(std::sync::Mutex::new(Later(&domain, second, Cell::new(0))));
+    let contents = Shared(Mutex::new(Later(&domain, second, Cell::new(0))));
     let live = || {
         put(&domain, "second", &[10, 11]);
         Ok(Vec::new())
