@@ -187,7 +187,6 @@ fn of_import(error: &ImportError) -> Classified {
         ImportError::Engine(error) => of_engine(error),
         ImportError::Trust(error) => of_trust(error),
         ImportError::Store(error) => of_store(error),
-        ImportError::Limit { .. } => code(Exit::Failure),
         error if error.is_corrupt() => code(Exit::Corrupt),
         _ => CAUSE,
     }

@@ -577,3 +577,57 @@ fn a_bundle_that_cannot_be_leaves_nothing() {
     assert_eq!(made.json()["config"]["process"]["user"]["uid"], 7);
     assert_eq!(sandbox.run(&["mounts"]).ok(), "");
 }
+
+/// Root wrote to whatever a link led to that a user had put where root had named a new directory.
+#[test]
+fn links_of_other_users_are_not_followed() {
+    use std::os::unix::fs::{PermissionsExt as _, lchown, symlink};
+    const TEST: &str = "links_of_other_users_are_not_followed";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("one:1");
+    let secret = sandbox.dir("secret");
+    let (theirs, sticky) = (sandbox.dir("theirs"), sandbox.dir("sticky"));
+    lchown(&theirs, Some(65534), None).unwrap();
+    fs::set_permissions(&sticky, fs::Permissions::from_mode(0o1777)).unwrap();
+    let link = |dir: &Path, owner| {
+        let path = dir.join(format!("link-{owner}"));
+        symlink(&secret, &path).unwrap();
+        lchown(&path, Some(owner), None).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let planted = [link(&theirs, 65534), link(&theirs, 0), link(&sticky, 65534)];
+    let mnt = sandbox.text("mnt");
+    let tries = |link: &str| {
+        let runs = [
+            sandbox.run(&["mount", "--rw", "--upper", link, "--create", "one:1", &mnt]),
+            sandbox.run(&[
+                "mount",
+                "--rw",
+                "--upper",
+                &format!("{link}/new"),
+                "--create",
+                "one:1",
+                &mnt,
+            ]),
+            sandbox.run(&["bundle", "one:1", link, "--", "/bin/true"]),
+            sandbox.run(&["export", "one:1", &format!("oci:{link}")]),
+            sandbox.run(&["export", "one:1", &format!("oci:{link}/new")]),
+        ];
+        sandbox.run(&["umount", "--all"]).ok();
+        runs
+    };
+    for link in &planted {
+        for ran in tries(link) {
+            assert!(ran.fails_with(1).stderr.contains(link.as_str()), "{}", ran.stderr);
+        }
+        assert_eq!(fs::read_dir(&secret).unwrap().count(), 0, "{link}");
+    }
+    let own = [link(&sandbox.dir("own"), 0), link(&sticky, 0)];
+    for link in &own {
+        sandbox.run(&["export", "one:1", &format!("oci:{link}/new")]).ok();
+        fs::remove_dir_all(secret.join("new")).unwrap();
+    }
+}

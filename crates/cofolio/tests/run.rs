@@ -5,6 +5,7 @@
 mod common;
 
 use std::fs;
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -547,6 +548,54 @@ fn a_container_gets_no_file_of_the_host() {
     }
 }
 
+/// The container got the caller's own pipes and sockets: through /proc/self/fd it read what other programs had
+/// written to them, and crun gave them to its user.
+#[test]
+fn a_container_gets_no_pipe_or_socket_of_the_host() {
+    const TEST: &str = "a_container_gets_no_pipe_or_socket_of_the_host";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let inode = |fd: &std::os::fd::OwnedFd| rustix::fs::fstat(fd).unwrap().st_ino;
+    for runtime in runtimes {
+        let (stdin, mut given) = std::io::pipe().unwrap();
+        let (mut said, stdout) = std::io::pipe().unwrap();
+        let (_others, stderr) = std::os::unix::net::UnixStream::pair().unwrap();
+        given.write_all(b"given\n").unwrap();
+        drop(given);
+        let own: [std::os::fd::OwnedFd; 3] = [stdin.into(), stdout.into(), stderr.into()];
+        let give = |fd: &std::os::fd::OwnedFd| Stdio::from(fd.try_clone().unwrap());
+        let args =
+            machine.sh_args(runtime, &["-i", "--user", "worker"], "cat; ls -l /proc/self/fd");
+        let mut command = machine.command(&args);
+        command.stdin(give(&own[0])).stdout(give(&own[1])).stderr(give(&own[2]));
+        assert!(command.status().unwrap().success(), "{runtime}");
+        assert!(own.iter().all(|fd| rustix::fs::fstat(fd).unwrap().st_uid == 0), "{runtime}");
+        let inodes = own.each_ref().map(|fd| format!("[{}]", inode(fd)));
+        drop((command, own));
+        let mut text = String::new();
+        said.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with("given\n") && text.matches(" -> pipe:[").count() >= 3, "{text}");
+        assert!(inodes.iter().all(|inode| !text.contains(inode)), "{inodes:?} {text}");
+        machine.assert_clean();
+    }
+}
+
+/// `cofolio run … | head -1`: when nobody reads any more, the container's next write fails, which is no
+/// error of `cofolio run`.
+#[test]
+fn output_that_nobody_reads_ends_a_container() {
+    const TEST: &str = "output_that_nobody_reads_ends_a_container";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let script = "while echo line 2>/dev/null; do :; done; exit 0";
+        let mut command = machine.command(&machine.sh_args(runtime, &[], script));
+        let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        run.stdout.take().unwrap().read_exact(&mut [0; 5]).unwrap();
+        let ran = Ran::of(run.wait_with_output().unwrap());
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{runtime}");
+        machine.assert_clean();
+    }
+}
+
 /// What a container said was lost where the disk was full, and the exit code was 0.
 #[test]
 fn output_that_cannot_be_written_is_an_error() {
@@ -669,6 +718,13 @@ fn a_killed_run_leaves_nothing_that_is_not_put_right() {
         assert!(orphan["pid"].as_u64().is_some(), "{runtime}: {orphan}");
         // Nobody takes a running container for a leftover.
         machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
+        // Another mount namespace cannot unmount it. `stop` killed it there, and said so afterwards.
+        let stop = machine.command(&["stop", "--time", "0", "orphan"]);
+        let mut elsewhere = Command::new("unshare");
+        elsewhere.arg("--mount").arg(stop.get_program()).args(stop.get_args());
+        elsewhere.envs(stop.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Ran::of(elsewhere.output().unwrap()).fails_with(5);
         assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
         machine.run(&["stop", "--time", "0", "orphan"]).ok();
         machine.assert_clean();

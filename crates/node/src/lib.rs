@@ -4,6 +4,7 @@ pub mod backend;
 pub mod config;
 pub mod container;
 pub mod ledger;
+pub mod links;
 pub mod mount;
 pub mod names;
 pub mod policy;

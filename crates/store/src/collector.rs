@@ -41,7 +41,7 @@ use crate::error::{At, Error, Result, is_absent, is_full};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Reachability;
 use crate::records::ROOTS;
-use crate::store::remove_entry;
+use crate::store::{remove_entry, sweep_entry};
 use crate::{Digest, Domain, GcOptions};
 
 /// Directory of the notes, in the domain, while a collection runs.
@@ -226,6 +226,7 @@ impl<'a> Collector<'a> {
     ) -> Result<Swept> {
         let mut swept = Swept::default();
         let (disk, dry_run) = (self.domain.disk(), self.options.dry_run);
+        let cancel = &self.options.cancel;
         let mut suspects = suspects.iter().peekable();
         while suspects.peek().is_some() {
             self.options.cancel.check()?;
@@ -233,10 +234,7 @@ impl<'a> Collector<'a> {
             let start = Instant::now();
             for suspect in suspects.by_ref() {
                 if is_garbage(self, &suspect.what)? {
-                    let bytes = match dry_run {
-                        true => allocated(disk, &suspect.path, suspect.kind)?,
-                        false => remove_entry(disk, &suspect.path, suspect.kind)?,
-                    };
+                    let bytes = sweep_entry(disk, &suspect.path, suspect.kind, dry_run, cancel)?;
                     swept += Swept { count: 1, bytes };
                 }
                 if lock.is_some() && start.elapsed() >= HELD_MAX {
@@ -300,16 +298,4 @@ impl Drop for Collector<'_> {
             let _ = remove_entry(self.domain.disk(), &self.added(), Kind::Directory);
         }
     }
-}
-
-/// What [`remove_entry`] would free.
-pub(crate) fn allocated(disk: &dyn crate::disk::Disk, path: &str, kind: Kind) -> Result<u64> {
-    if kind != Kind::Directory {
-        return Ok(disk.stat(path).if_there("look at", path)?.map_or(0, |stat| stat.allocated));
-    }
-    let mut bytes = 0;
-    for (name, kind) in disk.list(path).if_there("list", path)?.unwrap_or_default() {
-        bytes += allocated(disk, &format!("{path}/{name}"), kind)?;
-    }
-    Ok(bytes)
 }

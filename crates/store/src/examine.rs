@@ -307,7 +307,7 @@ impl Reader {
                 return Ok(hasher.finish());
             }
             hasher.update(&buffer[..n]);
-            self.wait(n as u64);
+            self.wait(n as u64, cancel)?;
             // The file ended at an offset that is not aligned: there is nothing behind it.
             if !n.is_multiple_of(ALIGN)
                 && hasher.size() >= file.size().at("look at", file.path())?
@@ -317,19 +317,18 @@ impl Reader {
         }
     }
 
-    /// Sleeps until so many bytes are due.
-    fn wait(&mut self, bytes: u64) {
-        let Some(rate) = self.rate.filter(|rate| *rate > 0) else { return };
+    /// Waits until so many bytes are due.
+    fn wait(&mut self, bytes: u64, cancel: &Cancel) -> Result<()> {
+        let Some(rate) = self.rate.filter(|rate| *rate > 0) else { return Ok(()) };
         self.bytes += bytes;
-        #[expect(clippy::cast_precision_loss, reason = "a sleep is not that precise")]
+        #[expect(clippy::cast_precision_loss, reason = "a wait is not that precise")]
         let due = Duration::from_secs_f64(self.bytes as f64 / rate as f64);
-        let passed = self.since.elapsed();
-        if let Some(early) = due.checked_sub(passed) {
-            std::thread::sleep(early);
-        } else if passed - due > Duration::from_secs(1) {
+        if self.since.elapsed().saturating_sub(due) > Duration::from_secs(1) {
             // The disk was slower than the rate; that is no credit for later.
             (self.bytes, self.since) = (0, Instant::now());
+            return Ok(());
         }
+        cancel.wait_for(|| Ok((self.since.elapsed() >= due).then_some(())))
     }
 }
 
@@ -372,6 +371,14 @@ impl Drop for Quiet<'_> {
 mod tests {
     use super::*;
     use crate::disk::{Disk, Purpose, RealDisk};
+
+    /// At a rate of 1 KiB/s a scrub slept 4 s for each piece, and a signal had to wait for that.
+    #[test]
+    fn a_cancel_ends_the_wait_for_the_rate() {
+        let cancel = Cancel::default();
+        cancel.cancel();
+        assert!(matches!(Reader::new(Some(1)).wait(20, &cancel), Err(Error::Cancelled(_))));
+    }
 
     /// Content at the seams of the units, holes between, and an end that is no unit.
     #[test]

@@ -160,6 +160,8 @@ impl Domain {
         let path = self.named_file(name);
         let inode = || self.disk().stat(&path).map(|stat| stat.inode).if_there("look at", &path);
         let shared = self.lock_shared()?;
+        // While it is open no other file gets its inode number.
+        let _held = self.disk().open(&path);
         let Some(before) = inode()? else { return Ok(false) };
         let is_damaged = match name.kind() {
             FileKind::Pack => examiner.pack(name, sound)?.is_some(),

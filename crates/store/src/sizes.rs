@@ -17,8 +17,6 @@ use crate::{Digest, Domain};
 
 /// The record, in the domain.
 const RECORD: &str = "sizes.json";
-/// Objects between two questions whether to go on.
-const BATCH: usize = 64;
 
 /// What a look at all sizes found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,21 +42,23 @@ impl Domain {
     }
 
     /// Checks the size of every object that an image of the domain names, and records the boot
-    /// `boot_id`. If `go_on` says no, returns `None` and records nothing.
+    /// `boot_id`.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], [`Error::Io`]. Damage is no error: it is in the report.
+    /// [`Error::ReadOnly`], [`Error::Cancelled`], [`Error::Io`]; nothing is recorded then. Damage is no
+    /// error: it is in the report.
     pub fn examine_sizes(
         &self,
         contents: &dyn Contents,
         boot_id: &str,
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<Option<SizesReport>> {
+        cancel: &Cancel,
+    ) -> Result<SizesReport> {
         self.store().check_writable()?;
         let mut report = SizesReport { boot_id: boot_id.to_owned(), ..SizesReport::default() };
-        let examiner = Examiner::new(self, contents, Reading::No, &Cancel::default());
+        let examiner = Examiner::new(self, contents, Reading::No, cancel);
         let mut sizes: BTreeMap<Digest, (u64, Digest)> = BTreeMap::new();
         for image in self.images()? {
+            cancel.check()?;
             let name = FileName::content(FileKind::Image, &image);
             let seen = examiner.read(&name, &mut |digest, size| {
                 sizes.entry(digest).or_insert((size, image));
@@ -67,31 +67,25 @@ impl Domain {
                 list(&mut report.findings, &mut report.more, finding);
             }
         }
-        let sizes: Vec<_> = sizes.into_iter().collect();
-        for batch in sizes.chunks(BATCH) {
-            for (digest, (size, image)) in batch {
-                let name = FileName::content(FileKind::Object, digest);
-                let finding = match examiner.look(&name, Some(*size))?.0 {
-                    Seen::Sound => continue,
-                    Seen::Damaged(finding) => finding,
-                    // Without a lock: it may have been collected with its image.
-                    Seen::Missing if !self.has_image(image)? => continue,
-                    Seen::Missing => examiner.missing_object(digest),
-                };
-                let user = FileName::content(FileKind::Image, image).to_string();
-                let finding = Finding { user: Some(user), ..finding };
-                list(&mut report.findings, &mut report.more, finding);
-            }
-            report.objects += batch.len() as u64;
-            if !go_on() {
-                return Ok(None);
-            }
+        for (digest, (size, image)) in &sizes {
+            report.objects += 1;
+            let name = FileName::content(FileKind::Object, digest);
+            let finding = match examiner.look(&name, Some(*size))?.0 {
+                Seen::Sound => continue,
+                Seen::Damaged(finding) => finding,
+                // Without a lock: it may have been collected with its image.
+                Seen::Missing if !self.has_image(image)? => continue,
+                Seen::Missing => examiner.missing_object(digest),
+            };
+            let user = FileName::content(FileKind::Image, image).to_string();
+            let finding = Finding { user: Some(user), ..finding };
+            list(&mut report.findings, &mut report.more, finding);
         }
         let path = self.sizes_file();
         let _lock = self.lock_shared()?;
         let json = crate::records::to_json(&path, &report)?;
         self.store().replace_file(&path, &json, false)?;
-        Ok(Some(report))
+        Ok(report)
     }
 
     fn sizes_file(&self) -> String {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::collector::{Swept, allocated};
+use crate::collector::Swept;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result, is_absent};
@@ -143,7 +143,7 @@ impl Store {
         self
     }
 
-    /// What ends the waiting for locks.
+    /// What ends the waiting for locks, and the removal of leftovers.
     pub fn waiting(&self) -> &Cancel {
         &self.waiting
     }
@@ -351,7 +351,7 @@ impl Store {
     /// Removes leftovers of interrupted imports; returns their number and allocated bytes.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], [`Error::Io`].
+    /// [`Error::ReadOnly`], [`Error::Io`], [`Error::Cancelled`] as [`Store::waits_until`] says.
     pub fn collect_staging(&self) -> Result<(u64, u64)> {
         self.check_writable()?;
         let swept = self.leftovers(false)?;
@@ -362,10 +362,7 @@ impl Store {
     pub(crate) fn leftovers(&self, dry_run: bool) -> Result<Swept> {
         let mut swept = Swept::default();
         let mut take = |path: &str, kind| {
-            let bytes = match dry_run {
-                true => allocated(self.disk(), path, kind)?,
-                false => remove_entry(self.disk(), path, kind)?,
-            };
+            let bytes = sweep_entry(self.disk(), path, kind, dry_run, &self.waiting)?;
             swept += Swept { count: 1, bytes };
             Ok::<_, Error>(())
         };
@@ -555,15 +552,32 @@ pub(crate) fn mkdir_if_missing(disk: &dyn Disk, path: &str) -> Result<()> {
 /// Removes a file or a directory tree, immutable flags or not, and returns the freed bytes. Missing
 /// files are no error: somebody else may be cleaning too.
 pub(crate) fn remove_entry(disk: &dyn Disk, path: &str, kind: Kind) -> Result<u64> {
+    sweep_entry(disk, path, kind, false, &Cancel::default())
+}
+
+/// [`remove_entry`] of what may be a large tree. A dry run only counts; a cancelled removal leaves the rest.
+pub(crate) fn sweep_entry(
+    disk: &dyn Disk,
+    path: &str,
+    kind: Kind,
+    dry_run: bool,
+    cancel: &Cancel,
+) -> Result<u64> {
+    cancel.check()?;
     if kind == Kind::Directory {
         let mut freed = 0;
         for (name, kind) in disk.list(path).if_there("list", path)?.unwrap_or_default() {
-            freed += remove_entry(disk, &format!("{path}/{name}"), kind)?;
+            freed += sweep_entry(disk, &format!("{path}/{name}"), kind, dry_run, cancel)?;
         }
-        disk.rmdir(path).if_there("remove", path)?;
+        if !dry_run {
+            disk.rmdir(path).if_there("remove", path)?;
+        }
         return Ok(freed);
     }
     let Some(stat) = disk.stat(path).if_there("look at", path)? else { return Ok(0) };
+    if dry_run {
+        return Ok(stat.allocated);
+    }
     if stat.immutable {
         disk.set_immutable(path, false).at("clear the immutable flag of", path)?;
     }

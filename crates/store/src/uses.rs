@@ -83,7 +83,8 @@ impl Domain {
 
     /// Bytes allocated for a file; 0 for one that was removed since it was listed.
     pub(crate) fn allocated(&self, path: &str) -> Result<u64> {
-        crate::collector::allocated(self.disk(), path, Kind::File)
+        let stat = self.disk().stat(path).if_there("look at", path)?;
+        Ok(stat.map_or(0, |stat| stat.allocated))
     }
 
     /// How many files of a kind there are, and the bytes allocated for them.

@@ -5,13 +5,14 @@
 mod common;
 
 use std::cell::Cell;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
-    Contents, Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions, GcReport,
-    ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Spared, Store, TrimOptions, verity,
+    BoxError, Contents, Digest, Domain, Error, FileKind, FindingKind, FsckOptions, GcOptions,
+    GcReport, ImportOptions, InitOptions, Publish, Ref, Root, RootKind, Spared, Staging, Store,
+    StoredFile, TrimOptions, verity,
 };
 use common::sim::{Fault, SimDisk};
 use common::{Lines, Scratch, content, import, import_split, nothing_live};
@@ -103,14 +104,14 @@ fn what_is_named_or_published_during_a_collection_stays() {
 fn an_import_between_two_batches_keeps_its_objects() {
     /// Does something when a certain image is read, which is after the mark for one that came later.
     struct Later<'a>(&'a Domain, Digest, Cell<u32>);
-    struct Shared<'a>(std::sync::Mutex<Later<'a>>);
+    struct Shared<'a>(Mutex<Later<'a>>);
     impl Contents for Shared<'_> {
         fn names(
             &self,
             kind: FileKind,
-            file: &cofolio_store::StoredFile,
+            file: &StoredFile,
             visit: &mut dyn FnMut(Digest, u64),
-        ) -> Result<(), cofolio_store::BoxError> {
+        ) -> Result<(), BoxError> {
             let later = self.0.lock().unwrap();
             let is_it = kind == FileKind::Image && file.path().contains(&later.1.to_string());
             if is_it && later.2.replace(1) == 0 {
@@ -131,7 +132,7 @@ fn an_import_between_two_batches_keeps_its_objects() {
         .map(|piece| format!("{} {}\n", verity::digest(piece), piece.len()))
         .collect();
     let second = verity::digest(format!("{lines}end\n").as_bytes());
-    let contents = Shared(std::sync::Mutex::new(Later(&domain, second, Cell::new(0))));
+    let contents = Shared(Mutex::new(Later(&domain, second, Cell::new(0))));
     let live = || {
         put(&domain, "second", &[10, 11]);
         Ok(Vec::new())
@@ -434,4 +435,59 @@ fn a_commit_that_hashes_what_is_in_place_can_be_cancelled() {
     cancel.cancel();
     assert!(matches!(staging.commit(&Publish::default(), objects), Err(Error::Cancelled(_))));
     is_whole(&domain);
+}
+
+/// Calls every image damaged, and lets nobody have the domain alone from then on.
+struct Held<'a>(&'a Domain, Mutex<Option<Staging>>);
+
+impl Contents for Held<'_> {
+    fn names(
+        &self,
+        _: FileKind,
+        _: &StoredFile,
+        _: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        let hold = ImportOptions { hold_lock: true, ..ImportOptions::default() };
+        *self.1.lock().unwrap() = Some(self.0.begin_import(hold).unwrap());
+        Err("damaged".into())
+    }
+}
+
+/// `fsck --repair` knew a damaged file by its inode number alone, which ext4 gives to the next file: one that had
+/// been put in its place meanwhile was removed as damaged.
+#[test]
+fn a_repair_removes_no_file_with_the_inode_number_of_the_damaged_one() {
+    use std::os::unix::fs::MetadataExt;
+    let scratch = Scratch::new("repair-inode");
+    let store = Store::init(&scratch.path, &InitOptions { immutable: false }).unwrap();
+    let domain = store.domain("default").unwrap();
+    let image = put(&domain, "a", &[1, 2]);
+    let base = common::put_base(&domain, &image, &pieces(&[1]), ImportOptions::default()).unwrap();
+    let path = domain.image_path(&base.base).unwrap();
+    let right = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, b"wrong").unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
+    std::fs::write(&path, &right).unwrap();
+    let number = || std::fs::metadata(&path).unwrap().ino();
+    let (before, held) = (number(), Held(&domain, Mutex::new(None)));
+    std::thread::scope(|scope| {
+        let repair = scope.spawn(|| domain.remove_derived(&report, &held, &Task::default()));
+        let staging = loop {
+            if let Some(staging) = held.1.lock().unwrap().take() {
+                break staging;
+            }
+        };
+        for _ in 0..2000 {
+            std::fs::remove_file(&path).unwrap();
+            std::fs::write(&path, &right).unwrap();
+            if number() == before {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        drop(staging);
+        repair.join().unwrap().unwrap();
+    });
+    assert!(path.exists());
 }

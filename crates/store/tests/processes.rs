@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use cofolio_store::task::Task;
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     Domain, Error, ErrorKind, FsckOptions, GcOptions, ImportOptions, Root, RootKind, Store,
 };
@@ -216,6 +216,11 @@ fn living_imports_are_left_alone() {
     std::fs::create_dir_all(scratch.path.join("staging/dead/objects/ab")).unwrap();
     std::fs::write(scratch.path.join("staging/dead/objects/ab/cd"), [0; 5000]).unwrap();
     assert_eq!(store.orphaned_staging().unwrap(), ["dead"]);
+    // Ctrl-C had no effect while a killed import of a million objects was removed.
+    let cancel = Cancel::default();
+    cancel.cancel();
+    let cancelled = store.clone().waits_until(cancel).collect_staging();
+    assert!(matches!(cancelled, Err(Error::Cancelled(_))), "{cancelled:?}");
     assert_eq!(store.collect_staging().unwrap(), (1, 8192));
     assert_eq!(std::fs::read_dir(scratch.path.join("staging")).unwrap().count(), 1);
     drop(staging);

@@ -8,9 +8,10 @@ mod common;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use cofolio_store::disk::Disk as _;
-use cofolio_store::task::Task;
+use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
     BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind, FsckOptions,
     GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store, StoredFile,
@@ -107,7 +108,7 @@ fn lack_of_something_is_no_damage() {
             fsck.err(),
             domain.scrub(&short, &ScrubOptions::default(), &Task::default()).err(),
             domain.verify_image(&image, &short, &Task::default()).err(),
-            domain.examine_sizes(&short, "boot", &|| true).err(),
+            domain.examine_sizes(&short, "boot", &Cancel::default()).err(),
             gc.err(),
         ] {
             assert!(!is_damage(&error.unwrap()), "{errno}");
@@ -145,7 +146,7 @@ fn a_look_at_all_sizes_lists_some_findings_and_counts_the_rest() {
     let store = Store::init_on(Arc::new(SimDisk::new(1)), &InitOptions::default()).unwrap();
     let domain = store.domain("default").unwrap();
     import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
-    let report = domain.examine_sizes(&Many, "boot", &|| true).unwrap().unwrap();
+    let report = domain.examine_sizes(&Many, "boot", &Cancel::default()).unwrap();
     assert_eq!((report.findings.len(), report.more), (10_000, 50_000));
     assert_eq!(domain.sizes().unwrap(), Some(report));
 }
@@ -306,6 +307,22 @@ fn run_worker(name: &str, scratch: &Scratch) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
 }
 
+/// Cancels as soon as it reads an image; counts these.
+struct Stopping<'a>(&'a Cancel, &'a AtomicUsize);
+
+impl Contents for Stopping<'_> {
+    fn names(
+        &self,
+        kind: FileKind,
+        file: &StoredFile,
+        visit: &mut dyn FnMut(Digest, u64),
+    ) -> Result<(), BoxError> {
+        self.0.cancel();
+        self.1.fetch_add(1, Relaxed);
+        Lines.names(kind, file, visit)
+    }
+}
+
 /// Once per boot the sizes of all objects are looked at, because mounts of protected content do not.
 #[test]
 fn a_look_at_all_sizes_finds_what_was_cut_short() {
@@ -314,12 +331,17 @@ fn a_look_at_all_sizes_finds_what_was_cut_short() {
     let domain = store.domain("default").unwrap();
     let image = import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
     assert_eq!(domain.sizes().unwrap(), None);
-    let look = |boot: &str| domain.examine_sizes(&Lines, boot, &|| true).unwrap();
-    let report = look("one").unwrap();
+    let look = |boot: &str| domain.examine_sizes(&Lines, boot, &Cancel::default()).unwrap();
+    let report = look("one");
     assert_eq!((report.objects, report.findings.len()), (3, 0));
     assert_eq!(domain.sizes().unwrap(), Some(report));
-    // One that is stopped does not count as done.
-    assert_eq!(domain.examine_sizes(&Lines, "two", &|| false).unwrap(), None);
+    // One that is stopped does not count as done. The images were read to their end first.
+    let (cancel, read) = (Cancel::default(), AtomicUsize::new(0));
+    import(&domain, "b", &pieces()[1..], None, ImportOptions::default()).unwrap();
+    let stopped = domain.examine_sizes(&Stopping(&cancel, &read), "two", &cancel);
+    assert!(matches!(stopped, Err(Error::Cancelled(_))), "{stopped:?}");
+    assert_eq!(read.into_inner(), 1);
+    domain.remove_ref("b").unwrap();
     assert_eq!(domain.sizes().unwrap().unwrap().boot_id, "one");
 
     let path = |seed, len| domain.object_path(&verity::digest(&content(len, seed))).unwrap();
@@ -327,14 +349,14 @@ fn a_look_at_all_sizes_finds_what_was_cut_short() {
     std::fs::set_permissions(&cut, PermissionsExt::from_mode(0o644)).unwrap();
     std::fs::OpenOptions::new().write(true).open(&cut).unwrap().set_len(4096).unwrap();
     std::fs::remove_file(path(1, 100)).unwrap();
-    let mut found: Vec<_> = look("two").unwrap().findings.iter().map(|it| it.kind).collect();
+    let mut found: Vec<_> = look("two").findings.iter().map(|it| it.kind).collect();
     found.sort();
     assert_eq!(found, [FindingKind::ObjectMissing, FindingKind::ObjectTruncated]);
     assert_eq!(domain.sizes().unwrap().unwrap().boot_id, "two");
     domain.remove_ref("a").unwrap();
     domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
     assert!(!domain.has_image(&image).unwrap());
-    assert_eq!(look("three").unwrap().findings, []);
+    assert_eq!(look("three").findings, []);
 }
 
 /// Not a test by itself: the process of the test below runs this.

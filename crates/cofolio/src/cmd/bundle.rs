@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bundle, ImageConfig};
+use cofolio_node::links;
 use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
 use serde_json::{Value, json};
 
@@ -144,10 +145,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     // The usual mistake, before anything is made or mounted.
     bundle::command(&config, &options)?;
 
-    let made = !args.dir.exists();
-    let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(&args.dir);
+    let dir = links::resolve(&args.dir)?;
+    let made = !dir.exists();
+    let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir);
     created.with_context(|| format!("creating {}", args.dir.display()))?;
-    let bundle = Bundle::open(&args.dir, args.replace)?;
+    let bundle = Bundle::open(&dir, args.replace)?;
     let write = || bundle.write(args.rootfs.as_deref(), &config, &options, Path::new("/"));
     let mount_and_write = || -> anyhow::Result<Value> {
         let work = Work::begin(context.ui, "verifying", "file")?;
@@ -172,13 +174,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         None => mount_and_write().inspect_err(|_| {
             if made {
                 // If it is empty.
-                let _ = fs::remove_dir(&args.dir);
+                let _ = fs::remove_dir(&dir);
             }
         })?,
     };
     if context.ui.json {
         context.ui.json(&json!({
-            "bundle": fs::canonicalize(&args.dir)?,
+            "bundle": dir,
             "image": image.digest,
             "mounted": args.rootfs.is_none(),
             "config": config,

@@ -4,6 +4,7 @@ use clap::ValueEnum;
 use cofolio_image::export::{
     Compression, Destination, ExportOptions, FilesystemOptions, export, export_filesystem,
 };
+use cofolio_node::links;
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -96,7 +97,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if let Some(path) = filesystem {
         return write_filesystem(args, path, context);
     }
-    let destination = Destination::parse(&args.destination)?;
+    let mut destination = Destination::parse(&args.destination)?;
+    if let Destination::Layout { path, .. } = &mut destination {
+        *path = links::resolve(path)?;
+    }
     let to_stdout = match &destination {
         Destination::Layout { .. } if args.replace => {
             let what = "--replace is for files; an OCI layout gets the image in addition";

@@ -125,6 +125,7 @@ impl ImportError {
                 | Self::Layer { .. }
                 | Self::Merge { .. }
                 | Self::Document { .. }
+                | Self::Limit { .. }
         )
     }
 }

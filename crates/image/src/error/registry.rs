@@ -37,6 +37,12 @@ pub enum RegistryError {
     GivenUp,
 }
 
+impl From<cofolio_store::task::Cancelled> for RegistryError {
+    fn from(_: cofolio_store::task::Cancelled) -> Self {
+        Self::GivenUp
+    }
+}
+
 impl RegistryError {
     /// An answer that makes no sense.
     pub(crate) fn answer(url: &impl Display, what: impl Into<String>) -> Self {

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use cofolio_store::task::Cancel;
@@ -11,7 +11,6 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Deserialize;
 
 use super::credentials::Secret;
-use super::pace::NAP;
 use crate::error::{RegistryError, quoted};
 
 /// A helper may ask its user.
@@ -72,22 +71,20 @@ fn ask(
         return Err(bad(format!("no thread to read its answer: {error}")));
     }
     let start = Instant::now();
-    let bytes = loop {
-        match answer.recv_timeout(NAP) {
-            Ok(bytes) => break bytes,
-            Err(_) if cancel.is_cancelled() => {
-                end(&mut child);
-                return Err(RegistryError::GivenUp);
+    let mut bytes = None;
+    // A helper may answer and go on: its end is waited for as its answer is.
+    let ended = cancel.wait_for(|| {
+        bytes = bytes.take().or_else(|| answer.try_recv().ok());
+        let status = bytes.as_ref().map_or(Ok(None), |_| child.try_wait());
+        match status.map_err(|e| bad(e.to_string()))? {
+            None if start.elapsed() >= time => {
+                Err(bad(format!("gave no answer within {} s", time.as_secs_f32())))
             }
-            Err(RecvTimeoutError::Timeout) if start.elapsed() < time => {}
-            Err(_) => {
-                end(&mut child);
-                return Err(bad(format!("gave no answer within {} s", time.as_secs_f32())));
-            }
+            status => Ok(status),
         }
-    };
-    let status = child.wait().map_err(|e| bad(e.to_string()))?;
-    let bytes = bytes.map_err(|e| bad(e.to_string()))?;
+    });
+    let status = ended.inspect_err(|_| end(&mut child))?;
+    let bytes = bytes.unwrap_or(Ok(Vec::new())).map_err(|e| bad(e.to_string()))?;
     if !status.success() {
         let text = String::from_utf8_lossy(&bytes);
         if text.trim() == NOT_FOUND {
@@ -166,6 +163,9 @@ mod tests {
         let hangs = script(&sleepers, Duration::from_millis(300)).expect_err("hangs");
         assert!(hangs.contains("no answer within 0.3 s"), "{hangs}");
         assert!(!ended.exists());
+        // One that had answered and went on was waited for without an end, even after a cancel.
+        let stays = script("echo x; exec >&-; sleep 20", Duration::from_millis(300));
+        assert!(stays.is_err_and(|error| error.contains("no answer within 0.3 s")));
     }
 
     /// Ctrl-C had no effect while a helper asked its user: for up to a minute.

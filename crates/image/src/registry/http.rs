@@ -231,7 +231,7 @@ impl Http {
         if !url.tls && !allowed() {
             return Err(RegistryError::PlainHttp { url: url.to_string() });
         }
-        self.cancel.check().map_err(|_| RegistryError::GivenUp)?;
+        self.cancel.check()?;
         let agent = self.agent(&url.authority)?;
         let mut builder = http::Request::builder().method(request.method.clone()).uri(url.whole());
         for (name, value) in request.headers {

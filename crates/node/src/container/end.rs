@@ -155,6 +155,8 @@ impl Containers<'_> {
         let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
         let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
         if let Some(pid) = found.pid {
+            // Before it is killed: only in its own mount namespace can it be unmounted.
+            self.mounter.check_namespace(&found.rootfs)?;
             // Until it is open another process may get the number; so whose it is, is asked again.
             let dir = self.dir().join(name);
             let handle = pidfd(pid).ok();

@@ -1,18 +1,19 @@
-//! Standard input, output and error of a container: pipes, never a file of the host.
+//! Standard input, output and error of a container: new pipes, never a file of the host.
 //!
 //! A runtime hands its descriptors to the first process. crun also changes the owner of the files
 //! behind them, and root inside may change their mode: of `/dev/null`, a terminal or a file of the
-//! host. So the container gets pipes, and threads copy between them and the files.
+//! host. A pipe can be reopened through `/proc/self/fd`, to read what others wrote to it. So the
+//! container gets pipes of its own, and threads copy between them and the caller's files.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread::JoinHandle;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{FileType, fstat};
+use rustix::fs::fstat;
 use rustix::io::{Errno, retry_on_intr};
 
 /// A pipe holds as much.
@@ -64,24 +65,21 @@ impl Streams {
             Self::Ours { input } => {
                 let (stdin, stdout, stderr) = (io::stdin(), io::stdout(), io::stderr());
                 command.stdin(match *input {
-                    false => Stdio::from(empty),
-                    true if is_pipe(stdin.as_fd()) => Stdio::inherit(),
+                    false => empty,
                     true => {
                         let (reader, writer) = io::pipe()?;
-                        let from = File::from(stdin.as_fd().try_clone_to_owned()?);
                         // Not joined: it may read from a terminal for ever.
-                        copy(from, writer)?;
-                        Stdio::from(reader)
+                        copy(stdin.as_fd().try_clone_to_owned()?, writer)?;
+                        reader
                     }
                 });
-                let one = same_file(stdout.as_fd(), stderr.as_fd());
                 let output = copies.output(stdout.as_fd())?;
                 // Lines keep their order where both go to one file.
-                command.stderr(match &output {
-                    Some(output) if one => Stdio::from(output.try_clone()?),
-                    _ => copies.output(stderr.as_fd())?.map_or_else(Stdio::inherit, Stdio::from),
+                command.stderr(match same_file(stdout.as_fd(), stderr.as_fd()) {
+                    true => output.try_clone()?,
+                    false => copies.output(stderr.as_fd())?,
                 });
-                command.stdout(output.map_or_else(Stdio::inherit, Stdio::from));
+                command.stdout(output);
             }
             Self::File { path, bytes_max } => {
                 let file = append(path)?;
@@ -96,26 +94,11 @@ impl Streams {
 }
 
 impl Copies {
-    /// A pipe whose content goes to `to`, or nothing if that is one already.
-    fn output(&mut self, to: BorrowedFd<'_>) -> io::Result<Option<PipeWriter>> {
-        if is_pipe(to) {
-            return Ok(None);
-        }
+    /// A pipe whose content goes to `to`.
+    fn output(&mut self, to: BorrowedFd<'_>) -> io::Result<PipeWriter> {
         let (reader, writer) = io::pipe()?;
-        self.0.push(copy(reader, File::from(to.try_clone_to_owned()?))?);
-        Ok(Some(writer))
-    }
-}
-
-/// Whether a descriptor is a pipe without a name or a socket: no inode that others see.
-fn is_pipe(fd: BorrowedFd<'_>) -> bool {
-    let Ok(stat) = fstat(fd) else { return false };
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Socket => true,
-        // A pipe with a name is on another filesystem than those without.
-        FileType::Fifo => io::pipe()
-            .is_ok_and(|(reader, _)| fstat(reader).is_ok_and(|pipe| pipe.st_dev == stat.st_dev)),
-        _ => false,
+        self.0.push(copy(reader, to.try_clone_to_owned()?)?);
+        Ok(writer)
     }
 }
 
@@ -130,7 +113,7 @@ fn thread(
     std::thread::Builder::new().name("copy".to_owned()).spawn(work)
 }
 
-fn copy(
+pub(super) fn copy(
     from: impl Into<OwnedFd>,
     to: impl Into<OwnedFd>,
 ) -> io::Result<JoinHandle<io::Result<()>>> {
@@ -140,6 +123,13 @@ fn copy(
     thread(move || {
         let mut buffer = vec![0; BUFFER_BYTES];
         loop {
+            let mut ends =
+                [PollFd::new(&from, PollFlags::IN), PollFd::new(&to, PollFlags::empty())];
+            retry_on_intr(|| poll(&mut ends, None))?;
+            // Nobody reads any more. The writer's next write fails, as it would on the reader's own pipe.
+            if !ends[1].revents().is_empty() {
+                return Ok(());
+            }
             let read = || rustix::io::read(&from, &mut buffer[..]);
             let length = when_ready(&from, PollFlags::IN, read)?;
             if length == 0 {
@@ -148,7 +138,10 @@ fn copy(
             let mut left = &buffer[..length];
             while !left.is_empty() {
                 let write = || rustix::io::write(&to, left);
-                left = &left[when_ready(&to, PollFlags::OUT, write)?..];
+                left = match when_ready(&to, PollFlags::OUT, write) {
+                    Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+                    written => &left[written?..],
+                };
             }
         }
     })
@@ -204,28 +197,9 @@ fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) -> io
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::process::Stdio;
 
-    /// Only what no other process can find by a name is handed to a container.
-    #[test]
-    fn only_pipes_and_sockets_are_handed_on() {
-        let dir = tempfile::tempdir().unwrap();
-        let fifo = dir.path().join("fifo");
-        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
-        rustix::fs::mknodat(rustix::fs::CWD, &fifo, FileType::Fifo, mode, 0).unwrap();
-        let (reader, writer) = io::pipe().unwrap();
-        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
-        for fd in [reader.as_fd(), writer.as_fd(), socket.as_fd()] {
-            assert!(is_pipe(fd));
-        }
-        let fifo = File::options().read(true).write(true).open(fifo).unwrap();
-        let (null, file) = (File::open("/dev/null").unwrap(), tempfile::tempfile().unwrap());
-        for fd in [fifo.as_fd(), null.as_fd(), file.as_fd()] {
-            assert!(!is_pipe(fd));
-        }
-        assert!(same_file(file.as_fd(), file.try_clone().unwrap().as_fd()));
-        assert!(!same_file(file.as_fd(), null.as_fd()));
-    }
+    use super::*;
 
     /// A script's output went to a file, to which the script wrote while a container ran: the container's next line
     /// was written over the script's.

@@ -290,3 +290,16 @@ fn a_container_in_another_mount_namespace_is_kept() {
     assert_eq!(containers().reconcile(&mut failed).unwrap(), ["box"]);
     fixture.assert_clean("at the end");
 }
+
+/// `cofolio run … | head -1`: the container learns with its next write that nobody reads any more, and not only
+/// when that has been copied.
+#[test]
+fn copying_ends_with_its_reader() {
+    let (from, mut pipe) = io::pipe().unwrap();
+    let (reader, to) = io::pipe().unwrap();
+    let copied = streams::copy(from, to).unwrap();
+    drop(reader);
+    copied.join().unwrap().unwrap();
+    let written = io::Write::write_all(&mut pipe, b"x");
+    assert_eq!(written.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+}

@@ -22,6 +22,7 @@ use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
 use super::state::{MountRecord, RunDir, Upper, list, read_json, to_json};
+use crate::links;
 
 /// Beside `upper`: this directory is to stay.
 const KEEP: &str = "keep";
@@ -90,8 +91,8 @@ pub(crate) fn claim_given(
     boot_id: &str,
     patience: &Patience,
 ) -> Result<(PathBuf, OwnedFd), MountError> {
-    fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).at("create", dir)?;
-    let dir = fs::canonicalize(dir).at("resolve", dir)?;
+    let dir = links::resolve(dir).at("resolve", dir)?;
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir).at("create", &dir)?;
     let problem =
         |problem: &str| MountError::Upper { dir: dir.clone(), problem: problem.to_owned() };
     if dir.to_str().is_none() {

@@ -160,14 +160,13 @@ impl<'a> Upkeep<'a> {
             // Both are requests to the kernel's schedulers, for this thread.
             let _ = cofolio_sys::priority::set_idle_io();
             let _ = rustix::process::nice(19);
-            let go_on = || task.check().is_ok();
-            self.domain.examine_sizes(&ImageContents, boot_id, &go_on)
+            self.domain.examine_sizes(&ImageContents, boot_id, &task.cancel)
         };
         let looked = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().spawn_scoped(scope, look).ok()?;
             Some(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        Ok(looked.transpose()?.flatten())
+        Ok(looked.transpose()?)
     }
 
     /// Trims the domain if it is over the configured limit, but never `imported`. `None` if there

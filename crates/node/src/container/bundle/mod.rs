@@ -27,6 +27,7 @@ use serde_json::{Value, json};
 use cofolio_store::{Purpose, replace_file};
 use cofolio_sys::userns::IdRange;
 
+use crate::links;
 use crate::mount::kernel::{open_directory_below, path_of};
 use crate::mount::{At as _, IdMap, MountError, open_own};
 use accounts::{ACCOUNT_FILE_BYTES_MAX, Rootfs, resolve_user};
@@ -257,7 +258,7 @@ impl Bundle {
     /// # Errors
     /// [`BundleError::Unsafe`], [`BundleError::Exists`], [`BundleError::Io`].
     pub fn open(dir: &Path, replace: bool) -> Result<Self> {
-        let path = absolute(dir)?;
+        let path = links::resolve(dir).at("resolving", dir)?;
         let fd = open_own(&path).at("opening", dir)?;
         let fd = fd.map_err(|why| BundleError::Unsafe { path: dir.to_owned(), why })?;
         let bundle = Self { fd, path };
