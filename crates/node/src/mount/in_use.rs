@@ -11,7 +11,8 @@
 //!   superblock ends. With `index=on` the kernel refuses another overlay there with EBUSY.
 //!
 //! Both answers come too late for `inode-share`: Linux 7.2 must not end a superblock while another
-//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]).
+//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]), as for bind
+//! mounts of volumes ([`is_bound`]). Neither sees a namespace that has no task.
 //!
 //! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 
