@@ -128,16 +128,12 @@ pub(crate) fn claim_given(
     Ok((dir, lock))
 }
 
-/// Locks a directory against other mounts over it. Whoever can open it can lock it, too, and for
-/// ever: so this waits for a moment only.
-pub(crate) fn lock_given(
-    dir: &OwnedFd,
-    path: &Path,
-    patience: &Patience,
-) -> Result<(), MountError> {
+/// Locks a directory against other mounts over it. Any user who can open it can lock it for ever, so
+/// this waits for a moment only.
+pub(crate) fn lock_given(dir: &OwnedFd, at: &Path, wait: &Patience) -> Result<(), MountError> {
     let how = FlockOperation::NonBlockingLockExclusive;
-    let is_locked = patience.wait(|| try_flock(dir, how, path))?;
-    is_locked.then_some(()).ok_or_else(|| MountError::Busy(path.to_owned()))
+    let is_locked = wait.wait(|| try_flock(dir, how, at))?;
+    is_locked.then_some(()).ok_or_else(|| MountError::Busy(at.to_owned()))
 }
 
 /// Opens a directory that only the caller can change, without following links. The inner error says who
