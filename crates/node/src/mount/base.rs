@@ -49,7 +49,7 @@ impl Mounter<'_> {
         self.hold_base_below(&base, above)?;
         self.run.prepare()?;
         let lock = self.run.lock_image(&base)?;
-        // By somebody who may have mounted the image over it since.
+        // Another process may hold it already, and may have mounted the image over it since.
         let held = self.holds(self.domain.name(), &base, image);
         mark_user(&self.run, self.domain.name(), &base, &user_name(image))?;
         if self.pinned(&base, &lock, false).is_err() && !held {
@@ -93,9 +93,8 @@ impl Mounter<'_> {
             let root = mounted_root(&at, EROFS_MAGIC)?;
             let usable = record.filter(|record| record.backend == Backend::Overlay).zip(root);
             let Some((record, root)) = usable.filter(|_| layers.len() < DEPTH_MAX) else {
-                let reason =
-                    "another image is mounted over this one, which is not mounted any more";
-                return Err(MountError::State { path: at, reason: reason.to_owned() });
+                let reason = "the base of a mounted image is gone".to_owned();
+                return Err(MountError::State { path: at, reason });
             };
             layers.push(root);
             next = record.base;

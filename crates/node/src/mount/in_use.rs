@@ -11,7 +11,8 @@
 //!   superblock ends. With `index=on` the kernel refuses another overlay there with EBUSY.
 //!
 //! Both answers come too late for `inode-share`: Linux 7.2 must not end a superblock while another
-//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]).
+//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]), as for bind
+//! mounts of volumes ([`is_bound`]). Neither sees a namespace that has no task.
 //!
 //! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 
@@ -24,62 +25,64 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
 
 use super::error::{At as _, MountError};
 use super::kernel::{Context, KernelError, open_dir, path_of, reopen};
 use super::mountinfo::{self, KernelMount};
-use super::state::Namespace;
 use super::upper::{make_below, open_below};
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
 const PREFIX: &str = "superblock-";
 const SYSFS: &str = "sys/fs/erofs";
 
-/// An EROFS superblock: its name in sysfs and that entry's inode number, which is not reused.
+/// An EROFS superblock: its name in sysfs and that entry's inode number, which is not reused. Where
+/// `/sys` is missing the number is unknown, and any entry of that name counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Superblock(Option<(String, u64)>);
+pub(super) struct Superblock(String, Option<u64>);
 
 impl Superblock {
     /// The superblock of a mount with this root; `root` is where `/sys` is looked up.
-    pub(super) fn of(mount: impl AsFd, root: &Path) -> Self {
-        let find = || -> Option<(String, u64)> {
-            let file = reopen(mount).ok()?;
-            let name = match cofolio_sys::mount::sysfs_path(&file) {
-                Ok(path) => path.file_name()?.to_str()?.to_owned(),
+    pub(super) fn of(mount: impl AsFd, root: &Path) -> Result<Self, MountError> {
+        let file = reopen(mount).at("open", "image root")?;
+        let path = loop {
+            match cofolio_sys::mount::sysfs_path(&file) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // Before Linux 6.10, where EROFS needs a block device: the entry has its name.
-                Err(_) => {
-                    let device = rustix::fs::fstat(&file).ok()?.st_dev;
+                Err(error) if error.raw_os_error() == Some(Errno::NOTTY.raw_os_error()) => {
+                    let device = rustix::fs::fstat(&file).at("look at", "image root")?.st_dev;
                     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
                     let link = root.join(format!("sys/dev/block/{major}:{minor}"));
-                    fs::read_link(link).ok()?.file_name()?.to_str()?.to_owned()
+                    break fs::read_link(&link).at("read", link)?;
                 }
-            };
-            let inode = fs::metadata(root.join(SYSFS).join(&name)).ok()?.ino();
-            Some((name, inode))
+                other => break other.at("ask for the superblock's name of", "image root")?,
+            }
         };
-        Self(find())
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let entry = root.join(SYSFS).join(&name);
+        match inode(&entry) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self(name, None)),
+            found => Ok(Self(name, Some(found.at("look at", entry)?))),
+        }
     }
 
     /// The superblock that a user of an image stands for, if it is one.
     pub(super) fn from_user(user: &str) -> Option<Self> {
         let (name, inode) = user.strip_prefix(PREFIX)?.rsplit_once('-')?;
-        Some(Self(inode.parse().ok().map(|inode| (name.to_owned(), inode))))
+        Some(Self(name.to_owned(), inode.parse().ok()))
     }
 
     /// Name under which it is a user of an image.
     pub(super) fn user(&self) -> String {
-        match &self.0 {
-            Some((name, inode)) => format!("{PREFIX}{name}-{inode}"),
-            None => format!("{PREFIX}unknown-"),
-        }
+        let inode = self.1.map(|inode| inode.to_string()).unwrap_or_default();
+        format!("{PREFIX}{}-{inode}", self.0)
     }
 
     pub(super) fn is_alive(&self, root: &Path) -> bool {
         let sysfs = root.join(SYSFS);
-        let Some((name, inode)) = &self.0 else { return true };
-        match fs::metadata(sysfs.join(name)) {
-            Ok(entry) => entry.ino() == *inode,
+        match inode(&sysfs.join(&self.0)) {
+            Ok(found) => self.1.is_none_or(|inode| inode == found),
             Err(error) => error.kind() != io::ErrorKind::NotFound || !sysfs.is_dir(),
         }
     }
@@ -114,7 +117,7 @@ impl Patience {
             }
             pause = left.min(pause);
             std::thread::sleep(Duration::from_millis(pause));
-            self.0.fetch_sub(pause.min(self.0.load(Relaxed)), Relaxed);
+            let _ = self.0.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(pause)));
             pause *= 4;
         }
     }
@@ -173,8 +176,6 @@ pub(super) fn is_mounted_elsewhere(
     run: &Path,
     devices: &HashSet<(u32, u32)>,
 ) -> io::Result<bool> {
-    let Some(namespaces) = namespaces(root) else { return Ok(true) };
-    let own = Namespace::at(&root.join("proc/thread-self/ns/mnt"))?;
     let ours = mountinfo::read(root)?;
     let is_pin =
         |mount: &&KernelMount| devices.contains(&mount.device) && mount.target.starts_with(run);
@@ -189,19 +190,11 @@ pub(super) fn is_mounted_elsewhere(
     if ours.iter().any(|mount| !is_pin(&mount) && uses(mount, &thread)) {
         return Ok(true);
     }
-    for (namespace, task) in namespaces {
-        if namespace == own.inode {
-            continue;
-        }
-        // It may have ended since.
-        let Ok(text) = fs::read(task.join("mountinfo")) else { continue };
-        let mounts = mountinfo::parse(&text);
-        let follows = |mount: &KernelMount| mount.groups.iter().any(|group| groups.contains(group));
-        if mounts.iter().any(|mount| !follows(mount) && uses(mount, &task)) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    let known: HashSet<u64> = ours.iter().map(|mount| mount.id).collect();
+    Ok(is_shown(root, |mount, task| {
+        let follows = || mount.groups.iter().any(|group| groups.contains(group));
+        !known.contains(&mount.id) && uses(mount, task) && !follows()
+    }))
 }
 
 fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)>) -> bool {
@@ -224,43 +217,79 @@ fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)
 }
 
 /// Whether a bind mount in any mount namespace shows something in a directory, whose name no other
-/// directory has; `None` if we cannot see all namespaces and no mount of those that we see does.
-pub(super) fn is_bound(root: &Path, dir: &Path) -> Option<bool> {
-    let shows = |(_, task): &(u64, PathBuf)| {
-        // It may have ended since.
-        let mounts = mountinfo::parse(&fs::read(task.join("mountinfo")).unwrap_or_default());
-        mounts.iter().any(|mount| mount.root.iter().any(|name| Some(name) == dir.file_name()))
-    };
-    let found = visible_namespaces(root).iter().any(shows);
-    (found || sees_all_processes(root)).then_some(found)
+/// directory has.
+pub(super) fn is_bound(root: &Path, dir: &Path) -> bool {
+    is_shown(root, |mount, _| mount.root.iter().any(|name| Some(name) == dir.file_name()))
 }
 
-/// A mount namespace of each process and thread, once each; `None` if we cannot see all.
-pub(super) fn namespaces(root: &Path) -> Option<Vec<(u64, PathBuf)>> {
-    sees_all_processes(root).then(|| visible_namespaces(root))
-}
-
-fn sees_all_processes(root: &Path) -> bool {
-    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
-    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    inode(&root.join("proc/thread-self/ns/pid")) == Some(FIRST_PID_NAMESPACE)
-}
-
-fn inode(path: &Path) -> Option<u64> {
-    fs::metadata(path).ok().map(|metadata| metadata.ino())
-}
-
-fn visible_namespaces(root: &Path) -> Vec<(u64, PathBuf)> {
-    let numbers = |dir: &Path| -> Vec<PathBuf> {
-        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-        let is_number = |entry: &fs::DirEntry| {
-            entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit)
+/// Whether any task sees such a mount; true in doubt. The closure also gets the task's directory.
+fn is_shown(root: &Path, is: impl Fn(&KernelMount, &Path) -> bool) -> bool {
+    // The kernel shows a chrooted task only the mounts below its root.
+    let view = |task: &Path| -> io::Result<_> {
+        let mask = StatxFlags::INO | StatxFlags::MNT_ID;
+        let top = match rustix::fs::statx(CWD, task.join("root"), AtFlags::empty(), mask) {
+            // Of a process that we may not trace. Its mountinfo is open to all.
+            Err(Errno::ACCESS) => return Ok(None),
+            found => found?,
         };
-        entries.filter(is_number).map(|entry| entry.path()).collect()
+        let device = (top.stx_dev_major, top.stx_dev_minor);
+        Ok(Some((inode(&task.join("ns/mnt"))?, device, top.stx_ino, top.stx_mnt_id)))
     };
     let mut seen = HashSet::new();
-    let tasks =
-        numbers(&root.join("proc")).into_iter().flat_map(|process| numbers(&process.join("task")));
-    let found = tasks.filter_map(|task| Some((inode(&task.join("ns/mnt"))?, task)));
-    found.filter(|(namespace, _)| seen.insert(*namespace)).collect()
+    any_task(root, |task| {
+        let before = view(task)?;
+        if before.is_some_and(|before| seen.contains(&before)) {
+            return Ok(false);
+        }
+        let mounts = mountinfo::parse(&fs::read(task.join("mountinfo"))?);
+        // It may have changed its root meanwhile: then another task has to show this view.
+        seen.extend(before.filter(|before| view(task).is_ok_and(|after| after == Some(*before))));
+        Ok(mounts.iter().any(|mount| is(mount, task)))
+    })
+}
+
+/// Asks about the directory in `/proc` of each thread until the answer is yes. True in doubt: if we
+/// cannot see all processes, or a question fails and the thread has not ended.
+pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<bool>) -> bool {
+    // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
+    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+    /// A thread that ends may leave a child that was not listed, so list again.
+    const PASSES: u32 = 3;
+    if inode(&root.join("proc/thread-self/ns/pid")).ok() != Some(FIRST_PID_NAMESPACE) {
+        return true;
+    }
+    for _ in 0..PASSES {
+        let Ok(processes) = numbers(&root.join("proc")) else { return true };
+        let mut has_ended = false;
+        for task in processes
+            .into_iter()
+            .flat_map(|process| numbers(&process.join("task")).unwrap_or_else(|_| vec![process]))
+        {
+            match ask(&task).map_err(|error| error.raw_os_error().map(Errno::from_raw_os_error)) {
+                Ok(true) => return true,
+                Ok(false) => {}
+                // EINVAL: so answers the mountinfo of a thread that has ended.
+                Err(Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)) => has_ended = true,
+                Err(_) => return true,
+            }
+        }
+        if !has_ended {
+            break;
+        }
+    }
+    false
+}
+
+pub(super) fn inode(path: &Path) -> io::Result<u64> {
+    fs::metadata(path).map(|metadata| metadata.ino())
+}
+
+/// The entries of a directory that are named by a number.
+fn numbers(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_number = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
+    };
+    let entries: io::Result<Vec<_>> =
+        fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.path())).collect();
+    entries.map(|entries| entries.into_iter().filter(is_number).collect())
 }

@@ -73,9 +73,9 @@ fn set_project(run: &RunDir, dir: &Path, bytes: u64) -> Result<bool, MountError>
     for step in 0..PROJECTS {
         let project = PROJECT_FIRST + (start + step) % PROJECTS;
         match quota::quota(&file, project) {
-            // Somebody's: theirs may be ours of another mount, or not ours at all.
+            // Another mount, or another program, uses this project.
             Ok(used) if used != quota::Quota::default() => {}
-            // ENOENT: XFS has never heard of the project.
+            // ENOENT: XFS has no quota of the project yet.
             Ok(_) | Err(Errno::NOENT) => {
                 let inodes = bytes.div_ceil(BYTES_PER_INODE);
                 return match quota::set_project(&file, project) {

@@ -280,7 +280,7 @@ impl<'a> Mounter<'a> {
         if check == Check::RequireVerity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity(image));
         }
-        record.backend = pin.backend;
+        (record.backend, record.verity) = (pin.backend, pin.verity);
         let mount = self.detached(record, &pin, claim)?;
         let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
@@ -335,7 +335,7 @@ impl<'a> Mounter<'a> {
                 },
                 other => other,
             });
-        // The overlay has a mount of its own of it; this one was for us.
+        // The overlay holds a mount of the sized filesystem of its own, so ours can go.
         if open.limit == limit::Limit::Filesystem {
             limit::put_away(&upper.dir)?;
         }
@@ -369,7 +369,7 @@ impl<'a> Mounter<'a> {
             Location::At(_) | Location::Gone => {
                 let forgotten = self.forget(&record, &location, &lock)?;
                 drop(lock);
-                forgotten.finish();
+                forgotten.finish_unbound(&self.root);
                 Ok(())
             }
         }
@@ -431,8 +431,12 @@ impl<'a> Mounter<'a> {
         let forgotten = self.forget(&record, &Location::Gone, &lock)?;
         drop(lock);
         let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
-        forgotten.finish();
         let was_gone = matches!(location, Location::Gone);
+        if was_gone {
+            forgotten.finish_unbound(&self.root);
+        } else {
+            forgotten.finish();
+        }
         Ok(Unmounted { record, was_gone, upper: kept, unpinned, in_use })
     }
 

@@ -176,7 +176,7 @@ impl Mounter<'_> {
         mount: &OwnedFd,
         created: i64,
     ) -> Result<(), MountError> {
-        let superblock = Superblock::of(mount, &self.root);
+        let superblock = Superblock::of(mount, &self.root)?;
         let mut root = Root::new(RootKind::Mount, self.superblock_root(image, &superblock));
         root.images = vec![*image];
         root.note = "its superblock".to_owned();
@@ -433,7 +433,7 @@ impl Mounter<'_> {
         for dir in [dir.join(OWN), dir.clone()] {
             if let Some(mount) = mounted_root(&dir.join("erofs"), EROFS_MAGIC)? {
                 // First, so that it is known whoever dies after this.
-                let superblock = Superblock::of(mount, &self.root);
+                let superblock = Superblock::of(mount, &self.root)?;
                 mark_user(&self.run, domain, image, &superblock.user())?;
             }
             for key in list(&dir.join("views"))? {

@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
@@ -67,8 +68,8 @@ pub struct Mounts {
     pub mounts: Vec<MountStatus>,
     /// Pinned images.
     pub pins: Vec<Pin>,
-    /// Mounts of this store's images without a record, here or in sibling run directories: binds of
-    /// a mount, or mounts whose record was lost. Nothing cleans them up.
+    /// Mounts of images that this run directory pins, without a record: binds of a mount, or mounts
+    /// whose record was lost. Nothing cleans them up.
     pub orphans: Vec<KernelMount>,
     /// Changes of this domain that were kept, and that nothing is mounted over.
     pub kept: Vec<KeptChanges>,
@@ -116,6 +117,12 @@ impl Forgotten {
         for gone in self.gone {
             let _ = upper::remove(&gone);
         }
+    }
+
+    /// [`Forgotten::finish`] for a mount that others unmounted: a container may still run in it.
+    pub(crate) fn finish_unbound(mut self, root: &Path) {
+        self.gone.retain(|gone| !in_use::is_bound(root, gone));
+        self.finish();
     }
 }
 
@@ -261,7 +268,7 @@ impl Mounter<'_> {
     pub fn list(&self) -> Result<Mounts, MountError> {
         let kernel = Kernel::new(&self.root)?;
         let (records, damaged) = self.run.records()?;
-        let orphans = self.orphans(kernel.mounts()?, &records)?;
+        let orphans = self.orphans(kernel.mounts()?, &records);
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
             let location = self.locate(&record, &kernel)?;
@@ -283,7 +290,7 @@ impl Mounter<'_> {
         Ok(Mounts { mounts, pins: self.pins()?, orphans, kept, damaged })
     }
 
-    /// KeptChanges changes of this domain that nothing is mounted over, with their bytes on disk.
+    /// Kept changes of this domain that nothing is mounted over, with their bytes on disk.
     pub fn kept(&self) -> Result<Vec<(u64, KeptChanges)>, MountError> {
         let kept = upper::kept(self.domain, &self.run)?.into_iter();
         Ok(kept.map(|kept| (upper::disk_bytes(&kept.dir), kept)).collect())
@@ -298,7 +305,7 @@ impl Mounter<'_> {
         let found = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         // As a mount over it does, and until it is removed.
         let Ok(Ok(lock)) = upper::open_own(&found) else { return Err(MountError::NotKept(found)) };
-        self.run.wait_for_flock(&lock, &found)?;
+        upper::lock_given(&lock, &found, &self.patience)?;
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
             return Err(MountError::NotKept(found));
         }
@@ -308,52 +315,22 @@ impl Mounter<'_> {
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
 
-    /// Mounts of this store's images without a record. The kernel does not say which store a mount
-    /// is of; another store with the same image has a record of its source.
-    fn orphans(
-        &self,
-        mounts: &[KernelMount],
-        records: &[MountRecord],
-    ) -> Result<Vec<KernelMount>, MountError> {
+    /// Mounts without a record that share a superblock or a layer with a pinned image. Others may be
+    /// those of another store or run directory, even if their image is in this store.
+    fn orphans(&self, mounts: &[KernelMount], records: &[MountRecord]) -> Vec<KernelMount> {
+        let is_below = |mount: &&KernelMount| mount.target.starts_with(self.run.path());
+        let pins: HashSet<_> = mounts.iter().filter(is_below).map(|pin| pin.device).collect();
+        let is_ours = |mount: &KernelMount| {
+            let mut layers = mount.paths("lowerdir+");
+            pins.contains(&mount.device) || layers.any(|layer| layer.starts_with(self.run.path()))
+        };
         let numbers = |record: &MountRecord| Some((record.mount?.id, record.image));
-        let mut recorded: HashSet<(u64, Digest)> = records.iter().filter_map(numbers).collect();
-        let mut orphans = Vec::new();
-        for mount in mounts {
-            if mount.target.starts_with(self.run.path()) {
-                continue;
-            }
-            if let Some(image) = mount.image()
-                && !recorded.contains(&(mount.id, image))
-                && self.has_image(&image)?
-            {
-                orphans.push(mount.clone());
-            }
-        }
-        if orphans.is_empty() {
-            return Ok(orphans);
-        }
-        for other in self.run.others()? {
-            // An image may hold what looks like a run directory.
-            if mounts.iter().any(|mount| mount.image().is_some() && mount.target == other.path()) {
-                continue;
-            }
-            recorded.extend(other.records()?.0.iter().filter_map(numbers));
-            orphans.retain(|mount| !mount.target.starts_with(other.path()));
-        }
-        orphans.retain(|mount| {
-            mount.image().is_none_or(|image| !recorded.contains(&(mount.id, image)))
-        });
-        Ok(orphans)
-    }
-
-    /// Whether any trust domain of the store has the image.
-    fn has_image(&self, image: &Digest) -> Result<bool, MountError> {
-        for name in self.domain.store().domains()? {
-            if self.domain_of(&name)?.has_image(image)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+        let recorded: HashSet<_> = records.iter().filter_map(numbers).collect();
+        let is_orphan = |mount: &&KernelMount| {
+            let image = mount.image().filter(|_| !is_below(mount) && is_ours(mount));
+            image.is_some_and(|image| !recorded.contains(&(mount.id, image)))
+        };
+        mounts.iter().filter(is_orphan).cloned().collect()
     }
 
     /// Mounted images of this domain, which garbage collection must keep, by record, pin or kernel.
@@ -416,11 +393,12 @@ impl Mounter<'_> {
             }
         }
         for name in self.domain.store().domains()? {
-            let domain = self.domain_of(&name)?;
-            let stale = upper::remove_stale(&domain, &self.run, &self.root, &self.patience);
+            let Ok(domain) = self.domain_of(&name).map_err(&mut or_failed) else { continue };
+            let stale =
+                upper::remove_stale(&domain, &self.run, &self.root, &self.patience, &mut or_failed);
             done.uppers += stale.map_err(&mut or_failed).unwrap_or(0);
-            done.roots
-                .extend(self.reconcile_roots(&domain).map_err(&mut or_failed).unwrap_or_default());
+            let roots = self.reconcile_roots(&domain, &mut or_failed);
+            done.roots.extend(roots.map_err(&mut or_failed).unwrap_or_default());
         }
         done.failed = failed;
         Ok(done)
@@ -444,11 +422,9 @@ impl Mounter<'_> {
         if location == Location::Covered {
             return Err(MountError::Covered(record.target));
         }
-        let mut forgotten = self.forget(&record, &location, &lock)?;
+        let forgotten = self.forget(&record, &location, &lock)?;
         drop(lock);
-        // A container may still run in what others unmounted.
-        forgotten.gone.retain(|gone| in_use::is_bound(&self.root, gone) != Some(true));
-        forgotten.finish();
+        forgotten.finish_unbound(&self.root);
         Ok(true)
     }
 
@@ -480,7 +456,11 @@ impl Mounter<'_> {
 
     /// Removes this run directory's mount roots without a record or a superblock, and all roots of
     /// other boots.
-    fn reconcile_roots(&self, domain: &Domain) -> Result<Vec<String>, MountError> {
+    fn reconcile_roots(
+        &self,
+        domain: &Domain,
+        or_failed: &mut dyn FnMut(MountError),
+    ) -> Result<Vec<String>, MountError> {
         let boot = Kernel::new(&self.root)?.boot_id;
         let mut removed = Vec::new();
         for root in domain.roots(RootKind::Mount)? {
@@ -489,8 +469,14 @@ impl Mounter<'_> {
             let is_used = || -> Result<bool, MountError> {
                 Ok(self.is_root_of_living(&root) || self.run.record(&root.id)?.is_some())
             };
-            if root.boot_id.as_ref() != Some(&boot) || (is_ours && !is_used()?) {
-                domain.remove_root(RootKind::Mount, &root.id)?;
+            let remove = || -> Result<bool, MountError> {
+                let stale = root.boot_id.as_ref() != Some(&boot) || (is_ours && !is_used()?);
+                if stale {
+                    domain.remove_root(RootKind::Mount, &root.id)?;
+                }
+                Ok(stale)
+            };
+            if remove().map_err(&mut *or_failed).unwrap_or(false) {
                 removed.push(root.id);
             }
         }
@@ -498,10 +484,15 @@ impl Mounter<'_> {
     }
 }
 
-/// Whether a visible process or thread lives in the mount namespace; true if we cannot see all.
+/// Whether a process or thread lives in the mount namespace; true if we cannot see all. Processes that
+/// we may not trace are left out: their mounts keep what they need.
 fn namespace_is_used(root: &Path, namespace: &Namespace) -> bool {
-    let Some(found) = in_use::namespaces(root) else { return true };
-    // The inode number may be that of another namespace by now.
-    let is = |task: &Path| Namespace::at(&task.join("ns/mnt")).map_or(true, |n| n.is(namespace));
-    found.iter().any(|(inode, task)| *inode == namespace.inode && is(task))
+    in_use::any_task(root, |task| {
+        let path = task.join("ns/mnt");
+        match in_use::inode(&path) {
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => Ok(false),
+            // The inode number may be that of another namespace by now.
+            found => Ok(found? == namespace.inode && Namespace::at(&path)?.is(namespace)),
+        }
+    })
 }

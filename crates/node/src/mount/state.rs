@@ -289,14 +289,6 @@ impl RunDir {
         Ok(())
     }
 
-    /// Those of other stores, as far as they are beside this one.
-    pub(crate) fn others(&self) -> Result<Vec<Self>, MountError> {
-        let Some(parent) = self.path.parent() else { return Ok(Vec::new()) };
-        let dirs = list(parent)?.into_iter().map(|name| Self::at(parent.join(name)));
-        let is_other = |dir: &Self| dir.path != self.path && dir.path.join("locks").is_dir();
-        Ok(dirs.filter(is_other).collect())
-    }
-
     /// What tells our ids from those of another run directory on the same store.
     pub(crate) fn tag(&self) -> String {
         const_hex::encode(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])

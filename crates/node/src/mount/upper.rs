@@ -4,6 +4,7 @@
 //! filesystem, below a directory for root alone because of set-user-id programs. They go with their
 //! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,7 +13,8 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, Domain, Purpose, replace_file};
 use rustix::fs::{
-    AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
+    AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid,
+    XattrFlags,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -21,7 +23,7 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, read_json, to_json};
+use super::state::{MountRecord, RunDir, Upper, list, read_json, to_json, try_flock};
 use crate::links;
 
 /// Beside `upper`: this directory is to stay.
@@ -99,7 +101,7 @@ pub(crate) fn claim_given(
         return Err(problem("its path is not UTF-8"));
     }
     let lock = open_own(&dir).at("open", &dir)?.map_err(problem)?;
-    run.wait_for_flock(&lock, &dir)?;
+    lock_given(&lock, &dir, patience)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
@@ -125,6 +127,14 @@ pub(crate) fn claim_given(
         clear_volatile(&lock, &dir)?;
     }
     Ok((dir, lock))
+}
+
+/// Locks a directory against other mounts over it. Any user who can open it can lock it for ever, so
+/// this waits for a moment only.
+pub(crate) fn lock_given(dir: &OwnedFd, at: &Path, wait: &Patience) -> Result<(), MountError> {
+    let how = FlockOperation::NonBlockingLockExclusive;
+    let is_locked = wait.wait(|| try_flock(dir, how, at))?;
+    is_locked.then_some(()).ok_or_else(|| MountError::Busy(at.to_owned()))
 }
 
 /// Opens a directory that only the caller can change, without following links. The inner error says who
@@ -274,14 +284,17 @@ fn kept_in(dir: &Path) -> Result<Option<KeptChanges>, MountError> {
     Ok(kept.map(|kept| KeptChanges { dir: dir.to_owned(), ..kept }))
 }
 
-/// KeptChanges changes of this domain that no mount of this run directory uses.
+/// Kept changes of this domain that no mount of this run directory uses.
 pub(crate) fn kept(domain: &Domain, run: &RunDir) -> Result<Vec<KeptChanges>, MountError> {
     let base = writable_dir(domain)?;
     let base = fs::canonicalize(&base).unwrap_or(base);
-    let used: Vec<_> = run.records()?.0.into_iter().filter_map(|record| record.upper).collect();
+    // By inode: a bind mount shows the store at another path.
+    let inode = |dir: &Path| fs::metadata(dir).map(|found| (found.dev(), found.ino())).ok();
+    let used = run.records()?.0.into_iter().filter_map(|record| inode(&record.upper?.dir));
+    let used: HashSet<_> = used.collect();
     let dirs = list(&base)?.into_iter().filter(|name| !name.starts_with(GONE));
     let dirs = dirs.map(|name| base.join(name));
-    let unused = dirs.filter(|dir| !used.iter().any(|upper| upper.dir == *dir));
+    let unused = dirs.filter(|dir| !inode(dir).is_some_and(|it| used.contains(&it)));
     let unreadable =
         |dir| KeptChanges { dir, image: None, target: PathBuf::new(), boot_id: String::new() };
     let kept = |dir: PathBuf| kept_in(&dir).unwrap_or_else(|_| Some(unreadable(dir)));
@@ -353,28 +366,29 @@ pub(crate) fn remove_stale(
     run: &RunDir,
     root: &Path,
     patience: &Patience,
+    or_failed: &mut dyn FnMut(MountError),
 ) -> Result<u32, MountError> {
     let base = writable_dir(domain)?;
-    let mut removed = 0;
-    for name in list(&base)? {
-        let dir = base.join(&name);
+    let remove_one = |name: &str| -> Result<u32, MountError> {
+        let dir = base.join(name);
         let id = name.rsplit_once('-').map_or("", |(id, _)| id);
-        let is_gone = name.starts_with(GONE);
-        let is_stale = is_gone
+        // By name, which is given once: a bind mount shows the store at another path.
+        let is_it = |known: &Path| known.file_name() == dir.file_name();
+        let is_stale = name.starts_with(GONE)
             || id.starts_with(&run.tag())
                 && !dir.join(KEEP).exists()
                 // A damaged record is not "no record".
                 && !run.record(id)?.is_some_and(|record| {
-                    record.scratch.as_ref() == Some(&dir)
-                        || record.upper.is_some_and(|upper| upper.dir == dir)
+                    record.scratch.is_some_and(|scratch| is_it(&scratch))
+                        || record.upper.is_some_and(|upper| is_it(&upper.dir))
                 });
-        // Only a directory without a record may be that of a container that runs.
-        let is_bound =
-            || name.ends_with(SCRATCH) && in_use::is_bound(root, &dir).unwrap_or(!is_gone);
-        if is_stale && !in_use::has_overlay(&dir, patience)? && !is_bound() {
-            remove(&dir)?;
-            removed += 1;
+        // Without a record it may be that of a container that runs.
+        let is_bound = || name.ends_with(SCRATCH) && in_use::is_bound(root, &dir);
+        if !is_stale || in_use::has_overlay(&dir, patience)? || is_bound() {
+            return Ok(0);
         }
-    }
-    Ok(removed)
+        remove(&dir).map(|()| 1)
+    };
+    let removed = list(&base)?.into_iter().map(|name| remove_one(&name));
+    Ok(removed.map(|removed| removed.map_err(&mut *or_failed).unwrap_or(0)).sum())
 }

@@ -321,13 +321,13 @@ fn what_stays_in_use_is_waited_for_once() {
 }
 
 /// Others unmounted the read-only root of a container that ran, or its record was lost: its volumes were
-/// removed under it.
+/// removed under it, by `gc`, `umount` or the next mount there.
 #[test]
 fn volumes_stay_while_they_are_bound_elsewhere() {
     needs_mounts!();
     let fixture = Fixture::new();
     let mounter = fixture.mounter();
-    for is_lost in [false, true] {
+    for story in ["reconcile", "lost", "umount", "mount"] {
         let request = MountRequest { scratch: true, ..read_only(&fixture, "one") };
         let volume = mounter.mount(&request).unwrap().scratch.unwrap().join("data");
         fs::create_dir(&volume).unwrap();
@@ -335,18 +335,119 @@ fn volumes_stay_while_they_are_bound_elsewhere() {
         let bound = fixture.target("bound");
         rustix::mount::mount_bind(&volume, &bound).unwrap();
         kernel::unmount(&request.target, false).unwrap();
-        if is_lost {
+        if story == "lost" {
             let names = list(&fixture.path("run/mounts")).unwrap();
             names.iter().for_each(|name| {
                 fs::remove_file(fixture.path("run/mounts").join(name)).unwrap();
             });
         }
+        if story == "mount" {
+            mounter.mount(&request).unwrap();
+        }
+        if ["mount", "umount"].contains(&story) {
+            umount(&mounter, &request.target);
+        }
         for _ in 0..2 {
+            let new = fs::read(bound.join("new"));
+            assert_eq!(new.unwrap_or_else(|error| panic!("{story}: {error}")), b"new");
             assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
-            assert_eq!(fs::read(bound.join("new")).unwrap(), b"new", "{is_lost}");
         }
         kernel::unmount(&bound, false).unwrap();
         mounter.reconcile().unwrap();
         fixture.assert_clean("at the end");
     }
+}
+
+/// The kernel shows a chrooted process only the mounts below its root. One process of each mount namespace
+/// was looked at: where that was chrooted, `gc` removed a volume that another process read.
+#[test]
+fn a_chrooted_process_hides_no_volume() {
+    needs_mounts!();
+    for is_first in [true, false] {
+        let fixture = Fixture::new();
+        let mounter = fixture.mounter();
+        let request = MountRequest { scratch: true, ..read_only(&fixture, "one") };
+        let volume = mounter.mount(&request).unwrap().scratch.unwrap().join("data");
+        fs::create_dir(&volume).unwrap();
+        fs::write(volume.join("new"), "new").unwrap();
+        let (bound, jail) = (fixture.target("bound"), fixture.target("jail"));
+        let at = bound.clone();
+        let start = move || {
+            cofolio_sys::mount::unshare_mount_namespace().unwrap();
+            rustix::mount::mount_bind(&volume, &at).unwrap();
+            rustix::mount::mount_bind("/", &jail).unwrap();
+            let roots = if is_first { [&*jail, Path::new("/")] } else { [Path::new("/"), &*jail] };
+            roots.map(|root| {
+                let mut command = std::process::Command::new("chroot");
+                command.arg(root).args(["sleep", "1000"]).spawn().unwrap()
+            })
+        };
+        let mut children = std::thread::spawn(start).join().unwrap();
+        let proc = |child: &std::process::Child| PathBuf::from(format!("/proc/{}", child.id()));
+        while children.iter().any(|it| fs::read(proc(it).join("comm")).unwrap() != b"sleep\n") {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        kernel::unmount(&request.target, false).unwrap();
+        let root = proc(&children[usize::from(is_first)]).join("root");
+        let new = root.join(bound.strip_prefix("/").unwrap()).join("new");
+        for _ in 0..2 {
+            assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+            let new = fs::read(&new);
+            children.iter_mut().filter(|_| new.is_err()).for_each(|it| it.kill().unwrap());
+            assert_eq!(new.unwrap(), b"new", "{is_first}");
+        }
+        for child in &mut children {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        // A namespace ends a moment after its last process.
+        for _ in 0..100 {
+            mounter.reconcile().unwrap();
+            if list(&fixture.path("store/domains/default/writable")).unwrap().is_empty() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        fixture.assert_clean("at the end");
+    }
+}
+
+/// A thread that ended between listing and reading hid its mount namespace, although its child lived on;
+/// a read that failed in another way did so, too.
+#[test]
+fn threads_are_listed_again_if_one_has_ended() {
+    use super::super::in_use::any_task;
+    let (process, thread) = (std::process::id(), rustix::thread::gettid().as_raw_nonzero());
+    let own = PathBuf::from(format!("/proc/{process}/task/{thread}"));
+    let fail = |errno: rustix::io::Errno| std::io::Error::from(errno);
+    let mut asked = 0;
+    let found = any_task(Path::new("/"), |task| {
+        asked += u32::from(*task == own);
+        if asked == 1 { Err(fail(rustix::io::Errno::NOENT)) } else { Ok(asked == 2) }
+    });
+    assert!(found);
+    assert!(any_task(Path::new("/"), |_| Err(fail(rustix::io::Errno::MFILE))));
+}
+
+/// Where a superblock could not be named, a user was recorded that lived until the machine restarted: gc kept
+/// the image and did not say why.
+#[test]
+fn a_superblock_is_asked_for_again_when_sysfs_is_back() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mut blind = fixture.mounter();
+    blind.root = fixture.target("bare");
+    std::os::unix::fs::symlink("/proc", blind.root.join("proc")).unwrap();
+    let (mounter, request) = (fixture.mounter(), read_only(&fixture, "one"));
+    for maker in [&mounter, &blind] {
+        maker.mount(&request).unwrap();
+        assert!(umount(&blind, &request.target).in_use);
+        blind.reconcile().unwrap();
+        assert_eq!(mounter.live_images().unwrap(), [fixture.image], "in doubt it is in use");
+        mounter.reconcile().unwrap();
+        fixture.assert_clean("sysfs is back");
+    }
+    // Too many open files, for example.
+    let file = fs::File::open("/proc/self/stat").unwrap();
+    super::super::in_use::Superblock::of(&file, Path::new("/")).unwrap_err();
 }

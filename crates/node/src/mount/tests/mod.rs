@@ -9,7 +9,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::Path;
 
-use cofolio_store::{InitOptions, Store};
+use cofolio_store::Store;
 
 use super::kernel::LayerStyle;
 use super::mountinfo::source_of;
@@ -390,15 +390,14 @@ fn what_is_mounted_inside_one_container_is_not_seen_in_another() {
 }
 
 /// Two stores with one image, as two services on a machine have them. Each listed the other's mounts as
-/// mounts without a record, "not ours to unmount".
+/// mounts without a record, and said how to unmount them: later only where the run directories did not lie
+/// side by side.
 #[test]
 fn mounts_of_another_store_are_not_ours_without_a_record() {
     needs_mounts!();
     let (fixture, other) = (Fixture::new(), Fixture::new());
     assert_eq!(fixture.image, other.image);
-    let run = |name: &str| RunDir::at(fixture.target("stores").join(name));
-    let mounter = Mounter::new(&fixture.domain, run("one"), &fixture.known);
-    let others = Mounter::new(&other.domain, run("other"), &other.known);
+    let (mounter, others) = (fixture.mounter(), other.mounter());
     let request = read_only(&other, "theirs");
     others.mount(&request).unwrap();
     let orphans = |mounter: &Mounter<'_>| {
@@ -409,18 +408,22 @@ fn mounts_of_another_store_are_not_ours_without_a_record() {
         orphans.into_iter().map(|m| m.target).collect::<Vec<_>>()
     };
     assert_eq!(orphans(&mounter), Vec::<PathBuf>::new());
-    // A bind of a mount may be of either store.
+    let written = writable(&other, "written");
+    others.mount(&written).unwrap();
+    assert_eq!(orphans(&mounter), Vec::<PathBuf>::new());
     let bound = other.target("bound");
     rustix::mount::mount_bind(&request.target, &bound).unwrap();
-    assert_eq!(orphans(&mounter), std::slice::from_ref(&bound));
+    assert_eq!(orphans(&mounter), Vec::<PathBuf>::new());
     assert_eq!(orphans(&others), std::slice::from_ref(&bound));
-    // A store that does not have the image has not mounted it, wherever the others' run directories are.
-    let empty = Store::init(&fixture.path("empty"), &InitOptions { immutable: false }).unwrap();
-    let domain = empty.domain("default").unwrap();
-    let third = Mounter::new(&domain, RunDir::at(fixture.path("elsewhere/run")), &fixture.known);
-    assert_eq!(orphans(&third), Vec::<PathBuf>::new());
     kernel::unmount_patiently(&bound, false).unwrap();
     umount(&others, &request.target);
+    // Its record was lost.
+    let record = format!("run/mounts/{}.json", others.run.id_of(&written.target));
+    let aside = other.path("aside");
+    fs::rename(other.path(&record), &aside).unwrap();
+    assert_eq!(orphans(&others), std::slice::from_ref(&written.target));
+    fs::rename(&aside, other.path(&record)).unwrap();
+    umount(&others, &written.target);
 }
 
 /// Where `/` is shared, as systemd has it, every service's mount namespace gets what is mounted in the
@@ -471,4 +474,47 @@ fn garbage_collection_keeps_what_is_mounted() {
     kernel::unmount_patiently(&request.target, false).unwrap();
     mounter.reconcile().unwrap();
     assert_eq!(gc().images, 1);
+}
+
+/// An image that was pinned before its store had fs-verity was shown as checked by the kernel.
+#[test]
+fn a_mount_is_recorded_with_the_protection_of_its_image() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let (one, two) = (read_only(&fixture, "one"), read_only(&fixture, "two"));
+    let verity = mounter.mount(&one).unwrap().verity;
+    let pin = fixture.path("run/images/default").join(fixture.image.to_string()).join("pin.json");
+    let text = fs::read_to_string(&pin).unwrap();
+    let (from, to) = (format!("\"verity\": {verity}"), format!("\"verity\": {}", !verity));
+    fs::write(&pin, text.replace(&from, &to)).unwrap();
+    assert_eq!(mounter.mount(&two).unwrap().verity, !verity);
+    umount(&mounter, &one.target);
+    umount(&mounter, &two.target);
+}
+
+/// One damaged record or one directory that overlayfs refused ended the clean-up of all others.
+#[test]
+fn reconcile_reports_failures_and_goes_on() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    mounter.run.prepare().unwrap();
+    let boot = Kernel::new(Path::new("/")).unwrap().boot_id;
+    for number in 0..16 {
+        let is_damaged = number % 2 == 0;
+        let dir = fixture.target(&format!("store/domains/default/writable/gone-{number}"));
+        fs::create_dir(dir.join("work")).unwrap();
+        let upper = dir.join("upper");
+        if is_damaged { fs::write(upper, "") } else { fs::create_dir(upper) }.unwrap();
+        let id = mounter.run.id_of(&fixture.path(&number.to_string()));
+        let mut root = Root::new(RootKind::Mount, id.clone());
+        root.boot_id = Some(boot.clone());
+        fixture.domain.put_root(&root).unwrap();
+        if is_damaged {
+            fs::write(fixture.path(&format!("run/mounts/{id}.json")), "").unwrap();
+        }
+    }
+    let done = mounter.reconcile().unwrap();
+    assert_eq!((done.uppers, done.roots.len(), done.failed.len()), (8, 8, 24), "{done:?}");
 }

@@ -71,7 +71,8 @@ fn changes_kept_by_a_killed_process_are_mounted_again() {
 }
 
 /// `rm` of kept changes looked whether a mount used them and then removed them, while a mount over them that
-/// had their lock went on.
+/// had their lock went on. Later it waited for the lock without limit, and so did a mount: any user who can
+/// open the directory can lock it.
 #[test]
 fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
     needs_mounts!();
@@ -81,15 +82,17 @@ fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
     mounter.mount(&request).unwrap();
     let dir = mounter.umount(&request.target, &KEEP).unwrap().upper.unwrap();
     let claim = fs::File::open(&dir).unwrap();
-    claim.lock().unwrap();
-    // Whoever would wait for the lock is told at once that it shall not.
+    claim.lock_shared().unwrap();
+    // The store's own waits are cancelled, so the test ends if one of them is used.
     let cancel = cofolio_store::task::Cancel::default();
     cancel.cancel();
     let store = Store::open(&fixture.path("store")).unwrap().waits_until(cancel);
     let domain = store.domain("default").unwrap();
     let other = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
-    let waited = other.discard_kept(&dir);
-    assert!(matches!(waited, Err(MountError::Store(cofolio_store::Error::Cancelled(_)))));
+    let busy = |error| matches!(error, MountError::Busy(path) if path == dir);
+    assert!(busy(other.discard_kept(&dir).unwrap_err()));
+    let access = Access::WritableAt(dir.clone());
+    assert!(busy(other.mount(&MountRequest { access, ..request }).unwrap_err()));
     assert!(dir.exists());
     claim.unlock().unwrap();
     mounter.discard_kept(&dir).unwrap();
@@ -321,5 +324,35 @@ fn a_mount_that_was_moved_is_found_where_it_is() {
     assert_eq!(listed.mounts[0].moved_to.as_ref(), Some(&moved));
     assert_eq!(listed.mounts[0].record.options.name.as_deref(), Some("test:1"));
     umount(&mounter, &moved);
+    fixture.assert_clean("at the end");
+}
+
+/// A bind mount showed the store at another path: changes of a live mount were listed as kept, and `gc` removed
+/// the directory of a container's volumes.
+#[test]
+fn a_bind_mount_of_the_store_shows_what_is_used() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let access = Access::WritableKept;
+    let request = MountRequest { access, scratch: true, ..read_only(&fixture, "one") };
+    let record = mounter.mount(&request).unwrap();
+    let (dir, scratch) = (record.upper.unwrap().dir, record.scratch.unwrap());
+    let bound = fixture.target("bound");
+    rustix::mount::mount_bind(fixture.path("store"), &bound).unwrap();
+    let store = Store::open(&bound).unwrap();
+    let domain = store.domain("default").unwrap();
+    let other = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
+    assert_eq!(other.list().unwrap().kept, []);
+    let there = bound.join("domains/default/writable").join(dir.file_name().unwrap());
+    assert!(there.exists());
+    other.discard_kept(&there).unwrap_err();
+    assert!(other.reconcile().unwrap().is_empty());
+    assert!(scratch.exists());
+    umount(&mounter, &request.target);
+    assert_eq!(other.list().unwrap().kept.len(), 1);
+    other.discard_kept(&there).unwrap();
+    drop((domain, store));
+    kernel::unmount_patiently(&bound, false).unwrap();
     fixture.assert_clean("at the end");
 }
