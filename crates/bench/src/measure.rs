@@ -17,7 +17,7 @@ use cofolio_node::ledger::{
     cgroup::{Cgroup, Charge, Hierarchy},
     residency::{self, Residency},
 };
-use cofolio_sys::cache::page_size;
+use cofolio_sys::cache::{self, page_size};
 use serde::Serialize;
 
 use super::{
@@ -208,7 +208,7 @@ fn attempt(
         || -> Option<u64> { hierarchy.as_ref().ok()?.cache_elsewhere(cgroup.as_ref()?).ok() };
 
     let device = setup.content().first().and_then(|file| own_device(file));
-    let device_before = device.as_ref().map(residency::cachestat_file).transpose()?;
+    let device_before = device.as_ref().map(device_pages).transpose()?;
     fold_counters();
     let own_before = own.resident()?;
     let elsewhere_before = elsewhere();
@@ -227,23 +227,20 @@ fn attempt(
     let elsewhere_after = elsewhere();
     let charge = cgroup.as_ref().map(|cgroup| cgroup.charge()).transpose()?;
     let own_after = own.resident()?;
-    let device_after = device.as_ref().map(residency::cachestat_file).transpose()?;
-    let device_cache = device_before.zip(device_after).map(|(before, after)| {
-        delta(before.resident, after.resident).saturating_mul(delta(0, page_size()))
-    });
+    let device_after = device.as_ref().map(device_pages).transpose()?;
+    let device_cache = device_before
+        .zip(device_after)
+        .map(|(before, after)| delta(before, after).saturating_mul(delta(0, page_size())));
 
     // From here on everything may grow: opening the backing files brings their inodes in.
     let directory_pages = setup.directory_pages(&dirs)?;
     let content = resident(setup.content())?;
     let metadata = resident(setup.metadata())?;
-    let merkle_pages = sum(setup.content().iter().chain(setup.metadata()), residency::past_end)?;
+    let merkle_pages = sum(setup.content().iter().chain(setup.metadata()), past_end)?;
     let cache_drops = Memory::read(Path::new("/"))?.cache_drops - before.cache_drops;
     // Kernels do not count all that reclaims (DAMON, for one), but each file knows.
-    let reclaimed_pages = if content.resident < setup.expected_pages() {
-        sum(setup.content(), residency::evicted)?
-    } else {
-        0
-    };
+    let reclaimed_pages =
+        if content.resident < setup.expected_pages() { sum(setup.content(), evicted)? } else { 0 };
     let (files_compared, bytes_compared) = compare(&seen, source, &dirs)?;
     // Or the removed cgroup would stay, dying, for as long as its pages do.
     setup.unmount()?;
@@ -297,7 +294,7 @@ fn own_device(file: &Path) -> Option<File> {
 /// Sums a number of pages over `files`.
 fn sum<'a>(
     files: impl IntoIterator<Item = &'a PathBuf>,
-    pages: fn(&Path) -> Result<u64, LedgerError>,
+    pages: fn(&Path) -> Result<u64>,
 ) -> Result<u64> {
     let mut sum = 0;
     for file in files {
@@ -306,7 +303,27 @@ fn sum<'a>(
     Ok(sum)
 }
 
-/// Drops what is resident of `files`. Unlike reclaim it leaves no trace that [`residency::evicted`] would count.
+/// Pages of an open block device in the page cache.
+fn device_pages(file: &File) -> Result<u64> {
+    Ok(cache::cachestat(file, 0, 0)?.cached)
+}
+
+/// Pages past the end of the file in the page cache: the fs-verity Merkle trees of ext4, btrfs and
+/// f2fs (`Documentation/filesystems/fsverity.rst`).
+fn past_end(path: &Path) -> Result<u64> {
+    let file = File::open(path).with_context(|| path.display().to_string())?;
+    let end = residency::pages_of(file.metadata()?.len()).saturating_mul(page_size());
+    Ok(cache::cachestat(&file, end, 0).with_context(|| path.display().to_string())?.cached)
+}
+
+/// Pages of the file that memory pressure, a cgroup's limit or DAMON reclaimed, not those dropped on
+/// request (fadvise, drop_caches, truncation).
+fn evicted(path: &Path) -> Result<u64> {
+    let file = File::open(path).with_context(|| path.display().to_string())?;
+    Ok(cache::cachestat(&file, 0, 0).with_context(|| path.display().to_string())?.evicted)
+}
+
+/// Drops what is resident of `files`. Unlike reclaim it leaves no trace that [`evicted`] would count.
 pub(super) fn forget(files: &[PathBuf]) -> Result<()> {
     for path in files {
         let drop = || {

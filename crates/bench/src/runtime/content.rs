@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use cofolio_node::ledger::residency::Resident;
+use cofolio_sys::resident::Resident;
 
 use crate::source::{ContentHash, Unpacked};
 

@@ -7,8 +7,6 @@ use serde::Serialize;
 
 use super::{LedgerError, Result};
 
-pub use cofolio_sys::resident::Resident;
-
 /// Pages of one file, or of many added up. A page is [`cache::page_size`] bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Residency {
@@ -44,39 +42,6 @@ pub fn mincore(path: &Path) -> Result<Residency> {
         Ok(Residency { pages: pages_of(size), resident })
     };
     ask().map_err(LedgerError::io(path))
-}
-
-/// Asks cachestat(2), which is cheaper but sees only the opened file's own mapping and counts pages
-/// past the end of the file. The size of a block device counts as 0 pages.
-///
-/// # Errors
-/// Those of fstat(2) and cachestat(2).
-pub fn cachestat_file(file: &File) -> std::io::Result<Residency> {
-    let pages = pages_of(file.metadata()?.len());
-    let stat = cache::cachestat(file, 0, 0)?;
-    Ok(Residency { pages, resident: stat.cached })
-}
-
-/// Pages past the end of the file in the page cache, by cachestat(2): the fs-verity Merkle trees of
-/// ext4, btrfs and f2fs (`Documentation/filesystems/fsverity.rst`).
-///
-/// # Errors
-/// [`LedgerError::Io`] if the file cannot be opened or the kernel does not answer (before 6.5, or
-/// from 6.15 on a file that the caller neither owns nor may write).
-pub fn past_end(path: &Path) -> Result<u64> {
-    let file = File::open(path).map_err(LedgerError::io(path))?;
-    let size = file.metadata().map_err(LedgerError::io(path))?.len();
-    let end = pages_of(size).saturating_mul(cache::page_size());
-    let stat = cache::cachestat(&file, end, 0).map_err(LedgerError::io(path))?;
-    Ok(stat.cached)
-}
-
-/// Pages of the file that memory pressure, a cgroup's limit or DAMON reclaimed, by cachestat(2),
-/// not those dropped on request (fadvise, drop_caches, truncation). Fails like [`past_end`].
-pub fn evicted(path: &Path) -> Result<u64> {
-    let file = File::open(path).map_err(LedgerError::io(path))?;
-    let stat = cache::cachestat(&file, 0, 0).map_err(LedgerError::io(path))?;
-    Ok(stat.evicted)
 }
 
 #[cfg(test)]
@@ -115,8 +80,6 @@ mod tests {
         }
         let three = Residency { pages: 64, resident: 3 };
         assert_eq!(mincore(file.path()).unwrap(), three);
-        assert_eq!(cachestat_file(file.as_file()).unwrap(), three);
-        assert_eq!(past_end(file.path()).unwrap(), 0, "nothing is there but of fs-verity");
     }
 
     #[test]

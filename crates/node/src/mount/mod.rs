@@ -67,7 +67,7 @@ pub(crate) use upper::open_own;
 pub(crate) use error::At;
 use error::refused;
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
-use reconcile::{Kernel, Location};
+use reconcile::Kernel;
 use state::ImageLock;
 pub(crate) use state::{list, try_flock};
 use target::{make_target, open_resolved, resolve_target};
@@ -206,9 +206,9 @@ impl<'a> Mounter<'a> {
             Ok(()) => Ok(record),
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
-                let location = Kernel::new(&self.root).and_then(|k| self.locate(&record, &k));
+                let found = Kernel::new(&self.root).and_then(|k| self.locate(&record, &k));
                 let forgotten =
-                    location.and_then(|location| self.forget(&record, &location, &lock));
+                    found.and_then(|(_, at)| self.forget(&record, at.as_deref(), &lock));
                 drop(lock);
                 if let Ok(forgotten) = forgotten {
                     forgotten.finish();
@@ -355,19 +355,19 @@ impl<'a> Mounter<'a> {
         let Some(found) = self.run.record(&id)? else { return Ok(()) };
         let lock = self.run.lock_image(&found.image)?;
         let Some(record) = self.run.record(&id)? else { return Ok(()) };
-        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
-        match location {
-            Location::At(_) if record.phase == MountPhase::Mounted => {
+        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
+        match state {
+            MountState::Live if record.phase == MountPhase::Mounted => {
                 let image = record.image;
                 Err(MountError::AlreadyMounted { target: target.to_owned(), image })
             }
-            Location::Covered => Err(MountError::Covered(target.to_owned())),
-            Location::OtherNamespace => {
+            MountState::Covered => Err(MountError::Covered(target.to_owned())),
+            MountState::OtherNamespace => {
                 Err(MountError::OtherNamespace { id, target: target.to_owned() })
             }
             // Half-way with nobody holding the lock, or unmounted behind our back.
-            Location::At(_) | Location::Gone => {
-                let forgotten = self.forget(&record, &location, &lock)?;
+            _ => {
+                let forgotten = self.forget(&record, at.as_deref(), &lock)?;
                 drop(lock);
                 forgotten.finish_unbound(&self.root);
                 Ok(())
@@ -405,14 +405,16 @@ impl<'a> Mounter<'a> {
         if record.image != found.image {
             return Err(gone());
         }
-        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
-        match &location {
-            Location::OtherNamespace => {
+        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
+        match state {
+            MountState::OtherNamespace => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });
             }
-            Location::Covered => return Err(MountError::Covered(record.target)),
-            Location::At(path) => self.leave(&mut record, path, options, &lock)?,
-            Location::Gone => {}
+            MountState::Covered => return Err(MountError::Covered(record.target)),
+            _ => {}
+        }
+        if let Some(path) = &at {
+            self.leave(&mut record, path, options, &lock)?;
         }
         if options.keep_upper
             && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
@@ -428,10 +430,10 @@ impl<'a> Mounter<'a> {
         }
         let kept = record.upper.as_ref().filter(|upper| upper.keep).map(|u| u.dir.clone());
         // What was there is not there any more.
-        let forgotten = self.forget(&record, &Location::Gone, &lock)?;
+        let forgotten = self.forget(&record, None, &lock)?;
         drop(lock);
         let (unpinned, in_use) = (forgotten.unpinned == Unpinned::Done, forgotten.in_use);
-        let was_gone = matches!(location, Location::Gone);
+        let was_gone = at.is_none();
         if was_gone {
             forgotten.finish_unbound(&self.root);
         } else {
@@ -445,10 +447,9 @@ impl<'a> Mounter<'a> {
     /// # Errors
     /// [`MountError::OtherNamespace`].
     pub(crate) fn check_namespace(&self, target: &Path) -> Result<(), MountError> {
+        let kernel = Kernel::new(&self.root)?;
         match self.run.find(target) {
-            Ok(found)
-                if self.locate(&found, &Kernel::new(&self.root)?)? == Location::OtherNamespace =>
-            {
+            Ok(found) if self.locate(&found, &kernel)?.0 == MountState::OtherNamespace => {
                 Err(MountError::OtherNamespace { id: found.id, target: found.target })
             }
             Ok(_) | Err(MountError::NotMounted(_)) => Ok(()),

@@ -20,19 +20,6 @@ use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_d
 use super::upper;
 use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
 
-/// Where a recorded mount is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Location {
-    /// On top at this path (not the recorded one if somebody moved it).
-    At(PathBuf),
-    /// There, but under another mount.
-    Covered,
-    /// Nowhere: unmounted behind our back, never attached, or gone with a reboot.
-    Gone,
-    /// In a mount namespace that is not ours and still in use.
-    OtherNamespace,
-}
-
 /// A mount as the record and the kernel together tell it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -43,9 +30,9 @@ pub enum MountState {
     InFlight,
     /// Another mount lies on top of it.
     Covered,
-    /// Not mounted any more: `reconcile` or `umount` cleans up.
+    /// Unmounted by others, never attached, or gone with a reboot: `reconcile` or `umount` cleans up.
     Gone,
-    /// In another mount namespace.
+    /// In a mount namespace that is not ours and still in use.
     OtherNamespace,
 }
 
@@ -158,54 +145,56 @@ impl<'r> Kernel<'r> {
 }
 
 impl Mounter<'_> {
-    /// Where a recorded mount is. Looks at the target only, unless that is not it.
+    /// What the kernel says of a recorded mount, and where it is on top, if it is anywhere. Looks at
+    /// the target only, unless that is not it.
     pub(crate) fn locate(
         &self,
         record: &MountRecord,
         kernel: &Kernel<'_>,
-    ) -> Result<Location, MountError> {
+    ) -> Result<(MountState, Option<PathBuf>), MountError> {
+        let gone = (MountState::Gone, None);
         if record.boot_id != kernel.boot_id {
-            return Ok(Location::Gone);
+            return Ok(gone);
         }
         if !record.namespace.is(&kernel.namespace) {
             let used = namespace_is_used(&self.root, &record.namespace);
-            return Ok(if used { Location::OtherNamespace } else { Location::Gone });
+            return Ok(if used { (MountState::OtherNamespace, None) } else { gone });
         }
-        let Some(mount) = record.mount else { return Ok(Location::Gone) };
+        let Some(mount) = record.mount else { return Ok(gone) };
         if let Ok(found) = numbers_at(&record.target)
             && found.is_root
             && mount.is(found.id, found.unique)
         {
-            return Ok(Location::At(record.target.clone()));
+            return Ok((MountState::Live, Some(record.target.clone())));
         }
         let source = source_of(&record.image);
         let mut mounts = kernel.mounts()?.iter();
         let Some(found) = mounts.find(|m| m.id == mount.id && m.source == source) else {
-            return Ok(Location::Gone);
+            return Ok(gone);
         };
         // On top at its place, or below something?
         match numbers_at(&found.target) {
             Ok(numbers) if mount.is(numbers.id, numbers.unique) => {
-                Ok(Location::At(found.target.clone()))
+                Ok((MountState::Live, Some(found.target.clone())))
             }
             // The number went to another mount of the same image since.
-            Ok(numbers) if numbers.id == mount.id => Ok(Location::Gone),
-            _ => Ok(Location::Covered),
+            Ok(numbers) if numbers.id == mount.id => Ok(gone),
+            _ => Ok((MountState::Covered, None)),
         }
     }
 
-    /// Removes every trace of a mount: takes it down if it is still up at `location`, and releases the
+    /// Removes every trace of a mount: takes it down if it is still up `at` a path, and releases the
     /// image. Parts may be missing; the record goes last, so that a failed unmount can be repeated.
     ///
-    /// The caller gives the location: looking up a mount that was just taken down would read all of
+    /// The caller gives the path: looking up a mount that was just taken down would read all of
     /// mountinfo, which takes milliseconds for a thousand mounts.
     pub(crate) fn forget(
         &self,
         record: &MountRecord,
-        location: &Location,
+        at: Option<&Path>,
         lock: &ImageLock,
     ) -> Result<Forgotten, MountError> {
-        if let Location::At(path) = location {
+        if let Some(path) = at {
             self.unmount_half_way(record, path, lock)?;
             self.step(Step::Detached);
         }
@@ -271,18 +260,10 @@ impl Mounter<'_> {
         let orphans = self.orphans(kernel.mounts()?, &records);
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
-            let location = self.locate(&record, &kernel)?;
-            let moved_to = match &location {
-                Location::At(path) if *path != record.target => Some(path.clone()),
-                _ => None,
-            };
-            let state = match location {
-                _ if record.phase != MountPhase::Mounted => MountState::InFlight,
-                Location::At(_) => MountState::Live,
-                Location::Covered => MountState::Covered,
-                Location::Gone => MountState::Gone,
-                Location::OtherNamespace => MountState::OtherNamespace,
-            };
+            let (state, at) = self.locate(&record, &kernel)?;
+            let moved_to = at.filter(|at| *at != record.target);
+            let is_whole = record.phase == MountPhase::Mounted;
+            let state = if is_whole { state } else { MountState::InFlight };
             mounts.push(MountStatus { record, moved_to, state });
         }
         let damaged = damaged.iter().map(ToString::to_string).collect();
@@ -409,20 +390,20 @@ impl Mounter<'_> {
         let Some(found) = self.run.record(id)? else { return Ok(false) };
         let lock = self.run.lock_image(&found.image)?;
         let Some(record) = self.run.record(id)? else { return Ok(false) };
-        let location = self.locate(&record, &Kernel::new(&self.root)?)?;
+        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
         // With the lock ours, nobody is at work on a record that is half-way.
-        let stale = match location {
-            Location::OtherNamespace => false,
-            Location::Gone => true,
-            Location::At(_) | Location::Covered => record.phase != MountPhase::Mounted,
+        let stale = match state {
+            MountState::OtherNamespace => false,
+            MountState::Gone => true,
+            _ => record.phase != MountPhase::Mounted,
         };
         if record.image != found.image || !stale {
             return Ok(false);
         }
-        if location == Location::Covered {
+        if state == MountState::Covered {
             return Err(MountError::Covered(record.target));
         }
-        let forgotten = self.forget(&record, &location, &lock)?;
+        let forgotten = self.forget(&record, at.as_deref(), &lock)?;
         drop(lock);
         forgotten.finish_unbound(&self.root);
         Ok(true)

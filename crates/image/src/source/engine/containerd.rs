@@ -31,13 +31,7 @@ const OVERLAYFS: &str = "overlayfs";
 const DEPTH_MAX: usize = 1024;
 
 /// An image in a store: `[[ROOT][+NAMESPACE]]NAME`, the outer brackets being part of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reference {
-    /// Where the store is.
-    pub location: Location,
-    /// Name, name with a digest, or beginning of the target's digest.
-    pub name: String,
-}
+pub type Reference = names::Reference<Location>;
 
 /// Where a store is, and in which part of it to look. What is not said is as the machine's
 /// configuration of containerd says, and every namespace.

@@ -31,13 +31,7 @@ const DEPTH_MAX: usize = 1024;
 
 /// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it,
 /// the outer brackets being part of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reference {
-    /// Where the store is.
-    pub location: Location,
-    /// Name, name with a digest, or beginning of an id.
-    pub name: String,
-}
+pub type Reference = names::Reference<Location>;
 
 /// Where a store is. Defaults come from the machine's `storage.conf`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

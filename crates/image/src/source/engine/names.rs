@@ -5,6 +5,15 @@ use super::EngineError;
 /// Names that an error lists.
 const NAMES_SHOWN: usize = 20;
 
+/// An image in a store of an engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reference<Location> {
+    /// Where the store is.
+    pub location: Location,
+    /// Name, name with a digest, or beginning of a digest or id.
+    pub name: String,
+}
+
 /// Splits `[STORE]NAME`, what follows `FORM:`, into the two. Without brackets there is no store.
 pub(super) fn split_store<'a>(
     form: &str,
