@@ -31,7 +31,7 @@ pub(super) fn task(
 
 pub(super) fn start(task: &str) -> std::process::Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "mount::tests::crash::child", "--ignored", "--quiet"])
+        .args(["--exact", "mount::tests::crash::child", "--ignored", "--quiet", "--nocapture"])
         .env(ENV, task)
         .stdout(std::process::Stdio::null())
         .spawn()
