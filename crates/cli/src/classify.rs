@@ -89,12 +89,6 @@ pub fn mending(path: &str) -> &'static str {
     }
 }
 
-/// A directory that every store has.
-fn lacks_directory(error: &cofolio_store::Error) -> bool {
-    use cofolio_store::Error::Io;
-    matches!(error, Io { action: "list", source, .. } if source.kind() == io::ErrorKind::NotFound)
-}
-
 fn of_store(error: &cofolio_store::Error) -> Classified {
     use cofolio_store::{Error, FileKind};
     if let Error::Unreadable { source, .. } = error
@@ -102,6 +96,8 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
     {
         return of_mount(error);
     }
+    // A directory that every store has.
+    let is_listed = matches!(error, Error::Io { action: "list", source, .. } if source.kind() == io::ErrorKind::NotFound);
     let hint = match error {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
@@ -118,7 +114,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
-        _ if lacks_directory(error) => "`cofolio fsck --repair` makes the directory again",
+        _ if is_listed => "`cofolio fsck --repair` makes the directory again",
         Error::NoSuch(_) | Error::SizeMismatch { .. } | Error::Unreadable { .. } => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             "a newer version of cofolio wrote this store; use that one"
@@ -127,7 +123,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         _ => "",
     };
     let exit = match (error.kind(), error) {
-        (ErrorKind::Io, error) if lacks_directory(error) => Some(Exit::Corrupt),
+        (ErrorKind::Io, _) if is_listed => Some(Exit::Corrupt),
         // The cause, an I/O error, says more.
         (ErrorKind::Io, _) => None,
         (ErrorKind::Cancelled, _) => Some(Exit::Interrupted),

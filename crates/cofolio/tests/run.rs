@@ -680,6 +680,30 @@ fn objects(machine: &Machine) -> Vec<PathBuf> {
     entries(machine.path("store/domains/default/objects")).flat_map(&entries).collect()
 }
 
+/// Once a container has ended, signals went to nobody: `cofolio run` waited for a reader that had stopped, and
+/// only SIGKILL, after which nothing is cleaned up, ended it.
+#[test]
+fn a_reader_that_stops_reading_does_not_hold_run_for_ever() {
+    let Some((machine, runtimes)) = machine("a_reader_that_stops_reading_does_not_hold") else {
+        return;
+    };
+    for runtime in runtimes {
+        // More than the pipe to the reader holds; the rest is in our own.
+        let args = machine.sh_args(runtime, &[], "head -c 100000 /dev/zero; echo end >&2");
+        let mut command = machine.command(&args);
+        command.stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut run = command.spawn().unwrap();
+        let id = Pid::from_child(&run);
+        // It runs: from now on signals are its own. `sh` takes none.
+        run.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+        until("its end", || {
+            kill_process(id, Signal::TERM).unwrap();
+            run.try_wait().unwrap()
+        });
+        assert!(machine.containers().is_empty(), "{runtime}");
+    }
+}
+
 /// crun reads its config twice. Earlier the first read emptied a pipe and the second found nothing, so that
 /// `crun exec` and `crun kill` refused the container for its empty config.
 #[test]

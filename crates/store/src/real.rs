@@ -387,7 +387,13 @@ pub fn replace_file(
         if sync {
             file.sync()?;
         }
-        Ok(fs::renameat(&directory, aside, &directory, path)?)
+        fs::renameat(&directory, aside, &directory, path)?;
+        if sync {
+            // Paths are relative to it then.
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            fs::fsync(fs::openat(&directory, ".", flags, Mode::empty())?)?;
+        }
+        Ok(())
     };
     replace().inspect_err(|_| {
         let _ = fs::unlinkat(&directory, aside, AtFlags::empty());

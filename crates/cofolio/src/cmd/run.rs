@@ -13,7 +13,9 @@ use cofolio_node::container::{
     Containers, Reason, Request, RunError, Runtime, Streams, exit_status, pidfd, wait_for,
 };
 use cofolio_node::mount::{Check, IdMap};
+use cofolio_store::task::Cancel;
 use cofolio_sys::process::Fork;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use serde_json::json;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -216,8 +218,9 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let running = containers.start(&request, &streams)?;
     drop(work);
     interrupt::release();
-    let passed_on = pass_on(signals, running.runtime_id());
-    let (container, status, refusal) = running.wait();
+    let given_up = Cancel::default();
+    let passed_on = pass_on(signals, running.runtime_id(), given_up.clone());
+    let (container, status, refusal) = running.wait(&given_up);
     let left = containers.remove(container);
     passed_on?;
     let status = status.context("waiting for the runtime")?;
@@ -279,7 +282,7 @@ fn attend(
     // From here on errors have no reader.
     let _ = cofolio_sys::process::silence();
     let _ = rustix::process::setsid();
-    let (container, status, _) = running.wait();
+    let (container, status, _) = running.wait(&Cancel::default());
     match status {
         Ok(status) if !args.rm => containers.retire(container, status)?,
         _ => drop(containers.remove(container)?),
@@ -397,11 +400,20 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
     Ok((number * 1000.0).round() as u64)
 }
 
-/// From now on signals go to the runtime, which passes them on to the container.
-pub(super) fn pass_on(mut signals: SignalsInfo<WithOrigin>, runtime: u32) -> anyhow::Result<()> {
+/// From now on signals go to the runtime, which passes them on to the container. Once that has ended,
+/// they end the copying of its output, which somebody may not read.
+fn pass_on(
+    mut signals: SignalsInfo<WithOrigin>,
+    runtime: u32,
+    given_up: Cancel,
+) -> anyhow::Result<()> {
     let runtime = pidfd(runtime).context("holding on to the runtime")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for Origin { signal, cause, .. } in signals.forever() {
+            let mut ended = [PollFd::new(&runtime, PollFlags::IN)];
+            if poll(&mut ended, Some(&Timespec::default())).is_ok_and(|ended| ended > 0) {
+                given_up.cancel();
+            }
             // The terminal sends its signals, Ctrl-C for one, to the runtime as well.
             if cause == Cause::Kernel {
                 continue;

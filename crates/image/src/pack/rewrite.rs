@@ -104,7 +104,7 @@ fn sparse(domain: &Domain) -> Result<BTreeMap<Digest, Needed>, PackError> {
             let entry = || Needed { form: segment.form(), images: BTreeSet::new() };
             needed.entry(digest).or_insert_with(entry).images.insert(image);
             let Some(objects) = &objects else {
-                usage.mark_all(&digest);
+                usage.mark_blocks(digest, 0..usize::MAX);
                 continue;
             };
             // Marked entries need no second look.

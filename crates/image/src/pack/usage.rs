@@ -53,11 +53,7 @@ impl<'s> Usage<'s> {
         }
     }
 
-    pub(super) fn mark_all(&mut self, digest: &Digest) {
-        self.mark_blocks(*digest, 0..usize::MAX);
-    }
-
-    fn mark_blocks(&mut self, digest: Digest, blocks: Range<usize>) {
+    pub(super) fn mark_blocks(&mut self, digest: Digest, blocks: Range<usize>) {
         let Some(size) = self.sizes.get(&digest).map(|size| *size as usize) else { return };
         let used = self.used.entry(digest).or_insert_with(|| vec![false; size]);
         used[blocks.start.min(size)..blocks.end.min(size)].fill(true);

@@ -8,6 +8,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
 
+use cofolio_store::task::Cancel;
 use rustix::fs::{FlockOperation, Gid, Uid};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
@@ -276,7 +277,7 @@ impl Exec {
     /// Waits for its end. Returns its exit status and the runtime's error, as [`Running::wait`].
     pub fn wait(mut self) -> (io::Result<u8>, Option<RunError>) {
         let status = self.child.wait().map(exit_status);
-        let copied = self.copies.finish();
+        let copied = self.copies.finish(&Cancel::default());
         let refusal = match status {
             Ok(0) => copied.at("writing", "the output").err().map(Into::into),
             _ => refusal(&self.log, &self.runtime),
@@ -293,13 +294,14 @@ impl Running {
     }
 
     /// Waits for the container's end. Returns the container, its exit status (128 plus the number
-    /// of a fatal signal), and the runtime's error, if that ended it, or that of writing the output.
-    pub fn wait(mut self) -> (Container, io::Result<u8>, Option<RunError>) {
+    /// of a fatal signal), and the runtime's error, if that ended it, or that of writing the output,
+    /// which is waited for until it is given up.
+    pub fn wait(mut self, given_up: &Cancel) -> (Container, io::Result<u8>, Option<RunError>) {
         let status = match self.first {
             None => self.runtime.wait(),
             Some(first) => wait_for(first),
         };
-        let copied = self.copies.finish();
+        let copied = self.copies.finish(given_up);
         let status = status.map(exit_status);
         let refusal = match status {
             Ok(0) => copied.at("writing", "the container's output").err().map(Into::into),

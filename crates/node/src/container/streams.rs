@@ -8,10 +8,12 @@
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::JoinHandle;
 
+use cofolio_store::task::{Cancel, Cancelled};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::fstat;
 use rustix::io::{Errno, retry_on_intr};
@@ -43,15 +45,15 @@ pub enum Streams {
 pub struct Copies(Vec<JoinHandle<io::Result<()>>>);
 
 impl Copies {
-    /// Waits until everything is copied: until no process has the pipes any more. Fails if some of it could not be
-    /// written.
-    pub(super) fn finish(self) -> io::Result<()> {
-        let ended = self
-            .0
-            .into_iter()
-            .map(|copy| copy.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        // All of them are waited for.
-        ended.collect::<Vec<_>>().into_iter().collect()
+    /// Waits until everything is copied (no process has the pipes any more), or until it is given up. Fails if some
+    /// of it could not be written.
+    pub(super) fn finish(mut self, given_up: &Cancel) -> io::Result<()> {
+        let all = || Ok(self.0.iter().all(JoinHandle::is_finished).then_some(()));
+        given_up
+            .wait_for(all)
+            .map_err(|Cancelled| io::Error::other("somebody does not read it"))?;
+        let copied = |copy: JoinHandle<_>| copy.join().unwrap_or_else(|it| resume_unwind(it));
+        self.0.drain(..).try_for_each(copied)
     }
 }
 
@@ -254,7 +256,10 @@ mod tests {
         drop(command);
         cat.stdin.take().unwrap().write_all(b"lost\n").unwrap();
         cat.wait().unwrap();
-        assert_eq!(copies.finish().unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert_eq!(
+            copies.finish(&Cancel::default()).unwrap_err().kind(),
+            io::ErrorKind::StorageFull
+        );
 
         let (reader, mut writer) = io::pipe().unwrap();
         let (full, to) = (append(&path).unwrap(), path.clone());

@@ -32,11 +32,12 @@ pub(super) fn image_of_user(user: &str) -> Option<Digest> {
 
 impl Mounter<'_> {
     /// Pins the base of an image that is about to be pinned, and says there who needs it.
-    pub(super) fn hold_base(&self, image: &Digest) -> Result<(), MountError> {
-        self.hold_base_below(image, &mut Vec::new())
-    }
-
-    fn hold_base_below(&self, image: &Digest, above: &mut Vec<Digest>) -> Result<(), MountError> {
+    /// `above` are the images that need this one, and that it cannot be based on.
+    pub(super) fn hold_base(
+        &self,
+        image: &Digest,
+        above: &mut Vec<Digest>,
+    ) -> Result<(), MountError> {
         let at = self.run.image_dir(self.domain.name(), image).join("erofs");
         above.push(*image);
         if self.domain.backend()? != Backend::Overlay || mounted_root(&at, EROFS_MAGIC)?.is_some() {
@@ -46,7 +47,7 @@ impl Mounter<'_> {
         if above.len() >= DEPTH_MAX || above.contains(&base) {
             return Ok(());
         }
-        self.hold_base_below(&base, above)?;
+        self.hold_base(&base, above)?;
         self.run.prepare()?;
         let lock = self.run.lock_image(&base)?;
         // Another process may hold it already, and may have mounted the image over it since.

@@ -193,7 +193,7 @@ impl<'a> Mounter<'a> {
             created: now(),
         };
         if request.check == Check::None {
-            self.hold_base(&record.image)?;
+            self.hold_base(&record.image, &mut Vec::new())?;
         }
         let lock = self.run.lock_image(&record.image)?;
         if !self.run.claim(&record, &lock)? {

@@ -371,17 +371,18 @@ pub(crate) fn remove_stale(
     let base = writable_dir(domain)?;
     let remove_one = |name: &str| -> Result<u32, MountError> {
         let dir = base.join(name);
-        let id = name.rsplit_once('-').map_or("", |(id, _)| id);
+        // What is being unmounted has its record until somebody has asked whether it is in use.
+        let plain = name.strip_prefix(GONE).unwrap_or(name);
+        let id = plain.rsplit_once('-').map_or("", |(id, _)| id);
         // By name, which is given once: a bind mount shows the store at another path.
-        let is_it = |known: &Path| known.file_name() == dir.file_name();
-        let is_stale = name.starts_with(GONE)
-            || id.starts_with(&run.tag())
-                && !dir.join(KEEP).exists()
-                // A damaged record is not "no record".
-                && !run.record(id)?.is_some_and(|record| {
-                    record.scratch.is_some_and(|scratch| is_it(&scratch))
-                        || record.upper.is_some_and(|upper| is_it(&upper.dir))
-                });
+        let is_it = |known: &Path| known.file_name() == Some(plain.as_ref());
+        let is_ours = id.starts_with(&run.tag()) && !dir.join(KEEP).exists();
+        let is_stale = (plain != name || is_ours)
+            // A damaged record is not "no record".
+            && !run.record(id)?.is_some_and(|record| {
+                record.scratch.is_some_and(|scratch| is_it(&scratch))
+                    || record.upper.is_some_and(|upper| is_it(&upper.dir))
+            });
         // Without a record it may be that of a container that runs.
         let is_bound = || name.ends_with(SCRATCH) && in_use::is_bound(root, &dir);
         if !is_stale || in_use::has_overlay(&dir, patience)? || is_bound() {

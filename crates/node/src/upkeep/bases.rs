@@ -44,7 +44,11 @@ pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, UpkeepError> {
             let image = image_of(&unnamed, child);
             let has = image.and_then(|image| Some((image, known.get(&image)?)));
             if has.is_some_and(|(image, has)| {
-                has.chain_id == *base_id || forks.rests(&image, &has.chain_id)
+                has.chain_id == *base_id
+                    || forks
+                        .below
+                        .get(&image)
+                        .is_some_and(|ids| ids.contains(has.chain_id.as_str()))
             }) {
                 continue;
             }
@@ -128,10 +132,5 @@ impl<'c> Forks<'c> {
     /// The named image whose chain ends in a layer.
     fn image(&self, chain_id: &str) -> Option<Digest> {
         self.nodes.get(chain_id)?.image
-    }
-
-    /// Whether a base is next below an image, by one of the chains that the image has.
-    fn rests(&self, image: &Digest, base_id: &str) -> bool {
-        self.below.get(image).is_some_and(|ids| ids.contains(base_id))
     }
 }

@@ -283,11 +283,6 @@ impl Storage {
         }
     }
 
-    /// Where a container's root is mounted while it runs; with vfs nothing is mounted.
-    pub fn mount_point(&self, container: &Container) -> PathBuf {
-        self.root.join(self.driver).join(&container.layer).join("merged")
-    }
-
     /// The layers unpacked here, and the containers with their mounts.
     pub fn inventory(&self, mounts: &LiveMounts) -> Result<Inventory, EngineError> {
         Ok(self.inventory_with(self.containers()?, mounts))
@@ -318,7 +313,9 @@ impl Storage {
             }
         }
         for container in containers {
-            let mounted = mounts.has_target(&self.mount_point(&container));
+            // With vfs nothing is mounted.
+            let at = self.root.join(self.driver).join(&container.layer).join("merged");
+            let mounted = mounts.has_target(&at);
             let layers = images.get(&container.image).cloned().unwrap_or_default();
             found.containers.push(Found { id: container.id, layers, mounted });
         }
