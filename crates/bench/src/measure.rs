@@ -340,7 +340,9 @@ pub(super) fn forget(files: &[PathBuf]) -> Result<()> {
 fn resident(files: &[PathBuf]) -> Result<Residency> {
     let mut sum = Residency::default();
     for file in files {
-        sum += residency::mincore(file)?;
+        let found = residency::mincore(file)?;
+        sum.pages += found.pages;
+        sum.resident += found.resident;
     }
     Ok(sum)
 }

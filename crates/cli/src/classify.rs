@@ -96,8 +96,10 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
     {
         return of_mount(error);
     }
+    let is_missing = |source: &io::Error| source.kind() == io::ErrorKind::NotFound;
     // A directory that every store has.
-    let is_listed = matches!(error, Error::Io { action: "list", source, .. } if source.kind() == io::ErrorKind::NotFound);
+    let lacks_directory =
+        matches!(error, Error::Io { action: "list", source, .. } if is_missing(source));
     let hint = match error {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
@@ -114,7 +116,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
-        _ if is_listed => "`cofolio fsck --repair` makes the directory again",
+        _ if lacks_directory => "`cofolio fsck --repair` makes the directory again",
         Error::NoSuch(_) | Error::SizeMismatch { .. } | Error::Unreadable { .. } => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             "a newer version of cofolio wrote this store; use that one"
@@ -123,7 +125,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         _ => "",
     };
     let exit = match (error.kind(), error) {
-        (ErrorKind::Io, _) if is_listed => Some(Exit::Corrupt),
+        (ErrorKind::Io, _) if lacks_directory => Some(Exit::Corrupt),
         // The cause, an I/O error, says more.
         (ErrorKind::Io, _) => None,
         (ErrorKind::Cancelled, _) => Some(Exit::Interrupted),

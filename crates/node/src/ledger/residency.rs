@@ -1,6 +1,6 @@
 //! How much of a file is in the page cache.
 
-use std::{fs::File, ops::AddAssign, path::Path};
+use std::{fs::File, path::Path};
 
 use cofolio_sys::cache::{self, FileMap};
 use serde::Serialize;
@@ -14,13 +14,6 @@ pub struct Residency {
     pub pages: u64,
     /// Of these, the ones in the page cache.
     pub resident: u64,
-}
-
-impl AddAssign for Residency {
-    fn add_assign(&mut self, other: Residency) {
-        self.pages += other.pages;
-        self.resident += other.resident;
-    }
 }
 
 /// How many pages a file of `size` bytes fills.

@@ -58,7 +58,7 @@ pub(crate) fn check_digest(
             let mut hasher = verity::Hasher::new();
             let mut reader = BufReader::with_capacity(256 << 10, file.reader());
             std::io::copy(&mut reader, &mut hasher).at("read", file.path())?;
-            // Most of it is not read again, and containers bring in what they need (redis: 1 MiB of 1.8).
+            // Most of it is not read again, and containers bring in what they need.
             if let Some(descriptor) = file.descriptor() {
                 let _ = rustix::fs::fadvise(descriptor, 0, None, Advice::DontNeed);
             }

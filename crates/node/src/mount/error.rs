@@ -302,7 +302,6 @@ pub(crate) fn refused(error: KernelError) -> MountError {
     MountError::from_kernel(error, false)
 }
 
-/// Names the path of an I/O error.
 impl MountError {
     /// Whether a file or directory was not there.
     pub(crate) fn is_missing(&self) -> bool {
@@ -310,6 +309,7 @@ impl MountError {
     }
 }
 
+/// Names the path of an I/O error.
 pub(crate) trait At<T> {
     fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T, MountError>;
 }

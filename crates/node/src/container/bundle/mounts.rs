@@ -68,12 +68,8 @@ pub(super) fn mounts(
         for path in SCRATCH_PATHS {
             if root.exists(path) && !volumes.contains(&path) {
                 let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
-                mounts.push(mount(
-                    path,
-                    "tmpfs",
-                    "tmpfs",
-                    &format!("nosuid,nodev,tmpcopyup,{mode}"),
-                ));
+                let options = format!("nosuid,nodev,tmpcopyup,{mode}");
+                mounts.push(mount(path, "tmpfs", "tmpfs", &options));
             }
         }
         for path in volumes {
