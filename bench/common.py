@@ -28,10 +28,11 @@ def mib(size):
 
 
 def commit_of(binary):
-    """The commit that a binary is of: one of this checkout is built first. With "-dirty" if there are changes."""
+    """The commit that a binary is of: one of this checkout is built first. With "-dirty" if there are changes but archived figures."""
     if binary.resolve().parent == TOP / "target/release":
         subprocess.run(["cargo", "build", "--quiet", "--release", "--workspace", "--bins"], cwd=TOP, check=True)
-        return output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*")
+        changes = output("git", "status", "--porcelain", "--untracked-files=no", "--", ":!bench/runs")
+        return output("git", "rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
     return f"unknown ({binary.name} was given)"
 
 

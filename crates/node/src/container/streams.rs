@@ -184,9 +184,16 @@ fn keep(mut from: PipeReader, mut file: File, path: &Path, bytes_max: u64) -> io
         if size + length as u64 > bytes_max && size > 0 {
             let mut old = path.as_os_str().to_owned();
             old.push(".1");
-            let renamed = std::fs::rename(path, old);
-            if let Ok(new) = renamed.and_then(|()| append(path)) {
-                (file, size) = (new, 0);
+            let renamed = match std::fs::rename(path, old) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                other => other,
+            };
+            match renamed.and_then(|()| append(path)) {
+                Ok(new) => (file, size) = (new, 0),
+                Err(error) => {
+                    written = Err(error);
+                    continue;
+                }
             }
         }
         size += length as u64;

@@ -130,19 +130,26 @@ impl Mounter<'_> {
         Ok(())
     }
 
-    /// Whether an image is, or may be about to be, mounted over a base, whose lock is held.
-    pub(super) fn uses_base(
+    /// Removes the mark of an image that is not, and is not about to be, mounted over a base, whose
+    /// lock is held. Says whether it did.
+    pub(super) fn remove_unused_mark(
         &self,
         domain: &str,
         image: &Digest,
         base: &Digest,
         lock: &ImageLock,
     ) -> Result<bool, MountError> {
+        // Held until the mark is gone: a mount looks for it under this lock.
         let own = if lock.covers(image) { None } else { self.run.try_lock_image(image)? };
         if own.is_none() && !lock.covers(image) {
-            return Ok(true);
+            return Ok(false);
         }
-        Ok(self.pin_record(domain, image)?.is_some_and(|record| record.base == Some(*base)))
+        let is_unused =
+            self.pin_record(domain, image)?.is_none_or(|record| record.base != Some(*base));
+        if is_unused {
+            self.unmark(domain, base, image)?;
+        }
+        Ok(is_unused)
     }
 
     fn unmark(&self, domain: &str, base: &Digest, image: &Digest) -> Result<(), MountError> {

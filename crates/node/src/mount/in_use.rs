@@ -253,31 +253,35 @@ fn is_shown(root: &Path, is: impl Fn(&KernelMount, &Path) -> bool) -> bool {
 pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<bool>) -> bool {
     // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
     const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    /// A thread that ends may leave a child that was not listed, so list again.
-    const PASSES: u32 = 3;
+    const PASSES: u32 = 10;
     if inode(&root.join("proc/thread-self/ns/pid")).ok() != Some(FIRST_PID_NAMESPACE) {
         return true;
     }
+    let (mut asked, mut ended) = (HashSet::new(), HashSet::new());
     for _ in 0..PASSES {
         let Ok(processes) = numbers(&root.join("proc")) else { return true };
-        let mut has_ended = false;
+        let ended_before = ended.len();
         for task in processes
             .into_iter()
             .flat_map(|process| numbers(&process.join("task")).unwrap_or_else(|_| vec![process]))
         {
+            if asked.contains(&task) {
+                continue;
+            }
             match ask(&task).map_err(|error| error.raw_os_error().map(Errno::from_raw_os_error)) {
                 Ok(true) => return true,
-                Ok(false) => {}
+                Ok(false) => _ = asked.insert(task),
                 // EINVAL: so answers the mountinfo of a thread that has ended.
-                Err(Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)) => has_ended = true,
+                Err(Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)) => _ = ended.insert(task),
                 Err(_) => return true,
             }
         }
-        if !has_ended {
-            break;
+        // A thread that ends may leave a child that was not listed, so list again. Zombies stay.
+        if ended.len() == ended_before {
+            return false;
         }
     }
-    false
+    true
 }
 
 pub(super) fn inode(path: &Path) -> io::Result<u64> {

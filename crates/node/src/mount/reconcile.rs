@@ -419,14 +419,13 @@ impl Mounter<'_> {
         let lock = self.run.lock_image(image)?;
         let users = self.run.image_dir(domain, image).join("users");
         for user in list(&users)? {
-            let stays = match image_of_user(&user) {
-                Some(over) => self.uses_base(domain, &over, image, &lock)?,
-                None => {
-                    user == DETACHED
-                        || Superblock::from_user(&user).is_some()
-                        || self.run.record(&user)?.is_some_and(|r| r.image == *image)
-                }
-            };
+            if let Some(over) = image_of_user(&user) {
+                *leftovers += u32::from(self.remove_unused_mark(domain, &over, image, &lock)?);
+                continue;
+            }
+            let stays = user == DETACHED
+                || Superblock::from_user(&user).is_some()
+                || self.run.record(&user)?.is_some_and(|r| r.image == *image);
             if !stays {
                 remove_file(&users.join(user))?;
                 *leftovers += 1;
