@@ -1,6 +1,7 @@
 """What the benchmarks that run `cofolio-bench` on every image pair of the corpus have in common."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -47,6 +48,27 @@ def parser(name, doc):
     parser.add_argument("--cofolio", type=pathlib.Path, default=TOP / "target/release/cofolio", help="the binary (default: target/release/cofolio)")
     parser.add_argument("--out", type=pathlib.Path, help="where to archive (default: bench/runs/<date>-<host>)")
     return parser
+
+
+@contextlib.contextmanager
+def filesystem(directory):
+    """Mounts an ext4 of its own on a directory: what is cached of its block device is then ours alone, and where it puts
+    inodes does not depend on what the machine's filesystem went through. Kept as an image file for the next time."""
+    image = f"{directory}.ext4"
+    os.makedirs(directory, exist_ok=True)
+    if not os.path.exists(image):
+        output("truncate", "-s", "40G", image)
+        output("mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
+    # Direct I/O, or the file below the device would cache everything a second time.
+    loop = output("losetup", "--find", "--show", "--direct-io=on", "--sector-size", "4096", image)
+    try:
+        output("mount", loop, directory)
+        try:
+            yield
+        finally:
+            output("umount", directory)
+    finally:
+        output("losetup", "--detach", loop)
 
 
 class Archive:

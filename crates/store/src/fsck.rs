@@ -25,9 +25,10 @@ const FINDINGS_MAX: usize = 10_000;
 /// Lists a finding in a report, or counts it. Says whether it is listed.
 pub(crate) fn list(findings: &mut Vec<Finding>, more: &mut u64, finding: Finding) -> bool {
     let is_listed = findings.len() < FINDINGS_MAX;
-    match is_listed {
-        true => findings.push(finding),
-        false => *more += 1,
+    if is_listed {
+        findings.push(finding)
+    } else {
+        *more += 1
     }
     is_listed
 }
@@ -276,10 +277,7 @@ impl Domain {
             other => drop(other?),
         }
         let threads = self.disk().parallelism();
-        let reading = |threads| match options.rehash {
-            true => Reading::Cached(threads),
-            false => Reading::No,
-        };
+        let reading = |threads| if options.rehash { Reading::Cached(threads) } else { Reading::No };
         let mut one = Examiner::new(self, contents, reading(1), &task.cancel);
         one.derived = self.derived_images()?;
         let (users, mut named) = one.fsck_images_and_layers(&mut report)?;

@@ -108,10 +108,8 @@ impl Domain {
             if after.is_some_and(|after| digest <= after) {
                 continue;
             }
-            let kind = match segments.contains(&digest) {
-                true => FileKind::Segment,
-                false => FileKind::Object,
-            };
+            let kind =
+                if segments.contains(&digest) { FileKind::Segment } else { FileKind::Object };
             let (seen, bytes) = examiner.look(&FileName::content(kind, &digest), size)?;
             match seen {
                 Seen::Sound => {}

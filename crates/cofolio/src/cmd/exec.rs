@@ -31,10 +31,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     if args.tty && !std::io::stdin().is_terminal() {
         return Err(Fail::usage("--tty: standard input is not a terminal").into());
     }
-    let streams = match args.tty {
-        true => Streams::Terminal,
-        false => Streams::Ours { input: args.interactive },
-    };
+    let streams =
+        if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
     let domain = context.domain()?;
     let containers = Containers::new(context.mounter(&domain));
     let (status, refusal) = containers.exec(&args.name, &args.command, &streams)?.wait();

@@ -19,10 +19,7 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let containers = Containers::new(context.mounter(&domain));
     let mut failed = Vec::new();
     let list = containers.list(&mut failed)?;
-    let exit = match failed.is_empty() {
-        true => Exit::Ok,
-        false => Exit::Corrupt,
-    };
+    let exit = if failed.is_empty() { Exit::Ok } else { Exit::Corrupt };
     for error in failed {
         exit::report(&error.into(), context.ui);
     }

@@ -169,10 +169,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         return Err(fail.hint("--interactive alone passes a pipe or a file on").into());
     }
     // While there is one thread.
-    let background = match args.detach {
-        true => Some(background()?),
-        false => None,
-    };
+    let background = if args.detach { Some(background()?) } else { None };
     if let Some(Side::Foreground(ended)) = background {
         return Ok(ended);
     }
@@ -186,10 +183,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let need = Need::Run(config);
     let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
     let request = Request { check, ..request(args, context, &image)? };
-    let work = match args.verify {
-        true => Some(Work::begin(context.ui, "verifying", "file")?),
-        false => None,
-    };
+    let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
     let mut mounter = context.mounter(&domain);
     if let Some(work) = &work {
         mounter = mounter.with_task(&work.task);
@@ -211,10 +205,8 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     if work.is_none() {
         interrupt::release();
     }
-    let streams = match args.tty {
-        true => Streams::Terminal,
-        false => Streams::Ours { input: args.interactive },
-    };
+    let streams =
+        if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
     let running = containers.start(&request, &streams)?;
     drop(work);
     interrupt::release();

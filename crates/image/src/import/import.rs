@@ -630,16 +630,11 @@ fn finish(
     // A repair restores only what this source has.
     let whole = gate.options.repair.is_none();
     let domain = staging.domain().clone();
-    let signatures = match whole {
-        true => gate.admit(&domain, &report.name, &record)?,
-        false => Vec::new(),
-    };
+    let signatures = if whole { gate.admit(&domain, &report.name, &record)? } else { Vec::new() };
     task.tell(Event::Phase(Phase::Commit));
     let below = hidden.iter().map(|&(digest, size)| (Digest(digest), size));
-    let publish = match whole {
-        true => Publish::named(report.name.clone(), record),
-        false => Publish::default(),
-    };
+    let publish =
+        if whole { Publish::named(report.name.clone(), record) } else { Publish::default() };
     let objects = objects(tree).chain(below).filter(|_| whole);
     let stats = staging.commit(&publish, objects)?;
     add_stats(report, &stats);

@@ -75,10 +75,7 @@ impl PublicKey {
                 _ => {}
             }
         }
-        match keys.is_empty() {
-            true => Err(wrong("no `PUBLIC KEY` in PEM")),
-            false => Ok(keys),
-        }
+        if keys.is_empty() { Err(wrong("no `PUBLIC KEY` in PEM")) } else { Ok(keys) }
     }
 
     /// What kind of key it is.

@@ -96,10 +96,8 @@ impl Mounter<'_> {
         let mut below = Vec::new();
         let (mount, record) = match backend {
             Backend::Overlay => {
-                let over_base = match measured {
-                    true => None,
-                    false => self.mount_delta(image, scratch.as_fd())?,
-                };
+                let over_base =
+                    if measured { None } else { self.mount_delta(image, scratch.as_fd())? };
                 if let Some((mount, record, layers)) = over_base {
                     below = layers;
                     (mount, record)

@@ -94,10 +94,7 @@ impl IndexEntry {
     /// Where the content is, if it is plain.
     pub fn runs(&self) -> Vec<Run> {
         let at = Some(BlockRef { segment: 0, block: self.block });
-        match self.runs.is_empty() {
-            true => vec![Run { at, blocks: self.blocks }],
-            false => self.runs.clone(),
-        }
+        if self.runs.is_empty() { vec![Run { at, blocks: self.blocks }] } else { self.runs.clone() }
     }
 }
 

@@ -330,10 +330,8 @@ impl SegmentWriter<'_> {
             return Ok(());
         }
         self.place_zeros(adding, start, start - start % adding.granule)?;
-        let found = match adding.granule == CHUNK as u64 {
-            true => self.find(adding, data, &digests)?,
-            false => None,
-        };
+        let found =
+            if adding.granule == CHUNK as u64 { self.find(adding, data, &digests)? } else { None };
         if let Some(place) = found {
             self.flush_pending(adding)?;
             adding.push(Some(place), blocks);
