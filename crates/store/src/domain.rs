@@ -7,7 +7,8 @@ use crate::Digest;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
 use crate::error::{At, Error, Result};
 use crate::kinds::{FileKind, FileName};
-use crate::records::{RECORDS, ROOTS};
+use crate::record::Ref;
+use crate::records::{RECORDS, REFS, ROOTS};
 use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
 
@@ -50,14 +51,20 @@ impl Domain {
         &self.store
     }
 
-    /// Makes missing directories of the domain again, empty. Durable on return. A repair does it first: without
-    /// them [`Domain::fsck`] looks at nothing else.
+    /// Makes missing directories of the domain again, empty; where the refs were lost, each image gets the name
+    /// `recovered-<digest>`, or the next collection would remove it. Durable on return. A repair does it first:
+    /// without them [`Domain::fsck`] looks at nothing else.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn make_directories(&self) -> Result<()> {
         self.store.check_writable()?;
+        let has_refs = self.disk().stat(&format!("{}/{REFS}", self.base)).is_ok();
         make_directories(self.disk(), &self.base)?;
+        for image in if has_refs { Vec::new() } else { self.images()? } {
+            let record = self.unnamed_record(&image)?.unwrap_or_else(|| Ref::new(image));
+            self.put_ref(&format!("recovered-{image}"), &record)?;
+        }
         self.disk().sync_all().at("sync", &self.base)
     }
 

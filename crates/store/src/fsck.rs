@@ -14,7 +14,7 @@ use crate::error::{At, Error, Result, is_absent, is_damage};
 use crate::examine::{Examiner, Reading, Seen, Wrong};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{RECORD_SUFFIX, RECORDS, ROOTS, UNNAMED};
+use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, UNNAMED};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -256,10 +256,8 @@ impl Domain {
                 }
                 Ok(_) => {}
                 Err(error) if is_absent(&error) => {
-                    let detail = match RECORDS.contains(&directory) {
-                        true => "gc will remove what only its records named",
-                        false => "",
-                    };
+                    let is_refs = directory == REFS;
+                    let detail = if is_refs { "the names of all images are lost" } else { "" };
                     report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
                 }
                 Err(error) => return Err(error).at("look at", &path),

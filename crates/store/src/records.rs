@@ -15,7 +15,7 @@ use crate::{Digest, Domain, name};
 /// Largest ref or root record that is read, in bytes. An OCI config is at most 4 MiB in practice.
 const RECORD_SIZE_MAX: u64 = 16 << 20;
 pub(crate) const RECORD_SUFFIX: &str = ".json";
-const REFS: &str = "refs";
+pub(crate) const REFS: &str = "refs";
 /// Directory of the records that the last refs of images had, named by image.
 pub(crate) const UNNAMED: &str = "unnamed";
 pub(crate) const ROOTS: &str = "roots";

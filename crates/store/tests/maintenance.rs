@@ -354,6 +354,9 @@ fn fsck_and_gc_notice_a_missing_directory() {
         assert_eq!(report.findings, [], "{directory}");
         assert!(domain.has_image(&image).unwrap());
         assert!(gc(&domain).is_ok(), "{directory}");
+        // Repaired refs were empty, and the next collection removed all images.
+        assert!(domain.has_image(&image).unwrap(), "{directory}");
+        assert_eq!(domain.refs().unwrap().len(), 1, "{directory}");
         std::fs::rename(&aside, scratch.path.join("aside")).unwrap();
     }
 }

@@ -95,8 +95,8 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         context.ui.line(format!("{done} {} ({})", finding.path, finding.kind))?;
         if finding.kind == FindingKind::DirectoryMissing && finding.path.ends_with("/refs") {
             context.ui.note(
-                "all names of images are lost, and the next `cofolio gc` removes what has none: \
-                 give them again first, with `cofolio tag`",
+                "all names of images are lost: each image is called `recovered-` and its digest now; \
+                 `cofolio tag` gives a name, `cofolio rm` takes one away",
             );
         }
     }

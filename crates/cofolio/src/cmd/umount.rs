@@ -1,4 +1,4 @@
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cofolio_node::container::Containers;
 use cofolio_node::mount::UmountOptions;
@@ -56,18 +56,17 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     };
     let options = UmountOptions { force: args.force, keep_upper: args.keep };
+    // The kernel would unmount it: the container has its own mount, but would lose its changes.
+    let check = |target: &Path| -> anyhow::Result<()> {
+        let Ok(record) = mounter.run_dir().find(target) else { return Ok(()) };
+        let Some(name) = containers.living_at(&record.target)? else { return Ok(()) };
+        let what = format!("container `{name}` runs in {}", record.target.display());
+        let hint = format!("`cofolio stop {name}` ends and removes it");
+        Err(Fail::new(Exit::Busy, what).hint(hint).into())
+    };
     let (mut done, mut failed) = (Vec::new(), Vec::new());
     for target in &targets {
-        // The kernel would unmount it: the container has its own mount, but would lose its changes.
-        if let Ok(record) = mounter.run_dir().find(target)
-            && let Some(name) = containers.living_at(&record.target)?
-        {
-            let what = format!("container `{name}` runs in {}", record.target.display());
-            let hint = format!("`cofolio stop {name}` ends and removes it");
-            failed.push((target, Fail::new(Exit::Busy, what).hint(hint).into()));
-            continue;
-        }
-        match mounter.umount(target, &options) {
+        match check(target).and_then(|()| Ok(mounter.umount(target, &options)?)) {
             Ok(unmounted) => {
                 let path = unmounted.record.target.display().to_string();
                 if unmounted.was_gone {
@@ -92,7 +91,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                     "in_use": unmounted.in_use,
                 }));
             }
-            Err(error) => failed.push((target, anyhow::Error::new(error))),
+            Err(error) => failed.push((target, error)),
         }
     }
     if context.ui.json {

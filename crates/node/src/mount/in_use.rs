@@ -258,7 +258,7 @@ pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<boo
         return true;
     }
     let (mut asked, mut ended) = (HashSet::new(), HashSet::new());
-    for _ in 0..PASSES {
+    for pass in 1..=PASSES {
         let Ok(processes) = numbers(&root.join("proc")) else { return true };
         let ended_before = ended.len();
         for task in processes
@@ -276,8 +276,8 @@ pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<boo
                 Err(_) => return true,
             }
         }
-        // A thread that ends may leave a child that was not listed, so list again. Zombies stay.
-        if ended.len() == ended_before {
+        // A thread that ends, or unmounts, may leave a child that was not listed, so list again. Zombies stay.
+        if pass > 1 && ended.len() == ended_before {
             return false;
         }
     }

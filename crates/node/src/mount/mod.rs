@@ -340,12 +340,12 @@ impl<'a> Mounter<'a> {
             limit::put_away(&upper.dir)?;
         }
         let mount = made?;
-        if let Some(claim) = claim {
-            upper::mark_kept(claim, record)?;
-        }
         let attr = MountAttr { set: flags, ..MountAttr::default() };
         cofolio_sys::mount::mount_setattr(&mount, &attr)
             .map_err(|error| failed(KernelError::from_io("mount_setattr", &error)))?;
+        if let Some(claim) = claim {
+            upper::mark_kept(claim, record)?;
+        }
         Ok(mount)
     }
 

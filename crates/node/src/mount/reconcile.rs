@@ -198,7 +198,9 @@ impl Mounter<'_> {
             self.unmount_half_way(record, path, lock)?;
             self.step(Step::Detached);
         }
-        let changes = record.upper.as_ref().map(upper::discard).transpose()?.flatten();
+        let was_mounted = record.phase != MountPhase::Intent;
+        let discard = |upper| upper::discard(upper, was_mounted);
+        let changes = record.upper.as_ref().map(discard).transpose()?.flatten();
         let scratch = record.scratch.as_deref().map(upper::discard_own).transpose()?.flatten();
         self.step(Step::UpperGone);
         // What is kept is not removed, but may still be written to.

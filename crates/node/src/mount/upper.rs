@@ -325,9 +325,11 @@ pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountErro
     remove_all(&Path::new(&path_of(base)).join("work"))
 }
 
-/// Takes an ended mount's directory out of sight, for [`remove`] at leisure.
-pub(crate) fn discard(upper: &Upper) -> Result<Option<PathBuf>, MountError> {
-    if upper.given || upper.keep || upper.dir.join(KEEP).exists() {
+/// Takes an ended mount's directory out of sight, for [`remove`] at leisure, unless it is kept. A
+/// mount that never came about leaves no changes to keep.
+pub(crate) fn discard(upper: &Upper, was_mounted: bool) -> Result<Option<PathBuf>, MountError> {
+    let is_kept = || was_mounted && (upper.keep || upper.dir.join(KEEP).exists());
+    if upper.given || is_kept() {
         return Ok(None);
     }
     discard_own(&upper.dir)

@@ -4,6 +4,7 @@
 //! ENOENT, because `gc` had deleted the objects or `umount` the changes under it.
 
 use std::os::fd::AsRawFd as _;
+use std::process::Command;
 use std::sync::mpsc;
 
 use super::fixture::{Fixture, needs_inode_share, needs_mounts};
@@ -378,7 +379,7 @@ fn a_chrooted_process_hides_no_volume() {
             rustix::mount::mount_bind("/", &jail).unwrap();
             let roots = if is_first { [&*jail, Path::new("/")] } else { [Path::new("/"), &*jail] };
             roots.map(|root| {
-                let mut command = std::process::Command::new("chroot");
+                let mut command = Command::new("chroot");
                 command.arg(root).args(["sleep", "1000"]).spawn().unwrap()
             })
         };
@@ -425,8 +426,45 @@ fn threads_are_listed_again_if_one_has_ended() {
         asked += u32::from(*task == own);
         if asked == 1 { Err(fail(rustix::io::Errno::NOENT)) } else { Ok(asked == 2) }
     });
-    assert!(found);
+    assert!(found && asked == 2, "asked {asked} times");
     assert!(any_task(Path::new("/"), |_| Err(fail(rustix::io::Errno::MFILE))));
+}
+
+/// A process that forked and then unmounted, after processes had been listed, answered no, and its child, which
+/// had a copy of the mount, was not asked.
+#[test]
+fn children_made_meanwhile_are_asked() {
+    use super::super::in_use::any_task;
+    let mut child = None;
+    let found = any_task(Path::new("/"), |task| {
+        let child = child.get_or_insert_with(|| Command::new("sleep").arg("100").spawn().unwrap());
+        Ok(task.starts_with(format!("/proc/{}", child.id())))
+    });
+    let mut child = child.unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(found);
+}
+
+/// Each pass over all processes found that one of them had ended: a zombie is listed as long as nobody waits for it.
+#[test]
+fn a_zombie_leaves_no_doubt() {
+    use super::super::in_use::any_task;
+    let mut zombie = Command::new("true").spawn().unwrap();
+    let own = format!("/proc/{}/", zombie.id());
+    while fs::read(format!("{own}mountinfo")).is_ok() {
+        std::thread::yield_now();
+    }
+    let mut asked = 0;
+    let found = any_task(Path::new("/"), |task| {
+        if !task.starts_with(&own) {
+            return Ok(false);
+        }
+        asked += 1;
+        fs::read(task.join("mountinfo")).map(|_| false)
+    });
+    zombie.wait().unwrap();
+    assert!(!found && asked >= 2, "asked {asked} times");
 }
 
 /// Where a superblock could not be named, a user was recorded that lived until the machine restarted: gc kept
