@@ -84,7 +84,9 @@ impl Context<'_> {
     }
 
     fn run_dir(&self, domain: &Domain) -> RunDir {
-        RunDir::at(self.global.run_dir.join(domain.store().id()))
+        let path = self.global.run_dir.join(domain.store().id());
+        // A runtime that is started from it has another working directory.
+        RunDir::at(std::path::absolute(&path).unwrap_or(path))
     }
 
     /// Where an image of this domain is mounted.

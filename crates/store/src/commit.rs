@@ -80,7 +80,9 @@ impl Staging {
             Some(lock) => lock,
             None => self.domain.lock(LockMode::Shared, &self.cancel)?,
         };
-        let staged = self.staged()?;
+        let mut staged = self.staged()?;
+        // Another layer of the source would be without its objects.
+        staged.retain(|file| self.wanted.as_ref().is_none_or(|wanted| wanted.wants(file)));
         let needed = publish.files(&staged)?;
         let mut missing = self.check_objects(objects.into_iter())?;
         for file in &needed {

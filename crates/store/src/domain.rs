@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use crate::Digest;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, Result, is_absent};
 use crate::kinds::{FileKind, FileName};
 use crate::record::Ref;
-use crate::records::{RECORDS, REFS, ROOTS};
+use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, ref_json};
 use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
 
@@ -51,7 +51,7 @@ impl Domain {
         &self.store
     }
 
-    /// Makes missing directories of the domain again, empty; where the refs were lost, each image gets the name
+    /// Makes missing directories of the domain again, empty but for `refs`: there each image gets the name
     /// `recovered-<digest>`, or the next collection would remove it. Durable on return. A repair does it first:
     /// without them [`Domain::fsck`] looks at nothing else.
     ///
@@ -59,13 +59,25 @@ impl Domain {
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn make_directories(&self) -> Result<()> {
         self.store.check_writable()?;
-        let has_refs = self.disk().stat(&format!("{}/{REFS}", self.base)).is_ok();
-        make_directories(self.disk(), &self.base)?;
-        for image in if has_refs { Vec::new() } else { self.images()? } {
-            let record = self.unnamed_record(&image)?.unwrap_or_else(|| Ref::new(image));
-            self.put_ref(&format!("recovered-{image}"), &record)?;
+        let (disk, refs) = (self.disk(), format!("{}/{REFS}", self.base));
+        let _lock = self.lock(LockMode::Exclusive, self.store.waiting())?;
+        if disk.stat(&refs).is_err_and(|error| is_absent(&error)) {
+            mkdir_if_missing(disk, &format!("{}/images", self.base))?;
+            // Whole or not at all: what has no name in `refs` is collected.
+            let aside = format!("{refs}.new");
+            mkdir_if_missing(disk, &aside)?;
+            let images = self.all_images()?;
+            let delta = |image| Some(self.base_of(image).ok()??.delta);
+            let deltas: BTreeSet<Digest> = images.iter().filter_map(delta).collect();
+            for image in images.into_iter().filter(|image| !deltas.contains(image)) {
+                let name = format!("recovered-{image}");
+                let json = ref_json(&name, &Ref::new(image))?;
+                self.store.replace_file(&format!("{aside}/{name}{RECORD_SUFFIX}"), &json, true)?;
+            }
+            disk.rename(&aside, &refs, true).at("publish", &refs)?;
         }
-        self.disk().sync_all().at("sync", &self.base)
+        make_directories(disk, &self.base)?;
+        disk.sync_all().at("sync", &self.base)
     }
 
     /// What protects content that is in place here.

@@ -14,7 +14,7 @@ use crate::error::{At, Error, Result, is_absent, is_damage};
 use crate::examine::{Examiner, Reading, Seen, Wrong};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, UNNAMED};
+use crate::records::{RECORD_SUFFIX, RECORDS, ROOTS, UNNAMED};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -256,9 +256,7 @@ impl Domain {
                 }
                 Ok(_) => {}
                 Err(error) if is_absent(&error) => {
-                    let is_refs = directory == REFS;
-                    let detail = if is_refs { "the names of all images are lost" } else { "" };
-                    report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
+                    report.add(Finding::new(FindingKind::DirectoryMissing, path, ""));
                 }
                 Err(error) => return Err(error).at("look at", &path),
             }

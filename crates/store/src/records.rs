@@ -356,7 +356,7 @@ fn files<'a>(images: &[Digest], layers: impl Iterator<Item = &'a String>) -> Res
     images.chain(layers.map(|chain_id| FileName::chain(FileKind::Layer, chain_id))).collect()
 }
 
-fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
+pub(crate) fn ref_json(ref_name: &str, record: &Ref) -> Result<Vec<u8>> {
     to_json(ref_name, &WithName { name: ref_name.to_owned(), record })
 }
 

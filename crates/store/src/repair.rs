@@ -34,6 +34,13 @@ impl Damage {
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty() && self.images.is_empty() && self.layers.is_empty()
     }
+
+    /// Whether this file is to be brought back.
+    pub(crate) fn wants(&self, file: &FileName) -> bool {
+        let has_layer = |chain_id| self.layers.contains(&chain_id);
+        file.image().is_some_and(|image| self.images.contains(&image))
+            || file.chain_id().is_some_and(has_layer)
+    }
 }
 
 /// What came of protecting a file.

@@ -683,3 +683,50 @@ fn waiting_for_a_lock_is_cancelled() {
     cancel.cancel();
     assert!(matches!(thread.join().unwrap(), Err(Error::Cancelled(_))));
 }
+
+/// A source that was another image had the damaged object too, and left its own layer without the layer's other objects:
+/// damage that was not there before, and that the right source did not mend.
+#[test]
+fn a_repair_brings_nothing_but_what_is_damaged() {
+    let scratch = Scratch::new("wrong-source");
+    let domain = domain(&scratch);
+    let (shared, other) = (content(5000, 1), content(5000, 2));
+    let (options, layer) = (ImportOptions::default(), Some("sha256:a"));
+    common::import_split(&domain, "a", &[shared.clone()], layer, options).unwrap();
+    let entries = |dir| std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let mut objects = entries(domain.objects_dir().unwrap()).flat_map(entries);
+    let object = objects.find(|object| std::fs::read(object).unwrap() == shared).unwrap();
+    std::fs::remove_file(object).unwrap();
+    common::repair(&domain, &[(vec![shared, other], "sha256:b")]).unwrap();
+    let report = domain.fsck(&Lines, FsckOptions { rehash: true }, &Task::default()).unwrap();
+    assert_eq!(report.findings, []);
+    assert_eq!(domain.images().unwrap().len(), 1);
+}
+
+/// A repair that was killed while it gave lost names left `refs` with some of them, and the next collection removed the
+/// other images. A named base of another image got no name.
+#[test]
+fn lost_names_come_back_together() {
+    let scratch = Scratch::new("lost-names");
+    let domain = domain(&scratch);
+    let options = || ImportOptions::default();
+    for name in ["a", "b"] {
+        let pieces = [content(5000, name.as_bytes()[0].into())];
+        common::import_split(&domain, name, &pieces, None, options()).unwrap();
+    }
+    let base = scratch.path.join("domains/default");
+    std::fs::rename(base.join("refs"), scratch.path.with_extension("refs")).unwrap();
+    // What a killed one leaves.
+    std::fs::create_dir(base.join("refs.new")).unwrap();
+    std::fs::write(base.join("refs.new/recovered-half.json.tmp"), "{").unwrap();
+    assert!(gc(&domain).is_err());
+    domain.make_directories().unwrap();
+    let names: Vec<_> = domain.refs().unwrap().into_iter().map(|(name, _)| name).collect();
+    let images = domain.images().unwrap();
+    let mut expected: Vec<_> = images.iter().map(|image| format!("recovered-{image}")).collect();
+    expected.sort();
+    assert_eq!((names, images.len()), (expected, 2));
+    gc(&domain).unwrap();
+    assert_eq!(domain.images().unwrap().len(), 2);
+    std::fs::remove_dir_all(scratch.path.with_extension("refs")).unwrap();
+}

@@ -95,8 +95,7 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         context.ui.line(format!("{done} {} ({})", finding.path, finding.kind))?;
         if finding.kind == FindingKind::DirectoryMissing && finding.path.ends_with("/refs") {
             context.ui.note(
-                "all names of images are lost: each image is called `recovered-` and its digest now; \
-                 `cofolio tag` gives a name, `cofolio rm` takes one away",
+                "the names of images were lost: they are called `recovered-` and their digest now",
             );
         }
     }

@@ -303,22 +303,3 @@ fn copying_ends_with_its_reader() {
     let written = io::Write::write_all(&mut pipe, b"x");
     assert_eq!(written.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
 }
-
-/// Where the full file could not be put aside, everything more was written to it.
-#[test]
-fn output_is_bounded_although_no_file_can_be_had() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("output");
-    fs::create_dir(dir.path().join("output.1")).unwrap();
-    let mut command = std::process::Command::new("sh");
-    command.args(["-c", "echo first; head -c 1000000 /dev/zero"]);
-    let streams = Streams::File { path: path.clone(), bytes_max: 100 };
-    let copies = streams.connect(&mut command).unwrap();
-    assert!(command.status().unwrap().success());
-    // It has the other end of the pipe as well.
-    drop(command);
-    let error = copies.finish(&cofolio_store::task::Cancel::default()).unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::IsADirectory);
-    // One read may hold more than the maximum.
-    assert!(fs::metadata(path).unwrap().len() <= 64 << 10);
-}

@@ -222,6 +222,11 @@ pub(super) fn is_bound(root: &Path, dir: &Path) -> bool {
     is_shown(root, |mount, _| mount.root.iter().any(|name| Some(name) == dir.file_name()))
 }
 
+/// Whether something is mounted at this path in any mount namespace.
+pub(super) fn is_target(root: &Path, target: &Path) -> bool {
+    is_shown(root, |mount, _| mount.target == target)
+}
+
 /// Whether any task sees such a mount; true in doubt. The closure also gets the task's directory.
 fn is_shown(root: &Path, is: impl Fn(&KernelMount, &Path) -> bool) -> bool {
     // The kernel shows a chrooted task only the mounts below its root.
@@ -253,11 +258,13 @@ fn is_shown(root: &Path, is: impl Fn(&KernelMount, &Path) -> bool) -> bool {
 pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<bool>) -> bool {
     // PROC_PID_INIT_INO of `include/linux/proc_ns.h`: the first pid namespace sees every process.
     const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    const PASSES: u32 = 10;
+    /// A thread that ends, or unmounts, may leave a child that was not listed, so list again: once, and
+    /// once more if some have ended. To hide for longer, each child would have to end within a pass.
+    const PASSES: u32 = 3;
     if inode(&root.join("proc/thread-self/ns/pid")).ok() != Some(FIRST_PID_NAMESPACE) {
         return true;
     }
-    let (mut asked, mut ended) = (HashSet::new(), HashSet::new());
+    let mut ended = HashSet::new();
     for pass in 1..=PASSES {
         let Ok(processes) = numbers(&root.join("proc")) else { return true };
         let ended_before = ended.len();
@@ -265,23 +272,20 @@ pub(super) fn any_task(root: &Path, mut ask: impl FnMut(&Path) -> io::Result<boo
             .into_iter()
             .flat_map(|process| numbers(&process.join("task")).unwrap_or_else(|_| vec![process]))
         {
-            if asked.contains(&task) {
-                continue;
-            }
             match ask(&task).map_err(|error| error.raw_os_error().map(Errno::from_raw_os_error)) {
                 Ok(true) => return true,
-                Ok(false) => _ = asked.insert(task),
+                Ok(false) => {}
                 // EINVAL: so answers the mountinfo of a thread that has ended.
                 Err(Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)) => _ = ended.insert(task),
                 Err(_) => return true,
             }
         }
-        // A thread that ends, or unmounts, may leave a child that was not listed, so list again. Zombies stay.
+        // Zombies stay.
         if pass > 1 && ended.len() == ended_before {
-            return false;
+            break;
         }
     }
-    true
+    false
 }
 
 pub(super) fn inode(path: &Path) -> io::Result<u64> {

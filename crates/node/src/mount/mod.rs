@@ -207,6 +207,8 @@ impl<'a> Mounter<'a> {
             Err(error) => {
                 // What cannot be undone now is left to `reconcile`; the first error tells more.
                 let found = Kernel::new(&self.root).and_then(|k| self.locate(&record, &k));
+                // Nobody was told of it, so nobody has changed anything.
+                record.mount = None;
                 let forgotten =
                     found.and_then(|(_, at)| self.forget(&record, at.as_deref(), &lock));
                 drop(lock);
@@ -466,8 +468,9 @@ impl<'a> Mounter<'a> {
         lock: &ImageLock,
     ) -> Result<(), MountError> {
         let mut marked = None;
+        // A given one was marked when it was mounted.
         if options.keep_upper
-            && let Some(upper) = &record.upper
+            && let Some(upper) = record.upper.as_ref().filter(|upper| !upper.given)
         {
             if limit::has_filesystem(&upper.dir) {
                 return Err(MountError::CannotKeep(record.target.clone()));

@@ -134,10 +134,7 @@ impl Mounter<'_> {
         if backend == Backend::InodeShare {
             self.check_shares(&at).inspect_err(|_| drop(take_down(&at)))?;
         }
-        let root = mounted_root(&at, EROFS_MAGIC)?.ok_or_else(|| MountError::State {
-            path: at,
-            reason: "the image does not stay mounted".to_owned(),
-        })?;
+        let root = mounted_root(&at, EROFS_MAGIC)?.ok_or_else(|| unmounted(at))?;
         let layers = std::iter::once(root).chain(below).collect();
         Ok(Pinned { dir, layers, backend, verity })
     }
@@ -236,10 +233,7 @@ impl Mounter<'_> {
         self.step(Step::ViewMade);
         attach_at(&mount, &at)?;
         self.step(Step::Viewed);
-        mounted_root(&at, OVERLAY_MAGIC)?.ok_or_else(|| MountError::State {
-            path: at,
-            reason: "the overlay does not stay mounted".to_owned(),
-        })
+        mounted_root(&at, OVERLAY_MAGIC)?.ok_or_else(|| unmounted(at))
     }
 
     /// Unmounts the oldest read-only overlays without a recorded user, until few are left.
@@ -534,6 +528,10 @@ pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, M
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "see above")]
     let kind = kind as u32;
     Ok((id.is_root && kind == magic).then_some(root))
+}
+
+fn unmounted(path: PathBuf) -> MountError {
+    MountError::State { path, reason: "it does not stay mounted".to_owned() }
 }
 
 fn attach_at(mount: &OwnedFd, at: &Path) -> Result<(), MountError> {

@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::{Digest, Domain, RootKind};
+use rustix::io::Errno;
 use serde::Serialize;
 
 use super::base::image_of_user;
 use super::error::{At as _, MountError, refused};
-use super::in_use::{self, Superblock};
-use super::kernel;
+use super::in_use::{self, Superblock, has_overlay};
+use super::kernel::{self, path_of};
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, Unpinned};
 use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_dir, remove_file};
@@ -198,22 +199,21 @@ impl Mounter<'_> {
             self.unmount_half_way(record, path, lock)?;
             self.step(Step::Detached);
         }
-        let was_mounted = record.phase != MountPhase::Intent;
-        let discard = |upper| upper::discard(upper, was_mounted);
-        let changes = record.upper.as_ref().map(discard).transpose()?.flatten();
+        let changes = upper::discard(record)?;
         let scratch = record.scratch.as_deref().map(upper::discard_own).transpose()?.flatten();
         self.step(Step::UpperGone);
         // What is kept is not removed, but may still be written to.
         let upper = record.upper.as_ref();
         let dir = changes.as_deref().or(upper.map(|upper| &*upper.dir));
-        let in_use = match dir.map_or(Ok(false), |dir| in_use::has_overlay(dir, &self.patience)) {
-            // The caller's directory may be gone or read-only by now.
-            Err(_) if upper.is_some_and(|upper| upper.given) => true,
-            other => other?,
+        let in_use = match upper.filter(|upper| upper.given).map(|it| upper::open_own(&it.dir)) {
+            None => dir.map_or(Ok(false), |dir| has_overlay(dir, &self.patience))?,
+            Some(Err(Errno::NOENT)) => false,
+            // By descriptor: its path may lead elsewhere at any moment.
+            Some(Ok(Ok(dir))) => {
+                has_overlay(path_of(&dir).as_ref(), &self.patience).unwrap_or(true)
+            }
+            Some(_) => true,
         };
-        if record.created_target {
-            remove_dir(&record.target);
-        }
         if in_use && record.backend == Backend::InodeShare {
             mark_user(&self.run, &record.domain, &record.image, DETACHED)?;
         }
@@ -224,13 +224,21 @@ impl Mounter<'_> {
         if unpinned == Unpinned::Needed {
             self.trim_views(&record.domain, &record.image)?;
         }
+        let is_elsewhere = in_use || unpinned == Unpinned::Elsewhere;
+        // The kernel takes what is mounted on a directory that is removed from all namespaces.
+        let is_own = || record.target.starts_with(self.run.path());
+        if record.created_target
+            && (is_own() || !(is_elsewhere || in_use::is_target(&self.root, &record.target)))
+        {
+            remove_dir(&record.target);
+        }
         let domain = self.domain_of(&record.domain)?;
         unless_read_only(domain.remove_root(RootKind::Mount, &record.id))?;
         self.step(Step::Unrooted);
         self.run.remove_record(&record.id)?;
         self.step(Step::Forgotten);
         let gone = changes.filter(|_| !in_use).into_iter().chain(scratch).collect();
-        Ok(Forgotten { gone, unpinned, in_use: in_use || unpinned == Unpinned::Elsewhere })
+        Ok(Forgotten { gone, unpinned, in_use: is_elsewhere })
     }
 
     /// Takes down a mount whose writer died. An interrupted unmount may find it in use: it stays.
@@ -246,7 +254,7 @@ impl Mounter<'_> {
             _ => kernel::unmount(path, true),
         };
         match unmounted {
-            Err(error) if error.errno == rustix::io::Errno::BUSY => {
+            Err(error) if error.errno == Errno::BUSY => {
                 let record = MountRecord { phase: MountPhase::Mounted, ..record.clone() };
                 self.run.write(&record, lock)?;
                 Err(MountError::Busy(path.to_owned()))
@@ -292,7 +300,7 @@ impl Mounter<'_> {
         if !upper::kept(self.domain, &self.run)?.iter().any(|kept| kept.dir == found) {
             return Err(MountError::NotKept(found));
         }
-        if in_use::has_overlay(&found, &self.patience)? {
+        if has_overlay(&found, &self.patience)? {
             return Err(MountError::Busy(found));
         }
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))

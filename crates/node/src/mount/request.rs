@@ -25,7 +25,8 @@ pub enum Access {
 }
 
 /// What is checked before a mount. All but the first measure and mount the metadata image itself,
-/// even if it is already mounted, never the image over a base.
+/// even if it is already mounted, never the image over a base. With `inode-share` a pack is mounted
+/// instead: nothing proves that it shows the image's files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Check {
     /// What the first mount of an image checks.

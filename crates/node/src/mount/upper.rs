@@ -327,9 +327,9 @@ pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountErro
 
 /// Takes an ended mount's directory out of sight, for [`remove`] at leisure, unless it is kept. A
 /// mount that never came about leaves no changes to keep.
-pub(crate) fn discard(upper: &Upper, was_mounted: bool) -> Result<Option<PathBuf>, MountError> {
-    let is_kept = || was_mounted && (upper.keep || upper.dir.join(KEEP).exists());
-    if upper.given || is_kept() {
+pub(crate) fn discard(record: &MountRecord) -> Result<Option<PathBuf>, MountError> {
+    let Some(upper) = record.upper.as_ref().filter(|upper| !upper.given) else { return Ok(None) };
+    if record.mount.is_some() && (upper.keep || upper.dir.join(KEEP).exists()) {
         return Ok(None);
     }
     discard_own(&upper.dir)

@@ -81,7 +81,9 @@ fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
     let is_writable = access != Access::ReadOnly;
     let is_given = matches!(access, Access::WritableAt(_));
     let is_kept = is_given || access == Access::WritableKept;
-    let request = MountRequest { access, ..read_only(fixture, "one") };
+    // A target that a mount made was removed after it, and what other namespaces had there went, too.
+    let request = MountRequest { access, create_target: true, ..read_only(fixture, "one") };
+    fs::remove_dir(&request.target).unwrap();
     mounter.mount(&request).unwrap();
     if is_writable {
         fs::write(request.target.join("new"), "new").unwrap();
