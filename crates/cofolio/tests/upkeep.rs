@@ -277,6 +277,10 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     fs::rename(domain.join("refs"), sandbox.path("refs")).unwrap();
     let repaired = sandbox.run(&["fsck", "--repair"]);
     assert!(repaired.stderr.contains("`cofolio tag`"), "{}", repaired.stderr);
+    let images = sandbox.run(&["images", "--json"]).json();
+    sandbox.run(&["gc"]).ok();
+    assert_eq!(sandbox.run(&["images", "--json"]).json(), images);
+    assert!(images[0]["name"].as_str().unwrap().starts_with("recovered-"), "{images}");
 }
 
 /// A directory as the source, changed since it was imported: what it still has is brought back, what it has

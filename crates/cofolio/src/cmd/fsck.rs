@@ -95,7 +95,8 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         context.ui.line(format!("{done} {} ({})", finding.path, finding.kind))?;
         if finding.kind == FindingKind::DirectoryMissing && finding.path.ends_with("/refs") {
             context.ui.note(
-                "the names of images were lost: they are called `recovered-` and their digest now",
+                "the names of images were lost: they are called `recovered-` and their digest now, \
+                 and `cofolio tag` gives others",
             );
         }
     }
