@@ -53,14 +53,13 @@ def parser(name, doc):
 @contextlib.contextmanager
 def filesystem(directory):
     """Mounts an ext4 of its own on a directory: what is cached of its block device is then ours alone, and where it puts
-    inodes does not depend on what the machine's filesystem went through. Kept as an image file for the next time."""
-    image = f"{directory}.ext4"
+    inodes does not depend on what the machine's filesystem went through."""
     os.makedirs(directory, exist_ok=True)
-    if not os.path.exists(image):
-        output("truncate", "-s", "40G", image)
-        output("mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
-    # Direct I/O, or the file below the device would cache everything a second time.
-    loop = output("losetup", "--find", "--show", "--direct-io=on", "--sector-size", "4096", image)
+    with tempfile.NamedTemporaryFile(dir=pathlib.Path(directory).parent, suffix=".ext4") as image:
+        image.truncate(40 << 30)
+        output("mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", image.name)
+        # Direct I/O, or the file below the device would cache everything a second time. The device keeps the file.
+        loop = output("losetup", "--find", "--show", "--direct-io=on", "--sector-size", "4096", image.name)
     try:
         output("mount", loop, directory)
         try:

@@ -7,7 +7,7 @@ use crate::Digest;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
 use crate::error::{At, Error, Result, is_absent};
 use crate::kinds::{FileKind, FileName};
-use crate::record::Ref;
+use crate::record::{Ref, now};
 use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, ref_json};
 use crate::store::{DOMAINS, Store, TEMPORARY, mkdir_if_missing, remove_entry};
 use crate::task::Cancel;
@@ -65,13 +65,16 @@ impl Domain {
             mkdir_if_missing(disk, &format!("{}/images", self.base))?;
             // Whole or not at all: what has no name in `refs` is collected.
             let aside = format!("{refs}.new");
+            if disk.stat(&aside).is_ok() {
+                remove_entry(disk, &aside, Kind::Directory)?;
+            }
             mkdir_if_missing(disk, &aside)?;
             let images = self.all_images()?;
             let delta = |image| Some(self.base_of(image).ok()??.delta);
             let deltas: BTreeSet<Digest> = images.iter().filter_map(delta).collect();
             for image in images.into_iter().filter(|image| !deltas.contains(image)) {
                 let name = format!("recovered-{image}");
-                let json = ref_json(&name, &Ref::new(image))?;
+                let json = ref_json(&name, &Ref { created: now(), ..Ref::new(image) })?;
                 self.store.replace_file(&format!("{aside}/{name}{RECORD_SUFFIX}"), &json, true)?;
             }
             disk.rename(&aside, &refs, true).at("publish", &refs)?;

@@ -14,7 +14,7 @@ use crate::error::{At, Error, Result, is_absent, is_damage};
 use crate::examine::{Examiner, Reading, Seen, Wrong};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
-use crate::records::{RECORD_SUFFIX, RECORDS, ROOTS, UNNAMED};
+use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, UNNAMED};
 use crate::store::TEMPORARY;
 use crate::task::{Event, Task};
 use crate::{Digest, Domain};
@@ -256,7 +256,10 @@ impl Domain {
                 }
                 Ok(_) => {}
                 Err(error) if is_absent(&error) => {
-                    report.add(Finding::new(FindingKind::DirectoryMissing, path, ""));
+                    let is_lost = RECORDS.contains(&directory) && directory != REFS;
+                    let lost = "gc will remove what only its records named";
+                    let detail = if is_lost { lost } else { "" };
+                    report.add(Finding::new(FindingKind::DirectoryMissing, path, detail));
                 }
                 Err(error) => return Err(error).at("look at", &path),
             }

@@ -191,7 +191,7 @@ pub(super) fn is_mounted_elsewhere(
         return Ok(true);
     }
     let known: HashSet<u64> = ours.iter().map(|mount| mount.id).collect();
-    Ok(is_shown(root, |mount, task| {
+    Ok(is_shown(root, HashSet::new(), |mount, task| {
         let follows = || mount.groups.iter().any(|group| groups.contains(group));
         !known.contains(&mount.id) && uses(mount, task) && !follows()
     }))
@@ -219,28 +219,39 @@ fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)
 /// Whether a bind mount in any mount namespace shows something in a directory, whose name no other
 /// directory has.
 pub(super) fn is_bound(root: &Path, dir: &Path) -> bool {
-    is_shown(root, |mount, _| mount.root.iter().any(|name| Some(name) == dir.file_name()))
+    is_shown(root, HashSet::new(), |mount, _| {
+        mount.root.iter().any(|name| Some(name) == dir.file_name())
+    })
 }
 
-/// Whether something is mounted at this path in any mount namespace.
-pub(super) fn is_target(root: &Path, target: &Path) -> bool {
-    is_shown(root, |mount, _| mount.target == target)
+/// Whether something is mounted at this path in another mount namespace.
+pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
+    let own = view(&root.join("proc/thread-self")).ok().flatten();
+    is_shown(root, own.into_iter().collect(), |mount, _| mount.target == target)
 }
 
-/// Whether any task sees such a mount; true in doubt. The closure also gets the task's directory.
-fn is_shown(root: &Path, is: impl Fn(&KernelMount, &Path) -> bool) -> bool {
-    // The kernel shows a chrooted task only the mounts below its root.
-    let view = |task: &Path| -> io::Result<_> {
-        let mask = StatxFlags::INO | StatxFlags::MNT_ID;
-        let top = match rustix::fs::statx(CWD, task.join("root"), AtFlags::empty(), mask) {
-            // Of a process that we may not trace. Its mountinfo is open to all.
-            Err(Errno::ACCESS) => return Ok(None),
-            found => found?,
-        };
-        let device = (top.stx_dev_major, top.stx_dev_minor);
-        Ok(Some((inode(&task.join("ns/mnt"))?, device, top.stx_ino, top.stx_mnt_id)))
+/// What a task sees: its mount namespace, and the device, inode and mount of its root, since the
+/// kernel shows a chrooted task only the mounts below that. `None` if we may not know.
+type View = (u64, (u32, u32), u64, u64);
+
+fn view(task: &Path) -> io::Result<Option<View>> {
+    let mask = StatxFlags::INO | StatxFlags::MNT_ID;
+    let top = match rustix::fs::statx(CWD, task.join("root"), AtFlags::empty(), mask) {
+        // Of a process that we may not trace. Its mountinfo is open to all.
+        Err(Errno::ACCESS) => return Ok(None),
+        found => found?,
     };
-    let mut seen = HashSet::new();
+    let device = (top.stx_dev_major, top.stx_dev_minor);
+    Ok(Some((inode(&task.join("ns/mnt"))?, device, top.stx_ino, top.stx_mnt_id)))
+}
+
+/// Whether any task sees such a mount, other than in views that were `seen`; true in doubt. The
+/// closure also gets the task's directory.
+fn is_shown(
+    root: &Path,
+    mut seen: HashSet<View>,
+    is: impl Fn(&KernelMount, &Path) -> bool,
+) -> bool {
     any_task(root, |task| {
         let before = view(task)?;
         if before.is_some_and(|before| seen.contains(&before)) {

@@ -226,10 +226,10 @@ impl Mounter<'_> {
         }
         let is_elsewhere = in_use || unpinned == Unpinned::Elsewhere;
         // The kernel takes what is mounted on a directory that is removed from all namespaces.
-        let is_own = || record.target.starts_with(self.run.path());
-        if record.created_target
-            && (is_own() || !(is_elsewhere || in_use::is_target(&self.root, &record.target)))
-        {
+        let run = fs::canonicalize(self.run.path());
+        let is_own = || run.is_ok_and(|run| record.target.starts_with(run));
+        let is_free = || !in_use::is_target_elsewhere(&self.root, &record.target);
+        if record.created_target && !is_elsewhere && (is_own() || is_free()) {
             remove_dir(&record.target);
         }
         let domain = self.domain_of(&record.domain)?;
