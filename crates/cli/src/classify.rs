@@ -418,7 +418,8 @@ fn of_run(error: &RunError) -> Classified {
         }
         RunError::Record { .. } => hint(
             Exit::Corrupt,
-            "if no process of the container runs: remove its `container.json`, then `cofolio umount` its rootfs",
+            "if no process of the container runs: remove its `container.json`, then \
+             `cofolio umount` its rootfs",
         ),
         RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
