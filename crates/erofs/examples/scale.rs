@@ -103,7 +103,9 @@ impl Clock {
     }
 
     fn elapsed(&self) -> String {
-        format!("{:.3?} ({:.3?} of CPU)", self.0.elapsed(), on_processor().saturating_sub(self.1))
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let used = on_processor().saturating_sub(self.1);
+        format!("{:.3} ms ({:.3} ms of CPU)", ms(self.0.elapsed()), ms(used))
     }
 }
 
