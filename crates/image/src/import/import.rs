@@ -306,6 +306,8 @@ fn damage_of(domain: &Domain, record: &Ref) -> Result<Damage, ImportError> {
         let known = known_layer(domain, chain_id, &mut |digest, size| objects.push((digest, size)));
         let split = FileName::chain(FileKind::Split, chain_id)?;
         let mut is_damaged = known?.is_none() || !domain.has_named(&split)?;
+        objects.sort_unstable();
+        objects.dedup();
         for (digest, size) in objects {
             if sound(domain.object_size(&digest).map_err(Into::into))?.flatten() != Some(size) {
                 damage.objects.insert(digest);
