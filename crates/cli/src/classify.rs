@@ -117,7 +117,8 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::Corrupt { path, .. } => mending(path),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
         _ if lacks_directory => "`cofolio fsck --repair` makes the directory again",
-        Error::NoSuch(_) | Error::SizeMismatch { .. } | Error::Unreadable { .. } => DAMAGED,
+        Error::NoSuch(_) | Error::SizeMismatch { .. } => DAMAGED,
+        Error::Unreadable { .. } if cofolio_store::is_damage(error) => DAMAGED,
         Error::UnknownFeature { .. } | Error::ReadOnly { .. } => {
             "a newer version of cofolio wrote this store; use that one"
         }

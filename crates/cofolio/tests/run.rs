@@ -424,6 +424,30 @@ fn detached_containers_are_listed_and_stopped() {
     }
 }
 
+/// An image may name a stop signal that the runtime does not know. `stop` killed the container at once then.
+#[test]
+fn a_stop_signal_that_the_runtime_refuses_is_sigterm() {
+    const TEST: &str = "a_stop_signal_that_the_runtime_refuses_is_sigterm";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    // crun takes it for signal 0 and is content, so the container is killed after the time.
+    for runtime in runtimes.into_iter().filter(|runtime| *runtime != "crun") {
+        let output = machine.text("output");
+        let script = "trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.05; done";
+        let options = ["-d", "--name", "cache", "--output", &output];
+        machine.sh(runtime, &options, script).ok();
+        until("its output", || fs::read_to_string(&output).unwrap().contains("up").then_some(()));
+        let rootfs = machine.containers()[0]["rootfs"].as_str().unwrap().to_owned();
+        let record = Path::new(&rootfs).with_file_name("container.json");
+        let text = fs::read_to_string(&record).unwrap();
+        assert!(text.contains("SIGTERM"), "{text}");
+        fs::write(&record, text.replace("SIGTERM", "SIGNONE")).unwrap();
+        machine.run(&["stop", "cache"]).ok();
+        assert!(fs::read_to_string(&output).unwrap().contains("asked"), "{runtime}");
+        machine.assert_clean();
+        fs::remove_file(output).unwrap();
+    }
+}
+
 #[test]
 fn exec_ends_as_its_process_does() {
     let Some((machine, runtimes)) = machine("exec_ends_as_its_process_does") else { return };

@@ -194,6 +194,7 @@ impl Error {
             | Self::NoPack(_)
             | Self::TooMany { .. } => ErrorKind::Caller,
             Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
+            Self::Unreadable { source, .. } if !is_damage(&**source) => ErrorKind::Io,
             Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {
                 ErrorKind::Corrupt
             }
@@ -372,6 +373,8 @@ mod tests {
             assert!(!is_damage(&wrapped), "{errno}");
             let unreadable = Error::Unreadable { what: "image".into(), source: Box::new(wrapped) };
             assert!(!is_damage(&unreadable), "{errno}");
+            // gc ended with the exit code of damage where it had no descriptor left.
+            assert_eq!(unreadable.kind(), ErrorKind::Io, "{errno}");
         }
         assert!(is_damage(&Error::corrupt("a", "torn")));
         assert!(is_damage(&io::Error::from(io::ErrorKind::UnexpectedEof)));

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
+use rustix::process::Signal;
 
 use super::{
     Container, Containers, Result, RunError, is_in, is_name, kept_exit_status, lock, read_record,
@@ -162,12 +163,14 @@ impl Containers<'_> {
             let handle = pidfd(pid).ok();
             let now = self.first_process(&dir, &found.record)?;
             let handle = handle.filter(|_| now == Some(pid));
-            for (signal, patience) in [(signal, patience), ("KILL", KILLED_PATIENCE)] {
+            let rounds =
+                [(signal, Signal::TERM, patience), ("KILL", Signal::KILL, KILLED_PATIENCE)];
+            for (signal, without_runtime, patience) in rounds {
                 let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
-                // A runtime that was killed at its work may not know the container.
+                // A runtime that was killed at its work may not know the container, nor any runtime
+                // the signal that an image names.
                 if let (false, Some(handle)) = (asked.status.success(), &handle) {
-                    let kill = rustix::process::Signal::KILL;
-                    let _ = rustix::process::pidfd_send_signal(handle, kill);
+                    let _ = rustix::process::pidfd_send_signal(handle, without_runtime);
                 }
                 if handle.as_ref().is_none_or(|handle| ends_within(handle, patience)) {
                     break;

@@ -354,9 +354,7 @@ impl<'a> Mounter<'a> {
     /// The target must not be a mount of ours; what a dead process left of one is cleaned up.
     fn make_room(&self, target: &Path) -> Result<(), MountError> {
         let id = self.run.id_of(target);
-        let Some(found) = self.run.record(&id)? else { return Ok(()) };
-        let lock = self.run.lock_image(&found.image)?;
-        let Some(record) = self.run.record(&id)? else { return Ok(()) };
+        let Some((record, lock)) = self.run.lock_record(&id)? else { return Ok(()) };
         let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
         match state {
             MountState::Live if record.phase == MountPhase::Mounted => {
@@ -400,10 +398,9 @@ impl<'a> Mounter<'a> {
             // It was in use until now, and not only when it was mounted. A hint, as there.
             let _ = self.domain.note_use(&found.image, now());
         }
-        let lock = self.run.lock_image(&found.image)?;
         let gone = || MountError::NotMounted(target_or_id.display().to_string());
         // It may have gone, or even come again, while we waited.
-        let mut record = self.run.record(&found.id)?.ok_or_else(gone)?;
+        let (mut record, lock) = self.run.lock_record(&found.id)?.ok_or_else(gone)?;
         if record.image != found.image {
             return Err(gone());
         }

@@ -397,9 +397,7 @@ impl Mounter<'_> {
 
     /// Says whether the record stood for nothing.
     fn reconcile_record(&self, id: &str) -> Result<bool, MountError> {
-        let Some(found) = self.run.record(id)? else { return Ok(false) };
-        let lock = self.run.lock_image(&found.image)?;
-        let Some(record) = self.run.record(id)? else { return Ok(false) };
+        let Some((record, lock)) = self.run.lock_record(id)? else { return Ok(false) };
         let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
         // With the lock ours, nobody is at work on a record that is half-way.
         let stale = match state {
@@ -407,7 +405,7 @@ impl Mounter<'_> {
             MountState::Gone => true,
             _ => record.phase != MountPhase::Mounted,
         };
-        if record.image != found.image || !stale {
+        if !stale {
             return Ok(false);
         }
         if state == MountState::Covered {

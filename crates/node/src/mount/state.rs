@@ -329,6 +329,22 @@ impl RunDir {
         Ok(ImageLock { stripe, _lock: lock })
     }
 
+    /// A record and its image's lock, without which nobody may change it. While we wait for the lock
+    /// the record may be replaced by another image's.
+    pub(crate) fn lock_record(
+        &self,
+        id: &str,
+    ) -> Result<Option<(MountRecord, ImageLock)>, MountError> {
+        loop {
+            let Some(found) = self.record(id)? else { return Ok(None) };
+            let lock = self.lock_image(&found.image)?;
+            match self.record(id)? {
+                Some(record) if record.image != found.image => {}
+                record => return Ok(record.map(|record| (record, lock))),
+            }
+        }
+    }
+
     pub(crate) fn try_lock_image(&self, image: &Digest) -> Result<Option<ImageLock>, MountError> {
         let stripe = image.0[0];
         let lock = Lock::try_exclusive(&self.stripe_path(stripe))?;

@@ -413,6 +413,38 @@ fn one_target_has_one_mount() {
     fixture.assert_clean("at the end");
 }
 
+/// While a mount waited for the lock of a stale record's image, another process put a record of its own image
+/// there. That one's pin, root and upper directory were cleaned up under it.
+#[test]
+fn a_record_that_was_replaced_meanwhile_is_not_cleaned_up() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let (run, request) = (fixture.run_dir(), read_only(&fixture, "one"));
+    fixture.mounter().mount(&request).unwrap();
+    let stale = run.record(&run.id_of(&request.target)).unwrap().unwrap();
+    kernel::unmount(&request.target, true).unwrap();
+    let lock = run.lock_image(&stale.image).unwrap();
+    let mut image = stale.image;
+    image.0[0] ^= 1;
+    let theirs = MountRecord { image, phase: MountPhase::Intent, mount: None, ..stale.clone() };
+    let their_lock = run.lock_image(&theirs.image).unwrap();
+    std::thread::scope(|scope| {
+        let mount = scope.spawn(|| fixture.mounter().mount(&request));
+        // Time to wait for the one lock, and for the other.
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        run.write(&theirs, &their_lock).unwrap();
+        drop(lock);
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let found = run.record(&stale.id).unwrap();
+        assert_eq!(found.map(|record| record.image), Some(theirs.image));
+        run.remove_record(&stale.id).unwrap();
+        drop(their_lock);
+        mount.join().unwrap().unwrap();
+    });
+    umount(&fixture.mounter(), &request.target);
+    fixture.assert_clean("after both");
+}
+
 /// After a reboot the kernel has no mounts, but a run directory on disk and the store do.
 #[test]
 fn a_reboot_leaves_nothing_but_what_is_to_be_kept() {
