@@ -126,12 +126,13 @@ fn measure_gc(objects: u64, layers: u64) {
     let done = AtomicBool::new(false);
     let (took, report, mut waits) = std::thread::scope(|scope| {
         let mounter = scope.spawn(|| {
-            let mut waits = Vec::new();
+            let (mut waits, mut due) = (Vec::new(), Instant::now());
             while !done.load(Ordering::Relaxed) {
-                let start = Instant::now();
+                std::thread::sleep(due.saturating_duration_since(Instant::now()));
                 drop(domain.lock_shared().unwrap());
-                waits.push(start.elapsed());
-                std::thread::sleep(Duration::from_millis(3));
+                // Who comes while another waits, waits for the rest of that time.
+                waits.push(due.elapsed());
+                due += Duration::from_millis(3);
             }
             waits
         });
