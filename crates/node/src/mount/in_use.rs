@@ -163,7 +163,7 @@ pub(super) fn has_overlay(dir: &Path, patience: &Patience) -> Result<bool, Mount
         let _ = rustix::fs::fremovexattr(&upper, name);
     }
     // One that is left is used again.
-    let _ = fs::remove_dir_all(Path::new(&path_of(base)).join(PROBE));
+    let _ = fs::remove_dir_all(Path::new(&path_of(&base)).join(PROBE));
     Ok(false)
 }
 

@@ -103,7 +103,7 @@ impl Context {
 
     /// A directory by its descriptor, as kernels take it that know only paths.
     pub(crate) fn layer(&self, key: &str, layer: BorrowedFd<'_>) -> Result<(), KernelError> {
-        self.string(key, &path_of(layer))
+        self.string(key, &path_of(&layer))
     }
 
     pub(crate) fn create(&self) -> Result<(), KernelError> {
@@ -199,7 +199,7 @@ pub(crate) fn mount_erofs(
     force_loop: bool,
 ) -> Result<(OwnedFd, Backing), KernelError> {
     if !force_loop {
-        match erofs_from(&path_of(image), name, scratch) {
+        match erofs_from(&path_of(&image), name, scratch) {
             Ok(mount) => return Ok((mount, Backing::File)),
             // ENOTBLK: this kernel, or this file's filesystem, wants a block device.
             Err(error) if error.errno == Errno::NOTBLK => {}
@@ -229,7 +229,7 @@ pub(crate) fn mount_pack(
     scratch: BorrowedFd<'_>,
     options: &PackOptions<'_>,
 ) -> Result<OwnedFd, KernelError> {
-    erofs_from_with(&path_of(pack), name, scratch, |context| {
+    erofs_from_with(&path_of(&pack), name, scratch, |context| {
         context.flag("inode_share")?;
         context.secret("domain_id", options.secret)?;
         for segment in options.segments {
@@ -357,7 +357,7 @@ impl Overlay<'_> {
             return Ok(());
         }
         let metadata: Vec<_> = self.metadata.iter().map(path_of).collect();
-        let layers = format!("{}::{}", metadata.join(":"), path_of(self.objects));
+        let layers = format!("{}::{}", metadata.join(":"), path_of(&self.objects));
         context.string("lowerdir", &layers)?;
         if let Some((upper, work)) = self.upper {
             context.layer("upperdir", upper)?;
@@ -396,7 +396,7 @@ pub(crate) fn reopen(dir: impl AsFd) -> rustix::io::Result<OwnedFd> {
 }
 
 /// A path that leads to what this descriptor is of, wherever that is moved. It needs no escapes.
-pub(crate) fn path_of(fd: impl AsFd) -> String {
+pub(crate) fn path_of(fd: &impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 

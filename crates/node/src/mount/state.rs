@@ -539,9 +539,15 @@ pub(crate) fn remove_dir(path: &Path) {
     let _ = fs::remove_dir(path);
 }
 
+/// Opens a file that others may have put there: a FIFO gives nothing at once, a symbolic link is refused.
+pub(crate) fn open_record(path: &Path) -> io::Result<fs::File> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
+}
+
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, MountError> {
     use std::io::Read as _;
-    let file = match fs::File::open(path) {
+    let file = match open_record(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.at("open", path)?,
     };

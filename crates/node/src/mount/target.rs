@@ -44,6 +44,10 @@ impl Mounter<'_> {
     /// A mount there must not hide what the system, or a later command of ours, needs.
     pub(super) fn check_hides_nothing(&self, target: &Path) -> Result<(), MountError> {
         let resolved = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        if self.domain.store().path().is_some_and(|store| target.starts_with(resolved(store))) {
+            let problem = "it is in the store".to_owned();
+            return Err(MountError::Target { target: target.to_owned(), problem });
+        }
         let own = [Some(self.run.path()), self.domain.objects_dir().as_deref()]
             .map(|path| path.map(resolved));
         let mut needed =

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, read_json, to_json, try_flock};
+use super::state::{MountRecord, RunDir, Upper, list, open_record, read_json, to_json, try_flock};
 use crate::links;
 
 /// Beside `upper`: this directory is to stay.
@@ -264,7 +264,10 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
         boot_id: record.boot_id.clone(),
     };
     let text = to_json(&path, &kept)?;
-    let before = fs::read(&path);
+    let before = open_record(&path).and_then(|mut file| {
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).map(|_| text)
+    });
     if before.as_ref().is_ok_and(|known| *known == text) {
         return Ok(false);
     }
@@ -322,7 +325,7 @@ pub(crate) fn disk_bytes(dir: &Path) -> u64 {
 pub(crate) fn clear_volatile(base: &OwnedFd, dir: &Path) -> Result<(), MountError> {
     let upper = open_below(base, dir, "upper")?.ok_or(Errno::NOENT).and_then(reopen);
     rustix::fs::syncfs(upper.at("open", dir)?).at("sync", dir)?;
-    remove_all(&Path::new(&path_of(base)).join("work"))
+    remove_all(&Path::new(&path_of(&base)).join("work"))
 }
 
 /// Takes an ended mount's directory out of sight, for [`remove`] at leisure, unless it is kept. A

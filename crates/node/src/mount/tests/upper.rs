@@ -99,6 +99,31 @@ fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
     fixture.assert_clean("at the end");
 }
 
+/// What looks whether changes are in use left its directory there: it removed it by the number of a descriptor
+/// that was closed already, and by then could be another directory's. A FIFO in the place of `keep` was waited for.
+#[test]
+fn given_changes_are_left_as_they_should_be() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let access = Access::WritableAt(fixture.path("changes"));
+    let request = MountRequest { access, ..read_only(&fixture, "one") };
+    mounter.mount(&request).unwrap();
+    umount(&mounter, &request.target);
+    let mut left: Vec<_> = fs::read_dir(fixture.path("changes"))
+        .unwrap()
+        .flatten()
+        .map(|entry| entry.file_name())
+        .collect();
+    left.sort();
+    assert_eq!(left, ["keep", "upper", "work"]);
+    let keep = fixture.path("changes/keep");
+    fs::remove_file(&keep).unwrap();
+    rustix::fs::mkfifoat(CWD, &keep, rustix::fs::Mode::RUSR).unwrap();
+    let error = mounter.mount(&request).unwrap_err();
+    assert!(matches!(error, MountError::State { .. }), "{error}");
+}
+
 /// The file `keep` was truncated and then written: a crash or a full disk between the two left an empty one.
 /// Nobody could mount, list or remove these changes, or any image was accepted over them.
 #[test]
