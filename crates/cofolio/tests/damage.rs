@@ -121,6 +121,18 @@ fn import_brings_back_what_is_missing_or_cut() {
     it.is_mended_by_both(|| alter(&layer(), 60), "layer-unreadable");
 }
 
+/// A truncated image that nothing brought back was "repaired": looked at again it was damaged in another way.
+#[test]
+fn what_is_damaged_in_another_way_is_not_repaired() {
+    let Some(it) = Imported::new("what_is_damaged_in_another_way") else { return };
+    let whole = fs::read(it.image()).unwrap();
+    for length in [0, 100, 1200, whole.len() / 2, whole.len() - 1] {
+        overwrite(&it.image(), &whole[..length]).unwrap();
+        let ran = it.run(&["fsck", "--repair"]);
+        assert!(!ran.fails_with(4).stdout.contains("repaired"), "{length}: {}", ran.stdout);
+    }
+}
+
 /// Only `export` said what restores a missing object. Other commands called it "not found", or said
 /// nothing about what to do, and fsck ended without a word about it.
 #[test]

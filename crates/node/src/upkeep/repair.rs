@@ -96,8 +96,9 @@ impl Upkeep<'_> {
         }
         // The whole store was read before; now only what had been wrong.
         let left = domain.recheck(&first, &ImageContents, task)?;
+        // Maybe in another way: a second look goes by what the record says.
         let is_left = |it: &Finding| {
-            left.findings.iter().any(|other| (other.kind, &other.path) == (it.kind, &it.path))
+            left.findings.iter().any(|other| other.kind.is_damage() && other.path == it.path)
         };
         let lost = before.findings.iter().filter(is_lost);
         checked.repaired = lost.filter(|it| !is_left(it)).cloned().collect();
