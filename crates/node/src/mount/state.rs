@@ -539,20 +539,22 @@ pub(crate) fn remove_dir(path: &Path) {
     let _ = fs::remove_dir(path);
 }
 
-/// Opens a file that others may have put there: a FIFO gives nothing at once, a symbolic link is refused.
-pub(crate) fn open_record(path: &Path) -> io::Result<fs::File> {
+/// Reads a file that others may have put there, but no more than is too much for a record. A FIFO is not waited
+/// for, a symbolic link is refused.
+pub(crate) fn read_record(path: &Path) -> io::Result<Vec<u8>> {
+    use std::io::Read as _;
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
+    let file = fs::File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let mut text = Vec::new();
+    file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text)?;
+    Ok(text)
 }
 
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, MountError> {
-    use std::io::Read as _;
-    let file = match open_record(path) {
+    let text = match read_record(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.at("open", path)?,
+        other => other.at("read", path)?,
     };
-    let mut text = Vec::new();
-    file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text).at("read", path)?;
     if text.len() as u64 > RECORD_SIZE_MAX {
         let reason = format!("it is longer than {RECORD_SIZE_MAX} bytes");
         return Err(MountError::State { path: path.to_owned(), reason });

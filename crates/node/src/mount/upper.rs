@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io::{self, Read as _};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, open_record, read_json, to_json, try_flock};
+use super::state::{MountRecord, RunDir, Upper, list, read_json, read_record, to_json, try_flock};
 use crate::links;
 
 /// Beside `upper`: this directory is to stay.
@@ -264,10 +264,7 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
         boot_id: record.boot_id.clone(),
     };
     let text = to_json(&path, &kept)?;
-    let before = open_record(&path).and_then(|mut file| {
-        let mut text = Vec::new();
-        file.read_to_end(&mut text).map(|_| text)
-    });
+    let before = read_record(&path);
     if before.as_ref().is_ok_and(|known| *known == text) {
         return Ok(false);
     }
