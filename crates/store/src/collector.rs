@@ -3,7 +3,10 @@
 //! Whoever publishes or names content (a commit, a new ref, a new root) holds the domain's lock
 //! *shared*; a collection removes content with that lock *exclusive*. Holding it from the first
 //! look to the last removal would stop mounts for seconds, so a collection holds it for one small
-//! batch of removals at a time and marks without it. This is safe because of:
+//! batch of removals at a time and marks without it. Even a single removal can last half a second
+//! (it waits for the filesystem's journal), so there are two locks: mounts and names take the one
+//! of what names something, commits both, and most removals, those of objects, need only the one
+//! of contents ([`Covered`]). This is safe because of:
 //!
 //! 1. **Begin.** Under the exclusive lock the collection makes the directory `added/`. Earlier
 //!    writers have finished, and all that they published and named is visible. Later writers see
@@ -18,7 +21,8 @@
 //!    are kept, and the batch is retried. So in each batch *every* file in place is kept with all
 //!    that it names, or is garbage: it was there at the mark or has a note.
 //! 5. **Order.** Garbage images, layers, splits and packs go first, durably. All remaining ones are
-//!    kept or noted, so no file names an object or segment that nothing kept names.
+//!    kept or noted, so no file names an object or segment that nothing kept names. Whoever names
+//!    one of these files from then on changes nothing: only a commit brings files that name more.
 //!
 //! A writer that found content before it had the lock looks again under it
 //! ([`crate::Staging::commit`]). If a batch took it, that fails with [`Error::Vanished`], and a
@@ -36,7 +40,7 @@ use std::time::{Duration, Instant};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
-use crate::domain::DomainLock;
+use crate::domain::{Covered, DomainLock};
 use crate::error::{At, Error, Result, is_absent, is_full};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Reachability;
@@ -194,7 +198,10 @@ impl<'a> Collector<'a> {
         let added = collector.added();
         // Of a collection that was killed, most of it while others may add notes.
         let _ = remove_entry(disk, &added, Kind::Directory);
-        let lock = domain.lock_alone(wait, cancel)?.ok_or_else(busy)?;
+        // Nobody publishes or names without it.
+        let lock = || domain.try_lock(Covered::Names, LockMode::Exclusive);
+        let lock = if wait { Some(cancel.wait_for(lock)?) } else { lock()? };
+        let lock = lock.ok_or_else(busy)?;
         remove_entry(disk, &added, Kind::Directory)?;
         match disk.mkdir(&added) {
             Err(error) if is_full(&error) => collector.held = Some(lock),
@@ -217,10 +224,11 @@ impl<'a> Collector<'a> {
         disk.set_immutable(path, true).if_there("make immutable", path).map(drop)
     }
 
-    /// Removes the garbage among the suspects, which it decides with the lock held: until they are
-    /// gone nothing can be published or named.
+    /// Removes the garbage among the suspects, which it decides with a lock held: until they are
+    /// gone nothing can be published, nor named if `what` is names.
     pub(crate) fn sweep<T>(
         &mut self,
+        what: Covered,
         suspects: &[Suspect<T>],
         is_garbage: impl Fn(&Self, &T) -> Result<bool>,
     ) -> Result<Swept> {
@@ -230,7 +238,7 @@ impl<'a> Collector<'a> {
         let mut suspects = suspects.iter().peekable();
         while suspects.peek().is_some() {
             self.options.cancel.check()?;
-            let lock = self.section()?;
+            let lock = self.section(what)?;
             let start = Instant::now();
             for suspect in suspects.by_ref() {
                 if is_garbage(self, &suspect.what)? {
@@ -249,10 +257,10 @@ impl<'a> Collector<'a> {
         Ok(swept)
     }
 
-    /// The domain's lock, exclusive, at a moment when there are no notes.
-    fn section(&mut self) -> Result<Option<DomainLock>> {
+    /// A lock, exclusive, at a moment when there are no notes.
+    fn section(&mut self, what: Covered) -> Result<Option<DomainLock>> {
         while self.held.is_none() {
-            let lock = self.lock()?;
+            let lock = self.lock(what)?;
             let Some(notes) = self.take_notes()? else { return Ok(Some(lock)) };
             drop(lock);
             for (added, file) in &notes {
@@ -264,9 +272,13 @@ impl<'a> Collector<'a> {
         Ok(None)
     }
 
-    fn lock(&self) -> Result<DomainLock> {
+    fn lock(&self, what: Covered) -> Result<DomainLock> {
+        let lock = || self.domain.try_lock(what, LockMode::Exclusive);
+        if self.options.wait {
+            return self.options.cancel.wait_for(lock);
+        }
         for _ in 0..PATIENCE {
-            if let Some(lock) = self.domain.lock_alone(self.options.wait, &self.options.cancel)? {
+            if let Some(lock) = lock()? {
                 return Ok(lock);
             }
             std::thread::sleep(RETRY);

@@ -30,10 +30,19 @@ pub struct Domain {
     base: String,
 }
 
-/// The domain's lock, held until dropped. Shared: nothing is collected meanwhile.
+/// Locks of the domain, held until dropped. Shared: what they cover is not collected meanwhile.
 #[derive(Debug)]
 pub struct DomainLock {
-    _lock: Box<dyn Lock>,
+    _held: Vec<Box<dyn Lock>>,
+}
+
+/// What a lock covers. Who takes both takes them in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Covered {
+    /// What names something: records, images, layers, splits and packs.
+    Names,
+    /// What is only named: objects and segments.
+    Contents,
 }
 
 impl Domain {
@@ -106,19 +115,37 @@ impl Domain {
         self.lock(LockMode::Shared, self.store.waiting())
     }
 
-    /// The domain's lock. `cancel` ends the waiting for it.
-    pub(crate) fn lock(&self, mode: LockMode, cancel: &Cancel) -> Result<DomainLock> {
-        let lock = cancel.wait_for(|| self.try_lock_at(&self.base, mode))?;
-        Ok(DomainLock { _lock: lock })
+    /// The same for images, layers and packs in place, with what they name; it does not wait for objects
+    /// that are being removed, which nothing in place names.
+    ///
+    /// # Errors
+    /// Those of [`Domain::lock_shared`].
+    pub fn lock_names(&self) -> Result<DomainLock> {
+        let lock = || self.try_lock(Covered::Names, LockMode::Shared);
+        self.store.waiting().wait_for(lock)
     }
 
-    /// The domain's lock, exclusive. `None` if somebody else has one and the caller does not wait.
-    pub(crate) fn lock_alone(&self, wait: bool, cancel: &Cancel) -> Result<Option<DomainLock>> {
-        if wait {
-            return self.lock(LockMode::Exclusive, cancel).map(Some);
-        }
-        let lock = self.try_lock_at(&self.base, LockMode::Exclusive)?;
-        Ok(lock.map(|lock| DomainLock { _lock: lock }))
+    /// Both locks of the domain. `cancel` ends the waiting for them.
+    pub(crate) fn lock(&self, mode: LockMode, cancel: &Cancel) -> Result<DomainLock> {
+        let mut lock = cancel.wait_for(|| self.try_lock(Covered::Names, mode))?;
+        lock._held.extend(cancel.wait_for(|| self.try_lock(Covered::Contents, mode))?._held);
+        Ok(lock)
+    }
+
+    /// One of them, unless somebody else has it.
+    pub(crate) fn try_lock(&self, what: Covered, mode: LockMode) -> Result<Option<DomainLock>> {
+        let path = match what {
+            Covered::Names => self.base.clone(),
+            Covered::Contents => format!("{}/{}", self.base, FileKind::Object.directory()),
+        };
+        let lock = match self.disk().lock(&path, mode, false) {
+            // Until a repair makes it again.
+            Err(error) if what == Covered::Contents && is_absent(&error) => {
+                return Ok(Some(DomainLock { _held: Vec::new() }));
+            }
+            other => other.at("lock", &path)?,
+        };
+        Ok(lock.map(|lock| DomainLock { _held: vec![lock] }))
     }
 
     /// The lock of a directory, unless somebody else has it.

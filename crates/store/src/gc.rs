@@ -21,6 +21,7 @@ use crate::base;
 use crate::collector::{Collector, Suspect, Swept};
 use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
+use crate::domain::Covered;
 use crate::error::{At, BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
@@ -139,7 +140,9 @@ impl Collector<'_> {
             .into_iter()
             .map(|root| Suspect { path: root.path.clone(), kind: Kind::File, what: root })
             .collect();
-        self.sweep(&stale, |this, root| this.domain.is_still_stale(root, this.options))?;
+        self.sweep(Covered::Names, &stale, |this, root| {
+            this.domain.is_still_stale(root, this.options)
+        })?;
         report.roots.extend(stale.into_iter().map(|root| root.what.shown));
         let derived = domain.derived_images()?;
         self.sweep_bases()?;
@@ -198,7 +201,8 @@ impl Collector<'_> {
                 suspects.push(Suspect { what: name, path, kind: Kind::File });
             }
         }
-        let swept = self.sweep(&suspects, |this, name| Ok(!this.reach.keeps(name)))?;
+        let what = kind.names().map_or(Covered::Contents, |_| Covered::Names);
+        let swept = self.sweep(what, &suspects, |this, name| Ok(!this.reach.keeps(name)))?;
         kept += suspects.len() as u64 - swept.count;
         for name in suspects.iter().map(|suspect| &suspect.what).filter(|name| is_base(name)) {
             let count =
@@ -234,7 +238,7 @@ impl Collector<'_> {
             for_each(domain.disk().parallelism(), &kept, |(path, kind)| {
                 if *kind == Kind::File { this.protect(path) } else { Ok(()) }
             })?;
-            let swept = self.sweep(&suspects, |this, digest| {
+            let swept = self.sweep(Covered::Contents, &suspects, |this, digest| {
                 Ok(!this.reach.keeps_content(FileKind::Object, digest))
             })?;
             let kept = (kept.len() + suspects.len()) as u64 - swept.count;
@@ -254,7 +258,7 @@ impl Collector<'_> {
         if self.options.dry_run || suspects.is_empty() {
             return Ok(());
         }
-        self.sweep(&suspects, |this, image| Ok(!this.keeps_base(image)?))?;
+        self.sweep(Covered::Names, &suspects, |this, image| Ok(!this.keeps_base(image)?))?;
         self.domain.sync_directory(base::DIRECTORY)
     }
 
@@ -286,7 +290,7 @@ impl Collector<'_> {
                 }
             }
         }
-        let mut swept = self.sweep(&suspects, |_, ()| Ok(true))?;
+        let mut swept = self.sweep(Covered::Names, &suspects, |_, ()| Ok(true))?;
         swept += domain.store().leftovers(self.options.dry_run)?;
         report.leftovers += swept.count;
         report.leftover_bytes += swept.bytes;
@@ -308,7 +312,8 @@ impl Collector<'_> {
                 }
             }
         }
-        self.sweep(&suspects, |this, image| Ok(!this.domain.has_image(image)?)).map(drop)
+        self.sweep(Covered::Names, &suspects, |this, image| Ok(!this.domain.has_image(image)?))
+            .map(drop)
     }
 }
 

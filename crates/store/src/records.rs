@@ -116,7 +116,7 @@ impl Domain {
         self.store().check_writable()?;
         let path = self.ref_file(ref_name)?;
         let json = ref_json(ref_name, record)?;
-        let _lock = self.lock_shared()?;
+        let _lock = self.lock_names()?;
         self.check_and_note(&record.files()?)?;
         self.sync_parts()?;
         self.keep_replaced(&path, record)?;
@@ -223,7 +223,7 @@ impl Domain {
     pub fn put_root(&self, root: &Root) -> Result<()> {
         let path = self.root_file(root.kind, &root.id)?;
         let json = to_json(&path, root)?;
-        let _lock = self.lock_shared()?;
+        let _lock = self.lock_names()?;
         let durable = root.kind != RootKind::Mount;
         if durable {
             self.sync_parts()?;

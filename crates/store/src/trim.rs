@@ -13,6 +13,7 @@ use crate::base::with_bases;
 use crate::collector::{Collector, Suspect};
 use crate::contents::Contents;
 use crate::disk::Kind;
+use crate::domain::Covered;
 use crate::error::{BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Keepers;
@@ -316,7 +317,7 @@ impl Collector<'_> {
                 names.push(Suspect { what: (victim.image, name), path, kind: Kind::File });
             }
         }
-        self.sweep(&names, |this, (image, name)| {
+        self.sweep(Covered::Names, &names, |this, (image, name)| {
             let record = this.domain.get_ref(name)?;
             Ok(!this.noted.contains(image) && record.is_some_and(|record| record.image == *image))
         })?;

@@ -27,7 +27,7 @@ impl Domain {
             return Ok(());
         }
         self.store().check_writable()?;
-        let _lock = self.lock_shared()?;
+        let _lock = self.lock_names()?;
         let path = self.used_file(image);
         mkdir_if_missing(self.disk(), parent(&path))?;
         self.store().replace_file(&path, now.to_string().as_bytes(), false)

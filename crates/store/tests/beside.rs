@@ -99,6 +99,37 @@ fn what_is_named_or_published_during_a_collection_stays() {
     is_whole(&domain);
 }
 
+/// A removal waited half a second for the filesystem's journal with the domain's lock held, and mounts waited with it. Who
+/// only names what is in place holds off images and layers now, and no objects; who publishes holds off both.
+#[test]
+fn objects_go_while_others_mount() {
+    let scratch = Scratch::new("objects");
+    let domain = scratch.store().domain("default").unwrap();
+    put(&domain, "kept", &[1]);
+    let stray = domain.begin_import(ImportOptions::default()).unwrap();
+    let stray = stray.put_object(&content(3000, 2)).unwrap().digest;
+    let place = domain.object_path(&stray).unwrap();
+    std::fs::create_dir_all(place.parent().unwrap()).unwrap();
+    std::fs::write(&place, content(3000, 2)).unwrap();
+    let held = Mutex::new(None);
+    let live = || {
+        *held.lock().unwrap() = Some(domain.lock_names()?);
+        Ok(Vec::new())
+    };
+    let report = domain.gc(&Lines, &live, &GcOptions::default()).unwrap();
+    assert_eq!(report.objects, 1, "{report:?}");
+    assert!(!place.exists());
+    // And what a commit holds keeps them.
+    std::fs::write(&place, content(3000, 2)).unwrap();
+    let live = || {
+        *held.lock().unwrap() = Some(domain.lock_shared()?);
+        Ok(Vec::new())
+    };
+    let refused = domain.gc(&Lines, &live, &GcOptions::default()).unwrap_err();
+    assert!(matches!(refused, Error::Busy { .. }), "{refused}");
+    assert!(place.exists());
+}
+
 /// Likewise while objects are being removed: each look at what is used precedes the batch that it is for.
 #[test]
 fn an_import_between_two_batches_keeps_its_objects() {

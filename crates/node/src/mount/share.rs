@@ -33,7 +33,7 @@ impl Mounter<'_> {
         let secret = self.domain.secret()?.ok_or(Error::NoPack(*image))?;
         let verity = self.domain.has_verity();
         // Until all are open: `gc` replaces packs and rewrites segments.
-        let _stays = self.domain.lock_shared()?;
+        let _stays = self.domain.lock_names()?;
         let packs = self.domain.packs_of(image)?;
         let pack = packs.first().and_then(|pack| pack.digest().zip(Some(pack)));
         let (digest, pack) = pack.ok_or(Error::NoPack(*image))?;
