@@ -104,6 +104,9 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
         }
+        Error::NotOurs { .. } => {
+            "run it as that user, or make a store of your own: --store DIR"
+        }
         Error::NoSpace { .. } => {
             "`cofolio gc` frees what nothing uses any more (1 % of the filesystem, at most 1 GiB, is left free for others)"
         }
@@ -133,6 +136,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         (ErrorKind::Space, _) => Some(Exit::NoSpace),
         (ErrorKind::Corrupt, _) => Some(Exit::Corrupt),
         (ErrorKind::Conflict, _) => Some(Exit::Busy),
+        (_, Error::NotOurs { .. }) => Some(Exit::Missing),
         (ErrorKind::Caller, Error::BadName { .. }) => Some(Exit::Usage),
         (ErrorKind::Caller, Error::InTheWay { .. } | Error::TooMany { .. }) => Some(Exit::Failure),
         // A record or an image names it; names that people give are looked up first.

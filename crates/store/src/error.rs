@@ -76,6 +76,14 @@ pub enum Error {
         /// The path that was opened.
         path: String,
     },
+    /// Neither this user's nor root's, so somebody else could change it at any moment.
+    #[error("the store `{path}` belongs to user {owner}, and only that user can use it")]
+    NotOurs {
+        /// The store.
+        path: String,
+        /// The user who owns it.
+        owner: u32,
+    },
     /// `init` found something else in the directory.
     #[error("`{path}` is not empty and not a store: `{entry}` is in the way")]
     InTheWay {
@@ -193,7 +201,9 @@ impl Error {
             | Self::NoSuch(_)
             | Self::NoPack(_)
             | Self::TooMany { .. } => ErrorKind::Caller,
-            Self::UnknownFeature { .. } | Self::ReadOnly { .. } => ErrorKind::Unsupported,
+            Self::NotOurs { .. } | Self::UnknownFeature { .. } | Self::ReadOnly { .. } => {
+                ErrorKind::Unsupported
+            }
             Self::Unreadable { source, .. } if !is_damage(&**source) => ErrorKind::Io,
             Self::Corrupt { .. } | Self::SizeMismatch { .. } | Self::Unreadable { .. } => {
                 ErrorKind::Corrupt

@@ -58,17 +58,18 @@ impl Store {
     /// must exist. An interrupted `init` can be repeated.
     ///
     /// # Errors
-    /// [`Error::InTheWay`] if anything else, a store included, is there; [`Error::Io`].
+    /// [`Error::InTheWay`] if anything else, a store included, is there; [`Error::NotOurs`], [`Error::Io`].
     pub fn init(path: &Path, options: &InitOptions) -> Result<Self> {
         let disk = RealDisk::create_dir(path).at("create the store", &path.to_string_lossy())?;
+        check_owner(&disk)?;
         Self::init_on(Arc::new(disk), options)
     }
 
     /// Opens a store.
     ///
     /// # Errors
-    /// [`Error::NotAStore`], [`Error::UnknownFeature`] if it was written by a newer program,
-    /// [`Error::Corrupt`], [`Error::Io`].
+    /// [`Error::NotAStore`], [`Error::NotOurs`], [`Error::UnknownFeature`] if it was written by a newer
+    /// program, [`Error::Corrupt`], [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_on(open_disk(path)?)
     }
@@ -519,7 +520,21 @@ fn open_disk(path: &Path) -> Result<Arc<dyn Disk>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             Err(Error::NotAStore { path: shown.into_owned() })
         }
-        disk => Ok(Arc::new(disk.at("open the store", &shown)?)),
+        disk => {
+            let disk = disk.at("open the store", &shown)?;
+            check_owner(&disk)?;
+            Ok(Arc::new(disk))
+        }
+    }
+}
+
+/// Another user could put anything in the place of what was just checked.
+fn check_owner(disk: &RealDisk) -> Result<()> {
+    let shown = shown_path(disk);
+    let owner = disk.stat("").at("look at", &shown)?.uid;
+    match owner == 0 || owner == rustix::process::geteuid().as_raw() {
+        true => Ok(()),
+        false => Err(Error::NotOurs { path: shown, owner }),
     }
 }
 

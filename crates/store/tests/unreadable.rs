@@ -177,6 +177,28 @@ fn only_the_owner_looks_into_a_store() {
     assert_eq!(std::fs::metadata(&other.path).unwrap().permissions().mode() & 0o777, 0o755);
 }
 
+/// Root opened, mounted from and collected another user's store, who could have replaced a directory of it by a link.
+#[test]
+fn the_store_of_another_user_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("SKIP the_store_of_another_user_is_refused: needs root");
+    }
+    let scratch = Scratch::new("theirs");
+    drop(scratch.store());
+    std::os::unix::fs::chown(&scratch.path, Some(4711), None).unwrap();
+    let refused = [
+        Store::open(&scratch.path).map(drop),
+        Store::open_damaged(&scratch.path).map(drop),
+        Store::mend_meta(&scratch.path).map(drop),
+        Store::init(&scratch.path, &InitOptions::default()).map(drop),
+    ];
+    for refused in refused.map(Result::unwrap_err) {
+        assert!(refused.to_string().contains("belongs to user 4711"), "{refused}");
+    }
+    std::os::unix::fs::chown(&scratch.path, Some(0), None).unwrap();
+    Store::open(&scratch.path).unwrap();
+}
+
 /// A damaged `meta.json` failed every command, and nothing mended it.
 #[test]
 fn a_damaged_meta_json_is_made_again() {
