@@ -104,9 +104,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
         }
-        Error::NotOurs { .. } => {
-            "run it as that user, or make a store of your own: --store DIR"
-        }
+        Error::NotOurs { .. } => "run it as that user, or make a store of your own: --store DIR",
         Error::NoSpace { .. } => {
             "`cofolio gc` frees what nothing uses any more (1 % of the filesystem, at most 1 GiB, is left free for others)"
         }

@@ -239,8 +239,7 @@ impl<'a> Mounter<'a> {
             Access::Writable => own(false),
             Access::WritableKept => own(true),
             Access::WritableAt(dir) => {
-                let (dir, lock) =
-                    upper::claim_given(&self.run, dir, &request.image, boot_id, &self.patience)?;
+                let (dir, lock) = upper::claim_given(self, dir, &request.image, boot_id)?;
                 Ok((Some(Upper { dir, keep: true, given: true, size_bytes: None }), Some(lock)))
             }
         }

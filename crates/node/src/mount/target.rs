@@ -40,11 +40,19 @@ pub(super) fn resolve_target(target: &Path, create: bool) -> Result<PathBuf, Mou
     Ok(resolved)
 }
 
+fn resolved(path: &Path) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
 impl Mounter<'_> {
+    /// Whether a resolved path is the store, or leads there.
+    pub(super) fn is_in_store(&self, path: &Path) -> bool {
+        self.domain.store().path().is_some_and(|store| path.starts_with(resolved(store)))
+    }
+
     /// A mount there must not hide what the system, or a later command of ours, needs.
     pub(super) fn check_hides_nothing(&self, target: &Path) -> Result<(), MountError> {
-        let resolved = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        if self.domain.store().path().is_some_and(|store| target.starts_with(resolved(store))) {
+        if self.is_in_store(target) {
             let problem = "it is in the store".to_owned();
             return Err(MountError::Target { target: target.to_owned(), problem });
         }

@@ -19,6 +19,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+use super::Mounter;
 use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
@@ -87,13 +88,18 @@ pub struct KeptChanges {
 /// Resolves a directory that the caller gave, making it if missing, and locks it against other
 /// mounts until the record that names it is written.
 pub(crate) fn claim_given(
-    run: &RunDir,
+    mounter: &Mounter<'_>,
     dir: &Path,
     image: &Digest,
     boot_id: &str,
-    patience: &Patience,
 ) -> Result<(PathBuf, OwnedFd), MountError> {
+    let (run, patience) = (&mounter.run, &mounter.patience);
     let dir = links::resolve(dir).at("resolve", dir)?;
+    // Kept changes lie there.
+    let kept = writable_dir(mounter.domain).ok().and_then(|own| fs::canonicalize(own).ok());
+    if mounter.is_in_store(&dir) && dir.parent() != kept.as_deref() {
+        return Err(MountError::Upper { dir, problem: "it is in the store".to_owned() });
+    }
     fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir).at("create", &dir)?;
     let problem =
         |problem: &str| MountError::Upper { dir: dir.clone(), problem: problem.to_owned() };

@@ -226,6 +226,19 @@ fn a_directory_that_cannot_keep_changes_is_named() {
     fixture.assert_clean("at the end");
 }
 
+/// `--upper STORE/domains/default/objects` was taken, and the container's files lay among the objects.
+#[test]
+fn nothing_is_changed_in_the_store() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    for place in ["store", "store/domains/default/objects", "store/new"] {
+        let access = Access::WritableAt(fixture.path(place));
+        let request = MountRequest { access, ..writable(&fixture, "one") };
+        refused(&fixture, &request, |error| matches!(error, MountError::Upper { .. }));
+    }
+    assert!(!fixture.path("store/new").exists());
+}
+
 /// A mount at `/proc` was made, and then neither Cofolio nor umount(8) worked; one at the store's `refs` made gc
 /// remove all images.
 #[test]
