@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -283,46 +284,18 @@ pub fn plural(count: u64, noun: &str) -> String {
 
 /// Seconds since 1970 as `2026-11-21 01:23:45` in UTC; `-` for 0, which records use for unknown.
 pub fn date(seconds: i64) -> String {
-    if seconds == 0 {
-        return "-".to_owned();
-    }
-    let (days, rest) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    let (year, month, day) = civil(days);
-    format!(
-        "{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02}",
-        rest / 3600,
-        rest / 60 % 60,
-        rest % 60
-    )
-}
-
-/// Days since 1970 as year, month, day (Howard Hinnant's `civil_from_days`).
-fn civil(days: i64) -> (i64, i64, i64) {
-    // Far beyond what a record can mean, and the arithmetic below cannot overflow.
-    let z = days.clamp(-1_000_000_000, 1_000_000_000) + 719_468;
-    let era = z.div_euclid(146_097);
-    let doe = z.rem_euclid(146_097);
-    let yoe = (doe - doe / 1460 + doe / 36_524 - doe / 146_096) / 365;
-    let doy = doe - (365 * yoe + yoe / 4 - yoe / 100);
-    let mp = (5 * doy + 2) / 153;
-    let month = if mp < 10 { mp + 3 } else { mp - 9 };
-    (yoe + era * 400 + i64::from(month <= 2), month, doy - (153 * mp + 2) / 5 + 1)
+    let time = jiff::Timestamp::from_second(seconds).ok().filter(|_| seconds != 0);
+    time.map_or_else(|| "-".to_owned(), |time| time.strftime("%F %T").to_string())
 }
 
 /// How long ago, in words.
 pub fn ago(seconds: i64) -> String {
-    if seconds == 0 {
-        return "-".to_owned();
+    match u64::try_from(cofolio_store::now().saturating_sub(seconds)) {
+        Ok(age) if seconds != 0 => {
+            format!("{} ago", indicatif::HumanDuration(Duration::from_secs(age)))
+        }
+        _ => date(seconds),
     }
-    let age = cofolio_store::now().saturating_sub(seconds);
-    let (count, unit) = match age {
-        ..0 => return date(seconds),
-        0..60 => (age, "second"),
-        60..3_600 => (age / 60, "minute"),
-        3_600..86_400 => (age / 3_600, "hour"),
-        _ => (age / 86_400, "day"),
-    };
-    format!("{} ago", plural(count.unsigned_abs(), unit))
 }
 
 /// Text for a terminal: keeps line ends, escapes all other control characters.

@@ -1,7 +1,6 @@
 //! `WWW-Authenticate`: what a registry wants to see (RFC 9110, section 11.6.1).
 
-/// Parameters of one challenge that are looked at.
-const PARAMETERS_MAX: usize = 32;
+use http_auth::parser::ChallengeParser;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Challenge {
@@ -13,84 +12,23 @@ pub(crate) enum Challenge {
 pub(crate) fn best<'a>(values: impl Iterator<Item = &'a str>) -> Option<Challenge> {
     let mut basic = None;
     for value in values {
-        for (scheme, parameters) in parse(value) {
+        // What cannot be understood ends the list.
+        for challenge in ChallengeParser::new(value).map_while(Result::ok) {
             let get = |name: &str| {
-                let found = parameters.iter().find(|(key, _)| key == name);
-                found.map(|(_, value)| value.clone())
+                let found = challenge.params.iter().find(|(key, _)| key.eq_ignore_ascii_case(name));
+                found.map(|(_, value)| value.to_unescaped())
             };
-            match scheme.as_str() {
-                "bearer" => {
-                    if let Some(realm) = get("realm") {
-                        let service = get("service").unwrap_or_default();
-                        return Some(Challenge::Bearer { realm, service });
-                    }
-                }
-                "basic" => basic = Some(Challenge::Basic),
-                _ => {}
+            if challenge.scheme.eq_ignore_ascii_case("basic") {
+                basic = Some(Challenge::Basic);
+            } else if challenge.scheme.eq_ignore_ascii_case("bearer")
+                && let Some(realm) = get("realm")
+            {
+                let service = get("service").unwrap_or_default();
+                return Some(Challenge::Bearer { realm, service });
             }
         }
     }
     basic
-}
-
-type Parsed = (String, Vec<(String, String)>);
-
-/// Schemes and their parameters, names in lower case. What cannot be understood ends the list.
-fn parse(value: &str) -> Vec<Parsed> {
-    let mut found: Vec<Parsed> = Vec::new();
-    let mut rest = value.trim_start_matches([' ', '\t', ',']);
-    while !rest.is_empty() {
-        let (name, after) = token(rest);
-        if name.is_empty() {
-            break;
-        }
-        let name = name.to_ascii_lowercase();
-        match after.trim_start().strip_prefix('=') {
-            // A parameter of the last scheme.
-            Some(after) => {
-                let Some((value, after)) = parameter(after.trim_start()) else { break };
-                match found.last_mut() {
-                    Some((_, parameters)) if parameters.len() < PARAMETERS_MAX => {
-                        parameters.push((name, value));
-                    }
-                    _ => break,
-                }
-                rest = after;
-            }
-            None => {
-                if found.len() == PARAMETERS_MAX {
-                    break;
-                }
-                found.push((name, Vec::new()));
-                rest = after;
-            }
-        }
-        rest = rest.trim_start_matches([' ', '\t', ',']);
-    }
-    found
-}
-
-fn token(text: &str) -> (&str, &str) {
-    let end = text.find(|c: char| !(c.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(c)));
-    text.split_at(end.unwrap_or(text.len()))
-}
-
-/// A token or a quoted string.
-fn parameter(text: &str) -> Option<(String, &str)> {
-    let Some(quoted) = text.strip_prefix('"') else {
-        let (value, rest) = token(text);
-        return Some((value.to_owned(), rest));
-    };
-    let mut value = String::new();
-    let mut chars = quoted.char_indices();
-    while let Some((at, c)) = chars.next() {
-        match c {
-            '"' => return Some((value, &quoted[at + 1..])),
-            '\\' => value.push(chars.next()?.1),
-            c => value.push(c),
-        }
-    }
-    None
 }
 
 #[cfg(test)]
