@@ -1,6 +1,5 @@
 //! `cofolio-bench`: measurements that other projects publish, on any images.
 
-mod html;
 mod measure;
 mod memory;
 mod namespace;
@@ -42,7 +41,6 @@ enum Command {
     Runtime(Box<runtime::Args>),
     Namespace(namespace::Args),
     Read(read::Args),
-    Page(html::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Reader(reader::Args),
@@ -82,7 +80,6 @@ fn run(command: Command) -> Outcome {
             needs_root("read", "it mounts and drops the page cache")?;
             read::run(&args)
         }
-        Command::Page(args) => html::run(&args),
         Command::Reader(args) => reader::run(&args).map(|()| Exit::Ok),
     }
 }

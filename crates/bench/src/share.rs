@@ -5,7 +5,7 @@ use std::{
     collections::HashMap,
     fs,
     io::{self, Write},
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -28,7 +28,6 @@ use cofolio_cli::args::BackendArg;
 use cofolio_cli::exit::{Exit, Fail};
 
 use super::{
-    html,
     measure::{self, OwnFiles, Source},
     place::{Place, PlaceArgs, with_backend},
     reader::Mode,
@@ -45,7 +44,7 @@ use super::{
 /// drops the page cache of the whole machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:
-  cofolio-bench share corpus/out/redis/old corpus/out/redis/new --json redis.json --html redis.html
+  cofolio-bench share corpus/out/redis/old corpus/out/redis/new --json redis.json
 
 Exit codes: 0 measured and the figures agree, 1 they do not agree or something failed; others as for
 every command.")]
@@ -54,9 +53,6 @@ pub(crate) struct Args {
     old: String,
     /// The other one
     new: String,
-    /// Write a page for a browser to this file: one file, with nothing loaded from elsewhere
-    #[arg(long, value_name = "FILE")]
-    html: Option<PathBuf>,
     /// Runs of each kind; the table has medians
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
@@ -139,9 +135,6 @@ pub(super) fn run(args: &Args) -> Outcome {
     if let Some(path) = &args.place.json {
         let text = serde_json::to_string_pretty(&report)?;
         fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    if let Some(path) = &args.html {
-        html::write(path, &[serde_json::to_value(&report)?])?;
     }
     io::stdout().write_all(report::table(&report).as_bytes())?;
     let ok = report.checks.iter().all(|check| check.ok);
