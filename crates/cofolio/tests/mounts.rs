@@ -468,6 +468,12 @@ fn a_wiped_run_directory_is_no_dead_end() {
         let hint = format!("`umount {target}`");
         let failed = sandbox.run(&["umount", target]);
         assert!(failed.fails_with(1).stderr.contains(&hint), "{}", failed.stderr);
+        // It mounted on top, and `umount --all` said nothing of what it left.
+        let stacked = sandbox.run(&["mount", "box:1", target]);
+        assert!(stacked.fails_with(1).stderr.contains(&hint), "{}", stacked.stderr);
+        let all = sandbox.run(&["umount", "--all"]);
+        all.ok();
+        assert!(all.stderr.contains(&hint), "{}", all.stderr);
         let listed = sandbox.run(&["mounts"]);
         assert!(listed.stderr.contains(&hint), "{}", listed.stderr);
         assert!(sandbox.run(&["doctor"]).stdout.contains("`cofolio mounts` says how to go on"));
@@ -481,6 +487,39 @@ fn a_wiped_run_directory_is_no_dead_end() {
     sandbox.run(&["umount", target]).ok();
     sandbox.run(&["rm", "box:1"]).ok();
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["images"], 1);
+}
+
+/// `mounts --reconcile` and `gc` named what they could not clean up, and exited with 0.
+#[test]
+fn what_cannot_be_cleaned_up_is_a_failure() {
+    const TEST: &str = "what_cannot_be_cleaned_up_is_a_failure";
+    if !can_mount(TEST) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--rw", "--create", "box:1", &target]).ok();
+    fs::write(Path::new(&target).join("stays"), "").unwrap();
+    assert!(Command::new("umount").arg(&target).status().unwrap().success());
+    let writable = sandbox.path("store/domains/default/writable");
+    let chattr = |flag: &str| {
+        let command = format!("chattr {flag} {}/*/upper", writable.display());
+        Command::new("sh").args(["-c", &command]).output().unwrap().status.success()
+    };
+    if !chattr("+i") {
+        return skip(TEST, "no immutable files here");
+    }
+    let ran = [["mounts", "--reconcile", "--json"].as_slice(), &["gc", "--json"]];
+    let ran = ran.map(|arguments| sandbox.run(arguments));
+    assert!(chattr("-i"));
+    for ran in ran {
+        assert!(ran.fails_with(1).stderr.contains("Operation not permitted"), "{}", ran.stderr);
+        assert_eq!(ran.json()["failed"].as_array().map(Vec::len), Some(1), "{}", ran.stdout);
+    }
+    let ran = sandbox.run(&["gc", "--json"]);
+    assert_eq!(ran.json()["failed"].as_array().map(Vec::len), Some(0));
+    assert_eq!(fs::read_dir(&writable).unwrap().count(), 0);
 }
 
 /// A record in the run directory that cannot be read. The error names the file, and what to do.

@@ -369,12 +369,10 @@ impl Store {
         };
         for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
             let path = format!("{STAGING}/{id}");
+            let is_directory = kind == Kind::Directory;
             // Held until it is removed.
-            let lock = match kind {
-                Kind::Directory => self.lock_orphan(&path)?,
-                _ => None,
-            };
-            if kind != Kind::Directory || lock.is_some() {
+            let lock = is_directory.then(|| self.lock_orphan(&path)).transpose()?.flatten();
+            if !is_directory || lock.is_some() {
                 take(&path, kind)?;
             }
         }

@@ -13,7 +13,7 @@ use crate::ui::{Cell, Table, human_count, human_size, plural};
 ///
 /// Looks at refs, leases and at what the kernel has mounted. If an image, layer or record cannot be read,
 /// everything that it might need stays, it is named, and the exit code is 4. Leftovers of interrupted
-/// imports go too. Imports and mounts go on meanwhile.
+/// imports go too; exit code 1 if any stay. Imports and mounts go on meanwhile.
 ///
 /// Segments (see `pack`) that no pack needs go, and are written anew where packs need less than half of
 /// one: their images are packed again first. Segments of images that are mounted stay, as their room would not come back.
@@ -77,6 +77,7 @@ fn json(report: &Report) -> anyhow::Result<serde_json::Value> {
     value["rewritten"] = serde_json::to_value(&report.rewritten)?;
     value["based"] = serde_json::to_value(&report.bases.based)?;
     value["sizes"] = serde_json::to_value(&report.sizes)?;
+    value["failed"] = serde_json::to_value(&report.failed)?;
     if let Some(plan) = &report.trim {
         value["trim"] = serde_json::to_value(plan)?;
     }
@@ -86,7 +87,11 @@ fn json(report: &Report) -> anyhow::Result<serde_json::Value> {
 /// What cannot be read is damage, though the collection did what it could.
 fn exit(report: &Report) -> Exit {
     let is_sound = report.sizes.as_ref().is_none_or(|sizes| sizes.findings.is_empty());
-    if report.gc.unreadable.is_empty() && is_sound { Exit::Ok } else { Exit::Corrupt }
+    match report.gc.unreadable.is_empty() && is_sound {
+        false => Exit::Corrupt,
+        true if report.failed.is_empty() && report.rewritten.failed.is_empty() => Exit::Ok,
+        true => Exit::Failure,
+    }
 }
 
 fn show(context: &Context<'_>, report: &Report) -> Outcome {

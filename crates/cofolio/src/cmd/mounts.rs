@@ -32,9 +32,9 @@ type Names = BTreeMap<Digest, String>;
 pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let mounter = context.mounter(&domain);
+    let mut failed = Vec::new();
     if args.reconcile {
         context.needs_root()?;
-        let mut failed = Vec::new();
         Containers::new(context.mounter(&domain)).reconcile(&mut failed)?;
         failed.extend(mounter.reconcile()?.failed);
         for failed in &failed {
@@ -42,8 +42,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     }
     let list = mounter.list()?;
+    let exit = if failed.is_empty() { Exit::Ok } else { Exit::Failure };
     if context.ui.json {
-        return context.ui.json(&list);
+        let mut value = serde_json::to_value(&list)?;
+        value["failed"] = failed.into();
+        context.ui.json(&value)?;
+        return Ok(exit);
     }
     let refs = domain.readable_refs()?.into_iter().rev();
     let names: Names = refs.map(|(name, record)| (record.image, name)).collect();
@@ -62,7 +66,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.table(&table)?;
     }
     remarks(&list, &names).into_iter().for_each(|remark| context.ui.note(remark));
-    Ok(Exit::Ok)
+    Ok(exit)
 }
 
 /// A mount in the table; `name` is what its image is called now.
@@ -107,16 +111,20 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
     ]
 }
 
-/// What is not in the table: mounts without a record, kept changes, damaged records.
-fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
-    let orphans = list.orphans.iter().map(|orphan| {
+/// What `umount` does not unmount.
+pub(super) fn orphans(list: &Mounts) -> impl Iterator<Item = String> {
+    list.orphans.iter().map(|orphan| {
         let target = printable(orphan.target.as_os_str().as_bytes());
         format!(
             "{target} shows {} and has no record: `umount {target}` unmounts it, and \
              `cofolio mounts --reconcile` cleans up after it",
             orphan.source
         )
-    });
+    })
+}
+
+/// What is not in the table: mounts without a record, kept changes, damaged records.
+fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
     let kept = list.kept.iter().map(|kept| match kept.image {
         None => format!(
             "changes of an unknown image are kept in {}, whose file `keep` cannot be read: \
@@ -135,5 +143,5 @@ fn remarks(list: &Mounts, names: &Names) -> Vec<String> {
     let mut gone = list.mounts.iter().filter(|status| status.state == MountState::Gone);
     let gone =
         gone.next().map(|_| "`cofolio mounts --reconcile` cleans up what is gone".to_owned());
-    orphans.chain(kept).chain(damaged).chain(gone).collect()
+    orphans(list).chain(kept).chain(damaged).chain(gone).collect()
 }

@@ -47,7 +47,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let targets = match args.all {
         false => args.targets.clone(),
         true => {
-            let mounts = mounter.list()?.mounts.into_iter().map(|status| status.record);
+            let list = mounter.list()?;
+            super::mounts::orphans(&list).for_each(|orphan| context.ui.note(orphan));
+            let mounts = list.mounts.into_iter().map(|status| status.record);
             let ours = mounts.filter(|record| record.domain == domain.name());
             let mut ids: Vec<PathBuf> = ours.map(|record| record.id.into()).collect();
             // They are in the order of their targets: one inside another goes first.

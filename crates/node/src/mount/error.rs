@@ -137,8 +137,8 @@ pub enum MountError {
     },
     /// The changes cannot be kept.
     #[error(
-        "changes of {} are in a filesystem of limited size that ends with the mount and cannot be \
-         kept: copy what you need out of it first",
+        "changes of {} are in a filesystem of limited size, which ends with the mount: they can only \
+         be copied while it is mounted",
         .0.display()
     )]
     CannotKeep(PathBuf),

@@ -352,14 +352,19 @@ impl<'a> Mounter<'a> {
 
     /// The target must not be a mount of ours; what a dead process left of one is cleaned up.
     fn make_room(&self, target: &Path) -> Result<(), MountError> {
+        let already = |image| MountError::AlreadyMounted { target: target.to_owned(), image };
         let id = self.run.id_of(target);
-        let Some((record, lock)) = self.run.lock_record(&id)? else { return Ok(()) };
+        let Some((record, lock)) = self.run.lock_record(&id)? else {
+            // Somebody may have moved a mount there, or its record was lost.
+            return match self.run.find(target) {
+                Ok(found) => Err(already(found.image)),
+                Err(MountError::NotMounted(_)) => Ok(()),
+                Err(error) => Err(error),
+            };
+        };
         let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
         match state {
-            MountState::Live if record.phase == MountPhase::Mounted => {
-                let image = record.image;
-                Err(MountError::AlreadyMounted { target: target.to_owned(), image })
-            }
+            MountState::Live if record.phase == MountPhase::Mounted => Err(already(record.image)),
             MountState::Covered => Err(MountError::Covered(target.to_owned())),
             MountState::OtherNamespace => {
                 Err(MountError::OtherNamespace { id, target: target.to_owned() })
@@ -411,12 +416,17 @@ impl<'a> Mounter<'a> {
             MountState::Covered => return Err(MountError::Covered(record.target)),
             _ => {}
         }
+        // Also if others unmounted it: who asked for the changes has to hear that there are none.
+        if options.keep_upper
+            && record.upper.as_ref().is_some_and(|it| !it.given && limit::has_filesystem(&it.dir))
+        {
+            return Err(MountError::CannotKeep(record.target));
+        }
         if let Some(path) = &at {
             self.leave(&mut record, path, options, &lock)?;
         }
         if options.keep_upper
             && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
-            && !limit::has_filesystem(&upper.dir)
         {
             let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
             upper::mark_kept(&dir, &record)?;
@@ -468,9 +478,6 @@ impl<'a> Mounter<'a> {
         if options.keep_upper
             && let Some(upper) = record.upper.as_ref().filter(|upper| !upper.given)
         {
-            if limit::has_filesystem(&upper.dir) {
-                return Err(MountError::CannotKeep(record.target.clone()));
-            }
             // Before anything else: a process that dies after this leaves it to be kept.
             let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
             if upper::mark_kept(&dir, record)? {

@@ -29,6 +29,10 @@ fn changes_that_cannot_be_kept_stay_mounted() {
             assert!(matches!(error, MountError::CannotKeep { .. }), "{error}");
             assert_eq!(error.code(), Code::FailedPrecondition);
             assert_eq!(fs::read(request.target.join("new")).unwrap(), b"new");
+            // Without changes, `umount --keep` said that it was done after umount(8).
+            kernel::unmount_patiently(&request.target, false).unwrap();
+            let error = mounter.umount(&request.target, &KEEP).unwrap_err();
+            assert!(matches!(error, MountError::CannotKeep { .. }), "{error}");
             umount(&mounter, &request.target);
         }
         // With project quotas they are in a directory.
