@@ -149,6 +149,38 @@ fn what_a_container_sees() {
     }
 }
 
+/// A filesystem that is mounted below a read-only volume could be written to, and so could the host's cgroups with
+/// `--network host`: `ro` is for the topmost mount alone.
+#[test]
+fn what_is_read_only_is_so_to_the_bottom() {
+    let Some((machine, runtimes)) = machine("what_is_read_only_is_so_to_the_bottom") else {
+        return;
+    };
+    let below = machine.dir("shown/below");
+    let none = rustix::mount::MountFlags::empty();
+    rustix::mount::mount("tmpfs", &below, "tmpfs", none, None).unwrap();
+    let volume = format!("{}:/mnt:ro", machine.path("shown").display());
+    // The runtime may put the hierarchies of version 1 into a tmpfs of the container's own.
+    let script = "for dir in /mnt /mnt/below /sys /sys/fs/cgroup/*/; do mkdir $dir/new 2>/dev/null && echo $dir; done
+                  awk '$5 ~ \"^/sys\" && $6 !~ /^ro/ && !/ - tmpfs /' /proc/self/mountinfo";
+    for runtime in runtimes {
+        for network in ["none", "host"] {
+            for users in
+                [&["--network", network][..], &["--network", network, "--userns", "0:100000:65536"]]
+            {
+                let ran = machine.sh(runtime, &[&["-v", &volume][..], users].concat(), script);
+                assert_eq!(
+                    (ran.stdout.as_str(), ran.stderr.as_str()),
+                    ("", ""),
+                    "{runtime} {users:?}"
+                );
+            }
+        }
+    }
+    rustix::mount::unmount(&below, rustix::mount::UnmountFlags::empty()).unwrap();
+    machine.assert_clean();
+}
+
 /// Containers had no seccomp profile: a process could keep keys, make user namespaces and so reach kernel code that
 /// engines keep from it.
 #[test]

@@ -10,6 +10,7 @@ use std::error::Error;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
 use cofolio_image::import::{ImportOptions, import};
@@ -39,9 +40,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     if !image.join("index.json").is_file() {
         make(&image, entries, layers)?;
     }
-    let store = dir.join("store");
+    let path = dir.join("store");
     let before = peak_kib()?;
-    let store = Store::open_or_init(&store, &InitOptions::default())?;
+    let store = Store::open_or_init(&path, &InitOptions::default())?;
     let domain = store.domain_or_create(DEFAULT_DOMAIN)?;
     let started = Instant::now();
     let limits = Limits::default();
@@ -57,8 +58,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         report.image_bytes >> 20,
         started.elapsed().as_secs_f64(),
     );
-    drop(domain);
-    store.destroy()?;
+    let _ = Command::new("chattr").args(["-R", "-f", "-i"]).arg(&path).output();
+    fs::remove_dir_all(&path)?;
     if peak > PEAK_MAX_KIB && entries <= 1_000_000 {
         return Err(format!("more than {PEAK_MAX_KIB} kB").into());
     }

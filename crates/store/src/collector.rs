@@ -55,7 +55,7 @@ const NOTES: usize = 64;
 /// How long a batch holds the lock; checked after each removal, which takes some disks
 /// milliseconds.
 const HELD_MAX: Duration = Duration::from_millis(3);
-/// Least pause after a batch; at least half its time. Who waits asks more often (`Cancel::wait_for`).
+/// Least pause after a batch; at least half its time. Waiters poll more often (`Cancel::wait_for`).
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 /// Tries for the next batch's lock by a collection that is not to wait, and the time between them.
 const PATIENCE: u32 = 500;

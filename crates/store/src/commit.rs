@@ -74,8 +74,7 @@ impl Staging {
         self.check_for_commit()?;
         let domain = self.domain.clone();
         let no_space = |error| no_space(domain.disk(), error);
-        let disk = self.disk();
-        disk.sync_all().at("sync", &self.directory).map_err(no_space)?;
+        self.sync().at("sync", &self.directory).map_err(no_space)?;
         let _lock = match self.held.take() {
             Some(lock) => lock,
             None => self.domain.lock(LockMode::Shared, &self.cancel)?,
@@ -106,7 +105,7 @@ impl Staging {
         self.domain.note_in_place(&in_place).map_err(no_space)?;
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
-        self.disk().sync_all().at("sync", self.domain.base()).map_err(no_space)?;
+        self.sync().at("sync", self.domain.base()).map_err(no_space)?;
         self.publish_files(&staged, |kind| kind.names() == Some(FileKind::Object))
             .map_err(no_space)?;
         self.domain.sync_parts()?;

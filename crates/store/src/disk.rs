@@ -94,7 +94,10 @@ pub enum LockMode {
 }
 
 /// A lock on a directory, held until dropped (or until the process dies).
-pub trait Lock: Send + Sync + fmt::Debug {}
+pub trait Lock: Send + Sync + fmt::Debug {
+    /// [`Disk::sync_all`] that fails if any write failed since the lock was taken.
+    fn sync(&self) -> io::Result<()>;
+}
 
 /// What protects content that is in place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -36,7 +36,7 @@ pub struct DomainLock {
     _held: Vec<Box<dyn Lock>>,
 }
 
-/// What a lock covers. Who takes both takes them in this order.
+/// What a lock covers. Lock order: names, then contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Covered {
     /// What names something: records, images, layers, splits and packs.

@@ -291,7 +291,8 @@ impl Collector<'_> {
             }
         }
         let mut swept = self.sweep(Covered::Names, &suspects, |_, ()| Ok(true))?;
-        swept += domain.store().leftovers(self.options.dry_run)?;
+        let (count, bytes) = domain.store().collect_staging(self.options.dry_run)?;
+        swept += Swept { count, bytes };
         report.leftovers += swept.count;
         report.leftover_bytes += swept.bytes;
         Ok(())

@@ -405,7 +405,11 @@ struct RealLock {
     directory: OwnedFd,
 }
 
-impl Lock for RealLock {}
+impl Lock for RealLock {
+    fn sync(&self) -> io::Result<()> {
+        Ok(fs::syncfs(&self.directory)?)
+    }
+}
 
 impl Drop for RealLock {
     /// Closing is not enough: a child that another thread just forked holds a copy of the

@@ -274,7 +274,12 @@ impl Staging {
             return Ok(());
         }
         // What a sync fails to write no later one reports.
-        self.disk().sync_all().or_else(|error| self.fail(error, "sync", &self.directory))
+        self.sync().or_else(|error| self.fail(error, "sync", &self.directory))
+    }
+
+    /// Syncs by a file of its own: the kernel tells each open file once that a write failed.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        self.lock.as_ref().map_or_else(|| self.disk().sync_all(), |lock| lock.sync())
     }
 
     /// Whether an object is in the domain; a damaged one of another size is replaced at the commit.

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::collector::Swept;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
 use crate::error::{At, Error, Result, is_absent};
@@ -244,23 +243,6 @@ impl Store {
         self.disk().unlink(RESERVE).is_ok()
     }
 
-    /// Empties the directory of a store that nobody uses, immutable files included.
-    ///
-    /// # Errors
-    /// [`Error::Io`]; the rest is no store any more.
-    pub fn destroy(self) -> Result<()> {
-        let disk = self.disk();
-        for meta in [META_COPY, META_PATH] {
-            disk.unlink(meta).if_there("remove", meta)?;
-        }
-        for (entry, kind) in disk.list("").at("list", "")? {
-            if entry != "lost+found" {
-                remove_entry(disk, &entry, kind)?;
-            }
-        }
-        Ok(())
-    }
-
     /// The store's own id: 32 hex digits.
     pub fn id(&self) -> &str {
         &self.inner.meta.id
@@ -349,22 +331,19 @@ impl Store {
         Ok(orphans)
     }
 
-    /// Removes leftovers of interrupted imports; returns their number and allocated bytes.
+    /// Removes leftovers of interrupted imports, or with `dry_run` only counts them; returns their
+    /// number and allocated bytes.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Io`], [`Error::Cancelled`] as [`Store::waits_until`] says.
-    pub fn collect_staging(&self) -> Result<(u64, u64)> {
-        self.check_writable()?;
-        let swept = self.leftovers(false)?;
-        Ok((swept.count, swept.bytes))
-    }
-
-    /// [`Store::collect_staging`]; a dry run only counts.
-    pub(crate) fn leftovers(&self, dry_run: bool) -> Result<Swept> {
-        let mut swept = Swept::default();
+    pub fn collect_staging(&self, dry_run: bool) -> Result<(u64, u64)> {
+        if !dry_run {
+            self.check_writable()?;
+        }
+        let (mut count, mut bytes) = (0, 0);
         let mut take = |path: &str, kind| {
-            let bytes = sweep_entry(self.disk(), path, kind, dry_run, &self.waiting)?;
-            swept += Swept { count: 1, bytes };
+            bytes += sweep_entry(self.disk(), path, kind, dry_run, &self.waiting)?;
+            count += 1;
             Ok::<_, Error>(())
         };
         for (id, kind) in self.disk().list(STAGING).at("list", STAGING)? {
@@ -386,7 +365,7 @@ impl Store {
                 }
             }
         }
-        Ok(swept)
+        Ok((count, bytes))
     }
 
     /// Whether a living process holds a staging directory.

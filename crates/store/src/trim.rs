@@ -295,7 +295,7 @@ impl Usage {
         };
         let mut freed = domain.own_bytes(&file)?;
         self.uses.visit(domain, contents, &file, also(&self.packed, &file), |object| {
-            object.users -= 1;
+            object.users = object.users.saturating_sub(1);
             freed += if object.users == 0 { object.allocated } else { 0 };
         })?;
         Ok(freed)

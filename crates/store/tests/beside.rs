@@ -50,7 +50,7 @@ fn a_collection_takes_no_file_of_a_repair() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
-                store.collect_staging().unwrap();
+                store.collect_staging(false).unwrap();
             }
         });
         let mended = (0..2000).try_for_each(|_| {

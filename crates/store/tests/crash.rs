@@ -568,6 +568,30 @@ fn a_failed_write_poisons_the_import() {
     check_clean(&disk, "poisoned");
 }
 
+/// The kernel tells each open file once that a write failed. All imports of a process synced by the same one, so
+/// one was told and failed, and another, whose object it was perhaps, was published.
+#[test]
+fn every_import_hears_of_a_lost_write() {
+    let disk = base().fork(3);
+    let domain = open(&disk);
+    let imports = [0, 1].map(|_| {
+        domain.begin_import(ImportOptions { early_sync_bytes: 1 << 20, ..OPTIONS }).unwrap()
+    });
+    for import in &imports {
+        import.put_object(b"content").unwrap();
+    }
+    disk.lose_a_write();
+    for import in imports {
+        let error = import.commit(&Publish::default(), []).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+    }
+    // Who comes later has nothing to do with it.
+    let import = domain.begin_import(OPTIONS).unwrap();
+    import.put_object(b"content").unwrap();
+    import.commit(&Publish::default(), []).unwrap();
+    check_clean(&disk, "a lost write");
+}
+
 /// A disk that has lost an object, cut another, altered a third, an image and a layer, is repaired when the power
 /// goes, or a call fails. Whatever came before that: no ref changes, nothing that was sound is damaged, and the
 /// same repair, done again, leaves no damage, and nothing that garbage collection would take.

@@ -81,7 +81,7 @@ fn content_gets_fs_verity_when_its_filesystem_does() {
         assert!(std::fs::remove_file(&path).is_err(), "immutable again");
     }
     assert_eq!(domain.protect_all(&Task::default()).unwrap(), 0);
-    Store::open(&directory.join("store")).unwrap().destroy().unwrap();
+    common::make_mutable(directory);
 }
 
 #[test]
@@ -444,6 +444,4 @@ fn a_filesystem_without_file_types_can_hold_a_store() {
     let domain = store.domain("default").unwrap();
     put(&domain, "a", &[100]);
     is_clean(&domain, &Lines);
-    drop(domain);
-    store.destroy().unwrap();
 }

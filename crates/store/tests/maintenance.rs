@@ -505,7 +505,7 @@ fn newer_stores_are_refused_or_only_read() {
         domain.begin_import(ImportOptions::default()).err(),
         gc(&domain).err(),
         store.domain_or_create("other").err(),
-        store.collect_staging().err(),
+        store.collect_staging(false).err(),
     ] {
         assert_eq!(refused.unwrap().kind(), ErrorKind::Unsupported);
     }

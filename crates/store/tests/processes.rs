@@ -219,9 +219,9 @@ fn living_imports_are_left_alone() {
     // Ctrl-C had no effect while a killed import of a million objects was removed.
     let cancel = Cancel::default();
     cancel.cancel();
-    let cancelled = store.clone().waits_until(cancel).collect_staging();
+    let cancelled = store.clone().waits_until(cancel).collect_staging(false);
     assert!(matches!(cancelled, Err(Error::Cancelled(_))), "{cancelled:?}");
-    assert_eq!(store.collect_staging().unwrap(), (1, 8192));
+    assert_eq!(store.collect_staging(false).unwrap(), (1, 8192));
     assert_eq!(std::fs::read_dir(scratch.path.join("staging")).unwrap().count(), 1);
     drop(staging);
     assert_eq!(std::fs::read_dir(scratch.path.join("staging")).unwrap().count(), 0);
@@ -249,7 +249,7 @@ fn a_child_that_is_being_started_keeps_no_lock() {
         for _ in 0..2000 {
             std::fs::create_dir(&dead).unwrap();
             assert_eq!(store.orphaned_staging().unwrap(), ["dead"]);
-            if store.collect_staging().unwrap().0 == 0 {
+            if store.collect_staging(false).unwrap().0 == 0 {
                 missed += 1;
                 std::fs::remove_dir(&dead).unwrap();
             }

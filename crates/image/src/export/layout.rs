@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::aside::{self, OutputFile};
@@ -22,7 +24,7 @@ pub(crate) struct Layout {
     root: PathBuf,
     /// Where it goes when it is complete, if it is new.
     goes_to: Option<PathBuf>,
-    /// Of a new one: that it is being made.
+    /// That it is being written.
     _lock: Option<File>,
     blob: Option<(File, PathBuf)>,
     /// Blobs that were not there before.
@@ -50,7 +52,12 @@ impl Layout {
                 (Some(lock), aside, Some(path.to_owned()))
             }
             Some(_) if is_own(&path.join("index.json"), fs::Metadata::is_file) => {
-                (None, path.to_owned(), None)
+                let lock = File::open(path).map_err(io_error(path))?;
+                let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+                if locked == Err(Errno::WOULDBLOCK) {
+                    return refuse("another export writes to it");
+                }
+                (Some(lock), path.to_owned(), None)
             }
             Some(_) => return refuse("a directory that is neither empty nor an image layout"),
         };

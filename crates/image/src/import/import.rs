@@ -141,8 +141,7 @@ fn import_directory(
         let scan = tree_scan::ScanOptions { threads: options.threads, ..Default::default() };
         let scanned = tree_scan::scan(path, &scan, &staging, task)?;
         let mut report = empty_report(&name);
-        let mut record = Ref::new(Digest([0; 32]));
-        record.labels = labels(domain, &name, options)?;
+        let record = Ref::new(Digest([0; 32]));
         let gate = Gate { options, brought: Vec::new() };
         finish(staging, &scanned.tree, &Hidden::new(), record, &gate, task, &mut report)?;
         Ok(report)
@@ -201,7 +200,6 @@ fn import_image(
         record.source = in_registry(source);
         record.config = Some(image.config.clone());
         record.layers = image.layers.iter().map(record_of).collect();
-        record.labels = labels(domain, &name, options)?;
         finish(staging, &tree, &hidden, record, gate, task, &mut report)?;
         Ok(report)
     };
@@ -451,7 +449,6 @@ impl<'env> Layers<'env> {
         Ok(self.trust_known
             && !damage.is_some_and(|damage| damage.layers.contains(chain_id))
             && has(FileKind::Layer)?
-            // A repair does not read a layer for a split that never existed.
             && (damage.is_some() || has(FileKind::Split)?))
     }
 
@@ -626,6 +623,7 @@ fn finish(
     let image = writer.finish()?;
     record.image = image;
     record.created = now();
+    record.labels = labels(staging.domain(), &report.name, gate.options)?;
     report.image = image;
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;

@@ -395,6 +395,13 @@ fn a_layout_that_is_there_gets_the_image_in_addition() {
         digests[..2].iter().map(ToString::to_string).collect::<Vec<_>>()
     );
 
+    // Two at once: the slower one wrote the index without the other's image.
+    let other = fs::File::open(&to).unwrap();
+    other.lock().unwrap();
+    let refused = put("one", "c").unwrap_err();
+    assert!(refused.to_string().contains("another export writes to it"), "{refused}");
+    drop(other);
+
     let before = (names(&to), names(&to.join("blobs/sha256")));
     let text = cofolio_store::verity::digest(b"other");
     let path = bench.domain.object_path(&text).unwrap();

@@ -245,8 +245,8 @@ fn view(task: &Path) -> io::Result<Option<View>> {
     Ok(Some((inode(&task.join("ns/mnt"))?, device, top.stx_ino, top.stx_mnt_id)))
 }
 
-/// Whether any task sees such a mount, other than in views that were `seen`; true in doubt. The
-/// closure also gets the task's directory.
+/// Whether a task outside the `seen` views sees such a mount; true in doubt. The closure also gets
+/// the task's directory.
 fn is_shown(
     root: &Path,
     mut seen: HashSet<View>,

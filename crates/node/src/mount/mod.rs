@@ -408,7 +408,8 @@ impl<'a> Mounter<'a> {
         if record.image != found.image {
             return Err(gone());
         }
-        let (state, at) = self.locate(&record, &Kernel::new(&self.root)?)?;
+        let kernel = Kernel::new(&self.root)?;
+        let (state, at) = self.locate(&record, &kernel)?;
         match state {
             MountState::OtherNamespace => {
                 return Err(MountError::OtherNamespace { id: record.id, target: record.target });
@@ -430,8 +431,10 @@ impl<'a> Mounter<'a> {
         {
             let dir = open_dir(&upper.dir).at("open", &upper.dir)?;
             upper::mark_kept(&dir, &record)?;
-            // Where it is in use still, or we die here, the next mount over it does this.
-            if !in_use::has_overlay(&upper.dir, &self.patience)? {
+            // Where it is in use still, or we die here, the next mount over it does this. What an
+            // earlier boot left may be torn.
+            let is_whole = record.boot_id == kernel.boot_id;
+            if is_whole && !in_use::has_overlay(&upper.dir, &self.patience)? {
                 upper::clear_volatile(&dir, &upper.dir)?;
             }
             record.upper = Some(Upper { keep: true, ..upper });

@@ -347,8 +347,9 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
     let gone = dir.with_file_name(format!("{GONE}{name}"));
     match fs::rename(dir, &gone) {
         Ok(()) => Ok(Some(gone)),
-        // A read-only filesystem says so of what is missing, too.
-        Err(_) if !dir.exists() => Ok(None),
+        // By an unmount that was killed then, perhaps. A read-only filesystem says so of what is
+        // missing, too.
+        Err(_) if !dir.exists() => Ok(Some(gone).filter(|gone| gone.exists())),
         Err(error) => Err(error).at("rename", dir),
     }
 }

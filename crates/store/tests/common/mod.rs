@@ -46,11 +46,14 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        if let Ok(store) = Store::open(&self.path) {
-            let _ = store.destroy();
-        }
+        make_mutable(&self.path);
         let _ = std::fs::remove_dir_all(&self.path);
     }
+}
+
+/// What is in a store may be immutable: it could not be removed.
+pub fn make_mutable(directory: &Path) {
+    let _ = std::process::Command::new("chattr").args(["-R", "-f", "-i"]).arg(directory).output();
 }
 
 /// Bytes that differ from block to block and from seed to seed.

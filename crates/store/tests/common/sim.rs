@@ -22,6 +22,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -83,6 +84,9 @@ struct State {
     locks: HashMap<u64, (u32, bool)>,
     /// A file or directory that cannot be read, and why.
     bad: Option<(u64, rustix::io::Errno)>,
+    /// Writes that failed after they were said to be done, and of how many the disk itself was told.
+    lost: u64,
+    told: u64,
 }
 
 type Files = BTreeMap<u64, Node>;
@@ -177,6 +181,8 @@ impl SimDisk {
             life: 0,
             locks: HashMap::new(),
             bad: None,
+            lost: 0,
+            told: 0,
         })
     }
 
@@ -202,6 +208,11 @@ impl SimDisk {
     /// Plants a fault at the changing call with this number, counted as [`SimDisk::calls`] does.
     pub fn plant(&self, at: u64, fault: Fault) {
         self.state().fault = Some((at, fault));
+    }
+
+    /// A write fails in the background. Each handle is told of it by its next sync, and of it once.
+    pub fn lose_a_write(&self) {
+        self.state().lost += 1;
     }
 
     /// Removes a planted fault; a full disk has room again.
@@ -556,6 +567,10 @@ impl Disk for SimDisk {
     fn sync_all(&self) -> io::Result<()> {
         let mut state = self.state();
         state.call(false, true)?;
+        let lost = state.lost;
+        if std::mem::replace(&mut state.told, lost) < lost {
+            return Err(errno(rustix::io::Errno::IO));
+        }
         for change in std::mem::take(&mut state.pending) {
             change.apply(&mut state.medium);
         }
@@ -580,7 +595,13 @@ impl Disk for SimDisk {
                     LockMode::Shared => *shared += 1,
                     LockMode::Exclusive => *exclusive = true,
                 }
-                return Ok(Some(Box::new(SimLock { disk: self.clone(), inode, mode, life })));
+                return Ok(Some(Box::new(SimLock {
+                    disk: self.clone(),
+                    inode,
+                    mode,
+                    life,
+                    lost: state.lost.into(),
+                })));
             }
             if !wait {
                 return Ok(None);
@@ -661,9 +682,20 @@ struct SimLock {
     inode: u64,
     mode: LockMode,
     life: u64,
+    /// How many lost writes it knows of.
+    lost: AtomicU64,
 }
 
-impl Lock for SimLock {}
+impl Lock for SimLock {
+    fn sync(&self) -> io::Result<()> {
+        let lost = self.disk.state().lost;
+        if self.lost.swap(lost, Ordering::Relaxed) < lost {
+            return Err(errno(rustix::io::Errno::IO));
+        }
+        self.disk.state().told = lost;
+        self.disk.sync_all()
+    }
+}
 
 impl Drop for SimLock {
     fn drop(&mut self) {

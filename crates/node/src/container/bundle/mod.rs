@@ -240,7 +240,7 @@ pub struct Bind {
     pub source: PathBuf,
     /// Inside; absolute. A read-only root must have it.
     pub target: String,
-    /// Cannot be written to from inside.
+    /// Cannot be written to from inside, nor can what is mounted below it.
     pub readonly: bool,
 }
 

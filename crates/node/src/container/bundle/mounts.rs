@@ -35,14 +35,15 @@ pub(super) fn mounts(
         mount("/dev/shm", "tmpfs", "shm", "nosuid,noexec,nodev,mode=1777,size=65536k"),
         mount("/dev/mqueue", "mqueue", "mqueue", "nosuid,noexec,nodev"),
     ];
-    // The kernel refuses sysfs to a process in the host's network namespace, whose owner is the
-    // initial user namespace. The host's, read-only, shows the same.
-    mounts.push(if options.host_network {
-        mount("/sys", "bind", "/sys", "rbind,nosuid,noexec,nodev,ro")
+    // The kernel refuses sysfs to a user namespace that does not own the network namespace. The
+    // host's, read-only with all that is mounted in it, shows the same.
+    let is_bound = options.host_network && options.idmap.is_some();
+    mounts.push(if is_bound {
+        mount("/sys", "bind", "/sys", "rbind,nosuid,noexec,nodev,ro,rro")
     } else {
         mount("/sys", "sysfs", "sysfs", "nosuid,noexec,nodev,ro")
     });
-    if !options.host_network || !unified {
+    if !is_bound || !unified {
         mounts.push(mount("/sys/fs/cgroup", "cgroup", "cgroup", "nosuid,noexec,nodev,relatime,ro"));
     }
     if options.host_network {
@@ -91,7 +92,7 @@ pub(super) fn mounts(
         if options.readonly && !root.exists(&bind.target) && !below_a_mount(&mounts, &bind.target) {
             return Err(BundleError::MissingMountPoint(bind.target.clone()));
         }
-        let mode = if bind.readonly { "ro" } else { "rw" };
+        let mode = if bind.readonly { "ro,rro" } else { "rw" };
         let source = bind.source.to_string_lossy();
         mounts.push(mount(&bind.target, "bind", &source, &format!("rbind,rprivate,{mode}")));
     }
