@@ -29,7 +29,7 @@ const RUN: &str = "/run/cofolio";
 #[derive(Clone, Debug)]
 pub struct InitOptions {
     /// Set the immutable flag on objects, images and layers where the filesystem allows it; `rm -r`
-    /// cannot remove such a store, see [`Store::destroy`].
+    /// cannot remove such a store, `chattr -R -i` comes first.
     pub immutable: bool,
 }
 
