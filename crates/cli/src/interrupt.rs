@@ -42,7 +42,6 @@ impl Cancellable {
             Some(handlers) => handlers,
             none => none.insert(Handlers::register()?),
         };
-        IS_CANCELLED.store(false, SeqCst);
         handlers.is_idle.store(false, SeqCst);
         Ok(Self { cancel: cancel() })
     }

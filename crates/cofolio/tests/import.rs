@@ -22,6 +22,26 @@ fn layout(sandbox: &Sandbox, name: &str, tag: &str) -> String {
     path.display().to_string()
 }
 
+/// `--platform` was passed over without a word where there was nothing to choose: an image for
+/// another processor came in under a name that said otherwise.
+#[test]
+fn an_image_for_another_platform_is_told() {
+    let sandbox = Sandbox::new();
+    let path = sandbox.path("arm");
+    let mut layer = Tar::default();
+    layer.file("f", 0o644, b"f");
+    write_layout(&path, "arm:1", &[layer.finish()], json!({}));
+    let source = path.display().to_string();
+    let ours = sandbox.run(&["import", &source]);
+    ours.ok();
+    assert_eq!(ours.stderr, "");
+    // It is here already: that is told again.
+    let other = sandbox.run(&["import", "--platform", "plan9/mips", &source]);
+    other.ok();
+    assert_eq!(other.stderr, "arm:1 is for linux/amd64, not for plan9/mips\n");
+    sandbox.run(&["import", "--platform", "plan9", &source]).fails_with(2);
+}
+
 /// A name was looked at when the image was published, after gigabytes had been read and written. Blank
 /// names, and names that other commands take for paths, went through.
 #[test]

@@ -186,6 +186,10 @@ fn openssl_and_we_agree_about_signatures() {
     let signature = sandbox.text("app.sig");
     sandbox.run(&["sign", "app:1", "--key", &private, "-o", &signature]).ok();
     assert_eq!(fs::metadata(&signature).unwrap().len(), 64);
+    // Whatever was there was overwritten: the key itself, too.
+    let before = fs::read(&private).unwrap();
+    sandbox.run(&["sign", "app:1", "--key", &private, "-o", &private]).fails_with(7);
+    assert_eq!(fs::read(&private).unwrap(), before);
 
     let config = sandbox.run(&["inspect", "--json", "app:1"]).json();
     let config = config["signatures"][0]["config"].as_str().unwrap().to_owned();
@@ -222,6 +226,15 @@ fn openssl_and_we_agree_about_signatures() {
     ran.fails_with(9);
     assert!(ran.stderr.contains("others.sig") && ran.stderr.contains(&image), "{}", ran.stderr);
     sandbox.run(&["sign", "app:1", "--attach", &file, "--key", &others]).ok();
+    // The first of several keys was named, whichever had signed.
+    let (several, ours) = (sandbox.text("several.pub"), fs::read_to_string(&public).unwrap());
+    fs::write(&several, format!("{ours}{}", fs::read_to_string(&others).unwrap())).unwrap();
+    let by = |keys: &str| {
+        let ran = sandbox.run(&["sign", "app:1", "--attach", &file, "--key", keys]);
+        ran.ok();
+        ran.stderr
+    };
+    assert_eq!(by(&several), by(&others));
     sandbox.run(&["sign", "app:1", "--attach", &file, "--key", &others]).ok();
     let inspected = sandbox.run(&["inspect", "--json", "app:1"]).json();
     assert_eq!(inspected["signatures"].as_array().unwrap().len(), 2, "{inspected}");

@@ -1,4 +1,4 @@
-//! Files that somebody names: keys, signatures, certificates, credentials, settings.
+//! Files that somebody names, keys or settings say, and files of foreign layouts and stores.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -6,15 +6,33 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+const FLAGS: OFlags =
+    OFlags::NONBLOCK.union(OFlags::NOCTTY).union(OFlags::CLOEXEC).union(OFlags::RDONLY);
 
 /// Opens a file for reading. A FIFO is refused: an open or a read of it might never return.
 pub fn open(path: &Path) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let file = File::from(rustix::fs::open(path, FLAGS, Mode::empty())?);
     match file.metadata()?.file_type().is_fifo() {
         true => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a FIFO and not a file")),
         false => Ok(file),
     }
+}
+
+/// Opens a regular file of a foreign layout or store, or a link to one, without changing when it
+/// was last read, if that is allowed. Anything else is `InvalidInput`, devices too.
+pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
+    let refused = || io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(refused());
+    }
+    let file = File::from(match rustix::fs::open(path, FLAGS | OFlags::NOATIME, Mode::empty()) {
+        Err(Errno::PERM) => rustix::fs::open(path, FLAGS, Mode::empty())?,
+        other => other?,
+    });
+    // It may have been exchanged since.
+    if file.metadata()?.is_file() { Ok(file) } else { Err(refused()) }
 }
 
 /// Reads a whole file of at most `max` bytes.

@@ -166,10 +166,13 @@ impl Staging {
             _ => return Err(Error::corrupt(path, "it is not a regular file")),
         }
         // An interrupted import may lack it, and mounts take an image's flag for all its objects'.
-        match self.domain.protection().immutable && !stat.immutable {
-            true => protect_file(self.disk(), &path),
-            false => Ok(()),
+        if !self.domain.protection().immutable || stat.immutable {
+            return Ok(());
         }
+        if !is_sound(digest_of(self.disk(), &path, &self.cancel), Some(digest))? {
+            return Err(Error::corrupt(path, "its content has another digest than its name"));
+        }
+        protect_file(self.disk(), &path)
     }
 
     /// Moves staged objects into place by shard. A shard that the domain lacks moves as a whole: a

@@ -11,11 +11,12 @@ use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
 
 use crate::buffer::{ALIGN, Buffer};
 use crate::contents::Contents;
-use crate::disk::Piece;
+use crate::disk::{Piece, Stretch};
 use crate::error::{At, Error, Result, is_damage, with_causes};
 use crate::fsck::{Finding, FindingKind};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
+use crate::real::stretch_at;
 use crate::task::Cancel;
 use crate::verity::{Hasher, UNIT};
 use crate::{Digest, Domain, StoredFile};
@@ -287,6 +288,14 @@ impl Reader {
         let mut hasher = Hasher::new();
         loop {
             cancel.check()?;
+            // What is left of a hole is read: direct reads begin at whole blocks.
+            if let Some(descriptor) = file.descriptor()
+                && let Ok(Stretch::Hole(len)) = stretch_at(descriptor, hasher.size())
+                && len >= READ_SIZE as u64
+            {
+                hasher.zeros(len - len % READ_SIZE as u64);
+                continue;
+            }
             let buffer = self.buffer.spare();
             let quiet = Quiet::begin(file, hasher.size(), buffer.len() as u64);
             let read = match file.read_at(buffer, hasher.size()) {

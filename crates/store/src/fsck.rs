@@ -33,6 +33,11 @@ pub(crate) fn list(findings: &mut Vec<Finding>, more: &mut u64, finding: Finding
     is_listed
 }
 
+/// By kind and path.
+pub(crate) fn sort(findings: &mut [Finding]) {
+    findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
+}
+
 /// What kind of thing is wrong. The texts are stable: scripts may rely on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -298,7 +303,7 @@ impl Domain {
                 || again.findings.iter().any(|now| now.kind == FindingKind::Unprotected)
         });
         self.add_hit(contents, &mut report)?;
-        report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
+        sort(&mut report.findings);
         Ok(report)
     }
 

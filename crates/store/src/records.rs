@@ -5,7 +5,8 @@ use std::io;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::disk::Purpose;
+use crate::disk::{LockMode, Purpose};
+use crate::domain::Covered;
 use crate::error::{At, Error, ErrorKind, Result, is_absent, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, Root, RootKind};
@@ -123,6 +124,25 @@ impl Domain {
         self.store().replace_file(&path, &json, true)
     }
 
+    /// Lets `change` change a ref that is there, while nobody else replaces or removes it. Durable on
+    /// return.
+    ///
+    /// # Errors
+    /// [`Error::BadName`], [`Error::Corrupt`], [`Error::Io`].
+    pub fn change_ref(&self, ref_name: &str, change: impl FnOnce(&mut Ref)) -> Result<()> {
+        self.store().check_writable()?;
+        let path = self.ref_file(ref_name)?;
+        let lock = || self.try_lock(Covered::Names, LockMode::Exclusive);
+        let _lock = self.store().waiting().wait_for(lock)?;
+        let Some((_, mut record)) = self.read_ref(&path)? else { return Ok(()) };
+        let before = record.clone();
+        change(&mut record);
+        if record == before {
+            return Ok(());
+        }
+        self.store().replace_file(&path, &ref_json(ref_name, &record)?, true)
+    }
+
     /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`], and
     /// until then [`Domain::unnamed_record`] knows what it said of the image.
     ///
@@ -131,6 +151,7 @@ impl Domain {
     pub fn remove_ref(&self, ref_name: &str) -> Result<()> {
         let path = self.ref_file(ref_name)?;
         self.store().check_writable()?;
+        let _lock = self.lock_names()?;
         let found = match self.read_ref(&path) {
             Err(error) if is_damage(&error) => None,
             other => other?,

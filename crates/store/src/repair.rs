@@ -9,7 +9,7 @@ use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
 use crate::error::{At, Error, Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
-use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport};
+use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport, sort};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::RECORDS;
@@ -329,7 +329,7 @@ impl Domain {
             let finding = finding.filter(|finding| !is_known(finding));
             report.findings.extend(finding);
         }
-        report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
+        sort(&mut report.findings);
         Ok(report)
     }
 

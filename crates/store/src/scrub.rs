@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::contents::Contents;
 use crate::error::{Error, Result};
 use crate::examine::{Examiner, Quiet, Reader, Reading, Seen};
-use crate::fsck::{Finding, list};
+use crate::fsck::{Finding, list, sort};
 use crate::kinds::{FileKind, FileName};
 use crate::store::{mkdir_if_missing, parent};
 use crate::task::{Event, Task};
@@ -91,10 +91,8 @@ impl Domain {
         examiner.derived = self.derived_images()?;
         let mut objects = BTreeMap::new();
         // Metadata is little, and read every time: it says which objects there have to be.
-        let mut findings = examiner.scrub_metadata(options, &images, &mut objects)?;
-        let mut segments = examiner.scrub_packs(&images, &mut findings)?;
-        findings.append(&mut report.findings);
-        report.findings = findings;
+        let mut metadata = examiner.scrub_metadata(options, &images, &mut objects)?;
+        let mut segments = examiner.scrub_packs(&images, &mut metadata)?;
         if options.images.is_none() {
             self.each_object(&mut |digest, _| {
                 objects.entry(digest).or_insert(None);
@@ -116,19 +114,9 @@ impl Domain {
                 Seen::Damaged(finding) => {
                     list(&mut report.findings, &mut report.more, finding);
                 }
-                // A missing segment is a finding of its pack. Without a lock, an object may have
-                // been collected together with its image.
+                // A missing segment is a finding of its pack.
                 Seen::Missing if kind == FileKind::Segment => {}
-                Seen::Missing => {
-                    let lost = size.is_some()
-                        && images.iter().all(|image| self.has_image(image).unwrap_or(true));
-                    if lost {
-                        let finding = examiner.missing_object(&digest);
-                        list(&mut report.findings, &mut report.more, finding);
-                    } else {
-                        report.gone += 1;
-                    }
-                }
+                Seen::Missing => report.gone += 1,
             }
             report.objects += 1;
             report.bytes += bytes;
@@ -146,7 +134,22 @@ impl Domain {
             }
         }
         let _ = self.disk().unlink(&self.scrub_file(&scope));
-        report.findings.sort_by(|a, b| (a.kind, &a.path).cmp(&(b.kind, &b.path)));
+        // Without a lock, objects may have been collected together with their images. Those that
+        // images name that are still here are lost.
+        let mut named = BTreeSet::new();
+        for image in images.iter().map(|image| FileName::content(FileKind::Image, image)) {
+            examiner.read_quietly(&image, &mut |digest, _| {
+                named.insert(digest);
+            })?;
+        }
+        for digest in named.iter().filter(|it| matches!(self.object_size(it), Ok(None))) {
+            report.gone = report.gone.saturating_sub(1);
+            metadata.push(examiner.missing_object(digest));
+        }
+        for finding in metadata {
+            list(&mut report.findings, &mut report.more, finding);
+        }
+        sort(&mut report.findings);
         report.findings.dedup();
         Ok(report)
     }
@@ -189,15 +192,11 @@ impl Examiner<'_> {
         let mut findings = Vec::new();
         for name in files {
             let seen = match self.look(&name, None)?.0 {
-                Seen::Sound => {
-                    let Ok(file) = self.domain.open_named(&name) else { continue };
-                    let _quiet = Quiet::begin(&file, 0, 0);
-                    self.read(&name, &mut |digest, size| {
-                        if name.kind() == FileKind::Image {
-                            objects.insert(digest, Some(size));
-                        }
-                    })?
-                }
+                Seen::Sound => self.read_quietly(&name, &mut |digest, size| {
+                    if name.kind() == FileKind::Image {
+                        objects.insert(digest, Some(size));
+                    }
+                })?,
                 seen => seen,
             };
             match seen {
@@ -209,6 +208,13 @@ impl Examiner<'_> {
             }
         }
         Ok(findings)
+    }
+
+    /// [`Examiner::read`], with the page cache as before.
+    fn read_quietly(&self, name: &FileName, found: &mut dyn FnMut(Digest, u64)) -> Result<Seen> {
+        let Ok(file) = self.domain.open_named(name) else { return Ok(Seen::Missing) };
+        let _quiet = Quiet::begin(&file, 0, 0);
+        self.read(name, found)
     }
 
     /// Adds what is wrong with the images' packs; returns the segments that they need.

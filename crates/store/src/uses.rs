@@ -1,10 +1,10 @@
 //! Who uses what: for disk usage and trim, which say what removing an image frees.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::contents::Contents;
 use crate::disk::Kind;
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, Result, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::{Digest, Domain};
 
@@ -23,12 +23,14 @@ pub(crate) struct Use {
 pub(crate) struct Uses {
     uses: HashMap<Digest, Use>,
     turn: u32,
+    /// Bases and deltas. A damaged one keeps nothing: its image is mounted without.
+    derived: HashSet<Digest>,
 }
 
 impl Uses {
     /// The objects, used by nothing.
     pub(crate) fn of_objects(domain: &Domain) -> Result<Self> {
-        let mut uses = Self::default();
+        let mut uses = Self { derived: domain.derived_images()?, ..Self::default() };
         domain.each_object(&mut |digest, allocated| uses.add(digest, allocated))?;
         Ok(uses)
     }
@@ -60,6 +62,10 @@ impl Uses {
         };
         also.iter().for_each(|digest| visit(*digest, 0));
         let read = file.visit_whole(domain, contents, &mut visit);
+        let is_derived = file.image().is_some_and(|image| self.derived.contains(&image));
+        if is_derived && read.as_ref().is_err_and(|error| is_damage(error.as_ref())) {
+            return Ok(());
+        }
         read.map_err(|source| Error::Unreadable { what: file.to_string(), source })
     }
 }

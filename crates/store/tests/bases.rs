@@ -94,6 +94,22 @@ fn a_trim_counts_bases() {
     assert_eq!((plan.bytes_after, domain.bytes().unwrap()), (0, 0), "{plan:?}");
 }
 
+/// A bad sector in a delta or base, which costs memory and nothing else, stopped every trim: the
+/// store grew over its limit.
+#[test]
+fn a_trim_goes_on_with_a_damaged_base() {
+    for damaged in ["base", "delta"] {
+        let scratch = Scratch::new(&format!("base-trim-{damaged}"));
+        let domain = domain(&scratch);
+        let (_, over) = over_base(&domain, "a", 10);
+        let of = if damaged == "base" { over.base } else { over.delta };
+        alter(&domain.image_path(&of).unwrap());
+        let options = TrimOptions { size: Some(0), ..TrimOptions::default() };
+        let (plan, _) = domain.trim(&Lines, &nothing_live, &options, &|_| ()).unwrap();
+        assert_eq!((plan.victims.len(), domain.bytes().unwrap()), (1, 0), "{damaged}: {plan:?}");
+    }
+}
+
 /// Derived, and so never in the way: of garbage collection, of a repair, of the image itself.
 #[test]
 fn damage_to_a_base_is_told_and_removed() {

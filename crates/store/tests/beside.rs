@@ -6,7 +6,8 @@ mod common;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
 
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
@@ -247,6 +248,38 @@ fn two_collections_do_not_meet() {
     });
     assert_eq!(report.images, 1, "{report:?}");
     assert!(domain.has_image(&mounted).unwrap());
+}
+
+/// A push wrote what it had read of a ref before: it moved the name back to the image that an import
+/// had just replaced, or brought back a name that had been removed. Others wait for a change.
+#[test]
+fn nobody_replaces_or_removes_a_ref_while_it_is_changed() {
+    let scratch = Scratch::new("change");
+    let domain = scratch.store().domain("default").unwrap();
+    put(&domain, "moves", &[1]);
+    let newer = put(&domain, "newer", &[2]);
+    put(&domain, "goes", &[1]);
+    std::thread::scope(|scope| {
+        let domain = &domain;
+        let beside = |name: &str, act: Box<dyn FnOnce() + Send>| {
+            let (done, is_done) = mpsc::channel();
+            let change = |record: &mut Ref| {
+                scope.spawn(move || {
+                    act();
+                    done.send(()).unwrap();
+                });
+                assert!(is_done.recv_timeout(Duration::from_millis(300)).is_err(), "{name}");
+                record.labels.insert("pushed".into(), "yes".into());
+            };
+            domain.change_ref(name, change).unwrap();
+            is_done.recv().unwrap();
+        };
+        beside("moves", Box::new(|| domain.put_ref("moves", &Ref::new(newer)).unwrap()));
+        beside("goes", Box::new(|| domain.remove_ref("goes").unwrap()));
+    });
+    assert_eq!(domain.get_ref("moves").unwrap().unwrap(), Ref::new(newer));
+    assert!(domain.get_ref("goes").unwrap().is_none());
+    domain.change_ref("goes", |_| panic!("it is not there")).unwrap();
 }
 
 /// Two imports of one new layer: the second replaced what the first had published, which the first made

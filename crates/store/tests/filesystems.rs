@@ -14,7 +14,7 @@ use std::process::Command;
 use cofolio_store::task::Task;
 use cofolio_store::{
     Domain, FindingKind, FsckOptions, GcOptions, ImportOptions, InitOptions, Protection, Publish,
-    Ref, Store, verity,
+    Ref, ScrubOptions, Store, verity,
 };
 use cofolio_sys::cache::{FileMap, cachestat, page_size};
 use common::volume::{Volume, run};
@@ -136,6 +136,16 @@ fn fsck_sees_content_that_lost_its_protection() {
     assert!(!report.is_damaged());
     domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
     is_clean(&domain, &Lines);
+
+    // An import of the same file called it there already, and protected what somebody had altered.
+    run(Command::new("chattr").arg("-i").arg(&path)).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let mut altered = pieces[0].clone();
+    altered[7] ^= 1;
+    std::fs::write(&path, altered).unwrap();
+    let error = import(&domain, "b", &pieces, None, ImportOptions::default()).unwrap_err();
+    assert!(matches!(&error, cofolio_store::Error::Corrupt { .. }), "{error}");
+    assert!(domain.get_ref("b").unwrap().is_none());
 }
 
 /// Two imports that bring the same content protect it at once. With fs-verity ext4 told the one that came second that the
@@ -331,6 +341,10 @@ fn holes_stay_holes() {
                 }
             }
             is_clean(domain, &Lines);
+            // Hours at this rate, if holes were read.
+            let quick = ScrubOptions { images: None, rate: Some(100 << 20) };
+            let scrubbed = domain.scrub(&Lines, &quick, &Task::default()).unwrap();
+            assert_eq!((scrubbed.objects, scrubbed.findings), (objects.len() as u64, vec![]));
             let report = domain.verify_image(&image, &Lines, &Task::default()).unwrap();
             assert_eq!((report.objects, report.findings), (objects.len() as u64, vec![]));
             let usage = domain.du(&Lines, &Task::default()).unwrap();

@@ -205,6 +205,20 @@ fn a_scrub_tells_what_is_lost_from_what_was_collected() {
     let report = domain.scrub(&Lines, &all, &task).unwrap();
     assert_eq!(lost(&report), []);
     assert_eq!((report.objects, report.gone), (20, 19));
+
+    // As soon as any image had gone, nothing was lost any more.
+    put(&domain, "living", &[40, 41]);
+    put(&domain, "goes", &[50]);
+    std::fs::remove_file(domain.object_path(&object(41)).unwrap()).unwrap();
+    let (collected, inside) = (Mutex::new(false), domain.clone());
+    let task = Task::new(Cancel::default(), move |_| {
+        if !std::mem::replace(&mut *collected.lock().unwrap(), true) {
+            inside.remove_ref("goes").unwrap();
+            gc(&inside).unwrap();
+        }
+    });
+    let report = domain.scrub(&Lines, &all, &task).unwrap();
+    assert_eq!(lost(&report), [(FindingKind::ObjectMissing, Some(object(41)))]);
 }
 
 #[test]

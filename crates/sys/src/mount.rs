@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+use rustix::io::Errno;
 use rustix::ioctl::{self, Getter, Opcode, opcode};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
@@ -290,7 +291,7 @@ pub fn attach_loop(file: impl AsFd, name: &OsStr, writable: bool) -> io::Result<
         let fd = match rustix::fs::open(&path, flags, Mode::empty()) {
             Ok(fd) => fd,
             // Taken and freed again meanwhile: its node may be gone with it.
-            Err(rustix::io::Errno::NXIO | rustix::io::Errno::BUSY) => continue,
+            Err(Errno::NOENT | Errno::NXIO | Errno::BUSY) => continue,
             Err(error) => return Err(error.into()),
         };
         let config = LoopConfig {

@@ -62,15 +62,17 @@ impl Resident {
 
 /// Reads a file of at most `max` bytes from its beginning; the page cache has as much of it afterwards as before.
 pub fn read_aside(file: &File, max: u64) -> io::Result<Vec<u8>> {
+    let too_large =
+        || io::Error::new(io::ErrorKind::FileTooLarge, format!("more than {max} bytes"));
     let size = file.metadata()?.len();
+    if size > max {
+        return Err(too_large());
+    }
     let resident = Resident::of(file, size)?;
     let mut bytes = Vec::new();
     io::Seek::rewind(&mut &*file)?;
     let read = file.take(max.saturating_add(1)).read_to_end(&mut bytes);
     resident.drop_others(file, size);
     read?;
-    if bytes.len() as u64 > max {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("more than {max} bytes")));
-    }
-    Ok(bytes)
+    if bytes.len() as u64 > max { Err(too_large()) } else { Ok(bytes) }
 }

@@ -4,7 +4,7 @@ use anyhow::Context as _;
 use cofolio_image::import::{self, ImportOptions, ImportReport, check_name};
 use cofolio_image::source::{Platform, Source};
 use cofolio_node::backend;
-use cofolio_store::TrimPlan;
+use cofolio_store::{Domain, TrimPlan};
 
 use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
@@ -84,7 +84,8 @@ impl HowArgs {
             ..ImportOptions::default()
         };
         if let Some(platform) = &self.platform {
-            options.platform = Platform::parse(platform)?;
+            options.platform =
+                Platform::parse(platform).map_err(|error| Fail::usage(error.to_string()))?;
         }
         options.limits.uncompressed_bytes = self.max_size << 30;
         Ok(options)
@@ -109,6 +110,7 @@ pub(crate) fn fetch(
     let work = Work::begin(context.ui, doing, "file")?;
     let report = import::import(&domain, source, options, &work.task)?;
     drop(work);
+    warn_of_platform(&domain, &report.name, &options.platform, context)?;
     let image = report.image;
     let work = Work::begin(context.ui, "packing", "file")?;
     backend::pack_imported(&domain, &image, &work.task)
@@ -128,6 +130,22 @@ pub(crate) fn fetch(
         None
     });
     Ok((report, trimmed))
+}
+
+/// An image that is not in an index is for the one platform that its config says.
+fn warn_of_platform(
+    domain: &Domain,
+    name: &str,
+    wanted: &Platform,
+    context: &Context<'_>,
+) -> anyhow::Result<()> {
+    let config = domain.get_ref(name)?.and_then(|record| record.config).unwrap_or_default();
+    if let Ok(platform) = serde_json::from_str::<Platform>(&config)
+        && !wanted.matches(&platform)
+    {
+        context.ui.note(format!("{name} is for {platform}, not for {wanted}"));
+    }
+    Ok(())
 }
 
 /// Imports, and says what became of it.

@@ -1,8 +1,8 @@
-use std::fs;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use cofolio_image::export::OutputFile;
 use cofolio_image::files;
 use cofolio_image::trust::{self, PublicKey, Record, SigningKey};
 use serde_json::json;
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// PEM file with the private key (PKCS#8); with --attach, with public keys, one of which has signed
     #[arg(long, value_name = "FILE", required_unless_present = "message")]
     key: Option<PathBuf>,
-    /// Also write the signature (64 bytes) to this file
+    /// Also write the signature (64 bytes) to this file, which must not exist
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Keep this signature, made elsewhere, if it is one of the image by the key
@@ -58,7 +58,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             let keys = PublicKey::read(key)?;
             let record = Record::of_signature(&image.digest, config, &signature, &keys)
                 .with_context(|| file.display().to_string())?;
-            (record, keys.first().map_or_else(String::new, ToString::to_string))
+            let sign = |key: &&PublicKey| {
+                Record::of_signature(&image.digest, config, &signature, [*key]).is_ok()
+            };
+            (record, keys.iter().find(sign).map_or_else(String::new, ToString::to_string))
         }
         None => {
             let key = SigningKey::read(key)?;
@@ -72,7 +75,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let signature = record.signature();
     if let Some(file) = &args.output {
-        fs::write(file, signature).with_context(|| format!("writing {}", file.display()))?;
+        let output = OutputFile::create(file, false)?;
+        output
+            .file()
+            .write_all(signature)
+            .with_context(|| format!("writing {}", file.display()))?;
+        output.publish()?;
     }
     record.keep(&domain, &image.digest)?;
     if context.ui.json {

@@ -11,7 +11,9 @@ use std::io::{self, IsTerminal, Seek, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, renameat_with};
+use rustix::fs::{
+    AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, linkat, renameat_with, unlink,
+};
 use rustix::io::Errno;
 
 use super::error::{ExportError, io_error};
@@ -111,17 +113,25 @@ fn check_free(path: &Path, replace: bool) -> Result<(), ExportError> {
     }
 }
 
-fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
+pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
     let flags = if replace { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
     let renamed = match renameat_with(CWD, from, CWD, to, flags) {
-        // This filesystem cannot refuse by itself; the caller has checked a moment ago.
-        Err(Errno::INVAL) if !replace => renameat_with(CWD, from, CWD, to, RenameFlags::empty()),
+        // As on NFS.
+        Err(Errno::INVAL) if !replace => {
+            linkat(CWD, from, CWD, to, AtFlags::empty()).and_then(|()| unlink(from))
+        }
         other => other,
     };
-    match renamed {
-        Err(Errno::EXIST) => Err(ExportError::Exists { path: to.to_owned() }),
-        other => other.map_err(|error| io_error(to)(error.into())),
-    }
+    renamed.map_err(|error| match error {
+        Errno::EXIST if !replace => ExportError::Exists { path: to.to_owned() },
+        other => io_error(to)(other.into()),
+    })?;
+    sync(directory(to))
+}
+
+/// Makes the names in a directory durable.
+pub(super) fn sync(directory: &Path) -> Result<(), ExportError> {
+    File::open(directory).and_then(|it| it.sync_all()).map_err(io_error(directory))
 }
 
 /// An unnamed file in the directory of `path`, which no other user can open. The kernel removes it
@@ -184,7 +194,8 @@ fn remove_leftovers(directory: &Path, prefix: &OsStr) {
 }
 
 fn is_alive(process: u32) -> bool {
-    process == std::process::id() || Path::new("/proc").join(process.to_string()).exists()
+    // In a container the number of a killed process comes again.
+    process != std::process::id() && Path::new("/proc").join(process.to_string()).exists()
 }
 
 /// Whether no process holds the lock of a file or directory.
@@ -204,5 +215,20 @@ mod tests {
         let name = format!(".stdout.cofolio-{}", std::process::id());
         std::fs::create_dir(dir.path().join(name)).unwrap();
         super::unnamed_file(&dir.path().join("stdout")).unwrap();
+    }
+
+    /// In a container every run of the program has the same process number: what a killed export
+    /// left counted as one that is still running, and no later one began.
+    #[test]
+    fn what_a_killed_process_of_the_same_number_left_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let left = dir.path().join(format!(".out.cofolio-{}", std::process::id()));
+        std::fs::write(&left, "half").unwrap();
+        let path = dir.path().join("out");
+        super::OutputFile::create(&path, false).unwrap().publish().unwrap();
+        assert_eq!(std::fs::read(path).unwrap(), b"");
+        // While one is being written, no other begins.
+        let _running = super::OutputFile::create(&dir.path().join("b"), false).unwrap();
+        assert!(super::OutputFile::create(&dir.path().join("b"), false).is_err());
     }
 }

@@ -115,6 +115,8 @@ impl Target for Layout {
     }
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
+        aside::sync(&self.root.join("blobs/sha256"))?;
+        aside::sync(&self.root.join("blobs"))?;
         let path = self.root.join("index.json");
         let before = match self.goes_to {
             Some(_) => None,
@@ -125,7 +127,7 @@ impl Target for Layout {
         file.publish()?;
         if let Some(to) = &self.goes_to {
             // Over an empty directory as well.
-            fs::rename(&self.root, to).map_err(io_error(to))?;
+            aside::rename(&self.root, to, true)?;
         }
         self.published = true;
         Ok(())

@@ -130,7 +130,8 @@ pub fn push(
     let outcome = push.layers(options).and_then(|layers| {
         let report = push.publish(tag, &layers)?;
         if let Some(name) = exported.name {
-            remember(domain, name, &push.image, to, &layers);
+            // The push is complete even if that fails.
+            let _ = domain.change_ref(name, |record| remember(record, &push.image, to, &layers));
         }
         Ok(report)
     });
@@ -141,13 +142,11 @@ pub fn push(
 }
 
 /// Records the layers' blobs and their repository for the next push, which can ask for them or
-/// mount them. The push is complete even if that fails.
-fn remember(domain: &Domain, name: &str, image: &Image<'_>, to: &Reference, layers: &[Done]) {
-    let Ok(Some(mut record)) = domain.get_ref(name) else { return };
+/// mount them.
+fn remember(record: &mut Ref, image: &Image<'_>, to: &Reference, layers: &[Done]) {
     if record.image != *image.digest {
         return;
     }
-    let before = record.packed.clone();
     let repository = format!("{}/{}", to.host(), to.repository());
     for Done { blob, diff_id, .. } in layers {
         let digest = blob.digest.to_string();
@@ -166,9 +165,6 @@ fn remember(domain: &Domain, name: &str, image: &Image<'_>, to: &Reference, laye
         repositories.retain(|other| *other != repository);
         repositories.insert(0, repository.clone());
         repositories.truncate(PLACES_MAX);
-    }
-    if record.packed != before {
-        let _ = domain.put_ref(name, &record);
     }
 }
 

@@ -336,15 +336,17 @@ enum Unpacker<'a> {
 }
 
 impl<'a> Unpacker<'a> {
-    fn new(tap: Tap<'a>) -> io::Result<Self> {
-        let mut input = BufReader::with_capacity(128 * 1024, tap);
-        let head = input.fill_buf()?;
+    fn new(mut tap: Tap<'a>) -> io::Result<Self> {
+        // One read may give less than is to be looked at.
+        let mut head = Vec::new();
+        (&mut tap.inner).take(4).read_to_end(&mut head)?;
+        tap.inner = Box::new(io::Cursor::new(head.clone()).chain(tap.inner));
+        let input = BufReader::with_capacity(128 * 1024, tap);
         if head.starts_with(&[0x1f, 0x8b, 0x08]) {
             return Ok(Self::Gzip(Box::new(flate2::bufread::MultiGzDecoder::new(input))));
         }
         // A frame, or a skippable one (`.*M.18`), with which zstd streams may begin as well.
-        let skippable =
-            head.len() >= 4 && head[0] & 0xf0 == 0x50 && head[1..4] == [0x2a, 0x4d, 0x18];
+        let skippable = matches!(*head, [0x50..=0x5f, 0x2a, 0x4d, 0x18]);
         if skippable || head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
             let mut decoder = zstd::stream::read::Decoder::with_buffer(input)?;
             decoder.window_log_max(ZSTD_WINDOW_LOG_MAX)?;
@@ -506,4 +508,35 @@ pub(crate) fn fuzz(blob: &Blob, budget: &Budget) -> (Vec<u8>, Result<bool, Impor
         }
     }
     (bytes, result.map(|diff_id| diff_id.is_some()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct OneByte<R>(R);
+
+    impl<R: Read> Read for OneByte<R> {
+        fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+            let end = buf.len().min(1);
+            self.0.read(&mut buf[..end])
+        }
+    }
+
+    /// Compression was detected by what the first read gave: a registry whose first packet had
+    /// fewer than four bytes of the blob made a good layer a damaged one.
+    #[test]
+    fn compression_is_detected_whatever_the_first_read_gives() {
+        let zstd = zstd::encode_all(&b"text"[..], 1).unwrap();
+        let skippable = [&[0x50, 0x2a, 0x4d, 0x18, 1, 0, 0, 0, 9], &zstd[..]].concat();
+        for (blob, expected) in
+            [(zstd, "text"), (skippable, "text"), (b"abc".to_vec(), "abc"), (vec![], "")]
+        {
+            let inner = Box::new(OneByte(io::Cursor::new(blob)));
+            let tap = Tap { inner, hasher: None, count: 0, on_read: &|_| {} };
+            let mut text = String::new();
+            Unpacker::new(tap).unwrap().read_to_string(&mut text).unwrap();
+            assert_eq!(text, expected);
+        }
+    }
 }

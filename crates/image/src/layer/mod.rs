@@ -101,9 +101,6 @@ impl LayerTree {
         if path.iter().any(|part| part.starts_with(AUFS) && part != OPAQUE) {
             return Ok(Made::Ignored);
         }
-        if let Some(part) = parents.iter().find(|part| part.starts_with(WHITEOUT)) {
-            return Err(format!("{:?} is a whiteout and cannot be a directory", shown(part)));
-        }
         let root = self.tree.root();
         let dir = make_dirs(&mut self.tree, root, parents, true)?;
         if name.starts_with(WHITEOUT) {
@@ -176,6 +173,9 @@ impl LayerTree {
         let mut target = Vec::new();
         split(&entry.link, &mut target).map_err(|e| format!("hard link target: {e}"))?;
         let (last, parents) = target.split_last().ok_or("hard link to the root")?;
+        if last.starts_with(WHITEOUT) {
+            return Err(format!("hard link to the whiteout {:?}", shown(&entry.link)));
+        }
         let there = walk(&self.tree, self.tree.root(), parents)?;
         let there = there.and_then(|dir| self.tree.lookup(dir, last));
         if there.is_some_and(|inode| self.tree.is_dir(inode)) {
@@ -235,6 +235,10 @@ impl Steps {
             if name == b".." {
                 self.dir = tree.parent(self.dir).unwrap_or(self.dir);
                 continue;
+            }
+            // Of the path, or of a symbolic link.
+            if name.starts_with(WHITEOUT) {
+                return Err(format!("{:?} is a whiteout and cannot be a directory", shown(&name)));
             }
             let Some(next) = tree.lookup(self.dir, &name) else { return Ok(Some(name)) };
             match tree.content(next) {

@@ -19,6 +19,7 @@ use serde::Deserialize;
 
 use crate::digest::BlobDigest;
 use crate::error::shown;
+use crate::files::open_regular;
 use crate::layer::blob::Content;
 
 /// Longest line, in bytes: the padding at the end of an archive is one.
@@ -108,7 +109,7 @@ impl Archive<BufReader<MultiGzDecoder<BufReader<File>>>> {
         let named = |path: &Path, e: io::Error| {
             io::Error::new(e.kind(), format!("{}: {e}", path.display()))
         };
-        let packed = File::open(tar_split).map_err(|e| named(tar_split, e))?;
+        let packed = open_regular(tar_split).map_err(|e| named(tar_split, e))?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root =
             rustix::fs::open(files, flags, Mode::empty()).map_err(|e| named(files, e.into()))?;

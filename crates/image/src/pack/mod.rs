@@ -82,8 +82,8 @@ pub enum PackError {
     /// The image cannot be read, or has files that cannot be packed.
     #[error("image {image}: {what}")]
     Image { image: Digest, what: String },
-    /// More content than a segment can address.
-    #[error("object {object} with {size} bytes is more than a segment can address")]
+    /// More content than a segment of the form takes.
+    #[error("object {object} with {size} bytes is more than a segment takes (compressed: 64 GiB)")]
     TooLarge { object: Digest, size: u64 },
     /// The caller cancelled it.
     #[error(transparent)]

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cofolio_store::task::Task;
-use cofolio_store::{Contents as _, Digest, Domain, FileKind};
+use cofolio_store::{Contents as _, Digest, Domain, ErrorKind, FileKind};
 use serde::Serialize;
 
 use super::segment::{Form, Segment};
@@ -66,6 +66,10 @@ pub fn rewrite(
                 report.new_bytes += packed.new_bytes;
             }
             Err(error @ PackError::Cancelled(_)) => return Err(error),
+            // The others would fill the disk again.
+            Err(PackError::Store(error)) if error.kind() == ErrorKind::Space => {
+                return Err(error.into());
+            }
             Err(error) => report.failed.push((image, error.to_string())),
         }
     }

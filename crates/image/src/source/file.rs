@@ -3,27 +3,12 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Arc;
 
 use cofolio_store::task::Cancel;
-use rustix::fs::{Mode, OFlags};
 
 use crate::digest::BlobDigest;
 use crate::layer::blob::{Blob, Content};
-
-/// Opens a regular file, or a link to one. Anything else is `InvalidInput`: a foreign layout may
-/// hold a FIFO, which would block, or a link to a device.
-pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
-    let refused = || io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
-    if !std::fs::metadata(path)?.is_file() {
-        return Err(refused());
-    }
-    // It may have been exchanged since.
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-    if file.metadata()?.is_file() { Ok(file) } else { Err(refused()) }
-}
 
 /// A part of a file, read from a position of its own.
 #[derive(Clone)]

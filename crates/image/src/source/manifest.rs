@@ -138,7 +138,8 @@ impl Platform {
         }
     }
 
-    fn matches(&self, other: &Self) -> bool {
+    /// Whether an image for `other` is one for this platform.
+    pub fn matches(&self, other: &Self) -> bool {
         self.os == other.os
             && self.architecture == other.architecture
             && match (&self.variant, &other.variant) {

@@ -7,10 +7,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::file::{Section, open_regular};
+use super::file::Section;
 use super::io_error;
 use crate::digest::{BlobDigest, BlobHasher, DiffId};
 use crate::error::ImportError;
+use crate::files::open_regular;
 use crate::layer::tar::{BLOCK, Entry, Input, Kind, MetaLimits, Reader, TarError};
 
 /// Members of an archive that are looked at. A layout has a handful per layer.

@@ -17,6 +17,7 @@ use cofolio_store::task::Task;
 
 use crate::digest::{BlobDigest, ChainId, DiffId};
 use crate::error::{EngineError, ImportError};
+use crate::files::open_regular;
 use crate::layer::FoundLayer;
 use crate::layer::blob::Blob;
 use crate::layer::tar_split::UnpackedLayer;
@@ -356,7 +357,7 @@ impl Opened {
 
 /// Opens a file that is a blob, from its first byte on; `None` if there is no such file.
 fn open_whole(path: &Path) -> Result<Option<(Arc<File>, u64, u64)>, ImportError> {
-    let file = match file::open_regular(path) {
+    let file = match open_regular(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(|e| io_error(path, e))?,
     };

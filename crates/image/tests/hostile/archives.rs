@@ -20,6 +20,21 @@ fn names_that_are_no_names() {
     bad_tar(Tar::new().file(".wh.x/y", b""), &["whiteout"]);
 }
 
+/// Only the path of an entry was looked at: through a symbolic link a directory got the name of a
+/// whiteout, what lay in it was lost without a word, and the layer counted as damaged ever after.
+/// Through a link in a lower layer an entry reached what a merge keeps for itself.
+#[test]
+fn no_link_leads_to_a_whiteout() {
+    bad_tar(Tar::new().symlink("a", ".wh.b").file("a/f", b"x"), &["a/f", ".wh.b", "whiteout"]);
+    bad_tar(Tar::new().symlink("a", "/d/.wh..wh.x/y").file("a/f", b"x"), &["whiteout"]);
+    bad_tar(Tar::new().file(".wh.b", b"").link("l", ".wh.b"), &["l", "the whiteout"]);
+    let lower = Tar::new().file("t", b"t").symlink("s", ".wh..wh..held");
+    let upper = Tar::new().link("l", "t").file("s/0", b"x");
+    let layers = [Blob::gzip(&lower.end()), Blob::gzip(&upper.end())];
+    let error = Bench::new().layers("held", &layers).err().unwrap().to_string();
+    assert!(error.contains("whiteout"), "{error}");
+}
+
 #[test]
 fn links_to_nowhere() {
     bad_tar(Tar::new().link("l", "missing"), &["hard link", "missing", "does not exist"]);

@@ -49,6 +49,9 @@ const BLOCK: u64 = 4096;
 /// Largest content, in bytes, with a SHA-256: it hashes a terabyte of zeros as slowly as data.
 pub const SHA256_SIZE_MAX: u64 = 4 << 30;
 
+/// Largest content, in bytes, of a compressed segment: its holes are read, and cost blocks.
+pub const COMPRESSED_SIZE_MAX: u64 = 64 << 30;
+
 /// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
 /// two, at least 64 KiB, and large enough for at most 65,536 entries in an image's table.
 pub fn granule(size: u64) -> u64 {

@@ -9,7 +9,9 @@ use sha2::{Digest as _, Sha256};
 
 use super::super::PackError;
 use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
-use super::{BLOCK, BlockRef, IndexEntry, Run, SHA256_SIZE_MAX, Segment, granule};
+use super::{
+    BLOCK, BlockRef, COMPRESSED_SIZE_MAX, IndexEntry, Run, SHA256_SIZE_MAX, Segment, granule,
+};
 use cofolio_erofs::write::lz4::Pcluster;
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::{Hasher, block_digests, zero_digest};
@@ -229,6 +231,9 @@ impl SegmentWriter<'_> {
         compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Pcluster>>,
     ) -> Result<(), PackError> {
         debug_assert_eq!(self.segment.pclusters.len(), self.segment.blocks as usize);
+        if size > COMPRESSED_SIZE_MAX {
+            return Err(PackError::TooLarge { object: *object, size });
+        }
         let source = self.open(object, size)?;
         let mut hashers = Hashers::new(size);
         let cancel = self.cancel;

@@ -80,7 +80,7 @@ impl Database {
     pub(super) fn copy(path: &Path) -> std::result::Result<Self, EngineError> {
         let failed = |source| EngineError::Io { path: path.to_owned(), source };
         let wrong = |what| EngineError::Document { path: path.to_owned(), what };
-        let file = super::open(path).map_err(failed)?;
+        let file = super::open_regular(path).map_err(failed)?;
         let mut found = Err("transactions went on all the time while it was read".to_owned());
         for _ in 0..TRIES {
             let bytes = super::read_aside(&file, FILE_MAX).map_err(failed)?;

@@ -147,9 +147,10 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Whether there is a store at a location that can be read.
+    /// Whether there is a store at a location, of a driver that can be read.
     pub fn is_at(location: &Location) -> bool {
-        !matches!(Self::open(location), Err(EngineError::NotFound { .. }))
+        let found = Self::open(location);
+        !matches!(found, Err(EngineError::NotFound { .. } | EngineError::Unsupported { .. }))
     }
 
     /// Opens the store at a location, by default the one of this user's podman.

@@ -10,7 +10,6 @@ pub mod fuzz;
 mod inventory;
 mod names;
 
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -19,25 +18,16 @@ use serde::de::DeserializeOwned;
 pub use inventory::{Container, Inventory, LiveMounts};
 
 pub(crate) use crate::error::EngineError;
+use crate::files::open_regular;
 use cofolio_sys::resident::read_aside;
 
 /// Largest file of an engine's own records, in bytes. A layer takes some 700 of them.
 const RECORDS_MAX: u64 = 256 << 20;
 
-/// Opens a file without changing when it was last read, as far as that is allowed.
-fn open(path: &Path) -> io::Result<File> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let no_trace = i32::try_from(rustix::fs::OFlags::NOATIME.bits()).unwrap_or(0);
-    match File::options().read(true).custom_flags(no_trace).open(path) {
-        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(path),
-        other => other,
-    }
-}
-
 /// Reads a file of records or settings past the page cache; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<Vec<u8>>, EngineError> {
     let failed = |source| EngineError::Io { path: path.to_owned(), source };
-    let file = match open(path) {
+    let file = match open_regular(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(failed)?,
     };

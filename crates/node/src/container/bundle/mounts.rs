@@ -83,7 +83,7 @@ pub(super) fn mounts(
                 Some(volumes) => (volumes.clone(), volumes.clone()),
                 None => (held.join("volumes"), bundle.join("volumes")),
             };
-            let source = shown.join(volume(&below, root, path)?);
+            let source = shown.join(volume((&below, &shown), root, path)?);
             mounts.push(mount(path, "bind", &source.to_string_lossy(), "rbind,rw"));
         }
     }
@@ -110,7 +110,7 @@ fn below_a_mount(mounts: &[Value], path: &str) -> bool {
 /// Name of the host directory behind a volume, empty at first and owned like the image's directory.
 ///
 /// Volumes are siblings: inside another one, a container could put a symbolic link into the path.
-fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<String> {
+fn volume((below, shown): (&Path, &Path), root: &Rootfs, path: &str) -> Result<String> {
     let inside = root
         .open_beneath(path, OFlags::PATH | OFlags::DIRECTORY)
         .map_err(|_| BundleError::MissingMountPoint(path.to_owned()))?;
@@ -118,6 +118,11 @@ fn volume(below: &Path, root: &Rootfs, path: &str) -> Result<String> {
     let components = path.split('/').filter(|component| !component.is_empty());
     let name = components.collect::<Vec<_>>().join("/").replace('%', "%25").replace('/', "%2F");
     let directory = below.join(&name);
+    for (path, shown) in [(below, shown.to_owned()), (&directory, shown.join(&name))] {
+        if path.symlink_metadata().is_ok_and(|found| !found.is_dir()) {
+            return Err(BundleError::Unsafe { path: shown, why: "it is no directory" });
+        }
+    }
     if !directory.exists() {
         fs::create_dir_all(&directory).at("creating", &directory)?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(stat.st_mode & 0o7777))

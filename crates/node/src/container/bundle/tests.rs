@@ -252,7 +252,20 @@ fn only_its_owner_can_redirect_a_bundle() {
     refused();
     fs::set_permissions(dir, fs::Permissions::from_mode(0o700)).unwrap();
 
-    let (root, link) = (rootfs_of_redis(), dir.join("config.json.new"));
+    // Nor may it lead volumes elsewhere: with `volumes -> /` a VOLUME /etc was the host's.
+    let (root, volumes) = (rootfs_of_redis(), fs::canonicalize(dir).unwrap().join("volumes"));
+    let options = Options { readonly: true, ..Options::default() };
+    let write_it = || write(dir, root.path(), &parse(REDIS), &options, Path::new("/"));
+    std::os::unix::fs::symlink(elsewhere.path(), &volumes).unwrap();
+    assert!(matches!(write_it().unwrap_err(), BundleError::Unsafe { path, .. } if path == volumes));
+    fs::remove_file(&volumes).unwrap();
+    fs::create_dir(&volumes).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), volumes.join("data")).unwrap();
+    assert!(matches!(write_it().unwrap_err(), BundleError::Unsafe { .. }));
+    assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+    fs::remove_dir_all(&volumes).unwrap();
+
+    let link = dir.join("config.json.new");
     let other = elsewhere.path().join("other");
     fs::write(&other, "as it was").unwrap();
     std::os::unix::fs::symlink(&other, link).unwrap();
