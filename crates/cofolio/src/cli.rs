@@ -156,7 +156,6 @@ macro_rules! commands {
 commands! {
     Import => import,
     Pull => pull,
-    Build => build,
     Export => export,
     Push => push,
     Pack => pack,

@@ -1,4 +1,4 @@
-//! Making a metadata image from a directory or a dump: what `build` and `mkcomposefs` share.
+//! Making a metadata image from a directory or a dump: for `mkcomposefs`.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};

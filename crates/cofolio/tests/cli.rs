@@ -53,7 +53,6 @@ fn wrong_arguments_are_usage_errors() {
         &["--color", "sometimes", "images"],
         &["umount"],
         &["umount", "--all", "x"],
-        &["build", "--min-version", "9", "x", "y"],
     ] {
         sandbox.run(args).fails_with(2);
     }
@@ -184,7 +183,6 @@ fn quiet_and_json_leave_standard_error_empty() {
         &["fsck"],
         &["du"],
         &["mounts"],
-        &["build", tree],
     ] {
         let args: Vec<&str> = args.iter().copied().chain(["--json"]).collect();
         let ran = sandbox.run(&args);
@@ -199,7 +197,6 @@ fn quiet_and_json_leave_standard_error_empty() {
 fn quiet_commands_print_only_what_was_asked_for() {
     let sandbox = Sandbox::new();
     let digest = sandbox.import_tree("box:1");
-    let (tree, image) = (sandbox.text("tree"), sandbox.text("image"));
     let silent = |args: &[&str]| {
         let ran = sandbox.run(&[args, &["-q"]].concat());
         assert_eq!((ran.ok(), ran.stderr.as_str()), ("", ""), "{args:?}");
@@ -212,7 +209,6 @@ fn quiet_commands_print_only_what_was_asked_for() {
     silent(&["verify", "box:1"]);
     silent(&["mounts"]);
     silent(&["mounts", "--reconcile"]);
-    silent(&["build", &tree, &image]);
     for args in [
         // Without "2 seconds ago".
         &["images", "--json"] as &[&str],
@@ -221,7 +217,6 @@ fn quiet_commands_print_only_what_was_asked_for() {
         &["cat", "box:1", "/etc/hostname"],
         &["dump", "box:1"],
         &["du"],
-        &["build", &tree, "--print-digest"],
     ] {
         let (loud, quiet) = (sandbox.run(args), sandbox.run(&[args, &["-q"]].concat()));
         assert_eq!((quiet.ok(), quiet.stderr.as_str()), (loud.ok(), ""), "{args:?}");

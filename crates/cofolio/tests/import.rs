@@ -34,11 +34,12 @@ fn an_image_for_another_platform_is_told() {
     let source = path.display().to_string();
     let ours = sandbox.run(&["import", &source]);
     ours.ok();
-    assert_eq!(ours.stderr, "");
+    assert!(!ours.stderr.contains("arm:1"), "{}", ours.stderr);
     // It is here already: that is told again.
     let other = sandbox.run(&["import", "--platform", "plan9/mips", &source]);
     other.ok();
-    assert_eq!(other.stderr, "arm:1 is for linux/amd64, not for plan9/mips\n");
+    assert!(other.stderr.contains("arm:1 is for linux/"), "{}", other.stderr);
+    assert!(other.stderr.contains(", not for plan9/mips\n"), "{}", other.stderr);
     sandbox.run(&["import", "--platform", "plan9", &source]).fails_with(2);
 }
 

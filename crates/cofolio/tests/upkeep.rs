@@ -532,9 +532,7 @@ fn a_ref_that_cannot_be_read_hides_no_other() {
         assert!(ran.fails_with(4).stderr.contains("ref torn:1 cannot be read"), "{}", ran.stderr);
         assert!(ran.stderr.contains("torn%3A1.json` is damaged"), "{}", ran.stderr);
     };
-    for args in
-        [&["images"][..], &["images", "--size"], &["images", "--sharing"], &["images", "-q"]]
-    {
+    for args in [&["images"][..], &["images", "--sharing"], &["images", "-q"]] {
         let ran = sandbox.run(args);
         names(&ran);
         assert!(

@@ -248,14 +248,6 @@ impl Domain {
         Ok(packs.filter(|pack| pack.image() == Some(*image)).collect())
     }
 
-    /// Chain ids of all layers, sorted, without long ones, whose file names are hashes.
-    pub fn layers(&self) -> Result<Vec<String>> {
-        let mut layers: Vec<_> =
-            self.named(FileKind::Layer)?.iter().filter_map(FileName::chain_id).collect();
-        layers.sort_unstable();
-        Ok(layers)
-    }
-
     /// All files of a kind other than objects, sorted; for those see `each_object`.
     pub fn named(&self, kind: FileKind) -> Result<Vec<FileName>> {
         if kind == FileKind::Object {

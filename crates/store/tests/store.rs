@@ -45,7 +45,7 @@ fn an_import_becomes_visible_as_a_whole() {
     assert_eq!(domain.refs().unwrap(), [("host:5000/ns/redis:7".to_owned(), record.clone())]);
     assert_eq!(domain.find_by_manifest("sha256:abc").unwrap().unwrap().1, record);
     assert_eq!(domain.images().unwrap(), [image]);
-    assert_eq!(domain.layers().unwrap(), ["sha256:00ff"]);
+    assert_eq!(common::layers(&domain), ["sha256:00ff"]);
     let mut back = Vec::new();
     domain.open_object(&big.digest).unwrap().reader().read_to_end(&mut back).unwrap();
     assert!(back == big_content);

@@ -4,8 +4,6 @@
 //! counts blocks and inodes per number. Source: `include/uapi/linux/fs.h`, `include/uapi/linux/quota.h`,
 //! `quotactl(2)`, `ioctl_xfs_fsgetxattr(2)`. The same calls work on ext4 and XFS.
 
-#![allow(unsafe_code, reason = "two ioctls and a system call that rustix does not have")]
-
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
 

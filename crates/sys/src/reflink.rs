@@ -2,8 +2,6 @@
 //!
 //! Source: `ioctl_ficlonerange(2)` and `include/uapi/linux/fs.h`.
 
-#![allow(unsafe_code, reason = "an ioctl that rustix does not have")]
-
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _};
 

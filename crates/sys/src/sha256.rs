@@ -6,8 +6,6 @@
 //!
 //! Source: FIPS 180-4; Intel, "New Instructions Supporting the Secure Hash Algorithm on Intel Architecture Processors".
 
-#![allow(unsafe_code, reason = "a function that only some processors can run")]
-
 /// Size of a block, in bytes.
 pub const BLOCK: usize = 4096;
 /// Blocks that are hashed together.

@@ -2,8 +2,6 @@
 //!
 //! Source: `include/uapi/linux/fsverity.h` and `Documentation/filesystems/fsverity.rst`.
 
-#![allow(unsafe_code, reason = "two ioctls that rustix does not have")]
-
 use std::os::fd::AsFd;
 
 use rustix::io::Errno;

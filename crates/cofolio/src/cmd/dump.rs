@@ -11,7 +11,7 @@ use crate::image;
 /// Print an image as composefs dump text
 ///
 /// One line per file: path, size, mode, owner, time, digest, attributes (see composefs-dump(5)).
-/// `cofolio build -` and `mkcomposefs --from-file` make the same image of it again.
+/// `cofolio mkcomposefs --from-file` makes the same image of it again.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio dump redis:7.0.15 | grep ' 104755 '\n  \
     diff <(cofolio dump redis:7.0.14) <(cofolio dump redis:7.0.15)")]

@@ -18,8 +18,8 @@ use crate::exit::Exit;
 ///
 /// Byte for byte what mkcomposefs 1.0.8 does, also when this program is called by that name: scripts and
 /// test suites can be pointed at it. Hard links inside a directory stay hard links, which mkcomposefs
-/// loses (github.com/composefs/composefs issue 444). `cofolio build` does the same with arguments like
-/// those of the other commands.
+/// loses (github.com/composefs/composefs issue 444). Nothing goes into the store: `cofolio import DIR`
+/// does that.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  cofolio mkcomposefs --digest-store=objects --print-digest rootfs rootfs.cfs",

@@ -1,7 +1,6 @@
 //! The subcommands, a file each.
 
 pub(crate) mod backend;
-pub(crate) mod build;
 pub(crate) mod bundle;
 pub(crate) mod cat;
 pub(crate) mod completions;

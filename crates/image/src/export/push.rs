@@ -18,13 +18,13 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Instant;
 
 use cofolio_store::task::{Cancelled, Event, LayerState, Task};
-use cofolio_store::{Digest, Domain, PackedLayer, Ref};
+use cofolio_store::{Digest, Domain, Layer, PackedLayer, Ref};
 use crossbeam_channel as channel;
 use serde::Serialize;
 
 use super::compress::{BlobWriter, Compressors};
 use super::error::ExportError;
-use super::image::{Image, Layer};
+use super::image::{self, Image};
 use super::target::Descriptor;
 use super::{Compression, Exported, ExportedLayer, manifest, threads};
 use crate::digest::{BlobDigest, DiffId};
@@ -215,34 +215,23 @@ impl Known {
                     }),
                 }
             };
-            match layer.diff_id() {
-                Some(diff_id) => {
-                    if let (Some(manifest), Some(record)) = (&manifest, record) {
-                        let said = &manifest.layers[number];
-                        let places = came_from(record, to);
-                        add(&said.digest, said.size, &said.media_type, diff_id, places);
-                    }
-                    // Its own record goes first.
-                    for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
-                        for layer in record.layers.iter().filter(|other| other.diff_id == diff_id) {
-                            if let Some(blob) = &layer.blob {
-                                let places = came_from(record, to);
-                                add(blob, layer.size, &layer.media_type, diff_id, places);
-                            }
-                        }
-                        for packed in record.packed.iter().filter(|p| p.diff_id == diff_id) {
-                            let PackedLayer { blob, size, media_type, .. } = packed;
-                            add(blob, *size, media_type, diff_id, went_to(packed, to));
-                        }
+            let of_layer = layer.diff_id();
+            if let (Some(diff_id), Some(manifest), Some(record)) = (of_layer, &manifest, record) {
+                let said = &manifest.layers[number];
+                add(&said.digest, said.size, &said.media_type, diff_id, came_from(record, to));
+            }
+            // Its own record goes first.
+            for record in record.into_iter().chain(refs.iter().map(|(_, other)| other)) {
+                for Layer { diff_id, blob, size, media_type, .. } in &record.layers {
+                    if let Some(blob) = blob.as_ref().filter(|_| of_layer == Some(diff_id)) {
+                        add(blob, *size, media_type, diff_id, came_from(record, to));
                     }
                 }
-                None => {
-                    let same = refs.iter().map(|(_, other)| other);
-                    for other in same.filter(|other| other.image == *image.digest) {
-                        for packed in other.packed.iter().filter(|_| other.config.is_none()) {
-                            let PackedLayer { diff_id, blob, size, media_type, .. } = packed;
-                            add(blob, *size, media_type, diff_id, went_to(packed, to));
-                        }
+                let of_image = record.image == *image.digest && record.config.is_none();
+                for packed in &record.packed {
+                    let PackedLayer { diff_id, blob, size, media_type, .. } = packed;
+                    if of_layer.map_or(of_image, |of_layer| of_layer == diff_id) {
+                        add(blob, *size, media_type, diff_id, went_to(packed, to));
                     }
                 }
             }
@@ -673,7 +662,7 @@ struct Making<'push, 'scope, 'env> {
     push: &'scope Push<'push>,
     scope: &'scope Scope<'scope, 'env>,
     compressors: Arc<Compressors>,
-    layer: &'scope Layer,
+    layer: &'scope image::Layer,
 }
 
 impl<'scope> Making<'_, 'scope, '_> {

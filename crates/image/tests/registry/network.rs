@@ -9,6 +9,7 @@ use std::time::Duration;
 use cofolio_image::error::ImportError;
 use cofolio_image::import::{ImportOptions, import};
 use cofolio_image::registry::RegistryOptions;
+use cofolio_store::FileKind;
 use cofolio_store::task::{Cancel, Task};
 
 use crate::server::{Answer, Cutter, Fake, Hello};
@@ -292,7 +293,7 @@ fn the_rate_is_limited() {
         let error = pulled.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("gone"), "{error}");
     });
-    assert_eq!(bench.domain.layers().unwrap(), Vec::<String>::new());
+    assert_eq!(bench.domain.named(FileKind::Layer).unwrap(), []);
 }
 
 /// A registry that sent a few bytes a second was read for as long as it liked: 35 bytes a second

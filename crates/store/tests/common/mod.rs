@@ -10,7 +10,7 @@
 pub mod sim;
 pub mod volume;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -370,6 +370,13 @@ fn unwrap_store_error(error: std::io::Error) -> Error {
 }
 
 /// What the machine has mounted, for tests without mounts.
+/// Chain ids of all layers, sorted.
+pub fn layers(domain: &Domain) -> Vec<String> {
+    let layers = domain.named(FileKind::Layer).unwrap();
+    let ids: BTreeSet<_> = layers.iter().filter_map(FileName::chain_id).collect();
+    ids.into_iter().collect()
+}
+
 pub fn nothing_live() -> Result<Vec<Digest>, BoxError> {
     Ok(Vec::new())
 }

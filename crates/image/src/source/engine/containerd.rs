@@ -20,15 +20,15 @@ use serde::Deserialize;
 
 use super::bolt::{Bucket, Database};
 use super::names::{self, Named};
-use super::{Container, EngineError, Inventory, LiveMounts, is_root, read_toml, user_data};
+use super::{
+    Container, EngineError, Inventory, LiveMounts, inventory, is_root, read_toml, user_data,
+};
 
 const RECORDS: &str = "io.containerd.metadata.v1.bolt/meta.db";
 const CONTENT: &str = "io.containerd.content.v1.content";
 const SNAPSHOTTER: &str = "io.containerd.snapshotter.v1.overlayfs";
 /// The snapshotter whose snapshots are directories with a layer's files each.
 const OVERLAYFS: &str = "overlayfs";
-/// Snapshots below one another. overlayfs stops at 500.
-const DEPTH_MAX: usize = 1024;
 
 /// An image in a store: `[[ROOT][+NAMESPACE]]NAME`, the outer brackets being part of it.
 pub type Reference = names::Reference<Location>;
@@ -254,19 +254,9 @@ impl Containerd {
             if id.starts_with("extract-") {
                 continue;
             }
-            let mut layers = Vec::new();
-            let mut parent = snapshot.parent.as_str();
-            while !parent.is_empty() {
-                let below =
-                    all.get(parent).zip(index.get(parent)).filter(|_| layers.len() < DEPTH_MAX);
-                let (below, &index) = below.ok_or_else(|| {
-                    let what = "nothing committed, or no end, below";
-                    wrong(format!("snapshot {key:?}: {what} {parent:?}"))
-                })?;
-                layers.push(index);
-                parent = &below.parent;
-            }
-            layers.reverse();
+            let get = |name: &str| Some((*index.get(name)?, all.get(name)?.parent.as_str()));
+            let layers = inventory::chain(&snapshot.parent, get)
+                .map_err(|what| wrong(format!("snapshot {key:?}: {what}")))?;
             let mounted = mounts.has_upper(&files(snapshot));
             found.containers.push(Container { id: id.to_owned(), layers, mounted });
         }

@@ -22,12 +22,9 @@ use serde::Deserialize;
 
 use super::names::{self, Named};
 use super::{
-    Container as Found, EngineError, Inventory, LiveMounts, is_id, is_root, read_json, read_toml,
-    user_config, user_data,
+    Container as Found, EngineError, Inventory, LiveMounts, inventory, is_id, is_root, read_json,
+    read_toml, user_config, user_data,
 };
-
-/// Layers below one another. Engines stop at 127, overlayfs at 500.
-const DEPTH_MAX: usize = 1024;
 
 /// An image in a store: `[[DRIVER@]ROOT[+RUNROOT][:OPTIONS]]NAME`, as skopeo and podman write it,
 /// the outer brackets being part of it.
@@ -242,25 +239,14 @@ impl Storage {
 
     /// The layers of an image or container, lowest first. [`EngineError::Document`] if one is
     /// missing or they form a cycle.
-    pub fn chain(&self, top: &str) -> Result<Vec<&Layer>, EngineError> {
+    pub fn chain<'a>(&'a self, top: &'a str) -> Result<Vec<&'a Layer>, EngineError> {
         let wrong = |what| EngineError::Document {
             path: self.root.join(format!("{}-layers/layers.json", self.driver)),
             what,
         };
-        let mut chain = Vec::new();
-        let mut id = top;
-        while !id.is_empty() {
-            let layer = self.layers.get(id).ok_or_else(|| {
-                wrong(format!("no layer {id:?} (additional image stores are not looked at)"))
-            })?;
-            if chain.len() == DEPTH_MAX {
-                return Err(wrong(format!("more than {DEPTH_MAX} layers below {top:?}")));
-            }
-            chain.push(layer);
-            id = &layer.parent;
-        }
-        chain.reverse();
-        Ok(chain)
+        let get = |id: &str| self.layers.get(id).map(|layer| (layer, layer.parent.as_str()));
+        inventory::chain(top, get)
+            .map_err(|what| wrong(format!("{what} (additional image stores are not looked at)")))
     }
 
     /// Where a document of an image is, by its key: `manifest`, or the digest of the config.

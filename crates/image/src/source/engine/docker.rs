@@ -21,9 +21,6 @@ use super::{
     user_config, user_data,
 };
 
-/// Layers below one another. Docker stops at 127.
-const DEPTH_MAX: usize = 1024;
-
 /// The part of `daemon.json` that says where Docker is.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Configuration {
@@ -69,32 +66,30 @@ pub fn inventory(root: &Path, mounts: &LiveMounts) -> Result<Option<Inventory>, 
     found.images = names(&image.join("imagedb/content/sha256"))?.len() as u64;
     let files = |id: &str| root.join("overlay2").join(id).join("diff");
 
-    let mut layers: HashMap<String, (usize, Option<String>)> = HashMap::new();
+    let mut layers: HashMap<String, (usize, String)> = HashMap::new();
     for chain in names(&layerdb.join("sha256"))? {
         let dir = layerdb.join("sha256").join(&chain);
         // Removed since the directory was listed.
         let Some(cache) = id(&dir.join("cache-id"))? else { continue };
-        layers.insert(format!("sha256:{chain}"), (found.layers.len(), text(&dir.join("parent"))?));
+        layers.insert(
+            format!("sha256:{chain}"),
+            (found.layers.len(), text(&dir.join("parent"))?.unwrap_or_default()),
+        );
         found.layers.push(files(&cache));
     }
     for container in names(&layerdb.join("mounts"))? {
         let dir = layerdb.join("mounts").join(&container);
         let Some(mount) = id(&dir.join("mount-id"))? else { continue };
-        let mut below = Vec::new();
-        let mut parent = text(&dir.join("parent"))?;
-        while let Some(chain) = parent.take() {
-            match layers.get(&chain).filter(|_| below.len() < DEPTH_MAX) {
-                Some((index, next)) => {
-                    below.push(*index);
-                    parent.clone_from(next);
-                }
-                None => {
-                    let what = format!("no layer {chain:?}, or no end of layers");
-                    return Err(EngineError::Document { path: dir.join("parent"), what });
-                }
+        let top = text(&dir.join("parent"))?.unwrap_or_default();
+        let get = |name: &str| layers.get(name).map(|(index, next)| (*index, next.as_str()));
+        let below = match super::inventory::chain(&top, get) {
+            Ok(below) => below,
+            // Its image has come since the layers were listed.
+            Err(what) => {
+                found.unseen.push(format!("container {container}: {what}"));
+                continue;
             }
-        }
-        below.reverse();
+        };
         let mounted = mounts.has_upper(&files(&mount));
         found.containers.push(Container { id: container, layers: below, mounted });
     }
@@ -171,7 +166,8 @@ mod tests {
         assert_eq!(found.containers, [container]);
 
         write(&format!("{db}/layerdb/sha256/aa/parent"), "sha256:cc");
-        assert!(inventory(root, &mounts).unwrap_err().to_string().contains("no end of layers"));
+        let found = inventory(root, &mounts).unwrap().unwrap();
+        assert!(found.containers.is_empty() && found.unseen[1].contains("no end of layers"));
         write(&format!("{db}/layerdb/sha256/aa/cache-id"), "../../etc");
         assert!(
             inventory(root, &mounts).unwrap_err().to_string().contains("no name of a directory")

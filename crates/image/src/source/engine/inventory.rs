@@ -40,6 +40,27 @@ impl Inventory {
     }
 }
 
+/// Layers below one another. Engines stop at 127, overlayfs at 500.
+const DEPTH_MAX: usize = 1024;
+
+/// A layer and those below it, lowest first. `get` gives one and the name of the next, which is
+/// empty below the lowest. The error says where they end.
+pub(super) fn chain<'a, T>(
+    top: &'a str,
+    get: impl Fn(&str) -> Option<(T, &'a str)>,
+) -> Result<Vec<T>, String> {
+    let (mut chain, mut name) = (Vec::new(), top);
+    while !name.is_empty() {
+        let found = get(name).filter(|_| chain.len() < DEPTH_MAX);
+        let (layer, below) =
+            found.ok_or_else(|| format!("no layer {name:?}, or no end of layers"))?;
+        chain.push(layer);
+        name = below;
+    }
+    chain.reverse();
+    Ok(chain)
+}
+
 /// Where something is mounted, and the directories of changes of overlays, in this mount namespace.
 #[derive(Debug, Default)]
 pub struct LiveMounts {
