@@ -2,7 +2,7 @@ use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use cofolio_image::export::OutputFile;
+use cofolio_image::export::{ExportError, OutputFile};
 use cofolio_image::files;
 use cofolio_image::trust::{self, PublicKey, Record, SigningKey};
 use serde_json::json;
@@ -75,7 +75,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let signature = record.signature();
     if let Some(file) = &args.output {
-        let output = OutputFile::create(file, false)?;
+        let output = OutputFile::create(file, false).map_err(|error| match error {
+            ExportError::Exists { .. } => Fail::usage(error.to_string()).into(),
+            other => anyhow::Error::from(other),
+        })?;
         output
             .file()
             .write_all(signature)
