@@ -17,7 +17,7 @@ use super::in_use::{self, Superblock, has_overlay};
 use super::kernel::{self, path_of};
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, Unpinned};
-use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_dir, remove_file};
+use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_file};
 use super::upper;
 use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
 
@@ -230,7 +230,7 @@ impl Mounter<'_> {
         let is_own = || run.is_ok_and(|run| record.target.starts_with(run));
         let is_free = || !in_use::is_target_elsewhere(&self.root, &record.target);
         if record.created_target && !is_elsewhere && (is_own() || is_free()) {
-            remove_dir(&record.target);
+            let _ = fs::remove_dir(&record.target);
         }
         let domain = self.domain_of(&record.domain)?;
         unless_read_only(domain.remove_root(RootKind::Mount, &record.id))?;

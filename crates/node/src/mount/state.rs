@@ -198,14 +198,10 @@ pub struct PinRecord {
 pub(crate) struct Lock(OwnedFd);
 
 impl Lock {
-    fn open(path: &Path) -> Result<OwnedFd, MountError> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)
-    }
-
     /// Nothing if another process has it.
     fn take(path: &Path, how: FlockOperation) -> Result<Option<Self>, MountError> {
-        let file = Self::open(path)?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+        let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)?;
         Ok(try_flock(&file, how, path)?.then_some(Self(file)))
     }
 
