@@ -530,36 +530,31 @@ pub(crate) fn remove_file(path: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Removes a directory if it is empty; says nothing if it is not.
-pub(crate) fn remove_dir(path: &Path) {
-    let _ = fs::remove_dir(path);
-}
-
-/// Reads a file that others may have put there, but no more than is too much for a record. A FIFO is not waited
-/// for, a symbolic link is refused.
-pub(crate) fn read_record(path: &Path) -> io::Result<Vec<u8>> {
+/// Reads a file that others may have put there, if it is a regular one of at most [`RECORD_SIZE_MAX`] bytes; no
+/// other is waited for.
+pub(crate) fn read_small(path: &Path) -> io::Result<Vec<u8>> {
     use std::io::Read as _;
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = fs::File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let bad = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    if !file.metadata()?.is_file() {
+        return Err(bad("it is not a regular file".to_owned()));
+    }
     let mut text = Vec::new();
-    file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text)?;
+    if file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text)? as u64 > RECORD_SIZE_MAX {
+        return Err(bad(format!("it is longer than {RECORD_SIZE_MAX} bytes")));
+    }
     Ok(text)
 }
 
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, MountError> {
-    let text = match read_record(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.at("read", path)?,
-    };
-    if text.len() as u64 > RECORD_SIZE_MAX {
-        let reason = format!("it is longer than {RECORD_SIZE_MAX} bytes");
-        return Err(MountError::State { path: path.to_owned(), reason });
+    let damaged = |reason: String| MountError::State { path: path.to_owned(), reason };
+    match read_small(path) {
+        Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(damaged(error.to_string())),
+        Err(error) => Err(error).at("read", path),
     }
-    let damaged = |error: serde_json::Error| MountError::State {
-        path: path.to_owned(),
-        reason: error.to_string(),
-    };
-    serde_json::from_slice(&text).map(Some).map_err(damaged)
 }
 
 pub(crate) fn to_json(path: &Path, value: &impl Serialize) -> Result<Vec<u8>, MountError> {

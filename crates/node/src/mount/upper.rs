@@ -24,7 +24,7 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, read_json, read_record, to_json, try_flock};
+use super::state::{MountRecord, RunDir, Upper, list, read_json, read_small, to_json, try_flock};
 use crate::links;
 
 /// Beside `upper`: this directory is to stay.
@@ -270,7 +270,7 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
         boot_id: record.boot_id.clone(),
     };
     let text = to_json(&path, &kept)?;
-    let before = read_record(&path);
+    let before = read_small(&path);
     if before.as_ref().is_ok_and(|known| *known == text) {
         return Ok(false);
     }
