@@ -501,6 +501,33 @@ fn exec_ends_as_its_process_does() {
     }
 }
 
+/// With crun, `exec` started its process as root, in `/`, without no_new_privs and with other capabilities than those
+/// of the container's process.
+#[test]
+fn exec_has_what_the_container_has() {
+    let Some((machine, runtimes)) = machine("exec_has_what_the_container_has") else { return };
+    for runtime in runtimes {
+        for user in ["worker", "0"] {
+            let options =
+                ["-d", "--name", "cache", "--user", user, "--workdir", "/tmp", "-e", "SET=here"];
+            machine.sh(runtime, &options, "echo up > /tmp/up; sleep 100").ok();
+            let exec =
+                |script: &str| machine.run(&["exec", "cache", "--", "busybox", "sh", "-c", script]);
+            until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
+            assert_eq!(exec("pwd; echo $SET").ok(), "/tmp\nhere\n", "{runtime}");
+            let status = |process: &str| {
+                let what = "^(Uid|Gid|Groups|Cap.*|NoNewPrivs|Seccomp):";
+                exec(&format!("grep -E '{what}' /proc/{process}/status")).ok().to_owned()
+            };
+            let own = status("1");
+            assert!(own.contains("NoNewPrivs:\t1"), "{own}");
+            assert_eq!(status("self"), own, "{runtime} {user}");
+            machine.run(&["stop", "--time", "0", "cache"]).ok();
+            machine.assert_clean();
+        }
+    }
+}
+
 /// The output of a detached container was discarded, and its exit status was known to nobody: a service that
 /// ended at once, for a missing file for example, was just gone.
 #[test]

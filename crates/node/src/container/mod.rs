@@ -8,6 +8,7 @@
 //!   rootfs                     the image, mounted
 //!   pid                        of the container's first process, written by the runtime
 //!   log, exec-<pid>.log        the runtime's error messages
+//!   exec-<pid>.json            the process that an `exec` has the runtime start
 //!   output, output.1           of a detached container, at most OUTPUT_BYTES_MAX each
 //!   exit                       of a detached container that has ended: its exit status
 //! <run>/<runtime>/<name>/      the runtime's own state: `crun --root <run>/crun list` shows it
