@@ -103,7 +103,7 @@ impl Forgotten {
     /// and [`Mounter::reconcile`] retries them.
     pub(crate) fn finish(self) {
         for gone in self.gone {
-            let _ = upper::remove(&gone);
+            let _ = upper::remove_unless(|| Ok(false), &gone);
         }
     }
 
@@ -303,7 +303,10 @@ impl Mounter<'_> {
         if has_overlay(&found, &self.patience)? {
             return Err(MountError::Busy(found));
         }
-        upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
+        let gone = upper::discard_own(&found)?;
+        // Closing is not enough: a process that is just being started has a copy of it.
+        let _ = rustix::fs::flock(&lock, rustix::fs::FlockOperation::Unlock);
+        gone.map_or(Ok(()), |gone| upper::remove_unless(|| Ok(false), &gone).map(drop))
     }
 
     /// Mounts without a record that share a superblock or a layer with a pinned image. Others may be

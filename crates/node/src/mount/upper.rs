@@ -354,10 +354,17 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
     }
 }
 
-/// Removes what [`discard`] gave, and no overlay uses any more.
-pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
+/// Removes a directory that [`discard`] gave, unless it is in use or another process is at it. Says whether it did.
+pub(crate) fn remove_unless(
+    is_used: impl FnOnce() -> Result<bool, MountError>,
+    gone: &Path,
+) -> Result<bool, MountError> {
+    let Ok(lock) = open_dir(gone).and_then(reopen) else { return Ok(false) };
+    if !try_flock(&lock, FlockOperation::NonBlockingLockExclusive, gone)? || is_used()? {
+        return Ok(false);
+    }
     limit::lift(gone);
-    remove_all(gone)
+    remove_all(gone).map(|()| true)
 }
 
 fn remove_all(dir: &Path) -> Result<(), MountError> {
@@ -394,10 +401,8 @@ pub(crate) fn remove_stale(
             });
         // Without a record it may be that of a container that runs.
         let is_bound = || name.ends_with(SCRATCH) && in_use::is_bound(root, &dir);
-        if !is_stale || in_use::has_overlay(&dir, patience)? || is_bound() {
-            return Ok(0);
-        }
-        remove(&dir).map(|()| 1)
+        let is_used = || Ok(in_use::has_overlay(&dir, patience)? || is_bound());
+        Ok(u32::from(is_stale && remove_unless(is_used, &dir)?))
     };
     let removed = list(&base)?.into_iter().map(|name| remove_one(&name));
     Ok(removed.map(|removed| removed.map_err(&mut *or_failed).unwrap_or(0)).sum())
