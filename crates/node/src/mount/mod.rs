@@ -424,7 +424,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::CannotKeep(record.target));
         }
         if let Some(path) = &at {
-            self.leave(&mut record, path, options, &lock)?;
+            self.leave(&record, path, options)?;
         }
         if options.keep_upper
             && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
@@ -468,13 +468,12 @@ impl<'a> Mounter<'a> {
         }
     }
 
-    /// Takes the mount from its target.
+    /// Takes the mount from its target. Its record need not say so: a full run directory has no room.
     fn leave(
         &self,
-        record: &mut MountRecord,
+        record: &MountRecord,
         path: &Path,
         options: &UmountOptions,
-        lock: &ImageLock,
     ) -> Result<(), MountError> {
         let mut marked = None;
         // A given one was marked when it was mounted.
@@ -487,10 +486,6 @@ impl<'a> Mounter<'a> {
                 marked = Some((dir, upper.dir.clone()));
             }
         }
-        let before = record.phase;
-        record.phase = MountPhase::Leaving;
-        self.run.write(record, lock)?;
-        self.step(Step::Leaving);
         let shares = record.backend == Backend::InodeShare;
         let mut unmounted = kernel::unmount_patiently(path, options.force && !shares);
         let is_busy = |error: &KernelError| error.errno == rustix::io::Errno::BUSY;
@@ -504,8 +499,6 @@ impl<'a> Mounter<'a> {
                 Ok(())
             }
             Err(error) => {
-                record.phase = before;
-                self.run.write(record, lock)?;
                 if let Some((dir, upper)) = marked {
                     upper::unmark_kept(&dir, &upper)?;
                 }

@@ -27,7 +27,7 @@ use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_
 pub enum MountState {
     /// As recorded.
     Live,
-    /// Being made or taken away, or left half-way by a process that died.
+    /// Being made, or left half-way by a process that died.
     InFlight,
     /// Another mount lies on top of it.
     Covered,
@@ -196,7 +196,8 @@ impl Mounter<'_> {
         lock: &ImageLock,
     ) -> Result<Forgotten, MountError> {
         if let Some(path) = at {
-            self.unmount_half_way(record, path, lock)?;
+            // Half-way: nobody was told of it yet.
+            kernel::unmount(path, true).map_err(refused)?;
             self.step(Step::Detached);
         }
         let changes = upper::discard(record)?;
@@ -239,28 +240,6 @@ impl Mounter<'_> {
         self.step(Step::Forgotten);
         let gone = changes.filter(|_| !in_use).into_iter().chain(scratch).collect();
         Ok(Forgotten { gone, unpinned, in_use: is_elsewhere })
-    }
-
-    /// Takes down a mount whose writer died. An interrupted unmount may find it in use: it stays.
-    fn unmount_half_way(
-        &self,
-        record: &MountRecord,
-        path: &Path,
-        lock: &ImageLock,
-    ) -> Result<(), MountError> {
-        let unmounted = match record.phase {
-            MountPhase::Leaving => kernel::unmount_patiently(path, false),
-            // Nobody was told of it yet.
-            _ => kernel::unmount(path, true),
-        };
-        match unmounted {
-            Err(error) if error.errno == Errno::BUSY => {
-                let record = MountRecord { phase: MountPhase::Mounted, ..record.clone() };
-                self.run.write(&record, lock)?;
-                Err(MountError::Busy(path.to_owned()))
-            }
-            other => other.map_err(refused),
-        }
     }
 
     /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.

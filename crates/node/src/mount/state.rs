@@ -57,10 +57,9 @@ pub struct RunDir {
 pub enum MountPhase {
     /// Being made. If nobody holds the image's lock, its maker is dead.
     Intent,
-    /// In place.
+    /// In place. Earlier programs said of a mount that they took away that it was leaving.
+    #[serde(alias = "leaving")]
     Mounted,
-    /// Being taken away.
-    Leaving,
 }
 
 /// Where the changes of a writable mount go.
