@@ -286,7 +286,7 @@ impl RunDir {
 
     /// What tells our ids from those of another run directory on the same store.
     pub(crate) fn tag(&self) -> String {
-        const_hex::encode(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
+        cofolio_store::run_tag(&self.path)
     }
 
     pub(crate) fn id_of(&self, target: &Path) -> String {
