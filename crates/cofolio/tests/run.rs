@@ -284,6 +284,30 @@ exit 1
     }
 }
 
+/// `run --runtime /bin/false` ended with 1 and said nothing, and with /bin/true it seemed that a container had run.
+#[test]
+fn a_runtime_that_makes_no_container_is_named() {
+    let Some((machine, _)) = machine("a_runtime_that_makes_no_container_is_named") else { return };
+    for runtime in ["/bin/false", "/bin/true"] {
+        for options in [&[][..], &["-d"]] {
+            let ran = machine.sh(runtime, options, "true");
+            assert!(ran.fails_with(125).stderr.contains(runtime), "{runtime}: {}", ran.stderr);
+        }
+    }
+    machine.assert_clean();
+}
+
+/// `run --detach --output FIFO` waited until somebody read from it.
+#[test]
+fn a_fifo_for_output_is_not_waited_for() {
+    let Some((machine, runtimes)) = machine("a_fifo_for_output_is_not_waited_for") else { return };
+    let fifo = machine.text("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let ran = machine.sh(runtimes[0], &["-d", "--output", &fifo], "true");
+    assert!(ran.fails_with(125).stderr.contains(&fifo), "{}", ran.stderr);
+    machine.assert_clean();
+}
+
 #[test]
 fn changes_are_kept_when_asked() {
     let Some((machine, runtimes)) = machine("changes_are_kept_when_asked") else { return };

@@ -15,7 +15,7 @@ use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
-    State, Streams, bundle, is_in, is_name, lock, refusal, write_file,
+    State, Streams, bundle, is_in, is_name, lock, read_text, refusal, write_file,
 };
 use crate::mount::kernel::open_dir;
 use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest, read_json, to_json};
@@ -250,18 +250,21 @@ impl Container {
         if !status.success() {
             return refused(status);
         }
-        let path = self.dir.join("pid");
-        let written = fs::read_to_string(&path).at("reading", &path)?;
-        let first = written.trim().parse().ok().and_then(Pid::from_raw);
-        let first = first.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData));
+        let written = read_text(&self.dir.join("pid"));
+        let first = written.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
+        let first = first.ok_or_else(|| self.made_nothing())?;
         let log = self.dir.join("log");
         let log = log.to_string_lossy();
         let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
         let started = self.record.runtime.ask(&self.state, &start)?;
         match started.status.success() {
-            true => Ok(first.at("reading", path)?),
+            true => Ok(first),
             false => refused(started.status),
         }
+    }
+
+    fn made_nothing(&self) -> RunError {
+        self.failed(io::Error::other("it made no container"))
     }
 
     fn failed(&self, source: io::Error) -> RunError {
@@ -321,6 +324,9 @@ impl Running {
             // Runtimes end with 1 when they fail, as a container may.
             _ => self.container.refusal(),
         };
+        // Then the status is not a container's.
+        let is_made = self.container.dir.join("pid").exists();
+        let refusal = refusal.or_else(|| (!is_made).then(|| self.container.made_nothing()));
         (self.container, status, refusal)
     }
 }
