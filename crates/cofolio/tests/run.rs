@@ -480,6 +480,26 @@ fn detached_containers_are_listed_and_stopped() {
     }
 }
 
+/// A frozen container hears no signal, not even SIGKILL with the cgroups of version 1: `stop` waited for half a minute
+/// and gave up.
+#[test]
+fn a_frozen_container_is_stopped() {
+    let Some((machine, runtimes)) = machine("a_frozen_container_is_stopped") else { return };
+    for runtime in runtimes {
+        machine.sh(runtime, &["-d", "--rm", "--name", "cold"], "sleep 100").ok();
+        let cgroup = machine.containers()[0]["cgroup"].as_str().unwrap().to_owned();
+        let frozen = [("freezer", "freezer.state", "FROZEN"), ("", "cgroup.freeze", "1")];
+        let froze = frozen.iter().any(|(hierarchy, file, word)| {
+            let dir = Path::new("/sys/fs/cgroup").join(hierarchy).join(&cgroup[1..]);
+            let opened = fs::OpenOptions::new().write(true).open(dir.join(file));
+            opened.and_then(|mut file| file.write_all(word.as_bytes())).is_ok()
+        });
+        assert!(froze, "{cgroup}");
+        machine.run(&["stop", "--time", "0", "cold"]).ok();
+        machine.assert_clean();
+    }
+}
+
 /// An image may name a stop signal that the runtime does not know. `stop` killed the container at once then.
 #[test]
 fn a_stop_signal_that_the_runtime_refuses_is_sigterm() {

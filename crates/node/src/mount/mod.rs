@@ -45,7 +45,7 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::task::Task;
-use cofolio_store::{Contents, Digest, Domain, Root, RootKind, now};
+use cofolio_store::{Contents, Digest, Domain, Error, Root, RootKind, now};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
@@ -148,7 +148,19 @@ impl<'a> Mounter<'a> {
         let target = resolve_target(&request.target, request.create_target)?;
         self.check_hides_nothing(&target)?;
         self.run.prepare()?;
-        let mounted = self.mount_at(target, request)?;
+        // Its name, and then the image, may have been removed after somebody had looked it up.
+        let is_gone = || -> cofolio_store::Result<bool> {
+            let mut refs = self.domain.readable_refs()?.into_iter();
+            Ok(refs.all(|(_, it)| it.image != request.image)
+                && !self.domain.has_image(&request.image)?)
+        };
+        let mounted = self.mount_at(target, request).map_err(|error| match error {
+            MountError::Store(Error::NoSuch(_)) if is_gone().unwrap_or(false) => {
+                let name = request.options.name.clone();
+                Error::NoSuchRef(name.unwrap_or_else(|| request.image.to_string())).into()
+            }
+            other => other,
+        })?;
         // A hint for whoever looks for room later: no reason to fail.
         let _ = self.domain.note_use(&mounted.image, mounted.created);
         Ok(mounted)

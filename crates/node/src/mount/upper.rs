@@ -108,6 +108,8 @@ pub(crate) fn claim_given(
     }
     let lock = open_own(&dir).at("open", &dir)?.map_err(problem)?;
     lock_given(&lock, &dir, patience)?;
+    // No unmount could tell whether the mount is in use.
+    open_below(&lock, &dir, in_use::PROBE)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
