@@ -419,7 +419,7 @@ fn of_run(error: &RunError) -> Classified {
         RunError::NotFound(_) | RunError::NotRunning(_) => {
             hint(Exit::NotFound, "`cofolio ps` lists containers")
         }
-        RunError::Record { .. } => hint(
+        RunError::Record(_) => hint(
             Exit::Corrupt,
             "if no process of the container runs: remove its `container.json`, then \
              `cofolio umount` its rootfs",

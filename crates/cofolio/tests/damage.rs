@@ -201,6 +201,35 @@ fn damaged_records_name_what_mends_them() {
     }
 }
 
+/// With both copies of `meta.json` damaged, a repair gave the store a new id, and mounts were not seen any more. With both
+/// removed there was "no store", and an import made one in its place.
+#[test]
+fn mounts_tell_the_id_of_a_store_that_has_lost_it() {
+    const TEST: &str = "mounts_tell_the_id_of_a_store_that_has_lost_it";
+    let Some(it) = Imported::new(TEST).filter(|_| common::can_mount(TEST)) else { return };
+    let mnt = it.sandbox.dir("mnt");
+    let mnt = mnt.to_str().unwrap();
+    let files = ["meta.json", "meta.copy.json"].map(|name| it.sandbox.path("store").join(name));
+    let good = fs::read(&files[0]).unwrap();
+    // Of another store, without anything mounted.
+    it.sandbox.dir(&format!("run/{}", "0".repeat(32)));
+    let harms: [&dyn Fn(&Path); 2] =
+        [&|file| fs::write(file, "{").unwrap(), &|file| fs::remove_file(file).unwrap()];
+    for harm in harms {
+        it.run(&["mount", IMAGE, mnt]).ok();
+        files.iter().for_each(|file| harm(file));
+        for command in [&["images"][..], &["import", &it.source], &["fsck"]] {
+            let ran = it.run(command);
+            ran.fails_with(4);
+            assert!(ran.stderr.contains("`cofolio fsck --repair` makes it"), "{}", ran.stderr);
+        }
+        it.run(&["fsck", "--repair"]).ok();
+        files.iter().for_each(|file| assert_eq!(fs::read(file).unwrap(), good));
+        assert!(it.run(&["mounts"]).ok().contains(mnt));
+        it.run(&["umount", mnt]).ok();
+    }
+}
+
 /// A repair of `meta.json` gave the store a new id where the old one could not be read, and with it
 /// another run directory: mounts and containers were not seen any more and could not be ended.
 #[test]

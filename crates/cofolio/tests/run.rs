@@ -284,6 +284,30 @@ exit 1
     }
 }
 
+/// `run --runtime /bin/false` ended with 1 and said nothing, and with /bin/true it seemed that a container had run.
+#[test]
+fn a_runtime_that_makes_no_container_is_named() {
+    let Some((machine, _)) = machine("a_runtime_that_makes_no_container_is_named") else { return };
+    for runtime in ["/bin/false", "/bin/true"] {
+        for options in [&[][..], &["-d"]] {
+            let ran = machine.sh(runtime, options, "true");
+            assert!(ran.fails_with(125).stderr.contains(runtime), "{runtime}: {}", ran.stderr);
+        }
+    }
+    machine.assert_clean();
+}
+
+/// `run --detach --output FIFO` waited until somebody read from it.
+#[test]
+fn a_fifo_for_output_is_not_waited_for() {
+    let Some((machine, runtimes)) = machine("a_fifo_for_output_is_not_waited_for") else { return };
+    let fifo = machine.text("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let ran = machine.sh(runtimes[0], &["-d", "--output", &fifo], "true");
+    assert!(ran.fails_with(125).stderr.contains(&fifo), "{}", ran.stderr);
+    machine.assert_clean();
+}
+
 #[test]
 fn changes_are_kept_when_asked() {
     let Some((machine, runtimes)) = machine("changes_are_kept_when_asked") else { return };
@@ -456,6 +480,26 @@ fn detached_containers_are_listed_and_stopped() {
     }
 }
 
+/// A frozen container hears no signal, not even SIGKILL with the cgroups of version 1: `stop` waited for half a minute
+/// and gave up.
+#[test]
+fn a_frozen_container_is_stopped() {
+    let Some((machine, runtimes)) = machine("a_frozen_container_is_stopped") else { return };
+    for runtime in runtimes {
+        machine.sh(runtime, &["-d", "--rm", "--name", "cold"], "sleep 100").ok();
+        let cgroup = machine.containers()[0]["cgroup"].as_str().unwrap().to_owned();
+        let frozen = [("freezer", "freezer.state", "FROZEN"), ("", "cgroup.freeze", "1")];
+        let froze = frozen.iter().any(|(hierarchy, file, word)| {
+            let dir = Path::new("/sys/fs/cgroup").join(hierarchy).join(&cgroup[1..]);
+            let opened = fs::OpenOptions::new().write(true).open(dir.join(file));
+            opened.and_then(|mut file| file.write_all(word.as_bytes())).is_ok()
+        });
+        assert!(froze, "{cgroup}");
+        machine.run(&["stop", "--time", "0", "cold"]).ok();
+        machine.assert_clean();
+    }
+}
+
 /// An image may name a stop signal that the runtime does not know. `stop` killed the container at once then.
 #[test]
 fn a_stop_signal_that_the_runtime_refuses_is_sigterm() {
@@ -498,6 +542,33 @@ fn exec_ends_as_its_process_does() {
         machine.run(&["exec", "other", "--", "true"]).fails_with(3);
         machine.run(&["stop", "--time", "0", "cache"]).ok();
         machine.assert_clean();
+    }
+}
+
+/// With crun, `exec` started its process as root, in `/`, without no_new_privs and with other capabilities than those
+/// of the container's process.
+#[test]
+fn exec_has_what_the_container_has() {
+    let Some((machine, runtimes)) = machine("exec_has_what_the_container_has") else { return };
+    for runtime in runtimes {
+        for user in ["worker", "0"] {
+            let options =
+                ["-d", "--name", "cache", "--user", user, "--workdir", "/tmp", "-e", "SET=here"];
+            machine.sh(runtime, &options, "echo up > /tmp/up; sleep 100").ok();
+            let exec =
+                |script: &str| machine.run(&["exec", "cache", "--", "busybox", "sh", "-c", script]);
+            until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
+            assert_eq!(exec("pwd; echo $SET").ok(), "/tmp\nhere\n", "{runtime}");
+            let status = |process: &str| {
+                let what = "^(Uid|Gid|Groups|Cap.*|NoNewPrivs|Seccomp):";
+                exec(&format!("grep -E '{what}' /proc/{process}/status")).ok().to_owned()
+            };
+            let own = status("1");
+            assert!(own.contains("NoNewPrivs:\t1"), "{own}");
+            assert_eq!(status("self"), own, "{runtime} {user}");
+            machine.run(&["stop", "--time", "0", "cache"]).ok();
+            machine.assert_clean();
+        }
     }
 }
 

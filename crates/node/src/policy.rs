@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use cofolio_image::error::TrustError;
-use cofolio_image::trust::{Policy, Rule, Subject};
-use cofolio_store::Domain;
+use cofolio_image::trust::{Policy, Rule};
 
 use crate::config::Trust;
 
@@ -31,15 +30,4 @@ pub fn policy(
         policy.demand(&[], cosign_keys, "--cosign-key")?;
     }
     Ok(policy)
-}
-
-/// Whether an image may be used; an error says why not. Returns whether its metadata must be
-/// measured before each mount, since a signature vouches for its digest or the request named it.
-pub fn admit(
-    policy: &Policy,
-    domain: &Domain,
-    subject: &Subject<'_>,
-    by_digest: bool,
-) -> Result<bool, TrustError> {
-    Ok(policy.check(domain, subject)? || by_digest)
 }

@@ -80,6 +80,6 @@ pub use signatures::{SIGNATURE_SIZE_MAX, SIGNATURES_MAX};
 pub use sizes::SizesReport;
 pub use staged::{ImageWriter, ObjectWriter, StagedFile};
 pub use staging::{ImportOptions, Staging, StagingStats, Stored};
-pub use store::{DEFAULT_DOMAIN, InitOptions, Store};
+pub use store::{DEFAULT_DOMAIN, InitOptions, Store, run_tag};
 pub use trim::{KEEP_LABEL, Spared, TrimOptions, TrimPlan, Victim};
 pub use verify::VerifyReport;

@@ -1,7 +1,10 @@
 //! [`Store`]: the directory as a whole, its domains and its staging area.
 
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use sha2::{Digest as _, Sha256};
 
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
@@ -9,6 +12,7 @@ use crate::error::{At, Error, Result, is_absent};
 use crate::fsck::{Finding, FindingKind};
 use crate::meta::{META_COPY, META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
+use crate::record::RootKind;
 use crate::records::to_json;
 use crate::task::Cancel;
 
@@ -177,13 +181,17 @@ impl Store {
             (_, Err(Error::Corrupt { .. })) => {}
             (_, copy) => return copy,
         }
+        let immutable = disk.protection().immutable;
+        if let Some(id) = id_in_use(disk) {
+            return Ok(Meta::new(id, immutable));
+        }
         let damaged = [read_meta(disk).unwrap_or_default(), copy].join(&b'\n');
         let fresh = disk.random().at("get random bytes for", META_PATH)?;
-        Ok(Meta::mended(&damaged, fresh, disk.protection().immutable))
+        Ok(Meta::mended(&damaged, fresh, immutable))
     }
 
     /// Makes `meta.json` again if it is damaged or missing, and says whether it was. The store keeps
-    /// its id if the file or its copy still has it. A new id loses the runtime state of mounts.
+    /// its id if the file, its copy or mounts still tell it. A new id loses the runtime state of mounts.
     ///
     /// # Errors
     /// [`Error::NotAStore`] if there is neither, [`Error::UnknownFeature`] if it is sound but
@@ -491,6 +499,29 @@ fn run_dir(id: &str) -> PathBuf {
     base.join(id)
 }
 
+/// With this the roots begin that mounts of a run directory have in the store, and a dash.
+pub fn run_tag(run_dir: &Path) -> String {
+    const_hex::encode(&Sha256::digest(run_dir.as_os_str().as_bytes())[..4])
+}
+
+/// The id of a store that does not say it, if its roots are those of mounts in the run directory of one id.
+fn id_in_use(disk: &dyn Disk) -> Option<[u8; 16]> {
+    let roots = in_domains(disk, RootKind::Mount.directory());
+    let mut ids = std::fs::read_dir(run_dir("")).ok()?.flatten().filter_map(|entry| {
+        let id = const_hex::decode_to_array(entry.file_name().as_bytes()).ok()?;
+        let tag = run_tag(&std::path::absolute(entry.path()).ok()?);
+        roots.iter().any(|root| root.starts_with(&tag)).then_some(id)
+    });
+    ids.next().filter(|_| ids.next().is_none())
+}
+
+/// Names in this directory of all domains, as far as they can be read.
+fn in_domains(disk: &dyn Disk, directory: &str) -> Vec<String> {
+    let domains = disk.list(DOMAINS).unwrap_or_default().into_iter();
+    let list = |(name, _)| disk.list(&format!("{DOMAINS}/{name}/{directory}")).unwrap_or_default();
+    domains.flat_map(list).map(|(name, _)| name).collect()
+}
+
 fn open_disk(path: &Path) -> Result<Arc<dyn Disk>> {
     let shown = path.to_string_lossy();
     match RealDisk::open(path) {
@@ -517,10 +548,14 @@ fn check_owner(disk: &RealDisk) -> Result<()> {
 
 fn read_meta(disk: &dyn Disk) -> Result<Vec<u8>> {
     match read_file(disk, META_PATH) {
-        Err(Error::Io { source, .. }) if is_absent(&source) => Err(match disk.stat(META_COPY) {
-            Ok(_) => Error::corrupt(META_PATH, "it is missing"),
-            Err(_) => Error::NotAStore { path: shown_path(disk) },
-        }),
+        Err(Error::Io { source, .. }) if is_absent(&source) => {
+            // An `init` that was interrupted has made neither.
+            let is_store = disk.stat(META_COPY).is_ok() || !in_domains(disk, "images").is_empty();
+            Err(match is_store {
+                true => Error::corrupt(META_PATH, "it is missing"),
+                false => Error::NotAStore { path: shown_path(disk) },
+            })
+        }
         other => other,
     }
 }

@@ -10,7 +10,7 @@ use cofolio_image::source::Source;
 use cofolio_image::trust::Need;
 use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
-    Containers, Reason, Request, RunError, Runtime, Streams, exit_status, pidfd, wait_for,
+    Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd, wait_for,
 };
 use cofolio_node::mount::{Check, IdMap};
 use cofolio_store::task::Cancel;
@@ -258,8 +258,7 @@ fn attend(
 ) -> anyhow::Result<Ended> {
     let output = args.output.as_ref().map(std::path::absolute).transpose()?;
     if let Some(path) = &output {
-        let opened = fs::OpenOptions::new().append(true).create(true).open(path);
-        opened.with_context(|| format!("opening {}", path.display()))?;
+        append(path).with_context(|| format!("opening {}", path.display()))?;
     }
     let running = containers.start_detached(request, output)?;
     let container = &running.container;

@@ -11,7 +11,7 @@ use crate::exit::{Exit, Fail};
 /// Unmount what `mount` or `bundle` mounted
 ///
 /// The image's own mount goes with its last user. What was unmounted behind our back, or left half-way by
-/// a process that was killed, is cleaned up.
+/// a process that was killed, is cleaned up. With --all, mounts without a record are named, and the exit code is 1.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  cofolio umount /mnt/redis\n  cofolio umount --all")]
 pub(crate) struct Args {
@@ -44,11 +44,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Ok(Exit::Ok);
     }
     let containers = Containers::new(context.mounter(&domain));
+    let mut exit = Exit::Ok;
     let targets = match args.all {
         false => args.targets.clone(),
         true => {
             let list = mounter.list()?;
-            super::mounts::orphans(&list).for_each(|orphan| context.ui.note(orphan));
+            for orphan in super::mounts::orphans(&list) {
+                context.ui.error(&orphan, None);
+                exit = Exit::Failure;
+            }
             let mounts = list.mounts.into_iter().map(|status| status.record);
             let ours = mounts.filter(|record| record.domain == domain.name());
             let mut ids: Vec<PathBuf> = ours.map(|record| record.id.into()).collect();
@@ -101,7 +105,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     // One that is busy does not keep the others mounted.
     let more = failed.len().saturating_sub(1);
-    let Some((target, error)) = failed.into_iter().next() else { return Ok(Exit::Ok) };
+    let Some((target, error)) = failed.into_iter().next() else { return Ok(exit) };
     if more > 0 {
         let what = format!("{} and {more} more were not unmounted", target.display());
         return Err(error.context(what));

@@ -167,6 +167,8 @@ impl Containers<'_> {
                 [(signal, Signal::TERM, patience), ("KILL", Signal::KILL, KILLED_PATIENCE)];
             for (signal, without_runtime, patience) in rounds {
                 let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
+                // A frozen container hears of no signal before that.
+                runtime.ask(&found.runtime_root, &["resume", name])?;
                 // A runtime that was killed at its work may not know the container, nor any runtime
                 // the signal that an image names.
                 if let (false, Some(handle)) = (asked.status.success(), &handle) {

@@ -46,13 +46,8 @@ pub enum RunError {
     #[error("container `{0}` does not run")]
     NotRunning(String),
     /// A record that cannot be read. Its container may run, so its files stay.
-    #[error("{}: damaged container record", path.display())]
-    Record {
-        /// The record.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: serde_json::Error,
-    },
+    #[error("damaged container record")]
+    Record(#[source] MountError),
     /// The run directory was lost under a container that runs.
     #[error(
         "container `{name}` has lost its record and still runs, as process {pid} in cgroup \

@@ -8,6 +8,7 @@
 //!   rootfs                     the image, mounted
 //!   pid                        of the container's first process, written by the runtime
 //!   log, exec-<pid>.log        the runtime's error messages
+//!   exec-<pid>.json            the process that an `exec` has the runtime start
 //!   output, output.1           of a detached container, at most OUTPUT_BYTES_MAX each
 //!   exit                       of a detached container that has ended: its exit status
 //! <run>/<runtime>/<name>/      the runtime's own state: `crun --root <run>/crun list` shows it
@@ -29,8 +30,7 @@ mod streams;
 #[cfg(test)]
 mod tests;
 
-use std::fs::{self, File};
-use std::io;
+use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -43,13 +43,13 @@ use serde::{Deserialize, Serialize};
 
 use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
-use crate::mount::{At as _, Check, MountError, Mounter, try_flock};
+use crate::mount::{At as _, Check, MountError, Mounter, read_json, read_small, try_flock};
 
 pub use end::pidfd;
 pub use error::{Reason, RunError};
 pub use runtime::Runtime;
 pub use start::{Exec, exit_status, wait_for};
-pub use streams::{Copies, Streams};
+pub use streams::{Copies, Streams, append};
 
 /// Largest size of each of the two files that hold the output of a detached container.
 pub const OUTPUT_BYTES_MAX: u64 = 1 << 20;
@@ -181,7 +181,7 @@ impl<'a> Containers<'a> {
         self.mounter.run_dir().path().join(runtime.name())
     }
 
-    /// All containers, by name. Damaged records are described in `failed`.
+    /// All containers, by name. `failed` says of which others nothing can be read, and why.
     ///
     /// # Errors
     /// [`RunError::Mount`].
@@ -190,10 +190,7 @@ impl<'a> Containers<'a> {
         for name in self.names()? {
             match self.status(&name) {
                 Ok(status) => all.extend(status),
-                Err(error @ (RunError::Record { .. } | RunError::Lost { .. })) => {
-                    failed.push(error);
-                }
-                Err(error) => return Err(error),
+                Err(error) => failed.push(error),
             }
         }
         Ok(all)
@@ -266,7 +263,7 @@ impl<'a> Containers<'a> {
     /// and the number was not reused. Without a number, since the runtime was killed before it
     /// wrote one, the first process of the cgroup.
     fn first_process(&self, dir: &Path, record: &ContainerRecord) -> Result<Option<u32>> {
-        let written = read_unless_gone(&dir.join("pid"))?;
+        let written = read_text(&dir.join("pid"));
         let Some(pid) = written.and_then(|text| text.trim().parse::<u32>().ok()) else {
             return self.process_in(&record.cgroup);
         };
@@ -319,11 +316,7 @@ impl Container {
 
 /// The runtime's error, if it logged one. Its exit status alone may be the container's.
 fn refusal(log: &Path, runtime: &Runtime) -> Option<RunError> {
-    const LOG_BYTES_MAX: u64 = 64 << 10;
-    let mut text = String::new();
-    let file = File::open(log).ok()?;
-    io::Read::read_to_string(&mut io::Read::take(file, LOG_BYTES_MAX), &mut text).ok()?;
-    let said = text.lines().rev().find_map(complaint)?;
+    let said = read_text(log)?.lines().rev().find_map(complaint)?;
     let reason = reason(&said);
     Some(RunError::Refused { runtime: runtime.name(), said, reason })
 }
@@ -353,7 +346,7 @@ fn is_in(lock: &OwnedFd, dir: &Path) -> bool {
 /// Tests the lock without taking it.
 fn is_locked(dir: &Path) -> Result<bool> {
     let path = dir.join("lock");
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match rustix::fs::open(&path, flags, Mode::empty()) {
         Err(Errno::NOENT) => return Ok(false),
         other => other.at("opening", &path)?,
@@ -363,18 +356,10 @@ fn is_locked(dir: &Path) -> Result<bool> {
 
 /// The record of a container; `None` where none was written, so that nothing was mounted either.
 fn read_record(dir: &Path) -> Result<Option<ContainerRecord>> {
-    let path = dir.join("container.json");
-    match fs::read(&path) {
-        Ok(text) => match serde_json::from_slice(&text) {
-            Ok(record) => Ok(Some(record)),
-            Err(source) => Err(RunError::Record { path, source }),
-        },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error).at("reading", &path)?,
-    }
+    read_json(&dir.join("container.json")).map_err(RunError::Record)
 }
 
-/// Reads a file; `None` if it, its process or its cgroup is gone. Any other error says nothing about the
+/// Reads a file of the kernel's; `None` if it, its process or its cgroup is gone. Any other error says nothing about the
 /// container.
 fn read_unless_gone(path: &Path) -> Result<Option<String>, MountError> {
     match fs::read_to_string(path) {
@@ -390,8 +375,13 @@ fn read_unless_gone(path: &Path) -> Result<Option<String>, MountError> {
     }
 }
 
+/// Reads a file of a container's directory, if it is there and one of ours.
+fn read_text(path: &Path) -> Option<String> {
+    String::from_utf8(read_small(path).ok()?).ok()
+}
+
 fn kept_exit_status(dir: &Path) -> Option<u8> {
-    fs::read_to_string(dir.join("exit")).ok()?.trim().parse().ok()
+    read_text(&dir.join("exit"))?.trim().parse().ok()
 }
 
 /// Writes a file in one step: no reader, and no crash, leaves half of it.

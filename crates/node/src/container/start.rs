@@ -15,10 +15,10 @@ use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
-    State, Streams, bundle, is_in, is_name, lock, refusal, write_file,
+    State, Streams, bundle, is_in, is_name, lock, read_text, refusal, write_file,
 };
 use crate::mount::kernel::open_dir;
-use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest};
+use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest, read_json, to_json};
 
 impl Containers<'_> {
     /// Mounts the image and starts a runtime that ends with the container. An error leaves nothing.
@@ -49,10 +49,11 @@ impl Containers<'_> {
         }
     }
 
-    /// Starts a process in a running container.
+    /// Starts a process in a running container, with the user, the directory, the environment and the
+    /// privileges of the container's own.
     ///
     /// # Errors
-    /// [`RunError::NotFound`], [`RunError::NotRunning`], [`RunError::Runtime`].
+    /// [`RunError::NotFound`], [`RunError::NotRunning`], [`RunError::Runtime`], [`RunError::Mount`].
     pub fn exec(&self, name: &str, command: &[String], streams: &Streams) -> Result<Exec> {
         if !is_name(name) {
             return Err(RunError::Name(name.to_owned()));
@@ -62,18 +63,22 @@ impl Containers<'_> {
             return Err(RunError::NotRunning(name.to_owned()));
         }
         let runtime = found.record.runtime;
-        let log = self.dir().join(name).join(format!("exec-{}.log", std::process::id()));
+        let dir = self.dir().join(name);
+        let own = |kind| dir.join(format!("exec-{}.{kind}", std::process::id()));
+        let (log, file, path) = (own("log"), own("json"), dir.join("config.json"));
+        // By options alone crun starts it as root, in `/` and with other capabilities.
+        let config = read_json(&path)?.ok_or_else(|| RunError::NotRunning(name.to_owned()))?;
+        let Config { mut process } = config;
+        process.insert("args".to_owned(), command.into());
+        process.insert("terminal".to_owned(), matches!(streams, Streams::Terminal).into());
+        write_file(&file, &to_json(&file, &process)?)?;
         let mut exec = Command::new(&runtime.path);
         exec.arg("--root").arg(self.state_dir(&runtime)).arg("--log").arg(&log);
-        exec.args(["--log-format", "json", "exec"]);
-        if matches!(streams, Streams::Terminal) {
-            exec.arg("--tty");
-        }
-        exec.arg(name).args(command);
+        exec.args(["--log-format", "json", "exec", "--process"]).arg(&file).arg(name);
         let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
         let copies = streams.connect(&mut exec).map_err(failed)?;
         let child = runtime.spawn(&mut exec).map_err(failed)?;
-        Ok(Exec { runtime, child, copies, log })
+        Ok(Exec { runtime, child, copies, log, file })
     }
 
     fn launch(&self, request: &Request, streams: &Streams, detached: bool) -> Result<Running> {
@@ -245,18 +250,21 @@ impl Container {
         if !status.success() {
             return refused(status);
         }
-        let path = self.dir.join("pid");
-        let written = fs::read_to_string(&path).at("reading", &path)?;
-        let first = written.trim().parse().ok().and_then(Pid::from_raw);
-        let first = first.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData));
+        let written = read_text(&self.dir.join("pid"));
+        let first = written.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
+        let first = first.ok_or_else(|| self.made_nothing())?;
         let log = self.dir.join("log");
         let log = log.to_string_lossy();
         let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
         let started = self.record.runtime.ask(&self.state, &start)?;
         match started.status.success() {
-            true => Ok(first.at("reading", path)?),
+            true => Ok(first),
             false => refused(started.status),
         }
+    }
+
+    fn made_nothing(&self) -> RunError {
+        self.failed(io::Error::other("it made no container"))
     }
 
     fn failed(&self, source: io::Error) -> RunError {
@@ -271,6 +279,14 @@ pub struct Exec {
     child: Child,
     copies: Copies,
     log: PathBuf,
+    /// What to start, for the runtime.
+    file: PathBuf,
+}
+
+/// What an `exec` takes from the container's `config.json`.
+#[derive(serde::Deserialize)]
+struct Config {
+    process: serde_json::Map<String, serde_json::Value>,
 }
 
 impl Exec {
@@ -282,7 +298,7 @@ impl Exec {
             Ok(0) => copied.at("writing", "the output").err().map(Into::into),
             _ => refusal(&self.log, &self.runtime),
         };
-        let _ = fs::remove_file(&self.log);
+        let _ = (fs::remove_file(&self.log), fs::remove_file(&self.file));
         (status, refusal)
     }
 }
@@ -308,6 +324,9 @@ impl Running {
             // Runtimes end with 1 when they fail, as a container may.
             _ => self.container.refusal(),
         };
+        // Then the status is not a container's.
+        let is_made = self.container.dir.join("pid").exists();
+        let refusal = refusal.or_else(|| (!is_made).then(|| self.container.made_nothing()));
         (self.container, status, refusal)
     }
 }

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 
 use cofolio_store::task::{Cancel, Cancelled};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::fstat;
+use rustix::fs::{Mode, OFlags, fstat};
 use rustix::io::{Errno, retry_on_intr};
 
 /// A pipe holds as much.
@@ -166,8 +166,13 @@ fn when_ready<T>(
     }
 }
 
-fn append(path: &Path) -> io::Result<File> {
-    File::options().create(true).append(true).open(path)
+/// Opens a file to append to, or makes it. A FIFO that nobody reads from is refused, not waited for.
+pub fn append(path: &Path) -> io::Result<File> {
+    use OFlags as O;
+    let flags = O::WRONLY | O::CREATE | O::APPEND | O::NONBLOCK | O::NOCTTY | O::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o666))?;
+    rustix::fs::fcntl_setfl(&file, O::APPEND)?;
+    Ok(file.into())
 }
 
 /// Copies to a file that restarts at its maximum size. Lost output does not stop a container: the

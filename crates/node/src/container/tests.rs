@@ -1,3 +1,6 @@
+use std::fs::File;
+use std::io;
+
 use super::error::{complaint, reason};
 use super::start::new_name;
 use super::*;
@@ -123,7 +126,7 @@ fn a_damaged_record_keeps_its_container() {
             }
             let mut failed = Vec::new();
             assert_eq!(containers.reconcile(&mut failed).unwrap(), Vec::<String>::new(), "{text}");
-            assert!(failed[0].contains("box/container.json: damaged"), "{failed:?}");
+            assert!(failed[0].contains("box/container.json: "), "{failed:?}");
             let mut damaged = Vec::new();
             assert!(containers.list(&mut damaged).unwrap().is_empty());
             assert!(matches!(damaged[..], [RunError::Record { .. }]), "{damaged:?}");
@@ -135,6 +138,44 @@ fn a_damaged_record_keeps_its_container() {
                 assert!(dir.join(name).exists(), "{text}: {name}");
             }
         }
+    });
+}
+
+/// A FIFO in the place of a container's file, its record for one, held up `ps`, `gc` and `stop` for ever, and a
+/// directory ended `ps` before the other containers were listed.
+#[test]
+fn what_is_no_regular_file_is_not_waited_for() {
+    in_store(|_, containers| {
+        let dir = containers.dir().join("box");
+        fs::create_dir_all(&dir).unwrap();
+        let fifo = |name: &str| {
+            let mode = Mode::RUSR | Mode::WUSR;
+            rustix::fs::mknodat(CWD, dir.join(name), rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        };
+        let look = |part: &str| {
+            let (mut failed, mut damaged) = (Vec::new(), Vec::new());
+            assert_eq!(containers.reconcile(&mut failed).unwrap(), [""; 0]);
+            assert!(failed[0].contains(part), "{failed:?}");
+            assert!(containers.list(&mut damaged).unwrap().is_empty());
+            let said = cofolio_store::with_causes(&damaged[0]);
+            assert!(said.contains(part) && damaged.len() == 1, "{said}");
+        };
+        fifo("lock");
+        fifo("log");
+        assert!(!is_locked(&dir).unwrap());
+        assert!(
+            refusal(&dir.join("log"), &Runtime::find(Some("/bin/sh"), &dir).unwrap()).is_none()
+        );
+        fs::remove_file(dir.join("lock")).unwrap();
+        fifo("container.json");
+        look("box/container.json: it is not a regular file");
+        fs::remove_file(dir.join("container.json")).unwrap();
+        fs::create_dir(dir.join("container.json")).unwrap();
+        look("box/container.json: it is not a regular file");
+        fifo("exit");
+        assert_eq!(kept_exit_status(&dir), None);
+        fifo("pid");
+        assert_eq!(read_text(&dir.join("pid")), None);
     });
 }
 

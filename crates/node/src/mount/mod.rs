@@ -45,7 +45,7 @@ use std::path::{Path, PathBuf};
 
 use crate::settings::Backend;
 use cofolio_store::task::Task;
-use cofolio_store::{Contents, Digest, Domain, Root, RootKind, now};
+use cofolio_store::{Contents, Digest, Domain, Error, Root, RootKind, now};
 use cofolio_sys::mount::MountAttr;
 use rustix::fs::CWD;
 use rustix::mount::MountAttrFlags;
@@ -69,7 +69,7 @@ use error::refused;
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
 use reconcile::Kernel;
 use state::ImageLock;
-pub(crate) use state::{list, try_flock};
+pub(crate) use state::{list, read_json, read_small, to_json, try_flock};
 use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.
@@ -148,7 +148,19 @@ impl<'a> Mounter<'a> {
         let target = resolve_target(&request.target, request.create_target)?;
         self.check_hides_nothing(&target)?;
         self.run.prepare()?;
-        let mounted = self.mount_at(target, request)?;
+        // Its name, and then the image, may have been removed after somebody had looked it up.
+        let is_gone = || -> cofolio_store::Result<bool> {
+            let mut refs = self.domain.readable_refs()?.into_iter();
+            Ok(refs.all(|(_, it)| it.image != request.image)
+                && !self.domain.has_image(&request.image)?)
+        };
+        let mounted = self.mount_at(target, request).map_err(|error| match error {
+            MountError::Store(Error::NoSuch(_)) if is_gone().unwrap_or(false) => {
+                let name = request.options.name.clone();
+                Error::NoSuchRef(name.unwrap_or_else(|| request.image.to_string())).into()
+            }
+            other => other,
+        })?;
         // A hint for whoever looks for room later: no reason to fail.
         let _ = self.domain.note_use(&mounted.image, mounted.created);
         Ok(mounted)
@@ -424,7 +436,7 @@ impl<'a> Mounter<'a> {
             return Err(MountError::CannotKeep(record.target));
         }
         if let Some(path) = &at {
-            self.leave(&mut record, path, options, &lock)?;
+            self.leave(&record, path, options)?;
         }
         if options.keep_upper
             && let Some(upper) = record.upper.clone().filter(|u| !u.keep && u.dir.exists())
@@ -468,13 +480,12 @@ impl<'a> Mounter<'a> {
         }
     }
 
-    /// Takes the mount from its target.
+    /// Takes the mount from its target. Its record need not say so: a full run directory has no room.
     fn leave(
         &self,
-        record: &mut MountRecord,
+        record: &MountRecord,
         path: &Path,
         options: &UmountOptions,
-        lock: &ImageLock,
     ) -> Result<(), MountError> {
         let mut marked = None;
         // A given one was marked when it was mounted.
@@ -487,10 +498,6 @@ impl<'a> Mounter<'a> {
                 marked = Some((dir, upper.dir.clone()));
             }
         }
-        let before = record.phase;
-        record.phase = MountPhase::Leaving;
-        self.run.write(record, lock)?;
-        self.step(Step::Leaving);
         let shares = record.backend == Backend::InodeShare;
         let mut unmounted = kernel::unmount_patiently(path, options.force && !shares);
         let is_busy = |error: &KernelError| error.errno == rustix::io::Errno::BUSY;
@@ -504,8 +511,6 @@ impl<'a> Mounter<'a> {
                 Ok(())
             }
             Err(error) => {
-                record.phase = before;
-                self.run.write(record, lock)?;
                 if let Some((dir, upper)) = marked {
                     upper::unmark_kept(&dir, &upper)?;
                 }

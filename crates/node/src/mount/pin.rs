@@ -87,7 +87,7 @@ impl Mounter<'_> {
         }
         let at = dir.join("erofs");
         let path = dir.join("pin.json");
-        make_dir(&at)?;
+        fs::create_dir_all(&at).at("create", &at)?;
         if let Some(root) = mounted_root(&at, EROFS_MAGIC)? {
             return self.pinned_before(image, root, dir, measured);
         }
@@ -222,7 +222,7 @@ impl Mounter<'_> {
         label: Option<&str>,
     ) -> Result<OwnedFd, MountError> {
         let at = pin.dir.join("views").join(view_key(idmap, label));
-        make_dir(&at)?;
+        fs::create_dir_all(&at).at("create", &at)?;
         if let Some(root) = mounted_root(&at, OVERLAY_MAGIC)? {
             return Ok(root);
         }
@@ -436,17 +436,17 @@ impl Mounter<'_> {
                 // The last one is a link that a killed process left (see `mount_erofs`).
                 remove_file(&dir.join(name))?;
             }
-            remove_dir(&dir.join("views"));
+            let _ = fs::remove_dir(&dir.join("views"));
             if dir.ends_with(OWN) {
-                remove_dir(&dir);
+                let _ = fs::remove_dir(&dir);
             }
         }
         self.step(Step::Unpinned);
         if !self.has_ended(domain, image)? {
             return Ok(Unpinned::Elsewhere);
         }
-        remove_dir(&dir.join("users"));
-        remove_dir(&dir);
+        let _ = fs::remove_dir(&dir.join("users"));
+        let _ = fs::remove_dir(&dir);
         Ok(Unpinned::Done)
     }
 
@@ -512,10 +512,6 @@ fn view_key(idmap: Option<&IdMap>, label: Option<&str>) -> String {
     const_hex::encode(&Sha256::digest(text.as_bytes())[..16])
 }
 
-fn make_dir(path: &Path) -> Result<(), MountError> {
-    fs::create_dir_all(path).at("create", path)
-}
-
 /// The root of a mount of this kind at `path`, if there is one on top.
 pub(super) fn mounted_root(path: &Path, magic: u32) -> Result<Option<OwnedFd>, MountError> {
     let root = match open_dir(path) {
@@ -551,6 +547,6 @@ pub(crate) fn take_down(at: &Path) -> Result<(), MountError> {
         // Lazily: somebody may be looking around in it, and containers use mounts of their own.
         kernel::unmount(at, true).map_err(refused)?;
     }
-    remove_dir(at);
+    let _ = fs::remove_dir(at);
     Ok(())
 }

@@ -17,7 +17,7 @@ use super::in_use::{self, Superblock, has_overlay};
 use super::kernel::{self, path_of};
 use super::mountinfo::{self, KernelMount, source_of};
 use super::pin::{DETACHED, Unpinned};
-use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_dir, remove_file};
+use super::state::{ImageLock, MountPhase, MountRecord, Namespace, list, remove_file};
 use super::upper;
 use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_only};
 
@@ -27,7 +27,7 @@ use super::{KeptChanges, Mounter, Pin, Step, mark_user, numbers_at, unless_read_
 pub enum MountState {
     /// As recorded.
     Live,
-    /// Being made or taken away, or left half-way by a process that died.
+    /// Being made, or left half-way by a process that died.
     InFlight,
     /// Another mount lies on top of it.
     Covered,
@@ -103,7 +103,7 @@ impl Forgotten {
     /// and [`Mounter::reconcile`] retries them.
     pub(crate) fn finish(self) {
         for gone in self.gone {
-            let _ = upper::remove(&gone);
+            let _ = upper::remove_unless(|| Ok(false), &gone);
         }
     }
 
@@ -196,7 +196,8 @@ impl Mounter<'_> {
         lock: &ImageLock,
     ) -> Result<Forgotten, MountError> {
         if let Some(path) = at {
-            self.unmount_half_way(record, path, lock)?;
+            // Half-way: nobody was told of it yet.
+            kernel::unmount(path, true).map_err(refused)?;
             self.step(Step::Detached);
         }
         let changes = upper::discard(record)?;
@@ -230,7 +231,7 @@ impl Mounter<'_> {
         let is_own = || run.is_ok_and(|run| record.target.starts_with(run));
         let is_free = || !in_use::is_target_elsewhere(&self.root, &record.target);
         if record.created_target && !is_elsewhere && (is_own() || is_free()) {
-            remove_dir(&record.target);
+            let _ = fs::remove_dir(&record.target);
         }
         let domain = self.domain_of(&record.domain)?;
         unless_read_only(domain.remove_root(RootKind::Mount, &record.id))?;
@@ -239,28 +240,6 @@ impl Mounter<'_> {
         self.step(Step::Forgotten);
         let gone = changes.filter(|_| !in_use).into_iter().chain(scratch).collect();
         Ok(Forgotten { gone, unpinned, in_use: is_elsewhere })
-    }
-
-    /// Takes down a mount whose writer died. An interrupted unmount may find it in use: it stays.
-    fn unmount_half_way(
-        &self,
-        record: &MountRecord,
-        path: &Path,
-        lock: &ImageLock,
-    ) -> Result<(), MountError> {
-        let unmounted = match record.phase {
-            MountPhase::Leaving => kernel::unmount_patiently(path, false),
-            // Nobody was told of it yet.
-            _ => kernel::unmount(path, true),
-        };
-        match unmounted {
-            Err(error) if error.errno == Errno::BUSY => {
-                let record = MountRecord { phase: MountPhase::Mounted, ..record.clone() };
-                self.run.write(&record, lock)?;
-                Err(MountError::Busy(path.to_owned()))
-            }
-            other => other.map_err(refused),
-        }
     }
 
     /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.
@@ -303,7 +282,10 @@ impl Mounter<'_> {
         if has_overlay(&found, &self.patience)? {
             return Err(MountError::Busy(found));
         }
-        upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
+        let gone = upper::discard_own(&found)?;
+        // Closing is not enough: a process that is just being started has a copy of it.
+        let _ = rustix::fs::flock(&lock, rustix::fs::FlockOperation::Unlock);
+        gone.map_or(Ok(()), |gone| upper::remove_unless(|| Ok(false), &gone).map(drop))
     }
 
     /// Mounts without a record that share a superblock or a layer with a pinned image. Others may be

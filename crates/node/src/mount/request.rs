@@ -164,8 +164,6 @@ steps! {
     Attached,
     /// Its record says so.
     Recorded,
-    /// Its record says that it is leaving.
-    Leaving,
     /// It is not at its target any more.
     Detached,
     /// The directories for changes are out of sight.

@@ -57,10 +57,9 @@ pub struct RunDir {
 pub enum MountPhase {
     /// Being made. If nobody holds the image's lock, its maker is dead.
     Intent,
-    /// In place.
+    /// In place. Earlier programs said of a mount that they took away that it was leaving.
+    #[serde(alias = "leaving")]
     Mounted,
-    /// Being taken away.
-    Leaving,
 }
 
 /// Where the changes of a writable mount go.
@@ -198,14 +197,10 @@ pub struct PinRecord {
 pub(crate) struct Lock(OwnedFd);
 
 impl Lock {
-    fn open(path: &Path) -> Result<OwnedFd, MountError> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)
-    }
-
     /// Nothing if another process has it.
     fn take(path: &Path, how: FlockOperation) -> Result<Option<Self>, MountError> {
-        let file = Self::open(path)?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+        let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).at("open", path)?;
         Ok(try_flock(&file, how, path)?.then_some(Self(file)))
     }
 
@@ -291,7 +286,7 @@ impl RunDir {
 
     /// What tells our ids from those of another run directory on the same store.
     pub(crate) fn tag(&self) -> String {
-        const_hex::encode(&Sha256::digest(self.path.as_os_str().as_bytes())[..4])
+        cofolio_store::run_tag(&self.path)
     }
 
     pub(crate) fn id_of(&self, target: &Path) -> String {
@@ -534,36 +529,31 @@ pub(crate) fn remove_file(path: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Removes a directory if it is empty; says nothing if it is not.
-pub(crate) fn remove_dir(path: &Path) {
-    let _ = fs::remove_dir(path);
-}
-
-/// Reads a file that others may have put there, but no more than is too much for a record. A FIFO is not waited
-/// for, a symbolic link is refused.
-pub(crate) fn read_record(path: &Path) -> io::Result<Vec<u8>> {
+/// Reads a file that others may have put there, if it is a regular one of at most [`RECORD_SIZE_MAX`] bytes; no
+/// other is waited for.
+pub(crate) fn read_small(path: &Path) -> io::Result<Vec<u8>> {
     use std::io::Read as _;
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = fs::File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let bad = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    if !file.metadata()?.is_file() {
+        return Err(bad("it is not a regular file".to_owned()));
+    }
     let mut text = Vec::new();
-    file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text)?;
+    if file.take(RECORD_SIZE_MAX + 1).read_to_end(&mut text)? as u64 > RECORD_SIZE_MAX {
+        return Err(bad(format!("it is longer than {RECORD_SIZE_MAX} bytes")));
+    }
     Ok(text)
 }
 
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, MountError> {
-    let text = match read_record(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.at("read", path)?,
-    };
-    if text.len() as u64 > RECORD_SIZE_MAX {
-        let reason = format!("it is longer than {RECORD_SIZE_MAX} bytes");
-        return Err(MountError::State { path: path.to_owned(), reason });
+    let damaged = |reason: String| MountError::State { path: path.to_owned(), reason };
+    match read_small(path) {
+        Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(damaged(error.to_string())),
+        Err(error) => Err(error).at("read", path),
     }
-    let damaged = |error: serde_json::Error| MountError::State {
-        path: path.to_owned(),
-        reason: error.to_string(),
-    };
-    serde_json::from_slice(&text).map(Some).map_err(damaged)
 }
 
 pub(crate) fn to_json(path: &Path, value: &impl Serialize) -> Result<Vec<u8>, MountError> {

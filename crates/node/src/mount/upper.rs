@@ -24,7 +24,7 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, read_json, read_record, to_json, try_flock};
+use super::state::{MountRecord, RunDir, Upper, list, read_json, read_small, to_json, try_flock};
 use crate::links;
 
 /// Beside `upper`: this directory is to stay.
@@ -108,6 +108,8 @@ pub(crate) fn claim_given(
     }
     let lock = open_own(&dir).at("open", &dir)?.map_err(problem)?;
     lock_given(&lock, &dir, patience)?;
+    // No unmount could tell whether the mount is in use.
+    open_below(&lock, &dir, in_use::PROBE)?;
     // The kernel only warns when two overlays change one directory.
     let (records, _) = run.records()?;
     if let Some(user) = records.iter().find(|r| r.upper.as_ref().is_some_and(|u| u.dir == dir)) {
@@ -270,7 +272,7 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
         boot_id: record.boot_id.clone(),
     };
     let text = to_json(&path, &kept)?;
-    let before = read_record(&path);
+    let before = read_small(&path);
     if before.as_ref().is_ok_and(|known| *known == text) {
         return Ok(false);
     }
@@ -354,10 +356,17 @@ pub(crate) fn discard_own(dir: &Path) -> Result<Option<PathBuf>, MountError> {
     }
 }
 
-/// Removes what [`discard`] gave, and no overlay uses any more.
-pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
+/// Removes a directory that [`discard`] gave, unless it is in use or another process is at it. Says whether it did.
+pub(crate) fn remove_unless(
+    is_used: impl FnOnce() -> Result<bool, MountError>,
+    gone: &Path,
+) -> Result<bool, MountError> {
+    let Ok(lock) = open_dir(gone).and_then(reopen) else { return Ok(false) };
+    if !try_flock(&lock, FlockOperation::NonBlockingLockExclusive, gone)? || is_used()? {
+        return Ok(false);
+    }
     limit::lift(gone);
-    remove_all(gone)
+    remove_all(gone).map(|()| true)
 }
 
 fn remove_all(dir: &Path) -> Result<(), MountError> {
@@ -394,10 +403,8 @@ pub(crate) fn remove_stale(
             });
         // Without a record it may be that of a container that runs.
         let is_bound = || name.ends_with(SCRATCH) && in_use::is_bound(root, &dir);
-        if !is_stale || in_use::has_overlay(&dir, patience)? || is_bound() {
-            return Ok(0);
-        }
-        remove(&dir).map(|()| 1)
+        let is_used = || Ok(in_use::has_overlay(&dir, patience)? || is_bound());
+        Ok(u32::from(is_stale && remove_unless(is_used, &dir)?))
     };
     let removed = list(&base)?.into_iter().map(|name| remove_one(&name));
     Ok(removed.map(|removed| removed.map_err(&mut *or_failed).unwrap_or(0)).sum())

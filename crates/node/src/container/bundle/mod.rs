@@ -301,7 +301,7 @@ impl Bundle {
         host_root: &Path,
     ) -> Result<Value> {
         let root = match rootfs {
-            Some(rootfs) => Rootfs::open(&absolute(rootfs)?)?,
+            Some(it) => Rootfs::open(&fs::canonicalize(it).at("resolving", it)?)?,
             None => {
                 let (fd, path) = (self.open_rootfs()?, self.path.join("rootfs"));
                 if !cofolio_sys::mount::mount_id(&fd, "").is_ok_and(|id| id.is_root) {
@@ -499,10 +499,6 @@ fn annotations(image: &ImageConfig, options: &Options) -> BTreeMap<String, Strin
     }
     annotations.extend(options.annotations.clone());
     annotations
-}
-
-fn absolute(path: &Path) -> Result<PathBuf> {
-    Ok(fs::canonicalize(path).at("resolving", path)?)
 }
 
 #[cfg(test)]

@@ -75,6 +75,29 @@ fn user(kind: Kind, fixture: &Fixture, target: &Path) -> User {
     }
 }
 
+/// Of two `gc` at once one failed: the other had removed a directory of changes, or the probe in it, at that moment.
+#[test]
+fn two_that_remove_the_same_changes_both_succeed() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    fixture.mounter().mount(&read_only(&fixture, "one")).unwrap();
+    let writable = fixture.path("store/domains/default/writable");
+    for round in 0..20 {
+        for number in 0..30 {
+            for dir in ["upper", "work"] {
+                fs::create_dir_all(writable.join(format!("gone-x-{round}-{number}/{dir}")))
+                    .unwrap();
+            }
+        }
+        std::thread::scope(|scope| {
+            let reconcile = || fixture.mounter().reconcile().unwrap().failed;
+            let threads = [scope.spawn(reconcile), scope.spawn(reconcile)];
+            threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), [""; 0]));
+        });
+        assert_eq!(fs::read_dir(&writable).unwrap().count(), 0);
+    }
+}
+
 fn outlives_umount_and_gc(fixture: &Fixture, kind: Kind, access: Access) {
     let story = format!("{kind:?} of {access:?}");
     let mounter = fixture.mounter();

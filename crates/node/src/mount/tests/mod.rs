@@ -518,3 +518,28 @@ fn reconcile_reports_failures_and_goes_on() {
     let done = mounter.reconcile().unwrap();
     assert_eq!((done.uppers, done.roots.len(), done.failed.len()), (8, 8, 24), "{done:?}");
 }
+
+/// An unmount wrote into the run directory first that it was about to happen. Where that was full, nothing could be
+/// unmounted, which would have made room.
+#[test]
+fn a_full_run_directory_stops_no_unmount() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let (run, none) = (fixture.target("run"), rustix::mount::MountFlags::empty());
+    rustix::mount::mount("tmpfs", &run, "tmpfs", none, Some(c"size=256k")).unwrap();
+    let mounter = fixture.mounter();
+    let requests = [
+        read_only(&fixture, "one"),
+        writable(&fixture, "two"),
+        MountRequest { access: Access::WritableKept, ..read_only(&fixture, "three") },
+    ];
+    requests.iter().for_each(|request| drop(mounter.mount(request).unwrap()));
+    let full = fs::write(run.join("fill"), vec![1; 1 << 20]).unwrap_err();
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    requests.iter().for_each(|request| drop(umount(&mounter, &request.target)));
+    let kept = mounter.list().unwrap().kept;
+    kept.iter().for_each(|kept| mounter.discard_kept(&kept.dir).unwrap());
+    assert_eq!(kept.len(), 1);
+    kernel::unmount(&run, true).unwrap();
+    fixture.assert_clean("at the end");
+}

@@ -117,8 +117,7 @@ fn an_image_that_is_not_there_is_the_callers_mistake() {
     let request =
         MountRequest { image: Digest([9; 32]), create_target: true, ..read_only(&fixture, "one") };
     refused(&fixture, &request, |e| {
-        matches!(e, MountError::Store(cofolio_store::Error::NoSuch(_)))
-            && e.code() == Code::NotFound
+        matches!(e, MountError::Store(Error::NoSuchRef(_))) && e.code() == Code::NotFound
     });
 }
 
