@@ -12,7 +12,6 @@ use cofolio_image::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
 use cofolio_store::Digest;
 use cofolio_store::task::Task;
 use cofolio_store::verity::Hasher;
-use rustix::fs::{Mode, OFlags};
 
 use crate::exit::Fail;
 
@@ -22,12 +21,8 @@ pub(crate) fn tree_from_dump(path: &Path) -> anyhow::Result<Tree> {
     let input: Box<dyn BufRead> = if path.as_os_str() == "-" {
         Box::new(io::stdin().lock())
     } else {
-        // A FIFO that nobody writes to is empty, and not waited for.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = rustix::fs::open(path, flags, Mode::empty());
-        let file = file.with_context(|| format!("open `{}`", path.display()))?;
-        rustix::fs::fcntl_setfl(&file, OFlags::empty())?;
-        Box::new(BufReader::with_capacity(1 << 17, File::from(file)))
+        let file = File::open(path).with_context(|| format!("open `{}`", path.display()))?;
+        Box::new(BufReader::with_capacity(1 << 17, file))
     };
     Ok(dump::parse_with(input, strict)?)
 }

@@ -472,21 +472,6 @@ fn only_regular_files_are_replaced_and_only_when_asked() {
     sandbox.run(&["export", "box:1", "erofs:-", "--json"]).fails_with(2);
 }
 
-/// `build FIFO` waited for somebody to write into it. A FIFO with a writer, as the shell's `<(…)`, is read.
-#[test]
-fn build_does_not_wait_for_a_fifo() {
-    let sandbox = Sandbox::new();
-    let (fifo, image) = (sandbox.text("fifo"), sandbox.text("image"));
-    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
-    sandbox.run(&["build", &fifo, &image]).fails_with(4);
-    assert!(!sandbox.path("image").exists());
-    let program = common::cofolio();
-    let program = program.display();
-    let script = format!("{program} build <(sleep 1; echo '/ 0 40755 1 0 0 0 1.0 - - -') {image}");
-    assert!(Command::new("bash").args(["-c", &script]).status().unwrap().success());
-    assert!(sandbox.path("image").exists());
-}
-
 #[test]
 fn an_image_file_can_be_looked_into_where_it_is() {
     let sandbox = Sandbox::new();

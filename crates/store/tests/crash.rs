@@ -322,7 +322,6 @@ const OPERATIONS: &[Operation] = &[
     Operation {
         name: "trim, with a time of last use noted before",
         run: |domain| {
-            // The first note of a store upgrades it.
             domain.note_use(&expected_image("b"), 5)?;
             let options = TrimOptions { unused_since: Some(5), ..TrimOptions::default() };
             domain.trim(&Lines, &nothing_live, &options, &|_| ()).map(drop)
