@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     ui.table(&table)?;
 
-    let is_missing = |f: &&Feature| f.presence != Presence::Present && f.need != Need::Optional;
+    let is_missing = |f: &&Feature| f.presence == Presence::Absent && f.need != Need::Optional;
     let missing: Vec<_> = report.features.iter().filter(is_missing).collect();
     if !missing.is_empty() {
         ui.line("")?;

@@ -19,6 +19,7 @@
 //! copied, and the copy is valid if no transaction was committed meanwhile, which the two meta
 //! pages show.
 
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -87,7 +88,12 @@ impl Database {
             found = Self::new(bytes);
             let Ok(copied) = &found else { continue };
             let mut head = vec![0; 2 * copied.meta.page_size];
-            file.read_exact_at(&mut head, 0).map_err(failed)?;
+            match file.read_exact_at(&mut head, 0) {
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                    return Err(wrong("it is cut off".to_owned()));
+                }
+                read => read.map_err(failed)?,
+            }
             // A meta page that is being written has a wrong checksum; the other one is older.
             if newest(&head) == Ok(copied.meta) {
                 return found.map_err(wrong);

@@ -193,3 +193,18 @@ fn any_byte_changed_and_any_end_cut_off() {
         }
     }
 }
+
+/// One that was cut off in its second page was no damaged one: "failed to fill whole buffer".
+#[test]
+fn a_file_that_is_cut_off_is_damaged() {
+    let path = tempfile::NamedTempFile::new().unwrap();
+    let good = database();
+    for at in (0..good.len()).step_by(PAGE / 2) {
+        std::fs::write(&path, &good[..at]).unwrap();
+        let read = Database::copy(path.path()).and_then(|database| {
+            let wrong = |what| EngineError::Document { path: path.path().to_owned(), what };
+            database.root().map(drop).map_err(wrong)
+        });
+        assert!(matches!(read, Err(EngineError::Document { .. })), "{at}: {read:?}");
+    }
+}
