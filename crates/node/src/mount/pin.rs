@@ -19,9 +19,7 @@ use super::in_use::{self, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
-use super::state::{
-    ImageLock, MountRecord, PinRecord, list, read_json, remove_dir, remove_file, to_json,
-};
+use super::state::{ImageLock, MountRecord, PinRecord, list, read_json, remove_file, to_json};
 use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
@@ -436,7 +434,7 @@ impl Mounter<'_> {
                 // The last one is a link that a killed process left (see `mount_erofs`).
                 remove_file(&dir.join(name))?;
             }
-            let _ = fs::remove_dir(&dir.join("views"));
+            let _ = fs::remove_dir(dir.join("views"));
             if dir.ends_with(OWN) {
                 let _ = fs::remove_dir(&dir);
             }
@@ -445,7 +443,7 @@ impl Mounter<'_> {
         if !self.has_ended(domain, image)? {
             return Ok(Unpinned::Elsewhere);
         }
-        let _ = fs::remove_dir(&dir.join("users"));
+        let _ = fs::remove_dir(dir.join("users"));
         let _ = fs::remove_dir(&dir);
         Ok(Unpinned::Done)
     }
