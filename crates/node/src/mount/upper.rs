@@ -362,7 +362,9 @@ pub(crate) fn remove_unless(
     gone: &Path,
 ) -> Result<bool, MountError> {
     let Ok(lock) = open_dir(gone).and_then(reopen) else { return Ok(false) };
-    if !try_flock(&lock, FlockOperation::NonBlockingLockExclusive, gone)? || is_used()? {
+    // A process that is just being started may have a copy of a lock that was given back.
+    let take = || try_flock(&lock, FlockOperation::NonBlockingLockExclusive, gone);
+    if !Patience::default().wait(take)? || is_used()? {
         return Ok(false);
     }
     limit::lift(gone);
