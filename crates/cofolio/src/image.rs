@@ -11,7 +11,6 @@ use cofolio_image::compose::named_objects;
 use cofolio_image::files;
 use cofolio_store::{Digest, Domain, verity};
 
-use crate::compose::Hashing;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
 
@@ -42,6 +41,24 @@ impl ReadAt for Source {
 
     fn size(&self) -> u64 {
         self.size
+    }
+}
+
+/// Hashes what is written to a sink.
+pub(crate) struct Hashing<W> {
+    pub(crate) sink: W,
+    pub(crate) hasher: verity::Hasher,
+}
+
+impl<W: Write> Write for Hashing<W> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let len = self.sink.write(data)?;
+        self.hasher.update(&data[..len]);
+        Ok(len)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.sink.flush()
     }
 }
 

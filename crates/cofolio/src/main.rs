@@ -5,7 +5,6 @@
 
 mod cli;
 mod cmd;
-mod compose;
 mod context;
 mod image;
 mod progress;

@@ -125,15 +125,16 @@ impl Domain {
     }
 
     /// Lets `change` change a ref that is there, while nobody else replaces or removes it. Durable on
-    /// return.
+    /// return. For hints: nothing is changed if anybody else is naming or checking something.
     ///
     /// # Errors
     /// [`Error::BadName`], [`Error::Corrupt`], [`Error::Io`].
     pub fn change_ref(&self, ref_name: &str, change: impl FnOnce(&mut Ref)) -> Result<()> {
         self.store().check_writable()?;
         let path = self.ref_file(ref_name)?;
-        let lock = || self.try_lock(Covered::Names, LockMode::Exclusive);
-        let _lock = self.store().waiting().wait_for(lock)?;
+        let Some(_lock) = self.try_lock(Covered::Names, LockMode::Exclusive)? else {
+            return Ok(());
+        };
         let Some((_, mut record)) = self.read_ref(&path)? else { return Ok(()) };
         let before = record.clone();
         change(&mut record);

@@ -134,18 +134,23 @@ impl Domain {
             }
         }
         let _ = self.disk().unlink(&self.scrub_file(&scope));
-        // Without a lock, objects may have been collected together with their images. Those that
-        // images name that are still here are lost.
-        let mut named = BTreeSet::new();
-        for image in images.iter().map(|image| FileName::content(FileKind::Image, image)) {
-            examiner.read_quietly(&image, &mut |digest, _| {
-                named.insert(digest);
+        // Without a lock, objects may have been collected together with their images. What is not
+        // here although an image is that names it is lost.
+        let (mut present, mut lost) = (HashSet::new(), BTreeSet::new());
+        for image in &images {
+            let (name, mut missing) = (FileName::content(FileKind::Image, image), Vec::new());
+            examiner.read_quietly(&name, &mut |digest, _| match present.contains(&digest)
+                || !matches!(self.object_size(&digest), Ok(None))
+            {
+                true => drop(present.insert(digest)),
+                false => missing.push(digest),
             })?;
+            if !missing.is_empty() && self.has_image(image)? {
+                lost.extend(missing);
+            }
         }
-        for digest in named.iter().filter(|it| matches!(self.object_size(it), Ok(None))) {
-            report.gone = report.gone.saturating_sub(1);
-            metadata.push(examiner.missing_object(digest));
-        }
+        report.gone = report.gone.saturating_sub(lost.len() as u64);
+        metadata.extend(lost.iter().map(|digest| examiner.missing_object(digest)));
         for finding in metadata {
             list(&mut report.findings, &mut report.more, finding);
         }

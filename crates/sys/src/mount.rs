@@ -290,8 +290,8 @@ pub fn attach_loop(file: impl AsFd, name: &OsStr, writable: bool) -> io::Result<
         let path = PathBuf::from(format!("/dev/loop{number}"));
         let fd = match rustix::fs::open(&path, flags, Mode::empty()) {
             Ok(fd) => fd,
-            // Taken and freed again meanwhile: its node may be gone with it.
-            Err(Errno::NOENT | Errno::NXIO | Errno::BUSY) => continue,
+            // Taken and freed again meanwhile.
+            Err(Errno::NXIO | Errno::BUSY) => continue,
             Err(error) => return Err(error.into()),
         };
         let config = LoopConfig {

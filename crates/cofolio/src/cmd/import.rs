@@ -4,7 +4,7 @@ use anyhow::Context as _;
 use cofolio_image::import::{self, ImportOptions, ImportReport, check_name};
 use cofolio_image::source::{Platform, Source};
 use cofolio_node::backend;
-use cofolio_store::{Domain, TrimPlan};
+use cofolio_store::TrimPlan;
 
 use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
@@ -13,7 +13,7 @@ use crate::exit::{self, Exit, Fail};
 use crate::progress::Work;
 use crate::trim;
 use crate::trust::ArrivalArgs;
-use crate::ui::{Table, Tone, human_count, human_size, plural};
+use crate::ui::{Table, Tone, human_count, human_size, plural, printable};
 
 /// Bring an image into the store
 ///
@@ -110,7 +110,13 @@ pub(crate) fn fetch(
     let work = Work::begin(context.ui, doing, "file")?;
     let report = import::import(&domain, source, options, &work.task)?;
     drop(work);
-    warn_of_platform(&domain, &report.name, &options.platform, context)?;
+    // An image that is in no index has one platform.
+    let config = domain.get_ref(&report.name)?.and_then(|record| record.config);
+    let platform = config.and_then(|text| serde_json::from_str::<Platform>(&text).ok());
+    if let Some(is) = platform.filter(|is| !options.platform.matches(is)) {
+        let (is, name) = (printable(is.to_string().as_bytes()), &report.name);
+        context.ui.note(format!("{name} is for {is}, not for {}", options.platform));
+    }
     let image = report.image;
     let work = Work::begin(context.ui, "packing", "file")?;
     backend::pack_imported(&domain, &image, &work.task)
@@ -130,22 +136,6 @@ pub(crate) fn fetch(
         None
     });
     Ok((report, trimmed))
-}
-
-/// An image that is not in an index is for the one platform that its config says.
-fn warn_of_platform(
-    domain: &Domain,
-    name: &str,
-    wanted: &Platform,
-    context: &Context<'_>,
-) -> anyhow::Result<()> {
-    let config = domain.get_ref(name)?.and_then(|record| record.config).unwrap_or_default();
-    if let Ok(platform) = serde_json::from_str::<Platform>(&config)
-        && !wanted.matches(&platform)
-    {
-        context.ui.note(format!("{name} is for {platform}, not for {wanted}"));
-    }
-    Ok(())
 }
 
 /// Imports, and says what became of it.

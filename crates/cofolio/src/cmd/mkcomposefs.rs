@@ -1,18 +1,22 @@
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, IsTerminal, Write};
-use std::path::PathBuf;
+use std::io::{self, BufRead, BufReader, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Parser as _;
-use cofolio_erofs::write::WriteOptions;
+use cofolio_erofs::dump;
+use cofolio_erofs::tree::Tree;
+use cofolio_erofs::write::{WriteOptions, write};
+use cofolio_image::tree_scan::{self, DigestOnly, DigestStore, ScanOptions};
 use cofolio_store::task::Task;
+use cofolio_store::verity::Hasher;
 
 use crate::cmd::Outcome;
-use crate::compose::{self, ScanArgs};
 use crate::context::Context;
 use crate::exit::Exit;
+use crate::image::Hashing;
 
 /// Make a composefs image with mkcomposefs' own arguments
 ///
@@ -26,8 +30,24 @@ use crate::exit::Exit;
     disable_help_flag = true
 )]
 pub(crate) struct Args {
-    #[command(flatten)]
-    scan: ScanArgs,
+    /// Copy the files' content to this composefs object directory
+    #[arg(long, value_name = "DIR")]
+    digest_store: Option<PathBuf>,
+    /// Set all modification times to zero
+    #[arg(long)]
+    use_epoch: bool,
+    /// Leave block and character devices out
+    #[arg(long)]
+    skip_devices: bool,
+    /// Leave extended attributes out
+    #[arg(long)]
+    skip_xattrs: bool,
+    /// Keep only extended attributes that start with `user.`
+    #[arg(long)]
+    user_xattrs: bool,
+    /// Threads that read files (default: one per processor)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
     /// Print the digest of the image
     #[arg(long)]
     print_digest: bool,
@@ -103,13 +123,21 @@ fn make(args: &Args) -> anyhow::Result<()> {
     };
     let source = args.source.as_path();
     let tree = if args.from_file {
-        compose::tree_from_dump(source)?
+        let strict = std::env::var_os("CFS_PARSE_STRICT").is_some();
+        let input: Box<dyn BufRead> = if source.as_os_str() == "-" {
+            Box::new(io::stdin().lock())
+        } else {
+            let file =
+                File::open(source).with_context(|| format!("open `{}`", source.display()))?;
+            Box::new(BufReader::with_capacity(1 << 17, file))
+        };
+        dump::parse_with(input, strict)?
     } else {
         // mkcomposefs does not follow the source itself.
         if source.symlink_metadata().is_ok_and(|meta| meta.is_symlink()) {
             anyhow::bail!("cannot write file: {} is a symbolic link", source.display());
         }
-        compose::tree_from_directory(source, &args.scan, &Task::default())?
+        tree_from_directory(source, args)?
     };
     // mkcomposefs keeps versions in 32 bits without a sign, so a negative one is simply too large.
     let version = |number: Option<i64>| u32::try_from(number.unwrap_or(0)).unwrap_or(u32::MAX);
@@ -117,11 +145,35 @@ fn make(args: &Args) -> anyhow::Result<()> {
         (None, None) => WriteOptions { min_version: 0, max_version: 1 },
         (min, max) => WriteOptions { min_version: version(min), max_version: version(max) },
     };
-    let (_, digest) =
-        compose::write_image(&tree, &options, &mut sink).context("cannot write file")?;
+    let mut hashing = Hashing { sink: &mut sink, hasher: Hasher::new() };
+    write(&tree, &options, &mut hashing).context("cannot write file")?;
+    let digest = hashing.hasher.finish();
+    sink.flush().context("cannot write file")?;
     if args.print_digest || args.print_digest_only {
         drop(sink);
         writeln!(io::stdout(), "{digest}")?;
     }
     Ok(())
+}
+
+/// Reads a directory, and stores its files as objects in the digest store if there is to be one.
+fn tree_from_directory(path: &Path, args: &Args) -> anyhow::Result<Tree> {
+    anyhow::ensure!(
+        !(args.skip_xattrs && args.user_xattrs),
+        "--skip-xattrs contradicts --user-xattrs"
+    );
+    let options = &ScanOptions {
+        use_epoch: args.use_epoch,
+        skip_devices: args.skip_devices,
+        skip_xattrs: args.skip_xattrs,
+        user_xattrs: args.user_xattrs,
+        threads: args.threads.map_or(0, usize::from),
+        ..ScanOptions::like_mkcomposefs()
+    };
+    let task = &Task::default();
+    let scanned = match &args.digest_store {
+        Some(store) => tree_scan::scan(path, options, &DigestStore::open(store)?, task)?,
+        None => tree_scan::scan(path, options, &DigestOnly, task)?,
+    };
+    Ok(scanned.tree)
 }

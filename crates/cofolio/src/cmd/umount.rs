@@ -48,7 +48,12 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let targets = match args.all {
         false => args.targets.clone(),
         true => {
-            let list = mounter.list()?;
+            let mut list = mounter.list()?;
+            if !list.orphans.is_empty() {
+                // One that was being made when the records were read has one now.
+                let again = mounter.list()?.orphans;
+                list.orphans.retain(|orphan| again.contains(orphan));
+            }
             for orphan in super::mounts::orphans(&list) {
                 context.ui.error(&orphan, None);
                 exit = Exit::Failure;

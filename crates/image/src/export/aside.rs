@@ -1,9 +1,9 @@
 //! Incomplete files and directories. They lie beside their destination, under a hidden name with
 //! the number of the process that writes them (`.NAME.cofolio-PID`), and are locked.
 //!
-//! The next export to that destination removes one whose process is gone and whose lock is free. It
-//! checks both: a process number of another container means nothing here, but its lock is visible;
-//! and the lock is taken a moment after the name appears.
+//! The next export to that destination removes one whose process is gone, or has its own number, and
+//! whose lock is free. It checks both: a process number of another container means nothing here, but
+//! its lock is visible; and the lock is taken a moment after the name appears.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -116,10 +116,12 @@ fn check_free(path: &Path, replace: bool) -> Result<(), ExportError> {
 pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
     let flags = if replace { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
     let renamed = match renameat_with(CWD, from, CWD, to, flags) {
-        // As on NFS.
-        Err(Errno::INVAL) if !replace => {
-            linkat(CWD, from, CWD, to, AtFlags::empty()).and_then(|()| unlink(from))
-        }
+        // Not on NFS. Without links either, the caller has checked a moment ago.
+        Err(Errno::INVAL) if !replace => match linkat(CWD, from, CWD, to, AtFlags::empty()) {
+            Err(Errno::EXIST) => Err(Errno::EXIST),
+            Ok(()) => unlink(from),
+            Err(_) => renameat_with(CWD, from, CWD, to, RenameFlags::empty()),
+        },
         other => other,
     };
     renamed.map_err(|error| match error {
@@ -129,9 +131,14 @@ pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), Export
     sync(directory(to))
 }
 
-/// Makes the names in a directory durable.
+/// Makes the names in a directory durable, if it can be read and its filesystem does that.
 pub(super) fn sync(directory: &Path) -> Result<(), ExportError> {
-    File::open(directory).and_then(|it| it.sync_all()).map_err(io_error(directory))
+    match File::open(directory).and_then(|it| it.sync_all()) {
+        Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
+            Err(io_error(directory)(error))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// An unnamed file in the directory of `path`, which no other user can open. The kernel removes it

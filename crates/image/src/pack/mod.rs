@@ -83,7 +83,9 @@ pub enum PackError {
     #[error("image {image}: {what}")]
     Image { image: Digest, what: String },
     /// More content than a segment of the form takes.
-    #[error("object {object} with {size} bytes is more than a segment takes (compressed: 64 GiB)")]
+    #[error(
+        "object {object} with {size} bytes is more than a segment takes (compressed: 64 GiB of holes)"
+    )]
     TooLarge { object: Digest, size: u64 },
     /// The caller cancelled it.
     #[error(transparent)]

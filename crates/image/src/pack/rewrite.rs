@@ -66,17 +66,21 @@ pub fn rewrite(
                 report.new_bytes += packed.new_bytes;
             }
             Err(error @ PackError::Cancelled(_)) => return Err(error),
-            // The others would fill the disk again.
-            Err(PackError::Store(error)) if error.kind() == ErrorKind::Space => {
-                return Err(error.into());
+            Err(error) => {
+                let full = matches!(&error, PackError::Store(it) if it.kind() == ErrorKind::Space);
+                report.failed.push((image, error.to_string()));
+                if full {
+                    // The others would fill the disk again.
+                    break;
+                }
             }
-            Err(error) => report.failed.push((image, error.to_string())),
         }
     }
-    let failed: BTreeSet<Digest> = report.failed.iter().map(|(image, _)| *image).collect();
-    let stays =
-        |segment: &Digest| sparse.get(segment).is_some_and(|it| !it.images.is_disjoint(&failed));
-    report.segments.retain(|segment| !stays(segment));
+    let goes = |segment: &Digest| {
+        let mut images = sparse.get(segment).into_iter().flat_map(|needed| &needed.images);
+        images.all(|image| report.images.contains(image))
+    };
+    report.segments.retain(goes);
     Ok(report)
 }
 

@@ -75,7 +75,10 @@ impl Containers<'_> {
         let mut exec = Command::new(&runtime.path);
         exec.arg("--root").arg(self.state_dir(&runtime)).arg("--log").arg(&log);
         exec.args(["--log-format", "json", "exec", "--process"]).arg(&file).arg(name);
-        let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
+        let failed = |source| {
+            let _ = fs::remove_file(&file);
+            RunError::Runtime { path: runtime.path.clone(), source }
+        };
         let copies = streams.connect(&mut exec).map_err(failed)?;
         let child = runtime.spawn(&mut exec).map_err(failed)?;
         Ok(Exec { runtime, child, copies, log, file })
@@ -325,7 +328,8 @@ impl Running {
             _ => self.container.refusal(),
         };
         // Then the status is not a container's.
-        let is_made = self.container.dir.join("pid").exists();
+        let has = |name: &str| self.container.dir.join(name).exists();
+        let is_made = has("pid") || !has("container.json");
         let refusal = refusal.or_else(|| (!is_made).then(|| self.container.made_nothing()));
         (self.container, status, refusal)
     }

@@ -282,10 +282,7 @@ impl Mounter<'_> {
         if has_overlay(&found, &self.patience)? {
             return Err(MountError::Busy(found));
         }
-        let gone = upper::discard_own(&found)?;
-        // Closing is not enough: a process that is just being started has a copy of it.
-        let _ = rustix::fs::flock(&lock, rustix::fs::FlockOperation::Unlock);
-        gone.map_or(Ok(()), |gone| upper::remove_unless(|| Ok(false), &gone).map(drop))
+        upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }
 
     /// Mounts without a record that share a superblock or a layer with a pinned image. Others may be

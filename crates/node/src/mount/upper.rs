@@ -361,14 +361,22 @@ pub(crate) fn remove_unless(
     is_used: impl FnOnce() -> Result<bool, MountError>,
     gone: &Path,
 ) -> Result<bool, MountError> {
-    let Ok(lock) = open_dir(gone).and_then(reopen) else { return Ok(false) };
+    let lock = match open_dir(gone).and_then(reopen) {
+        Err(Errno::NOENT) => return Ok(false),
+        other => other.at("open", gone)?,
+    };
     // A process that is just being started may have a copy of a lock that was given back.
     let take = || try_flock(&lock, FlockOperation::NonBlockingLockExclusive, gone);
     if !Patience::default().wait(take)? || is_used()? {
         return Ok(false);
     }
+    remove(gone).map(|()| true)
+}
+
+/// The same for whoever has its lock, and knows that it is not in use.
+pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
     limit::lift(gone);
-    remove_all(gone).map(|()| true)
+    remove_all(gone)
 }
 
 fn remove_all(dir: &Path) -> Result<(), MountError> {

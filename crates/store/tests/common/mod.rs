@@ -369,7 +369,6 @@ fn unwrap_store_error(error: std::io::Error) -> Error {
     }
 }
 
-/// What the machine has mounted, for tests without mounts.
 /// Chain ids of all layers, sorted.
 pub fn layers(domain: &Domain) -> Vec<String> {
     let layers = domain.named(FileKind::Layer).unwrap();
@@ -377,6 +376,7 @@ pub fn layers(domain: &Domain) -> Vec<String> {
     ids.into_iter().collect()
 }
 
+/// What the machine has mounted, for tests without mounts.
 pub fn nothing_live() -> Result<Vec<Digest>, BoxError> {
     Ok(Vec::new())
 }

@@ -49,8 +49,8 @@ const BLOCK: u64 = 4096;
 /// Largest content, in bytes, with a SHA-256: it hashes a terabyte of zeros as slowly as data.
 pub const SHA256_SIZE_MAX: u64 = 4 << 30;
 
-/// Largest content, in bytes, of a compressed segment: its holes are read, and cost blocks.
-pub const COMPRESSED_SIZE_MAX: u64 = 64 << 30;
+/// Most bytes that holes have in a content of a compressed segment: they are read, and cost blocks.
+pub const HOLES_MAX: u64 = 64 << 30;
 
 /// Contents have zeros only in holes that begin and end at multiples of this many bytes: a power of
 /// two, at least 64 KiB, and large enough for at most 65,536 entries in an image's table.

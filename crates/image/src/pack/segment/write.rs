@@ -9,9 +9,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::super::PackError;
 use super::index::{Footer, PAGE_HASH_SIZE, PAGES_MAX};
-use super::{
-    BLOCK, BlockRef, COMPRESSED_SIZE_MAX, IndexEntry, Run, SHA256_SIZE_MAX, Segment, granule,
-};
+use super::{BLOCK, BlockRef, HOLES_MAX, IndexEntry, Run, SHA256_SIZE_MAX, Segment, granule};
 use cofolio_erofs::write::lz4::Pcluster;
 use cofolio_store::task::Cancel;
 use cofolio_store::verity::{Hasher, block_digests, zero_digest};
@@ -231,10 +229,11 @@ impl SegmentWriter<'_> {
         compress: impl FnOnce(&mut dyn Read, &mut dyn Write) -> io::Result<Vec<Pcluster>>,
     ) -> Result<(), PackError> {
         debug_assert_eq!(self.segment.pclusters.len(), self.segment.blocks as usize);
-        if size > COMPRESSED_SIZE_MAX {
+        let source = self.open(object, size)?;
+        let stat = source.descriptor().and_then(|file| rustix::fs::fstat(file).ok());
+        if stat.is_some_and(|it| size.saturating_sub(it.st_blocks as u64 * 512) > HOLES_MAX) {
             return Err(PackError::TooLarge { object: *object, size });
         }
-        let source = self.open(object, size)?;
         let mut hashers = Hashers::new(size);
         let cancel = self.cancel;
         let mut reader = Hashing { reader: source.reader(), hashers: &mut hashers, cancel };
