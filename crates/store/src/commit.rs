@@ -163,7 +163,7 @@ impl Staging {
             Kind::File => {
                 return Err(Error::SizeMismatch { digest, expected: size, found: stat.size });
             }
-            _ => return Err(Error::corrupt(path, "it is not a regular file")),
+            _ => return Err(Error::corrupt(path, "it is not a regular file; remove it first")),
         }
         // An interrupted import may lack it, and mounts take an image's flag for all its objects'.
         if !self.domain.protection().immutable || stat.immutable {

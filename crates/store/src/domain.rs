@@ -195,7 +195,7 @@ impl Domain {
     pub(crate) fn file_size(&self, path: &str) -> Result<Option<u64>> {
         match self.disk().stat(path).if_there("look at", path)? {
             Some(stat) if stat.kind == Kind::File => Ok(Some(stat.size)),
-            Some(_) => Err(Error::corrupt(path, "it is not a regular file")),
+            Some(_) => Err(Error::corrupt(path, "it is not a regular file; remove it first")),
             None => Ok(None),
         }
     }

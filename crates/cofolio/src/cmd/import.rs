@@ -106,8 +106,8 @@ pub(crate) fn fetch(
     doing: &'static str,
     context: &Context<'_>,
 ) -> anyhow::Result<(ImportReport, Option<TrimPlan>)> {
-    let domain = context.domain_or_create()?;
     let work = Work::begin(context.ui, doing, "file")?;
+    let domain = context.domain_or_create()?;
     let report = import::import(&domain, source, options, &work.task)?;
     drop(work);
     // An image that is in no index has one platform.
