@@ -500,6 +500,23 @@ fn a_frozen_container_is_stopped() {
     }
 }
 
+/// `stop` of a container that was just being started sent it nothing, waited for ten seconds and failed.
+#[test]
+fn a_container_that_is_being_started_is_stopped() {
+    const TEST: &str = "a_container_that_is_being_started_is_stopped";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        for _ in 0..3 {
+            let args = machine.sh_args(runtime, &["--name", "new"], "sleep 100");
+            let mut run = machine.command(&args).spawn().unwrap();
+            until("it is listed", || (!machine.containers().is_empty()).then_some(()));
+            machine.run(&["stop", "--time", "0", "new"]).ok();
+            run.wait().unwrap();
+            machine.assert_clean();
+        }
+    }
+}
+
 /// An image may name a stop signal that the runtime does not know. `stop` killed the container at once then.
 #[test]
 fn a_stop_signal_that_the_runtime_refuses_is_sigterm() {
@@ -552,9 +569,24 @@ fn exec_has_what_the_container_has() {
     let Some((machine, runtimes)) = machine("exec_has_what_the_container_has") else { return };
     for runtime in runtimes {
         for user in ["worker", "0"] {
-            let options =
-                ["-d", "--name", "cache", "--user", user, "--workdir", "/tmp", "-e", "SET=here"];
+            let big: Vec<_> =
+                (0..11).map(|at| format!("BIG{at}={}", "x".repeat(100_000))).collect();
+            let mut options = vec![
+                "-d",
+                "--name",
+                "cache",
+                "--user",
+                user,
+                "--workdir",
+                "/tmp",
+                "-e",
+                "SET=here",
+            ];
+            options.extend(big.iter().flat_map(|big| ["-e", big]));
             machine.sh(runtime, &options, "echo up > /tmp/up; sleep 100").ok();
+            let rootfs = machine.containers()[0]["rootfs"].as_str().unwrap().to_owned();
+            let config = Path::new(&rootfs).with_file_name("config.json");
+            assert!(fs::metadata(&config).unwrap().len() > 1 << 20);
             let exec =
                 |script: &str| machine.run(&["exec", "cache", "--", "busybox", "sh", "-c", script]);
             until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
@@ -566,6 +598,12 @@ fn exec_has_what_the_container_has() {
             let own = status("1");
             assert!(own.contains("NoNewPrivs:\t1"), "{own}");
             assert_eq!(status("self"), own, "{runtime} {user}");
+            // Of more than a mebibyte it was "damaged".
+            assert_eq!(exec("echo ${#BIG1}").ok(), "100000\n", "{runtime}");
+            // The environment was left in the run directory by one that was killed.
+            let left = fs::read_dir(config.parent().unwrap()).unwrap().flatten();
+            let left = left.filter(|it| it.file_name().to_string_lossy().starts_with("exec-"));
+            assert_eq!(left.count(), 0, "{runtime}");
             machine.run(&["stop", "--time", "0", "cache"]).ok();
             machine.assert_clean();
         }

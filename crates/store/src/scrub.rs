@@ -133,11 +133,11 @@ impl Domain {
                 let _ = self.save_scrub(&scope, &Saved { after: digest, report: report.clone() });
             }
         }
-        let _ = self.disk().unlink(&self.scrub_file(&scope));
         // Without a lock, objects may have been collected together with their images. What is not
         // here although an image is that names it is lost.
         let (mut present, mut lost) = (HashSet::new(), BTreeSet::new());
         for image in &images {
+            task.check()?;
             let (name, mut missing) = (FileName::content(FileKind::Image, image), Vec::new());
             examiner.read_quietly(&name, &mut |digest, _| match present.contains(&digest)
                 || !matches!(self.object_size(&digest), Ok(None))
@@ -154,6 +154,7 @@ impl Domain {
         for finding in metadata {
             list(&mut report.findings, &mut report.more, finding);
         }
+        let _ = self.disk().unlink(&self.scrub_file(&scope));
         sort(&mut report.findings);
         report.findings.dedup();
         Ok(report)

@@ -11,8 +11,8 @@ use rustix::fs::FlockOperation;
 use rustix::process::Signal;
 
 use super::{
-    Container, Containers, Result, RunError, is_in, is_name, kept_exit_status, lock, read_record,
-    write_file,
+    Container, ContainerStatus, Containers, Result, RunError, is_at, is_name, kept_exit_status,
+    lock, read_record, write_file,
 };
 use crate::mount::{At as _, MountError, RunDir, UmountOptions, take_down};
 
@@ -116,7 +116,7 @@ impl Containers<'_> {
         let dir = self.dir().join(name);
         let lock = match lock(&dir, FlockOperation::NonBlockingLockExclusive) {
             // If another process removed the container meanwhile, this is not the lock of its name.
-            Ok(Some(lock)) if is_in(&lock, &dir) => lock,
+            Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => lock,
             Ok(_) => return Ok(false),
             Err(error) if error.is_missing() => return Ok(false),
             Err(error) => return Err(error),
@@ -153,40 +153,50 @@ impl Containers<'_> {
         if !is_name(name) {
             return Err(RunError::Name(name.to_owned()));
         }
-        let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
-        let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
-        if let Some(pid) = found.pid {
-            // Before it is killed: only in its own mount namespace can it be unmounted.
-            self.mounter.check_namespace(&found.rootfs)?;
-            // Until it is open another process may get the number; so whose it is, is asked again.
-            let dir = self.dir().join(name);
-            let handle = pidfd(pid).ok();
-            let now = self.first_process(&dir, &found.record)?;
-            let handle = handle.filter(|_| now == Some(pid));
-            let rounds =
-                [(signal, Signal::TERM, patience), ("KILL", Signal::KILL, KILLED_PATIENCE)];
-            for (signal, without_runtime, patience) in rounds {
-                let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
-                // A frozen container hears of no signal before that.
-                runtime.ask(&found.runtime_root, &["resume", name])?;
-                // A runtime that was killed at its work may not know the container, nor any runtime
-                // the signal that an image names.
-                if let (false, Some(handle)) = (asked.status.success(), &handle) {
-                    let _ = rustix::process::pidfd_send_signal(handle, without_runtime);
-                }
-                if handle.as_ref().is_none_or(|handle| ends_within(handle, patience)) {
-                    break;
-                }
-            }
-        }
-        // A process that waits for it removes or retires it.
-        let start = Instant::now();
         let dir = self.dir().join(name);
-        while dir.exists() && !self.remove_if_ended(name, true)? {
-            if start.elapsed() > KILLED_PATIENCE {
+        let (mut asked, mut since) = (None, Instant::now());
+        let mut found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
+        // One that is being started has no process, and then that of its runtime first. A process
+        // that waits for it removes or retires it.
+        loop {
+            if found.pid.is_some() && found.pid != asked {
+                self.end(name, &found, patience)?;
+                (asked, since) = (found.pid, Instant::now());
+            }
+            if !dir.exists() || self.remove_if_ended(name, true)? {
+                return Ok(());
+            }
+            if since.elapsed() > KILLED_PATIENCE {
                 return Err(RunError::StillRunning(name.to_owned()));
             }
             std::thread::sleep(Duration::from_millis(5));
+            let Some(now) = self.status(name)? else { return Ok(()) };
+            found = now;
+        }
+    }
+
+    /// Asks a container's first process to end, and kills it after `patience`.
+    fn end(&self, name: &str, found: &ContainerStatus, patience: Duration) -> Result<()> {
+        let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
+        // Before it is killed: only in its own mount namespace can it be unmounted.
+        self.mounter.check_namespace(&found.rootfs)?;
+        // Until it is open another process may get the number; so whose it is, is asked again.
+        let handle = found.pid.and_then(|pid| pidfd(pid).ok());
+        let now = self.first_process(&self.dir().join(name), &found.record)?;
+        let handle = handle.filter(|_| now == found.pid);
+        let rounds = [(signal, Signal::TERM, patience), ("KILL", Signal::KILL, KILLED_PATIENCE)];
+        for (signal, without_runtime, patience) in rounds {
+            let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
+            // A frozen container hears of no signal before that.
+            runtime.ask(&found.runtime_root, &["resume", name])?;
+            // A runtime that was killed at its work may not know the container, nor any runtime
+            // the signal that an image names.
+            if let (false, Some(handle)) = (asked.status.success(), &handle) {
+                let _ = rustix::process::pidfd_send_signal(handle, without_runtime);
+            }
+            if handle.as_ref().is_none_or(|handle| ends_within(handle, patience)) {
+                break;
+            }
         }
         Ok(())
     }

@@ -8,7 +8,6 @@
 //!   rootfs                     the image, mounted
 //!   pid                        of the container's first process, written by the runtime
 //!   log, exec-<pid>.log        the runtime's error messages
-//!   exec-<pid>.json            the process that an `exec` has the runtime start
 //!   output, output.1           of a detached container, at most OUTPUT_BYTES_MAX each
 //!   exit                       of a detached container that has ended: its exit status
 //! <run>/<runtime>/<name>/      the runtime's own state: `crun --root <run>/crun list` shows it
@@ -43,7 +42,7 @@ use serde::{Deserialize, Serialize};
 
 use self::bundle::ImageConfig;
 use self::error::{Result, complaint, reason};
-use crate::mount::{At as _, Check, MountError, Mounter, read_json, read_small, try_flock};
+use crate::mount::{At as _, Check, MountError, Mounter, is_at, read_json, read_small, try_flock};
 
 pub use end::pidfd;
 pub use error::{Reason, RunError};
@@ -333,14 +332,6 @@ fn lock(dir: &Path, how: FlockOperation) -> Result<Option<OwnedFd>> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
     let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).at("opening", &path)?;
     Ok(try_flock(&file, how, &path)?.then_some(file))
-}
-
-/// Whether this is still the lock of the directory, and not of a removed one of the same name.
-fn is_in(lock: &OwnedFd, dir: &Path) -> bool {
-    let numbers = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
-    let held = rustix::fs::fstat(lock).map(numbers);
-    let named = rustix::fs::stat(dir.join("lock")).map(numbers);
-    held.is_ok() && held == named
 }
 
 /// Tests the lock without taking it.

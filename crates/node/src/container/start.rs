@@ -1,24 +1,27 @@
 //! Starting a container, and a process in one.
 
-use std::fs;
-use std::io;
-use std::os::fd::OwnedFd;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
 use cofolio_store::task::Cancel;
-use rustix::fs::{FlockOperation, Gid, Uid};
+use rustix::fs::{FlockOperation, Gid, MemfdFlags, Uid, memfd_create};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
-    State, Streams, bundle, is_in, is_name, lock, read_text, refusal, write_file,
+    State, Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
 };
 use crate::mount::kernel::open_dir;
-use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest, read_json, to_json};
+use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest};
+
+/// Largest `config.json`, in bytes: an environment may have megabytes.
+const CONFIG_BYTES_MAX: u64 = 64 << 20;
 
 impl Containers<'_> {
     /// Mounts the image and starts a runtime that ends with the container. An error leaves nothing.
@@ -64,24 +67,19 @@ impl Containers<'_> {
         }
         let runtime = found.record.runtime;
         let dir = self.dir().join(name);
-        let own = |kind| dir.join(format!("exec-{}.{kind}", std::process::id()));
-        let (log, file, path) = (own("log"), own("json"), dir.join("config.json"));
+        let log = dir.join(format!("exec-{}.log", std::process::id()));
         // By options alone crun starts it as root, in `/` and with other capabilities.
-        let config = read_json(&path)?.ok_or_else(|| RunError::NotRunning(name.to_owned()))?;
-        let Config { mut process } = config;
-        process.insert("args".to_owned(), command.into());
-        process.insert("terminal".to_owned(), matches!(streams, Streams::Terminal).into());
-        write_file(&file, &to_json(&file, &process)?)?;
+        let terminal = matches!(streams, Streams::Terminal);
+        let path = dir.join("config.json");
+        let process = process_file(&path, command, terminal).at("reading", &path)?;
+        let at = format!("/proc/{}/fd/{}", std::process::id(), process.as_raw_fd());
         let mut exec = Command::new(&runtime.path);
         exec.arg("--root").arg(self.state_dir(&runtime)).arg("--log").arg(&log);
-        exec.args(["--log-format", "json", "exec", "--process"]).arg(&file).arg(name);
-        let failed = |source| {
-            let _ = fs::remove_file(&file);
-            RunError::Runtime { path: runtime.path.clone(), source }
-        };
+        exec.args(["--log-format", "json", "exec", "--process", &at, name]);
+        let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
         let copies = streams.connect(&mut exec).map_err(failed)?;
         let child = runtime.spawn(&mut exec).map_err(failed)?;
-        Ok(Exec { runtime, child, copies, log, file })
+        Ok(Exec { runtime, child, copies, log, _process: process })
     }
 
     fn launch(&self, request: &Request, streams: &Streams, detached: bool) -> Result<Running> {
@@ -172,7 +170,7 @@ impl Containers<'_> {
             }
             // Meanwhile another process may have removed it as a leftover.
             match lock(&dir, FlockOperation::LockExclusive) {
-                Ok(Some(lock)) if is_in(&lock, &dir) => {
+                Ok(Some(lock)) if is_at(&lock, &dir.join("lock")) => {
                     return Ok((name, dir, lock));
                 }
                 Err(error) if !error.is_missing() => return Err(error),
@@ -282,14 +280,20 @@ pub struct Exec {
     child: Child,
     copies: Copies,
     log: PathBuf,
-    /// What to start, for the runtime.
-    file: PathBuf,
+    /// Open until the runtime has read it.
+    _process: File,
 }
 
-/// What an `exec` takes from the container's `config.json`.
-#[derive(serde::Deserialize)]
-struct Config {
-    process: serde_json::Map<String, serde_json::Value>,
+/// The process of a container's `config.json`, with another command, in memory: a full run directory
+/// stops no `exec`, and a killed one leaves no environment behind.
+fn process_file(config: &Path, command: &[String], terminal: bool) -> io::Result<File> {
+    let text = cofolio_image::files::read(config, CONFIG_BYTES_MAX)?;
+    let mut process = serde_json::from_slice::<serde_json::Value>(&text)?["process"].take();
+    process["args"] = command.into();
+    process["terminal"] = terminal.into();
+    let mut file = File::from(memfd_create("process", MemfdFlags::CLOEXEC)?);
+    file.write_all(process.to_string().as_bytes())?;
+    Ok(file)
 }
 
 impl Exec {
@@ -301,7 +305,7 @@ impl Exec {
             Ok(0) => copied.at("writing", "the output").err().map(Into::into),
             _ => refusal(&self.log, &self.runtime),
         };
-        let _ = (fs::remove_file(&self.log), fs::remove_file(&self.file));
+        let _ = fs::remove_file(&self.log);
         (status, refusal)
     }
 }

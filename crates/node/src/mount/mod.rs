@@ -69,7 +69,7 @@ use error::refused;
 use kernel::{LayerStyle, attach, clone_mount, open_dir};
 use reconcile::Kernel;
 use state::ImageLock;
-pub(crate) use state::{list, read_json, read_small, to_json, try_flock};
+pub(crate) use state::{is_at, list, read_json, read_small, try_flock};
 use target::{make_target, open_resolved, resolve_target};
 
 /// Mounts images of one trust domain. Any number of processes may do so at once.

@@ -529,6 +529,13 @@ pub(crate) fn remove_file(path: &Path) -> Result<(), MountError> {
     }
 }
 
+/// Whether an open file or directory is still the one at a path, and not a removed one of that name.
+pub(crate) fn is_at(open: &OwnedFd, path: &Path) -> bool {
+    let numbers = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
+    let held = rustix::fs::fstat(open).map(numbers);
+    held.is_ok() && held == rustix::fs::stat(path).map(numbers)
+}
+
 /// Reads a file that others may have put there, if it is a regular one of at most [`RECORD_SIZE_MAX`] bytes; no
 /// other is waited for.
 pub(crate) fn read_small(path: &Path) -> io::Result<Vec<u8>> {

@@ -24,7 +24,9 @@ use super::error::{At as _, MountError};
 use super::in_use::{self, Patience};
 use super::kernel::{open_dir, open_directory_below, path_of, reopen};
 use super::limit::{self, Limit};
-use super::state::{MountRecord, RunDir, Upper, list, read_json, read_small, to_json, try_flock};
+use super::state::{
+    MountRecord, RunDir, Upper, is_at, list, read_json, read_small, to_json, try_flock,
+};
 use crate::links;
 
 /// Beside `upper`: this directory is to stay.
@@ -108,6 +110,9 @@ pub(crate) fn claim_given(
     }
     let lock = open_own(&dir).at("open", &dir)?.map_err(problem)?;
     lock_given(&lock, &dir, patience)?;
+    if !is_at(&lock, &dir) {
+        return Err(problem("it was removed meanwhile"));
+    }
     // No unmount could tell whether the mount is in use.
     open_below(&lock, &dir, in_use::PROBE)?;
     // The kernel only warns when two overlays change one directory.
