@@ -139,7 +139,8 @@ fn fsck_sees_content_that_lost_its_protection() {
 
     // An import of the same file called it there already, and protected what somebody had altered.
     run(Command::new("chattr").arg("-i").arg(&path)).unwrap();
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    // What has fs-verity cannot be written to, only replaced.
+    std::fs::remove_file(&path).unwrap();
     let mut altered = pieces[0].clone();
     altered[7] ^= 1;
     std::fs::write(&path, altered).unwrap();
