@@ -139,11 +139,13 @@ impl Domain {
         for image in &images {
             task.check()?;
             let (name, mut missing) = (FileName::content(FileKind::Image, image), Vec::new());
-            examiner.read_quietly(&name, &mut |digest, _| match present.contains(&digest)
-                || !matches!(self.object_size(&digest), Ok(None))
-            {
-                true => drop(present.insert(digest)),
-                false => missing.push(digest),
+            examiner.read_quietly(&name, &mut |digest, _| {
+                let is_missing = || matches!(self.object_size(&digest), Ok(None));
+                if !present.contains(&digest) && is_missing() {
+                    missing.push(digest);
+                } else {
+                    present.insert(digest);
+                }
             })?;
             if !missing.is_empty() && self.has_image(image)? {
                 lost.extend(missing);
