@@ -39,3 +39,6 @@ standard_library() {
     command -v rustup >/dev/null || { say "Rust's standard library for $1 is not installed, and there is no rustup to fetch it"; return 1; }
     rustup -q target add "$1" >&2 || { say "Rust's standard library for $1 could not be fetched"; return 1; }
 }
+
+# Options of cargo with which it builds in little time what runs seldom.
+quick=(--locked --config profile.dev.opt-level=0 --config profile.dev.debug=false)

@@ -1,0 +1,147 @@
+//! `cofolio run` killed, and a run directory that is gone.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::machine::{machine, until};
+use crate::common::{Ran, program};
+use crate::{send, started};
+
+/// Killed, `cofolio run` cannot clean up; the container goes on and is not lost.
+#[test]
+fn a_killed_run_leaves_nothing_that_is_not_put_right() {
+    let Some((machine, runtimes)) = machine("a_killed_run_leaves_nothing_that_is_not_put_right")
+    else {
+        return;
+    };
+    for runtime in runtimes {
+        let script = "echo up; while :; do sleep 0.05; done";
+        let mut child =
+            started(&machine, &machine.sh_args(runtime, &["--rw", "--name", "orphan"], script));
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+        let orphan = &machine.containers()[0];
+        assert!(orphan["pid"].as_u64().is_some(), "{runtime}: {orphan}");
+        // Nobody takes a running container for a leftover.
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
+        // Another mount namespace cannot unmount it. `stop` killed it there, and said so afterwards.
+        let stop = machine.command(&["stop", "--time", "0", "orphan"]);
+        let mut elsewhere = Command::new("unshare");
+        elsewhere.arg("--mount").arg(stop.get_program()).args(stop.get_args());
+        elsewhere.envs(stop.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Ran::of(elsewhere.output().unwrap()).fails_with(5);
+        assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
+        machine.run(&["stop", "--time", "0", "orphan"]).ok();
+        machine.assert_clean();
+
+        // The same when its runtime is killed as well.
+        let mut child = started(&machine, &machine.sh_args(runtime, &["--name", "orphan"], script));
+        let runtimes = children(child.id());
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+        for pid in runtimes {
+            let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
+        }
+        let orphan = until("it is unattended", || {
+            machine.containers().into_iter().find(|orphan| orphan["state"] == "unattended")
+        });
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers()[0]["pid"], orphan["pid"]);
+        // It ends like this, too, and gc is enough.
+        let pid = i32::try_from(orphan["pid"].as_u64().unwrap()).unwrap();
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+        until("it has ended", || (machine.containers()[0]["state"] == "ended").then_some(()));
+        machine.run(&["gc"]).ok();
+        machine.assert_clean();
+    }
+}
+
+/// The files of the run directory were deleted under a detached container. gc removed its volume while it
+/// ran, and nobody said that it did. After its end its mount, loop device, pin and cgroups stayed for ever:
+/// "Device or resource busy".
+#[test]
+fn a_lost_run_directory_loses_no_container_that_runs() {
+    const TEST: &str = "a_lost_run_directory_loses_no_container_that_runs";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let name = format!("lost-{}", std::process::id());
+    let sized: &[&str] = match program("mkfs.ext4") {
+        Some(_) => &["--rw", "--size", "8M"],
+        None => &["--rw"],
+    };
+    let cgroups = || -> Vec<PathBuf> {
+        let hierarchies = fs::read_dir("/sys/fs/cgroup").unwrap().flatten().map(|it| it.path());
+        let tops = hierarchies.chain([PathBuf::from("/sys/fs/cgroup")]);
+        let cgroups = tops.flat_map(|top| fs::read_dir(top.join("cofolio")).into_iter().flatten());
+        let ours = |path: &PathBuf| path.to_string_lossy().contains(&name);
+        cgroups.flatten().map(|cgroup| cgroup.path()).filter(ours).collect()
+    };
+    for (options, wipe) in [(&[][..], "-type f"), (sized, "-type f"), (&[], "-depth")] {
+        for runtime in &runtimes {
+            let mut args = vec!["-d", "--name", &*name];
+            args.extend(options);
+            let script = "echo here > /data/file; while :; do sleep 0.05; done";
+            machine.sh(runtime, &args, script).ok();
+            let pid = machine.containers()[0]["pid"].as_u64().unwrap();
+            let file = format!("/proc/{pid}/root/data/file");
+            let is_there = || fs::read(&file).is_ok_and(|text| text == b"here\n");
+            until("it runs", || is_there().then_some(()));
+            let run = fs::read_dir(machine.path("run")).unwrap().next().unwrap().unwrap().path();
+            let find = format!("find {} -mindepth 1 -xdev {wipe} -delete", run.display());
+            let _ = Command::new("sh").args(["-c", &find]).output().unwrap();
+
+            for command in ["gc", "ps"] {
+                let said = machine.run(&[command]).stderr;
+                assert!(said.contains(&format!("`kill -KILL {pid}`")), "{command}: {said}");
+                assert!(is_there(), "{runtime} {options:?} {wipe}");
+            }
+            machine.sh(runtime, &["--name", &name], "true").fails_with(125);
+            kill_process(Pid::from_raw(pid.try_into().unwrap()).unwrap(), Signal::KILL).unwrap();
+            until("gc removes the rest", || {
+                let done = machine.run(&["gc"]);
+                (done.stderr.is_empty() && cgroups().is_empty()).then_some(())
+            });
+            machine.assert_clean();
+            assert!(machine.loops().is_empty());
+        }
+    }
+}
+
+/// Killed at any moment: a trivial container takes some tens of milliseconds.
+#[test]
+fn run_is_killed_at_any_moment() {
+    let Some((machine, runtimes)) = machine("run_is_killed_at_any_moment") else { return };
+    for round in 0..24 {
+        let runtime = runtimes[round % runtimes.len()];
+        let mut args = vec!["run", "--runtime", runtime, "box:1", "true"];
+        if round % 3 == 0 {
+            args.splice(1..1, ["--rw", "--size", "8M"]);
+        }
+        let mut command = machine.command(&args);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(round as u64 * 7 % 160));
+        send(&child, Signal::KILL);
+        child.wait().unwrap();
+    }
+    // The runtimes of the last ones may still be at work.
+    until("containers end", || {
+        let all = machine.containers();
+        all.iter().all(|container| container["state"] == "ended").then_some(())
+    });
+    machine.run(&["gc"]).ok();
+    machine.assert_clean();
+    assert_eq!(machine.run(&["run", "box:1"]).ok(), "from image\n");
+}
+
+fn children(pid: u32) -> Vec<i32> {
+    let mut found = Vec::new();
+    for task in fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten() {
+        let text = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        found.extend(text.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()));
+    }
+    found
+}

@@ -1,0 +1,248 @@
+//! What is done with a container that runs: signals, `stop`, `exec`, `ps`.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+
+use rustix::process::Signal;
+
+use crate::common::machine::{machine, until};
+use crate::{send, started};
+
+#[test]
+fn signals_reach_the_container() {
+    let Some((machine, runtimes)) = machine("signals_reach_the_container") else { return };
+    for runtime in runtimes {
+        let script =
+            "trap 'exit 5' TERM; trap 'echo one' USR1; echo up; while :; do sleep 0.05; done";
+        let mut child = started(&machine, &machine.sh_args(runtime, &[], script));
+        send(&child, Signal::USR1);
+        let log = machine.path("said");
+        until("the first signal", || {
+            fs::read_to_string(&log).unwrap().contains("one").then_some(())
+        });
+        send(&child, Signal::TERM);
+        assert_eq!(child.wait().unwrap().code(), Some(5), "{runtime}");
+        machine.assert_clean();
+    }
+}
+
+#[test]
+fn detached_containers_are_listed_and_stopped() {
+    let Some((machine, runtimes)) = machine("detached_containers_are_listed_and_stopped") else {
+        return;
+    };
+    for runtime in runtimes {
+        let output = machine.text("output");
+        let script = "trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.05; done";
+        // The runtime was blamed for it.
+        let nowhere = machine.sh(runtime, &["-d", "--output", "/"], script);
+        assert!(nowhere.stderr.contains("opening /: Is a directory"), "{}", nowhere.stderr);
+        let options = ["-d", "--name", "cache", "--output", &output];
+        assert_eq!(machine.sh(runtime, &options, script).ok(), "cache\n");
+        until("its output", || fs::read_to_string(&output).unwrap().contains("up").then_some(()));
+        let listed = machine.containers();
+        assert_eq!(listed[0]["state"], "running", "{runtime}");
+        assert_eq!(listed[0]["image_name"], "box:1");
+        let words = machine.run(&["ps"]);
+        assert_eq!(words.words()[1][..3], ["cache", "box:1", "running"]);
+        // `mounts` showed whatever name of the image comes first.
+        machine.run(&["tag", "box:1", "another"]).ok();
+        assert!(!machine.run(&["mounts"]).stdout.contains("another"), "{runtime}");
+        machine.run(&["rm", "another"]).ok();
+        // Nothing takes its name or its mount.
+        machine.sh(runtime, &["--name", "cache"], "true").fails_with(125);
+        machine.run(&["gc"]).ok();
+        assert_eq!(machine.containers().len(), 1);
+        machine.run(&["umount", "--all", "--force"]).fails_with(7);
+        machine.run(&["stop", "cache"]).ok();
+        assert!(fs::read_to_string(&output).unwrap().contains("asked"), "{runtime}");
+        machine.run(&["stop", "cache"]).fails_with(3);
+        machine.assert_clean();
+        let refused =
+            machine.run(&["run", "--runtime", runtime, "-d", "--entrypoint", "nosuch", "box:1"]);
+        refused.fails_with(127);
+        assert!(refused.stderr.contains("nosuch"), "{}", refused.stderr);
+        machine.assert_clean();
+        fs::remove_file(output).unwrap();
+    }
+}
+
+/// A frozen container hears no signal, not even SIGKILL with the cgroups of version 1: `stop` waited for half a minute
+/// and gave up.
+#[test]
+fn a_frozen_container_is_stopped() {
+    let Some((machine, runtimes)) = machine("a_frozen_container_is_stopped") else { return };
+    for runtime in runtimes {
+        machine.sh(runtime, &["-d", "--rm", "--name", "cold"], "sleep 100").ok();
+        let cgroup = machine.containers()[0]["cgroup"].as_str().unwrap().to_owned();
+        let frozen = [("freezer", "freezer.state", "FROZEN"), ("", "cgroup.freeze", "1")];
+        let froze = frozen.iter().any(|(hierarchy, file, word)| {
+            let dir = Path::new("/sys/fs/cgroup").join(hierarchy).join(&cgroup[1..]);
+            let opened = fs::OpenOptions::new().write(true).open(dir.join(file));
+            opened.and_then(|mut file| file.write_all(word.as_bytes())).is_ok()
+        });
+        assert!(froze, "{cgroup}");
+        machine.run(&["stop", "--time", "0", "cold"]).ok();
+        machine.assert_clean();
+    }
+}
+
+/// `stop` of a container that was just being started sent it nothing, waited for ten seconds and failed.
+#[test]
+fn a_container_that_is_being_started_is_stopped() {
+    const TEST: &str = "a_container_that_is_being_started_is_stopped";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        for _ in 0..3 {
+            let args = machine.sh_args(runtime, &["--name", "new"], "sleep 100");
+            let mut run = machine.command(&args).spawn().unwrap();
+            until("it is listed", || (!machine.containers().is_empty()).then_some(()));
+            machine.run(&["stop", "--time", "0", "new"]).ok();
+            run.wait().unwrap();
+            machine.assert_clean();
+        }
+    }
+}
+
+/// An image may name a stop signal that the runtime does not know. `stop` killed the container at once then.
+#[test]
+fn a_stop_signal_that_the_runtime_refuses_is_sigterm() {
+    const TEST: &str = "a_stop_signal_that_the_runtime_refuses_is_sigterm";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    // crun takes it for signal 0 and is content, so the container is killed after the time.
+    for runtime in runtimes.into_iter().filter(|runtime| *runtime != "crun") {
+        let output = machine.text("output");
+        let script = "trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.05; done";
+        let options = ["-d", "--name", "cache", "--output", &output];
+        machine.sh(runtime, &options, script).ok();
+        until("its output", || fs::read_to_string(&output).unwrap().contains("up").then_some(()));
+        let rootfs = machine.containers()[0]["rootfs"].as_str().unwrap().to_owned();
+        let record = Path::new(&rootfs).with_file_name("container.json");
+        let text = fs::read_to_string(&record).unwrap();
+        assert!(text.contains("SIGTERM"), "{text}");
+        fs::write(&record, text.replace("SIGTERM", "SIGNONE")).unwrap();
+        machine.run(&["stop", "cache"]).ok();
+        assert!(fs::read_to_string(&output).unwrap().contains("asked"), "{runtime}");
+        machine.assert_clean();
+        fs::remove_file(output).unwrap();
+    }
+}
+
+#[test]
+fn exec_ends_as_its_process_does() {
+    let Some((machine, runtimes)) = machine("exec_ends_as_its_process_does") else { return };
+    for runtime in runtimes {
+        machine.sh(runtime, &["-d", "--name", "cache"], "echo up > /tmp/up; sleep 100").ok();
+        let exec =
+            |script: &str| machine.run(&["exec", "cache", "--", "busybox", "sh", "-c", script]);
+        until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
+        assert_eq!(exec("cat /tmp/up; hostname; readlink /proc/self/fd/0 >&2").ok(), "up\ncache\n");
+        exec("exit 7").fails_with(7);
+        // As with `run`; it was 255.
+        machine.run(&["exec", "cache", "--", "nosuch"]).fails_with(127);
+        machine.run(&["exec", "cache", "--", "/etc/passwd"]).fails_with(126);
+        let args = ["exec", "-i", "cache", "--", "busybox", "cat"];
+        assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "given\n");
+        machine.run(&["exec", "other", "--", "true"]).fails_with(3);
+        machine.run(&["stop", "--time", "0", "cache"]).ok();
+        machine.assert_clean();
+    }
+}
+
+/// With crun, `exec` started its process as root, in `/`, without no_new_privs and with other capabilities than those
+/// of the container's process.
+#[test]
+fn exec_has_what_the_container_has() {
+    let Some((machine, runtimes)) = machine("exec_has_what_the_container_has") else { return };
+    for runtime in runtimes {
+        for user in ["worker", "0"] {
+            let big: Vec<_> =
+                (0..11).map(|at| format!("BIG{at}={}", "x".repeat(100_000))).collect();
+            let mut options = vec![
+                "-d",
+                "--name",
+                "cache",
+                "--user",
+                user,
+                "--workdir",
+                "/tmp",
+                "-e",
+                "SET=here",
+            ];
+            options.extend(big.iter().flat_map(|big| ["-e", big]));
+            machine.sh(runtime, &options, "echo up > /tmp/up; sleep 100").ok();
+            let rootfs = machine.containers()[0]["rootfs"].as_str().unwrap().to_owned();
+            let config = Path::new(&rootfs).with_file_name("config.json");
+            assert!(fs::metadata(&config).unwrap().len() > 1 << 20);
+            let exec =
+                |script: &str| machine.run(&["exec", "cache", "--", "busybox", "sh", "-c", script]);
+            until("it is up", || (exec("test -e /tmp/up").code == 0).then_some(()));
+            assert_eq!(exec("pwd; echo $SET").ok(), "/tmp\nhere\n", "{runtime}");
+            let status = |process: &str| {
+                let what = "^(Uid|Gid|Groups|Cap.*|NoNewPrivs|Seccomp):";
+                exec(&format!("grep -E '{what}' /proc/{process}/status")).ok().to_owned()
+            };
+            let own = status("1");
+            assert!(own.contains("NoNewPrivs:\t1"), "{own}");
+            assert_eq!(status("self"), own, "{runtime} {user}");
+            // Of more than a mebibyte it was "damaged".
+            assert_eq!(exec("echo ${#BIG1}").ok(), "100000\n", "{runtime}");
+            // The environment was left in the run directory by one that was killed.
+            let left = fs::read_dir(config.parent().unwrap()).unwrap().flatten();
+            let left = left.filter(|it| it.file_name().to_string_lossy().starts_with("exec-"));
+            assert_eq!(left.count(), 0, "{runtime}");
+            machine.run(&["stop", "--time", "0", "cache"]).ok();
+            machine.assert_clean();
+        }
+    }
+}
+
+/// The output of a detached container was discarded, and its exit status was known to nobody: a service that
+/// ended at once, for a missing file for example, was just gone.
+#[test]
+fn a_detached_container_leaves_output_and_status() {
+    const TEST: &str = "a_detached_container_leaves_output_and_status";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let ended = || {
+        until("it ends", || {
+            let listed = machine.containers().into_iter().next()?;
+            (listed["state"] == "ended").then_some(listed)
+        })
+    };
+    for runtime in runtimes {
+        let script = "echo first; echo second >&2; read line || echo no input; exit 7";
+        let ran = machine.sh(runtime, &["-d", "--rw", "--name", "short"], script);
+        assert_eq!((ran.ok(), ran.stderr.as_str()), ("short\n", ""), "{runtime}");
+        let listed = ended();
+        assert_eq!(listed["exit_status"], 7, "{runtime}");
+        let output = listed["output"].as_str().unwrap();
+        assert_eq!(fs::read_to_string(output).unwrap(), "first\nsecond\nno input\n", "{runtime}");
+        let words = machine.run(&["ps"]);
+        assert_eq!(words.words()[1][2..4], ["ended", "(7)"]);
+        // Neither gc nor another container takes them away; nothing of it is mounted any more.
+        machine.run(&["gc"]).ok();
+        machine.run(&["run", "box:1"]).ok();
+        assert_eq!(ended()["exit_status"], 7);
+        until("it is unmounted", || {
+            machine.mounted().iter().all(|at| at.ends_with("store")).then_some(())
+        });
+        // A new one of the same name does.
+        assert_eq!(machine.sh(runtime, &["--name", "short"], "echo again").ok(), "again\n");
+        machine.assert_clean();
+        machine.sh(runtime, &["-d", "--name", "killed"], "kill -9 $$; sleep 1; exit 1").ok();
+        machine.run(&["run", "-d", "--name", "killed2", "box:1", "--", "sleep", "100"]).ok();
+        machine.run(&["stop", "killed2"]).ok();
+        machine.run(&["stop", "killed"]).ok();
+        machine.assert_clean();
+        // One that ends before its runtime does.
+        for _ in 0..5 {
+            machine.sh(runtime, &["-d", "--name", "short"], "exit 7").ok();
+            assert_eq!(ended()["exit_status"], 7, "{runtime}");
+        }
+        machine.run(&["stop", "short"]).ok();
+        machine.sh(runtime, &["-d", "--rm", "--name", "short"], "exit 7").ok();
+        until("it is removed", || machine.containers().is_empty().then_some(()));
+        machine.assert_clean();
+    }
+}

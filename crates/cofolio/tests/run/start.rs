@@ -1,0 +1,251 @@
+//! What is started, from where, and what is said where it is not.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::common::machine::{Machine, contains, machine};
+use crate::common::registry::Registry;
+use crate::common::{Ran, Sandbox, program, real_redis, run_with_input, skip};
+
+#[test]
+fn run_ends_as_its_container_does() {
+    let Some((machine, runtimes)) = machine("run_ends_as_its_container_does") else { return };
+    for runtime in runtimes {
+        assert_eq!(machine.run(&["run", "--runtime", runtime, "box:1"]).ok(), "from image\n");
+        machine.sh(runtime, &[], "exit 7").fails_with(7);
+        // A container's own 1 is not the runtime's.
+        machine.sh(runtime, &[], "exit 1").fails_with(1);
+        let killed = machine.sh(runtime, &[], "sh -c 'kill -9 $$'; exit $?");
+        killed.fails_with(137);
+        let start = |options: &[&str]| {
+            let mut args = vec!["run", "--runtime", runtime];
+            args.extend(options);
+            args.push("box:1");
+            machine.run(&args)
+        };
+        let missing = start(&["--entrypoint", "nosuch"]);
+        missing.fails_with(127);
+        assert!(missing.stderr.contains("nosuch"), "{}", missing.stderr);
+        start(&["--entrypoint", "/bin/text"]).fails_with(126);
+        start(&["--user", "nobody"]).fails_with(125);
+        for wrong in [
+            ["--name", "../x"],
+            ["--volume", "/etc:relative"],
+            ["--userns", "0:x"],
+            ["--userns", "1:100000:65536"],
+            ["--env", "=x"],
+        ] {
+            start(&wrong).fails_with(2);
+        }
+        start(&["--tty"]).fails_with(2);
+        // What is read is what was given, and only if it was asked for.
+        let args = machine.sh_args(runtime, &["-i"], "cat");
+        assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "given\n");
+        let args = machine.sh_args(runtime, &[], "cat");
+        assert_eq!(machine.run_with_input(&args, b"given\n").ok(), "");
+        machine.assert_clean();
+    }
+    machine.run(&["run", "nosuch"]).fails_with(125);
+    let none = machine.run(&["run", "--runtime", "nosuch", "box:1"]);
+    none.fails_with(125);
+    assert!(none.stderr.contains("nosuch is not installed"), "{}", none.stderr);
+    // An empty entry of PATH made it a program of the working directory, whoever had put it there.
+    fs::write(machine.path("nosuch"), "").unwrap();
+    let mut run = machine.command(&["run", "--runtime", "nosuch", "box:1"]);
+    let none = Ran::of(run.current_dir(machine.path("")).env("PATH", ":").output().unwrap());
+    assert!(none.stderr.contains("nosuch is not installed"), "{}", none.stderr);
+    machine.run(&["run", "--size", "1G", "box:1"]).fails_with(2);
+}
+
+/// `run docker://…` pulls what is not here; what is here it starts, also when the registry is gone. What the
+/// container says stays alone on standard output.
+#[test]
+fn run_pulls_what_is_not_here() {
+    const TEST: &str = "run_pulls_what_is_not_here";
+    let Some(binary) = program("docker-registry") else {
+        return skip(TEST, "docker-registry is not installed");
+    };
+    let Some((machine, _)) = machine(TEST) else { return };
+    let registry = Registry::start(&binary, &machine);
+    let name = format!("docker://{}/team/box:1", registry.host);
+    machine.run(&["push", "box:1", &name]).ok();
+    let other = Machine(Sandbox::new());
+    assert_eq!(other.run(&["run", &name]).ok(), "from image\n");
+    let missing = other.run(&["run", &name.replace("box", "none")]);
+    missing.fails_with(125);
+    assert!(missing.stderr.contains("team/none"), "{}", missing.stderr);
+    drop(registry);
+    assert_eq!(other.run(&["run", &name, "--", "echo", "again"]).ok(), "again\n");
+    other.assert_clean();
+}
+
+/// Without root the first refused system call was reported, with its path, and not what to do.
+#[test]
+fn run_without_root_says_so() {
+    use std::os::unix::process::CommandExt as _;
+    let sandbox = Sandbox::new();
+    for args in [&["run", "box:1"][..], &["bundle", "box:1", "/tmp/x"], &["stop", "box"]] {
+        let mut command = sandbox.command(args);
+        command.uid(65534).gid(65534);
+        let ran = run_with_input(command, b"");
+        ran.fails_with(5);
+        assert!(ran.stderr.contains("run as root"), "{args:?}: {}", ran.stderr);
+    }
+}
+
+/// Found under a real-time scheduler, which no new cgroup has time for: crun made the container's cgroups, could not
+/// enter one, said so and left them all.
+#[test]
+fn a_runtime_that_fails_half_way_leaves_no_cgroup() {
+    let Some((machine, _)) = machine("a_runtime_that_fails_half_way_leaves_no_cgroup") else {
+        return;
+    };
+    let made = machine.path("made");
+    let runtime = machine.path("crun");
+    let script = format!(
+        r#"#!/bin/sh
+while [ $# -gt 1 ]; do
+    case $1 in --bundle) bundle=$2 ;; --log) log=$2 ;; esac
+    shift
+done
+cgroup=$(sed 's/.*"cgroupsPath":"\([^"]*\)".*/\1/' "$bundle/config.json")
+for top in /sys/fs/cgroup /sys/fs/cgroup/*; do
+    [ -e "$top/cgroup.procs" ] && mkdir -p "$top$cgroup" && echo "$top$cgroup" >>{}
+done
+echo '{{"msg": "cgroup.procs: Invalid argument", "level": "error", "time": "now"}}' | tee "$log" >&2
+exit 1
+"#,
+        made.display()
+    );
+    fs::write(&runtime, script).unwrap();
+    fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755)).unwrap();
+    let ran = machine.run(&["run", "--runtime", runtime.to_str().unwrap(), "box:1"]);
+    ran.fails_with(125);
+    assert!(ran.stderr.contains("Invalid argument"), "{}", ran.stderr);
+    let made = fs::read_to_string(made).unwrap();
+    assert!(!made.is_empty());
+    for cgroup in made.lines() {
+        assert!(!Path::new(cgroup).exists(), "{cgroup}");
+    }
+}
+
+/// `run --runtime /bin/false` ended with 1 and said nothing, and with /bin/true it seemed that a container had run.
+#[test]
+fn a_runtime_that_makes_no_container_is_named() {
+    let Some((machine, _)) = machine("a_runtime_that_makes_no_container_is_named") else { return };
+    for runtime in ["/bin/false", "/bin/true"] {
+        for options in [&[][..], &["-d"]] {
+            let ran = machine.sh(runtime, options, "true");
+            assert!(ran.fails_with(125).stderr.contains(runtime), "{runtime}: {}", ran.stderr);
+        }
+    }
+    machine.assert_clean();
+}
+
+/// Nothing starts before the image is checked, and the error is the check's.
+#[test]
+fn nothing_runs_on_an_image_that_is_refused() {
+    let Some((machine, runtimes)) = machine("nothing_runs_on_an_image_that_is_refused") else {
+        return;
+    };
+    let no_program = b"no program\n".len() as u64;
+    let cut =
+        objects(&machine).into_iter().find(|path| path.metadata().unwrap().len() == no_program);
+    let cut = cut.unwrap();
+    // As a copy of a store is: sizes are compared where nothing is protected.
+    let images = machine.path("store/domains/default/images");
+    let _ = Command::new("chattr").args(["-R", "-i"]).arg(&cut).arg(images).output();
+    fs::File::options().write(true).open(&cut).unwrap().set_len(3).unwrap();
+    for runtime in runtimes {
+        for options in [&[][..], &["--rw"], &["--detach", "--output", "/dev/null"]] {
+            let ran = machine.sh(runtime, options, "echo it runs");
+            assert_eq!((ran.code, ran.stdout.as_str()), (125, ""), "{runtime}: {}", ran.stderr);
+            assert!(ran.stderr.contains("3 bytes instead of 11"), "{runtime}: {}", ran.stderr);
+            for own in ["config.json", "EOF"] {
+                assert!(!ran.stderr.contains(own), "{runtime}: {}", ran.stderr);
+            }
+            machine.assert_clean();
+        }
+    }
+}
+
+fn objects(machine: &Machine) -> Vec<PathBuf> {
+    let entries = |dir: PathBuf| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries(machine.path("store/domains/default/objects")).flat_map(&entries).collect()
+}
+
+/// crun reads its config twice. Earlier the first read emptied a pipe and the second found nothing, so that
+/// `crun exec` and `crun kill` refused the container for its empty config.
+#[test]
+fn crun_keeps_the_whole_config() {
+    let Some((machine, runtimes)) = machine("crun_keeps_the_whole_config") else { return };
+    if !runtimes.contains(&"crun") {
+        return skip("crun_keeps_the_whole_config", "no crun");
+    }
+    // Longer than the default capacity of a pipe.
+    let long = format!("LONG={}", "x".repeat(100_000));
+    let options = ["--detach", "--name", "kept", "--env", &long];
+    machine.sh("crun", &options, "sleep 100").ok();
+    let kept = &machine.containers()[0];
+    let path = |name: &str| PathBuf::from(kept[name].as_str().unwrap());
+    let given = fs::read(path("rootfs").with_file_name("config.json")).unwrap();
+    assert!(contains(&given, long.as_bytes()));
+    assert_eq!(fs::read(path("runtime_root").join("kept/config.json")).unwrap(), given);
+    machine.run(&["stop", "--time", "0", "kept"]).ok();
+    machine.assert_clean();
+}
+
+/// An image with a volume failed on a read-only store with a bare "Read-only file system", even where
+/// `--volume` gave it a directory.
+#[test]
+fn a_read_only_store_runs_what_needs_no_room() {
+    let Some((machine, runtimes)) = machine("a_read_only_store_runs_what_needs_no_room") else {
+        return;
+    };
+    let store = machine.text("store");
+    let volume = format!("{}:/data", machine.dir("given").display());
+    let sh = |options: &[&str]| {
+        let command = machine.command(&machine.sh_args(runtimes[0], options, "echo 1 > /data/new"));
+        let mut private = Command::new("unshare");
+        private.args(["--mount", "--propagation", "private", "sh", "-c"]);
+        private.arg("mount --bind $0 $0 && mount -o remount,bind,ro $0 && exec \"$@\"");
+        private.arg(&store).arg(command.get_program()).args(command.get_args());
+        private.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Ran::of(private.output().unwrap())
+    };
+    let refused = sh(&[]);
+    assert!(refused.fails_with(125).stderr.contains("--volume DIR:PATH"), "{}", refused.stderr);
+    sh(&["-v", &volume]).ok();
+    assert!(machine.path("given/new").exists());
+    machine.assert_clean();
+}
+
+/// A real image, where the corpus has been built.
+#[test]
+fn a_real_redis_serves() {
+    const TEST: &str = "a_real_redis_serves";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let Some(layout) = real_redis(TEST) else { return };
+    machine.run(&["import", "--name", "redis", layout.to_str().unwrap()]).ok();
+    for runtime in runtimes {
+        let script = "redis-server --save '' --daemonize yes >/dev/null; for i in $(seq 100); do \
+                      redis-cli ping >/dev/null 2>&1 && break; sleep 0.1; done; \
+                      redis-cli set folio one && redis-cli get folio && id -un";
+        let ran = machine.run(&[
+            "run",
+            "--runtime",
+            runtime,
+            "--memory",
+            "256M",
+            "redis",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]);
+        assert_eq!(ran.ok(), "OK\none\nredis\n", "{runtime}: {}", ran.stderr);
+        machine.assert_clean();
+    }
+}
