@@ -40,5 +40,5 @@ standard_library() {
     rustup -q target add "$1" >&2 || { say "Rust's standard library for $1 could not be fetched"; return 1; }
 }
 
-# Options of cargo with which it builds in little time what runs seldom.
+# Options for cargo, where compiling takes longer than what is then run.
 quick=(--locked --config profile.dev.opt-level=0 --config profile.dev.debug=false)
