@@ -6,6 +6,7 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::{Ran, Sandbox, Tar, can_mount, overwrite, remove, skip, write_layout};
 use serde_json::{Value, json};
@@ -198,13 +199,7 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     // The layer that stays sound: a source that has lost it serves as well.
     let broken = sandbox.dir("broken");
     assert!(
-        std::process::Command::new("cp")
-            .arg("-a")
-            .arg(layout.join("."))
-            .arg(&broken)
-            .status()
-            .unwrap()
-            .success()
+        Command::new("cp").arg("-a").arg(layout.join(".")).arg(&broken).status().unwrap().success()
     );
     let blob = files(&broken.join("blobs/sha256")).into_iter().find(|blob| {
         let content = fs::read(blob).unwrap();
@@ -480,6 +475,36 @@ fn the_first_gc_of_a_boot_finds_what_was_cut_short() {
     assert!(found.stderr.contains("`cofolio fsck --repair --from SOURCE`"), "{}", found.stderr);
 }
 
+/// On a full disk no base could be made, and gc did not say what it had removed before that.
+#[test]
+fn gc_tells_what_it_removed_when_a_base_cannot_be_made() {
+    let sandbox = Sandbox::new();
+    // Fewer files make no base.
+    let mut below = Tar::default();
+    for n in 0..1500 {
+        below.file(&format!("file-{n}"), 0o644, b"small");
+    }
+    let below = below.finish();
+    for name in ["a", "b", "goes"] {
+        let layout = sandbox.dir(name);
+        let top = Tar::default().file(name, 0o644, name.as_bytes()).finish();
+        write_layout(&layout, name, &[below.clone(), top], json!({}));
+        sandbox.run(&["import", "--name", name, layout.to_str().unwrap()]).ok();
+    }
+    sandbox.run(&["rm", "goes"]).ok();
+    let bases = sandbox.path("store/domains/default/bases");
+    fs::create_dir(&bases).unwrap();
+    let chattr = |flag: &str| Command::new("chattr").arg(flag).arg(&bases).status().unwrap();
+    if !chattr("+i").success() {
+        return skip("gc_tells_what_it_removed_when_a_base_cannot_be_made", "no immutable files");
+    }
+    let ran = sandbox.run(&["gc", "--json"]);
+    chattr("-i");
+    assert_ne!(ran.code, 0);
+    assert_eq!(serde_json::from_str::<Value>(&ran.stdout).unwrap()["images"], 1);
+    assert!(ran.stderr.contains("base"), "{}", ran.stderr);
+}
+
 /// Somebody took the immutable flag off everything to copy the store, and never put it back. A repair does, and needs
 /// no source for that. A damaged object stays without, and so does its image: mounts take the image's flag as proof
 /// that all its objects have it.
@@ -488,7 +513,7 @@ fn repair_protects_what_is_not() {
     let sandbox = Sandbox::new();
     sandbox.import_tree("box:1");
     let domain = sandbox.path("store/domains/default");
-    let cleared = std::process::Command::new("chattr").args(["-R", "-i"]).arg(&domain).output();
+    let cleared = Command::new("chattr").args(["-R", "-i"]).arg(&domain).output();
     let report = sandbox.run(&["fsck", "--json"]).json();
     let count = report["findings"].as_array().unwrap().len();
     if !cleared.is_ok_and(|output| output.status.success()) || count == 0 {

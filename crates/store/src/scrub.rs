@@ -133,22 +133,23 @@ impl Domain {
                 let _ = self.save_scrub(&scope, &Saved { after: digest, report: report.clone() });
             }
         }
-        // Without a lock, objects may have been collected together with their images. What is not
-        // here although an image is that names it is lost.
+        // Without a lock, objects may have been collected together with their images. An object is
+        // lost only if it is still missing when an image that names it is still here.
         let (mut present, mut lost) = (HashSet::new(), BTreeSet::new());
+        let is_missing = |digest: &Digest| matches!(self.object_size(digest), Ok(None));
         for image in &images {
             task.check()?;
             let (name, mut missing) = (FileName::content(FileKind::Image, image), Vec::new());
             examiner.read_quietly(&name, &mut |digest, _| {
-                let is_missing = || matches!(self.object_size(&digest), Ok(None));
-                if !present.contains(&digest) && is_missing() {
+                if !present.contains(&digest) && is_missing(&digest) {
                     missing.push(digest);
                 } else {
                     present.insert(digest);
                 }
             })?;
+            // The image may have been imported again since.
             if !missing.is_empty() && self.has_image(image)? {
-                lost.extend(missing);
+                lost.extend(missing.into_iter().filter(is_missing));
             }
         }
         report.gone = report.gone.saturating_sub(lost.len() as u64);

@@ -48,12 +48,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let targets = match args.all {
         false => args.targets.clone(),
         true => {
-            let mut list = mounter.list()?;
-            if !list.orphans.is_empty() {
-                // One that was being made when the records were read has one now.
-                let again = mounter.list()?.orphans;
-                list.orphans.retain(|orphan| again.contains(orphan));
-            }
+            let list = mounter.list()?;
             for orphan in super::mounts::orphans(&list) {
                 context.ui.error(&orphan, None);
                 exit = Exit::Failure;

@@ -12,10 +12,25 @@ mod running;
 mod start;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Child;
 
 use common::machine::{Machine, until};
 use rustix::process::{Pid, Signal, kill_process};
+
+/// A script in place of the runtime: `before` is run, then the runtime with the same arguments, then `after`. In the
+/// directory of the machine, with those arguments in `$*`.
+fn wrapped(machine: &Machine, runtime: &str, before: &str, after: &str) -> String {
+    let path = machine.path(&format!("wrapped-{runtime}"));
+    let dir = machine.path("");
+    let dir = dir.display();
+    let script = format!(
+        "#!/bin/sh\n(cd {dir}; {before})\n{runtime} \"$@\"\nstatus=$?\n(cd {dir}; {after})\nexit $status\n"
+    );
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.to_str().unwrap().to_owned()
+}
 
 fn send(child: &Child, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();

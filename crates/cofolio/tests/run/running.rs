@@ -3,11 +3,12 @@
 use std::fs;
 use std::io::Write as _;
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
 use crate::common::machine::{machine, until};
-use crate::{send, started};
+use crate::{send, started, wrapped};
 
 #[test]
 fn signals_reach_the_container() {
@@ -94,13 +95,46 @@ fn a_container_that_is_being_started_is_stopped() {
     const TEST: &str = "a_container_that_is_being_started_is_stopped";
     let Some((machine, runtimes)) = machine(TEST) else { return };
     for runtime in runtimes {
-        for _ in 0..3 {
-            let args = machine.sh_args(runtime, &["--name", "new"], "sleep 100");
-            let mut run = machine.command(&args).spawn().unwrap();
-            until("it is listed", || (!machine.containers().is_empty()).then_some(()));
-            machine.run(&["stop", "--time", "0", "new"]).ok();
-            run.wait().unwrap();
-            machine.assert_clean();
+        let wait =
+            "case $* in *' run '*) : >starting; while [ ! -e go ]; do sleep 0.01; done ;; esac";
+        let slow = wrapped(&machine, runtime, wait, ":");
+        let args = machine.sh_args(&slow, &["--name", "new"], "sleep 100");
+        let mut run = machine.command(&args).spawn().unwrap();
+        until("it is started", || machine.path("starting").exists().then_some(()));
+        let exec = machine.run(&["exec", "new", "--", "true"]);
+        assert!(exec.fails_with(3).stderr.contains("does not run"), "{}", exec.stderr);
+        let mut stop = machine.command(&["stop", "--time", "0", "new"]).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        fs::write(machine.path("go"), "").unwrap();
+        assert!(stop.wait().unwrap().success());
+        run.wait().unwrap();
+        machine.assert_clean();
+        for file in ["starting", "go"] {
+            fs::remove_file(machine.path(file)).unwrap();
+        }
+    }
+}
+
+/// While `stop` waited for a container's end, another one took the name. `stop` killed that one too, and every later one.
+#[test]
+fn stop_spares_the_next_container_of_the_name() {
+    const TEST: &str = "stop_spares_the_next_container_of_the_name";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let wait = "case $* in *' KILL') : >killed; while [ ! -e go ]; do sleep 0.01; done ;; esac";
+        let slow = wrapped(&machine, runtime, ":", wait);
+        machine.sh(&slow, &["-d", "--rm", "--name", "cache"], "sleep 100").ok();
+        let mut stop = machine.command(&["stop", "--time", "0", "cache"]).spawn().unwrap();
+        until("it is killed", || machine.path("killed").exists().then_some(()));
+        until("it is gone", || machine.containers().is_empty().then_some(()));
+        machine.sh(runtime, &["-d", "--name", "cache"], "sleep 100").ok();
+        fs::write(machine.path("go"), "").unwrap();
+        assert!(stop.wait().unwrap().success());
+        assert_eq!(machine.containers()[0]["state"], "running");
+        machine.run(&["stop", "--time", "0", "cache"]).ok();
+        machine.assert_clean();
+        for file in ["killed", "go"] {
+            fs::remove_file(machine.path(file)).unwrap();
         }
     }
 }
@@ -188,10 +222,21 @@ fn exec_has_what_the_container_has() {
             assert_eq!(status("self"), own, "{runtime} {user}");
             // Of more than a mebibyte it was "damaged".
             assert_eq!(exec("echo ${#BIG1}").ok(), "100000\n", "{runtime}");
-            // The environment was left in the run directory by one that was killed.
-            let left = fs::read_dir(config.parent().unwrap()).unwrap().flatten();
-            let left = left.filter(|it| it.file_name().to_string_lossy().starts_with("exec-"));
-            assert_eq!(left.count(), 0, "{runtime}");
+            // Its process was in a file of the run directory, where a killed one left its environment.
+            let script = "echo > /tmp/in; sleep 100";
+            let args = ["exec", "cache", "--", "busybox", "sh", "-c", script];
+            let mut running = machine.command(&args).spawn().unwrap();
+            until("it runs", || (exec("test -e /tmp/in").code == 0).then_some(()));
+            let files = fs::read_dir(config.parent().unwrap()).unwrap().flatten();
+            let names = files.filter_map(|it| it.file_name().into_string().ok());
+            let exec_files: Vec<_> = names.filter(|name| name.starts_with("exec-")).collect();
+            assert!(exec_files.iter().all(|name| name.ends_with(".log")), "{exec_files:?}");
+            running.kill().unwrap();
+            running.wait().unwrap();
+            let text = fs::read(&config).unwrap();
+            fs::write(&config, "[]").unwrap();
+            machine.run(&["exec", "cache", "--", "true"]).refused("config.json");
+            fs::write(&config, text).unwrap();
             machine.run(&["stop", "--time", "0", "cache"]).ok();
             machine.assert_clean();
         }

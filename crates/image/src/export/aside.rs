@@ -116,12 +116,8 @@ fn check_free(path: &Path, replace: bool) -> Result<(), ExportError> {
 pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
     let flags = if replace { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
     let renamed = match renameat_with(CWD, from, CWD, to, flags) {
-        // Not on NFS. Without links either, the caller has checked a moment ago.
-        Err(Errno::INVAL) if !replace => match linkat(CWD, from, CWD, to, AtFlags::empty()) {
-            Err(Errno::EXIST) => Err(Errno::EXIST),
-            Ok(()) => unlink(from),
-            Err(_) => renameat_with(CWD, from, CWD, to, RenameFlags::empty()),
-        },
+        // NFS has no such flag.
+        Err(Errno::INVAL) if !replace => move_by_link(from, to),
         other => other,
     };
     renamed.map_err(|error| match error {
@@ -131,13 +127,26 @@ pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), Export
     sync(directory(to))
 }
 
+/// Moves a file without replacing any. Where there are no links, and for a directory, that is only
+/// what the caller has seen a moment ago.
+fn move_by_link(from: &Path, to: &Path) -> rustix::io::Result<()> {
+    match linkat(CWD, from, CWD, to, AtFlags::empty()) {
+        Ok(()) => unlink(from),
+        Err(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS) => {
+            renameat_with(CWD, from, CWD, to, RenameFlags::empty())
+        }
+        other => other,
+    }
+}
+
 /// Makes the names in a directory durable, if it can be read and its filesystem does that.
 pub(super) fn sync(directory: &Path) -> Result<(), ExportError> {
     match File::open(directory).and_then(|it| it.sync_all()) {
-        Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
-            Err(io_error(directory)(error))
-        }
-        _ => Ok(()),
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::ACCESS | Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
+            _ => Err(io_error(directory)(error)),
+        },
+        Ok(()) => Ok(()),
     }
 }
 
@@ -209,7 +218,8 @@ fn is_alive(process: u32) -> bool {
 fn is_free(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());
-    opened.is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
+    let lock = |file| flock(file, FlockOperation::NonBlockingLockExclusive);
+    opened.is_ok_and(|file| lock(file) != Err(Errno::WOULDBLOCK))
 }
 
 #[cfg(test)]
@@ -237,5 +247,34 @@ mod tests {
         // While one is being written, no other begins.
         let _running = super::OutputFile::create(&dir.path().join("b"), false).unwrap();
         assert!(super::OutputFile::create(&dir.path().join("b"), false).is_err());
+    }
+
+    /// Where a filesystem cannot rename without replacing, an error that no link could be made was taken for a
+    /// filesystem without links, and what had appeared meanwhile was replaced.
+    #[test]
+    fn without_a_flag_of_the_filesystem_nothing_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for name in ["from", "there"] {
+            std::fs::write(path(name), name).unwrap();
+        }
+        let refused = super::move_by_link(&path("from"), &path("there"));
+        assert_eq!(refused, Err(rustix::io::Errno::EXIST));
+        assert_eq!(std::fs::read(path("there")).unwrap(), b"there");
+        super::move_by_link(&path("from"), &path("to")).unwrap();
+        assert_eq!(std::fs::read(path("to")).unwrap(), b"from");
+        assert!(!path("from").exists());
+        // There are no links to directories.
+        std::fs::create_dir(path("directory")).unwrap();
+        super::move_by_link(&path("directory"), &path("moved")).unwrap();
+        assert!(path("moved").is_dir());
+    }
+
+    /// All errors but one counted as a filesystem that syncs no directories.
+    #[test]
+    fn a_directory_that_is_not_synced_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        super::sync(dir.path()).unwrap();
+        super::sync(&dir.path().join("none")).unwrap_err();
     }
 }

@@ -49,11 +49,12 @@ pub fn rewrite(
     sparse.retain(|_, needed| !live.iter().any(|image| needed.images.contains(image)));
     let mut report =
         RewriteReport { segments: sparse.keys().copied().collect(), ..Default::default() };
-    let images: BTreeMap<Digest, Form> = sparse
+    let mut images = sparse
         .values()
         .flat_map(|needed| needed.images.iter().map(|image| (*image, needed.form)))
-        .collect();
-    for (image, form) in images {
+        .collect::<BTreeMap<_, _>>()
+        .into_iter();
+    while let Some((image, form)) = images.next() {
         if dry_run {
             report.images.push(image);
             continue;
@@ -71,7 +72,8 @@ pub fn rewrite(
                 report.failed.push((image, error.to_string()));
                 if full {
                     // The others would fill the disk again.
-                    break;
+                    let untried = |(image, _)| (image, "no space was left to try it".to_owned());
+                    report.failed.extend(images.by_ref().map(untried));
                 }
             }
         }

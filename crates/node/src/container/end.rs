@@ -14,6 +14,7 @@ use super::{
     Container, ContainerStatus, Containers, Result, RunError, is_at, is_name, kept_exit_status,
     lock, read_record, write_file,
 };
+use crate::mount::kernel::open_dir;
 use crate::mount::{At as _, MountError, RunDir, UmountOptions, take_down};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
@@ -154,25 +155,24 @@ impl Containers<'_> {
             return Err(RunError::Name(name.to_owned()));
         }
         let dir = self.dir().join(name);
+        let this = open_dir(&dir);
         let (mut asked, mut since) = (None, Instant::now());
         let mut found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
-        // One that is being started has no process, and then that of its runtime first. A process
-        // that waits for it removes or retires it.
-        loop {
+        // A container that is being started has no process at first, and then one of its runtime. A
+        // process that waits for it removes or retires it, and the next one may take its name.
+        while this.as_ref().is_ok_and(|this| is_at(this, &dir)) {
             if found.pid.is_some() && found.pid != asked {
                 self.end(name, &found, patience)?;
                 (asked, since) = (found.pid, Instant::now());
-            }
-            if !dir.exists() || self.remove_if_ended(name, true)? {
-                return Ok(());
-            }
-            if since.elapsed() > KILLED_PATIENCE {
+            } else if self.remove_if_ended(name, true)? {
+                break;
+            } else if since.elapsed() > KILLED_PATIENCE {
                 return Err(RunError::StillRunning(name.to_owned()));
             }
             std::thread::sleep(Duration::from_millis(5));
-            let Some(now) = self.status(name)? else { return Ok(()) };
-            found = now;
+            found = self.status(name)?.unwrap_or(found);
         }
+        Ok(())
     }
 
     /// Asks a container's first process to end, and kills it after `patience`.

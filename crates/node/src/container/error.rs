@@ -42,7 +42,7 @@ pub enum RunError {
     /// No container has the name.
     #[error("no container `{0}`")]
     NotFound(String),
-    /// The container has ended.
+    /// The container has ended, or is being started.
     #[error("container `{0}` does not run")]
     NotRunning(String),
     /// A record that cannot be read. Its container may run, so its files stay.

@@ -1,7 +1,7 @@
 //! Starting a container, and a process in one.
 
 use std::fs::{self, File};
-use std::io::{self, Write as _};
+use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::process::ExitStatusExt as _;
@@ -15,7 +15,7 @@ use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
-    State, Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
+    Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
 };
 use crate::mount::kernel::open_dir;
 use crate::mount::{Access, At as _, IdMap, MountOptions, MountRequest};
@@ -62,7 +62,8 @@ impl Containers<'_> {
             return Err(RunError::Name(name.to_owned()));
         }
         let found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
-        if found.state == State::Ended {
+        // One that is being started has no config yet.
+        if found.pid.is_none() {
             return Err(RunError::NotRunning(name.to_owned()));
         }
         let runtime = found.record.runtime;
@@ -71,15 +72,16 @@ impl Containers<'_> {
         // By options alone crun starts it as root, in `/` and with other capabilities.
         let terminal = matches!(streams, Streams::Terminal);
         let path = dir.join("config.json");
-        let process = process_file(&path, command, terminal).at("reading", &path)?;
-        let at = format!("/proc/{}/fd/{}", std::process::id(), process.as_raw_fd());
+        let process = process_file(&path, command, terminal).at("taking the process of", &path)?;
+        let at = format!("/proc/self/fd/{}", process.as_raw_fd());
         let mut exec = Command::new(&runtime.path);
         exec.arg("--root").arg(self.state_dir(&runtime)).arg("--log").arg(&log);
         exec.args(["--log-format", "json", "exec", "--process", &at, name]);
+        cofolio_sys::process::inherit(&mut exec, process.into());
         let failed = |source| RunError::Runtime { path: runtime.path.clone(), source };
         let copies = streams.connect(&mut exec).map_err(failed)?;
         let child = runtime.spawn(&mut exec).map_err(failed)?;
-        Ok(Exec { runtime, child, copies, log, _process: process })
+        Ok(Exec { runtime, child, copies, log })
     }
 
     fn launch(&self, request: &Request, streams: &Streams, detached: bool) -> Result<Running> {
@@ -280,19 +282,21 @@ pub struct Exec {
     child: Child,
     copies: Copies,
     log: PathBuf,
-    /// Open until the runtime has read it.
-    _process: File,
 }
 
 /// The process of a container's `config.json`, with another command, in memory: a full run directory
 /// stops no `exec`, and a killed one leaves no environment behind.
 fn process_file(config: &Path, command: &[String], terminal: bool) -> io::Result<File> {
+    #[derive(serde::Deserialize)]
+    struct Config {
+        process: serde_json::Map<String, serde_json::Value>,
+    }
     let text = cofolio_image::files::read(config, CONFIG_BYTES_MAX)?;
-    let mut process = serde_json::from_slice::<serde_json::Value>(&text)?["process"].take();
-    process["args"] = command.into();
-    process["terminal"] = terminal.into();
+    let Config { mut process } = serde_json::from_slice(&text)?;
+    process.insert("args".to_owned(), command.into());
+    process.insert("terminal".to_owned(), terminal.into());
     let mut file = File::from(memfd_create("process", MemfdFlags::CLOEXEC)?);
-    file.write_all(process.to_string().as_bytes())?;
+    serde_json::to_writer(&mut file, &process)?;
     Ok(file)
 }
 

@@ -246,7 +246,13 @@ impl Mounter<'_> {
     pub fn list(&self) -> Result<Mounts, MountError> {
         let kernel = Kernel::new(&self.root)?;
         let (records, damaged) = self.run.records()?;
-        let orphans = self.orphans(kernel.mounts()?, &records);
+        let mut orphans = self.orphans(kernel.mounts()?, &records);
+        if !orphans.is_empty() {
+            // One that was being made when the records were read has a record now.
+            let mounts = Kernel::new(&self.root)?;
+            let again = self.orphans(mounts.mounts()?, &self.run.records()?.0);
+            orphans.retain(|orphan| again.contains(orphan));
+        }
         let mut mounts = Vec::with_capacity(records.len());
         for record in records {
             let (state, at) = self.locate(&record, &kernel)?;

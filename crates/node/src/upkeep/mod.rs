@@ -132,14 +132,19 @@ impl<'a> Upkeep<'a> {
                 Err(error) => return Err(error.into()),
             }
         }
+        // What was removed is told, whatever fails from here on.
+        let mut failed = |what: &str, error: UpkeepError| {
+            report.failed.push(format!("{what}: {}", cofolio_store::with_causes(&error)));
+        };
         if self.domain.backend()? == Backend::Overlay {
-            report.bases = bases::find(self.domain, task)?;
+            match bases::find(self.domain, task) {
+                Ok(bases) => report.bases = bases,
+                Err(error) => failed("bases", error),
+            }
         }
         match self.examine_sizes(gc.boot_id.as_deref(), task) {
             Ok(sizes) => report.sizes = sizes,
-            Err(error) => report
-                .failed
-                .push(format!("sizes of objects: {}", cofolio_store::with_causes(&error))),
+            Err(error) => failed("sizes of objects", error),
         }
         task.check()?;
         Ok(report)
