@@ -52,8 +52,6 @@ const ROW: usize = 40;
 const TABLE_ROWS: usize = 4096;
 /// Bytes of the archive are gathered up to this many.
 const LITERAL_MAX: usize = 64 << 10;
-/// Content of the last block, in bytes.
-const TOTALS: usize = 24;
 /// zstd level: fast; headers are repetitive enough.
 const LEVEL: i32 = 1;
 /// The two low bits of an instruction of the script.
@@ -63,8 +61,7 @@ const RANGES: u64 = 2;
 
 /// Writes a split while the archive is read.
 pub(crate) struct SplitWriter<W> {
-    sink: W,
-    compressor: zstd::bulk::Compressor<'static>,
+    blocks: BlockWriter<W>,
     script: Vec<u8>,
     /// Bytes of the archive that are not in the script yet.
     literal: Vec<u8>,
@@ -82,8 +79,7 @@ impl<W: Write> SplitWriter<W> {
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
         compressor.include_checksum(true)?;
         Ok(Self {
-            sink,
-            compressor,
+            blocks: BlockWriter { sink, compressor },
             script: Vec::new(),
             literal: Vec::new(),
             table: Vec::new(),
@@ -122,7 +118,7 @@ impl<W: Write> SplitWriter<W> {
                 }
             }
         }
-        self.cut_script()?;
+        self.cut_script(SCRIPT_BYTES)?;
         self.pending.push_back(None);
         Ok(self.first + self.pending.len() as u64 - 1)
     }
@@ -151,15 +147,11 @@ impl<W: Write> SplitWriter<W> {
             return Err(io::Error::other("a split with objects that were not stored"));
         }
         self.end_literal()?;
-        if !self.script.is_empty() {
-            let script = std::mem::take(&mut self.script);
-            self.script_bytes += script.len() as u64;
-            self.block(SCRIPT, &script)?;
-        }
+        self.cut_script(0)?;
         self.cut_table()?;
         let totals = [self.script_bytes, self.first, size].map(u64::to_le_bytes).concat();
-        self.block(END, &totals)?;
-        Ok(self.sink)
+        self.blocks.write(END, &totals)?;
+        Ok(self.blocks.sink)
     }
 
     fn end_literal(&mut self) -> io::Result<()> {
@@ -168,7 +160,7 @@ impl<W: Write> SplitWriter<W> {
         }
         self.number((self.literal.len() as u64) << 2 | LITERAL);
         self.script.append(&mut self.literal);
-        self.cut_script()
+        self.cut_script(SCRIPT_BYTES)
     }
 
     fn number(&mut self, mut number: u64) {
@@ -179,34 +171,38 @@ impl<W: Write> SplitWriter<W> {
         self.script.push(number.to_le_bytes()[0]);
     }
 
-    fn cut_script(&mut self) -> io::Result<()> {
-        if self.script.len() < SCRIPT_BYTES {
+    /// Writes the script at hand, if it has at least so many bytes.
+    fn cut_script(&mut self, bytes_min: usize) -> io::Result<()> {
+        if self.script.len() < bytes_min {
             return Ok(());
         }
-        let mut script = std::mem::take(&mut self.script);
-        for part in script.chunks(RAW_MAX) {
-            self.block(SCRIPT, part)?;
+        for part in self.script.chunks(RAW_MAX) {
+            self.blocks.write(SCRIPT, part)?;
         }
-        self.script_bytes += script.len() as u64;
-        script.clear();
+        self.script_bytes += self.script.len() as u64;
+        self.script.clear();
         // Not more than usual: one map of a sparse file can be megabytes.
-        script.shrink_to(SCRIPT_BYTES + LITERAL_MAX);
-        self.script = script;
+        self.script.shrink_to(SCRIPT_BYTES + LITERAL_MAX);
         Ok(())
     }
 
     fn cut_table(&mut self) -> io::Result<()> {
-        if self.table.is_empty() {
-            return Ok(());
+        if !self.table.is_empty() {
+            self.blocks.write(TABLE, &self.table)?;
+            self.table.clear();
         }
-        let mut table = std::mem::take(&mut self.table);
-        self.block(TABLE, &table)?;
-        table.clear();
-        self.table = table;
         Ok(())
     }
+}
 
-    fn block(&mut self, kind: u32, raw: &[u8]) -> io::Result<()> {
+/// Writes blocks.
+struct BlockWriter<W> {
+    sink: W,
+    compressor: zstd::bulk::Compressor<'static>,
+}
+
+impl<W: Write> BlockWriter<W> {
+    fn write(&mut self, kind: u32, raw: &[u8]) -> io::Result<()> {
         let frame = self.compressor.compress(raw)?;
         let length = |bytes: &[u8]| u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         let head = [kind, length(raw), length(&frame)].map(u32::to_le_bytes).concat();
@@ -409,7 +405,10 @@ impl<'a, S: ReadAt> Split<'a, S> {
         if self.table.available()? < ROW {
             return Err(self.table.bad("the table is shorter than the script says"));
         }
-        Ok(row(self.table.take(ROW)))
+        let (mut digest, mut size) = ([0; 32], [0; 8]);
+        digest.copy_from_slice(self.table.take(32));
+        size.copy_from_slice(self.table.take(8));
+        Ok((Digest(digest), u64::from_le_bytes(size)))
     }
 
     fn grow(&mut self, bytes: u64) -> Result<(), SplitError> {
@@ -417,14 +416,6 @@ impl<'a, S: ReadAt> Split<'a, S> {
         self.size = size.ok_or_else(|| self.script.bad("an archive of absurd size"))?;
         Ok(())
     }
-}
-
-fn row(bytes: &[u8]) -> (Digest, u64) {
-    let (digest, size) = bytes.split_at(32);
-    let mut row = (Digest([0; 32]), [0; 8]);
-    row.0.0.copy_from_slice(digest);
-    row.1.copy_from_slice(size);
-    (row.0, u64::from_le_bytes(row.1))
 }
 
 /// Visits the objects of a split, with their sizes, without reading its script.
@@ -491,12 +482,10 @@ impl<'a, S: ReadAt> Blocks<'a, S> {
     fn available(&mut self) -> Result<usize, SplitError> {
         while self.at == self.raw.len() && self.totals.is_none() {
             self.last = self.next;
-            let mut head = [0; HEAD];
-            read_exact(self.source, &mut head, self.next)?;
-            let word = |at: usize| {
-                u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]])
-            };
-            let (kind, raw, stored) = (word(0), word(4) as usize, word(8) as usize);
+            let mut head = [[0; 4]; 3];
+            read_exact(self.source, head.as_flattened_mut(), self.next)?;
+            let [kind, raw, stored] = head.map(u32::from_le_bytes);
+            let (raw, stored) = (raw as usize, stored as usize);
             let in_bounds =
                 raw > 0 && raw <= RAW_MAX && stored <= zstd::zstd_safe::compress_bound(raw);
             if !in_bounds || !(SCRIPT..=END).contains(&kind) {
@@ -524,14 +513,12 @@ impl<'a, S: ReadAt> Blocks<'a, S> {
     }
 
     fn end(&self, content: &[u8]) -> Result<[u64; 3], SplitError> {
-        if content.len() != TOTALS || self.next != self.source.size() {
-            return Err(self.bad("its trailer is wrong"));
+        match content.as_chunks() {
+            (&[script, rows, size], []) if self.next == self.source.size() => {
+                Ok([script, rows, size].map(u64::from_le_bytes))
+            }
+            _ => Err(self.bad("its trailer is wrong")),
         }
-        let mut totals = [0; 3];
-        for (total, bytes) in totals.iter_mut().zip(content.chunks_exact(8)) {
-            *total = bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-        }
-        Ok(totals)
     }
 
     /// Takes bytes that are available.
