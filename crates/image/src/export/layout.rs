@@ -167,7 +167,7 @@ fn read_index(path: &Path) -> Result<Value, ExportError> {
 
 /// `index.json` with the image in it, instead of the one that had its name.
 pub(crate) fn index(before: Option<Value>, image: &Finished) -> Vec<u8> {
-    let mut entry = image.manifest.json();
+    let mut entry = json!(image.manifest);
     if let Some(name) = &image.name {
         entry["annotations"] = json!({REF_NAME: name});
     }

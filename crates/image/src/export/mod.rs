@@ -241,8 +241,8 @@ fn manifest(config: &BlobDigest, config_size: usize, layers: &[Descriptor]) -> V
     let manifest = json!({
         "schemaVersion": 2,
         "mediaType": OCI_MANIFEST,
-        "config": config.json(),
-        "layers": layers.iter().map(Descriptor::json).collect::<Vec<_>>(),
+        "config": config,
+        "layers": layers,
     });
     manifest.to_string().into_bytes()
 }

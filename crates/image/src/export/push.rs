@@ -96,6 +96,8 @@ pub struct PushedLayer {
     pub digest: BlobDigest,
     /// Size of the blob in bytes.
     pub size: u64,
+    #[serde(skip)]
+    media_type: String,
     /// Digest of the archive.
     pub diff_id: DiffId,
     /// How the registry came to it.
@@ -128,10 +130,10 @@ pub fn push(
     let repository = Repository::for_push(to, &options.registry, &others, own);
     let push = Push { image, known, repository, task, sent: Mutex::default() };
     let outcome = push.layers(options).and_then(|layers| {
-        let report = push.publish(tag, &layers)?;
+        let report = push.publish(tag, layers)?;
         if let Some(name) = exported.name {
             // The push is complete even if that fails.
-            let _ = domain.change_ref(name, |record| remember(record, &push.image, to, &layers));
+            let _ = domain.change_ref(name, |record| remember(record, &report, to));
         }
         Ok(report)
     });
@@ -143,20 +145,20 @@ pub fn push(
 
 /// Records the layers' blobs and their repository for the next push, which can ask for them or
 /// mount them.
-fn remember(record: &mut Ref, image: &Image<'_>, to: &Reference, layers: &[Done]) {
-    if record.image != *image.digest {
+fn remember(record: &mut Ref, report: &PushReport, to: &Reference) {
+    if record.image != report.image {
         return;
     }
     let repository = format!("{}/{}", to.host(), to.repository());
-    for Done { blob, diff_id, .. } in layers {
-        let digest = blob.digest.to_string();
+    for layer in &report.layers {
+        let digest = layer.digest.to_string();
         let at = record.packed.iter().position(|packed| packed.blob == digest);
         let at = at.unwrap_or_else(|| {
             record.packed.push(PackedLayer {
-                diff_id: diff_id.to_string(),
+                diff_id: layer.diff_id.to_string(),
                 blob: digest,
-                size: blob.size,
-                media_type: blob.media_type.clone(),
+                size: layer.size,
+                media_type: layer.media_type.clone(),
                 repositories: Vec::new(),
             });
             record.packed.len() - 1
@@ -287,30 +289,21 @@ struct Push<'a> {
     sent: Mutex<BTreeMap<usize, u64>>,
 }
 
-#[derive(Clone)]
-struct Done {
-    blob: Descriptor,
-    diff_id: DiffId,
-    how: How,
-}
-
 impl Push<'_> {
-    fn layers(&self, options: &PushOptions) -> Result<Vec<Done>, ExportError> {
+    fn layers(&self, options: &PushOptions) -> Result<Vec<PushedLayer>, ExportError> {
         let layers = &self.image.layers;
         // An image can have a layer twice.
         let mut first_of = BTreeMap::new();
         let same: Vec<usize> = layers
             .iter()
             .enumerate()
-            .map(|(number, layer)| match layer.diff_id() {
-                Some(diff_id) => *first_of.entry(diff_id).or_insert(number),
-                None => number,
+            .map(|(number, layer)| {
+                layer.diff_id().map_or(number, |id| *first_of.entry(id).or_insert(number))
             })
             .collect();
         let work: Vec<usize> = (0..layers.len()).filter(|&number| same[number] == number).collect();
         let next = AtomicUsize::new(0);
-        let done: Mutex<BTreeMap<usize, Done>> = Mutex::default();
-        let failed: Mutex<Option<ExportError>> = Mutex::default();
+        let (to_us, results) = channel::unbounded();
         let stop = self.repository.stop();
         let jobs = self.repository.jobs().min(work.len());
         std::thread::scope(|scope| {
@@ -319,33 +312,24 @@ impl Push<'_> {
             let compressors =
                 Arc::new(Compressors::start(scope, compression, threads, jobs.max(1))?);
             spawn_up_to(scope, jobs, || {
-                let compressors = compressors.clone();
-                let (work, next, done, failed) = (&work, &next, &done, &failed);
+                let (compressors, to_us) = (compressors.clone(), to_us.clone());
+                let (work, next) = (&work, &next);
                 move || {
                     while let Some(&number) = work.get(next.fetch_add(1, Ordering::Relaxed))
                         && !stop.is_cancelled()
                     {
-                        match self.layer(scope, &compressors, compression, number) {
-                            Ok(layer) => {
-                                let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
-                                done.insert(number, layer);
-                            }
-                            Err(error) => {
-                                let mut failed =
-                                    failed.lock().unwrap_or_else(PoisonError::into_inner);
-                                // What fails afterwards does so because it was given up.
-                                failed.get_or_insert(error);
-                                stop.cancel();
-                            }
+                        let layer = self.layer(scope, &compressors, compression, number);
+                        let has_failed = layer.is_err();
+                        let _ = to_us.send(layer.map(|layer| (number, layer)));
+                        if has_failed {
+                            // What fails afterwards does so because it was given up.
+                            stop.cancel();
                         }
                     }
                 }
             })
         })?;
-        if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
-        }
-        let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let done = results.try_iter().collect::<Result<BTreeMap<_, _>, ExportError>>()?;
         let all = same.iter().map(|number| done.get(number).cloned());
         all.collect::<Option<_>>().ok_or(ExportError::Cancelled(Cancelled))
     }
@@ -356,16 +340,14 @@ impl Push<'_> {
         compressors: &Arc<Compressors>,
         compression: Compression,
         number: usize,
-    ) -> Result<Done, ExportError> {
+    ) -> Result<PushedLayer, ExportError> {
         let known = |blob: &KnownBlob, how| {
             let digest = blob.digest.to_string();
             self.tell_layer(number, how, Some((&digest, blob.size)));
-            Done {
-                blob: Descriptor {
-                    media_type: blob.media_type.clone(),
-                    digest: blob.digest.clone(),
-                    size: blob.size,
-                },
+            PushedLayer {
+                digest: blob.digest.clone(),
+                size: blob.size,
+                media_type: blob.media_type.clone(),
                 diff_id: blob.diff_id.clone(),
                 how,
             }
@@ -396,15 +378,9 @@ impl Push<'_> {
         self.tell_layer(number, How::Sent, None);
         let making = Making { push: self, scope, compressors: compressors.clone(), layer };
         let (packed, how) = self.upload(&making, number, session)?;
-        Ok(Done {
-            blob: Descriptor {
-                media_type: compression.media_type().to_owned(),
-                digest: packed.digest,
-                size: packed.size,
-            },
-            diff_id: packed.diff_id,
-            how,
-        })
+        let ExportedLayer { digest, size, diff_id, .. } = packed;
+        let media_type = compression.media_type().to_owned();
+        Ok(PushedLayer { digest, size, media_type, diff_id, how })
     }
 
     fn tell_layer(&self, index: usize, how: How, blob: Option<(&str, u64)>) {
@@ -459,14 +435,14 @@ impl Push<'_> {
     }
 
     /// Config and manifest, when all layers are there.
-    fn publish(&self, tag: &str, layers: &[Done]) -> Result<PushReport, ExportError> {
+    fn publish(&self, tag: &str, layers: Vec<PushedLayer>) -> Result<PushReport, ExportError> {
         let config = self.image.config(layers.iter().map(|layer| &layer.diff_id));
         let config_digest = BlobDigest::sha256(config.as_bytes());
         self.put(&config_digest, config.as_bytes())?;
         let original = self.known.manifest.as_ref().filter(|manifest| {
             let said = manifest.layers.iter().map(|layer| layer.digest.as_str());
             manifest.config.digest == config_digest.to_string()
-                && said.eq(layers.iter().map(|layer| layer.blob.digest.to_string()))
+                && said.eq(layers.iter().map(|layer| layer.digest.to_string()))
         });
         let document = self.image.record.and_then(|record| record.document.as_deref());
         let (media_type, bytes) = match (original, document) {
@@ -475,18 +451,16 @@ impl Push<'_> {
                 (media_type.unwrap_or(OCI_MANIFEST), document.as_bytes().to_vec())
             }
             _ => {
-                let blobs: Vec<_> = layers.iter().map(|layer| layer.blob.clone()).collect();
-                (OCI_MANIFEST, manifest(&config_digest, config.len(), &blobs))
+                let blobs = layers.iter().map(|layer| Descriptor {
+                    media_type: layer.media_type.clone(),
+                    digest: layer.digest.clone(),
+                    size: layer.size,
+                });
+                (OCI_MANIFEST, manifest(&config_digest, config.len(), &blobs.collect::<Vec<_>>()))
             }
         };
         let digest = BlobDigest::sha256(&bytes);
         let is_new = self.repository.put_manifest(tag, media_type, &digest.to_string(), &bytes)?;
-        let layers = layers.iter().map(|layer| PushedLayer {
-            digest: layer.blob.digest.clone(),
-            size: layer.blob.size,
-            diff_id: layer.diff_id.clone(),
-            how: layer.how,
-        });
         Ok(PushReport {
             image: *self.image.digest,
             name: self.repository.reference.to_string(),
@@ -494,7 +468,7 @@ impl Push<'_> {
             original: original.is_some(),
             known: !is_new,
             config: config_digest,
-            layers: layers.collect(),
+            layers,
             duration_ms: 0,
         })
     }

@@ -1,6 +1,6 @@
 //! What an exported image is written to.
 
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::error::ExportError;
 use crate::digest::BlobDigest;
@@ -22,17 +22,12 @@ pub(crate) struct Finished {
     pub(crate) name: Option<String>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(crate) struct Descriptor {
     pub(crate) media_type: String,
     pub(crate) digest: BlobDigest,
     pub(crate) size: u64,
-}
-
-impl Descriptor {
-    pub(crate) fn json(&self) -> Value {
-        json!({"mediaType": self.media_type, "digest": self.digest.to_string(), "size": self.size})
-    }
 }
 
 /// Takes the blobs of an image one after the other. The image appears when it is complete.
