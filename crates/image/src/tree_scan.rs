@@ -13,7 +13,6 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,7 +20,7 @@ use cofolio_erofs::tree::{Content, InodeId, Meta, Tree};
 use cofolio_store::{Buffer, Staging, Stretch, stretch_at, verity};
 use crossbeam_channel as channel;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
-use rustix::io::Errno;
+use rustix::io::{Errno, pread, retry_on_intr};
 
 use crate::error::ImportError;
 use crate::threads::spawn_up_to;
@@ -172,10 +171,7 @@ impl DigestStore {
             // As mkcomposefs does where the filesystem has it; elsewhere there is nothing to say.
             let _ = cofolio_sys::verity::enable(File::open(temporary)?);
             if let Some(shard) = object.parent() {
-                match std::fs::create_dir(shard) {
-                    Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-                    _ => {}
-                }
+                std::fs::create_dir_all(shard)?;
             }
             match std::fs::hard_link(temporary, &object) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -402,12 +398,7 @@ impl Job {
 }
 
 fn read_retry(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    loop {
-        match file.read_at(buffer, offset) {
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            other => return other,
-        }
-    }
+    Ok(retry_on_intr(|| pread(file, &mut *buffer, offset))?)
 }
 
 struct Walk<'a> {
@@ -443,9 +434,9 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Path of a directory below the root.
-    fn path_of(&self, dir: InodeId) -> Vec<u8> {
-        let entry = self.found.tree.links(dir).next();
+    /// Path of an inode below the root.
+    fn path_of(&self, inode: InodeId) -> Vec<u8> {
+        let entry = self.found.tree.links(inode).next();
         entry.map(|entry| self.found.tree.path(entry)[1..].to_vec()).unwrap_or_default()
     }
 
@@ -499,14 +490,7 @@ impl Walk<'_> {
         path: &[u8],
         name: &[u8],
     ) -> Result<Option<InodeId>, ImportError> {
-        let here = || {
-            let mut here = path.to_vec();
-            if !here.is_empty() {
-                here.push(b'/');
-            }
-            here.extend_from_slice(name);
-            here
-        };
+        let here = || [path, b"/", name].concat();
         let mut stat = rustix::fs::statat(fd, name, AtFlags::SYMLINK_NOFOLLOW)
             .map_err(|e| self.error(&here(), e))?;
         let mut kind = FileType::from_raw_mode(stat.st_mode);
@@ -591,8 +575,7 @@ impl Walk<'_> {
             if errno == Errno::NOENT && !Path::new("/proc/self/fd").exists() {
                 return io_error(Path::new("/proc/self/fd"), errno.into());
             }
-            let entry = this.found.tree.links(inode).next().map(|e| this.found.tree.path(e));
-            this.error(entry.as_deref().unwrap_or(b"/"), errno)
+            this.error(&this.path_of(inode), errno)
         };
         self.names.resize(XATTR_MAX, 0);
         let length = match rustix::fs::llistxattr(path.as_slice(), &mut self.names) {
@@ -612,11 +595,8 @@ impl Walk<'_> {
             found.push((name.to_vec(), value));
         }
         let set = found.iter().map(|(n, v)| (n.as_slice(), v.as_slice()));
-        if let Err(e) = self.found.tree.set_xattrs(inode, set) {
-            let entry = self.found.tree.links(inode).next().map(|e| self.found.tree.path(e));
-            return Err(self.refused(entry.as_deref().unwrap_or(b"/"), &e.to_string()));
-        }
-        Ok(())
+        let set = self.found.tree.set_xattrs(inode, set);
+        set.map_err(|e| self.refused(&self.path_of(inode), &e.to_string()))
     }
 
     fn take(
