@@ -314,8 +314,7 @@ impl<R: Input> Reader<R> {
         let mut zero_blocks = 0;
         loop {
             let offset = self.offset;
-            let mut block = [0u8; BLOCK];
-            if !self.block(&mut block)? {
+            if self.input.fill_buf()?.is_empty() {
                 self.ended = true;
                 let what = "an entry that has only an extended header";
                 return match extended.seen {
@@ -323,13 +322,15 @@ impl<R: Input> Reader<R> {
                     false => Ok(None),
                 };
             }
+            let mut block = [0u8; BLOCK];
+            self.exact(&mut block, "a header")?;
             if block == [0u8; BLOCK] {
+                if extended.seen {
+                    return Err(bad(offset, "extended headers without an entry"));
+                }
                 zero_blocks += 1;
-                if zero_blocks == 2 || extended.seen {
+                if zero_blocks == 2 {
                     self.ended = true;
-                    if extended.seen {
-                        return Err(bad(offset, "extended headers without an entry"));
-                    }
                     return Ok(None);
                 }
                 continue;
@@ -503,15 +504,6 @@ impl<R: Input> Reader<R> {
 
     fn too_sparse(&self, offset: u64) -> TarError {
         bad(offset, &format!("more than {} segments in a sparse file", self.limits.sparse_segments))
-    }
-
-    /// Reads one block; false at the end of the input.
-    fn block(&mut self, block: &mut [u8; BLOCK]) -> Result<bool, TarError> {
-        if self.input.fill_buf()?.is_empty() {
-            return Ok(false);
-        }
-        self.exact(block, "a header")?;
-        Ok(true)
     }
 
     fn exact(&mut self, buf: &mut [u8], what: &'static str) -> Result<(), TarError> {
