@@ -335,7 +335,7 @@ fn publish_known(
     let mut report = known_report(name, &record)
         .map_err(|error| ImportError::Image { what: format!("the record of {name}: {error}") })?;
     report.known = true;
-    record.labels = labels(domain, name, gate.options)?;
+    record.labels = labels(domain, name, gate.options);
     record.created = now();
     for signature in signatures {
         signature.keep(domain, &record.image)?;
@@ -372,11 +372,7 @@ fn known_report(name: &str, record: &Ref) -> Result<ImportReport, NoDigest> {
 }
 
 /// The requested labels, plus the pin of an existing ref: importing a newer image keeps it pinned.
-fn labels(
-    domain: &Domain,
-    name: &str,
-    options: &ImportOptions,
-) -> Result<BTreeMap<String, String>, ImportError> {
+fn labels(domain: &Domain, name: &str, options: &ImportOptions) -> BTreeMap<String, String> {
     let mut labels = options.labels.clone();
     // A record that cannot be read is replaced.
     if let Ok(Some(record)) = domain.get_ref(name)
@@ -384,7 +380,7 @@ fn labels(
     {
         labels.entry(KEEP_LABEL.to_owned()).or_insert_with(|| value.clone());
     }
-    Ok(labels)
+    labels
 }
 
 fn empty_report(name: &str) -> ImportReport {
@@ -623,7 +619,7 @@ fn finish(
     let image = writer.finish()?;
     record.image = image;
     record.created = now();
-    record.labels = labels(staging.domain(), &report.name, gate.options)?;
+    record.labels = labels(staging.domain(), &report.name, gate.options);
     report.image = image;
     report.image_bytes = written.bytes;
     report.entries = tree.entry_count() as u64;
