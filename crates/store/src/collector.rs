@@ -63,7 +63,7 @@ const RETRY: Duration = Duration::from_millis(2);
 
 /// Why a note was written.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Added {
+pub(crate) enum Added {
     /// A record names a file that is in place.
     Named,
     /// A file is published, perhaps in place of a damaged one.
@@ -80,17 +80,9 @@ impl Added {
 }
 
 impl Domain {
-    /// Notes files for a running collection, with the domain's lock held and before naming them.
-    pub(crate) fn note_in_place(&self, files: &[FileName]) -> Result<()> {
-        self.note(Added::Named, files)
-    }
-
-    /// The same for files that are about to be published.
-    pub(crate) fn note_new(&self, files: &[FileName]) -> Result<()> {
-        self.note(Added::New, files)
-    }
-
-    fn note(&self, added: Added, files: &[FileName]) -> Result<()> {
+    /// Notes files for a running collection, with the domain's lock held and before naming or
+    /// publishing them.
+    pub(crate) fn note(&self, added: Added, files: &[FileName]) -> Result<()> {
         let directory = format!("{}/{ADDED}", self.base());
         if self.disk().stat(&directory).if_there("look at", &directory)?.is_none() {
             return Ok(());

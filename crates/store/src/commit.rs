@@ -19,6 +19,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::Digest;
 use crate::base::Base;
+use crate::collector::Added;
 use crate::disk::{Disk, Kind, LockMode, StoredFile};
 use crate::error::{At, Error, Result, is_damage, is_full};
 use crate::examine::hash_file;
@@ -99,10 +100,10 @@ impl Staging {
             records.pending.push(self.domain.prepare_base(image, base).map_err(no_space)?);
         }
         // Of what is in place, only what records name; of what is staged, everything.
-        self.domain.note_new(&staged).map_err(no_space)?;
+        self.domain.note(Added::New, &staged).map_err(no_space)?;
         let in_place: Vec<_> =
             needed.iter().filter(|file| !staged.contains(file)).cloned().collect();
-        self.domain.note_in_place(&in_place).map_err(no_space)?;
+        self.domain.note(Added::Named, &in_place).map_err(no_space)?;
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
         self.sync().at("sync", self.domain.base()).map_err(no_space)?;

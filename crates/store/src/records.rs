@@ -5,6 +5,7 @@ use std::io;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::collector::Added;
 use crate::disk::{LockMode, Purpose};
 use crate::domain::Covered;
 use crate::error::{At, Error, ErrorKind, Result, is_absent, is_damage};
@@ -322,7 +323,7 @@ impl Domain {
     fn check_and_note(&self, files: &[FileName]) -> Result<()> {
         match self.missing_files(files)?.pop() {
             Some(missing) => Err(Error::NoSuch(missing)),
-            None => self.note_in_place(files),
+            None => self.note(Added::Named, files),
         }
     }
 
