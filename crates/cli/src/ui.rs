@@ -121,9 +121,10 @@ impl Ui {
         }
     }
 
-    /// Print a table; nothing where it has no rows and no headers.
-    pub fn table(&self, table: &Table) -> io::Result<()> {
-        io::stdout().lock().write_all(table.render(self.color_out).as_bytes())
+    /// Print a table; nothing where it has no rows and no headers. Returns the code of success.
+    pub fn table(&self, table: &Table) -> anyhow::Result<Exit> {
+        io::stdout().lock().write_all(table.render(self.color_out).as_bytes())?;
+        Ok(Exit::Ok)
     }
 }
 

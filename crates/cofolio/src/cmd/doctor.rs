@@ -119,7 +119,6 @@ struct Store {
 impl Store {
     fn look(context: &Context<'_>) -> Self {
         let path = context.global.store.display().to_string();
-        let text = |error| format!("{:#}", anyhow::Error::new(error));
         let store = match cofolio_store::Store::open(&context.global.store) {
             Ok(store) => store,
             Err(cofolio_store::Error::NotAStore { .. }) => {
@@ -128,40 +127,33 @@ impl Store {
                 return Self { lines, errors: Vec::new() };
             }
             Err(error) => {
-                let error = text(error);
-                return Self {
-                    lines: vec![("store", format!("{path}: {error}"))],
-                    errors: vec![error],
-                };
+                let error = format!("{:#}", anyhow::Error::new(error));
+                let lines = vec![("store", format!("{path}: {error}"))];
+                return Self { lines, errors: vec![error] };
             }
         };
         let protection = store.protection();
-        let mut lines = vec![("store", format!("{path} (id {})", store.id()))];
-        lines.push((
+        let lines = vec![("store", format!("{path} (id {})", store.id()))];
+        let mut found = Self { lines, errors: Vec::new() };
+        found.line(
             "verified",
             match (protection.verity, protection.immutable) {
-                (true, _) => "by the kernel, every read (fs-verity)".to_owned(),
+                (true, _) => "by the kernel, every read (fs-verity)",
                 (false, true) => {
                     "at import, by `verify` and `mount --verify`; objects are immutable, \
-                                  but the kernel does not check what is read (no fs-verity here)"
-                        .to_owned()
+                     but the kernel does not check what is read (no fs-verity here)"
                 }
                 (false, false) => {
                     "at import, by `verify` and `mount --verify` only (no fs-verity, no \
-                                   immutable files here), so the first mount of an image asks \
-                                   for the size of every object: 2 us each, and their inodes \
-                                   take kernel memory"
-                        .to_owned()
+                     immutable files here), so the first mount of an image asks for the size of \
+                     every object: 2 us each, and their inodes take kernel memory"
                 }
             },
-        ));
+        );
         if let Some(feature) = store.read_only_because() {
-            lines.push((
-                "read-only",
-                format!("it uses `{feature}`, which this version does not know"),
-            ));
+            let text = format!("it uses `{feature}`, which this version does not know");
+            found.line("read-only", text);
         }
-        let mut found = Self { lines, errors: Vec::new() };
         let domain = || store.domain(&context.global.domain);
         if let Some(domains) = found.get(store.domains()) {
             found.line("trust domains", domains.join(", "));

@@ -2,7 +2,6 @@ use cofolio_image::pack::ImageContents;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
-use crate::exit::Exit;
 use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
@@ -82,6 +81,5 @@ pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
             format!("{} of {}", human_size(unshared - taken), human_size(unshared)),
         );
     }
-    context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    context.ui.table(&table)
 }

@@ -144,8 +144,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         "layers",
         format!("{layers}, {} of {}", human_size(size), human_size(uncompressed)),
     );
-    context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    context.ui.table(&table)
 }
 
 /// Whether the file itself goes to standard output, which then takes nothing else.

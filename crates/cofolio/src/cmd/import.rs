@@ -166,8 +166,7 @@ pub(crate) fn bring_in(
         table.detail("image id", config.to_string());
     }
     if report.known {
-        context.ui.table(&table)?;
-        return Ok(Exit::Ok);
+        return context.ui.table(&table);
     }
     if !report.layers.is_empty() {
         let known = report.layers.iter().filter(|layer| layer.known).count();
@@ -185,8 +184,7 @@ pub(crate) fn bring_in(
         );
     }
     table.detail("took", human_time(report.duration_ms));
-    context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    context.ui.table(&table)
 }
 
 /// How long something took.

@@ -8,7 +8,6 @@ use std::collections::BTreeSet;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, Named, other_roots};
-use crate::exit::Exit;
 use crate::image::{self, Opened};
 use crate::ui::{Cell, Table, Tone, date, human_count, human_size, plural, printable};
 
@@ -60,8 +59,7 @@ fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
     if !sb.devices.is_empty() {
         table.pair("extra devices", sb.devices.len().to_string());
     }
-    context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    context.ui.table(&table)
 }
 
 fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {

@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
-use crate::exit::Exit;
 use crate::image::{self, Opened, kind_word, mode_text};
 use crate::ui::{Cell, Table, Tone, date, printable};
 
@@ -137,7 +136,6 @@ impl Lister<'_> {
         }
         let mut table = Table::plain();
         self.rows.into_iter().for_each(|row| table.row(row));
-        self.context.ui.table(&table)?;
-        Ok(Exit::Ok)
+        self.context.ui.table(&table)
     }
 }

@@ -76,6 +76,5 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         table.detail("tag", "led there already".to_owned());
     }
     table.detail("took", import::human_time(report.duration_ms));
-    context.ui.table(&table)?;
-    Ok(Exit::Ok)
+    context.ui.table(&table)
 }
