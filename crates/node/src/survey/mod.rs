@@ -122,12 +122,8 @@ fn look_at(
                     if let Err(error) = result {
                         tally.unseen(&path, &error);
                     }
-                    task.tell(Event::Done {
-                        bytes: bytes.load(Ordering::Relaxed),
-                        bytes_total: None,
-                        items: tally.findings.files,
-                        items_total: None,
-                    });
+                    let (bytes, items) = (bytes.load(Ordering::Relaxed), tally.findings.files);
+                    task.tell(Event::Done { bytes, bytes_total: None, items, items_total: None });
                 }
             });
         }
@@ -344,9 +340,8 @@ impl Reader {
             for content in buffer[..filled].chunks(page) {
                 let digest = Sha256::digest(content);
                 whole.update(digest);
-                let mut head = [0; 8];
-                head.copy_from_slice(&digest[..8]);
-                self.pages.push((u64::from_le_bytes(head), resident.has(index)));
+                let head = digest.first_chunk().map_or(0, |head| u64::from_le_bytes(*head));
+                self.pages.push((head, resident.has(index)));
                 index += 1;
             }
             let mut tally = lock(tally);
