@@ -297,7 +297,7 @@ fn of_export(error: &ExportError) -> Classified {
         ExportError::Store(error) => of_store(error),
         ExportError::Registry(error) => of_registry(error),
         error if error.is_corrupt() => hint(Exit::Corrupt, DAMAGED),
-        ExportError::Io { .. } => CAUSE,
+        ExportError::Io { .. } | ExportError::NotDurable { .. } => CAUSE,
         _ => code(Exit::Failure),
     }
 }

@@ -462,7 +462,7 @@ fn the_first_gc_of_a_boot_finds_what_was_cut_short() {
     fs::create_dir(&note).unwrap();
     let gc = sandbox.run(&["gc"]);
     assert!(gc.fails_with(1).stdout.contains("objects"), "{}", gc.stdout);
-    assert!(gc.stderr.contains("left for the next gc: sizes of objects: "), "{}", gc.stderr);
+    assert!(gc.stderr.contains("sizes.json"), "{}", gc.stderr);
     fs::remove_dir(&note).unwrap();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let object = sandbox.object("box:1", "/big");
@@ -475,7 +475,7 @@ fn the_first_gc_of_a_boot_finds_what_was_cut_short() {
     assert!(found.stderr.contains("`cofolio fsck --repair --from SOURCE`"), "{}", found.stderr);
 }
 
-/// On a full disk no base could be made, and gc did not say what it had removed before that.
+/// No base could be made, and gc did not say what it had removed before that.
 #[test]
 fn gc_tells_what_it_removed_when_a_base_cannot_be_made() {
     let sandbox = Sandbox::new();
@@ -494,13 +494,13 @@ fn gc_tells_what_it_removed_when_a_base_cannot_be_made() {
     sandbox.run(&["rm", "goes"]).ok();
     let bases = sandbox.path("store/domains/default/bases");
     fs::create_dir(&bases).unwrap();
-    let chattr = |flag: &str| Command::new("chattr").arg(flag).arg(&bases).status().unwrap();
-    if !chattr("+i").success() {
+    let chattr = |flag: &str| Command::new("chattr").arg(flag).arg(&bases).status();
+    if !chattr("+i").is_ok_and(|it| it.success()) {
         return skip("gc_tells_what_it_removed_when_a_base_cannot_be_made", "no immutable files");
     }
     let ran = sandbox.run(&["gc", "--json"]);
-    chattr("-i");
-    assert_ne!(ran.code, 0);
+    chattr("-i").unwrap();
+    ran.fails_with(5);
     assert_eq!(serde_json::from_str::<Value>(&ran.stdout).unwrap()["images"], 1);
     assert!(ran.stderr.contains("base"), "{}", ran.stderr);
 }

@@ -126,23 +126,23 @@ impl Domain {
     }
 
     /// Lets `change` change a ref that is there, while nobody else replaces or removes it. Durable on
-    /// return. For hints: nothing is changed if anybody else is naming or checking something.
+    /// return. Returns false, and does nothing, while anybody else is naming or checking something.
     ///
     /// # Errors
     /// [`Error::BadName`], [`Error::Corrupt`], [`Error::Io`].
-    pub fn change_ref(&self, ref_name: &str, change: impl FnOnce(&mut Ref)) -> Result<()> {
+    pub fn try_change_ref(&self, ref_name: &str, change: impl FnOnce(&mut Ref)) -> Result<bool> {
         self.store().check_writable()?;
         let path = self.ref_file(ref_name)?;
         let Some(_lock) = self.try_lock(Covered::Names, LockMode::Exclusive)? else {
-            return Ok(());
+            return Ok(false);
         };
-        let Some((_, mut record)) = self.read_ref(&path)? else { return Ok(()) };
+        let Some((_, mut record)) = self.read_ref(&path)? else { return Ok(true) };
         let before = record.clone();
         change(&mut record);
-        if record == before {
-            return Ok(());
+        if record != before {
+            self.store().replace_file(&path, &ref_json(ref_name, &record)?, true)?;
         }
-        self.store().replace_file(&path, &ref_json(ref_name, &record)?, true)
+        Ok(true)
     }
 
     /// Removes a ref. Durable on return; what only it kept goes with the next [`Domain::gc`], and

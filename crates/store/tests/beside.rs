@@ -271,7 +271,7 @@ fn nobody_replaces_or_removes_a_ref_while_it_is_changed() {
                 assert!(is_done.recv_timeout(Duration::from_millis(300)).is_err(), "{name}");
                 record.labels.insert("pushed".into(), "yes".into());
             };
-            domain.change_ref(name, change).unwrap();
+            domain.try_change_ref(name, change).unwrap();
             is_done.recv().unwrap();
         };
         beside("moves", Box::new(|| domain.put_ref("moves", &Ref::new(newer)).unwrap()));
@@ -279,7 +279,7 @@ fn nobody_replaces_or_removes_a_ref_while_it_is_changed() {
     });
     assert_eq!(domain.get_ref("moves").unwrap().unwrap(), Ref::new(newer));
     assert!(domain.get_ref("goes").unwrap().is_none());
-    domain.change_ref("goes", |_| panic!("it is not there")).unwrap();
+    domain.try_change_ref("goes", |_| panic!("it is not there")).unwrap();
 }
 
 /// Two imports of one new layer: the second replaced what the first had published, which the first made

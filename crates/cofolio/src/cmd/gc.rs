@@ -53,8 +53,17 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, args.dry_run);
     let work = Work::begin(context.ui, "packing anew", "file")?;
-    let report = context.upkeep(&domain).run(&options, &announce, &work.task)?;
+    let mut report = Report::default();
+    let ended = context.upkeep(&domain).run(&options, &announce, &mut report, &work.task);
     drop(work);
+    if ended.is_ok() || report != Report::default() {
+        tell(context, &report)?;
+    }
+    ended?;
+    Ok(exit(&report))
+}
+
+fn tell(context: &Context<'_>, report: &Report) -> anyhow::Result<()> {
     for failed in &report.failed {
         context.ui.error(&format!("left for the next gc: {failed}"), None);
     }
@@ -65,10 +74,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         context.ui.note(format!("images share no base: {reason}"));
     }
     if context.ui.json {
-        context.ui.json(&json(&report)?)?;
-        return Ok(exit(&report));
+        return context.ui.json(&json(report)?).map(|_| ());
     }
-    show(context, &report)
+    show(context, report)
 }
 
 fn json(report: &Report) -> anyhow::Result<serde_json::Value> {
@@ -94,8 +102,7 @@ fn exit(report: &Report) -> Exit {
     }
 }
 
-fn show(context: &Context<'_>, report: &Report) -> Outcome {
-    let exit = exit(report);
+fn show(context: &Context<'_>, report: &Report) -> anyhow::Result<()> {
     let Report { gc: report, rewritten, bases, sizes, .. } = report;
     for finding in sizes.iter().flat_map(|sizes| &sizes.findings) {
         let said = format!("{} {}: {}", finding.path, finding.kind, finding.detail);
@@ -109,7 +116,7 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
         context.ui.error(&said, Some(mending(it.what.trim_matches('`'))));
     }
     if context.ui.quiet {
-        return Ok(exit);
+        return Ok(());
     }
     let mut table =
         Table::new(&["", if report.dry_run { "WOULD GO" } else { "REMOVED" }, "SIZE", "KEPT"]);
@@ -154,6 +161,5 @@ fn show(context: &Context<'_>, report: &Report) -> Outcome {
         context.ui.line(format!("{images} mounted over a base from now on"))?;
     }
     let verb = if report.dry_run { "would be freed" } else { "freed" };
-    context.ui.line(format!("{} {verb}", human_size(report.bytes())))?;
-    Ok(exit)
+    Ok(context.ui.line(format!("{} {verb}", human_size(report.bytes())))?)
 }

@@ -18,18 +18,27 @@ use std::process::Child;
 use common::machine::{Machine, until};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// A script in place of the runtime: `before` is run, then the runtime with the same arguments, then `after`. In the
-/// directory of the machine, with those arguments in `$*`.
+/// A script in place of the runtime, of the same name: `before` is run, then the runtime with the same arguments, then
+/// `after`. In the directory of the machine, with those arguments in `$*`. `wait FILE` waits until a file is there, at most
+/// for half a minute.
 fn wrapped(machine: &Machine, runtime: &str, before: &str, after: &str) -> String {
-    let path = machine.path(&format!("wrapped-{runtime}"));
-    let dir = machine.path("");
-    let dir = dir.display();
+    let wrapper = machine.dir(&format!("wrapped-{runtime}")).join(runtime);
+    let (dir, runtime) = (machine.path(""), common::program(runtime).unwrap());
     let script = format!(
-        "#!/bin/sh\n(cd {dir}; {before})\n{runtime} \"$@\"\nstatus=$?\n(cd {dir}; {after})\nexit $status\n"
+        r#"#!/bin/sh
+wait() {{ n=0; while [ ! -e $1 ] && [ $n -lt 3000 ]; do sleep 0.01; n=$((n + 1)); done; }}
+(cd {dir}; {before})
+{runtime} "$@"
+status=$?
+(cd {dir}; {after})
+exit $status
+"#,
+        dir = dir.display(),
+        runtime = runtime.display(),
     );
-    fs::write(&path, script).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path.to_str().unwrap().to_owned()
+    fs::write(&wrapper, script).unwrap();
+    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755)).unwrap();
+    wrapper.to_str().unwrap().to_owned()
 }
 
 fn send(child: &Child, signal: Signal) {

@@ -95,15 +95,15 @@ fn a_container_that_is_being_started_is_stopped() {
     const TEST: &str = "a_container_that_is_being_started_is_stopped";
     let Some((machine, runtimes)) = machine(TEST) else { return };
     for runtime in runtimes {
-        let wait =
-            "case $* in *' run '*) : >starting; while [ ! -e go ]; do sleep 0.01; done ;; esac";
+        let wait = "case $* in *' run '*) : >starting; wait go ;; esac";
         let slow = wrapped(&machine, runtime, wait, ":");
         let args = machine.sh_args(&slow, &["--name", "new"], "sleep 100");
         let mut run = machine.command(&args).spawn().unwrap();
         until("it is started", || machine.path("starting").exists().then_some(()));
         let exec = machine.run(&["exec", "new", "--", "true"]);
-        assert!(exec.fails_with(3).stderr.contains("does not run"), "{}", exec.stderr);
+        assert!(exec.fails_with(3).stderr.contains("is not running"), "{}", exec.stderr);
         let mut stop = machine.command(&["stop", "--time", "0", "new"]).spawn().unwrap();
+        // It has looked and found no process.
         std::thread::sleep(Duration::from_millis(100));
         fs::write(machine.path("go"), "").unwrap();
         assert!(stop.wait().unwrap().success());
@@ -121,7 +121,7 @@ fn stop_spares_the_next_container_of_the_name() {
     const TEST: &str = "stop_spares_the_next_container_of_the_name";
     let Some((machine, runtimes)) = machine(TEST) else { return };
     for runtime in runtimes {
-        let wait = "case $* in *' KILL') : >killed; while [ ! -e go ]; do sleep 0.01; done ;; esac";
+        let wait = "case $* in *' KILL') : >killed; wait go ;; esac";
         let slow = wrapped(&machine, runtime, ":", wait);
         machine.sh(&slow, &["-d", "--rm", "--name", "cache"], "sleep 100").ok();
         let mut stop = machine.command(&["stop", "--time", "0", "cache"]).spawn().unwrap();
@@ -220,6 +220,8 @@ fn exec_has_what_the_container_has() {
             let own = status("1");
             assert!(own.contains("NoNewPrivs:\t1"), "{own}");
             assert_eq!(status("self"), own, "{runtime} {user}");
+            // Nothing of the runtime's is open in it: the last one is that of `ls`.
+            assert_eq!(exec("ls /proc/self/fd").ok(), "0\n1\n2\n3\n", "{runtime}");
             // Of more than a mebibyte it was "damaged".
             assert_eq!(exec("echo ${#BIG1}").ok(), "100000\n", "{runtime}");
             // Its process was in a file of the run directory, where a killed one left its environment.

@@ -1,13 +1,11 @@
-//! Incomplete files and directories. They lie beside their destination, under a hidden name with
-//! the number of the process that writes them (`.NAME.cofolio-PID`), and are locked.
-//!
-//! The next export to that destination removes one whose process is gone, or has its own number, and
-//! whose lock is free. It checks both: a process number of another container means nothing here, but
-//! its lock is visible; and the lock is taken a moment after the name appears.
+//! Incomplete files and directories. They lie beside their destination, under a hidden name
+//! (`.NAME.cofolio-XXXXXX`, the end is random), and are locked. The next export to that destination
+//! removes those whose lock is free. On a filesystem without locks they stay.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Seek, Write};
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +15,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::error::{ExportError, io_error};
+
+/// Characters at the end of a hidden name.
+const RANDOM: usize = 6;
 
 /// A file that appears at its destination complete or not at all. Dropped without
 /// [`OutputFile::publish`] it is removed.
@@ -68,7 +69,8 @@ impl OutputFile {
         &self.aside
     }
 
-    /// Puts the complete file at its destination, which an error leaves as it was.
+    /// Puts the complete file at its destination, which an error leaves as it was, unless it is
+    /// [`ExportError::NotDurable`].
     pub fn publish(mut self) -> Result<(), ExportError> {
         match &self.to {
             To::Path { path, replace } => {
@@ -124,11 +126,12 @@ pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), Export
         Errno::EXIST if !replace => ExportError::Exists { path: to.to_owned() },
         other => io_error(to)(other.into()),
     })?;
-    sync(directory(to))
+    let not_durable = |source| ExportError::NotDurable { path: to.to_owned(), source };
+    sync_names(directory(to)).map_err(not_durable)
 }
 
-/// Moves a file without replacing any. Where there are no links, and for a directory, that is only
-/// what the caller has seen a moment ago.
+/// Moves a file without replacing any. Without hard links, and for a directory, this can replace a
+/// file that was made after the caller's check.
 fn move_by_link(from: &Path, to: &Path) -> rustix::io::Result<()> {
     match linkat(CWD, from, CWD, to, AtFlags::empty()) {
         Ok(()) => unlink(from),
@@ -141,10 +144,14 @@ fn move_by_link(from: &Path, to: &Path) -> rustix::io::Result<()> {
 
 /// Makes the names in a directory durable, if it can be read and its filesystem does that.
 pub(super) fn sync(directory: &Path) -> Result<(), ExportError> {
+    sync_names(directory).map_err(io_error(directory))
+}
+
+fn sync_names(directory: &Path) -> io::Result<()> {
     match File::open(directory).and_then(|it| it.sync_all()) {
         Err(error) => match Errno::from_io_error(&error) {
             Some(Errno::ACCESS | Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
-            _ => Err(io_error(directory)(error)),
+            _ => Err(error),
         },
         Ok(()) => Ok(()),
     }
@@ -162,46 +169,48 @@ fn directory(path: &Path) -> &Path {
 
 /// A new file for what goes to `path`, and its name.
 pub(super) fn create_file(path: &Path) -> Result<(File, PathBuf), ExportError> {
-    let aside = name(path)?;
-    let file = File::create_new(&aside).map_err(io_error(&aside))?;
-    // On filesystems without locks only the process is checked.
-    let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
-    Ok((file, aside))
+    create(path, |aside| File::create_new(aside))
 }
 
 /// A new directory for what goes to `path`, and its name. It is locked as long as the file is open.
 pub(super) fn create_dir(path: &Path) -> Result<(File, PathBuf), ExportError> {
-    let aside = name(path)?;
-    fs::create_dir(&aside).map_err(io_error(&aside))?;
-    let directory = File::open(&aside).map_err(io_error(&aside))?;
-    let _ = flock(&directory, FlockOperation::NonBlockingLockExclusive);
-    Ok((directory, aside))
+    create(path, |aside| fs::create_dir(aside).and_then(|()| File::open(aside)))
 }
 
-/// The hidden name. Leftovers under such names are removed.
-fn name(path: &Path) -> Result<PathBuf, ExportError> {
+fn create(
+    path: &Path,
+    mut make: impl FnMut(&Path) -> io::Result<File>,
+) -> Result<(File, PathBuf), ExportError> {
     let Some(name) = path.file_name() else {
         return Err(ExportError::Destination { what: format!("{}: no name", path.display()) });
     };
-    let mut prefix = OsString::from(".");
-    prefix.push(name);
-    prefix.push(".cofolio-");
+    let prefix: OsString = [OsStr::new("."), name, OsStr::new(".cofolio-")].into_iter().collect();
     remove_leftovers(directory(path), &prefix);
-    prefix.push(std::process::id().to_string());
-    Ok(path.with_file_name(prefix))
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(&prefix).rand_bytes(RANDOM);
+    loop {
+        let made = builder.make_in(directory(path), &mut make).map_err(io_error(path))?;
+        let (file, aside) = made.into_parts();
+        let aside = aside.keep().map_err(|error| io_error(path)(error.error))?;
+        // Another export may have taken it for a leftover before it was locked.
+        if lock(&file) != Err(Errno::WOULDBLOCK) && aside.exists() {
+            return Ok((file, aside));
+        }
+    }
 }
 
-/// Removes leftovers of processes that are gone; one that cannot be removed stays.
+/// Removes leftovers of processes that have ended; one that cannot be removed stays.
 fn remove_leftovers(directory: &Path, prefix: &OsStr) {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    for entry in entries {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let process = name.as_bytes().strip_prefix(prefix.as_bytes());
-        let process = process.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
-        let path = entry.path();
-        if process.is_none_or(is_alive) || !is_free(&path) {
+        let random = name.as_bytes().strip_prefix(prefix.as_bytes());
+        if !random.is_some_and(|it| it.len() == RANDOM && it.is_ascii()) {
             continue;
         }
+        let path = entry.path();
+        let opened = rustix::fs::open(&path, flags, Mode::empty());
+        let Ok(_lock) = opened.and_then(|file| lock(&file).map(|()| file)) else { continue };
         let _ = match entry.file_type() {
             Ok(kind) if kind.is_dir() => fs::remove_dir_all(&path),
             _ => fs::remove_file(&path),
@@ -209,17 +218,8 @@ fn remove_leftovers(directory: &Path, prefix: &OsStr) {
     }
 }
 
-fn is_alive(process: u32) -> bool {
-    // In a container the number of a killed process comes again.
-    process != std::process::id() && Path::new("/proc").join(process.to_string()).exists()
-}
-
-/// Whether no process holds the lock of a file or directory.
-fn is_free(path: &Path) -> bool {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let opened = rustix::fs::open(path, flags, Mode::empty());
-    let lock = |file| flock(file, FlockOperation::NonBlockingLockExclusive);
-    opened.is_ok_and(|file| lock(file) != Err(Errno::WOULDBLOCK))
+fn lock(file: impl AsFd) -> rustix::io::Result<()> {
+    flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
 #[cfg(test)]
@@ -227,26 +227,26 @@ mod tests {
     /// An export to standard output had a name in /tmp at first, which every user could foresee: to open
     /// the file by it, or to take it.
     #[test]
-    fn unnamed_files_never_have_a_foreseeable_name() {
+    fn unnamed_files_have_no_name() {
         let dir = tempfile::tempdir().unwrap();
-        let name = format!(".stdout.cofolio-{}", std::process::id());
-        std::fs::create_dir(dir.path().join(name)).unwrap();
-        super::unnamed_file(&dir.path().join("stdout")).unwrap();
+        let _file = super::unnamed_file(&dir.path().join("stdout")).unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
-    /// In a container every run of the program has the same process number: what a killed export
-    /// left counted as one that is still running, and no later one began.
+    /// Names had the number of their process. In a container every run of the program has the same number:
+    /// what a killed export left counted as one that is still running, and of two that ran at once one could
+    /// put the other's half a file at its destination.
     #[test]
-    fn what_a_killed_process_of_the_same_number_left_is_removed() {
+    fn an_export_removes_what_is_left_and_not_what_is_being_made() {
         let dir = tempfile::tempdir().unwrap();
-        let left = dir.path().join(format!(".out.cofolio-{}", std::process::id()));
-        std::fs::write(&left, "half").unwrap();
+        std::fs::write(dir.path().join(".out.cofolio-aaaaaa"), "half").unwrap();
+        let running = super::OutputFile::create(&dir.path().join("out"), false).unwrap();
         let path = dir.path().join("out");
         super::OutputFile::create(&path, false).unwrap().publish().unwrap();
         assert_eq!(std::fs::read(path).unwrap(), b"");
-        // While one is being written, no other begins.
-        let _running = super::OutputFile::create(&dir.path().join("b"), false).unwrap();
-        assert!(super::OutputFile::create(&dir.path().join("b"), false).is_err());
+        assert!(running.aside.exists());
+        drop(running);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     /// Where a filesystem cannot rename without replacing, an error that no link could be made was taken for a

@@ -25,6 +25,12 @@ pub enum ExportError {
         #[source]
         source: io::Error,
     },
+    #[error("{path} is complete, but a power failure could undo it")]
+    NotDurable {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     /// Layers whose splits are missing.
     #[error("the store has no split of layer {}: its archive cannot be written again", layers.join(", "))]
     NoSplit {

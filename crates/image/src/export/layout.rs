@@ -124,7 +124,7 @@ impl Target for Layout {
         };
         let file = OutputFile::create(&path, true)?;
         file.file().write_all(&index(before, image)).map_err(io_error(file.aside()))?;
-        self.added.clear(); // Whatever fails from here on, the index may name them.
+        self.added.clear(); // The index may name them, even after an error.
         file.publish()?;
         if let Some(to) = &self.goes_to {
             // Over an empty directory as well.

@@ -133,7 +133,7 @@ pub fn push(
         let report = push.publish(tag, layers)?;
         if let Some(name) = exported.name {
             // The push is complete even if that fails.
-            let _ = domain.change_ref(name, |record| remember(record, &report, to));
+            let _ = domain.try_change_ref(name, |record| remember(record, &report, to));
         }
         Ok(report)
     });

@@ -68,13 +68,13 @@ pub fn rewrite(
             }
             Err(error @ PackError::Cancelled(_)) => return Err(error),
             Err(error) => {
-                let full = matches!(&error, PackError::Store(it) if it.kind() == ErrorKind::Space);
-                report.failed.push((image, error.to_string()));
-                if full {
+                let mut reason = error.to_string();
+                if matches!(&error, PackError::Store(it) if it.kind() == ErrorKind::Space) {
                     // The others would fill the disk again.
-                    let untried = |(image, _)| (image, "no space was left to try it".to_owned());
-                    report.failed.extend(images.by_ref().map(untried));
+                    let others = images.by_ref().count();
+                    reason += &format!("; {others} others were not tried");
                 }
+                report.failed.push((image, reason));
             }
         }
     }

@@ -426,7 +426,7 @@ fn links_in_a_layout_lead_an_export_nowhere() {
     let elsewhere = bench.path("elsewhere");
     fs::create_dir_all(elsewhere.join("sha256")).unwrap();
     // What a killed export would have left, and an export removes.
-    fs::write(elsewhere.join("sha256/.blob.cofolio-999999999"), "").unwrap();
+    fs::write(elsewhere.join("sha256/.blob.cofolio-aaaaaa"), "").unwrap();
     let link = |to: &Path, own: &Path| std::os::unix::fs::symlink(to, own).unwrap();
     for part in ["blobs", "blobs/sha256", "index.json"] {
         let to = bench.path(&part.replace('/', "-"));
@@ -446,7 +446,7 @@ fn links_in_a_layout_lead_an_export_nowhere() {
         assert!(matches!(refused, ExportError::Destination { .. }), "{said}");
         assert!(said.contains(to.to_str().unwrap()), "{said}");
         assert_eq!((names(&to), names(&elsewhere)), (before, vec!["sha256".to_owned()]));
-        assert_eq!(names(&elsewhere.join("sha256")), [".blob.cofolio-999999999"]);
+        assert_eq!(names(&elsewhere.join("sha256")), [".blob.cofolio-aaaaaa"]);
         assert!(own.is_symlink());
         fs::remove_file(&own).unwrap();
         fs::rename(&aside, &own).unwrap();
@@ -466,27 +466,23 @@ fn links_in_a_layout_lead_an_export_nowhere() {
 }
 
 /// Exports were killed and left what they had, hidden beside where it was to go. The next export to
-/// that place removes it; not what another process is still making, be it one whose number means
-/// nothing here.
+/// that place removes it; not what another process is still making, which has a lock on it.
 #[test]
 fn what_a_killed_export_left_goes_with_the_next() {
     let bench = Bench::new();
     import(&bench, "image", &two_layers());
     let out = bench.path("out");
     fs::create_dir(&out).unwrap();
-    // Numbers of processes end before that; this one's parent lives.
-    let (dead, alive) = (u32::MAX, std::os::unix::process::parent_id());
-    let held = out.join(format!(".layout.cofolio-{}", dead - 1));
+    let held = out.join(".layout.cofolio-Held00");
     fs::create_dir(&held).unwrap();
     let lock = fs::File::open(&held).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
-    fs::create_dir_all(out.join(format!(".layout.cofolio-{dead}/blobs/sha256"))).unwrap();
-    fs::write(out.join(format!(".layout.cofolio-{dead}/index.json")), "{").unwrap();
-    fs::create_dir(out.join(format!(".layout.cofolio-{alive}"))).unwrap();
-    for name in [format!(".a.tar.cofolio-{dead}"), ".a.tar.cofolio-x".into(), ".a.tar".into()] {
+    fs::create_dir_all(out.join(".layout.cofolio-Left01/blobs/sha256")).unwrap();
+    fs::write(out.join(".layout.cofolio-Left01/index.json"), "{").unwrap();
+    for name in [".a.tar.cofolio-Left01", ".a.tar.cofolio-x", ".a.tar"] {
         fs::write(out.join(name), "half an archive").unwrap();
     }
-    std::os::unix::fs::symlink("/", out.join(format!(".a.tar.cofolio-{}", dead - 2))).unwrap();
+    std::os::unix::fs::symlink("/", out.join(".a.tar.cofolio-Linked")).unwrap();
     bench.export("image", &out.join("layout"), Compression::None).unwrap();
     let record = bench.domain.get_ref("image").unwrap().unwrap();
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
@@ -494,22 +490,19 @@ fn what_a_killed_export_left_goes_with_the_next() {
     let options = ExportOptions::default();
     export(&bench.domain, exported, &to(out.join("a.tar")), &options, &Task::default()).unwrap();
     let expected = [
-        ".a.tar".to_owned(),
-        format!(".a.tar.cofolio-{}", dead - 2),
-        ".a.tar.cofolio-x".into(),
-        format!(".layout.cofolio-{alive}"),
-        format!(".layout.cofolio-{}", dead - 1),
-        "a.tar".into(),
-        "layout".into(),
+        ".a.tar",
+        ".a.tar.cofolio-Linked",
+        ".a.tar.cofolio-x",
+        ".layout.cofolio-Held00",
+        "a.tar",
+        "layout",
     ];
-    let mut expected = expected.to_vec();
-    expected.sort();
     assert_eq!(names(&out), expected);
 
     // Into a layout that is there: blobs and the index, too.
     let blobs = out.join("layout/blobs/sha256");
-    fs::write(blobs.join(format!(".blob.cofolio-{dead}")), "half a blob").unwrap();
-    fs::write(out.join(format!("layout/.index.json.cofolio-{dead}")), "{").unwrap();
+    fs::write(blobs.join(".blob.cofolio-Left01"), "half a blob").unwrap();
+    fs::write(out.join("layout/.index.json.cofolio-Left01"), "{").unwrap();
     bench.export("image", &out.join("layout"), Compression::None).unwrap();
     assert!(names(&blobs).iter().all(|name| name.len() == 64), "{:?}", names(&blobs));
     assert_eq!(names(&out.join("layout")), ["blobs", "index.json", "oci-layout"]);

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use rustix::process::Signal;
 
 use super::{
@@ -148,19 +149,27 @@ impl Containers<'_> {
     /// Asks a container to end, kills it after `patience`, and removes it.
     ///
     /// # Errors
-    /// [`RunError::NotFound`], [`RunError::StillRunning`], [`RunError::Runtime`],
-    /// [`RunError::Record`].
+    /// [`RunError::Name`], [`RunError::NotFound`], [`RunError::Lost`], [`RunError::StillRunning`],
+    /// [`RunError::Runtime`], [`RunError::Record`], [`RunError::Mount`].
     pub fn stop(&self, name: &str, patience: Duration) -> Result<()> {
         if !is_name(name) {
             return Err(RunError::Name(name.to_owned()));
         }
         let dir = self.dir().join(name);
-        let this = open_dir(&dir);
         let (mut asked, mut since) = (None, Instant::now());
         let mut found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
+        let this = match open_dir(&dir) {
+            Err(Errno::NOENT) => return Ok(()),
+            other => other.at("opening", &dir)?,
+        };
         // A container that is being started has no process at first, and then one of its runtime. A
         // process that waits for it removes or retires it, and the next one may take its name.
-        while this.as_ref().is_ok_and(|this| is_at(this, &dir)) {
+        while is_at(&this, &dir) {
+            // Its image is mounted, perhaps verified before.
+            let is_being_made = found.pid.is_none() && !dir.join("pid").exists();
+            if is_being_made {
+                since = Instant::now();
+            }
             if found.pid.is_some() && found.pid != asked {
                 self.end(name, &found, patience)?;
                 (asked, since) = (found.pid, Instant::now());
@@ -180,10 +189,11 @@ impl Containers<'_> {
         let (runtime, signal) = (&found.record.runtime, found.record.stop_signal.as_str());
         // Before it is killed: only in its own mount namespace can it be unmounted.
         self.mounter.check_namespace(&found.rootfs)?;
-        // Until it is open another process may get the number; so whose it is, is asked again.
         let handle = found.pid.and_then(|pid| pidfd(pid).ok());
-        let now = self.first_process(&self.dir().join(name), &found.record)?;
-        let handle = handle.filter(|_| now == found.pid);
+        // The number may be reused before the pidfd is open, and the name as well.
+        if self.first_process(&self.dir().join(name), &found.record)? != found.pid {
+            return Ok(());
+        }
         let rounds = [(signal, Signal::TERM, patience), ("KILL", Signal::KILL, KILLED_PATIENCE)];
         for (signal, without_runtime, patience) in rounds {
             let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;

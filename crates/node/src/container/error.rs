@@ -43,7 +43,7 @@ pub enum RunError {
     #[error("no container `{0}`")]
     NotFound(String),
     /// The container has ended, or is being started.
-    #[error("container `{0}` does not run")]
+    #[error("container `{0}` is not running")]
     NotRunning(String),
     /// A record that cannot be read. Its container may run, so its files stay.
     #[error("damaged container record")]

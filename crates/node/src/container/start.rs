@@ -56,7 +56,8 @@ impl Containers<'_> {
     /// privileges of the container's own.
     ///
     /// # Errors
-    /// [`RunError::NotFound`], [`RunError::NotRunning`], [`RunError::Runtime`], [`RunError::Mount`].
+    /// [`RunError::Name`], [`RunError::NotFound`], [`RunError::Lost`], [`RunError::NotRunning`],
+    /// [`RunError::Record`], [`RunError::Runtime`], [`RunError::Mount`].
     pub fn exec(&self, name: &str, command: &[String], streams: &Streams) -> Result<Exec> {
         if !is_name(name) {
             return Err(RunError::Name(name.to_owned()));
@@ -72,7 +73,7 @@ impl Containers<'_> {
         // By options alone crun starts it as root, in `/` and with other capabilities.
         let terminal = matches!(streams, Streams::Terminal);
         let path = dir.join("config.json");
-        let process = process_file(&path, command, terminal).at("taking the process of", &path)?;
+        let process = process_file(&path, command, terminal).at("reading `process` from", &path)?;
         let at = format!("/proc/self/fd/{}", process.as_raw_fd());
         let mut exec = Command::new(&runtime.path);
         exec.arg("--root").arg(self.state_dir(&runtime)).arg("--log").arg(&log);
@@ -295,7 +296,8 @@ fn process_file(config: &Path, command: &[String], terminal: bool) -> io::Result
     let Config { mut process } = serde_json::from_slice(&text)?;
     process.insert("args".to_owned(), command.into());
     process.insert("terminal".to_owned(), terminal.into());
-    let mut file = File::from(memfd_create("process", MemfdFlags::CLOEXEC)?);
+    let mut file =
+        File::from(memfd_create("process", MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)?);
     serde_json::to_writer(&mut file, &process)?;
     Ok(file)
 }

@@ -244,13 +244,14 @@ impl Mounter<'_> {
 
     /// All mounts, from the records and the kernel. Changes nothing and needs no privileges.
     pub fn list(&self) -> Result<Mounts, MountError> {
-        let kernel = Kernel::new(&self.root)?;
-        let (records, damaged) = self.run.records()?;
+        let mut kernel = Kernel::new(&self.root)?;
+        let (mut records, mut damaged) = self.run.records()?;
         let mut orphans = self.orphans(kernel.mounts()?, &records);
         if !orphans.is_empty() {
             // One that was being made when the records were read has a record now.
-            let mounts = Kernel::new(&self.root)?;
-            let again = self.orphans(mounts.mounts()?, &self.run.records()?.0);
+            kernel = Kernel::new(&self.root)?;
+            (records, damaged) = self.run.records()?;
+            let again = self.orphans(kernel.mounts()?, &records);
             orphans.retain(|orphan| again.contains(orphan));
         }
         let mut mounts = Vec::with_capacity(records.len());

@@ -34,7 +34,7 @@ pub struct Options {
 }
 
 /// What upkeep did, or would do.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Report {
     /// What is left for the next upkeep, in words.
     pub failed: Vec<String>,
@@ -92,14 +92,15 @@ impl<'a> Upkeep<'a> {
         Mounter::new(self.domain, self.run.clone(), &ImageContents)
     }
 
-    /// Does all of it; `announce` hears which images go before they do.
+    /// Does all of it; `announce` hears which images go before they do. After an error, `report` has
+    /// what was done until then.
     pub fn run(
         &self,
         options: &Options,
         announce: &dyn Fn(&TrimPlan),
+        report: &mut Report,
         task: &Task,
-    ) -> Result<Report, UpkeepError> {
-        let mut report = Report::default();
+    ) -> Result<(), UpkeepError> {
         let mounter = self.mounter();
         // What killed processes left would count as in use.
         if !options.dry_run {
@@ -118,7 +119,7 @@ impl<'a> Upkeep<'a> {
         let in_use = mounter.live_images()?;
         report.rewritten = pack::rewrite(self.domain, &in_use, options.dry_run, task)?;
         if options.dry_run {
-            return Ok(report);
+            return Ok(());
         }
         if !report.rewritten.images.is_empty() {
             match self.domain.gc(&ImageContents, &live, &gc) {
@@ -132,22 +133,11 @@ impl<'a> Upkeep<'a> {
                 Err(error) => return Err(error.into()),
             }
         }
-        // What was removed is told, whatever fails from here on.
-        let mut failed = |what: &str, error: UpkeepError| {
-            report.failed.push(format!("{what}: {}", cofolio_store::with_causes(&error)));
-        };
         if self.domain.backend()? == Backend::Overlay {
-            match bases::find(self.domain, task) {
-                Ok(bases) => report.bases = bases,
-                Err(error) => failed("bases", error),
-            }
+            report.bases = bases::find(self.domain, task)?;
         }
-        match self.examine_sizes(gc.boot_id.as_deref(), task) {
-            Ok(sizes) => report.sizes = sizes,
-            Err(error) => failed("sizes of objects", error),
-        }
-        task.check()?;
-        Ok(report)
+        report.sizes = self.examine_sizes(gc.boot_id.as_deref(), task)?;
+        Ok(())
     }
 
     /// Checks the size of every object once per boot, since mounts skip protected ones. On a thread
