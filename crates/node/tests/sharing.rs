@@ -78,9 +78,13 @@ impl Pair {
     }
 
     fn unmount(&self, target: &Path) {
-        let options = UmountOptions { force: true, ..UmountOptions::default() };
-        self.mounter().umount(target, &options).unwrap();
+        unmount(&self.mounter(), target);
     }
+}
+
+fn unmount(mounter: &Mounter<'_>, target: &Path) {
+    let options = UmountOptions { force: true, ..UmountOptions::default() };
+    mounter.umount(target, &options).unwrap();
 }
 
 impl Drop for Pair {
@@ -490,12 +494,14 @@ fn a_reader_is_not_disturbed_by_those_that_come_and_go() {
             .args([&two.join("deep/other"), &expected, &stop, &procs, &counts])
             .spawn()
             .unwrap();
+        // One waits only once for those in use to end.
+        let mounter = pair.mounter();
         for round in 0..rounds() {
             let mut request = pair.request(0, "comes");
             if round % 3 == 2 {
                 request.access = Access::Writable;
             }
-            let target = pair.mounter().mount(&request).unwrap().target;
+            let target = mounter.mount(&request).unwrap().target;
             let file = File::open(target.join("shared")).unwrap();
             let at = round * 4096 % SIZE;
             let mut piece = vec![0; 4096];
@@ -512,7 +518,7 @@ fn a_reader_is_not_disturbed_by_those_that_come_and_go() {
             if round % 2 == 0 {
                 drop(file);
             }
-            pair.unmount(&target);
+            unmount(&mounter, &target);
         }
         fs::write(&stop, "").unwrap();
         let ended = reader.wait().unwrap();

@@ -110,7 +110,7 @@ pub(crate) fn fetch(
     let domain = context.domain_or_create()?;
     let report = import::import(&domain, source, options, &work.task)?;
     drop(work);
-    // An image that is in no index has one platform.
+    // A source without an index offers no choice of platform.
     let config = domain.get_ref(&report.name)?.and_then(|record| record.config);
     let platform = config.and_then(|text| serde_json::from_str::<Platform>(&text).ok());
     if let Some(is) = platform.filter(|is| !options.platform.matches(is)) {

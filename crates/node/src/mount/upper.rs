@@ -378,7 +378,7 @@ pub(crate) fn remove_unless(
     remove(gone).map(|()| true)
 }
 
-/// The same for whoever has its lock, and knows that it is not in use.
+/// Removes changes. The caller holds their lock and has checked that they are unused.
 pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
     limit::lift(gone);
     remove_all(gone)
