@@ -76,15 +76,6 @@ impl Pair {
     fn mount(&self, image: usize, name: &str) -> PathBuf {
         self.mounter().mount(&self.request(image, name)).unwrap().target
     }
-
-    fn unmount(&self, target: &Path) {
-        unmount(&self.mounter(), target);
-    }
-}
-
-fn unmount(mounter: &Mounter<'_>, target: &Path) {
-    let options = UmountOptions { force: true, ..UmountOptions::default() };
-    mounter.umount(target, &options).unwrap();
 }
 
 impl Drop for Pair {
@@ -494,7 +485,7 @@ fn a_reader_is_not_disturbed_by_those_that_come_and_go() {
             .args([&two.join("deep/other"), &expected, &stop, &procs, &counts])
             .spawn()
             .unwrap();
-        // One waits only once for those in use to end.
+        // A mounter waits for users of mounts only once.
         let mounter = pair.mounter();
         for round in 0..rounds() {
             let mut request = pair.request(0, "comes");
@@ -518,7 +509,8 @@ fn a_reader_is_not_disturbed_by_those_that_come_and_go() {
             if round % 2 == 0 {
                 drop(file);
             }
-            unmount(&mounter, &target);
+            let options = UmountOptions { force: true, ..UmountOptions::default() };
+            mounter.umount(&target, &options).unwrap();
         }
         fs::write(&stop, "").unwrap();
         let ended = reader.wait().unwrap();

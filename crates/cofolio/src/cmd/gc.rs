@@ -1,6 +1,6 @@
 use cofolio_node::config::Size;
 use cofolio_node::upkeep::{self, Report};
-use cofolio_store::TrimPlan;
+use cofolio_store::{GcReport, TrimPlan};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -56,14 +56,13 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mut report = Report::default();
     let ended = context.upkeep(&domain).run(&options, &announce, &mut report, &work.task);
     drop(work);
-    if ended.is_ok() || report != Report::default() {
-        tell(context, &report)?;
-    }
+    let told = tell(context, &report, ended.is_ok());
     ended?;
+    told?;
     Ok(exit(&report))
 }
 
-fn tell(context: &Context<'_>, report: &Report) -> anyhow::Result<()> {
+fn tell(context: &Context<'_>, report: &Report, is_complete: bool) -> anyhow::Result<()> {
     for failed in &report.failed {
         context.ui.error(&format!("left for the next gc: {failed}"), None);
     }
@@ -72,6 +71,9 @@ fn tell(context: &Context<'_>, report: &Report) -> anyhow::Result<()> {
     }
     for reason in &report.bases.failed {
         context.ui.note(format!("images share no base: {reason}"));
+    }
+    if !is_complete && report.gc == GcReport::default() {
+        return Ok(());
     }
     if context.ui.json {
         return context.ui.json(&json(report)?).map(|_| ());

@@ -3,7 +3,6 @@
 use std::fs;
 use std::io::Write as _;
 use std::path::Path;
-use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -103,8 +102,10 @@ fn a_container_that_is_being_started_is_stopped() {
         let exec = machine.run(&["exec", "new", "--", "true"]);
         assert!(exec.fails_with(3).stderr.contains("is not running"), "{}", exec.stderr);
         let mut stop = machine.command(&["stop", "--time", "0", "new"]).spawn().unwrap();
-        // It has looked and found no process.
-        std::thread::sleep(Duration::from_millis(100));
+        let sleeps = format!("/proc/{}/wchan", stop.id());
+        until("it has looked and found no process", || {
+            fs::read_to_string(&sleeps).unwrap().contains("nanosleep").then_some(())
+        });
         fs::write(machine.path("go"), "").unwrap();
         assert!(stop.wait().unwrap().success());
         run.wait().unwrap();

@@ -1,5 +1,5 @@
 //! Incomplete files and directories. They lie beside their destination, under a hidden name
-//! (`.NAME.cofolio-XXXXXX`, the end is random), and are locked. The next export to that destination
+//! (`.NAME.cofolio-XXXXXXXXXXXX`, the end is random), and are locked. The next export to that destination
 //! removes those whose lock is free. On a filesystem without locks they stay.
 
 use std::ffi::{OsStr, OsString};
@@ -17,7 +17,10 @@ use rustix::io::Errno;
 use super::error::{ExportError, io_error};
 
 /// Characters at the end of a hidden name.
-const RANDOM: usize = 6;
+const RANDOM: usize = 12;
+
+/// Names that are tried when others lock each before it can be.
+const TRIES_MAX: usize = 16;
 
 /// A file that appears at its destination complete or not at all. Dropped without
 /// [`OutputFile::publish`] it is removed.
@@ -188,7 +191,7 @@ fn create(
     remove_leftovers(directory(path), &prefix);
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).rand_bytes(RANDOM);
-    loop {
+    for _ in 0..TRIES_MAX {
         let made = builder.make_in(directory(path), &mut make).map_err(io_error(path))?;
         let (file, aside) = made.into_parts();
         let aside = aside.keep().map_err(|error| io_error(path)(error.error))?;
@@ -196,7 +199,9 @@ fn create(
         if lock(&file) != Err(Errno::WOULDBLOCK) && aside.exists() {
             return Ok((file, aside));
         }
+        let _ = fs::remove_file(&aside).or_else(|_| fs::remove_dir(&aside));
     }
+    Err(io_error(path)(io::ErrorKind::WouldBlock.into()))
 }
 
 /// Removes leftovers of processes that have ended; one that cannot be removed stays.
@@ -205,7 +210,8 @@ fn remove_leftovers(directory: &Path, prefix: &OsStr) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let random = name.as_bytes().strip_prefix(prefix.as_bytes());
-        if !random.is_some_and(|it| it.len() == RANDOM && it.is_ascii()) {
+        if !random.is_some_and(|it| it.len() == RANDOM && it.iter().all(u8::is_ascii_alphanumeric))
+        {
             continue;
         }
         let path = entry.path();
@@ -224,22 +230,13 @@ fn lock(file: impl AsFd) -> rustix::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    /// An export to standard output had a name in /tmp at first, which every user could foresee: to open
-    /// the file by it, or to take it.
-    #[test]
-    fn unnamed_files_have_no_name() {
-        let dir = tempfile::tempdir().unwrap();
-        let _file = super::unnamed_file(&dir.path().join("stdout")).unwrap();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
-
     /// Names had the number of their process. In a container every run of the program has the same number:
     /// what a killed export left counted as one that is still running, and of two that ran at once one could
     /// put the other's half a file at its destination.
     #[test]
     fn an_export_removes_what_is_left_and_not_what_is_being_made() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(".out.cofolio-aaaaaa"), "half").unwrap();
+        std::fs::write(dir.path().join(".out.cofolio-Left01Left01"), "half").unwrap();
         let running = super::OutputFile::create(&dir.path().join("out"), false).unwrap();
         let path = dir.path().join("out");
         super::OutputFile::create(&path, false).unwrap().publish().unwrap();

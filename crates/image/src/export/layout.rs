@@ -124,8 +124,11 @@ impl Target for Layout {
         };
         let file = OutputFile::create(&path, true)?;
         file.file().write_all(&index(before, image)).map_err(io_error(file.aside()))?;
-        self.added.clear(); // The index may name them, even after an error.
-        file.publish()?;
+        let published = file.publish();
+        if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
+            self.added.clear(); // The index names them.
+        }
+        published?;
         if let Some(to) = &self.goes_to {
             // Over an empty directory as well.
             aside::rename(&self.root, to, true)?;

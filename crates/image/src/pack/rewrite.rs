@@ -71,8 +71,7 @@ pub fn rewrite(
                 let mut reason = error.to_string();
                 if matches!(&error, PackError::Store(it) if it.kind() == ErrorKind::Space) {
                     // The others would fill the disk again.
-                    let others = images.by_ref().count();
-                    reason += &format!("; {others} others were not tried");
+                    reason += &format!(" (and {} more not tried)", images.by_ref().count());
                 }
                 report.failed.push((image, reason));
             }

@@ -426,7 +426,7 @@ fn links_in_a_layout_lead_an_export_nowhere() {
     let elsewhere = bench.path("elsewhere");
     fs::create_dir_all(elsewhere.join("sha256")).unwrap();
     // What a killed export would have left, and an export removes.
-    fs::write(elsewhere.join("sha256/.blob.cofolio-aaaaaa"), "").unwrap();
+    fs::write(elsewhere.join("sha256/.blob.cofolio-Left01Left01"), "").unwrap();
     let link = |to: &Path, own: &Path| std::os::unix::fs::symlink(to, own).unwrap();
     for part in ["blobs", "blobs/sha256", "index.json"] {
         let to = bench.path(&part.replace('/', "-"));
@@ -446,7 +446,7 @@ fn links_in_a_layout_lead_an_export_nowhere() {
         assert!(matches!(refused, ExportError::Destination { .. }), "{said}");
         assert!(said.contains(to.to_str().unwrap()), "{said}");
         assert_eq!((names(&to), names(&elsewhere)), (before, vec!["sha256".to_owned()]));
-        assert_eq!(names(&elsewhere.join("sha256")), [".blob.cofolio-aaaaaa"]);
+        assert_eq!(names(&elsewhere.join("sha256")), [".blob.cofolio-Left01Left01"]);
         assert!(own.is_symlink());
         fs::remove_file(&own).unwrap();
         fs::rename(&aside, &own).unwrap();
@@ -473,16 +473,16 @@ fn what_a_killed_export_left_goes_with_the_next() {
     import(&bench, "image", &two_layers());
     let out = bench.path("out");
     fs::create_dir(&out).unwrap();
-    let held = out.join(".layout.cofolio-Held00");
+    let held = out.join(".layout.cofolio-Held00Held00");
     fs::create_dir(&held).unwrap();
     let lock = fs::File::open(&held).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
-    fs::create_dir_all(out.join(".layout.cofolio-Left01/blobs/sha256")).unwrap();
-    fs::write(out.join(".layout.cofolio-Left01/index.json"), "{").unwrap();
-    for name in [".a.tar.cofolio-Left01", ".a.tar.cofolio-x", ".a.tar"] {
+    fs::create_dir_all(out.join(".layout.cofolio-Left01Left01/blobs/sha256")).unwrap();
+    fs::write(out.join(".layout.cofolio-Left01Left01/index.json"), "{").unwrap();
+    for name in [".a.tar.cofolio-Left01Left01", ".a.tar.cofolio-x", ".a.tar"] {
         fs::write(out.join(name), "half an archive").unwrap();
     }
-    std::os::unix::fs::symlink("/", out.join(".a.tar.cofolio-Linked")).unwrap();
+    std::os::unix::fs::symlink("/", out.join(".a.tar.cofolio-LinkedLinked")).unwrap();
     bench.export("image", &out.join("layout"), Compression::None).unwrap();
     let record = bench.domain.get_ref("image").unwrap().unwrap();
     let exported = Exported { image: &record.image, record: Some(&record), name: None };
@@ -491,9 +491,9 @@ fn what_a_killed_export_left_goes_with_the_next() {
     export(&bench.domain, exported, &to(out.join("a.tar")), &options, &Task::default()).unwrap();
     let expected = [
         ".a.tar",
-        ".a.tar.cofolio-Linked",
+        ".a.tar.cofolio-LinkedLinked",
         ".a.tar.cofolio-x",
-        ".layout.cofolio-Held00",
+        ".layout.cofolio-Held00Held00",
         "a.tar",
         "layout",
     ];
@@ -501,8 +501,8 @@ fn what_a_killed_export_left_goes_with_the_next() {
 
     // Into a layout that is there: blobs and the index, too.
     let blobs = out.join("layout/blobs/sha256");
-    fs::write(blobs.join(".blob.cofolio-Left01"), "half a blob").unwrap();
-    fs::write(out.join("layout/.index.json.cofolio-Left01"), "{").unwrap();
+    fs::write(blobs.join(".blob.cofolio-Left01Left01"), "half a blob").unwrap();
+    fs::write(out.join("layout/.index.json.cofolio-Left01Left01"), "{").unwrap();
     bench.export("image", &out.join("layout"), Compression::None).unwrap();
     assert!(names(&blobs).iter().all(|name| name.len() == 64), "{:?}", names(&blobs));
     assert_eq!(names(&out.join("layout")), ["blobs", "index.json", "oci-layout"]);

@@ -157,17 +157,18 @@ impl Containers<'_> {
         }
         let dir = self.dir().join(name);
         let (mut asked, mut since) = (None, Instant::now());
-        let mut found = self.status(name)?.ok_or_else(|| RunError::NotFound(name.to_owned()))?;
-        let this = match open_dir(&dir) {
-            Err(Errno::NOENT) => return Ok(()),
+        let not_found = || RunError::NotFound(name.to_owned());
+        let this = open_dir(&dir);
+        let mut found = self.status(name)?.ok_or_else(not_found)?;
+        let this = match this {
+            Err(Errno::NOENT) => return Err(not_found()),
             other => other.at("opening", &dir)?,
         };
         // A container that is being started has no process at first, and then one of its runtime. A
         // process that waits for it removes or retires it, and the next one may take its name.
         while is_at(&this, &dir) {
-            // Its image is mounted, perhaps verified before.
-            let is_being_made = found.pid.is_none() && !dir.join("pid").exists();
-            if is_being_made {
+            // To verify its image may take minutes.
+            if found.pid.is_none() && !dir.join("config.json").exists() {
                 since = Instant::now();
             }
             if found.pid.is_some() && found.pid != asked {

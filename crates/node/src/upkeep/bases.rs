@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use cofolio_image::compose::base::{BaseError, Based, Over};
+use cofolio_store::ErrorKind::{Caller, Conflict, Corrupt};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, Ref};
 use serde::Serialize;
@@ -61,8 +62,9 @@ pub fn find(domain: &Domain, task: &Task) -> Result<BasesReport, UpkeepError> {
                     }
                     report.based.push(based);
                 }
+                // An image may be damaged, or collected meanwhile.
                 Err(BaseError::Store(error))
-                    if error.kind() != cofolio_store::ErrorKind::Corrupt =>
+                    if !matches!(error.kind(), Corrupt | Caller | Conflict) =>
                 {
                     return Err(error.into());
                 }

@@ -34,7 +34,7 @@ pub struct Options {
 }
 
 /// What upkeep did, or would do.
-#[derive(Debug, Default, PartialEq)]
+#[derive(Debug, Default)]
 pub struct Report {
     /// What is left for the next upkeep, in words.
     pub failed: Vec<String>,
@@ -93,7 +93,7 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Does all of it; `announce` hears which images go before they do. After an error, `report` has
-    /// what was done until then.
+    /// the steps that were complete.
     pub fn run(
         &self,
         options: &Options,
@@ -133,10 +133,10 @@ impl<'a> Upkeep<'a> {
                 Err(error) => return Err(error.into()),
             }
         }
+        report.sizes = self.examine_sizes(gc.boot_id.as_deref(), task)?;
         if self.domain.backend()? == Backend::Overlay {
             report.bases = bases::find(self.domain, task)?;
         }
-        report.sizes = self.examine_sizes(gc.boot_id.as_deref(), task)?;
         Ok(())
     }
 
