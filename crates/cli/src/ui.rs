@@ -107,7 +107,7 @@ impl Ui {
     /// A remark on standard error, unless the user wants none, or is a script.
     pub fn note(&self, text: impl AsRef<str>) {
         if !self.quiet && !self.json {
-            let _ = writeln!(io::stderr(), "{}", text.as_ref());
+            let _ = writeln!(io::stderr(), "{}", harmless(text.as_ref()));
         }
     }
 

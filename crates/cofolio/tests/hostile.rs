@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::Command;
 
-use common::{Sandbox, program, skip};
+use common::{Sandbox, can_mount, program, skip};
 use serde_json::{Value, json};
 
 const EVIL: &str = "\u{1b}]0;owned\u{7}\u{1b}[2J";
@@ -115,4 +115,28 @@ fn names_are_shown_escaped() {
     is_harmless(&shown);
     assert!(shown.contains("\\x1b[2Jname"), "{shown}");
     assert!(!Path::new("typescript").exists());
+}
+
+/// Targets of mounts may have any name, and so may directories with changes.
+#[test]
+fn mounts_do_not_drive_the_terminal() {
+    if !can_mount("mounts_do_not_drive_the_terminal") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.dir(&format!("at{EVIL}"));
+    let target = target.to_str().unwrap();
+    sandbox.run(&["mount", "--rw", "box:1", target]).ok();
+    let mounts = sandbox.run(&["mounts"]);
+    assert!(mounts.ok().contains("\\x1b"), "{}", mounts.stdout);
+    is_harmless(&mounts.stdout);
+    is_harmless(&sandbox.run(&["umount", "--keep", target]).stderr);
+    let kept = sandbox.run(&["mounts"]);
+    assert!(kept.stderr.contains("\\x1b"), "{}", kept.stderr);
+    is_harmless(&kept.stderr);
+    for dir in sandbox.run(&["mounts", "--json"]).json()["kept"].as_array().unwrap() {
+        sandbox.run(&["umount", "--discard", dir["dir"].as_str().unwrap()]).ok();
+    }
+    assert_eq!(sandbox.run(&["mounts", "--json"]).json()["kept"], json!([]));
 }

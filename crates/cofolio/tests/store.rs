@@ -168,6 +168,20 @@ fn an_image_without_a_name_keeps_its_config_and_layers() {
     assert!(!record.exists(), "gc leaves the record of an image that is gone");
 }
 
+/// The store promises mode 0700, and on a mounted volume it had that of the volume: all users could read every object.
+#[test]
+fn a_store_that_is_open_to_others_is_told_and_closed() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let told = |what: &str| sandbox.run(&[what]).stdout.contains("permissions");
+    assert!(!told("doctor") && !told("fsck"));
+    fs::set_permissions(sandbox.path("store"), fs::Permissions::from_mode(0o755)).unwrap();
+    assert!(told("doctor") && told("fsck"));
+    sandbox.run(&["fsck", "--repair"]).ok();
+    assert!(!told("doctor") && !told("fsck"));
+}
+
 #[test]
 fn damage_is_found_named_and_told_by_the_exit_code() {
     let sandbox = Sandbox::new();
@@ -191,6 +205,7 @@ fn damage_is_found_named_and_told_by_the_exit_code() {
     let text = sandbox.run(&["fsck"]);
     text.fails_with(4);
     assert!(text.stdout.contains("object-altered") && text.stdout.contains("damaged"));
+    assert!(text.stdout.contains("; refs: box:1; files: box:1 /big"), "{}", text.stdout);
     // The size is right, so a look at sizes finds nothing.
     sandbox.run(&["fsck", "--quick"]).ok();
 

@@ -94,9 +94,9 @@ impl Domain {
 
     /// Writes a record to a temporary file; gives it and its later place.
     pub(crate) fn prepare_base(&self, image: &Digest, base: &Base) -> Result<(String, String)> {
-        let directory = format!("{}/{DIRECTORY}", self.base());
+        let directory = format!("{}/{DIRECTORY}", self.directory());
         mkdir_if_missing(self.disk(), &directory)?;
-        self.disk().sync_dir(self.base()).at("sync", self.base())?;
+        self.disk().sync_dir(self.directory()).at("sync", self.directory())?;
         let path = self.base_file(image);
         let json = to_json(&path, base)?;
         self.prepare(path, &json)
@@ -117,7 +117,7 @@ impl Domain {
     /// Records that cannot be read, or name what is not there.
     pub(crate) fn fsck_bases(&self, report: &mut FsckReport) -> Result<()> {
         for (name, kind) in self.entries(DIRECTORY)? {
-            let path = format!("{}/{DIRECTORY}/{name}", self.base());
+            let path = format!("{}/{DIRECTORY}/{name}", self.directory());
             let image = Digest::from_lower_hex(name.as_bytes()).filter(|_| kind == Kind::File);
             let Some(image) = image else {
                 if !name.starts_with(TEMPORARY) {
@@ -144,7 +144,7 @@ impl Domain {
     }
 
     fn base_file(&self, image: &Digest) -> String {
-        format!("{}/{DIRECTORY}/{image}", self.base())
+        format!("{}/{DIRECTORY}/{image}", self.directory())
     }
 
     /// Images with a record, and its file.

@@ -83,11 +83,11 @@ impl Domain {
     /// Notes files for a running collection, with the domain's lock held and before naming or
     /// publishing them.
     pub(crate) fn note(&self, added: Added, files: &[FileName]) -> Result<()> {
-        let directory = format!("{}/{ADDED}", self.base());
+        let directory = format!("{}/{ADDED}", self.directory());
         if self.disk().stat(&directory).if_there("look at", &directory)?.is_none() {
             return Ok(());
         }
-        let roots = format!("{}/{ROOTS}", self.base());
+        let roots = format!("{}/{ROOTS}", self.directory());
         if let Some(_none_runs) =
             self.disk().lock(&roots, LockMode::Shared, false).at("lock", &roots)?
         {
@@ -182,7 +182,7 @@ impl<'a> Collector<'a> {
         }
         domain.store().check_writable()?;
         let busy = || Error::Busy { domain: domain.name().to_owned() };
-        let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.base()));
+        let (disk, roots) = (domain.disk(), format!("{}/{ROOTS}", domain.directory()));
         let (wait, cancel) = (options.wait, &options.cancel);
         let alone = || domain.try_lock_at(&roots, LockMode::Exclusive);
         let alone = if wait { Some(cancel.wait_for(alone)?) } else { alone()? };
@@ -291,7 +291,7 @@ impl<'a> Collector<'a> {
     }
 
     fn added(&self) -> String {
-        format!("{}/{ADDED}", self.domain.base())
+        format!("{}/{ADDED}", self.domain.directory())
     }
 }
 

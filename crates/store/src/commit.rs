@@ -106,7 +106,7 @@ impl Staging {
         self.domain.note(Added::Named, &in_place).map_err(no_space)?;
         self.publish_objects().map_err(no_space)?;
         // Whoever sees an image or a layer in place may rely on its objects, after a crash too.
-        self.sync().at("sync", self.domain.base()).map_err(no_space)?;
+        self.sync().at("sync", self.domain.directory()).map_err(no_space)?;
         self.publish_files(&staged, |kind| kind.names() == Some(FileKind::Object))
             .map_err(no_space)?;
         self.domain.sync_parts()?;
@@ -181,7 +181,7 @@ impl Staging {
     fn publish_objects(&self) -> Result<()> {
         let disk = self.disk();
         let from = format!("{}/objects", self.directory);
-        let to = format!("{}/objects", self.domain.base());
+        let to = format!("{}/objects", self.domain.directory());
         let shards = disk.list(&from).at("list", &from)?;
         let immutable = self.domain.protection().immutable;
         for_each(disk.parallelism(), &shards, |(shard, _)| {

@@ -18,8 +18,8 @@ pub(crate) fn directories() -> impl Iterator<Item = &'static str> {
 }
 
 /// Makes those that are missing.
-pub(crate) fn make_directories(disk: &dyn Disk, base: &str) -> Result<()> {
-    directories().try_for_each(|directory| mkdir_if_missing(disk, &format!("{base}/{directory}")))
+pub(crate) fn make_directories(disk: &dyn Disk, domain: &str) -> Result<()> {
+    directories().try_for_each(|directory| mkdir_if_missing(disk, &format!("{domain}/{directory}")))
 }
 
 /// One trust domain of a store.
@@ -27,7 +27,7 @@ pub(crate) fn make_directories(disk: &dyn Disk, base: &str) -> Result<()> {
 pub struct Domain {
     store: Store,
     name: String,
-    base: String,
+    directory: String,
 }
 
 /// Locks of the domain, held until dropped. Shared: what they cover is not collected meanwhile.
@@ -47,7 +47,7 @@ pub(crate) enum Covered {
 
 impl Domain {
     pub(crate) fn new(store: Store, name: &str) -> Self {
-        Self { store, name: name.to_owned(), base: format!("{DOMAINS}/{name}") }
+        Self { store, name: name.to_owned(), directory: format!("{DOMAINS}/{name}") }
     }
 
     /// The domain's name.
@@ -68,10 +68,10 @@ impl Domain {
     /// [`Error::ReadOnly`], [`Error::Io`].
     pub fn make_directories(&self) -> Result<()> {
         self.store.check_writable()?;
-        let (disk, refs) = (self.disk(), format!("{}/{REFS}", self.base));
+        let (disk, refs) = (self.disk(), format!("{}/{REFS}", self.directory));
         let _lock = self.lock(LockMode::Exclusive, self.store.waiting())?;
         if disk.stat(&refs).is_err_and(|error| is_absent(&error)) {
-            mkdir_if_missing(disk, &format!("{}/images", self.base))?;
+            mkdir_if_missing(disk, &format!("{}/images", self.directory))?;
             // Whole or not at all: what has no name in `refs` is collected.
             let aside = format!("{refs}.new");
             if disk.stat(&aside).is_ok() {
@@ -88,8 +88,8 @@ impl Domain {
             }
             disk.rename(&aside, &refs, true).at("publish", &refs)?;
         }
-        make_directories(disk, &self.base)?;
-        disk.sync_all().at("sync", &self.base)
+        make_directories(disk, &self.directory)?;
+        disk.sync_all().at("sync", &self.directory)
     }
 
     /// What protects content that is in place here.
@@ -135,8 +135,8 @@ impl Domain {
     /// One of them, unless somebody else has it.
     pub(crate) fn try_lock(&self, what: Covered, mode: LockMode) -> Result<Option<DomainLock>> {
         let path = match what {
-            Covered::Names => self.base.clone(),
-            Covered::Contents => format!("{}/{}", self.base, FileKind::Object.directory()),
+            Covered::Names => self.directory.clone(),
+            Covered::Contents => format!("{}/{}", self.directory, FileKind::Object.directory()),
         };
         let lock = match self.disk().lock(&path, mode, false) {
             // Until a repair makes it again.
@@ -169,19 +169,19 @@ impl Domain {
     }
 
     fn real(&self, below: &str) -> Option<PathBuf> {
-        Some(self.store.path()?.join(&self.base).join(below))
+        Some(self.store.path()?.join(&self.directory).join(below))
     }
 
-    pub(crate) fn base(&self) -> &str {
-        &self.base
+    pub(crate) fn directory(&self) -> &str {
+        &self.directory
     }
 
     pub(crate) fn object_file(&self, digest: &Digest) -> String {
-        format!("{}/objects/{}", self.base, digest.object_path())
+        format!("{}/objects/{}", self.directory, digest.object_path())
     }
 
     pub(crate) fn named_file(&self, name: &FileName) -> String {
-        format!("{}/{}", self.base, name.path())
+        format!("{}/{}", self.directory, name.path())
     }
 
     /// Size of an object in bytes; `None` if it is not here.
@@ -278,7 +278,7 @@ impl Domain {
         let mut directories = BTreeSet::new();
         for name in names.iter().filter(|name| name.kind().is_derived()) {
             remove_entry(self.disk(), &self.named_file(name), Kind::File)?;
-            directories.insert(format!("{}/{}", self.base, name.kind().directory()));
+            directories.insert(format!("{}/{}", self.directory, name.kind().directory()));
         }
         directories.iter().try_for_each(|path| self.disk().sync_dir(path).at("sync", path))
     }
@@ -304,15 +304,15 @@ impl Domain {
     /// Entries of a directory of the domain; none if it does not exist.
     pub(crate) fn entries(&self, directory: &str) -> Result<Vec<(String, Kind)>> {
         let path = match directory {
-            "" => self.base.clone(),
-            directory => format!("{}/{directory}", self.base),
+            "" => self.directory.clone(),
+            directory => format!("{}/{directory}", self.directory),
         };
         Ok(self.disk().list(&path).if_there("list", &path)?.unwrap_or_default())
     }
 
     /// File names of a directory without the suffix; others and temporary files are left out.
     pub(crate) fn files(&self, directory: &str, suffix: &str) -> Result<Vec<String>> {
-        let path = format!("{}/{directory}", self.base);
+        let path = format!("{}/{directory}", self.directory);
         let entries = self.disk().list(&path).at("list", &path)?;
         Ok(entries
             .into_iter()

@@ -253,7 +253,7 @@ impl Domain {
             report.add(Finding::new(FindingKind::Permissions, ".", detail));
         }
         for directory in domain::directories() {
-            let path = format!("{}/{directory}", self.base());
+            let path = format!("{}/{directory}", self.directory());
             match self.disk().stat(&path) {
                 Ok(stat) if stat.mode & 0o022 != 0 => {
                     let detail = format!("mode {:o}: others can change what it holds", stat.mode);
@@ -310,7 +310,7 @@ impl Domain {
     /// Refs and roots: whether they can be read, and what they name is here.
     fn fsck_records(&self, report: &mut FsckReport) -> Result<()> {
         for directory in RECORDS {
-            let path = format!("{}/{directory}", self.base());
+            let path = format!("{}/{directory}", self.directory());
             for (entry, kind) in self.disk().list(&path).at("list", &path)? {
                 // Temporary files are being written by somebody, or gc takes them.
                 let is_ours = entry.ends_with(RECORD_SUFFIX) && kind == Kind::File;
@@ -390,7 +390,7 @@ impl Domain {
 
     fn fsck_attributes(&self, path: &str, kind: FileKind, report: &mut FsckReport) -> Result<()> {
         let stat = self.disk().stat(path).at("look at", path)?;
-        let own = self.disk().stat(self.base()).at("look at", self.base())?;
+        let own = self.disk().stat(self.directory()).at("look at", self.directory())?;
         let mut wrong = Vec::new();
         if stat.mode != 0o444 {
             wrong.push(format!("mode {:o} and not 444", stat.mode));
@@ -424,7 +424,7 @@ impl Examiner<'_> {
     /// The files in a directory, with permissions and protection checked; what is none is reported.
     fn fsck_directory(&self, directory: &str, report: &mut FsckReport) -> Result<Vec<FileName>> {
         let mut names = Vec::new();
-        let path = format!("{}/{directory}", self.domain.base());
+        let path = format!("{}/{directory}", self.domain.directory());
         for (entry, kind) in self.domain.disk().list(&path).at("list", &path)? {
             let path = format!("{path}/{entry}");
             match FileName::of_file(directory, &entry).filter(|_| kind == Kind::File) {
@@ -504,7 +504,7 @@ impl Examiner<'_> {
         report: &mut FsckReport,
     ) -> Result<()> {
         let domain = self.domain;
-        let objects = format!("{}/{}", domain.base(), FileKind::Object.directory());
+        let objects = format!("{}/{}", domain.directory(), FileKind::Object.directory());
         let mut present = Vec::new();
         for (shard, kind) in domain.disk().list(&objects).at("list", &objects)? {
             let directory = format!("{objects}/{shard}");

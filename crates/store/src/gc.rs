@@ -151,14 +151,14 @@ impl Collector<'_> {
             self.sweep_kind(kind, &derived, &mut report)?;
         }
         if !self.options.dry_run {
-            domain.disk().sync_all().at("sync", domain.base())?;
+            domain.disk().sync_all().at("sync", domain.directory())?;
         }
         for kind in FileKind::NAMED.into_iter().filter(|kind| !has_names(kind)) {
             self.sweep_kind(kind, &derived, &mut report)?;
         }
         self.sweep_objects(&mut report)?;
         if self.protected.load(Relaxed) {
-            domain.disk().sync_all().at("sync", domain.base())?;
+            domain.disk().sync_all().at("sync", domain.directory())?;
         }
         for path in std::mem::take(&mut self.protect_last) {
             self.protect(&path)?;
@@ -216,7 +216,7 @@ impl Collector<'_> {
     /// The same for objects, a directory at a time.
     fn sweep_objects(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
-        let objects = format!("{}/{}", domain.base(), FileKind::Object.directory());
+        let objects = format!("{}/{}", domain.directory(), FileKind::Object.directory());
         for (shard, kind) in domain.disk().list(&objects).at("list", &objects)? {
             if kind != Kind::Directory {
                 continue;
@@ -285,7 +285,7 @@ impl Collector<'_> {
             for (entry, kind) in domain.entries(&directory)? {
                 if entry.starts_with(TEMPORARY) {
                     let below = if directory.is_empty() { "" } else { "/" };
-                    let path = format!("{}/{directory}{below}{entry}", domain.base());
+                    let path = format!("{}/{directory}{below}{entry}", domain.directory());
                     suspects.push(Suspect { what: (), path, kind });
                 }
             }
@@ -308,7 +308,7 @@ impl Collector<'_> {
             for (entry, kind) in self.domain.entries(directory)? {
                 let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
                 if !self.domain.has_image(&image)? {
-                    let path = format!("{}/{directory}/{entry}", self.domain.base());
+                    let path = format!("{}/{directory}/{entry}", self.domain.directory());
                     suspects.push(Suspect { what: image, path, kind });
                 }
             }

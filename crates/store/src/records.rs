@@ -53,12 +53,12 @@ pub struct UnreadableRef {
 impl Domain {
     pub(crate) fn ref_file(&self, ref_name: &str) -> Result<String> {
         let encoded = name::encode("ref name", ref_name)?;
-        Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.base()))
+        Ok(format!("{}/refs/{encoded}{RECORD_SUFFIX}", self.directory()))
     }
 
     fn root_file(&self, kind: RootKind, id: &str) -> Result<String> {
         let encoded = name::encode("root id", id)?;
-        Ok(format!("{}/{}/{encoded}{RECORD_SUFFIX}", self.base(), kind.directory()))
+        Ok(format!("{}/{}/{encoded}{RECORD_SUFFIX}", self.directory(), kind.directory()))
     }
 
     /// The record of a ref; `None` if there is no such ref.
@@ -195,12 +195,12 @@ impl Domain {
     }
 
     fn unnamed_file(&self, image: &Digest) -> String {
-        format!("{}/{UNNAMED}/{image}", self.base())
+        format!("{}/{UNNAMED}/{image}", self.directory())
     }
 
     fn make_unnamed(&self) -> Result<()> {
-        mkdir_if_missing(self.disk(), &format!("{}/{UNNAMED}", self.base()))?;
-        self.disk().sync_dir(self.base()).at("sync", self.base())
+        mkdir_if_missing(self.disk(), &format!("{}/{UNNAMED}", self.directory()))?;
+        self.disk().sync_dir(self.directory()).at("sync", self.directory())
     }
 
     /// Keeps what a ref that is about to name another image says of its present one.
@@ -290,7 +290,7 @@ impl Domain {
     /// The records in one of the directories of [`RECORDS`].
     pub(crate) fn records(&self, directory: &str) -> Result<Vec<RecordFile>> {
         let record = |stem: String| RecordFile {
-            path: format!("{}/{directory}/{stem}{RECORD_SUFFIX}", self.base()),
+            path: format!("{}/{directory}/{stem}{RECORD_SUFFIX}", self.directory()),
             name: name::decode(&stem),
         };
         Ok(self.files(directory, RECORD_SUFFIX)?.into_iter().map(record).collect())
@@ -298,7 +298,7 @@ impl Domain {
 
     /// The images and layers that a ref or root keeps: none if it is gone since the listing.
     pub(crate) fn files_of(&self, record: &RecordFile) -> Result<Vec<FileName>> {
-        if record.path.starts_with(&format!("{}/{REFS}/", self.base())) {
+        if record.path.starts_with(&format!("{}/{REFS}/", self.directory())) {
             return self.read_ref(&record.path)?.map_or(Ok(Vec::new()), |(_, it)| it.files());
         }
         self.read_root(&record.path)?.map_or(Ok(Vec::new()), |root| root.files())
@@ -335,7 +335,7 @@ impl Domain {
     }
 
     pub(crate) fn sync_directory(&self, directory: &str) -> Result<()> {
-        let path = format!("{}/{directory}", self.base());
+        let path = format!("{}/{directory}", self.directory());
         self.disk().sync_dir(&path).at("sync", &path)
     }
 

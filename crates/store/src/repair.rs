@@ -101,7 +101,7 @@ impl Domain {
 
     /// What a file is by its path below the store.
     pub(crate) fn name_of(&self, path: &str) -> Option<FileName> {
-        let below = path.strip_prefix(self.base())?.strip_prefix('/')?;
+        let below = path.strip_prefix(self.directory())?.strip_prefix('/')?;
         let (directory, file) = below.rsplit_once('/')?;
         FileName::of_file(directory, file)
     }
@@ -251,18 +251,18 @@ impl Domain {
                 let cleared = self.disk().set_immutable(&path, false);
                 cleared.at("clear the immutable flag of", &path)?;
             }
-            self.disk().sync_all().at("sync", self.base())?;
+            self.disk().sync_all().at("sync", self.directory())?;
         }
         for_each(self.disk().parallelism(), &content, protect)?;
         // The flag of an image stands for those of its objects, after a crash too.
         if all.load(Relaxed) {
             if count.load(Relaxed) > 0 {
-                self.disk().sync_all().at("sync", self.base())?;
+                self.disk().sync_all().at("sync", self.directory())?;
             }
             for_each(self.disk().parallelism(), &named, protect)?;
         }
         if count.load(Relaxed) > 0 {
-            self.disk().sync_all().at("sync", self.base())?;
+            self.disk().sync_all().at("sync", self.directory())?;
         }
         Ok(count.into_inner())
     }

@@ -164,7 +164,7 @@ impl Domain {
     }
 
     fn scrub_file(&self, scope: &str) -> String {
-        format!("{}/{DIRECTORY}/{scope}.json", self.base())
+        format!("{}/{DIRECTORY}/{scope}.json", self.directory())
     }
 
     /// A record that cannot be read means that there was none.

@@ -39,6 +39,6 @@ impl Domain {
     }
 
     pub(crate) fn settings_file(&self) -> String {
-        format!("{}/domain.json", self.base())
+        format!("{}/domain.json", self.directory())
     }
 }

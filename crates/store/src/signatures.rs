@@ -36,7 +36,7 @@ impl Domain {
         if !self.has_image(image)? {
             return Err(Error::NoSuch(FileName::content(FileKind::Image, image)));
         }
-        let parent = format!("{}/{DIRECTORY}", self.base());
+        let parent = format!("{}/{DIRECTORY}", self.directory());
         let directory = format!("{parent}/{image}");
         let path = format!("{directory}/{}", Digest(Sha256::digest(signature).into()));
         let is_new = match self.read_signature(&path) {
@@ -54,7 +54,7 @@ impl Domain {
         mkdir_if_missing(self.disk(), &directory)?;
         self.store().replace_file(&path, signature, true)?;
         self.disk().sync_dir(&parent).at("sync", &parent)?;
-        self.disk().sync_dir(self.base()).at("sync", self.base())
+        self.disk().sync_dir(self.directory()).at("sync", self.directory())
     }
 
     /// All signatures of an image, in no particular order.
@@ -64,7 +64,7 @@ impl Domain {
     pub fn signatures(&self, image: &Digest) -> Result<Vec<Vec<u8>>> {
         let mut signatures = Vec::new();
         for name in self.signature_files(image)? {
-            let path = format!("{}/{DIRECTORY}/{image}/{name}", self.base());
+            let path = format!("{}/{DIRECTORY}/{image}/{name}", self.directory());
             // One that was removed since it was listed is simply not there.
             signatures.extend(self.read_signature(&path)?);
         }
@@ -89,7 +89,7 @@ impl Domain {
 
     /// Finds signatures that do not match their names, whose image is missing, or that are none.
     pub(crate) fn fsck_signatures(&self, report: &mut FsckReport) -> Result<()> {
-        let parent = format!("{}/{DIRECTORY}", self.base());
+        let parent = format!("{}/{DIRECTORY}", self.directory());
         for (entry, kind) in self.entries(DIRECTORY)? {
             let directory = format!("{parent}/{entry}");
             let image = Digest::from_lower_hex(entry.as_bytes());

@@ -93,6 +93,6 @@ impl Domain {
     }
 
     fn sizes_file(&self) -> String {
-        format!("{}/{RECORD}", self.base())
+        format!("{}/{RECORD}", self.directory())
     }
 }

@@ -44,6 +44,6 @@ impl Domain {
     }
 
     fn used_file(&self, image: &Digest) -> String {
-        format!("{}/{DIRECTORY}/{image}", self.base())
+        format!("{}/{DIRECTORY}/{image}", self.directory())
     }
 }

@@ -73,7 +73,7 @@ impl Uses {
 impl Domain {
     /// Visits every object that is here with the bytes allocated for it.
     pub(crate) fn each_object(&self, visit: &mut dyn FnMut(Digest, u64)) -> Result<()> {
-        let objects = format!("{}/{}", self.base(), FileKind::Object.directory());
+        let objects = format!("{}/{}", self.directory(), FileKind::Object.directory());
         for (shard, kind) in self.disk().list(&objects).at("list", &objects)? {
             if kind != Kind::Directory {
                 continue;

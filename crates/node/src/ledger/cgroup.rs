@@ -300,6 +300,14 @@ mod tests {
         assert_eq!(hierarchy.mount, root.path().join("sys/fs/cgroup/memory"));
     }
 
+    /// Of a longer mountinfo only the first mebibyte was read.
+    #[test]
+    fn a_hierarchy_behind_many_mounts_is_found() {
+        let many = "1 0 8:1 / /many rw - ext4 /dev/vda rw\n".repeat(40_000);
+        let root = plant(&[("proc/self/mountinfo", &(many + V1_MOUNTS))]);
+        assert_eq!(Hierarchy::find(root.path()).unwrap().version(), Version::V1);
+    }
+
     #[test]
     fn version_2_needs_the_controller() {
         let with = plant(&[

@@ -226,15 +226,15 @@ pub(super) fn is_bound(root: &Path, dir: &Path) -> bool {
 
 /// Whether something is mounted at this path in another mount namespace.
 pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
-    let own = view(&root.join("proc/thread-self")).ok().flatten();
+    let own = task_root(&root.join("proc/thread-self")).ok().flatten();
     is_shown(root, own.into_iter().collect(), |mount, _| mount.target == target)
 }
 
 /// What a task sees: its mount namespace, and the device, inode and mount of its root, since the
 /// kernel shows a chrooted task only the mounts below that. `None` if we may not know.
-type View = (u64, (u32, u32), u64, u64);
+type TaskRoot = (u64, (u32, u32), u64, u64);
 
-fn view(task: &Path) -> io::Result<Option<View>> {
+fn task_root(task: &Path) -> io::Result<Option<TaskRoot>> {
     let mask = StatxFlags::INO | StatxFlags::MNT_ID;
     let top = match rustix::fs::statx(CWD, task.join("root"), AtFlags::empty(), mask) {
         // Of a process that we may not trace. Its mountinfo is open to all.
@@ -245,21 +245,23 @@ fn view(task: &Path) -> io::Result<Option<View>> {
     Ok(Some((inode(&task.join("ns/mnt"))?, device, top.stx_ino, top.stx_mnt_id)))
 }
 
-/// Whether a task outside the `seen` views sees such a mount; true in doubt. The closure also gets
+/// Whether a task outside the `seen` roots sees such a mount; true in doubt. The closure also gets
 /// the task's directory.
 fn is_shown(
     root: &Path,
-    mut seen: HashSet<View>,
+    mut seen: HashSet<TaskRoot>,
     is: impl Fn(&KernelMount, &Path) -> bool,
 ) -> bool {
     any_task(root, |task| {
-        let before = view(task)?;
+        let before = task_root(task)?;
         if before.is_some_and(|before| seen.contains(&before)) {
             return Ok(false);
         }
         let mounts = mountinfo::parse(&fs::read(task.join("mountinfo"))?);
-        // It may have changed its root meanwhile: then another task has to show this view.
-        seen.extend(before.filter(|before| view(task).is_ok_and(|after| after == Some(*before))));
+        // It may have changed its root meanwhile: then another task has to show this root.
+        seen.extend(
+            before.filter(|before| task_root(task).is_ok_and(|after| after == Some(*before))),
+        );
         Ok(mounts.iter().any(|mount| is(mount, task)))
     })
 }
