@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
 use crate::domain::{Covered, DomainLock};
-use crate::error::{At, Error, Result, is_absent, is_full};
+use crate::error::{At, Error, Result, is_absent, is_damage, is_full};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::Reachability;
 use crate::records::ROOTS;
@@ -208,8 +208,9 @@ impl<'a> Collector<'a> {
         if self.options.dry_run || !self.domain.protection().immutable {
             return Ok(());
         }
-        match disk.stat(path).if_there("look at", path)? {
-            Some(stat) if !stat.immutable => self.protected.store(true, Relaxed),
+        match disk.stat(path).if_there("look at", path) {
+            Ok(Some(stat)) if !stat.immutable => self.protected.store(true, Relaxed),
+            Err(error) if !is_damage(&error) => return Err(error),
             _ => return Ok(()),
         }
         // It may be replaced by a repair at this moment.

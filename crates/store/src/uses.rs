@@ -87,10 +87,13 @@ impl Domain {
         Ok(())
     }
 
-    /// Bytes allocated for a file; 0 for one that was removed since it was listed.
+    /// Bytes allocated for a file; 0 for one that was removed since it was listed, and for a damaged
+    /// inode, which whoever reads it reports.
     pub(crate) fn allocated(&self, path: &str) -> Result<u64> {
-        let stat = self.disk().stat(path).if_there("look at", path)?;
-        Ok(stat.map_or(0, |stat| stat.allocated))
+        match self.disk().stat(path).if_there("look at", path) {
+            Err(error) if is_damage(&error) => Ok(0),
+            stat => Ok(stat?.map_or(0, |stat| stat.allocated)),
+        }
     }
 
     /// How many files of a kind there are, and the bytes allocated for them.

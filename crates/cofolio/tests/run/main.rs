@@ -27,10 +27,11 @@ fn wrapped(machine: &Machine, runtime: &str, before: &str, after: &str) -> Strin
     let script = format!(
         r#"#!/bin/sh
 wait() {{ n=0; while [ ! -e $1 ] && [ $n -lt 3000 ]; do sleep 0.01; n=$((n + 1)); done; }}
-(cd {dir}; {before})
+cd {dir}
+{before}
 {runtime} "$@"
 status=$?
-(cd {dir}; {after})
+{after}
 exit $status
 "#,
         dir = dir.display(),

@@ -116,6 +116,21 @@ fn a_container_that_is_being_started_is_stopped() {
     }
 }
 
+/// The first process was killed before its runtime started it, which then waited for it without end: `run -d` did not return, and
+/// the name stayed taken.
+#[test]
+fn a_container_killed_before_it_starts_holds_up_nothing() {
+    const TEST: &str = "a_container_killed_before_it_starts_holds_up_nothing";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let kill =
+            "case $* in *' start '*) kill -9 $(cat run/*/containers/new/pid); exec sleep 100 ;; esac";
+        let slow = wrapped(&machine, runtime, kill, ":");
+        machine.sh(&slow, &["-d", "--name", "new"], "sleep 100").fails_with(125);
+        machine.assert_clean();
+    }
+}
+
 /// While `stop` waited for a container's end, another one took the name. `stop` killed that one too, and every later one.
 #[test]
 fn stop_spares_the_next_container_of_the_name() {

@@ -157,10 +157,7 @@ impl Drop for Layout {
 fn read_index(path: &Path) -> Result<Value, ExportError> {
     let not_index =
         |what: String| ExportError::Destination { what: format!("{}: {what}", path.display()) };
-    if fs::metadata(path).map_err(io_error(path))?.len() > INDEX_MAX {
-        return Err(not_index(format!("it has more than {INDEX_MAX} bytes")));
-    }
-    let bytes = fs::read(path).map_err(io_error(path))?;
+    let bytes = crate::files::read(path, INDEX_MAX).map_err(io_error(path))?;
     let index: Value = serde_json::from_slice(&bytes).map_err(|e| not_index(e.to_string()))?;
     match index.get("manifests") {
         Some(Value::Array(_)) => Ok(index),

@@ -6,13 +6,14 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use cofolio_store::task::Cancel;
 use rustix::fs::{FlockOperation, Gid, MemfdFlags, Uid, memfd_create};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
+use super::end::{ends_first, pidfd};
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
     Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
@@ -234,10 +235,16 @@ impl Containers<'_> {
 }
 
 impl Container {
-    fn command(&self, detached: bool) -> Command {
+    fn runtime(&self) -> Command {
         let mut command = Command::new(&self.record.runtime.path);
         command.arg("--root").arg(&self.state).arg("--log").arg(self.dir.join("log"));
-        command.args(["--log-format", "json", if detached { "create" } else { "run" }]);
+        command.args(["--log-format", "json"]);
+        command
+    }
+
+    fn command(&self, detached: bool) -> Command {
+        let mut command = self.runtime();
+        command.arg(if detached { "create" } else { "run" });
         command.arg("--bundle").arg(&self.dir).arg("--pid-file").arg(self.dir.join("pid"));
         command.arg(&self.record.name);
         command
@@ -257,14 +264,18 @@ impl Container {
         let written = read_text(&self.dir.join("pid"));
         let first = written.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
         let first = first.ok_or_else(|| self.made_nothing())?;
-        let log = self.dir.join("log");
-        let log = log.to_string_lossy();
-        let start = ["--log", &log, "--log-format", "json", "start", &self.record.name];
-        let started = self.record.runtime.ask(&self.state, &start)?;
-        match started.status.success() {
-            true => Ok(first),
-            false => refused(started.status),
+        let handle = pidfd(first.as_raw_nonzero().get().cast_unsigned());
+        let handle = handle.map_err(|source| self.failed(source))?;
+        let mut start = self.runtime();
+        start.arg("start").arg(&self.record.name).stdin(Stdio::null());
+        start.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut start = self.record.runtime.spawn(&mut start).map_err(|it| self.failed(it))?;
+        // It waits without end for a process that is killed before it has found it.
+        if ends_first(&handle, &mut start) {
+            let _ = start.kill();
         }
+        let status = start.wait().map_err(|source| self.failed(source))?;
+        if status.success() { Ok(first) } else { refused(status) }
     }
 
     fn made_nothing(&self) -> RunError {

@@ -274,7 +274,8 @@ impl SimDisk {
         }
     }
 
-    /// From now on a file cannot be read, nor a directory looked at, but with this error.
+    /// From now on a file cannot be read, nor a directory looked at, but with this error; nor the file looked at, if its
+    /// inode is damaged (EUCLEAN).
     pub fn make_unreadable(&self, path: &str, why: rustix::io::Errno) {
         let mut state = self.state();
         state.bad = state.find(path).ok().map(|inode| (inode, why));
@@ -472,6 +473,9 @@ impl Disk for SimDisk {
     fn stat(&self, path: &str) -> io::Result<Stat> {
         let state = self.state();
         let inode = state.find(path)?;
+        if state.bad == Some((inode, rustix::io::Errno::UCLEAN)) {
+            state.check(inode)?;
+        }
         let (kind, size, allocated, mode, immutable, nlink) = match state.seen.get(&inode) {
             Some(Node::File { data, mode, immutable }) => {
                 let blocks = data.chunks(BLOCK).filter(|block| block.iter().any(|byte| *byte != 0));
