@@ -123,8 +123,7 @@ fn a_container_killed_before_it_starts_holds_up_nothing() {
     const TEST: &str = "a_container_killed_before_it_starts_holds_up_nothing";
     let Some((machine, runtimes)) = machine(TEST) else { return };
     for runtime in runtimes {
-        let kill =
-            "case $* in *' start '*) kill -9 $(cat run/*/containers/new/pid); exec sleep 100 ;; esac";
+        let kill = "case $* in *' start '*) kill -9 $(cat run/*/containers/new/pid); exec sleep 100 ;; esac";
         let slow = wrapped(&machine, runtime, kill, ":");
         machine.sh(&slow, &["-d", "--name", "new"], "sleep 100").fails_with(125);
         machine.assert_clean();

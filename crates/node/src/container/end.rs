@@ -5,7 +5,6 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
@@ -21,9 +20,6 @@ use crate::mount::{At as _, MountError, RunDir, UmountOptions, take_down};
 
 /// How long a process may take to die of SIGKILL, and the process that waits for it to clean up.
 const KILLED_PATIENCE: Duration = Duration::from_secs(10);
-
-/// Between two looks at a process.
-const PAUSE: Duration = Duration::from_millis(5);
 
 /// The files of a container that are removed last, in this order.
 const LAST: [&str; 2] = ["container.json", "lock"];
@@ -183,7 +179,7 @@ impl Containers<'_> {
             } else if since.elapsed() > KILLED_PATIENCE {
                 return Err(RunError::StillRunning(name.to_owned()));
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(Duration::from_millis(5));
             found = self.status(name)?.unwrap_or(found);
         }
         Ok(())
@@ -266,17 +262,13 @@ pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
     Ok(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?)
 }
 
-/// Whether a process has ended and another, which need not wait for it, goes on for a second.
-pub(super) fn ends_first(handle: &OwnedFd, other: &mut Child) -> bool {
-    let mut pauses = 0;
-    while pauses < 200 && matches!(other.try_wait(), Ok(None)) {
-        let has_ended = ends_within(handle, PAUSE);
-        pauses += u32::from(has_ended);
-        if has_ended {
-            std::thread::sleep(PAUSE);
-        }
-    }
-    pauses == 200
+/// Waits until one of two processes ends. Whether that is the first, and the second goes on for a
+/// second more.
+pub(super) fn ends_first(first: &OwnedFd, second: &OwnedFd) -> io::Result<bool> {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mut fds = [first, second].map(|handle| PollFd::new(handle, PollFlags::IN));
+    rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
+    Ok(fds[1].revents().is_empty() && !ends_within(second, Duration::from_secs(1)))
 }
 
 fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {

@@ -264,14 +264,14 @@ impl Container {
         let written = read_text(&self.dir.join("pid"));
         let first = written.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
         let first = first.ok_or_else(|| self.made_nothing())?;
-        let handle = pidfd(first.as_raw_nonzero().get().cast_unsigned());
-        let handle = handle.map_err(|source| self.failed(source))?;
         let mut start = self.runtime();
         start.arg("start").arg(&self.record.name).stdin(Stdio::null());
         start.stdout(Stdio::null()).stderr(Stdio::null());
         let mut start = self.record.runtime.spawn(&mut start).map_err(|it| self.failed(it))?;
         // It waits without end for a process that is killed before it has found it.
-        if ends_first(&handle, &mut start) {
+        let number = first.as_raw_nonzero().get().cast_unsigned();
+        let handles = pidfd(number).and_then(|first| Ok((first, pidfd(start.id())?)));
+        if handles.and_then(|(first, start)| ends_first(&first, &start)).unwrap_or(false) {
             let _ = start.kill();
         }
         let status = start.wait().map_err(|source| self.failed(source))?;
