@@ -209,7 +209,9 @@ impl<'a> Collector<'a> {
             return Ok(());
         }
         match disk.stat(path).if_there("look at", path) {
-            Ok(Some(stat)) if !stat.immutable => self.protected.store(true, Relaxed),
+            Ok(Some(stat)) if stat.kind == Kind::File && !stat.immutable => {
+                self.protected.store(true, Relaxed)
+            }
             Err(error) if !is_damage(&error) => return Err(error),
             _ => return Ok(()),
         }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::Digest;
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, StoredFile};
-use crate::error::{At, Error, Result, is_absent};
+use crate::error::{At, Error, Result, is_absent, is_damage};
 use crate::kinds::{FileKind, FileName};
 use crate::record::{Ref, now};
 use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, ref_json};
@@ -288,12 +288,12 @@ impl Domain {
         self.real(&name.path())
     }
 
-    /// Whether it is here. A layer that was unpacked from no archive has no split.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`] if something else than a file is in its place; [`Error::Io`].
+    /// Whether it is here, damaged or not. A layer that was unpacked from no archive has no split.
     pub fn has_named(&self, name: &FileName) -> Result<bool> {
-        Ok(self.file_size(&self.named_file(name))?.is_some())
+        match self.file_size(&self.named_file(name)) {
+            Err(error) if is_damage(&error) => Ok(true),
+            size => Ok(size?.is_some()),
+        }
     }
 
     pub(crate) fn open_file(&self, path: String) -> Result<Option<StoredFile>> {

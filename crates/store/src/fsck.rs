@@ -427,9 +427,11 @@ impl Examiner<'_> {
         let path = format!("{}/{directory}", self.domain.directory());
         for (entry, kind) in self.domain.disk().list(&path).at("list", &path)? {
             let path = format!("{path}/{entry}");
-            match FileName::of_file(directory, &entry).filter(|_| kind == Kind::File) {
+            match FileName::of_file(directory, &entry) {
                 Some(name) => {
-                    self.domain.fsck_file(&path, name.kind(), report)?;
+                    if kind == Kind::File {
+                        self.domain.fsck_file(&path, name.kind(), report)?;
+                    }
                     names.push(name);
                 }
                 None => report.add(Finding::new(FindingKind::UnexpectedEntry, &path, "")),

@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use cofolio_store::disk::Disk as _;
 use cofolio_store::task::{Cancel, Task};
 use cofolio_store::{
-    BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FindingKind, FsckOptions,
-    GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store, StoredFile,
-    is_damage, verity,
+    BoxError, Contents, Digest, Domain, Error, ErrorKind, FileKind, FileName, FindingKind,
+    FsckOptions, GcOptions, ImportOptions, InitOptions, Root, RootKind, ScrubOptions, Store,
+    StoredFile, is_damage, verity,
 };
 use common::sim::SimDisk;
 use common::volume::Volume;
@@ -50,6 +50,7 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
         (object_path.clone(), Errno::IO, FindingKind::ObjectUnreadable),
         (object_path.clone(), Errno::UCLEAN, FindingKind::ObjectUnreadable),
         (path_of(&format!("{image}.erofs")), Errno::IO, FindingKind::ImageUnreadable),
+        (path_of(&format!("{image}.erofs")), Errno::UCLEAN, FindingKind::ImageUnreadable),
         (path_of(".dump.zst"), Errno::IO, FindingKind::LayerUnreadable),
         (path_of(".split"), Errno::IO, FindingKind::LayerUnreadable),
     ] {
@@ -155,6 +156,33 @@ fn a_look_at_all_sizes_lists_some_findings_and_counts_the_rest() {
     let report = domain.examine_sizes(&Many, "boot", &Cancel::default()).unwrap();
     assert_eq!((report.findings.len(), report.more), (10_000, 50_000));
     assert_eq!(domain.sizes().unwrap(), Some(report));
+}
+
+/// A directory in place of an image was no damage for fsck, and got the immutable flag from gc, so that whoever
+/// removed it could not.
+#[test]
+fn a_directory_in_place_of_a_file_is_found_and_can_be_removed() {
+    let scratch = Scratch::new("directory");
+    let domain = scratch.store().domain("default").unwrap();
+    let options = ImportOptions::default();
+    let image = import_split(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
+    let split = FileName::chain(FileKind::Split, "sha256:l").unwrap();
+    for path in [domain.image_path(&image).unwrap(), domain.named_path(&split).unwrap()] {
+        common::make_mutable(&scratch.path);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+        let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
+        let said = report.findings.iter().any(|it| {
+            it.kind.is_damage() && path.ends_with(&it.path) && it.detail.contains("Is a directory")
+        });
+        assert!(said, "{report:?}");
+        let refused = common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap_err();
+        assert!(format!("{refused:?}").contains("IsADirectory"), "{refused:?}");
+        std::fs::remove_dir(&path).unwrap();
+        common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+        assert_eq!(kinds(&domain), []);
+    }
 }
 
 /// The store promised mode 0700, but only where it made the directory itself: on a volume that was mounted

@@ -1,7 +1,7 @@
 use std::path::{Path, PathBuf};
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::UmountOptions;
+use cofolio_node::mount::{MountError, UmountOptions};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -97,6 +97,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
                     "in_use": unmounted.in_use,
                 }));
             }
+            // Somebody else has just done it.
+            Err(error)
+                if args.all && matches!(error.downcast_ref(), Some(MountError::NotMounted(_))) => {}
             Err(error) => failed.push((target, error)),
         }
     }

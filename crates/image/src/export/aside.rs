@@ -10,9 +10,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, linkat, renameat_with, unlink,
+    AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, linkat, openat, renameat_with,
+    unlink,
 };
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 use super::error::{ExportError, io_error};
 
@@ -77,8 +79,12 @@ impl OutputFile {
     pub fn publish(mut self) -> Result<(), ExportError> {
         match &self.to {
             To::Path { path, replace } => {
-                self.file.sync_all().map_err(io_error(&self.aside))?;
                 check_free(path, *replace)?;
+                if let Ok(before) = path.symlink_metadata() {
+                    // Who could not read it still cannot.
+                    self.file.set_permissions(before.permissions()).map_err(io_error(path))?;
+                }
+                self.file.sync_all().map_err(io_error(&self.aside))?;
                 rename(&self.aside, path, *replace)?;
             }
             To::Stdout | To::Published => {
@@ -126,7 +132,7 @@ pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), Export
         other => other,
     };
     renamed.map_err(|error| match error {
-        Errno::EXIST if !replace => ExportError::Exists { path: to.to_owned() },
+        Errno::EXIST | Errno::NOTEMPTY => ExportError::Exists { path: to.to_owned() },
         other => io_error(to)(other.into()),
     })?;
     let not_durable = |source| ExportError::NotDurable { path: to.to_owned(), source };
@@ -177,7 +183,16 @@ pub(super) fn create_file(path: &Path) -> Result<(File, PathBuf), ExportError> {
 
 /// A new directory for what goes to `path`, and its name. It is locked as long as the file is open.
 pub(super) fn create_dir(path: &Path) -> Result<(File, PathBuf), ExportError> {
-    create(path, |aside| fs::create_dir(aside).and_then(|()| File::open(aside)))
+    create(path, |aside| {
+        fs::create_dir(aside)?;
+        Ok(open_dir(CWD, aside)?)
+    })
+}
+
+/// Opens a directory, and no link to one.
+pub(super) fn open_dir(parent: impl AsFd, name: impl Arg) -> rustix::io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(parent, name, flags, Mode::empty()).map(File::from)
 }
 
 fn create(
@@ -242,6 +257,7 @@ mod tests {
         super::OutputFile::create(&path, false).unwrap().publish().unwrap();
         assert_eq!(std::fs::read(path).unwrap(), b"");
         assert!(running.aside.exists());
+        drop(running);
         drop(running);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }

@@ -2,9 +2,10 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, flock, mkdirat};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
@@ -20,12 +21,17 @@ const INDEX_MAX: u64 = 4 << 20;
 
 /// A layout that is being written: a new one under a temporary name, an existing one in place, with
 /// `index.json` last.
+///
+/// Names on the way to it can be replaced by links to anywhere by whoever owns the directories that they lie
+/// in. So all of it is reached through descriptors.
 pub(crate) struct Layout {
-    root: PathBuf,
-    /// Where it goes when it is complete, if it is new.
-    goes_to: Option<PathBuf>,
-    /// That it is being written.
-    _lock: Option<File>,
+    path: PathBuf,
+    /// Its name until it is complete, if it is new.
+    aside: Option<PathBuf>,
+    /// Its directory, locked.
+    root: File,
+    /// The directory of its blobs.
+    blobs: File,
     blob: Option<(File, PathBuf)>,
     /// Blobs that were not there before.
     added: Vec<PathBuf>,
@@ -46,67 +52,94 @@ impl Layout {
             }
             Err(error) => return Err(io_error(path)(error)),
         };
-        let (lock, root, goes_to) = match entries {
+        let (root, aside) = match entries {
             None | Some(0) => {
-                let (lock, aside) = aside::create_dir(path)?;
-                (Some(lock), aside, Some(path.to_owned()))
+                let (root, aside) = aside::create_dir(path)?;
+                (root, Some(aside))
             }
-            Some(_) if is_own(&path.join("index.json"), fs::Metadata::is_file) => {
-                let lock = File::open(path).map_err(io_error(path))?;
-                let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+            Some(_) => {
+                let root = File::open(path).map_err(io_error(path))?;
+                if !below(&root, "index.json").symlink_metadata().is_ok_and(|it| it.is_file()) {
+                    return refuse("a directory that is neither empty nor an image layout");
+                }
+                let locked = flock(&root, FlockOperation::NonBlockingLockExclusive);
                 if locked == Err(Errno::WOULDBLOCK) {
                     return refuse("another export writes to it");
                 }
-                (Some(lock), path.to_owned(), None)
+                (root, None)
             }
-            Some(_) => return refuse("a directory that is neither empty nor an image layout"),
         };
-        let (blob, added) = (None, Vec::new());
-        let layout = Self { root, goes_to, _lock: lock, blob, added, published: false };
-        if layout.goes_to.is_some() {
-            let path = layout.root.join("oci-layout");
-            let written = File::create_new(&path)
+        if aside.is_some() {
+            let written = File::create_new(below(&root, "oci-layout"))
                 .and_then(|mut file| file.write_all(OCI_LAYOUT).and_then(|()| file.sync_all()));
-            written.map_err(io_error(&path))?;
+            written.map_err(io_error(path))?;
         }
-        for part in ["blobs", "blobs/sha256"] {
-            let directory = layout.root.join(part);
-            match fs::create_dir(&directory) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(io_error(&directory)(error));
-                }
-                _ if is_own(&directory, fs::Metadata::is_dir) => {}
-                _ => return refuse(&format!("{part} leads elsewhere: it is no directory")),
+        let blobs = directory_in(&root, "blobs").and_then(|it| directory_in(&it, "sha256"));
+        let blobs = match blobs {
+            Err(Errno::NOTDIR) => {
+                return refuse("blobs/sha256 leads elsewhere: it is no directory");
             }
+            other => other.map_err(|error| io_error(path)(error.into()))?,
+        };
+        let (path, blob, added) = (path.to_owned(), None, Vec::new());
+        Ok(Self { path, aside, root, blobs, blob, added, published: false })
+    }
+
+    fn write_index(&self, image: &Finished) -> Result<(), ExportError> {
+        let path = below(&self.root, "index.json");
+        let before = match self.aside {
+            Some(_) => None,
+            None => Some(read_index(&path)?),
+        };
+        let file = OutputFile::create(&path, true)?;
+        file.file().write_all(&index(before, image)).map_err(io_error(&path))?;
+        file.publish()
+    }
+
+    /// An error about its path and not about a descriptor.
+    fn named(&self, error: ExportError) -> ExportError {
+        let path = self.path.clone();
+        match error {
+            ExportError::Io { source, .. } => ExportError::Io { path, source },
+            ExportError::NotDurable { source, .. } => ExportError::NotDurable { path, source },
+            other => other,
         }
-        Ok(layout)
     }
 }
 
-/// Whether something lies there itself. Links in a foreign layout could lead anywhere.
-fn is_own(path: &Path, is: impl FnOnce(&fs::Metadata) -> bool) -> bool {
-    path.symlink_metadata().is_ok_and(|found| is(&found))
+fn below(directory: &File, name: &str) -> PathBuf {
+    format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()).into()
+}
+
+/// A directory, made if it is missing, and no link to one.
+fn directory_in(parent: &File, name: &str) -> rustix::io::Result<File> {
+    match mkdirat(parent, name, Mode::from_raw_mode(0o777)) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error),
+    }
+    aside::open_dir(parent, name)
 }
 
 impl Target for Layout {
     fn begin(&mut self, _: BlobKind) -> Result<(), ExportError> {
-        self.blob = Some(aside::create_file(&self.root.join("blobs/sha256/blob"))?);
+        let blob = aside::create_file(&below(&self.blobs, "blob"));
+        self.blob = Some(blob.map_err(|error| self.named(error))?);
         Ok(())
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError> {
         match &mut self.blob {
-            Some((file, path)) => file.write_all(bytes).map_err(io_error(path)),
+            Some((file, _)) => file.write_all(bytes).map_err(io_error(&self.path)),
             None => Ok(()),
         }
     }
 
     fn end(&mut self, digest: &BlobDigest, _: u64) -> Result<(), ExportError> {
         let Some((file, path)) = &self.blob else { return Ok(()) };
-        file.sync_all().map_err(io_error(path))?;
-        let to = self.root.join(digest.layout_path());
+        file.sync_all().map_err(io_error(&self.path))?;
+        let to = below(&self.blobs, digest.hex());
         let is_new = !to.exists();
-        fs::rename(path, &to).map_err(io_error(&to))?;
+        fs::rename(path, &to).map_err(io_error(&self.path))?;
         self.blob = None;
         if is_new {
             self.added.push(to);
@@ -115,23 +148,16 @@ impl Target for Layout {
     }
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
-        aside::sync(&self.root.join("blobs/sha256"))?;
-        aside::sync(&self.root.join("blobs"))?;
-        let path = self.root.join("index.json");
-        let before = match self.goes_to {
-            Some(_) => None,
-            None => Some(read_index(&path)?),
-        };
-        let file = OutputFile::create(&path, true)?;
-        file.file().write_all(&index(before, image)).map_err(io_error(file.aside()))?;
-        let published = file.publish();
+        let synced = aside::sync(&below(&self.blobs, "."));
+        let synced = synced.and_then(|()| aside::sync(&below(&self.blobs, "..")));
+        let published = synced.and_then(|()| self.write_index(image));
         if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
             self.added.clear(); // The index names them.
         }
-        published?;
-        if let Some(to) = &self.goes_to {
+        published.map_err(|error| self.named(error))?;
+        if let Some(aside) = &self.aside {
             // Over an empty directory as well.
-            aside::rename(&self.root, to, true)?;
+            aside::rename(aside, &self.path, true)?;
         }
         self.published = true;
         Ok(())
@@ -143,8 +169,8 @@ impl Drop for Layout {
         if self.published {
             return;
         }
-        if self.goes_to.is_some() {
-            let _ = fs::remove_dir_all(&self.root);
+        if let Some(aside) = &self.aside {
+            let _ = fs::remove_dir_all(aside);
             return;
         }
         let unfinished = self.blob.take().map(|(_, path)| path);

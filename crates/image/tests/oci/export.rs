@@ -184,6 +184,44 @@ fn altered_content_is_not_given_out() {
     assert_eq!(names(&out), [""; 0]);
 }
 
+/// Whoever owns an image layout could put a link in place of its `blobs/sha256` after that was looked at, and root
+/// wrote where the link led.
+#[test]
+fn a_layout_that_changes_meanwhile_leads_nowhere() {
+    let bench = Bench::new();
+    import(&bench, "image", &two_layers());
+    let (out, elsewhere) = (bench.path("out"), bench.path("elsewhere"));
+    fs::create_dir(&elsewhere).unwrap();
+    bench.export("image", &out, Compression::None).unwrap();
+    let blobs = out.join("blobs/sha256");
+    let blob = blobs.join(&names(&blobs)[0]);
+    fs::remove_file(&blob).unwrap();
+    fs::create_dir(&blob).unwrap();
+    match bench.export("image", &out, Compression::None) {
+        Err(ExportError::Io { path, .. }) => assert_eq!(path, out),
+        other => panic!("{other:?}"),
+    }
+    fs::remove_dir(&blob).unwrap();
+    let record = bench.domain.get_ref("image").unwrap().unwrap();
+    let exported = Exported { image: &record.image, record: Some(&record), name: None };
+    let destination = Destination::Layout { path: out.clone(), tag: None };
+    let moved = out.join("moved");
+    let (from, to, link) = (blobs.clone(), moved.clone(), elsewhere.clone());
+    let task = Task::new(Cancel::default(), move |_| {
+        if !to.exists() {
+            fs::rename(&from, &to).unwrap();
+            std::os::unix::fs::symlink(&link, &from).unwrap();
+        }
+    });
+    export(&bench.domain, exported, &destination, &Default::default(), &task).unwrap();
+    assert!(blobs.is_symlink());
+    assert_eq!(names(&elsewhere), [""; 0]);
+    assert_eq!(
+        moved.join(blob.file_name().unwrap()).metadata().unwrap().file_type().is_file(),
+        true
+    );
+}
+
 /// A slow export must hold up neither garbage collection nor the imports that wait behind it; and
 /// what it writes stays until it is done, even if its name goes meanwhile.
 #[test]
