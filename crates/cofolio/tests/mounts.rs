@@ -110,6 +110,28 @@ fn all_mounts_are_unmounted_innermost_first() {
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 
+/// Of two `umount --all` at once the one that came second to a mount failed: it was not mounted any more.
+#[test]
+fn two_may_unmount_all_at_once() {
+    if !can_mount("two_may_unmount_all_at_once") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    for number in 0..24 {
+        sandbox.run(&["mount", "--create", "box:1", &sandbox.text(&format!("mnt{number}"))]).ok();
+    }
+    let start = || {
+        let mut command = sandbox.command(&["umount", "--all"]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let both = [start(), start()];
+    for child in both {
+        Ran::of(child.wait_with_output().unwrap()).ok();
+    }
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+}
+
 /// A sparse file is as small in a container as it was where the image was made, for `du` and for the disk.
 #[test]
 fn sparse_files_stay_sparse_through_a_mount() {
