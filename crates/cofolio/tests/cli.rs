@@ -265,8 +265,19 @@ fn doctor_names_every_feature_with_its_presence() {
     for name in names {
         assert!(text.stdout.contains(name), "{name}");
     }
-    // It must help where the store is broken, too.
+    // Where nothing protects objects it says what that costs.
     sandbox.import_tree("box:1");
+    if let Some(setpriv) = program("setpriv").filter(|_| rustix::process::geteuid().is_root())
+        && !text.stdout.contains("by the kernel, every read")
+    {
+        let mut doctor = std::process::Command::new(setpriv);
+        doctor.args(["--bounding-set=-linux_immutable", "--inh-caps=-linux_immutable"]);
+        doctor.arg(env!("CARGO_BIN_EXE_cofolio")).arg("doctor");
+        doctor.env("COFOLIO_STORE", sandbox.path("store"));
+        let doctor = common::run_with_input(doctor, b"");
+        assert!(doctor.stdout.contains("size of every object: 2 us each"), "{}", doctor.stdout);
+    }
+    // It must help where the store is broken, too.
     fs::write(sandbox.path("store/meta.json"), "{").unwrap();
     let text = sandbox.run(&["doctor"]);
     assert!(text.stdout.contains("meta.json"), "{}", text.stdout);

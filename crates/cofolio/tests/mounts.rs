@@ -211,7 +211,15 @@ fn writable_mounts_keep_their_changes_when_told_to() {
     assert!(sandbox.run(&["du"]).ok().contains("kept changes"));
     sandbox.run(&["mount", "--rw", "--upper", kept, "box:1", target]).ok();
     assert_eq!(fs::read(&new).unwrap(), b"x");
-    sandbox.run(&["umount", target]).ok();
+    let second = sandbox.text("second");
+    let in_use = ["mount", "--create", "--rw", "--upper", kept, "box:1", &second];
+    sandbox.run(&in_use).fails_with(7).refused(kept);
+    sandbox.run(&["umount", "--discard", kept]).fails_with(3).refused("a mount uses it");
+    assert_eq!(fs::read(&new).unwrap(), b"x");
+    sandbox.run(&["umount", "--keep", target]).ok();
+    assert!(sandbox.run(&["umount", "--discard", kept]).stderr.contains("are gone"));
+    sandbox.run(&["umount", "--discard", kept]).fails_with(3).refused(kept);
+    assert_eq!(sandbox.run(&["du", "--json"]).json()["kept_changes"], 0);
     let upper = sandbox.dir("upper");
     sandbox.run(&["mount", "--rw", "--upper", upper.to_str().unwrap(), "box:1", target]).ok();
     fs::write(&new, "y").unwrap();

@@ -363,6 +363,11 @@ fn what_is_exported_is_the_same_image() {
     let manifest = fs::read(layout.join("blobs/sha256").join(&manifest[7..])).unwrap();
     let manifest: serde_json::Value = serde_json::from_slice(&manifest).unwrap();
 
+    // What podman and docker call the image id.
+    let config = manifest["config"]["digest"].as_str().unwrap();
+    let again = sandbox.run(&["import", &source, "--name", "box:1"]);
+    assert!(again.words().contains(&vec!["image", "id", config]), "{}", again.stdout);
+
     let out = |name: &str| sandbox.dir("out").join(name).display().to_string();
     for (how, file) in [("oci", "a"), ("oci-archive", "b.tar"), ("docker-archive", "c.tar")] {
         for compress in ["gzip", "zstd", "none"] {
