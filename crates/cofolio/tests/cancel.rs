@@ -104,6 +104,12 @@ fn a_signal_ends_work_on_one_large_file() {
     ends(&["verify", "large"]);
     ends(&["verify", "--scrub", "--all"]);
     ends(&["fsck"]);
+    sandbox.import_tree("box:1");
+    ends(&["diff", "large", "box:1"]);
+    if can_mount("a_signal_ends_work_on_one_large_file") {
+        ends(&["mount", "--create", "--verify", "large", &sandbox.text("mnt")]);
+        assert_eq!(sandbox.mounted(), Vec::<std::path::PathBuf>::new());
+    }
     assert_eq!(sandbox.run(&["fsck", "--json"]).json()["damaged"], false);
 }
 
