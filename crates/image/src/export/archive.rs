@@ -44,11 +44,10 @@ impl Archive {
     }
 
     fn name(&self, kind: BlobKind, digest: &BlobDigest) -> String {
-        let hex = || digest.to_string().split(':').next_back().unwrap_or_default().to_owned();
         match (self.style, kind) {
             (Style::Oci, _) => digest.layout_path(),
-            (Style::Docker, BlobKind::Layer) => format!("{}.tar", hex()),
-            (Style::Docker, _) => format!("{}.json", hex()),
+            (Style::Docker, BlobKind::Layer) => format!("{}.tar", digest.hex()),
+            (Style::Docker, _) => format!("{}.json", digest.hex()),
         }
     }
 

@@ -258,7 +258,6 @@ mod tests {
         assert_eq!(std::fs::read(path).unwrap(), b"");
         assert!(running.aside.exists());
         drop(running);
-        drop(running);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 

@@ -18,62 +18,36 @@ pub(crate) struct Image<'a> {
     pub(crate) digest: &'a Digest,
     /// The ref with config and layers, if they are known.
     pub(crate) record: Option<&'a Ref>,
-    pub(crate) layers: Vec<Layer>,
+    pub(crate) layers: Vec<Layer<'a>>,
 }
 
-pub(crate) enum Layer {
-    /// An imported layer.
-    Split { chain_id: String, diff_id: String },
-    /// The whole image as one.
-    Whole,
-}
-
-impl Layer {
-    /// The digest of its archive, if it is known without writing it.
-    pub(crate) fn diff_id(&self) -> Option<&str> {
-        match self {
-            Self::Split { diff_id, .. } => Some(diff_id),
-            Self::Whole => None,
-        }
-    }
-}
+/// An imported layer; `None` is the whole image as one.
+pub(crate) type Layer<'a> = Option<&'a cofolio_store::Layer>;
 
 impl<'a> Image<'a> {
     pub(crate) fn of(domain: &'a Domain, exported: Exported<'a>) -> Self {
         let digest = exported.image;
         let record = exported.record.filter(|record| record.config.is_some());
         let layers = match record {
-            None => vec![Layer::Whole],
-            Some(record) => {
-                let layer = |layer: &cofolio_store::Layer| Layer::Split {
-                    chain_id: layer.chain_id.clone(),
-                    diff_id: layer.diff_id.clone(),
-                };
-                record.layers.iter().map(layer).collect()
-            }
+            None => vec![None],
+            Some(record) => record.layers.iter().map(Some).collect(),
         };
         Self { domain, digest, record, layers }
     }
 
     pub(crate) fn chain_ids(&self) -> Vec<String> {
-        let chain_id = |layer: &Layer| match layer {
-            Layer::Split { chain_id, .. } => Some(chain_id.clone()),
-            Layer::Whole => None,
-        };
-        self.layers.iter().filter_map(chain_id).collect()
+        self.layers.iter().flatten().map(|layer| layer.chain_id.clone()).collect()
     }
 
     /// Checks that these layers can be written; the error names all that lack a split.
     pub(crate) fn check_splits<'b>(
         &self,
-        layers: impl IntoIterator<Item = &'b Layer>,
+        layers: impl IntoIterator<Item = &'b Layer<'b>>,
     ) -> Result<(), ExportError> {
         let mut lacking = Vec::new();
-        for layer in layers {
-            if let Layer::Split { chain_id, .. } = layer
-                && !self.domain.has_named(&FileName::chain(FileKind::Split, chain_id)?)?
-            {
-                lacking.push(chain_id.clone());
+        for layer in layers.into_iter().flatten() {
+            if !self.domain.has_named(&FileName::chain(FileKind::Split, &layer.chain_id)?)? {
+                lacking.push(layer.chain_id.clone());
             }
         }
         if lacking.is_empty() { Ok(()) } else { Err(ExportError::NoSplit { layers: lacking }) }
@@ -91,7 +65,7 @@ impl<'a> Image<'a> {
     /// hears how far the archive has come, in bytes.
     pub(crate) fn write_layer(
         &self,
-        layer: &Layer,
+        layer: Layer<'_>,
         mut writer: BlobWriter<'_>,
         cancel: &Cancel,
         progress: &mut dyn FnMut(u64),
@@ -102,7 +76,7 @@ impl<'a> Image<'a> {
             Ok(())
         };
         match layer {
-            Layer::Split { chain_id, diff_id } => {
+            Some(cofolio_store::Layer { chain_id, diff_id, .. }) => {
                 assemble::layer(self.domain, chain_id, cancel, &mut push)?;
                 writer.finish(|actual| match actual.to_string() {
                     actual if actual == *diff_id => Ok(()),
@@ -113,7 +87,7 @@ impl<'a> Image<'a> {
                     }),
                 })
             }
-            Layer::Whole => {
+            None => {
                 let bad = |what: String| ExportError::Image { image: *self.digest, what };
                 let file = self.domain.open_image(self.digest)?;
                 let image = open_image(&file).map_err(|error| bad(error.to_string()))?;

@@ -192,7 +192,7 @@ fn write(
                 task.tell(Event::Done { bytes, bytes_total: None, items, items_total });
             };
             let done = image.write_layer(
-                layer,
+                *layer,
                 BlobWriter::new(&compressors, &mut sink),
                 &task.cancel,
                 &mut progress,

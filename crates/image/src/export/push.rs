@@ -217,7 +217,7 @@ impl Known {
                     }),
                 }
             };
-            let of_layer = layer.diff_id();
+            let of_layer = layer.map(|layer| layer.diff_id.as_str());
             if let (Some(diff_id), Some(manifest), Some(record)) = (of_layer, &manifest, record) {
                 let said = &manifest.layers[number];
                 add(&said.digest, said.size, &said.media_type, diff_id, came_from(record, to));
@@ -298,7 +298,7 @@ impl Push<'_> {
             .iter()
             .enumerate()
             .map(|(number, layer)| {
-                layer.diff_id().map_or(number, |id| *first_of.entry(id).or_insert(number))
+                layer.map_or(number, |it| *first_of.entry(&it.diff_id).or_insert(number))
             })
             .collect();
         let work: Vec<usize> = (0..layers.len()).filter(|&number| same[number] == number).collect();
@@ -376,7 +376,7 @@ impl Push<'_> {
         let layer = &self.image.layers[number];
         self.image.check_splits([layer])?;
         self.tell_layer(number, How::Sent, None);
-        let making = Making { push: self, scope, compressors: compressors.clone(), layer };
+        let making = Making { push: self, scope, compressors: compressors.clone(), layer: *layer };
         let (packed, how) = self.upload(&making, number, session)?;
         let ExportedLayer { digest, size, diff_id, .. } = packed;
         let media_type = compression.media_type().to_owned();
@@ -636,7 +636,7 @@ struct Making<'push, 'scope, 'env> {
     push: &'scope Push<'push>,
     scope: &'scope Scope<'scope, 'env>,
     compressors: Arc<Compressors>,
-    layer: &'scope image::Layer,
+    layer: image::Layer<'scope>,
 }
 
 impl<'scope> Making<'_, 'scope, '_> {
