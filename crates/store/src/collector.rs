@@ -41,9 +41,9 @@ use std::time::{Duration, Instant};
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
 use crate::domain::{Covered, DomainLock};
-use crate::error::{At, Error, Result, is_absent, is_damage, is_full};
+use crate::error::{At, Error, Result, is_absent, is_full, is_hopeless, with_causes};
 use crate::kinds::{FileKind, FileName};
-use crate::reach::Reachability;
+use crate::reach::{Reachability, Unreadable};
 use crate::records::ROOTS;
 use crate::store::{remove_entry, sweep_entry};
 use crate::{Digest, Domain, GcOptions};
@@ -208,15 +208,16 @@ impl<'a> Collector<'a> {
         if self.options.dry_run || !self.domain.protection().immutable {
             return Ok(());
         }
-        match disk.stat(path).if_there("look at", path) {
+        // A repair may replace it at this moment.
+        let set = match disk.stat(path).if_there("look at", path) {
             Ok(Some(stat)) if stat.kind == Kind::File && !stat.immutable => {
-                self.protected.store(true, Relaxed)
+                self.protected.store(true, Relaxed);
+                disk.set_immutable(path, true).if_there("make immutable", path)
             }
-            Err(error) if !is_damage(&error) => return Err(error),
-            _ => return Ok(()),
-        }
-        // It may be replaced by a repair at this moment.
-        disk.set_immutable(path, true).if_there("make immutable", path).map(drop)
+            other => other.map(|_| None),
+        };
+        // What is damaged is found by fsck, and holds up nothing here.
+        set.map(drop).or_else(|error| if is_hopeless(&error) { Ok(()) } else { Err(error) })
     }
 
     /// Removes the garbage among the suspects, which it decides with a lock held: until they are
@@ -237,8 +238,15 @@ impl<'a> Collector<'a> {
             let start = Instant::now();
             for suspect in suspects.by_ref() {
                 if is_garbage(self, &suspect.what)? {
-                    let bytes = sweep_entry(disk, &suspect.path, suspect.kind, dry_run, cancel)?;
-                    swept += Swept { count: 1, bytes };
+                    let (path, kind) = (&suspect.path, suspect.kind);
+                    match sweep_entry(disk, path, kind, dry_run, cancel) {
+                        Err(error) if is_hopeless(&error) => {
+                            let (what, reason) = (format!("`{path}`"), with_causes(&error));
+                            let kept = "itself: it cannot be removed".to_owned();
+                            self.reach.unreadable.push(Unreadable { what, reason, kept });
+                        }
+                        bytes => swept += Swept { count: 1, bytes: bytes? },
+                    }
                 }
                 if lock.is_some() && start.elapsed() >= HELD_MAX {
                     break;

@@ -86,7 +86,7 @@ impl Staging {
         let needed = publish.files(&staged)?;
         let mut missing = self.check_objects(objects.into_iter())?;
         for file in &needed {
-            if !staged.contains(file) && !self.domain.has_named(file)? {
+            if !staged.contains(file) && !self.domain.is_usable(file)? {
                 missing.add(|| file.to_string());
             }
         }

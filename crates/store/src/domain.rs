@@ -290,10 +290,15 @@ impl Domain {
 
     /// Whether it is here, damaged or not. A layer that was unpacked from no archive has no split.
     pub fn has_named(&self, name: &FileName) -> Result<bool> {
-        match self.file_size(&self.named_file(name)) {
+        match self.is_usable(name) {
             Err(error) if is_damage(&error) => Ok(true),
-            size => Ok(size?.is_some()),
+            usable => usable,
         }
+    }
+
+    /// Whether it is here and looks sound from outside. Damage is an error.
+    pub(crate) fn is_usable(&self, name: &FileName) -> Result<bool> {
+        Ok(self.file_size(&self.named_file(name))?.is_some())
     }
 
     pub(crate) fn open_file(&self, path: String) -> Result<Option<StoredFile>> {

@@ -307,13 +307,21 @@ pub fn is_damage(error: &(dyn std::error::Error + 'static)) -> bool {
 }
 
 /// A mismatch of fs-verity gives EIO; EUCLEAN and EBADMSG mean damaged filesystem structures,
-/// ENODATA and EREMOTEIO bad sectors; the last four mean that there is no file in its place.
+/// ENODATA and EREMOTEIO bad sectors; the last five mean that there is no file in its place.
 fn is_medium_error(code: i32) -> bool {
     use rustix::io::Errno;
     let medium =
         [Errno::IO, Errno::UCLEAN, Errno::BADMSG, Errno::NODATA, Errno::REMOTEIO, Errno::ILSEQ];
-    let no_file = [Errno::ISDIR, Errno::NOTDIR, Errno::LOOP, Errno::NXIO];
+    let no_file = [Errno::ISDIR, Errno::NOTDIR, Errno::LOOP, Errno::NXIO, Errno::SPIPE];
     medium.iter().chain(&no_file).any(|errno| errno.raw_os_error() == code)
+}
+
+/// Whether no file can ever be had there: its inode is damaged, or it is a directory.
+pub(crate) fn is_hopeless(error: &Error) -> bool {
+    use rustix::io::Errno;
+    let Error::Io { source, .. } = error else { return false };
+    let errno = source.raw_os_error().map(Errno::from_raw_os_error);
+    matches!(errno, Some(Errno::UCLEAN | Errno::BADMSG | Errno::ISDIR))
 }
 
 /// Whether an I/O error means that there is no room: a full filesystem or a quota.

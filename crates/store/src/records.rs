@@ -321,10 +321,12 @@ impl Domain {
 
     /// With the lock held, what is here now stays here until it is given back.
     fn check_and_note(&self, files: &[FileName]) -> Result<()> {
-        match self.missing_files(files)?.pop() {
-            Some(missing) => Err(Error::NoSuch(missing)),
-            None => self.note(Added::Named, files),
+        for file in files {
+            if !self.is_usable(file)? {
+                return Err(Error::NoSuch(file.clone()));
+            }
         }
+        self.note(Added::Named, files)
     }
 
     /// Makes the names of images and layers durable. A record must not outlive what it names:

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
-use crate::error::{At, Error, Result, is_damage};
+use crate::error::{At, Error, Result, is_damage, is_hopeless};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport, sort};
 use crate::kinds::{FileKind, FileName};
@@ -67,6 +67,7 @@ impl Domain {
         let mut damage = Damage::default();
         for finding in &report.findings {
             match finding.kind {
+                _ if !self.can_replace(&finding.path)? => {}
                 FindingKind::ObjectMissing
                 | FindingKind::ObjectTruncated
                 | FindingKind::ObjectAltered
@@ -93,10 +94,26 @@ impl Domain {
                     return Err(Error::Unreadable { what: layer.to_string(), source });
                 }
                 Ok(()) if !hit => {}
-                _ => damage.layers.extend(layer.chain_id()),
+                _ => {
+                    let split = layer.with_kind(FileKind::Split);
+                    if self.can_replace(&self.named_file(&layer))?
+                        && self.can_replace(&self.named_file(&split))?
+                    {
+                        damage.layers.extend(layer.chain_id());
+                    }
+                }
             }
         }
         Ok(damage)
+    }
+
+    /// Whether a file can be put there. A damaged inode is for the filesystem's own check to mend, and a
+    /// directory for whoever put it there.
+    fn can_replace(&self, path: &str) -> Result<bool> {
+        match self.disk().stat(path).if_there("look at", path) {
+            Err(error) if is_hopeless(&error) => Ok(false),
+            stat => Ok(stat?.is_none_or(|stat| stat.kind == Kind::File)),
+        }
     }
 
     /// What a file is by its path below the store.
@@ -184,7 +201,10 @@ impl Domain {
         if !is_damaged || is_named || inode()? != Some(before) {
             return Ok(false);
         }
-        remove_entry(self.disk(), &path, Kind::File).map(|_| true)
+        match remove_entry(self.disk(), &path, Kind::File) {
+            Err(error) if is_hopeless(&error) => Ok(false),
+            removed => removed.map(|_| true),
+        }
     }
 
     /// Whether a ref or root names an image, or a record that cannot be read might.
@@ -231,7 +251,11 @@ impl Domain {
         let protect = |name: &FileName| -> Result<()> {
             task.check()?;
             let path = self.named_file(name);
-            match self.protect_file(&path, name.digest().as_ref(), task)? {
+            let protected = match self.protect_file(&path, name.digest().as_ref(), task) {
+                Err(error) if is_hopeless(&error) => Protected::Not,
+                other => other?,
+            };
+            match protected {
                 Protected::Now => drop(count.fetch_add(1, Relaxed)),
                 Protected::Before => {}
                 Protected::Not => all.store(false, Relaxed),
@@ -269,19 +293,21 @@ impl Domain {
 
     /// Whether the kernel could check a file and does not.
     pub(crate) fn lacks_verity(&self, path: &str) -> Result<bool> {
-        let disk = self.disk();
-        Ok(self.has_verity() && disk.measure_verity(path).at("measure", path)?.is_none())
+        match self.has_verity().then(|| self.disk().measure_verity(path).at("measure", path)) {
+            Some(Err(error)) if !is_hopeless(&error) => Err(error),
+            measured => Ok(matches!(measured, Some(Ok(None)))),
+        }
     }
 
     /// Protects one file, whose content has that digest if it has one.
     fn protect_file(&self, path: &str, digest: Option<&Digest>, task: &Task) -> Result<Protected> {
         let disk = self.disk();
         let (protection, stat) = (self.protection(), disk.stat(path).at("look at", path)?);
-        let wants_flag = protection.immutable && !stat.immutable;
-        let wants_verity = digest.is_some() && self.lacks_verity(path)?;
         if stat.kind != Kind::File {
             return Ok(Protected::Not);
         }
+        let wants_flag = protection.immutable && !stat.immutable;
+        let wants_verity = digest.is_some() && self.lacks_verity(path)?;
         if !(wants_flag || wants_verity) {
             return Ok(Protected::Before);
         }

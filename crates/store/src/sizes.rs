@@ -46,7 +46,7 @@ impl Domain {
     ///
     /// # Errors
     /// [`Error::ReadOnly`], [`Error::Cancelled`], [`Error::Io`]; nothing is recorded then. Damage is no
-    /// error: it is in the report.
+    /// error: it is in the report, also where that cannot be recorded.
     pub fn examine_sizes(
         &self,
         contents: &dyn Contents,

@@ -74,10 +74,19 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
         assert!(is_layer || verified.findings.iter().any(|it| it.kind == expected));
         let scrubbed = domain.scrub(&Lines, &ScrubOptions::default(), &Task::default()).unwrap();
         assert!(scrubbed.findings.iter().any(|it| it.kind == expected), "{scrubbed:?}");
-        // A damaged inode is for the filesystem's own check to mend.
-        if why == Errno::IO {
-            common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
-            assert_eq!(kinds(&domain), [], "{path}");
+        // A damaged inode is for the filesystem's own check to mend, and holds up nothing else.
+        common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+        let left = (why == Errno::UCLEAN).then_some(expected);
+        assert_eq!(kinds(&domain), Vec::from_iter(left), "{path}");
+        if why == Errno::UCLEAN {
+            domain.remove_ref("a").unwrap();
+            let gc = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+            assert_eq!(gc.unreadable.len(), 1, "{gc:?}");
+            assert!(gc.unreadable[0].what.contains(&path), "{gc:?}");
+            assert_eq!(
+                disk.files().keys().filter(|path| path.contains("/objects/")).count(),
+                usize::from(path.contains("/objects/"))
+            );
         }
     }
 }
@@ -158,31 +167,55 @@ fn a_look_at_all_sizes_lists_some_findings_and_counts_the_rest() {
     assert_eq!(domain.sizes().unwrap(), Some(report));
 }
 
-/// A directory in place of an image was no damage for fsck, and got the immutable flag from gc, so that whoever
-/// removed it could not.
+/// A directory in place of an image was no damage for fsck, and got the immutable flag from gc, so that it could
+/// not be removed. In place of anything it stopped the repair of everything else, and gc if nothing named it.
 #[test]
-fn a_directory_in_place_of_a_file_is_found_and_can_be_removed() {
+fn a_directory_in_place_of_a_file_holds_up_nothing() {
     let scratch = Scratch::new("directory");
     let domain = scratch.store().domain("default").unwrap();
     let options = ImportOptions::default();
     let image = import_split(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
-    let split = FileName::chain(FileKind::Split, "sha256:l").unwrap();
-    for path in [domain.image_path(&image).unwrap(), domain.named_path(&split).unwrap()] {
-        common::make_mutable(&scratch.path);
-        std::fs::remove_file(&path).unwrap();
-        std::fs::create_dir(&path).unwrap();
+    let chain = |kind| FileName::chain(kind, "sha256:l").unwrap();
+    let object = |seed, len| domain.object_path(&verity::digest(&content(len, seed))).unwrap();
+    let (sound, other) = (object(2, 5000), object(1, 100));
+    for path in [
+        domain.image_path(&image).unwrap(),
+        domain.named_path(&chain(FileKind::Split)).unwrap(),
+        domain.named_path(&chain(FileKind::Layer)).unwrap(),
+        sound.clone(),
+    ] {
+        let replace = |path: &std::path::Path, by: &dyn Fn(&std::path::Path)| {
+            common::make_mutable(&scratch.path);
+            std::fs::remove_file(path).unwrap();
+            by(path);
+        };
+        replace(&path, &|path| std::fs::create_dir(path).unwrap());
+        replace(&other, &|_| ());
         domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
-        let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
-        let said = report.findings.iter().any(|it| {
-            it.kind.is_damage() && path.ends_with(&it.path) && it.detail.contains("Is a directory")
-        });
-        assert!(said, "{report:?}");
-        let refused = common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap_err();
-        assert!(format!("{refused:?}").contains("IsADirectory"), "{refused:?}");
+        let found = || {
+            let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
+            let damaged = report.findings.into_iter().filter(|it| it.kind.is_damage());
+            damaged.map(|it| it.path).collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!(found().len(), 2, "{path:?}");
+        common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+        let left = found();
+        assert!(left.len() == 1 && left.iter().all(|it| path.ends_with(it)), "{left:?}");
+        let record = domain.get_ref("a").unwrap().unwrap();
+        if Some(&path) == domain.image_path(&image).as_ref() {
+            domain.put_ref("b", &record).unwrap_err();
+        }
         std::fs::remove_dir(&path).unwrap();
         common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
         assert_eq!(kinds(&domain), []);
     }
+    let layer = domain.named_path(&chain(FileKind::Layer)).unwrap();
+    common::make_mutable(&scratch.path);
+    std::fs::remove_file(&layer).unwrap();
+    std::fs::create_dir(&layer).unwrap();
+    domain.remove_ref("a").unwrap();
+    let gc = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+    assert_eq!((gc.unreadable.len(), gc.images), (1, 1), "{gc:?}");
 }
 
 /// The store promised mode 0700, but only where it made the directory itself: on a volume that was mounted

@@ -21,7 +21,7 @@ use super::error::{ExportError, io_error};
 /// Characters at the end of a hidden name.
 const RANDOM: usize = 12;
 
-/// Names that are tried when others lock each before it can be.
+/// Attempts to create and lock a hidden file.
 const TRIES_MAX: usize = 16;
 
 /// A file that appears at its destination complete or not at all. Dropped without
@@ -79,12 +79,8 @@ impl OutputFile {
     pub fn publish(mut self) -> Result<(), ExportError> {
         match &self.to {
             To::Path { path, replace } => {
-                check_free(path, *replace)?;
-                if let Ok(before) = path.symlink_metadata() {
-                    // Who could not read it still cannot.
-                    self.file.set_permissions(before.permissions()).map_err(io_error(path))?;
-                }
                 self.file.sync_all().map_err(io_error(&self.aside))?;
+                check_free(path, *replace)?;
                 rename(&self.aside, path, *replace)?;
             }
             To::Stdout | To::Published => {

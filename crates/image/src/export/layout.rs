@@ -1,11 +1,11 @@
 //! An OCI image layout in a directory.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, flock, mkdirat};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, mkdirat, open};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
@@ -19,11 +19,11 @@ const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// Largest `index.json` that is added to, in bytes.
 const INDEX_MAX: u64 = 4 << 20;
 
-/// A layout that is being written: a new one under a temporary name, an existing one in place, with
-/// `index.json` last.
+/// A layout that is being written: a new one under a temporary name, one in a directory that exists in
+/// place, with `index.json` last.
 ///
-/// Names on the way to it can be replaced by links to anywhere by whoever owns the directories that they lie
-/// in. So all of it is reached through descriptors.
+/// The owner of a directory on the way to it can replace what is below by a link. So its files are opened
+/// relative to descriptors.
 pub(crate) struct Layout {
     path: PathBuf,
     /// Its name until it is complete, if it is new.
@@ -33,7 +33,7 @@ pub(crate) struct Layout {
     /// The directory of its blobs.
     blobs: File,
     blob: Option<(File, PathBuf)>,
-    /// Blobs that were not there before.
+    /// What was not there before.
     added: Vec<PathBuf>,
     published: bool,
 }
@@ -44,35 +44,41 @@ impl Layout {
         let refuse = |what: &str| {
             Err(ExportError::Destination { what: format!("{}: {what}", path.display()) })
         };
-        let entries = match fs::read_dir(path) {
-            Ok(entries) => Some(entries.count()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-                return refuse("it is a file, and a layout is a directory");
-            }
-            Err(error) => return Err(io_error(path)(error)),
+        let there = match open(path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+            Err(Errno::NOENT) => None,
+            Err(Errno::NOTDIR) => return refuse("it is a file, and a layout is a directory"),
+            other => Some(File::from(other.map_err(|error| io_error(path)(error.into()))?)),
         };
-        let (root, aside) = match entries {
-            None | Some(0) => {
+        let (root, aside, is_new) = match there {
+            None => {
                 let (root, aside) = aside::create_dir(path)?;
-                (root, Some(aside))
+                (root, Some(aside), true)
             }
-            Some(_) => {
-                let root = File::open(path).map_err(io_error(path))?;
-                if !below(&root, "index.json").symlink_metadata().is_ok_and(|it| it.is_file()) {
+            Some(root) => {
+                let entries = fs::read_dir(below(&root, ".")).map_err(io_error(path))?;
+                let is_empty = entries.count() == 0;
+                let is_file = |name| match below(&root, name).symlink_metadata() {
+                    Err(_) => None,
+                    Ok(found) => Some(found.is_file()),
+                };
+                // One that was not completed has no index.
+                if !is_empty && is_file("index.json").or(is_file("oci-layout")) != Some(true) {
                     return refuse("a directory that is neither empty nor an image layout");
                 }
                 let locked = flock(&root, FlockOperation::NonBlockingLockExclusive);
                 if locked == Err(Errno::WOULDBLOCK) {
                     return refuse("another export writes to it");
                 }
-                (root, None)
+                (root, None, is_empty)
             }
         };
-        if aside.is_some() {
-            let written = File::create_new(below(&root, "oci-layout"))
+        let mut added = Vec::new();
+        if is_new {
+            added.push(below(&root, "oci-layout"));
+            let written = File::create_new(&added[0])
                 .and_then(|mut file| file.write_all(OCI_LAYOUT).and_then(|()| file.sync_all()));
             written.map_err(io_error(path))?;
+            added.extend(["blobs", "blobs/sha256"].map(|name| below(&root, name)));
         }
         let blobs = directory_in(&root, "blobs").and_then(|it| directory_in(&it, "sha256"));
         let blobs = match blobs {
@@ -81,16 +87,13 @@ impl Layout {
             }
             other => other.map_err(|error| io_error(path)(error.into()))?,
         };
-        let (path, blob, added) = (path.to_owned(), None, Vec::new());
+        let (path, blob) = (path.to_owned(), None);
         Ok(Self { path, aside, root, blobs, blob, added, published: false })
     }
 
     fn write_index(&self, image: &Finished) -> Result<(), ExportError> {
         let path = below(&self.root, "index.json");
-        let before = match self.aside {
-            Some(_) => None,
-            None => Some(read_index(&path)?),
-        };
+        let before = path.exists().then(|| read_index(&path)).transpose()?;
         let file = OutputFile::create(&path, true)?;
         file.file().write_all(&index(before, image)).map_err(io_error(&path))?;
         file.publish()
@@ -100,8 +103,12 @@ impl Layout {
     fn named(&self, error: ExportError) -> ExportError {
         let path = self.path.clone();
         match error {
-            ExportError::Io { source, .. } => ExportError::Io { path, source },
-            ExportError::NotDurable { source, .. } => ExportError::NotDurable { path, source },
+            ExportError::NotDurable { source, .. } if self.aside.is_none() => {
+                ExportError::NotDurable { path, source }
+            }
+            ExportError::Io { source, .. } | ExportError::NotDurable { source, .. } => {
+                ExportError::Io { path, source }
+            }
             other => other,
         }
     }
@@ -156,7 +163,6 @@ impl Target for Layout {
         }
         published.map_err(|error| self.named(error))?;
         if let Some(aside) = &self.aside {
-            // Over an empty directory as well.
             aside::rename(aside, &self.path, true)?;
         }
         self.published = true;
@@ -174,8 +180,8 @@ impl Drop for Layout {
             return;
         }
         let unfinished = self.blob.take().map(|(_, path)| path);
-        for path in self.added.iter().chain(&unfinished) {
-            let _ = fs::remove_file(path);
+        for path in unfinished.iter().chain(self.added.iter().rev()) {
+            let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
         }
     }
 }

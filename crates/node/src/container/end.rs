@@ -5,11 +5,12 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
 use super::{
     Container, ContainerStatus, Containers, Result, RunError, is_at, is_name, kept_exit_status,
@@ -257,23 +258,29 @@ fn remove_cgroup(dir: &Path) {
 
 /// Holds on to a process: unlike its number, this never comes to mean another one.
 pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
-    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
     Ok(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?)
 }
 
-/// Waits until one of two processes ends. Whether that is the first, and the second goes on for a
-/// second more.
-pub(super) fn ends_first(first: &OwnedFd, second: &OwnedFd) -> io::Result<bool> {
+/// Waits until a runtime's `start`, or the first process of its container, ends. Returns whether `start`
+/// hangs: crun's does if that process is killed before it finds it.
+pub(super) fn hangs(first: Pid, start: &Child) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, poll};
-    let mut fds = [first, second].map(|handle| PollFd::new(handle, PollFlags::IN));
+    let number = first.as_raw_nonzero().get().cast_unsigned();
+    let handles = [pidfd(number)?, pidfd(start.id())?];
+    let mut fds = handles.each_ref().map(|handle| PollFd::new(handle, PollFlags::IN));
     rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
-    Ok(fds[1].revents().is_empty() && !ends_within(second, Duration::from_secs(1)))
+    let how = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+    let ended = rustix::process::waitid(WaitId::Pid(first), how)?;
+    // One that has exited was started.
+    let killed = ended.is_some_and(|status| status.killed() || status.dumped());
+    Ok(killed && !ends_within(&handles[1], KILLED_PATIENCE))
 }
 
 fn ends_within(handle: &OwnedFd, patience: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let Ok(timeout) = Timespec::try_from(patience) else { return false };
     let mut fds = [PollFd::new(handle, PollFlags::IN)];
-    poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0)
+    rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).is_ok_and(|ready| ready > 0)
 }

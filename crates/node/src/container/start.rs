@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, Gid, MemfdFlags, Uid, memfd_create};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpid};
 
-use super::end::{ends_first, pidfd};
+use super::end::hangs;
 use super::{
     Container, ContainerRecord, Containers, Copies, Request, Result, RunError, Running, Runtime,
     Streams, bundle, is_at, is_name, lock, read_text, refusal, write_file,
@@ -268,14 +268,16 @@ impl Container {
         start.arg("start").arg(&self.record.name).stdin(Stdio::null());
         start.stdout(Stdio::null()).stderr(Stdio::null());
         let mut start = self.record.runtime.spawn(&mut start).map_err(|it| self.failed(it))?;
-        // It waits without end for a process that is killed before it has found it.
-        let number = first.as_raw_nonzero().get().cast_unsigned();
-        let handles = pidfd(number).and_then(|first| Ok((first, pidfd(start.id())?)));
-        if handles.and_then(|(first, start)| ends_first(&first, &start)).unwrap_or(false) {
+        let hangs = hangs(first, &start).unwrap_or(false);
+        if hangs {
             let _ = start.kill();
         }
         let status = start.wait().map_err(|source| self.failed(source))?;
-        if status.success() { Ok(first) } else { refused(status) }
+        match status.success() {
+            true => Ok(first),
+            false if hangs => Err(self.failed(io::Error::other("its process was killed"))),
+            false => refused(status),
+        }
     }
 
     fn made_nothing(&self) -> RunError {

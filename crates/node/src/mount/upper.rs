@@ -5,6 +5,7 @@
 //! mount unless a file `keep` lies beside `upper`. `writable/gone-*` goes once no overlay uses it.
 
 use std::collections::HashSet;
+use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,8 +14,8 @@ use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, Domain, Purpose, replace_file};
 use rustix::fs::{
-    AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid,
-    XattrFlags,
+    AtFlags, CWD, Dir, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid,
+    XattrFlags, openat, unlinkat,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -288,7 +289,7 @@ pub(crate) fn mark_kept(dir: &OwnedFd, record: &MountRecord) -> Result<bool, Mou
 
 /// The directory goes with its mount again.
 pub(crate) fn unmark_kept(dir: &OwnedFd, upper: &Path) -> Result<(), MountError> {
-    rustix::fs::unlinkat(dir, KEEP, AtFlags::empty()).at("remove", upper.join(KEEP))
+    unlinkat(dir, KEEP, AtFlags::empty()).at("remove", upper.join(KEEP))
 }
 
 /// What the file beside kept changes says; none for a directory that has no such file.
@@ -385,10 +386,49 @@ pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
 }
 
 fn remove_all(dir: &Path) -> Result<(), MountError> {
-    match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at("remove", dir),
+    match remove_tree(dir) {
+        Err(error) if error != Errno::NOENT => Err(error).at("remove", dir),
         _ => Ok(()),
     }
+}
+
+/// Removes a tree that nobody else changes. Containers make them of any depth: it takes neither a descriptor
+/// nor room on the stack for each level.
+fn remove_tree(dir: &Path) -> rustix::io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut here = openat(CWD, dir, flags, Mode::empty())?;
+    // The names that led here, and at each level the directories that are still to be removed.
+    let (mut way, mut left) = (Vec::new(), vec![remove_files(&here)?]);
+    while let Some(directories) = left.last_mut() {
+        if let Some(name) = directories.pop() {
+            here = openat(&here, &name, flags, Mode::empty())?;
+            left.push(remove_files(&here)?);
+            way.push(name);
+        } else {
+            left.pop();
+            let Some(name) = way.pop() else { break };
+            here = openat(&here, "..", flags, Mode::empty())?;
+            unlinkat(&here, name, AtFlags::REMOVEDIR)?;
+        }
+    }
+    unlinkat(CWD, dir, AtFlags::REMOVEDIR)
+}
+
+/// Removes all of a directory but its directories, and gives their names.
+fn remove_files(dir: &OwnedFd) -> rustix::io::Result<Vec<CString>> {
+    let mut directories = Vec::new();
+    for entry in Dir::read_from(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name == c"." || name == c".." {
+            continue;
+        }
+        match unlinkat(dir, name, AtFlags::empty()) {
+            Err(Errno::ISDIR) => directories.push(name.to_owned()),
+            removed => removed?,
+        }
+    }
+    Ok(directories)
 }
 
 /// Removes directories of this run directory's mounts without a record, and leftovers of removals.
