@@ -100,6 +100,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
     // A directory that every store has.
     let lacks_directory =
         matches!(error, Error::Io { action: "list", source, .. } if is_missing(source));
+    let by_hand = cofolio_store::by_hand(error);
     let hint = match error {
         Error::NotAStore { .. } => {
             "`cofolio import SOURCE` makes a store; --store DIR or COFOLIO_STORE says where it is"
@@ -116,6 +117,7 @@ fn of_store(error: &cofolio_store::Error) -> Classified {
         }
         Error::NoSuchDomain(_) => "`cofolio doctor` lists the trust domains",
         Error::Corrupt { path, .. } => mending(path),
+        _ if by_hand.is_some() => by_hand.unwrap_or_default(),
         Error::Io { path, .. } if cofolio_store::is_damage(error) => mending(path),
         _ if lacks_directory => "`cofolio fsck --repair` makes the directory again",
         Error::NoSuch(_) | Error::SizeMismatch { .. } => DAMAGED,
@@ -501,5 +503,12 @@ mod tests {
             assert!(hint("domain.json").contains("cofolio backend"), "{domain}");
         }
         assert!(hint("meta.json").contains("fsck --repair` makes it again"));
+        // They recommended a repair, which cannot be made, and failed with the same hint.
+        for (number, expected) in [(117, "own check"), (21, "remove that directory")] {
+            let source = std::io::Error::from_raw_os_error(number);
+            let path = "domains/default/objects/aa/bb".to_owned();
+            let error = cofolio_store::Error::Io { action: "open", path, source };
+            assert!(classify(&error.into()).1.unwrap().contains(expected));
+        }
     }
 }

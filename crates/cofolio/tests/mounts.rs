@@ -110,6 +110,30 @@ fn all_mounts_are_unmounted_innermost_first() {
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 
+/// A container made directories deeper than a process may open files: what it had written stayed on the disk for
+/// ever, and every gc failed.
+#[test]
+fn what_was_written_goes_however_deep_it_is() {
+    if !can_mount("what_was_written_goes_however_deep_it_is") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "--rw", "box:1", &target]).ok();
+    let deep =
+        "i=0; while [ $i -lt 400 ]; do mkdir d && cd -P d || exit 1; : >file; i=$((i + 1)); done";
+    let made = Command::new("sh").args(["-c", deep]).current_dir(&target).status();
+    assert!(made.unwrap().success());
+    let script = format!("ulimit -n 128; exec \"$0\" umount {target}");
+    let mut umount = Command::new("sh");
+    umount.args(["-c", &script, env!("CARGO_BIN_EXE_cofolio")]);
+    umount.env("COFOLIO_STORE", sandbox.path("store")).env("COFOLIO_RUN", sandbox.path("run"));
+    common::run_with_input(umount, b"").ok();
+    let writable = sandbox.path("store/domains/default/writable");
+    assert_eq!(fs::read_dir(writable).unwrap().count(), 0);
+}
+
 /// Of two `umount --all` at once the one that came second to a mount failed: it was not mounted any more.
 #[test]
 fn two_may_unmount_all_at_once() {

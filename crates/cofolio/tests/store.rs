@@ -254,7 +254,7 @@ fn fsck_names_every_kind_of_damage() {
         let text = sandbox.run(&["fsck"]);
         text.fails_with(code);
         assert!(text.stdout.contains(kind), "{kind}: {}", text.stdout);
-        let verdict = if code == 0 { "no damage, see above: " } else { "damaged: " };
+        let verdict = if code == 0 { "no damage, see above; " } else { "damaged; " };
         assert!(text.stdout.lines().any(|line| line.starts_with(verdict)), "{}", text.stdout);
         let quiet = sandbox.run(&["fsck", "-q"]);
         quiet.fails_with(code);
@@ -440,6 +440,38 @@ fn layers_are_known_the_second_time() {
     assert_eq!(staging.count(), 0);
     sandbox.run(&["import", sandbox.text("nothing").as_str()]).fails_with(3);
     sandbox.run(&["import", &source, "--label", "x"]).fails_with(2);
+}
+
+/// An empty directory was replaced by a new one: its owner and mode were lost, `oci:.` took the caller's own
+/// directory away, and a mount point could not be replaced at all.
+#[test]
+fn an_empty_directory_becomes_the_layout() {
+    use std::os::unix::fs::MetadataExt;
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let out = sandbox.dir("out");
+    fs::set_permissions(&out, PermissionsExt::from_mode(0o700)).unwrap();
+    let inode = || out.metadata().map(|found| (found.ino(), found.mode() & 0o777)).unwrap();
+    let before = inode();
+    let mut export = sandbox.command(&["export", "box:1", "oci:."]);
+    export.current_dir(&out);
+    common::run_with_input(export, b"").ok();
+    assert_eq!(inode(), before);
+    let source = format!("oci:{}", out.display());
+    Sandbox::new().run(&["import", &source]).ok();
+    // One that fails leaves it empty.
+    let empty = sandbox.dir("empty");
+    let listed = sandbox.run(&["ls", "--json", "box:1", "/big"]).json();
+    let object = listed[0]["object"].as_str().unwrap();
+    common::overwrite(&sandbox.path(&format!("store/domains/default/objects/{object}")), b"x")
+        .unwrap();
+    let to = format!("oci:{}", empty.display());
+    sandbox.run(&["export", "box:1", &to]).fails_with(4);
+    assert_eq!(fs::read_dir(&empty).unwrap().count(), 0);
+    // One that was killed there is gone on with.
+    fs::write(empty.join("oci-layout"), "{}").unwrap();
+    sandbox.run(&["fsck", "--repair", "--from", sandbox.path("tree").to_str().unwrap()]);
+    sandbox.run(&["export", "box:1", &to]).ok();
 }
 
 /// `export IMG erofs:/dev/null` turned the device into a regular file, `oci-archive:/dev/stdout` replaced

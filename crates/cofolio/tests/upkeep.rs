@@ -262,7 +262,7 @@ fn repair_brings_back_what_is_damaged_and_reads_nothing_else() {
     assert!(text.ok().contains("repaired domains/default/layers (directory-missing)"));
     assert_eq!(contents(&all), good);
     files(&aside).iter().for_each(|file| remove(file).unwrap());
-    assert!(sandbox.run(&["fsck"]).ok().contains("no damage: "));
+    assert!(sandbox.run(&["fsck"]).ok().contains("no damage; "));
     assert_eq!(sandbox.run(&["gc", "--json"]).json()["bytes"], 0, "nothing came in beside it");
 
     // And nothing said how to go on: other commands found "no such file", a repair that all names are lost.

@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
 use crate::domain::{Covered, DomainLock};
-use crate::error::{At, Error, Result, is_absent, is_full, is_hopeless, with_causes};
+use crate::error::{At, Error, Result, by_hand, is_absent, is_full, with_causes};
 use crate::kinds::{FileKind, FileName};
 use crate::reach::{Reachability, Unreadable};
 use crate::records::ROOTS;
@@ -217,7 +217,7 @@ impl<'a> Collector<'a> {
             other => other.map(|_| None),
         };
         // What is damaged is found by fsck, and holds up nothing here.
-        set.map(drop).or_else(|error| if is_hopeless(&error) { Ok(()) } else { Err(error) })
+        set.map(drop).or_else(|error| if by_hand(&error).is_some() { Ok(()) } else { Err(error) })
     }
 
     /// Removes the garbage among the suspects, which it decides with a lock held: until they are
@@ -240,7 +240,7 @@ impl<'a> Collector<'a> {
                 if is_garbage(self, &suspect.what)? {
                     let (path, kind) = (&suspect.path, suspect.kind);
                     match sweep_entry(disk, path, kind, dry_run, cancel) {
-                        Err(error) if is_hopeless(&error) => {
+                        Err(error) if by_hand(&error).is_some() => {
                             let (what, reason) = (format!("`{path}`"), with_causes(&error));
                             let kept = "itself: it cannot be removed".to_owned();
                             self.reach.unreadable.push(Unreadable { what, reason, kept });

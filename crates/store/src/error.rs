@@ -316,12 +316,16 @@ fn is_medium_error(code: i32) -> bool {
     medium.iter().chain(&no_file).any(|errno| errno.raw_os_error() == code)
 }
 
-/// Whether no file can ever be had there: its inode is damaged, or it is a directory.
-pub(crate) fn is_hopeless(error: &Error) -> bool {
+/// What a person has to do where no file can be had, because its inode is damaged or it is a directory.
+pub fn by_hand(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     use rustix::io::Errno;
-    let Error::Io { source, .. } = error else { return false };
-    let errno = source.raw_os_error().map(Errno::from_raw_os_error);
-    matches!(errno, Some(Errno::UCLEAN | Errno::BADMSG | Errno::ISDIR))
+    match error.downcast_ref().and_then(Errno::from_io_error) {
+        Some(Errno::ISDIR) => Some("remove that directory"),
+        Some(Errno::UCLEAN | Errno::BADMSG) => {
+            Some("unmount that filesystem and run its own check (e2fsck, xfs_repair)")
+        }
+        _ => by_hand(error.source()?),
+    }
 }
 
 /// Whether an I/O error means that there is no room: a full filesystem or a quota.

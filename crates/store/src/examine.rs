@@ -12,7 +12,7 @@ use rustix::fs::{Advice, OFlags, fadvise, fcntl_getfl, fcntl_setfl};
 use crate::buffer::{ALIGN, Buffer};
 use crate::contents::Contents;
 use crate::disk::{Piece, Stretch};
-use crate::error::{At, Error, Result, is_damage, with_causes};
+use crate::error::{At, Error, Result, by_hand, is_damage, with_causes};
 use crate::fsck::{Finding, FindingKind};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
@@ -76,7 +76,7 @@ impl<'a> Examiner<'a> {
         match seen {
             Err(error) if error.is_race() => Ok((Seen::Missing, 0)),
             Err(error) if is_damage(&error) => {
-                let detail = format!("it cannot be read: {}", with_causes(&error));
+                let detail = format!("it cannot be read: {}", with_advice(&error));
                 Ok((Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)), hashed))
             }
             other => Ok((other?, hashed)),
@@ -141,9 +141,9 @@ impl<'a> Examiner<'a> {
             return Err(error);
         }
         let detail = match &error {
-            Error::Unreadable { source, .. } => with_causes(&**source),
+            Error::Unreadable { source, .. } => with_advice(&**source),
             Error::Corrupt { reason, .. } => reason.clone(),
-            other => with_causes(other),
+            other => with_advice(other),
         };
         Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
     }
@@ -197,6 +197,11 @@ impl<'a> Examiner<'a> {
         }
         finding
     }
+}
+
+fn with_advice(error: &(dyn std::error::Error + 'static)) -> String {
+    let advice = by_hand(error).map(|advice| format!("; {advice} first"));
+    with_causes(error) + &advice.unwrap_or_default()
 }
 
 #[derive(Clone, Copy)]

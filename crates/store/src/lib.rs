@@ -64,7 +64,9 @@ pub use digest::{Digest, ParseDigestError};
 pub use disk::{Piece, Protection, Purpose, StoredFile, Stretch};
 pub use domain::{Domain, DomainLock};
 pub use du::{DuReport, ImageUsage};
-pub use error::{At, BoxError, Error, ErrorKind, Result, StoreFile, is_damage, with_causes};
+pub use error::{
+    At, BoxError, Error, ErrorKind, Result, StoreFile, by_hand, is_damage, with_causes,
+};
 pub use fsck::{Finding, FindingKind, FsckOptions, FsckReport};
 pub use gc::{GcOptions, GcReport};
 pub use kinds::{FileKind, FileName};

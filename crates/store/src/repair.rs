@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::contents::Contents;
 use crate::disk::{Kind, LockMode};
-use crate::error::{At, Error, Result, is_damage, is_hopeless};
+use crate::error::{At, Error, Result, by_hand, is_damage};
 use crate::examine::{Examiner, Reading, Seen, hash_file};
 use crate::fsck::{Finding, FindingKind, FsckOptions, FsckReport, sort};
 use crate::kinds::{FileKind, FileName};
@@ -111,7 +111,7 @@ impl Domain {
     /// directory for whoever put it there.
     fn can_replace(&self, path: &str) -> Result<bool> {
         match self.disk().stat(path).if_there("look at", path) {
-            Err(error) if is_hopeless(&error) => Ok(false),
+            Err(error) if by_hand(&error).is_some() => Ok(false),
             stat => Ok(stat?.is_none_or(|stat| stat.kind == Kind::File)),
         }
     }
@@ -202,7 +202,7 @@ impl Domain {
             return Ok(false);
         }
         match remove_entry(self.disk(), &path, Kind::File) {
-            Err(error) if is_hopeless(&error) => Ok(false),
+            Err(error) if by_hand(&error).is_some() => Ok(false),
             removed => removed.map(|_| true),
         }
     }
@@ -252,7 +252,7 @@ impl Domain {
             task.check()?;
             let path = self.named_file(name);
             let protected = match self.protect_file(&path, name.digest().as_ref(), task) {
-                Err(error) if is_hopeless(&error) => Protected::Not,
+                Err(error) if by_hand(&error).is_some() => Protected::Not,
                 other => other?,
             };
             match protected {
@@ -294,7 +294,7 @@ impl Domain {
     /// Whether the kernel could check a file and does not.
     pub(crate) fn lacks_verity(&self, path: &str) -> Result<bool> {
         match self.has_verity().then(|| self.disk().measure_verity(path).at("measure", path)) {
-            Some(Err(error)) if !is_hopeless(&error) => Err(error),
+            Some(Err(error)) if by_hand(&error).is_none() => Err(error),
             measured => Ok(matches!(measured, Some(Ok(None)))),
         }
     }

@@ -83,6 +83,7 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
             let gc = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
             assert_eq!(gc.unreadable.len(), 1, "{gc:?}");
             assert!(gc.unreadable[0].what.contains(&path), "{gc:?}");
+            assert!(report.findings.iter().any(|it| it.detail.contains("run its own check")));
             assert_eq!(
                 disk.files().keys().filter(|path| path.contains("/objects/")).count(),
                 usize::from(path.contains("/objects/"))
@@ -198,6 +199,9 @@ fn a_directory_in_place_of_a_file_holds_up_nothing() {
             damaged.map(|it| it.path).collect::<std::collections::BTreeSet<_>>()
         };
         assert_eq!(found().len(), 2, "{path:?}");
+        let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
+        let advice = report.findings.iter().any(|it| it.detail.contains("remove that directory"));
+        assert!(advice || path == sound, "{report:?}");
         common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
         let left = found();
         assert!(left.len() == 1 && left.iter().all(|it| path.ends_with(it)), "{left:?}");

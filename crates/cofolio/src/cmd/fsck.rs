@@ -145,7 +145,7 @@ fn show(args: &Args, context: &Context<'_>, checked: &Checked) -> anyhow::Result
         false => format!("{} hashed", human_size(report.hashed_bytes)),
     };
     context.ui.line(format!(
-        "{verdict}: {}, {}, {}, {}, {}, {}; {hashed}",
+        "{verdict}; looked at {}, {}, {}, {}, {}, {}; {hashed}",
         plural(report.objects, "object"),
         plural(report.images, "image"),
         plural(report.layers, "layer"),

@@ -130,6 +130,22 @@ fn a_container_killed_before_it_starts_holds_up_nothing() {
     }
 }
 
+/// A container that ends at once, and a runtime that takes seconds to say that it has started it: the runtime was killed, and the run
+/// counted as failed although it had been made.
+#[test]
+fn a_slow_start_of_a_short_container_is_no_hang() {
+    const TEST: &str = "a_slow_start_of_a_short_container_is_no_hang";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    for runtime in runtimes {
+        let slow = wrapped(&machine, runtime, ":", "case $* in *' start '*) sleep 2 ;; esac");
+        machine.sh(&slow, &["-d", "--name", "short"], "exit 3").ok();
+        let ended = || machine.containers()[0]["exit_status"].as_u64();
+        until("it has ended", || ended().map(|status| assert_eq!(status, 3)));
+        machine.run(&["stop", "short"]).ok();
+        machine.assert_clean();
+    }
+}
+
 /// While `stop` waited for a container's end, another one took the name. `stop` killed that one too, and every later one.
 #[test]
 fn stop_spares_the_next_container_of_the_name() {

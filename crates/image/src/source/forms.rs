@@ -68,7 +68,7 @@ impl Source {
             Ok(Self::DockerSave { path, tag })
         } else {
             Err(archive.lacks(
-                "a tar archive, but neither an OCI layout (index.json) nor what `docker save` writes \
+                "neither an OCI layout (index.json) in a tar archive nor what `docker save` writes \
                  (manifest.json)",
             ))
         }

@@ -73,7 +73,7 @@ pub(super) fn all(store: Option<&Path>) -> (Tried, String) {
         mounts.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     if let Err(error) = mounts {
-        tried.insert("erofs-file-backed", absent(error.to_string()));
+        tried.insert("erofs-file-backed", answer(Err(error)));
     }
     (tried, "it could not be tried".to_owned())
 }
