@@ -1,6 +1,6 @@
-//! Incomplete files and directories. They lie beside their destination, under a hidden name
-//! (`.NAME.cofolio-XXXXXXXXXXXX`, the end is random), and are locked. The next export to that destination
-//! removes those whose lock is free. On a filesystem without locks they stay.
+//! Incomplete files. They lie beside their destination, under a hidden name (`.NAME.cofolio-XXXXXXXXXXXX`,
+//! the end is random), and are locked. The next export to that destination removes those whose lock is free.
+//! On a filesystem without locks they stay.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -10,11 +10,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, linkat, openat, renameat_with,
-    unlink,
+    AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, linkat, renameat_with, unlink,
 };
 use rustix::io::Errno;
-use rustix::path::Arg;
 
 use super::error::{ExportError, io_error};
 
@@ -120,7 +118,7 @@ fn check_free(path: &Path, replace: bool) -> Result<(), ExportError> {
     }
 }
 
-pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
+fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), ExportError> {
     let flags = if replace { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
     let renamed = match renameat_with(CWD, from, CWD, to, flags) {
         // NFS has no such flag.
@@ -128,15 +126,15 @@ pub(super) fn rename(from: &Path, to: &Path, replace: bool) -> Result<(), Export
         other => other,
     };
     renamed.map_err(|error| match error {
-        Errno::EXIST | Errno::NOTEMPTY => ExportError::Exists { path: to.to_owned() },
+        Errno::EXIST => ExportError::Exists { path: to.to_owned() },
         other => io_error(to)(other.into()),
     })?;
     let not_durable = |source| ExportError::NotDurable { path: to.to_owned(), source };
     sync_names(directory(to)).map_err(not_durable)
 }
 
-/// Moves a file without replacing any. Without hard links, and for a directory, this can replace a
-/// file that was made after the caller's check.
+/// Moves a file without replacing any. Without hard links this can replace a file that was made after the
+/// caller's check.
 fn move_by_link(from: &Path, to: &Path) -> rustix::io::Result<()> {
     match linkat(CWD, from, CWD, to, AtFlags::empty()) {
         Ok(()) => unlink(from),
@@ -168,33 +166,12 @@ pub(super) fn unnamed_file(path: &Path) -> Result<File, ExportError> {
     tempfile::tempfile_in(directory(path)).map_err(io_error(path))
 }
 
-fn directory(path: &Path) -> &Path {
+pub(super) fn directory(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// A new file for what goes to `path`, and its name.
 pub(super) fn create_file(path: &Path) -> Result<(File, PathBuf), ExportError> {
-    create(path, |aside| File::create_new(aside))
-}
-
-/// A new directory for what goes to `path`, and its name. It is locked as long as the file is open.
-pub(super) fn create_dir(path: &Path) -> Result<(File, PathBuf), ExportError> {
-    create(path, |aside| {
-        fs::create_dir(aside)?;
-        Ok(open_dir(CWD, aside)?)
-    })
-}
-
-/// Opens a directory, and no link to one.
-pub(super) fn open_dir(parent: impl AsFd, name: impl Arg) -> rustix::io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    openat(parent, name, flags, Mode::empty()).map(File::from)
-}
-
-fn create(
-    path: &Path,
-    mut make: impl FnMut(&Path) -> io::Result<File>,
-) -> Result<(File, PathBuf), ExportError> {
     let Some(name) = path.file_name() else {
         return Err(ExportError::Destination { what: format!("{}: no name", path.display()) });
     };
@@ -203,14 +180,16 @@ fn create(
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).rand_bytes(RANDOM);
     for _ in 0..TRIES_MAX {
-        let made = builder.make_in(directory(path), &mut make).map_err(io_error(path))?;
+        let made = builder
+            .make_in(directory(path), |aside| File::create_new(aside))
+            .map_err(io_error(path))?;
         let (file, aside) = made.into_parts();
         let aside = aside.keep().map_err(|error| io_error(path)(error.error))?;
         // Another export may have taken it for a leftover before it was locked.
         if lock(&file) != Err(Errno::WOULDBLOCK) && aside.exists() {
             return Ok((file, aside));
         }
-        let _ = fs::remove_file(&aside).or_else(|_| fs::remove_dir(&aside));
+        let _ = fs::remove_file(&aside);
     }
     Err(io_error(path)(io::ErrorKind::WouldBlock.into()))
 }
@@ -228,10 +207,7 @@ fn remove_leftovers(directory: &Path, prefix: &OsStr) {
         let path = entry.path();
         let opened = rustix::fs::open(&path, flags, Mode::empty());
         let Ok(_lock) = opened.and_then(|file| lock(&file).map(|()| file)) else { continue };
-        let _ = match entry.file_type() {
-            Ok(kind) if kind.is_dir() => fs::remove_dir_all(&path),
-            _ => fs::remove_file(&path),
-        };
+        let _ = fs::remove_file(&path);
     }
 }
 
@@ -272,10 +248,6 @@ mod tests {
         super::move_by_link(&path("from"), &path("to")).unwrap();
         assert_eq!(std::fs::read(path("to")).unwrap(), b"from");
         assert!(!path("from").exists());
-        // There are no links to directories.
-        std::fs::create_dir(path("directory")).unwrap();
-        super::move_by_link(&path("directory"), &path("moved")).unwrap();
-        assert!(path("moved").is_dir());
         // All errors but one counted as a filesystem that syncs no directories.
         super::sync(dir.path()).unwrap();
         super::sync(&path("none")).unwrap_err();

@@ -1,11 +1,11 @@
 //! An OCI image layout in a directory.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, mkdirat, open};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, mkdirat, open, openat};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
@@ -19,23 +19,30 @@ const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// Largest `index.json` that is added to, in bytes.
 const INDEX_MAX: u64 = 4 << 20;
 
-/// A layout that is being written: a new one under a temporary name, one in a directory that exists in
-/// place, with `index.json` last.
+/// A layout that is being written, with `index.json` last. An export that is killed leaves one without it,
+/// and the next goes on there.
 ///
 /// The owner of a directory on the way to it can replace what is below by a link. So its files are opened
 /// relative to descriptors.
 pub(crate) struct Layout {
     path: PathBuf,
-    /// Its name until it is complete, if it is new.
-    aside: Option<PathBuf>,
+    added: Added,
     /// Its directory, locked.
     root: File,
     /// The directory of its blobs.
     blobs: File,
     blob: Option<(File, PathBuf)>,
-    /// What was not there before.
-    added: Vec<PathBuf>,
-    published: bool,
+}
+
+/// What was not there before, in the order in which it was made. Dropped, it is removed.
+struct Added(Vec<PathBuf>);
+
+impl Drop for Added {
+    fn drop(&mut self) {
+        for path in self.0.iter().rev() {
+            let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
+        }
+    }
 }
 
 impl Layout {
@@ -44,41 +51,31 @@ impl Layout {
         let refuse = |what: &str| {
             Err(ExportError::Destination { what: format!("{}: {what}", path.display()) })
         };
-        let there = match open(path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
-            Err(Errno::NOENT) => None,
+        let mut added = Added(Vec::new());
+        match fs::create_dir(path) {
+            Ok(()) => added.0.push(path.to_owned()),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(io_error(path)(error)),
+        }
+        let root = match open(path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
             Err(Errno::NOTDIR) => return refuse("it is a file, and a layout is a directory"),
-            other => Some(File::from(other.map_err(|error| io_error(path)(error.into()))?)),
+            other => File::from(other.map_err(|error| io_error(path)(error.into()))?),
         };
-        let (root, aside, is_new) = match there {
-            None => {
-                let (root, aside) = aside::create_dir(path)?;
-                (root, Some(aside), true)
-            }
-            Some(root) => {
-                let entries = fs::read_dir(below(&root, ".")).map_err(io_error(path))?;
-                let is_empty = entries.count() == 0;
-                let is_file = |name| match below(&root, name).symlink_metadata() {
-                    Err(_) => None,
-                    Ok(found) => Some(found.is_file()),
-                };
-                // One that was not completed has no index.
-                if !is_empty && is_file("index.json").or(is_file("oci-layout")) != Some(true) {
-                    return refuse("a directory that is neither empty nor an image layout");
-                }
-                let locked = flock(&root, FlockOperation::NonBlockingLockExclusive);
-                if locked == Err(Errno::WOULDBLOCK) {
-                    return refuse("another export writes to it");
-                }
-                (root, None, is_empty)
-            }
+        if flock(&root, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            return refuse("another export writes to it");
+        }
+        let is_file = |name| match below(&root, name).symlink_metadata() {
+            Err(_) => None,
+            Ok(found) => Some(found.is_file()),
         };
-        let mut added = Vec::new();
-        if is_new {
-            added.push(below(&root, "oci-layout"));
-            let written = File::create_new(&added[0])
+        if fs::read_dir(below(&root, ".")).map_err(io_error(path))?.next().is_none() {
+            added.0.push(below(&root, "oci-layout"));
+            let written = File::create_new(below(&root, "oci-layout"))
                 .and_then(|mut file| file.write_all(OCI_LAYOUT).and_then(|()| file.sync_all()));
             written.map_err(io_error(path))?;
-            added.extend(["blobs", "blobs/sha256"].map(|name| below(&root, name)));
+            added.0.extend(["blobs", "blobs/sha256"].map(|name| below(&root, name)));
+        } else if is_file("index.json").or(is_file("oci-layout")) != Some(true) {
+            return refuse("a directory that is neither empty nor an image layout");
         }
         let blobs = directory_in(&root, "blobs").and_then(|it| directory_in(&it, "sha256"));
         let blobs = match blobs {
@@ -87,30 +84,28 @@ impl Layout {
             }
             other => other.map_err(|error| io_error(path)(error.into()))?,
         };
-        let (path, blob) = (path.to_owned(), None);
-        Ok(Self { path, aside, root, blobs, blob, added, published: false })
-    }
-
-    fn write_index(&self, image: &Finished) -> Result<(), ExportError> {
-        let path = below(&self.root, "index.json");
-        let before = path.exists().then(|| read_index(&path)).transpose()?;
-        let file = OutputFile::create(&path, true)?;
-        file.file().write_all(&index(before, image)).map_err(io_error(&path))?;
-        file.publish()
+        Ok(Self { path: path.to_owned(), added, root, blobs, blob: None })
     }
 
     /// An error about its path and not about a descriptor.
     fn named(&self, error: ExportError) -> ExportError {
         let path = self.path.clone();
         match error {
-            ExportError::NotDurable { source, .. } if self.aside.is_none() => {
-                ExportError::NotDurable { path, source }
-            }
-            ExportError::Io { source, .. } | ExportError::NotDurable { source, .. } => {
-                ExportError::Io { path, source }
-            }
+            ExportError::Io { source, .. } => ExportError::Io { path, source },
+            ExportError::NotDurable { source, .. } => ExportError::NotDurable { path, source },
             other => other,
         }
+    }
+
+    fn write_index(&self, image: &Finished) -> Result<(), ExportError> {
+        aside::sync(&below(&self.blobs, "."))?;
+        aside::sync(&below(&self.blobs, ".."))?;
+        aside::sync(aside::directory(&self.path))?;
+        let path = below(&self.root, "index.json");
+        let before = path.exists().then(|| read_index(&path)).transpose()?;
+        let file = OutputFile::create(&path, true)?;
+        file.file().write_all(&index(before, image)).map_err(io_error(&path))?;
+        file.publish()
     }
 }
 
@@ -124,13 +119,16 @@ fn directory_in(parent: &File, name: &str) -> rustix::io::Result<File> {
         Ok(()) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
     }
-    aside::open_dir(parent, name)
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(parent, name, flags, Mode::empty()).map(File::from)
 }
 
 impl Target for Layout {
     fn begin(&mut self, _: BlobKind) -> Result<(), ExportError> {
         let blob = aside::create_file(&below(&self.blobs, "blob"));
-        self.blob = Some(blob.map_err(|error| self.named(error))?);
+        let (file, path) = blob.map_err(|error| self.named(error))?;
+        self.added.0.push(path.clone());
+        self.blob = Some((file, path));
         Ok(())
     }
 
@@ -142,47 +140,22 @@ impl Target for Layout {
     }
 
     fn end(&mut self, digest: &BlobDigest, _: u64) -> Result<(), ExportError> {
-        let Some((file, path)) = &self.blob else { return Ok(()) };
+        let Some((file, path)) = self.blob.take() else { return Ok(()) };
         file.sync_all().map_err(io_error(&self.path))?;
         let to = below(&self.blobs, digest.hex());
         let is_new = !to.exists();
         fs::rename(path, &to).map_err(io_error(&self.path))?;
-        self.blob = None;
-        if is_new {
-            self.added.push(to);
-        }
+        self.added.0.pop();
+        self.added.0.extend(is_new.then_some(to));
         Ok(())
     }
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
-        let synced = aside::sync(&below(&self.blobs, "."));
-        let synced = synced.and_then(|()| aside::sync(&below(&self.blobs, "..")));
-        let published = synced.and_then(|()| self.write_index(image));
+        let published = self.write_index(image);
         if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
-            self.added.clear(); // The index names them.
+            self.added.0.clear(); // The index names them.
         }
-        published.map_err(|error| self.named(error))?;
-        if let Some(aside) = &self.aside {
-            aside::rename(aside, &self.path, true)?;
-        }
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for Layout {
-    fn drop(&mut self) {
-        if self.published {
-            return;
-        }
-        if let Some(aside) = &self.aside {
-            let _ = fs::remove_dir_all(aside);
-            return;
-        }
-        let unfinished = self.blob.take().map(|(_, path)| path);
-        for path in unfinished.iter().chain(self.added.iter().rev()) {
-            let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
-        }
+        published.map_err(|error| self.named(error))
     }
 }
 

@@ -511,12 +511,12 @@ fn what_a_killed_export_left_goes_with_the_next() {
     import(&bench, "image", &two_layers());
     let out = bench.path("out");
     fs::create_dir(&out).unwrap();
-    let held = out.join(".layout.cofolio-Held00Held00");
-    fs::create_dir(&held).unwrap();
-    let lock = fs::File::open(&held).unwrap();
+    let held = out.join(".a.tar.cofolio-Held00Held00");
+    let lock = fs::File::create_new(&held).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
-    fs::create_dir_all(out.join(".layout.cofolio-Left01Left01/blobs/sha256")).unwrap();
-    fs::write(out.join(".layout.cofolio-Left01Left01/index.json"), "{").unwrap();
+    // A layout that is not complete has no index.
+    fs::create_dir_all(out.join("layout/blobs/sha256")).unwrap();
+    fs::write(out.join("layout/oci-layout"), "{}").unwrap();
     for name in [".a.tar.cofolio-Left01Left01", ".a.tar.cofolio-x", ".a.tar"] {
         fs::write(out.join(name), "half an archive").unwrap();
     }
@@ -529,9 +529,9 @@ fn what_a_killed_export_left_goes_with_the_next() {
     export(&bench.domain, exported, &to(out.join("a.tar")), &options, &Task::default()).unwrap();
     let expected = [
         ".a.tar",
+        ".a.tar.cofolio-Held00Held00",
         ".a.tar.cofolio-LinkedLinked",
         ".a.tar.cofolio-x",
-        ".layout.cofolio-Held00Held00",
         "a.tar",
         "layout",
     ];
