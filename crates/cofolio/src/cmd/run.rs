@@ -12,7 +12,7 @@ use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
     Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd, wait_for,
 };
-use cofolio_node::mount::{Check, IdMap};
+use cofolio_node::mount::Check;
 use cofolio_store::task::Cancel;
 use cofolio_sys::process::Fork;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -64,7 +64,7 @@ const NO_PROGRAM: u8 = 127;
     cofolio run -it --rw debian:13 -- bash\n  \
     cofolio run -d --name cache --network host --memory 256M redis:7.0.15\n  \
     cofolio run docker://registry.example/team/app:1\n  \
-    cofolio run --userns auto --rw --size 1G -v /srv/in:/in:ro builder -- make")]
+    cofolio run --userns 0:100000:65536 --rw --size 1G -v /srv/in:/in:ro builder -- make")]
 pub(crate) struct Args {
     /// Ref, first digits of a digest, or docker://NAME, which is pulled if the store lacks it
     image: String,
@@ -112,8 +112,7 @@ pub(crate) struct Args {
     /// Its network
     #[arg(long, value_name = "NETWORK", default_value = "none")]
     network: Network,
-    /// User namespace: an id map as of `mount --idmap`, or `auto` for the ids of the user `containers`, else
-    /// root, in /etc/subuid and /etc/subgid
+    /// User namespace: an id map as of `mount --idmap`
     #[arg(long, value_name = "MAP")]
     userns: Option<String>,
     /// Program that starts it, by name or path [default: crun, else runc]
@@ -312,7 +311,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         terminal: args.tty,
         host_network: args.network == Network::Host,
         binds: args.volume.iter().map(|text| bind(text)).collect::<anyhow::Result<_>>()?,
-        idmap: args.userns.as_deref().map(id_map).transpose()?,
+        idmap: args.userns.as_deref().map(str::parse).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
         ..args.process.options(&args.args, image)?
@@ -354,32 +353,6 @@ fn bind(text: &str) -> anyhow::Result<Bind> {
         return Err(wrong("the source's path is not UTF-8").into());
     }
     Ok(Bind { source, target: target.trim_end_matches('/').to_owned(), readonly })
-}
-
-fn id_map(text: &str) -> anyhow::Result<IdMap> {
-    if text != "auto" {
-        return Ok(text.parse()?);
-    }
-    let range = |path: &str| -> anyhow::Result<(u64, u64)> {
-        let text = fs::read_to_string(path).with_context(|| format!("--userns auto: {path}"))?;
-        ["containers", "root"].iter().find_map(|user| subordinate(&text, user)).ok_or_else(|| {
-            let fail = Fail::usage(format!("--userns auto: {path} gives `containers` no ids"));
-            fail.hint("add a line such as `containers:1000000:65536`").into()
-        })
-    };
-    let ((uid, uids), (gid, gids)) = (range("/etc/subuid")?, range("/etc/subgid")?);
-    Ok(format!("u:0:{uid}:{uids},g:0:{gid}:{gids}").parse()?)
-}
-
-/// First id and number of ids of a user in the text of `/etc/subuid`: `name:first:count` lines.
-fn subordinate(text: &str, user: &str) -> Option<(u64, u64)> {
-    text.lines().find_map(|line| {
-        let mut fields = line.trim().split(':');
-        if fields.next()? != user {
-            return None;
-        }
-        Some((fields.next()?.parse().ok()?, fields.next()?.parse().ok()?))
-    })
 }
 
 fn cpu_millis(text: &str) -> Result<u64, String> {
@@ -447,14 +420,11 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_cpus_and_subordinate_ids() {
+    fn numbers_of_cpus() {
         assert_eq!(cpu_millis("0.5"), Ok(500));
         assert_eq!(cpu_millis("2"), Ok(2000));
         for text in ["0", "-1", "NaN", "inf", "x"] {
             assert!(cpu_millis(text).is_err(), "{text}");
         }
-        let text = "somebody:100000:65536\ncontainers:2147483647:2147483648\nroot:x:1\n";
-        assert_eq!(subordinate(text, "containers"), Some((2_147_483_647, 2_147_483_648)));
-        assert_eq!(subordinate(text, "root"), None);
     }
 }

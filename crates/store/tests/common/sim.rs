@@ -274,8 +274,8 @@ impl SimDisk {
         }
     }
 
-    /// From now on a file cannot be read, nor a directory looked at, but with this error; nor the file looked at, if its
-    /// inode is damaged (EUCLEAN).
+    /// Reads of this file, and lookups in this directory, fail with `why`; with EUCLEAN, a damaged inode, so does
+    /// `stat`.
     pub fn make_unreadable(&self, path: &str, why: rustix::io::Errno) {
         let mut state = self.state();
         state.bad = state.find(path).ok().map(|inode| (inode, why));
