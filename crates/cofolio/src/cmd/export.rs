@@ -17,8 +17,8 @@ use crate::ui::{Table, human_size};
 /// The layers' archives and the config are those that were imported, to the byte, so other engines know the
 /// image by the same id; blobs are compressed anew, so its manifest has another digest than the one that
 /// it came from; those of a docker-archive are never compressed. An image that was imported from a directory
-/// becomes one layer. All content is checked on the way, and the destination appears only once it is complete.
-/// The same image gives the same bytes every time.
+/// becomes one layer. All content is checked on the way. A file appears only once it is complete, and a layout
+/// gets its index last. The same image gives the same bytes every time.
 ///
 /// A FILE that exists is replaced only with --replace, and only if it is a regular file. `-` as FILE is
 /// standard output. An OCI layout that exists gets the image in addition.
