@@ -53,6 +53,10 @@ fn wrong_arguments_are_usage_errors() {
         &["--color", "sometimes", "images"],
         &["umount"],
         &["umount", "--all", "x"],
+        &["run", "--cpus", "0", "x"],
+        &["run", "--cpus=-1", "x"],
+        &["run", "--cpus", "NaN", "x"],
+        &["run", "--cpus", "inf", "x"],
     ] {
         sandbox.run(args).fails_with(2);
     }

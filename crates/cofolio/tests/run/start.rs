@@ -59,6 +59,29 @@ fn run_ends_as_its_container_does() {
     machine.run(&["run", "--size", "1G", "box:1"]).fails_with(2);
 }
 
+#[test]
+fn volumes_are_paths_of_the_host() {
+    const TEST: &str = "volumes_are_paths_of_the_host";
+    let Some((machine, runtimes)) = machine(TEST) else { return };
+    let run = |volume: &str, script| machine.sh(runtimes[0], &["--volume", volume], script);
+    run("/usr/../etc:/mnt/:ro", "test -e /mnt/passwd && ! touch /mnt/new").ok();
+    run("/dev/null:/bin/text", "test -c /bin/text").ok();
+    for volume in ["/etc", "/etc:srv", "/does/not/exist:/x", "named:/x", "/etc:/x:ro:rw"] {
+        run(volume, "true").refused("--volume");
+    }
+    // `-v X:/` blamed the image config, and a directory of the host at `/proc` was accepted.
+    for target in ["/", "//", "/proc", "/sys/", "//dev/./"] {
+        run(&format!("/etc:{target}"), "true").refused("a mount of its own").fails_with(2);
+    }
+    // It passed the check, and the error that came later blamed the image config.
+    run("/etc:/x/../proc", "true").refused("/etc:/x/../proc: the target has `..` in it");
+    // What other engines take as an option was taken for a part of the target: `/data:Z`.
+    for volume in ["/etc:/x:Z", "/etc:/x:z", "/etc:/x:ro,Z", "/etc:/x:"] {
+        run(volume, "true").refused(&format!("{volume}: the options are `ro` and `rw`"));
+    }
+    machine.assert_clean();
+}
+
 /// `run docker://…` pulls what is not here; what is here it starts, also when the registry is gone. What the
 /// container says stays alone on standard output.
 #[test]

@@ -217,22 +217,6 @@ fn lock(file: impl AsFd) -> rustix::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    /// Names had the number of their process. In a container every run of the program has the same number:
-    /// what a killed export left counted as one that is still running, and of two that ran at once one could
-    /// put the other's half a file at its destination.
-    #[test]
-    fn an_export_removes_what_is_left_and_not_what_is_being_made() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(".out.cofolio-Left01Left01"), "half").unwrap();
-        let running = super::OutputFile::create(&dir.path().join("out"), false).unwrap();
-        let path = dir.path().join("out");
-        super::OutputFile::create(&path, false).unwrap().publish().unwrap();
-        assert_eq!(std::fs::read(path).unwrap(), b"");
-        assert!(running.aside.exists());
-        drop(running);
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
-    }
-
     /// Where a filesystem cannot rename without replacing, an error that no link could be made was taken for a
     /// filesystem without links, and what had appeared meanwhile was replaced.
     #[test]

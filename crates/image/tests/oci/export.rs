@@ -504,7 +504,8 @@ fn links_in_a_layout_lead_an_export_nowhere() {
 }
 
 /// Exports were killed and left what they had, hidden beside where it was to go. The next export to
-/// that place removes it; not what another process is still making, which has a lock on it.
+/// that place removes it; not what another process is still making, which has a lock on it. The number of a process
+/// does not tell: in a container every run of the program has the same one.
 #[test]
 fn what_a_killed_export_left_goes_with_the_next() {
     let bench = Bench::new();
