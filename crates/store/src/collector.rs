@@ -41,9 +41,10 @@ use std::time::{Duration, Instant};
 use crate::contents::Contents;
 use crate::disk::{Kind, Lock, LockMode, Purpose};
 use crate::domain::{Covered, DomainLock};
-use crate::error::{At, Error, Result, by_hand, is_absent, is_full, with_causes};
+use crate::error::{At, Error, Result, by_hand, is_absent, is_full};
+use crate::examine::with_advice;
 use crate::kinds::{FileKind, FileName};
-use crate::reach::{Reachability, Unreadable};
+use crate::reach::{ITSELF, Reachability, Unreadable};
 use crate::records::ROOTS;
 use crate::store::{remove_entry, sweep_entry};
 use crate::{Digest, Domain, GcOptions};
@@ -241,8 +242,8 @@ impl<'a> Collector<'a> {
                     let (path, kind) = (&suspect.path, suspect.kind);
                     match sweep_entry(disk, path, kind, dry_run, cancel) {
                         Err(error) if by_hand(&error).is_some() => {
-                            let (what, reason) = (format!("`{path}`"), with_causes(&error));
-                            let kept = "itself: it cannot be removed".to_owned();
+                            let (what, reason) = (format!("`{path}`"), with_advice(&error));
+                            let kept = ITSELF.to_owned();
                             self.reach.unreadable.push(Unreadable { what, reason, kept });
                         }
                         bytes => swept += Swept { count: 1, bytes: bytes? },

@@ -289,6 +289,9 @@ impl Domain {
     }
 
     /// Whether it is here, damaged or not. A layer that was unpacked from no archive has no split.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
     pub fn has_named(&self, name: &FileName) -> Result<bool> {
         match self.is_usable(name) {
             Err(error) if is_damage(&error) => Ok(true),

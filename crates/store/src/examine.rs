@@ -199,7 +199,7 @@ impl<'a> Examiner<'a> {
     }
 }
 
-fn with_advice(error: &(dyn std::error::Error + 'static)) -> String {
+pub(crate) fn with_advice(error: &(dyn std::error::Error + 'static)) -> String {
     let advice = by_hand(error).map(|advice| format!("; {advice} first"));
     with_causes(error) + &advice.unwrap_or_default()
 }

@@ -72,7 +72,7 @@ pub use gc::{GcOptions, GcReport};
 pub use kinds::{FileKind, FileName};
 pub use lease::Lease;
 pub use meta::{Features, Meta};
-pub use reach::Unreadable;
+pub use reach::{ITSELF, Unreadable};
 pub use real::{replace_file, stretch_at};
 pub use record::{Layer, PackedLayer, Ref, Root, RootKind, now};
 pub use records::{Refs, UnreadableRef};

@@ -13,7 +13,8 @@ use crate::records::RecordFile;
 use crate::task::Cancel;
 use crate::{Digest, Domain, GcOptions};
 
-/// An unreadable record, or kept image or layer; everything it might need is kept.
+/// An unreadable record, or kept image or layer; everything it might need is kept. Or a file that cannot be
+/// removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unreadable {
     /// `image <digest>` or `layer <chain-id>`, with its keeper, or the path of a record.
@@ -23,6 +24,9 @@ pub struct Unreadable {
     /// What is kept because of it.
     pub kept: String,
 }
+
+/// What is kept of a file that cannot be removed.
+pub const ITSELF: &str = "itself";
 
 /// A root that may keep nothing any more: `<kind>/<id>`, and its file.
 #[derive(Debug)]

@@ -83,6 +83,7 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
             let gc = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
             assert_eq!(gc.unreadable.len(), 1, "{gc:?}");
             assert!(gc.unreadable[0].what.contains(&path), "{gc:?}");
+            assert!(gc.unreadable[0].reason.contains("run its own check"), "{gc:?}");
             assert!(report.findings.iter().any(|it| it.detail.contains("run its own check")));
             assert_eq!(
                 disk.files().keys().filter(|path| path.contains("/objects/")).count(),

@@ -1,6 +1,6 @@
 use cofolio_node::config::Size;
 use cofolio_node::upkeep::{self, Report};
-use cofolio_store::{GcReport, TrimPlan};
+use cofolio_store::{GcReport, ITSELF, TrimPlan};
 
 use crate::cmd::Outcome;
 use crate::context::Context;
@@ -115,7 +115,8 @@ fn show(context: &Context<'_>, report: &Report) -> anyhow::Result<()> {
     }
     for it in &report.unreadable {
         let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
-        context.ui.error(&said, Some(mending(it.what.trim_matches('`'))));
+        let hint = mending(it.what.trim_matches('`'));
+        context.ui.error(&said, (it.kept != ITSELF).then_some(hint));
     }
     if context.ui.quiet {
         return Ok(());

@@ -52,11 +52,10 @@ impl Layout {
             Err(ExportError::Destination { what: format!("{}: {what}", path.display()) })
         };
         let mut added = Added(Vec::new());
-        match fs::create_dir(path) {
-            Ok(()) => added.0.push(path.to_owned()),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(io_error(path)(error)),
-        }
+        let made = match fs::create_dir(path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+            other => other.map(|()| true).map_err(io_error(path))?,
+        };
         let root = match open(path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
             Err(Errno::NOTDIR) => return refuse("it is a file, and a layout is a directory"),
             other => File::from(other.map_err(|error| io_error(path)(error.into()))?),
@@ -64,6 +63,7 @@ impl Layout {
         if flock(&root, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
             return refuse("another export writes to it");
         }
+        added.0.extend(made.then(|| path.to_owned()));
         let is_file = |name| match below(&root, name).symlink_metadata() {
             Err(_) => None,
             Ok(found) => Some(found.is_file()),

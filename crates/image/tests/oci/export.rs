@@ -216,10 +216,7 @@ fn a_layout_that_changes_meanwhile_leads_nowhere() {
     export(&bench.domain, exported, &destination, &Default::default(), &task).unwrap();
     assert!(blobs.is_symlink());
     assert_eq!(names(&elsewhere), [""; 0]);
-    assert_eq!(
-        moved.join(blob.file_name().unwrap()).metadata().unwrap().file_type().is_file(),
-        true
-    );
+    assert!(moved.join(blob.file_name().unwrap()).is_file());
 }
 
 /// A slow export must hold up neither garbage collection nor the imports that wait behind it; and
