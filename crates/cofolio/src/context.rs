@@ -7,10 +7,12 @@ use cofolio_image::pack::ImageContents;
 use cofolio_node::mount::{MountState, Mounter, RunDir};
 use cofolio_node::names;
 use cofolio_node::upkeep::Upkeep;
+use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Refs, RootKind, Store, UnreadableRef};
 
 use crate::cli::Global;
 use crate::exit::{self, Exit, Fail};
+use crate::progress::Work;
 use crate::ui::Ui;
 use cofolio_node::config::Loaded;
 pub(crate) use cofolio_node::names::{Named, short};
@@ -71,6 +73,18 @@ impl Context<'_> {
             exit = exit::report(&error, self.ui);
         }
         Ok((readable, exit))
+    }
+
+    /// Does work that takes long. Until it is done, shows how it goes on, and Ctrl-C cancels it;
+    /// `doing` and `item` are those of [`Work::begin`].
+    pub(crate) fn work<T, E: Into<anyhow::Error>>(
+        &self,
+        doing: &'static str,
+        item: &'static str,
+        work: impl FnOnce(&Task) -> Result<T, E>,
+    ) -> anyhow::Result<T> {
+        let shown = Work::begin(self.ui, doing, item)?;
+        work(&shown.task).map_err(Into::into)
     }
 
     /// Mounts images of a domain; its state is below the run directory.

@@ -8,7 +8,6 @@ use serde_json::json;
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::progress::Work;
 
 /// Show or set how images of this trust domain are mounted
 ///
@@ -43,8 +42,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     if let Some(how) = args.backend {
         context.needs_root()?;
         let form = if args.lz4 { Form::Lz4 } else { Form::Plain };
-        let work = Work::begin(context.ui, "packing", "file")?;
-        backend::set(&context.mounter(&domain), how.into(), form, &work.task)?;
+        let mounter = context.mounter(&domain);
+        context.work("packing", "file", |task| backend::set(&mounter, how.into(), form, task))?;
     }
     let (backend, form) = (domain.backend()?, domain.pack_form()?);
     if context.ui.json {

@@ -10,7 +10,6 @@ use crate::cmd::Outcome;
 use crate::context::{Context, Named, short};
 use crate::exit::Exit;
 use crate::image::kind_word;
-use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, percent, plural, printable};
 
 /// Compare two images: what they share, what differs, what sharing saves
@@ -82,8 +81,9 @@ fn pages_of(
     context: &Context<'_>,
 ) -> anyhow::Result<(PageReport, f64)> {
     let started = Instant::now();
-    let work = Work::begin(context.ui, "hashing pages", "file")?;
-    let report = pages::compare(domain, diff, pages::MEMORY_DEFAULT, &work.task)?;
+    let report = context.work("hashing pages", "file", |task| {
+        pages::compare(domain, diff, pages::MEMORY_DEFAULT, task)
+    })?;
     Ok((report, started.elapsed().as_secs_f64()))
 }
 

@@ -2,7 +2,6 @@ use cofolio_image::pack::ImageContents;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
-use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, plural};
 
 /// Show what the store's images take on disk
@@ -16,9 +15,7 @@ pub(crate) struct Args {}
 
 pub(crate) fn run(_args: &Args, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
-    let work = Work::begin(context.ui, "counting", "image")?;
-    let report = domain.du(&ImageContents, &work.task)?;
-    drop(work);
+    let report = context.work("counting", "image", |task| domain.du(&ImageContents, task))?;
     let kept = context.mounter(&domain).kept()?;
     let kept_bytes = kept.iter().map(|(bytes, _)| bytes).sum::<u64>();
     if context.ui.json {

@@ -9,7 +9,6 @@ use cofolio_node::links;
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Work;
 use crate::ui::{Table, human_size};
 
 /// Write an image to an OCI layout or archive, or as a filesystem in a file
@@ -118,9 +117,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         threads: args.compress.threads,
         replace: args.replace,
     };
-    let work = Work::begin(context.ui, "exporting", "layer")?;
-    let report = export(&domain, named.exported(), &destination, &options, &work.task)?;
-    drop(work);
+    let report = context.work("exporting", "layer", |task| {
+        export(&domain, named.exported(), &destination, &options, task)
+    })?;
     if to_stdout {
         context.ui.note(report.manifest.to_string());
         return Ok(Exit::Ok);
@@ -162,9 +161,9 @@ fn write_filesystem(args: &Args, path: &Path, context: &Context<'_>) -> Outcome 
     let domain = context.domain()?;
     let image = context.image(&domain, &args.image)?.digest;
     let options = FilesystemOptions { compress: args.lz4, replace: args.replace };
-    let work = Work::begin(context.ui, "exporting", "file")?;
-    let report = export_filesystem(&domain, &image, path, options, &work.task)?;
-    drop(work);
+    let report = context.work("exporting", "file", |task| {
+        export_filesystem(&domain, &image, path, options, task)
+    })?;
     if to_stdout {
         context.ui.note(report.digest.to_string());
         return Ok(Exit::Ok);

@@ -8,7 +8,6 @@ use crate::cmd::pull::RegistryArgs;
 use crate::cmd::{Outcome, findings_table, note_mending};
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::progress::Work;
 use crate::ui::{Tone, human_count, human_size, plural};
 
 /// Unprotected files that are listed: a copied store has nothing else.
@@ -58,10 +57,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let (store, of_meta) = Store::open_damaged(&context.global.store)?;
     let domain = store.waits_until(interrupt::cancel()).domain(&context.global.domain)?;
     let doing = if args.repair { "repairing" } else { "checking" };
-    let work = Work::begin(context.ui, doing, "object")?;
     let repair = args.repair.then_some(&sources[..]);
-    let mut checked = context.upkeep(&domain).fsck(!args.quick, repair, &work.task)?;
-    drop(work);
+    let fsck = |task: &_| context.upkeep(&domain).fsck(!args.quick, repair, task);
+    let mut checked = context.work(doing, "object", fsck)?;
     checked.report.findings.extend(of_meta);
     for (number, why) in &checked.failed {
         context.ui.error(&format!("--from {}: {why}", args.from[*number]), None);

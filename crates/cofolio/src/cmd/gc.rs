@@ -5,7 +5,6 @@ use cofolio_store::{GcReport, ITSELF, TrimPlan};
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, mending};
-use crate::progress::Work;
 use crate::trim;
 use crate::ui::{Cell, Table, human_count, human_size, plural};
 
@@ -52,10 +51,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         older_than_days: args.older_than,
     };
     let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, args.dry_run);
-    let work = Work::begin(context.ui, "packing anew", "file")?;
     let mut report = Report::default();
-    let ended = context.upkeep(&domain).run(&options, &announce, &mut report, &work.task);
-    drop(work);
+    let ended = context.work("packing anew", "file", |task| {
+        context.upkeep(&domain).run(&options, &announce, &mut report, task)
+    });
     let told = tell(context, &report, ended.is_ok());
     ended?;
     told?;

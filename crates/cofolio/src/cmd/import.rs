@@ -10,7 +10,6 @@ use crate::cmd::Outcome;
 use crate::cmd::pull::RegistryArgs;
 use crate::context::Context;
 use crate::exit::{self, Exit, Fail};
-use crate::progress::Work;
 use crate::trim;
 use crate::trust::ArrivalArgs;
 use crate::ui::{Table, Tone, human_count, human_size, plural, printable};
@@ -106,10 +105,11 @@ pub(crate) fn fetch(
     doing: &'static str,
     context: &Context<'_>,
 ) -> anyhow::Result<(ImportReport, Option<TrimPlan>)> {
-    let work = Work::begin(context.ui, doing, "file")?;
-    let domain = context.domain_or_create()?;
-    let report = import::import(&domain, source, options, &work.task)?;
-    drop(work);
+    let (domain, report) = context.work(doing, "file", |task| -> anyhow::Result<_> {
+        let domain = context.domain_or_create()?;
+        let report = import::import(&domain, source, options, task)?;
+        Ok((domain, report))
+    })?;
     // A source without an index offers no choice of platform.
     let config = domain.get_ref(&report.name)?.and_then(|record| record.config);
     let platform = config.and_then(|text| serde_json::from_str::<Platform>(&text).ok());
@@ -118,21 +118,19 @@ pub(crate) fn fetch(
         context.ui.note(format!("{name} is for {is}, not for {}", options.platform));
     }
     let image = report.image;
-    let work = Work::begin(context.ui, "packing", "file")?;
-    backend::pack_imported(&domain, &image, &work.task)
+    context
+        .work("packing", "file", |task| backend::pack_imported(&domain, &image, task))
         .context("the image is here, but it could not be packed")?;
-    drop(work);
     if report.known {
         // It has not made the store larger.
         return Ok((report, None));
     }
     // The import is done and stays done: what goes wrong now changes no exit code.
     let announce = |plan: &TrimPlan| trim::announce(context, &domain, plan, false);
-    let work = Work::begin(context.ui, "trimming", "image")?;
-    let trimmed = context.upkeep(&domain).trim_to_limit(image, &announce, &work.task);
-    let trimmed = trimmed.unwrap_or_else(|error| {
+    let trim = |task: &_| context.upkeep(&domain).trim_to_limit(image, &announce, task);
+    let trimmed = context.work("trimming", "image", trim).unwrap_or_else(|error| {
         let what = "the store may be over its limit and was not trimmed";
-        exit::report(&anyhow::Error::new(error).context(what), context.ui);
+        exit::report(&error.context(what), context.ui);
         None
     });
     Ok((report, trimmed))

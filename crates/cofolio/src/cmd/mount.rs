@@ -8,7 +8,6 @@ use cofolio_node::mount::{Access, MountOptions, MountRequest};
 use crate::cmd::Outcome;
 use crate::context::{Context, short};
 use crate::exit::Exit;
-use crate::progress::Work;
 use crate::trust::TrustArgs;
 
 /// Mount an image at a directory
@@ -91,9 +90,9 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         },
         ..MountRequest::new(image.digest, Path::new(target))
     };
-    let work = Work::begin(context.ui, "verifying", "file")?;
-    let record = context.mounter(&domain).with_task(&work.task).mount(&request)?;
-    drop(work);
+    let mounter = context.mounter(&domain);
+    let record =
+        context.work("verifying", "file", |task| mounter.with_task(task).mount(&request))?;
     if context.ui.json {
         context.ui.json(&record)?;
     } else {

@@ -5,7 +5,6 @@ use cofolio_node::backend;
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Work;
 use crate::ui::{Table, human_size, plural};
 
 /// Pack an image: make of it one that carries its data, over segments
@@ -54,9 +53,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let options = PackOptions { again: args.again, form, ..PackOptions::default() };
     let mut reports = Vec::new();
     for image in &images {
-        let work = Work::begin(context.ui, "packing", "file")?;
-        let report = pack(&domain, &image.digest, &options, &work.task)?;
-        drop(work);
+        let report =
+            context.work("packing", "file", |task| pack(&domain, &image.digest, &options, task))?;
         if !context.ui.json {
             show(context, &report)?;
         }

@@ -6,7 +6,6 @@ use crate::cmd::pull::RegistryArgs;
 use crate::cmd::{Outcome, import};
 use crate::context::Context;
 use crate::exit::Exit;
-use crate::progress::Work;
 use crate::ui::{Table, Tone, human_size};
 
 /// Give an image to a registry
@@ -45,9 +44,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         threads: args.compress.threads,
         registry,
     };
-    let work = Work::begin(context.ui, "pushing", "layer")?;
-    let report = export::push(&domain, named.exported(), &to, &options, &work.task)?;
-    drop(work);
+    let push = |task: &_| export::push(&domain, named.exported(), &to, &options, task);
+    let report = context.work("pushing", "layer", push)?;
     if context.ui.json {
         return context.ui.json(&report);
     }

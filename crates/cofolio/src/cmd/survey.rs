@@ -12,7 +12,6 @@ use serde_json::json;
 use crate::cmd::Outcome;
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Work;
 use crate::ui::{Cell, Table, Tone, human_count, human_size, percent, plural};
 
 /// Say what Cofolio would save on this machine
@@ -80,9 +79,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     });
     let stores = stores(args, &mounts)?;
     let dirs: Vec<PathBuf> = stores.iter().flat_map(|store| store.layers.clone()).collect();
-    let work = Work::begin(context.ui, "surveying", "file")?;
-    let found = survey::look(&dirs, args.threads, &work.task)?;
-    drop(work);
+    let look = |task: &_| survey::look(&dirs, args.threads, task);
+    let found = context.work("surveying", "file", look)?;
 
     unseen.extend(stores.iter().flat_map(|store| store.unseen.clone()));
     unseen.extend(found.reasons.iter().cloned());

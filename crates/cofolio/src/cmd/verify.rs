@@ -5,7 +5,6 @@ use serde_json::Value;
 use crate::cmd::{Outcome, findings_table, note_mending};
 use crate::context::Context;
 use crate::exit::{Exit, Fail};
-use crate::progress::Work;
 use crate::ui::{Tone, human_size, plural};
 use cofolio_node::config::Size;
 
@@ -45,9 +44,8 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Err(Fail::usage("one image at a time").hint("--scrub takes several").into());
     };
     let image = context.image(&domain, image)?;
-    let work = Work::begin(context.ui, "verifying", "file")?;
-    let report = domain.verify_image(&image.digest, &ImageContents, &work.task)?;
-    drop(work);
+    let verify = |task: &_| domain.verify_image(&image.digest, &ImageContents, task);
+    let report = context.work("verifying", "file", verify)?;
     if context.ui.json {
         let mut value = serde_json::to_value(&report)?;
         value["image"] = serde_json::to_value(image.digest)?;
@@ -67,10 +65,9 @@ fn scrub(args: &Args, context: &Context<'_>, domain: &Domain) -> Outcome {
     // If the kernel refuses these requests, the rate still limits the scrub.
     let _ = cofolio_sys::priority::set_idle_io();
     let _ = rustix::process::nice(19);
-    let work = Work::begin(context.ui, "scrubbing", "object")?;
     let options = ScrubOptions { images, rate: args.rate.map(|rate| rate.0) };
-    let report = domain.scrub(&ImageContents, &options, &work.task)?;
-    drop(work);
+    let scrub = |task: &_| domain.scrub(&ImageContents, &options, task);
+    let report = context.work("scrubbing", "object", scrub)?;
     if context.ui.json {
         return json(context, serde_json::to_value(&report)?, &report.findings);
     }
