@@ -303,10 +303,10 @@ pub fn ago(seconds: i64) -> String {
 fn harmless(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     for c in text.chars() {
-        match c {
-            '\n' => clean.push(c),
-            _ if drives_terminals(c) => escape(c, &mut clean),
-            _ => clean.push(c),
+        if drives_terminals(c) && c != '\n' {
+            escape(c, &mut clean);
+        } else {
+            clean.push(c);
         }
     }
     clean

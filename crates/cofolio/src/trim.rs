@@ -9,9 +9,6 @@ use crate::ui::{ago, human_size, plural};
 /// Says which images go, and why others stay.
 pub(crate) fn announce(context: &Context<'_>, domain: &Domain, plan: &TrimPlan, dry_run: bool) {
     let ui = context.ui;
-    if ui.json {
-        return;
-    }
     let of = plan.size.map_or_else(String::new, |size| format!(", to take {}", Size(size)));
     ui.note(format!(
         "domain `{}` takes {}{of}; {} of it nothing keeps",

@@ -47,10 +47,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     }
     let (backend, form) = (domain.backend()?, domain.pack_form()?);
     if context.ui.json {
-        context.ui.json(&json!({ "domain": domain.name(), "backend": backend, "packs": form }))?;
-    } else {
-        context.ui.line(shown(backend, form))?;
+        let value = json!({ "domain": domain.name(), "backend": backend, "packs": form });
+        return context.ui.json(&value);
     }
+    context.ui.line(shown(backend, form))?;
     Ok(Exit::Ok)
 }
 

@@ -94,12 +94,11 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let record =
         context.work("verifying", "file", |task| mounter.with_task(task).mount(&request))?;
     if context.ui.json {
-        context.ui.json(&record)?;
-    } else {
-        let mode = if record.upper.is_some() { "writable" } else { "read-only" };
-        let target = record.target.display();
-        let (name, digest) = (image.shown(), short(&image.digest));
-        context.ui.note(format!("{name} ({digest}) at {target}, {mode}"));
+        return context.ui.json(&record);
     }
+    let mode = if record.upper.is_some() { "writable" } else { "read-only" };
+    let target = record.target.display();
+    let (name, digest) = (image.shown(), short(&image.digest));
+    context.ui.note(format!("{name} ({digest}) at {target}, {mode}"));
     Ok(Exit::Ok)
 }

@@ -83,6 +83,5 @@ fn show(context: &Context<'_>, report: &PackReport) -> anyhow::Result<()> {
     if report.form == Form::Lz4 {
         table.detail("compressed", "LZ4".to_owned());
     }
-    context.ui.table(&table)?;
-    Ok(())
+    context.ui.table(&table).map(drop)
 }

@@ -43,10 +43,10 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         other => anyhow::Error::from(other),
     })?;
     if context.ui.json {
-        context.ui.json(&json!({"name": args.name, "image": image.digest, "keep": args.keep}))?;
-    } else {
-        let pinned = if args.keep { ", pinned" } else { "" };
-        context.ui.note(format!("{} is {}{pinned}", args.name, image.digest));
+        let value = json!({"name": args.name, "image": image.digest, "keep": args.keep});
+        return context.ui.json(&value);
     }
+    let pinned = if args.keep { ", pinned" } else { "" };
+    context.ui.note(format!("{} is {}{pinned}", args.name, image.digest));
     Ok(Exit::Ok)
 }
