@@ -23,15 +23,13 @@ const COMPATIBLE: [&str; 6] =
 
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Features {
     /// Who does not know one of these may ignore it.
-    #[serde(default)]
     pub compatible: Vec<String>,
     /// Who does not know one of these may read and mount, but change nothing.
-    #[serde(default)]
     pub read_only_compatible: Vec<String>,
     /// Who does not know one of these must not open the store.
-    #[serde(default)]
     pub incompatible: Vec<String>,
 }
 

@@ -61,14 +61,11 @@ pub(crate) struct Credentials {
     pub(crate) from: String,
 }
 
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 struct AuthFile {
-    #[serde(default)]
     auths: BTreeMap<String, Auth>,
-    #[serde(default)]
     cred_helpers: BTreeMap<String, String>,
-    #[serde(default)]
     creds_store: String,
 }
 

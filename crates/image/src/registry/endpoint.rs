@@ -45,11 +45,10 @@ struct Access {
     authorization: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct Token {
-    #[serde(default)]
     token: String,
-    #[serde(default)]
     access_token: String,
 }
 
@@ -58,11 +57,10 @@ struct Reasons {
     errors: Vec<Reason>,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct Reason {
-    #[serde(default)]
     code: String,
-    #[serde(default)]
     message: String,
 }
 

@@ -35,7 +35,6 @@ pub(crate) struct Descriptor {
     pub(crate) urls: Vec<String>,
     #[serde(default)]
     pub(crate) annotations: BTreeMap<String, String>,
-    #[serde(default)]
     pub(crate) platform: Option<Platform>,
 }
 
@@ -69,14 +68,11 @@ impl Descriptor {
 }
 
 /// As much of a manifest or index as tells which of them it is.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 struct Kind {
-    #[serde(default)]
     schema_version: u32,
-    #[serde(default)]
     media_type: String,
-    #[serde(default)]
     manifests: Option<serde::de::IgnoredAny>,
 }
 
@@ -198,7 +194,6 @@ pub(crate) struct RootFs {
 #[serde(rename_all = "PascalCase")]
 pub(crate) struct DockerImage {
     pub(crate) config: String,
-    #[serde(default)]
     pub(crate) repo_tags: Option<Vec<String>>,
     #[serde(default)]
     pub(crate) layers: Vec<String>,

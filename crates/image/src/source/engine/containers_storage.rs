@@ -71,10 +71,9 @@ pub(super) struct Configuration {
 }
 
 #[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 pub(super) struct StorageSection {
-    #[serde(default)]
     driver: String,
-    #[serde(default)]
     graphroot: String,
 }
 

@@ -116,18 +116,13 @@ type Result<T> = std::result::Result<T, BundleError>;
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct ImageConfig {
     /// CPU architecture, as Go names it.
-    #[serde(default)]
     pub architecture: Option<String>,
     /// Operating system, as Go names it.
-    #[serde(default)]
     pub os: Option<String>,
     /// Who made it.
-    #[serde(default)]
     pub author: Option<String>,
     /// When, RFC 3339.
-    #[serde(default)]
     pub created: Option<String>,
-    #[serde(default)]
     config: Option<Execution>,
 }
 
