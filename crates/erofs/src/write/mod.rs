@@ -13,7 +13,7 @@ mod layout;
 pub mod lz4;
 mod plan;
 
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromZeros, IntoBytes};
@@ -525,23 +525,17 @@ fn low32(value: u64) -> u32 {
 
 /// Collects small pieces for the sink and knows the position in the image.
 struct Out<W: Write> {
-    sink: W,
-    buffer: Vec<u8>,
+    sink: BufWriter<W>,
     pos: u64,
 }
 
 impl<W: Write> Out<W> {
-    const PIECE: usize = 64 * 1024;
-
     fn new(sink: W) -> Out<W> {
-        Out { sink, buffer: Vec::with_capacity(Self::PIECE), pos: 0 }
+        Out { sink: BufWriter::with_capacity(64 * 1024, sink), pos: 0 }
     }
 
     fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
-        if self.buffer.len() + bytes.len() > Self::PIECE {
-            self.flush()?;
-        }
-        self.buffer.extend_from_slice(bytes);
+        self.sink.write_all(bytes)?;
         self.pos += bytes.len() as u64;
         Ok(())
     }
@@ -555,14 +549,7 @@ impl<W: Write> Out<W> {
         Ok(())
     }
 
-    fn flush(&mut self) -> io::Result<()> {
-        self.sink.write_all(&self.buffer)?;
-        self.buffer.clear();
-        Ok(())
-    }
-
     fn finish(mut self) -> io::Result<u64> {
-        self.flush()?;
         self.sink.flush()?;
         Ok(self.pos)
     }
