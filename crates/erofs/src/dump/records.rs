@@ -5,6 +5,7 @@ use crate::tree::{
     Content, EXTERNAL_MAX, INLINE_MAX, Meta, Payload, S_IFBLK, S_IFCHR, S_IFDIR, S_IFIFO, S_IFLNK,
     S_IFMT, S_IFREG, S_IFSOCK, TARGET_MAX, TreeError,
 };
+use crate::write::low32;
 
 /// Longest line in bytes, so that a file without line ends does not fill the memory. A path, a
 /// payload, content and attributes of the largest sizes, all escaped, take 320 KB.
@@ -392,11 +393,6 @@ fn number(field: &[u8], radix: u8, what: &'static str) -> Result<u64, Problem> {
         Some(value) => value,
         None => u64::MAX,
     })
-}
-
-/// The low 32 bits, which is what mkcomposefs keeps.
-fn low32(value: u64) -> u32 {
-    u32::try_from(value & 0xffff_ffff).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

@@ -129,10 +129,8 @@ impl<S: ReadAt> Image<S> {
             if !inode.is_dir() {
                 return Ok(None);
             }
-            match self.lookup(&inode, name)? {
-                Some(entry) => inode = self.inode(entry.nid)?,
-                None => return Ok(None),
-            }
+            let Some(entry) = self.lookup(&inode, name)? else { return Ok(None) };
+            inode = self.inode(entry.nid)?;
         }
         Ok(Some(inode))
     }

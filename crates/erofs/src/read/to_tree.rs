@@ -158,15 +158,11 @@ impl<S: ReadAt> Builder<'_, S> {
             .insert(dir, name, meta, content)
             .map_err(|source| ReadError::Tree { offset: inode.offset, source })?;
         self.tree.give_links(id, inode.nlink);
-        if !matches!(
+        let is_special = matches!(
             content,
-            Content::External { .. }
-                | Content::Inline(_)
-                | Content::Symlink(_)
-                | Content::Directory
-        ) && !found.whiteout
-            && self.is_needlessly_long(inode)
-        {
+            Content::CharDevice(_) | Content::BlockDevice(_) | Content::Fifo | Content::Socket
+        );
+        if is_special && !found.whiteout && self.is_needlessly_long(inode) {
             self.tree.mark_odd_size(id);
         }
         self.set_xattrs(id, inode, &found)?;
@@ -209,11 +205,7 @@ impl<S: ReadAt> Builder<'_, S> {
                 "extended attributes are together far larger than the image",
             ))?;
             match xattr.name.as_slice() {
-                OVERLAY_REDIRECT => {
-                    if is_file {
-                        found.payload = payload_of(xattr.value);
-                    }
-                }
+                OVERLAY_REDIRECT if is_file => found.payload = payload_of(xattr.value),
                 OVERLAY_METACOPY => {
                     let digest = xattr.value.get(METACOPY_HEADER.len()..);
                     if is_file && let Some(Ok(digest)) = digest.map(<[u8; 32]>::try_from) {

@@ -519,7 +519,8 @@ fn low16(value: u32) -> u16 {
     u16::try_from(value & 0xffff).unwrap_or(u16::MAX)
 }
 
-fn low32(value: u64) -> u32 {
+/// The low 32 bits, which is what mkcomposefs keeps.
+pub(crate) fn low32(value: u64) -> u32 {
     u32::try_from(value & 0xffff_ffff).unwrap_or(u32::MAX)
 }
 
