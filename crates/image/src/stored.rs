@@ -1,6 +1,6 @@
 //! Reading files of the store in blocks, for the readers of formats.
 
-use std::io;
+use std::io::{self, BufReader};
 use std::sync::{Mutex, PoisonError};
 
 use cofolio_erofs::read::ReadAt;
@@ -10,13 +10,8 @@ use cofolio_store::{Digest, StoredFile};
 /// The fs-verity digest of a file's content, which is read for it.
 pub(crate) fn digest_of(file: &StoredFile) -> io::Result<Digest> {
     let mut hasher = Hasher::new();
-    let mut buffer = vec![0; 4 * BLOCK];
-    loop {
-        match file.read_at(&mut buffer, hasher.size())? {
-            0 => return Ok(hasher.finish()),
-            count => hasher.update(&buffer[..count]),
-        }
-    }
+    io::copy(&mut BufReader::with_capacity(4 * BLOCK, file.reader()), &mut hasher)?;
+    Ok(hasher.finish())
 }
 
 /// The bytes of an image or a split of the store. Readers ask for a few bytes at a time, tens of

@@ -246,15 +246,7 @@ impl<I: Input, W: Write> Recorder<I, W> {
 
     /// Takes the rest of the input; returns its length in bytes.
     pub(crate) fn drain(&mut self) -> io::Result<u64> {
-        let mut count = 0;
-        loop {
-            let have = self.fill_buf()?.len();
-            if have == 0 {
-                return Ok(count);
-            }
-            self.consume(have);
-            count += have as u64;
-        }
+        io::copy(self, &mut io::sink())
     }
 
     pub(crate) fn finish(self, size: u64) -> io::Result<W> {
