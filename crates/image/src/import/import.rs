@@ -515,8 +515,7 @@ fn build(
         let mut waiting = image.layers.iter().enumerate();
         let mut merged = Tree::new(DEFAULT_DIR);
         let mut hidden = Hidden::new();
-        let mut done = 0;
-        while done < count {
+        for layer in &image.layers {
             // Layers begin in order, and few at a time.
             while running.len() < at_a_time {
                 let Some((index, layer)) = waiting.next() else { break };
@@ -543,7 +542,6 @@ fn build(
             let Some(first) = running.pop_front().filter(|_| !budget.is_stopped()) else {
                 return Err(reason(&budget));
             };
-            let layer = &image.layers[done];
             let joined = first.join().unwrap_or_else(|_| {
                 budget.stop(ImportError::Image { what: "a thread panicked".into() });
                 Err(())
@@ -564,10 +562,7 @@ fn build(
                 };
                 result.map_err(|error| budget.stop(merge_error(layer, error)))
             });
-            if result.is_err() {
-                return Err(reason(&budget));
-            }
-            done += 1;
+            result.map_err(|()| reason(&budget))?;
         }
         Ok((merged, hidden))
     })

@@ -40,10 +40,13 @@ pub(crate) fn tls_for(host: &str, dirs: &[PathBuf]) -> Result<TlsConfig, Registr
         .build())
 }
 
+fn bad(path: &Path, what: impl Into<String>) -> RegistryError {
+    RegistryError::Certificate { path: path.display().to_string(), what: what.into() }
+}
+
 fn read(path: &Path) -> Result<Vec<PemItem<'static>>, RegistryError> {
-    let bad = |what: String| RegistryError::Certificate { path: path.display().to_string(), what };
-    let bytes = files::read(path, FILE_MAX).map_err(|e| bad(e.to_string()))?;
-    parse_pem(&bytes).collect::<Result<_, _>>().map_err(|e| bad(format!("not PEM: {e}")))
+    let bytes = files::read(path, FILE_MAX).map_err(|e| bad(path, e.to_string()))?;
+    parse_pem(&bytes).collect::<Result<_, _>>().map_err(|e| bad(path, format!("not PEM: {e}")))
 }
 
 fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, RegistryError> {
@@ -54,10 +57,7 @@ fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, RegistryError>
     let found: Vec<_> = found.collect();
     match found.is_empty() {
         false => Ok(found),
-        true => Err(RegistryError::Certificate {
-            path: path.display().to_string(),
-            what: "no PEM certificate in it".into(),
-        }),
+        true => Err(bad(path, "no PEM certificate in it")),
     }
 }
 
@@ -66,8 +66,5 @@ fn key(path: &Path) -> Result<PrivateKey<'static>, RegistryError> {
         PemItem::PrivateKey(key) => Some(key),
         _ => None,
     });
-    key.ok_or_else(|| RegistryError::Certificate {
-        path: path.display().to_string(),
-        what: "no PEM private key in it".into(),
-    })
+    key.ok_or_else(|| bad(path, "no PEM private key in it"))
 }
