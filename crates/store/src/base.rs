@@ -13,11 +13,11 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use serde::{Deserialize, Serialize};
 
 use crate::disk::Kind;
-use crate::error::{At, Result, is_damage};
+use crate::error::{Result, is_damage};
 use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::kinds::{FileKind, FileName};
 use crate::records::to_json;
-use crate::store::{TEMPORARY, mkdir_if_missing, remove_entry};
+use crate::store::{TEMPORARY, remove_entry};
 use crate::{Digest, Domain};
 
 pub(crate) const DIRECTORY: &str = "bases";
@@ -94,9 +94,7 @@ impl Domain {
 
     /// Writes a record to a temporary file; gives it and its later place.
     pub(crate) fn prepare_base(&self, image: &Digest, base: &Base) -> Result<(String, String)> {
-        let directory = format!("{}/{DIRECTORY}", self.directory());
-        mkdir_if_missing(self.disk(), &directory)?;
-        self.disk().sync_dir(self.directory()).at("sync", self.directory())?;
+        self.make_directory(DIRECTORY)?;
         let path = self.base_file(image);
         let json = to_json(&path, base)?;
         self.prepare(path, &json)

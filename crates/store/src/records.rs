@@ -161,7 +161,7 @@ impl Domain {
         if let Some((_, record)) = found {
             let to = self.unnamed_file(&record.image);
             let moved = self
-                .make_unnamed()
+                .make_directory(UNNAMED)
                 .and_then(|()| self.disk().rename(&path, &to, false).at("remove", &path));
             match moved {
                 Ok(()) => {
@@ -198,8 +198,9 @@ impl Domain {
         format!("{}/{UNNAMED}/{image}", self.directory())
     }
 
-    fn make_unnamed(&self) -> Result<()> {
-        mkdir_if_missing(self.disk(), &format!("{}/{UNNAMED}", self.directory()))?;
+    /// Makes a directory of the domain that comes with the first file in it.
+    pub(crate) fn make_directory(&self, name: &str) -> Result<()> {
+        mkdir_if_missing(self.disk(), &format!("{}/{name}", self.directory()))?;
         self.disk().sync_dir(self.directory()).at("sync", self.directory())
     }
 
@@ -210,7 +211,7 @@ impl Domain {
             Err(error) if !is_damage(&error) => return Err(error),
             _ => return Ok(()),
         };
-        self.make_unnamed()?;
+        self.make_directory(UNNAMED)?;
         let json = ref_json(&name, &old)?;
         self.store().replace_file(&self.unnamed_file(&old.image), &json, true)
     }
