@@ -150,8 +150,7 @@ impl FileName {
         FileKind::NAMED
             .into_iter()
             .filter(|kind| kind.directory() == directory)
-            .filter_map(|kind| Self::of_stem(kind, file.strip_suffix(kind.suffix())?))
-            .next()
+            .find_map(|kind| Self::of_stem(kind, file.strip_suffix(kind.suffix())?))
     }
 
     pub(crate) fn of_stem(kind: FileKind, stem: &str) -> Option<Self> {

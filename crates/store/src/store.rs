@@ -290,13 +290,10 @@ impl Store {
     pub fn domain(&self, name: &str) -> Result<Domain> {
         name::check_domain(name)?;
         let path = format!("{DOMAINS}/{name}");
-        match self.disk().stat(&path) {
-            Ok(stat) if stat.kind == Kind::Directory => Ok(Domain::new(self.clone(), name)),
-            Ok(_) => Err(Error::corrupt(path, "it is not a directory")),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Err(Error::NoSuchDomain(name.to_owned()))
-            }
-            Err(error) => Err(error).at("look at", &path),
+        match self.disk().stat(&path).if_there("look at", &path)? {
+            Some(stat) if stat.kind == Kind::Directory => Ok(Domain::new(self.clone(), name)),
+            Some(_) => Err(Error::corrupt(path, "it is not a directory")),
+            None => Err(Error::NoSuchDomain(name.to_owned())),
         }
     }
 
@@ -424,8 +421,7 @@ impl Store {
             other => other.at("create", &target)?,
         }
         disk.sync_dir(DOMAINS).at("sync", DOMAINS)?;
-        remove_entry(disk, &staging, Kind::Directory)?;
-        Ok(())
+        remove_entry(disk, &staging, Kind::Directory).map(drop)
     }
 
     /// Writes a small file next to its place and renames it. `durable` waits for the disk.

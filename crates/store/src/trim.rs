@@ -322,18 +322,10 @@ impl Collector<'_> {
             Ok(!this.noted.contains(image) && record.is_some_and(|record| record.image == *image))
         })?;
         self.domain.sync_directory("refs")?;
-        let (noted, spared) = (&self.noted, &mut plan.spared);
-        let (bytes_after, all) = (&mut plan.bytes_after, std::mem::take(&mut plan.victims));
-        plan.victims = all
-            .into_iter()
-            .filter(|victim| {
-                if noted.contains(&victim.image) {
-                    spared.push((victim.image, Spared::InUse));
-                    *bytes_after += victim.bytes;
-                }
-                !noted.contains(&victim.image)
-            })
-            .collect();
+        for victim in plan.victims.extract_if(.., |victim| self.noted.contains(&victim.image)) {
+            plan.spared.push((victim.image, Spared::InUse));
+            plan.bytes_after += victim.bytes;
+        }
         Ok(())
     }
 }
