@@ -155,9 +155,7 @@ pub(crate) fn attach(mount: impl AsFd, target: impl AsFd) -> Result<(), KernelEr
 /// Unmounts the topmost mount at `path`; `lazy` detaches it even if it is in use.
 pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
     let mut flags = UnmountFlags::NOFOLLOW;
-    if lazy {
-        flags |= UnmountFlags::DETACH;
-    }
+    flags.set(UnmountFlags::DETACH, lazy);
     rustix::mount::unmount(path, flags)
         .map_err(|errno| KernelError::new(format!("umount {}", path.display()), errno))
 }
@@ -199,7 +197,7 @@ pub(crate) fn mount_erofs(
     force_loop: bool,
 ) -> Result<(OwnedFd, Backing), KernelError> {
     if !force_loop {
-        match erofs_from(&path_of(&image), name, scratch) {
+        match erofs_from(&path_of(&image), name, scratch, |_| Ok(())) {
             Ok(mount) => return Ok((mount, Backing::File)),
             // ENOTBLK: this kernel, or this file's filesystem, wants a block device.
             Err(error) if error.errno == Errno::NOTBLK => {}
@@ -209,7 +207,7 @@ pub(crate) fn mount_erofs(
     let device = sys::attach_loop(image, std::ffi::OsStr::new(name), false)
         .map_err(|error| KernelError::from_io("loop device", &error))?;
     let path = device.path.to_string_lossy().into_owned();
-    Ok((erofs_from(&path, name, scratch)?, Backing::Loop))
+    Ok((erofs_from(&path, name, scratch, |_| Ok(()))?, Backing::Loop))
 }
 
 /// What a pack is mounted with.
@@ -229,7 +227,7 @@ pub(crate) fn mount_pack(
     scratch: BorrowedFd<'_>,
     options: &PackOptions<'_>,
 ) -> Result<OwnedFd, KernelError> {
-    erofs_from_with(&path_of(&pack), name, scratch, |context| {
+    erofs_from(&path_of(&pack), name, scratch, |context| {
         context.flag("inode_share")?;
         context.secret("domain_id", options.secret)?;
         for segment in options.segments {
@@ -240,16 +238,11 @@ pub(crate) fn mount_pack(
         }
         // Otherwise it keeps compressed blocks beside their content: 14 MiB after all files of two
         // redis images of 108 MiB. Of uncompressed blocks it keeps nothing.
-        context.string("cache_strategy", "disabled")?;
-        Ok(())
+        context.string("cache_strategy", "disabled")
     })
 }
 
-fn erofs_from(source: &str, name: &str, scratch: BorrowedFd<'_>) -> Result<OwnedFd, KernelError> {
-    erofs_from_with(source, name, scratch, |_| Ok(()))
-}
-
-fn erofs_from_with(
+fn erofs_from(
     source: &str,
     name: &str,
     scratch: BorrowedFd<'_>,
