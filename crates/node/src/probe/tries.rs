@@ -1,6 +1,7 @@
 //! Features that are found by using them.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -180,34 +181,25 @@ fn try_files(scratch: &Scratch, tried: &mut Tried) {
             return;
         }
     };
-    tried.insert(
-        "cachestat",
-        match cofolio_sys::cache::cachestat(&file, 0, 0) {
-            Ok(_) => present("answers"),
-            Err(error) => absent(error.to_string()),
-        },
-    );
+    tried.insert("cachestat", works("answers", cofolio_sys::cache::cachestat(&file, 0, 0)));
     tried.insert(
         "reflink",
         match scratch.file("copy", b"") {
             Err(error) => unknown(error.to_string()),
-            Ok(copy) => match rustix::fs::ioctl_ficlone(&copy, &file) {
-                Ok(()) => present("FICLONE"),
-                Err(errno) => absent(errno.to_string()),
-            },
+            Ok(copy) => works("FICLONE", rustix::fs::ioctl_ficlone(&copy, &file)),
         },
     );
     let direct = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-    tried.insert(
-        "direct-io",
-        match rustix::fs::open(scratch.0.join("file"), direct, Mode::empty()) {
-            Ok(_) => present("O_DIRECT opens"),
-            Err(errno) => absent(errno.to_string()),
-        },
-    );
+    let opened = rustix::fs::open(scratch.0.join("file"), direct, Mode::empty());
+    tried.insert("direct-io", works("O_DIRECT opens", opened));
     tried.insert("immutable", immutable(&file));
     drop(file);
     tried.insert("fs-verity", verity(&scratch.0.join("file")));
+}
+
+/// Present if the call went well; `detail` says so.
+fn works<T, E: Display>(detail: &str, called: Result<T, E>) -> Found {
+    called.map_or_else(|error| absent(error.to_string()), |_| present(detail))
 }
 
 /// Nobody may have the file open for writing.
