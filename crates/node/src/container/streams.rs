@@ -55,6 +55,13 @@ impl Copies {
         let copied = |copy: JoinHandle<_>| copy.join().unwrap_or_else(|it| resume_unwind(it));
         self.0.drain(..).try_for_each(copied)
     }
+
+    /// A pipe whose content goes to `to`.
+    fn output(&mut self, to: BorrowedFd<'_>) -> io::Result<PipeWriter> {
+        let (reader, writer) = io::pipe()?;
+        self.0.push(copy(reader, to.try_clone_to_owned()?)?);
+        Ok(writer)
+    }
 }
 
 impl Streams {
@@ -92,15 +99,6 @@ impl Streams {
             }
         }
         Ok(copies)
-    }
-}
-
-impl Copies {
-    /// A pipe whose content goes to `to`.
-    fn output(&mut self, to: BorrowedFd<'_>) -> io::Result<PipeWriter> {
-        let (reader, writer) = io::pipe()?;
-        self.0.push(copy(reader, to.try_clone_to_owned()?)?);
-        Ok(writer)
     }
 }
 

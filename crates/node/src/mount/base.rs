@@ -126,8 +126,7 @@ impl Mounter<'_> {
             return Ok(());
         };
         self.unmark(domain, &base, image)?;
-        self.unpin_if_idle(domain, &base, base_lock)?;
-        Ok(())
+        self.unpin_if_idle(domain, &base, base_lock).map(drop)
     }
 
     /// Removes the mark of an image that is not, and is not about to be, mounted over a base, whose

@@ -245,6 +245,11 @@ impl MountError {
         }
     }
 
+    /// Whether a file or directory was not there.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+
     /// Explains a refusal of the kernel; `idmapped` says whether an id map was requested.
     pub(crate) fn from_kernel(error: KernelError, idmapped: bool) -> Self {
         use rustix::io::Errno;
@@ -300,13 +305,6 @@ fn shown(store: &Option<PathBuf>) -> std::path::Display<'_> {
 /// A refusal of the kernel where no id map was asked for.
 pub(crate) fn refused(error: KernelError) -> MountError {
     MountError::from_kernel(error, false)
-}
-
-impl MountError {
-    /// Whether a file or directory was not there.
-    pub(crate) fn is_missing(&self) -> bool {
-        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
-    }
 }
 
 /// Names the path of an I/O error.

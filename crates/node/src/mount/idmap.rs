@@ -109,12 +109,8 @@ impl FromStr for IdMap {
                 Some(("b", range)) => (true, true, range),
                 _ => (true, true, part),
             };
-            let numbers: Vec<u32> = range
-                .split(':')
-                .map(str::parse)
-                .collect::<Result<_, _>>()
-                .map_err(|_| bad("expected INSIDE:OUTSIDE:COUNT, three numbers"))?;
-            let [inside, outside, count] = numbers[..] else {
+            let numbers: Result<Vec<u32>, _> = range.split(':').map(str::parse).collect();
+            let Ok(&[inside, outside, count]) = numbers.as_deref() else {
                 return Err(bad("expected INSIDE:OUTSIDE:COUNT, three numbers"));
             };
             let range = IdRange { inside, outside, count };

@@ -505,21 +505,14 @@ impl<'a> Mounter<'a> {
             mark_user(&self.run, &record.domain, &record.image, pin::DETACHED)?;
             unmounted = kernel::unmount(path, true);
         }
-        match unmounted {
-            Ok(()) => {
-                self.step(Step::Detached);
-                Ok(())
-            }
-            Err(error) => {
-                if let Some((dir, upper)) = marked {
-                    upper::unmark_kept(&dir, &upper)?;
-                }
-                if is_busy(&error) {
-                    return Err(MountError::Busy(path.to_owned()));
-                }
-                Err(refused(error))
-            }
+        let Err(error) = unmounted else {
+            self.step(Step::Detached);
+            return Ok(());
+        };
+        if let Some((dir, upper)) = marked {
+            upper::unmark_kept(&dir, &upper)?;
         }
+        Err(if is_busy(&error) { MountError::Busy(path.to_owned()) } else { refused(error) })
     }
 
     /// A trust domain of the same store.

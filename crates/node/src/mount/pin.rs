@@ -472,11 +472,9 @@ impl Mounter<'_> {
         let images = self.run.path().join("images");
         let mut found = Vec::new();
         for domain in list(&images)? {
-            for name in list(&images.join(&domain))? {
-                if let Ok(image) = name.parse::<Digest>() {
-                    found.push((domain.clone(), image));
-                }
-            }
+            let names = list(&images.join(&domain))?;
+            let digests = names.iter().filter_map(|name| name.parse::<Digest>().ok());
+            found.extend(digests.map(|image| (domain.clone(), image)));
         }
         found.sort();
         Ok(found)

@@ -321,16 +321,11 @@ impl Mounter<'_> {
         if let Some(error) = damaged.into_iter().next() {
             return Err(error);
         }
-        for record in records {
-            if record.domain == self.domain.name() && record.boot_id == kernel.boot_id {
-                images.insert(record.image);
-            }
-        }
-        for (domain, image) in self.pinned_images()? {
-            if domain == self.domain.name() {
-                images.insert(image);
-            }
-        }
+        let own = self.domain.name();
+        let recorded = records.iter().filter(|it| it.domain == own && it.boot_id == kernel.boot_id);
+        images.extend(recorded.map(|record| record.image));
+        let pinned = self.pinned_images()?.into_iter().filter(|(domain, _)| domain == own);
+        images.extend(pinned.map(|(_, image)| image));
         images.extend(kernel.mounts()?.iter().filter_map(KernelMount::image));
         let mut live = Vec::with_capacity(images.len());
         for image in images {

@@ -515,9 +515,7 @@ pub(crate) fn list(dir: &Path) -> Result<Vec<String>, MountError> {
     };
     let mut names = Vec::new();
     for entry in entries {
-        if let Ok(name) = entry.at("list", dir)?.file_name().into_string() {
-            names.push(name);
-        }
+        names.extend(entry.at("list", dir)?.file_name().into_string());
     }
     Ok(names)
 }
