@@ -23,6 +23,8 @@
 //! 5. **Order.** Garbage images, layers, splits and packs go first, durably. All remaining ones are
 //!    kept or noted, so no file names an object or segment that nothing kept names. Whoever names
 //!    one of these files from then on changes nothing: only a commit brings files that name more.
+//!    A file that cannot be removed, because its inode is damaged, cannot be read or named either;
+//!    if the filesystem's check brings it back, fsck finds what it lacks.
 //!
 //! A writer that found content before it had the lock looks again under it
 //! ([`crate::Staging::commit`]). If a batch took it, that fails with [`Error::Vanished`], and a

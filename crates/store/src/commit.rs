@@ -194,7 +194,10 @@ impl Staging {
                         if kind != Kind::File {
                             return Err(Error::corrupt(from, "it is not a regular file"));
                         }
-                        let size = |path| self.domain.file_size(path);
+                        let size = |path| match self.domain.file_size(path) {
+                            Err(error) if is_damage(&error) => Ok(None),
+                            size => size,
+                        };
                         let digest = Digest::from_object_path(shard, &name);
                         let is_good = || is_sound(digest_of(disk, &to, &self.cancel), digest);
                         move_file(disk, &from, &to, || {

@@ -390,6 +390,9 @@ impl Domain {
 
     fn fsck_attributes(&self, path: &str, kind: FileKind, report: &mut FsckReport) -> Result<()> {
         let stat = self.disk().stat(path).at("look at", path)?;
+        if stat.kind != Kind::File {
+            return Ok(());
+        }
         let own = self.disk().stat(self.directory()).at("look at", self.directory())?;
         let mut wrong = Vec::new();
         if stat.mode != 0o444 {
@@ -425,13 +428,11 @@ impl Examiner<'_> {
     fn fsck_directory(&self, directory: &str, report: &mut FsckReport) -> Result<Vec<FileName>> {
         let mut names = Vec::new();
         let path = format!("{}/{directory}", self.domain.directory());
-        for (entry, kind) in self.domain.disk().list(&path).at("list", &path)? {
+        for (entry, _) in self.domain.disk().list(&path).at("list", &path)? {
             let path = format!("{path}/{entry}");
             match FileName::of_file(directory, &entry) {
                 Some(name) => {
-                    if kind == Kind::File {
-                        self.domain.fsck_file(&path, name.kind(), report)?;
-                    }
+                    self.domain.fsck_file(&path, name.kind(), report)?;
                     names.push(name);
                 }
                 None => report.add(Finding::new(FindingKind::UnexpectedEntry, &path, "")),
@@ -514,8 +515,8 @@ impl Examiner<'_> {
                 report.add(Finding::new(FindingKind::UnexpectedEntry, directory, ""));
                 continue;
             }
-            for (entry, kind) in domain.disk().list(&directory).at("list", &directory)? {
-                match Digest::from_object_path(&shard, &entry).filter(|_| kind == Kind::File) {
+            for (entry, _) in domain.disk().list(&directory).at("list", &directory)? {
+                match Digest::from_object_path(&shard, &entry) {
                     Some(digest) => present.push(digest),
                     None => {
                         let path = format!("{directory}/{entry}");

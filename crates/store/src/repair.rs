@@ -108,11 +108,11 @@ impl Domain {
     }
 
     /// Whether a file can be put there. A damaged inode is for the filesystem's own check to mend, and a
-    /// directory for whoever put it there.
+    /// directory for a person to remove.
     fn can_replace(&self, path: &str) -> Result<bool> {
         match self.disk().stat(path).if_there("look at", path) {
             Err(error) if by_hand(&error).is_some() => Ok(false),
-            stat => Ok(stat?.is_none_or(|stat| stat.kind == Kind::File)),
+            stat => Ok(stat?.is_none_or(|stat| stat.kind != Kind::Directory)),
         }
     }
 
@@ -273,7 +273,8 @@ impl Domain {
         if bare.into_inner() && self.protection().immutable {
             for path in self.named(FileKind::Image)?.iter().map(|image| self.named_file(image)) {
                 let cleared = self.disk().set_immutable(&path, false);
-                cleared.at("clear the immutable flag of", &path)?;
+                let cleared = cleared.at("clear the immutable flag of", &path);
+                cleared.or_else(|it| if by_hand(&it).is_some() { Ok(()) } else { Err(it) })?;
             }
             self.disk().sync_all().at("sync", self.directory())?;
         }

@@ -202,7 +202,7 @@ fn a_directory_in_place_of_a_file_holds_up_nothing() {
         assert_eq!(found().len(), 2, "{path:?}");
         let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
         let advice = report.findings.iter().any(|it| it.detail.contains("remove that directory"));
-        assert!(advice || path == sound, "{report:?}");
+        assert!(advice, "{report:?}");
         common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
         let left = found();
         assert!(left.len() == 1 && left.iter().all(|it| path.ends_with(it)), "{left:?}");

@@ -19,8 +19,7 @@ const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// Largest `index.json` that is added to, in bytes.
 const INDEX_MAX: u64 = 4 << 20;
 
-/// A layout that is being written, with `index.json` last. An export that is killed leaves one without it,
-/// and the next goes on there.
+/// A layout that is being written. A killed export leaves one without `index.json`; the next export completes it.
 ///
 /// The owner of a directory on the way to it can replace what is below by a link. So its files are opened
 /// relative to descriptors.
@@ -34,13 +33,20 @@ pub(crate) struct Layout {
     blob: Option<(File, PathBuf)>,
 }
 
-/// What was not there before, in the order in which it was made. Dropped, it is removed.
-struct Added(Vec<PathBuf>);
+/// What was not there before; removed when this is dropped. Directories are in the order in which they were made.
+#[derive(Default)]
+struct Added {
+    files: Vec<PathBuf>,
+    directories: Vec<PathBuf>,
+}
 
 impl Drop for Added {
     fn drop(&mut self) {
-        for path in self.0.iter().rev() {
-            let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
+        for file in &self.files {
+            let _ = fs::remove_file(file);
+        }
+        for directory in self.directories.iter().rev() {
+            let _ = fs::remove_dir(directory);
         }
     }
 }
@@ -51,7 +57,6 @@ impl Layout {
         let refuse = |what: &str| {
             Err(ExportError::Destination { what: format!("{}: {what}", path.display()) })
         };
-        let mut added = Added(Vec::new());
         let made = match fs::create_dir(path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
             other => other.map(|()| true).map_err(io_error(path))?,
@@ -63,17 +68,18 @@ impl Layout {
         if flock(&root, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
             return refuse("another export writes to it");
         }
-        added.0.extend(made.then(|| path.to_owned()));
+        // It uses the descriptors: it is dropped before them.
+        let mut added = Added::default();
+        added.directories.extend(made.then(|| path.to_owned()));
         let is_file = |name| match below(&root, name).symlink_metadata() {
             Err(_) => None,
             Ok(found) => Some(found.is_file()),
         };
-        if fs::read_dir(below(&root, ".")).map_err(io_error(path))?.next().is_none() {
-            added.0.push(below(&root, "oci-layout"));
-            let written = File::create_new(below(&root, "oci-layout"))
-                .and_then(|mut file| file.write_all(OCI_LAYOUT).and_then(|()| file.sync_all()));
-            written.map_err(io_error(path))?;
-            added.0.extend(["blobs", "blobs/sha256"].map(|name| below(&root, name)));
+        let mut entries = fs::read_dir(below(&root, ".")).map_err(io_error(path))?.flatten();
+        if entries.all(|entry| entry.file_name() == "lost+found") {
+            added.files.push(below(&root, "oci-layout"));
+            File::create_new(below(&root, "oci-layout")).map_err(io_error(path))?;
+            added.directories.extend(["blobs", "blobs/sha256"].map(|name| below(&root, name)));
         } else if is_file("index.json").or(is_file("oci-layout")) != Some(true) {
             return refuse("a directory that is neither empty nor an image layout");
         }
@@ -87,7 +93,7 @@ impl Layout {
         Ok(Self { path: path.to_owned(), added, root, blobs, blob: None })
     }
 
-    /// An error about its path and not about a descriptor.
+    /// Replaces the descriptor's path by the caller's.
     fn named(&self, error: ExportError) -> ExportError {
         let path = self.path.clone();
         match error {
@@ -101,10 +107,20 @@ impl Layout {
         aside::sync(&below(&self.blobs, "."))?;
         aside::sync(&below(&self.blobs, ".."))?;
         aside::sync(aside::directory(&self.path))?;
-        let path = below(&self.root, "index.json");
-        let before = path.exists().then(|| read_index(&path)).transpose()?;
-        let file = OutputFile::create(&path, true)?;
-        file.file().write_all(&index(before, image)).map_err(io_error(&path))?;
+        let before = match below(&self.root, "index.json").exists() {
+            true => Some(read_index(&below(&self.root, "index.json"), &self.path)?),
+            false => None,
+        };
+        if before.is_none() {
+            self.write("oci-layout", OCI_LAYOUT)?;
+        }
+        self.write("index.json", &index(before, image))
+    }
+
+    /// Writes a file, whole or not at all.
+    fn write(&self, name: &str, content: &[u8]) -> Result<(), ExportError> {
+        let file = OutputFile::create(&below(&self.root, name), true)?;
+        file.file().write_all(content).map_err(io_error(&self.path))?;
         file.publish()
     }
 }
@@ -127,7 +143,7 @@ impl Target for Layout {
     fn begin(&mut self, _: BlobKind) -> Result<(), ExportError> {
         let blob = aside::create_file(&below(&self.blobs, "blob"));
         let (file, path) = blob.map_err(|error| self.named(error))?;
-        self.added.0.push(path.clone());
+        self.added.files.push(path.clone());
         self.blob = Some((file, path));
         Ok(())
     }
@@ -145,28 +161,32 @@ impl Target for Layout {
         let to = below(&self.blobs, digest.hex());
         let is_new = !to.exists();
         fs::rename(path, &to).map_err(io_error(&self.path))?;
-        self.added.0.pop();
-        self.added.0.extend(is_new.then_some(to));
+        self.added.files.pop();
+        self.added.files.extend(is_new.then_some(to));
         Ok(())
     }
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
         let published = self.write_index(image);
         if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
-            self.added.0.clear(); // The index names them.
+            // The index names them.
+            self.added.files.clear();
+            self.added.directories.clear();
         }
         published.map_err(|error| self.named(error))
     }
 }
 
-fn read_index(path: &Path) -> Result<Value, ExportError> {
+/// Reads the index at `path` of the layout at `layout`.
+fn read_index(path: &Path, layout: &Path) -> Result<Value, ExportError> {
     let not_index =
-        |what: String| ExportError::Destination { what: format!("{}: {what}", path.display()) };
+        |what: String| ExportError::Destination { what: format!("{}: {what}", layout.display()) };
     let bytes = crate::files::read(path, INDEX_MAX).map_err(io_error(path))?;
-    let index: Value = serde_json::from_slice(&bytes).map_err(|e| not_index(e.to_string()))?;
+    let index: Value =
+        serde_json::from_slice(&bytes).map_err(|e| not_index(format!("index.json: {e}")))?;
     match index.get("manifests") {
         Some(Value::Array(_)) => Ok(index),
-        _ => Err(not_index("it is no image index".into())),
+        _ => Err(not_index("index.json is no image index".into())),
     }
 }
 

@@ -139,7 +139,8 @@ pub struct Exported<'a> {
     pub name: Option<&'a str>,
 }
 
-/// Exports an image, which gc keeps meanwhile. After an error the destination is as before.
+/// Exports an image, which gc keeps meanwhile. After an error the destination is as before, but after
+/// [`ExportError::NotDurable`] complete.
 pub fn export(
     domain: &Domain,
     exported: Exported<'_>,

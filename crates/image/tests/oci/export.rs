@@ -514,7 +514,7 @@ fn what_a_killed_export_left_goes_with_the_next() {
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
     // A layout that is not complete has no index.
     fs::create_dir_all(out.join("layout/blobs/sha256")).unwrap();
-    fs::write(out.join("layout/oci-layout"), "{}").unwrap();
+    fs::write(out.join("layout/oci-layout"), "").unwrap();
     for name in [".a.tar.cofolio-Left01Left01", ".a.tar.cofolio-x", ".a.tar"] {
         fs::write(out.join(name), "half an archive").unwrap();
     }
@@ -534,6 +534,9 @@ fn what_a_killed_export_left_goes_with_the_next() {
         "layout",
     ];
     assert_eq!(names(&out), expected);
+
+    let version = fs::read_to_string(out.join("layout/oci-layout")).unwrap();
+    assert_eq!(version, r#"{"imageLayoutVersion":"1.0.0"}"#);
 
     // Into a layout that is there: blobs and the index, too.
     let blobs = out.join("layout/blobs/sha256");

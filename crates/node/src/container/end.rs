@@ -264,7 +264,7 @@ pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
 }
 
 /// Waits until a runtime's `start`, or the first process of its container, ends. Returns whether `start`
-/// hangs: crun's does if that process is killed before it finds it.
+/// hangs: crun's waits for ever if the process is killed first.
 pub(super) fn hangs(first: Pid, start: &Child) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, poll};
     let number = first.as_raw_nonzero().get().cast_unsigned();

@@ -387,8 +387,8 @@ pub(crate) fn remove(gone: &Path) -> Result<(), MountError> {
 
 fn remove_all(dir: &Path) -> Result<(), MountError> {
     match remove_tree(dir) {
-        Err(error) if error != Errno::NOENT => Err(error).at("remove", dir),
-        _ => Ok(()),
+        Err(Errno::NOENT) if !dir.exists() => Ok(()),
+        removed => removed.at("remove", dir),
     }
 }
 
