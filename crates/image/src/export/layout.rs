@@ -112,13 +112,13 @@ impl Layout {
             false => None,
         };
         if before.is_none() {
-            self.write("oci-layout", OCI_LAYOUT)?;
+            self.put_file("oci-layout", OCI_LAYOUT)?;
         }
-        self.write("index.json", &index(before, image))
+        self.put_file("index.json", &index(before, image))
     }
 
     /// Writes a file, whole or not at all.
-    fn write(&self, name: &str, content: &[u8]) -> Result<(), ExportError> {
+    fn put_file(&self, name: &str, content: &[u8]) -> Result<(), ExportError> {
         let file = OutputFile::create(&below(&self.root, name), true)?;
         file.file().write_all(content).map_err(io_error(&self.path))?;
         file.publish()
@@ -168,7 +168,9 @@ impl Target for Layout {
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
         let published = self.write_index(image);
-        if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
+        if let Ok(()) | Err(ExportError::NotDurable { .. }) = published
+            && below(&self.root, "index.json").exists()
+        {
             // The index names them.
             self.added.files.clear();
             self.added.directories.clear();
