@@ -515,12 +515,14 @@ impl Examiner<'_> {
                 report.add(Finding::new(FindingKind::UnexpectedEntry, directory, ""));
                 continue;
             }
-            for (entry, _) in domain.disk().list(&directory).at("list", &directory)? {
-                match Digest::from_object_path(&shard, &entry) {
+            for (entry, kind) in domain.disk().list(&directory).at("list", &directory)? {
+                match Digest::from_object_path(&shard, &entry).filter(|_| kind == Kind::File) {
                     Some(digest) => present.push(digest),
                     None => {
+                        let detail =
+                            if kind == Kind::Directory { "remove that directory" } else { "" };
                         let path = format!("{directory}/{entry}");
-                        report.add(Finding::new(FindingKind::UnexpectedEntry, path, ""));
+                        report.add(Finding::new(FindingKind::UnexpectedEntry, path, detail));
                     }
                 }
             }

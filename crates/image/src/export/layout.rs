@@ -112,7 +112,11 @@ impl Layout {
             false => None,
         };
         if before.is_none() {
-            self.put_file("oci-layout", OCI_LAYOUT)?;
+            let put = self.put_file("oci-layout", OCI_LAYOUT);
+            put.map_err(|error| match error {
+                ExportError::NotDurable { path, source } => ExportError::Io { path, source },
+                other => other,
+            })?;
         }
         self.put_file("index.json", &index(before, image))
     }
@@ -168,9 +172,7 @@ impl Target for Layout {
 
     fn publish(mut self: Box<Self>, image: &Finished) -> Result<(), ExportError> {
         let published = self.write_index(image);
-        if let Ok(()) | Err(ExportError::NotDurable { .. }) = published
-            && below(&self.root, "index.json").exists()
-        {
+        if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
             // The index names them.
             self.added.files.clear();
             self.added.directories.clear();
