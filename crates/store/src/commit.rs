@@ -201,7 +201,8 @@ impl Staging {
                         let digest = Digest::from_object_path(shard, &name);
                         let is_good = || is_sound(digest_of(disk, &to, &self.cancel), digest);
                         move_file(disk, &from, &to, || {
-                            Ok(size(&to)? == size(&from)? && (self.wanted.is_none() || is_good()?))
+                            Ok(size(&to)? == self.domain.file_size(&from)?
+                                && (self.wanted.is_none() || is_good()?))
                         })?;
                     }
                 }
