@@ -40,6 +40,9 @@ install-built:
 	$(BINARY) completions bash >$(share)/bash-completion/completions/cofolio
 	$(BINARY) completions zsh >$(share)/zsh/site-functions/_cofolio
 	$(BINARY) completions fish >$(share)/fish/vendor_completions.d/cofolio.fish
+	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
+	sed 's,/usr/bin/,$(PREFIX)/bin/,' packaging/systemd/cofolio.service >$(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.service
+	install -m 644 packaging/systemd/cofolio.socket $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.socket
 	install -D -m 644 -t $(share)/doc/cofolio docs/config.toml LICENSE-APACHE LICENSE-MIT
 	packaging/bill sbom >$(share)/doc/cofolio/cofolio.spdx.json
 	packaging/bill notices >$(share)/doc/cofolio/THIRD-PARTY
@@ -49,6 +52,7 @@ uninstall:
 	rm -f $(bin)/cofolio $(share)/man/man1/cofolio.1 $(share)/man/man1/cofolio-*.1
 	rm -f $(share)/bash-completion/completions/cofolio $(share)/zsh/site-functions/_cofolio
 	rm -f $(share)/fish/vendor_completions.d/cofolio.fish
+	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.service $(DESTDIR)$(PREFIX)/lib/systemd/system/cofolio.socket
 	rm -rf $(share)/doc/cofolio
 
 # One program without libraries, for x86-64: target/x86_64-unknown-linux-musl/release/cofolio.

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -28,12 +29,37 @@ def mib(size):
     return f"{size / (1 << 20):.1f}"
 
 
+def head():
+    """The commit of this checkout. With "-dirty" if there are changes but archived figures."""
+    changes = output("git", "status", "--porcelain", "--untracked-files=no", "--", ":!bench/runs")
+    return output("git", "rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
+
+
+class Checkout:
+    """A checkout as it was when this was made: a measurement of two states is of no commit."""
+
+    def __init__(self, top=TOP):
+        self.top = top
+        self.state = self.now()
+
+    def now(self):
+        """The commit, and a digest of what differs from it. Archived figures do not count."""
+        parts = [output("git", "-C", str(self.top), *command.split(), "--", ":!bench/runs")
+                 for command in ("rev-parse HEAD", "diff HEAD", "status --porcelain")]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def ensure_unchanged(self):
+        if self.now() != self.state:
+            sys.exit("the checkout changed meanwhile, so what was measured is of no commit")
+
+
 def commit_of(binary):
-    """The commit that a binary is of: one of this checkout is built first. With "-dirty" if there are changes but archived figures."""
+    """The commit that a binary is of: one of this checkout is built first."""
     if binary.resolve().parent == TOP / "target/release":
+        checkout = Checkout()
         subprocess.run(["cargo", "build", "--quiet", "--release", "--workspace", "--bins"], cwd=TOP, check=True)
-        changes = output("git", "status", "--porcelain", "--untracked-files=no", "--", ":!bench/runs")
-        return output("git", "rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
+        checkout.ensure_unchanged()
+        return head()
     return f"unknown ({binary.name} was given)"
 
 

@@ -27,7 +27,7 @@ rust() {
     local test=$1
     shift
     mkdir -p /v
-    COFOLIO_PROGRAM=/bin/cofolio TMPDIR=/v RUST_TEST_THREADS=${threads:-1} "$test" --nocapture "$@" >/tmp/said 2>&1 ||
+    COFOLIO_PROGRAM=/bin/cofolio TMPDIR=/v RUST_TEST_THREADS=${threads:-1} "$test" --nocapture "$@" </dev/null >/tmp/said 2>&1 ||
         fail "$(tail -n 60 /tmp/said)"
     ! grep SKIP /tmp/said | grep -v "SKIP a_kernel_without_it_says_so" || fail "it was skipped"
     ! grep "ok. 0 passed" /tmp/said || fail "there is no such test"

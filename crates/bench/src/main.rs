@@ -1,5 +1,12 @@
 //! `cofolio-bench`: measurements that other projects publish, on any images.
 
+mod balance;
+mod churn;
+mod cleanup;
+mod daemon_memory;
+mod density;
+mod dying;
+mod goals;
 mod measure;
 mod memory;
 mod namespace;
@@ -11,6 +18,7 @@ mod runtime;
 mod setup;
 mod share;
 mod source;
+mod usage_lists;
 
 use std::process::ExitCode;
 
@@ -41,9 +49,17 @@ enum Command {
     Runtime(Box<runtime::Args>),
     Namespace(namespace::Args),
     Read(read::Args),
+    Density(density::Args),
+    Balance(balance::Args),
+    Churn(churn::Args),
+    UsageLists(usage_lists::Args),
+    DaemonMemory(daemon_memory::Args),
     /// The reading process of `share`
     #[command(hide = true)]
     Reader(reader::Args),
+    /// The process of a container of `density`
+    #[command(hide = true)]
+    DensityWorker(density::worker::Args),
 }
 
 fn main() -> ExitCode {
@@ -80,6 +96,24 @@ fn run(command: Command) -> Outcome {
             needs_root("read", "it mounts and drops the page cache")?;
             read::run(&args)
         }
+        Command::Density(args) => {
+            needs_root("density", "it mounts, makes memory cgroups and drops caches")?;
+            density::run(&args)
+        }
+        Command::Balance(args) => {
+            needs_root("balance", "it mounts and drops the page cache")?;
+            balance::run(&args)
+        }
+        Command::Churn(args) => {
+            needs_root("churn", "it mounts and makes memory cgroups")?;
+            churn::run(&args)
+        }
+        Command::UsageLists(args) => usage_lists::run(&args),
+        Command::DaemonMemory(args) => {
+            needs_root("daemon-memory", "it mounts and makes memory cgroups")?;
+            daemon_memory::run(&args)
+        }
+        Command::DensityWorker(args) => density::worker::run(&args).map(|()| Exit::Ok),
         Command::Reader(args) => reader::run(&args).map(|()| Exit::Ok),
     }
 }

@@ -403,6 +403,12 @@ pub(super) fn fold_counters() {
     let _ = fs::read("/proc/sys/vm/stat_refresh");
 }
 
+/// The machine's memory now, exactly.
+pub(super) fn read_memory() -> Result<Memory> {
+    fold_counters();
+    Memory::read(Path::new("/"))
+}
+
 /// The program's own files: its binary and libraries, which it and the reading process map.
 pub(super) struct OwnFiles(Vec<PathBuf>);
 

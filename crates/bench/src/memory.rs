@@ -1,5 +1,6 @@
 //! What the machine holds in memory: `/proc/meminfo` and `/proc/vmstat` at one moment.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, anyhow};
@@ -34,6 +35,8 @@ pub(crate) struct Memory {
     pub(crate) page_tables: u64,
     /// Kernel stacks.
     pub(crate) kernel_stack: u64,
+    /// Memory of the kernel's per-CPU allocator; 0 before Linux 4.20, which does not show it.
+    pub(crate) percpu: u64,
     /// How often page cache or kernel objects were dropped by hand since boot (`drop_pagecache` +
     /// `drop_slab`; a dropped inode takes its pages along).
     pub(crate) cache_drops: u64,
@@ -67,6 +70,7 @@ impl Memory {
             slab_unreclaimable: kib("SUnreclaim")?,
             page_tables: kib("PageTables")?,
             kernel_stack: kib("KernelStack")?,
+            percpu: kib("Percpu").unwrap_or(0),
             cache_drops: count("drop_pagecache").saturating_add(count("drop_slab")),
             pages_reclaimed: count("pgsteal_anon").saturating_add(count("pgsteal_file")),
         })
@@ -81,6 +85,21 @@ impl Memory {
     pub(crate) fn slab(&self) -> u64 {
         self.slab_reclaimable.saturating_add(self.slab_unreclaimable)
     }
+}
+
+/// Bytes of each slab cache of the machine under `root`, partly used slabs included
+/// (`/proc/slabinfo`, for root only). Caches with objects of like size are one for the kernel.
+pub(crate) fn slab_caches(root: &Path) -> Result<BTreeMap<String, i64>> {
+    let path = root.join("proc/slabinfo");
+    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let page = rustix::param::page_size() as i64;
+    let cache = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let pages_per_slab: i64 = fields.get(5)?.parse().ok()?;
+        let slabs: i64 = fields.get(14)?.parse().ok()?;
+        Some(((*fields.first()?).to_owned(), pages_per_slab * slabs * page))
+    };
+    Ok(text.lines().filter_map(cache).collect())
 }
 
 /// The bytes of one `Name:  123 kB` line of meminfo, or what is wrong with it.

@@ -1,13 +1,21 @@
 //! What `bench share` makes of its runs: do the figures agree, what did sharing save, and the whole as
 //! a table for people and as JSON for the archive.
 
-use std::{fmt::Write as _, fs, path::Path};
+use std::{
+    fmt::Write as _,
+    fs,
+    io::{self, Write as _},
+    path::Path,
+};
 
+use anyhow::Context as _;
 use cofolio_node::ledger::cgroup::Hierarchy;
 use cofolio_sys::cache::page_size;
 use serde::Serialize;
 
 use super::{
+    Outcome,
+    goals::Goals,
     measure::Run,
     reader::Mode,
     source::{About, Expected},
@@ -303,6 +311,43 @@ pub(super) fn table(report: &Report) -> String {
         let _ = writeln!(text, "{mark}  {} ({})", check.what, check.detail);
     }
     text
+}
+
+/// What `--json` writes of a benchmark that has goals.
+#[derive(Serialize)]
+struct Document<'a, T> {
+    format: u32,
+    tool: String,
+    command_line: Vec<String>,
+    machine: Machine,
+    #[serde(flatten)]
+    figures: &'a T,
+    goals: &'a Goals,
+}
+
+/// Writes the figures to the file of `--json`, prints the table and the goals, and fails if a goal is
+/// missed. `work` is where the images are unpacked.
+pub(super) fn finish<T: Serialize>(
+    json: Option<&Path>,
+    work: &Path,
+    figures: &T,
+    table: &str,
+    goals: &Goals,
+) -> Outcome {
+    if let Some(path) = json {
+        let document = Document {
+            format: 1,
+            tool: format!("cofolio {}", env!("CARGO_PKG_VERSION")),
+            command_line: command_line(),
+            machine: machine(work, memory_cgroup()),
+            figures,
+            goals,
+        };
+        let text = serde_json::to_string_pretty(&document)?;
+        fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    writeln!(io::stdout(), "{table}\n{}", goals.table().trim_end())?;
+    Ok(goals.exit())
 }
 
 /// The command, without where the binary happens to lie: that says nothing to whoever reads the archive.

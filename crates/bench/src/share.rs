@@ -159,8 +159,9 @@ impl Pair {
     ) -> Result<Self> {
         let old = Image::prepare(old, work, domain, say)?;
         let new = Image::prepare(new, work, domain, say)?;
-        let [(old_digest, old_config), (new_digest, new_config)] =
-            import([&old, &new], domain, say)?;
+        let same_name = old.unpacked.about.name == new.unpacked.about.name;
+        let (old_digest, old_config) = import(&old, same_name, domain, say)?;
+        let (new_digest, new_config) = import(&new, same_name, domain, say)?;
         let images = [old_digest, new_digest];
         if domain.backend()? == Backend::InodeShare {
             let options = PackOptions { form: domain.pack_form()?, ..PackOptions::default() };
@@ -210,35 +211,44 @@ impl<'a> Image<'a> {
     }
 }
 
-/// Imports both images, where they are not yet; gives the digests of their metadata images, and their configs.
-fn import(
-    images: [&Image<'_>; 2],
+/// Unpacks an image and imports it under a name that no other image has.
+pub(super) fn prepare_one(
+    text: &str,
+    work: &Path,
     domain: &Domain,
     say: &dyn Fn(&str),
-) -> Result<[(Digest, Option<String>); 2]> {
-    let same_name = images[0].unpacked.about.name == images[1].unpacked.about.name;
-    let one = |image: &Image<'_>| -> Result<(Digest, Option<String>)> {
-        let about = &image.unpacked.about;
-        let path = match &image.origin {
-            Origin::Store(digest, config) => return Ok((*digest, config.clone())),
-            Origin::Path(path) => path,
-        };
-        let options = ImportOptions {
-            // The second would take the name from the first, and garbage collection then the image.
-            name: same_name.then(|| {
-                let hex = about.manifest.trim_start_matches("sha256:");
-                format!("bench-{}", hex.get(..12).unwrap_or(hex))
-            }),
-            ..ImportOptions::default()
-        };
-        let report =
-            import::import(domain, &ImageSource::parse(path)?, &options, &Task::default())?;
-        say(&format!(
-            "imported {}: {} objects written, {} there already, {} ms",
-            about.name, report.objects_new, report.objects_known, report.duration_ms
-        ));
-        let digest = report.image;
-        Ok((digest, domain.get_ref(&report.name)?.and_then(|record| record.config)))
+) -> Result<(Unpacked, Digest)> {
+    let image = Image::prepare(text, work, domain, say)?;
+    let (digest, _) = import(&image, true, domain, say)?;
+    Ok((image.unpacked, digest))
+}
+
+/// Imports an image unless it is from the store; gives the digest of its metadata image, and its config.
+/// With `by_digest` under a name of its own: of two with one name the second would take it from the
+/// first, and garbage collection then the image.
+fn import(
+    image: &Image<'_>,
+    by_digest: bool,
+    domain: &Domain,
+    say: &dyn Fn(&str),
+) -> Result<(Digest, Option<String>)> {
+    let about = &image.unpacked.about;
+    let path = match &image.origin {
+        Origin::Store(digest, config) => return Ok((*digest, config.clone())),
+        Origin::Path(path) => path,
     };
-    Ok([one(images[0])?, one(images[1])?])
+    let options = ImportOptions {
+        name: by_digest.then(|| {
+            let hex = about.manifest.trim_start_matches("sha256:");
+            format!("bench-{}", hex.get(..12).unwrap_or(hex))
+        }),
+        ..ImportOptions::default()
+    };
+    let report = import::import(domain, &ImageSource::parse(path)?, &options, &Task::default())?;
+    say(&format!(
+        "imported {}: {} objects written, {} there already, {} ms",
+        about.name, report.objects_new, report.objects_known, report.duration_ms
+    ));
+    let digest = report.image;
+    Ok((digest, domain.get_ref(&report.name)?.and_then(|record| record.config)))
 }

@@ -11,11 +11,14 @@ use cofolio_image::error::{EngineError, ImportError, RegistryError, TrustError};
 use cofolio_image::export::ExportError;
 use cofolio_image::pack::PackError;
 use cofolio_node::backend::BackendError;
+use cofolio_node::commons::CommonsError;
 use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
 use cofolio_node::container::bundle::BundleError;
+use cofolio_node::ledger::LedgerError;
 use cofolio_node::mount::{Code, MountError};
 use cofolio_node::names::NameError;
+use cofolio_node::profile::ProfileError;
 use cofolio_node::upkeep::UpkeepError;
 use cofolio_store::task::Cancelled;
 use cofolio_store::{ErrorKind, StoreFile};
@@ -54,7 +57,8 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     }
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
-        of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep, of_run
+        of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep,
+        of_commons, of_profile, of_run
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -394,6 +398,31 @@ fn of_upkeep(error: &UpkeepError) -> Classified {
         UpkeepError::Import(error) => of_import(error),
         UpkeepError::Store(error) => of_store(error),
         UpkeepError::Cancelled(_) => code(Exit::Interrupted),
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_commons(error: &CommonsError) -> Classified {
+    match error {
+        CommonsError::Store(error) => of_store(error),
+        CommonsError::Cancelled(_) => code(Exit::Interrupted),
+        CommonsError::Ledger(LedgerError::NoMemoryCgroup { .. }) => code(Exit::Missing),
+        CommonsError::Ledger(LedgerError::NotMounted { .. }) => {
+            hint(Exit::NotFound, "`cofolio mount` mounts it")
+        }
+        _ => code(Exit::Failure),
+    }
+}
+
+fn of_profile(error: &ProfileError) -> Classified {
+    match error {
+        ProfileError::Store(error) => of_store(error),
+        ProfileError::Missing(_) => {
+            hint(Exit::NotFound, "`cofolio profile record IMAGE` makes one")
+        }
+        ProfileError::Damaged { .. } => {
+            hint(Exit::Corrupt, "`cofolio profile record IMAGE` makes another one")
+        }
         _ => code(Exit::Failure),
     }
 }

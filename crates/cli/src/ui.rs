@@ -82,6 +82,11 @@ impl Ui {
         }
     }
 
+    /// Whether standard output is coloured.
+    pub fn has_color(&self) -> bool {
+        self.color_out
+    }
+
     /// Colour a word of standard output.
     pub fn paint(&self, tone: Tone, text: &str) -> String {
         paint(self.color_out, tone, text)

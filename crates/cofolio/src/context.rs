@@ -1,6 +1,7 @@
 //! What the commands work on: the store, the domain, the image that the user means.
 
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
 use cofolio_cli::interrupt;
 use cofolio_image::pack::ImageContents;
@@ -47,14 +48,19 @@ impl Context<'_> {
         Ok(store.domain(&self.global.domain)?)
     }
 
-    /// The domain, made with its store if they are missing.
-    pub(crate) fn domain_or_create(&self) -> anyhow::Result<Domain> {
+    /// The store, made if it is missing.
+    pub(crate) fn store_or_create(&self) -> anyhow::Result<Store> {
         if let Some(parent) = self.global.store.parent() {
             std::fs::create_dir_all(parent).map_err(|error| {
                 anyhow::Error::new(error).context(format!("creating {}", parent.display()))
             })?;
         }
-        let store = Store::open_or_init(&self.global.store, &InitOptions::default())?;
+        Ok(Store::open_or_init(&self.global.store, &InitOptions::default())?)
+    }
+
+    /// The domain, made with its store if they are missing.
+    pub(crate) fn domain_or_create(&self) -> anyhow::Result<Domain> {
+        let store = self.store_or_create()?;
         Ok(store.waits_until(interrupt::cancel()).domain_or_create(&self.global.domain)?)
     }
 
@@ -87,6 +93,18 @@ impl Context<'_> {
         work(&shown.task).map_err(Into::into)
     }
 
+    /// This program with the same options, without input.
+    pub(crate) fn cofolio(&self) -> Command {
+        let global = &self.global;
+        let mut command = Command::new("/proc/self/exe");
+        command.arg("--store").arg(&global.store).arg("--run-dir").arg(&global.run_dir);
+        command.args(["--domain", &global.domain]).stdin(Stdio::null());
+        if let Some(config) = &global.config {
+            command.arg("--config").arg(config);
+        }
+        command
+    }
+
     /// Mounts images of a domain; its state is below the run directory.
     pub(crate) fn mounter<'d>(&self, domain: &'d Domain) -> Mounter<'d> {
         Mounter::new(domain, self.run_dir(domain), &ImageContents)
@@ -98,9 +116,20 @@ impl Context<'_> {
     }
 
     fn run_dir(&self, domain: &Domain) -> RunDir {
-        let path = self.global.run_dir.join(domain.store().id());
+        self.run_dir_of(domain.store())
+    }
+
+    /// The run directory of a store.
+    pub(crate) fn run_dir_of(&self, store: &Store) -> RunDir {
+        let path = self.global.run_dir.join(store.id());
         // A runtime that is started from it has another working directory.
         RunDir::at(std::path::absolute(&path).unwrap_or(path))
+    }
+
+    /// Where the daemon listens.
+    pub(crate) fn socket(&self) -> PathBuf {
+        let configured = self.config.config.daemon.socket.clone();
+        configured.unwrap_or_else(|| self.global.run_dir.join("cofolio.sock"))
     }
 
     /// Where an image of this domain is mounted.

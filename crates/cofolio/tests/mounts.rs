@@ -110,6 +110,28 @@ fn all_mounts_are_unmounted_innermost_first() {
     assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
 }
 
+#[test]
+fn only_the_named_directories_are_writable() {
+    if !can_mount("only_the_named_directories_are_writable") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("box:1");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "--writable", "/etc", "box:1", &target]).ok();
+    fs::write(sandbox.path("mnt/etc/new"), "new").unwrap();
+    let error = fs::write(sandbox.path("mnt/new"), "new").unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+    sandbox.run(&["umount", &target]).ok();
+    assert_eq!(sandbox.mounted(), Vec::<PathBuf>::new());
+    let writable = sandbox.path("store/domains/default/writable");
+    assert_eq!(fs::read_dir(writable).unwrap().count(), 0);
+    let missing = ["mount", "--create", "--writable", "/missing", "box:1", &target];
+    sandbox.run(&missing).fails_with(1);
+    let both = ["mount", "--create", "--rw", "--writable", "/etc", "box:1", &target];
+    sandbox.run(&both).fails_with(2);
+}
+
 /// A container made directories deeper than a process may open files: what it had written stayed on the disk for
 /// ever, and every gc failed.
 #[test]

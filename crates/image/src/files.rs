@@ -13,7 +13,10 @@ const FLAGS: OFlags =
 
 /// Opens a file for reading. A FIFO is refused: an open or a read of it might never return.
 pub fn open(path: &Path) -> io::Result<File> {
-    let file = File::from(rustix::fs::open(path, FLAGS, Mode::empty())?);
+    no_fifo(rustix::fs::open(path, FLAGS, Mode::empty())?.into())
+}
+
+fn no_fifo(file: File) -> io::Result<File> {
     match file.metadata()?.file_type().is_fifo() {
         true => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a FIFO and not a file")),
         false => Ok(file),
@@ -37,8 +40,13 @@ pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
 
 /// Reads a whole file of at most `max` bytes.
 pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    read_at_most(open(path)?, max)
+}
+
+/// Reads the whole of an open file of at most `max` bytes. A FIFO is refused.
+pub(crate) fn read_at_most(file: File, max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    open(path)?.take(max + 1).read_to_end(&mut bytes)?;
+    no_fifo(file)?.take(max + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > max {
         true => {
             Err(io::Error::new(io::ErrorKind::InvalidData, format!("more than {} KiB", max >> 10)))

@@ -11,6 +11,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -18,7 +20,8 @@ use cofolio_image::files;
 use cofolio_image::reference::Reference;
 use cofolio_image::registry::{HostOptions, RegistryOptions};
 use cofolio_image::trust::{Require, Rule};
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 /// Directory of the store unless a setting says otherwise.
@@ -42,8 +45,12 @@ pub struct Config {
     pub registry: BTreeMap<String, Registry>,
     /// `[run]`
     pub run: Run,
+    /// `[commons]`
+    pub commons: Commons,
     /// `[trust]`
     pub trust: Trust,
+    /// `[daemon]`
+    pub daemon: Daemon,
 }
 
 /// `[store]`
@@ -97,6 +104,129 @@ pub struct Registry {
 pub struct Run {
     /// Name or path of the OCI runtime.
     pub runtime: Option<String>,
+}
+
+/// `[commons]`: pages that are charged to no container.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Commons {
+    /// What is read ahead when an image is mounted.
+    pub warm: Warm,
+    /// What the commons may hold, of all images together.
+    pub limit: Option<Size>,
+}
+
+/// What is read ahead when an image is mounted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Warm {
+    /// Nothing.
+    #[default]
+    Never,
+    /// What the image's profile names.
+    Profile,
+    /// All files of the image.
+    All,
+}
+
+/// `[daemon]`: what `cofolio serve` does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Daemon {
+    /// Path of the unix socket.
+    pub socket: Option<PathBuf>,
+    /// Group whose members may connect to it.
+    pub group: Option<String>,
+    /// A TCP address to listen at.
+    pub listen: Option<SocketAddr>,
+    /// PEM file with the certificate for that address.
+    pub tls_certificate: Option<PathBuf>,
+    /// PEM file with its key.
+    pub tls_key: Option<PathBuf>,
+    /// PEM file with the authorities of clients' certificates.
+    pub tls_client_ca: Option<PathBuf>,
+    /// File with the token of clients.
+    pub token_file: Option<PathBuf>,
+    /// Seconds from one look at objects and processes to the next, 1 to 3600.
+    #[serde(deserialize_with = "period")]
+    pub period: u32,
+    /// Percent of one processor that the ledger may take, 0.01 to 100.
+    #[serde(deserialize_with = "cpu_percent")]
+    pub cpu_percent: f64,
+    /// Hours from one garbage collection to the next; 0 for never.
+    pub gc_hours: u32,
+    /// Days from the end of a scrub to the next; 0 for never.
+    pub scrub_days: u32,
+    /// Bytes per second that a scrub reads at most.
+    pub scrub_rate: Size,
+    /// `[daemon.reclaim]`
+    pub reclaim: Reclaim,
+}
+
+impl Default for Daemon {
+    fn default() -> Self {
+        Self {
+            socket: None,
+            group: None,
+            listen: None,
+            tls_certificate: None,
+            tls_key: None,
+            tls_client_ca: None,
+            token_file: None,
+            period: 10,
+            cpu_percent: 1.0,
+            gc_hours: 24,
+            scrub_days: 30,
+            scrub_rate: Size(20 << 20),
+            reclaim: Reclaim::default(),
+        }
+    }
+}
+
+fn period<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    in_range("daemon.period", 1..=3600, deserializer)
+}
+
+fn cpu_percent<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    in_range("daemon.cpu_percent", 0.01..=100.0, deserializer)
+}
+
+fn in_range<'de, T: Deserialize<'de> + PartialOrd + fmt::Display, D: Deserializer<'de>>(
+    key: &str,
+    range: RangeInclusive<T>,
+    deserializer: D,
+) -> Result<T, D::Error> {
+    let value = T::deserialize(deserializer)?;
+    if range.contains(&value) {
+        return Ok(value);
+    }
+    let (min, max) = (range.start(), range.end());
+    Err(D::Error::custom(format!("{key} is {min} to {max}, not {value}")))
+}
+
+/// `[daemon.reclaim]`: what `cofolio serve` drops from the page cache by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Reclaim {
+    /// What goes for each cgroup under memory pressure, and for the machine, in each period; 0 for
+    /// nothing.
+    pub size: Size,
+    /// From how many percent of the time on, spent waiting for memory, there is pressure.
+    #[serde(deserialize_with = "pressure")]
+    pub pressure_percent: f64,
+    /// What removed containers used goes, if no other one uses it.
+    pub drop_left_behind: bool,
+}
+
+impl Default for Reclaim {
+    fn default() -> Self {
+        Self { size: Size(0), pressure_percent: 10.0, drop_left_behind: false }
+    }
+}
+
+/// From 0 percent on there would be pressure at all times.
+fn pressure<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    in_range("daemon.reclaim.pressure_percent", 0.01..=100.0, deserializer)
 }
 
 /// `[trust]`: what is asked of images.
@@ -170,9 +300,9 @@ impl Serialize for Size {
 }
 
 impl<'de> Deserialize<'de> for Size {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        text.parse().map_err(serde::de::Error::custom)
+        text.parse().map_err(D::Error::custom)
     }
 }
 
@@ -238,15 +368,20 @@ impl Loaded {
         self.overridden.insert(key, origin);
     }
 
+    /// Where the value of a setting is from.
+    pub fn origin(&self, key: &str) -> Origin {
+        match self.overridden.get(key) {
+            Some(origin) => *origin,
+            None if self.in_file.contains_key(key) => Origin::File,
+            None => Origin::Default,
+        }
+    }
+
     /// Every setting, sorted by key.
     pub fn settings(&self) -> Vec<Setting> {
         let config = serde_json::to_value(&self.config).unwrap_or_default();
         let settings = flatten(&config).into_iter().map(|(key, value)| {
-            let from = match self.overridden.get(key.as_str()) {
-                Some(origin) => *origin,
-                None if self.in_file.contains_key(&key) => Origin::File,
-                None => Origin::Default,
-            };
+            let from = self.origin(&key);
             Setting { key, value, from }
         });
         settings.collect()
@@ -411,7 +546,34 @@ mod tests {
         let (line, _, message) = wrong("\n[store.limit]\nsize = 'big'\n");
         assert!(line == Some(3) && message.contains("`big`"), "{message}");
         assert_eq!(wrong("[store]\ndomain = 7\n").0, Some(2));
+        // 0 was pressure at all times.
+        for percent in ["0", "-1.0", "100.5", "nan", "inf"] {
+            let text = format!("[daemon.reclaim]\npressure_percent = {percent}\n");
+            let (line, _, message) = wrong(&text);
+            assert!(line == Some(2) && message.contains("0.01 to 100"), "{message}");
+        }
+        assert!(read("[daemon.reclaim]\npressure_percent = 100\n").is_ok());
         assert_eq!(wrong("[store\n").0, Some(1));
+    }
+
+    /// Numbers out of their range were taken for the nearest in it, and `nan` never granted time.
+    #[test]
+    fn numbers_out_of_range_are_refused() {
+        for value in ["0", "3601", "4294967295"] {
+            let error = read(&format!("[daemon]\nperiod = {value}\n")).unwrap_err().to_string();
+            assert_eq!(error, format!("/etc/c.toml:2: daemon.period is 1 to 3600, not {value}"));
+        }
+        for value in ["0", "-1.5", "1000", "inf", "nan"] {
+            let error = read(&format!("[daemon]\ncpu_percent = {value}\n")).unwrap_err();
+            let expected = format!("daemon.cpu_percent is 0.01 to 100, not {value}");
+            assert!(
+                error.to_string().eq_ignore_ascii_case(&format!("/etc/c.toml:2: {expected}")),
+                "{error}"
+            );
+        }
+        for good in ["period = 1", "period = 3600", "cpu_percent = 0.01", "cpu_percent = 100"] {
+            read(&format!("[daemon]\n{good}\n")).unwrap();
+        }
     }
 
     #[test]

@@ -1,14 +1,19 @@
-//! This machine: mounting, containers, upkeep, the ledger, surveys, probes, configuration, policy.
+//! This machine: mounting, containers, upkeep, the ledger, the commons, surveys, probes, configuration, policy.
 
 pub mod backend;
+pub(crate) mod cache;
+pub mod commons;
 pub mod config;
 pub mod container;
+pub(crate) mod kernel_text;
 pub mod ledger;
 pub mod links;
 pub mod mount;
 pub mod names;
+pub(crate) mod page_files;
 pub mod policy;
 pub mod probe;
+pub mod profile;
 pub mod settings;
 pub mod survey;
 pub mod upkeep;

@@ -7,7 +7,7 @@ use cofolio_store::{Domain, Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// How images of a trust domain are mounted: one way, as the kernel caches content of each apart.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
     /// A metadata image, and overlayfs over the objects.

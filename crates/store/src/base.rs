@@ -22,6 +22,9 @@ use crate::{Digest, Domain};
 
 pub(crate) const DIRECTORY: &str = "bases";
 
+/// More metadata images than this are not mounted over each other.
+pub const LAYERS_MAX: usize = 16;
+
 /// What an image is mounted from instead of its own metadata image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
@@ -62,6 +65,24 @@ impl Domain {
         let Some(base) = base else { return Ok(None) };
         let whole = self.has_image(&base.base)? && self.has_image(&base.delta)?;
         Ok(whole.then_some(base))
+    }
+
+    /// The metadata images that a mount of an image shows together, the topmost first: its delta and
+    /// those of its base, or only its own.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`].
+    pub fn metadata_images(&self, image: &Digest) -> Result<Vec<Digest>> {
+        let (mut found, mut bottom) = (Vec::new(), *image);
+        // Damaged records could lead round in a circle.
+        while found.len() + 1 < LAYERS_MAX
+            && let Some(Base { base, delta, .. }) = self.base_of(&bottom)?
+        {
+            found.push(delta);
+            bottom = base;
+        }
+        found.push(bottom);
+        Ok(found)
     }
 
     /// All images that have a base, with it.

@@ -25,6 +25,7 @@ use crate::domain::Covered;
 use crate::error::{At, BoxError, Result};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
+use crate::profile;
 use crate::records::{RECORDS, UNNAMED};
 use crate::scrub;
 use crate::signatures;
@@ -273,7 +274,8 @@ impl Collector<'_> {
     fn sweep_leftovers(&mut self, report: &mut GcReport) -> Result<()> {
         let domain = self.domain;
         let mut directories = RECORDS.map(str::to_owned).to_vec();
-        let others = ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY, UNNAMED];
+        let others =
+            ["", used::DIRECTORY, base::DIRECTORY, scrub::DIRECTORY, profile::DIRECTORY, UNNAMED];
         directories.extend(others.map(str::to_owned));
         for (image, kind) in domain.entries(signatures::DIRECTORY)? {
             if kind == Kind::Directory {
@@ -304,7 +306,7 @@ impl Collector<'_> {
             return Ok(());
         }
         let mut suspects = Vec::new();
-        for directory in [used::DIRECTORY, signatures::DIRECTORY, UNNAMED] {
+        for directory in [used::DIRECTORY, signatures::DIRECTORY, profile::DIRECTORY, UNNAMED] {
             for (entry, kind) in self.domain.entries(directory)? {
                 let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
                 if !self.domain.has_image(&image)? {

@@ -18,8 +18,8 @@ const DIGEST_FEATURE: &str = "digest-fsverity-sha256-4k";
 pub(crate) const IMMUTABLE_FEATURE: &str = "immutable-objects";
 
 /// Compatible: what a store may also contain. Programs that do not know one leave it alone.
-const COMPATIBLE: [&str; 6] =
-    ["layer-splits", "segments", "bases", "domain-settings", "last-used", "signatures"];
+const COMPATIBLE: [&str; 7] =
+    ["layer-splits", "segments", "bases", "domain-settings", "last-used", "signatures", "profiles"];
 
 /// What a program must know in order to use a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

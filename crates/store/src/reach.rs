@@ -1,6 +1,7 @@
 //! Reachability: what refs, roots and live mounts keep. Garbage collection, trim and fsck ask here.
 
 use std::collections::{BTreeSet, HashSet};
+use std::fmt;
 
 use serde::Serialize;
 
@@ -23,6 +24,16 @@ pub struct Unreadable {
     pub reason: String,
     /// What is kept because of it.
     pub kept: String,
+}
+
+impl fmt::Display for Unreadable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { what, reason, kept } = self;
+        match kept == ITSELF {
+            true => write!(f, "{what} cannot be removed: {reason}"),
+            false => write!(f, "{what} cannot be read: {reason}; kept: {kept}"),
+        }
+    }
 }
 
 /// What is kept of a file that cannot be removed.

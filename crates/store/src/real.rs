@@ -508,8 +508,11 @@ impl DiskFile for RealFile {
     }
 
     fn size(&self) -> io::Result<u64> {
-        let size = fs::fstat(&self.file)?.st_size;
-        u64::try_from(size).map_err(|_| io::ErrorKind::InvalidData.into())
+        let found = fs::fstat(&self.file)?;
+        if FileType::from_raw_mode(found.st_mode) == FileType::Directory {
+            return Err(Errno::ISDIR.into());
+        }
+        u64::try_from(found.st_size).map_err(|_| io::ErrorKind::InvalidData.into())
     }
 
     fn sync(&self) -> io::Result<()> {

@@ -316,7 +316,7 @@ impl Domain {
         serde_json::from_slice(&json).map(Some).map_err(|error| Error::corrupt(path, error))
     }
 
-    fn unlink_if_there(&self, path: &str) -> Result<bool> {
+    pub(crate) fn unlink_if_there(&self, path: &str) -> Result<bool> {
         Ok(self.disk().unlink(path).if_there("remove", path)?.is_some())
     }
 

@@ -265,13 +265,17 @@ impl Domain {
         let bare = AtomicBool::new(false);
         for_each(self.disk().parallelism(), &content, |name| -> Result<()> {
             task.check()?;
-            bare.fetch_or(self.lacks_verity(&self.named_file(name))?, Relaxed);
+            let path = self.named_file(name);
+            bare.fetch_or(self.is_file(&path)? && self.lacks_verity(&path)?, Relaxed);
             Ok(())
         })?;
         // fs-verity takes the flag from an object for a moment, and that of an image stands for it. After a kill or
         // a crash then none may be left.
         if bare.into_inner() && self.protection().immutable {
             for path in self.named(FileKind::Image)?.iter().map(|image| self.named_file(image)) {
+                if !self.is_file(&path)? {
+                    continue;
+                }
                 let cleared = self.disk().set_immutable(&path, false);
                 let cleared = cleared.at("clear the immutable flag of", &path);
                 cleared.or_else(|it| if by_hand(&it).is_some() { Ok(()) } else { Err(it) })?;
@@ -290,6 +294,14 @@ impl Domain {
             self.disk().sync_all().at("sync", self.directory())?;
         }
         Ok(count.into_inner())
+    }
+
+    /// Whether a file is in its place, and not a link, a pipe or nothing that can be looked at.
+    fn is_file(&self, path: &str) -> Result<bool> {
+        match self.disk().stat(path).at("look at", path) {
+            Err(error) if by_hand(&error).is_some() => Ok(false),
+            stat => Ok(stat?.kind == Kind::File),
+        }
     }
 
     /// Whether the kernel could check a file and does not.

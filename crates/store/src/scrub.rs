@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
@@ -16,12 +17,15 @@ use crate::error::{Error, Result};
 use crate::examine::{Examiner, Quiet, Reader, Reading, Seen};
 use crate::fsck::{Finding, list, sort};
 use crate::kinds::{FileKind, FileName};
+use crate::record::now;
 use crate::store::{mkdir_if_missing, parent};
 use crate::task::{Event, Task};
 use crate::{Digest, Domain, verity};
 
 /// Directory of what scrubs remember, one file per selection of images.
 pub(crate) const DIRECTORY: &str = "scrub";
+/// The file there of the last scrub of everything that ended.
+const COMPLETE: &str = "complete";
 /// How often is noted how far it has come. What was read since is read again after a kill.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 /// Largest record that is read, in bytes.
@@ -64,6 +68,15 @@ struct Saved {
     report: ScrubReport,
 }
 
+/// The last scrub of a whole trust domain that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompleteScrub {
+    /// When it ended, in seconds since 1970.
+    pub time: i64,
+    /// Damaged files that it found.
+    pub damaged: u64,
+}
+
 impl Domain {
     /// Reads and hashes objects, segments, images, packs and layers; resumes an interrupted scrub.
     ///
@@ -77,7 +90,7 @@ impl Domain {
         task: &Task,
     ) -> Result<ScrubReport> {
         let scope = scope(options.images.as_deref());
-        let saved = self.saved_scrub(&scope);
+        let saved: Option<Saved> = self.saved_scrub(&scope);
         let mut after = saved.as_ref().map(|saved| saved.after);
         let mut report = saved.map(|saved| saved.report).unwrap_or_default();
         report.bytes_before = report.bytes;
@@ -157,10 +170,20 @@ impl Domain {
         for finding in metadata {
             list(&mut report.findings, &mut report.more, finding);
         }
-        let _ = self.disk().unlink(&self.scrub_file(&scope));
         sort(&mut report.findings);
         report.findings.dedup();
+        if options.images.is_none() {
+            let damaged = report.findings.len() as u64 + report.more;
+            // A hint: without it the next one may come early.
+            let _ = self.save_scrub(COMPLETE, &CompleteScrub { time: now(), damaged });
+        }
+        let _ = self.disk().unlink(&self.scrub_file(&scope));
         Ok(report)
+    }
+
+    /// The last scrub of everything that ended, if that is known.
+    pub fn complete_scrub(&self) -> Option<CompleteScrub> {
+        self.saved_scrub(COMPLETE)
     }
 
     fn scrub_file(&self, scope: &str) -> String {
@@ -168,12 +191,12 @@ impl Domain {
     }
 
     /// A record that cannot be read means that there was none.
-    fn saved_scrub(&self, scope: &str) -> Option<Saved> {
+    fn saved_scrub<T: DeserializeOwned>(&self, scope: &str) -> Option<T> {
         let file = self.open_file(self.scrub_file(scope)).ok()??;
         serde_json::from_slice(&file.read_all(RECORD_SIZE_MAX).ok()?).ok()
     }
 
-    fn save_scrub(&self, scope: &str, saved: &Saved) -> Result<()> {
+    fn save_scrub(&self, scope: &str, saved: &impl Serialize) -> Result<()> {
         self.store().check_writable()?;
         let _lock = self.lock_shared()?;
         let path = self.scrub_file(scope);

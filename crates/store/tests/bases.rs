@@ -12,7 +12,7 @@ use std::sync::Arc;
 use cofolio_store::task::Task;
 use cofolio_store::{
     Base, Digest, Domain, Error, FindingKind, FsckOptions, GcOptions, GcReport, ImportOptions,
-    InitOptions, Publish, Store, TrimOptions,
+    InitOptions, LAYERS_MAX, Publish, Store, TrimOptions,
 };
 use common::sim::SimDisk;
 use common::{Lines, Scratch, content, import, nothing_live, put_base};
@@ -155,6 +155,20 @@ fn garbage_collection_goes_on_with_a_damaged_base() {
     assert_eq!(domain.base_of(&image).unwrap(), None);
     assert_eq!(gc(&domain).kept_images, 1);
     assert_eq!((domain.images().unwrap(), findings(&domain)), (vec![image], vec![]));
+}
+
+/// Two walks down the bases had a limit each, and neither noticed a circle.
+#[test]
+fn the_layers_of_an_image_end() {
+    let scratch = Scratch::new("base-layers");
+    let domain = domain(&scratch);
+    let (image, over) = over_base(&domain, "a", 10);
+    assert_eq!(domain.metadata_images(&image).unwrap(), [over.delta, over.base]);
+    assert_eq!(domain.metadata_images(&over.base).unwrap(), [over.base]);
+    let records = scratch.path.join("domains/default/bases");
+    let record = fs::read(records.join(image.to_string())).unwrap();
+    fs::write(records.join(over.base.to_string()), record).unwrap();
+    assert_eq!(domain.metadata_images(&image).unwrap().len(), LAYERS_MAX);
 }
 
 #[test]

@@ -580,6 +580,26 @@ fn a_cut_stand_in_is_unreadable() {
     assert!(Lines.names(FileKind::Image, &file, &mut |_, _| ()).is_err());
 }
 
+/// What a start of an image reads is kept as long as the image, and no longer.
+#[test]
+fn profiles_go_with_their_image() {
+    let scratch = Scratch::new("profiles");
+    let domain = domain(&scratch);
+    let (a, b) = (put(&domain, "a", &[1]), put(&domain, "b", &[2]));
+    assert_eq!(domain.profile(&a).unwrap(), None);
+    for image in [&a, &b] {
+        domain.put_profile(image, b"before").unwrap();
+        domain.put_profile(image, b"now").unwrap();
+    }
+    gc(&domain).unwrap();
+    assert_eq!(domain.profile(&b).unwrap().unwrap(), b"now");
+    domain.remove_ref("b").unwrap();
+    gc(&domain).unwrap();
+    assert_eq!(domain.profile(&b).unwrap(), None);
+    assert_eq!(domain.profile(&a).unwrap().unwrap(), b"now");
+    assert!(domain.remove_profile(&a).unwrap() && !domain.remove_profile(&a).unwrap());
+}
+
 /// What others say of an image is kept as long as the image, and no longer.
 #[test]
 fn signatures_go_with_their_image() {

@@ -169,6 +169,35 @@ fn a_look_at_all_sizes_lists_some_findings_and_counts_the_rest() {
     assert_eq!(domain.sizes().unwrap(), Some(report));
 }
 
+/// A link or a pipe in a file's place held up `fsck --repair`, which then told nothing of the rest.
+#[test]
+fn links_and_pipes_in_place_of_an_object_hold_up_nothing() {
+    let link = |path: &std::path::Path| std::os::unix::fs::symlink("elsewhere", path).unwrap();
+    let pipe = |path: &std::path::Path| {
+        let mode = rustix::fs::Mode::from_raw_mode(0o644);
+        let kind = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, 0).unwrap();
+    };
+    for (name, put) in [("link", &link as &dyn Fn(&std::path::Path)), ("pipe", &pipe)] {
+        let scratch = Scratch::new(name);
+        let domain = scratch.store().domain("default").unwrap();
+        let options = ImportOptions::default();
+        import_split(&domain, "a", &pieces(), Some("sha256:l"), options).unwrap();
+        let path = domain.object_path(&verity::digest(&content(5000, 2))).unwrap();
+        common::make_mutable(&scratch.path);
+        std::fs::remove_file(&path).unwrap();
+        put(&path);
+        domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+        domain.protect_all(&Task::default()).unwrap();
+        common::repair(&domain, &[]).unwrap();
+        let expected = [FindingKind::ObjectMissing, FindingKind::UnexpectedEntry];
+        assert_eq!(kinds(&domain), expected, "{name}");
+        common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+        assert_eq!(kinds(&domain), [], "{name}");
+        assert!(path.symlink_metadata().unwrap().is_file(), "{name}");
+    }
+}
+
 /// A directory in place of an image was no damage for fsck, and got the immutable flag from gc, so that it could
 /// not be removed. In place of anything it stopped the repair of everything else, and gc if nothing named it.
 #[test]
@@ -200,6 +229,12 @@ fn a_directory_in_place_of_a_file_holds_up_nothing() {
             damaged.map(|it| it.path).collect::<std::collections::BTreeSet<_>>()
         };
         assert_eq!(found().len(), 2, "{path:?}");
+        let sizes = domain.examine_sizes(&Lines, "boot", &Cancel::default()).unwrap();
+        let is_found = |file: &std::path::Path| {
+            sizes.findings.iter().any(|finding| file.ends_with(&finding.path))
+        };
+        let is_named = Some(&path) != domain.image_path(&image).as_ref();
+        assert_eq!((is_found(&other), is_found(&sound)), (is_named, path == sound), "{sizes:?}");
         let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
         let advice = report.findings.iter().any(|it| it.detail.contains("remove that directory"));
         assert!(advice, "{report:?}");
@@ -215,6 +250,22 @@ fn a_directory_in_place_of_a_file_holds_up_nothing() {
         assert_eq!(kinds(&domain), []);
     }
     let layer = domain.named_path(&chain(FileKind::Layer)).unwrap();
+    // A link or a FIFO can be replaced.
+    let link = |path: &std::path::Path| std::os::unix::fs::symlink("/nowhere", path).unwrap();
+    let fifo = |path: &std::path::Path| {
+        let made = Command::new("mkfifo").arg(path).status().unwrap();
+        assert!(made.success());
+    };
+    for (path, by) in
+        [(&sound, &link as &dyn Fn(&std::path::Path)), (&other, &fifo), (&layer, &link)]
+    {
+        common::make_mutable(&scratch.path);
+        std::fs::remove_file(path).unwrap();
+        by(path);
+        common::repair(&domain, &[(pieces(), "sha256:l")]).unwrap();
+        assert_eq!(kinds(&domain), [], "{path:?}");
+        assert!(std::fs::symlink_metadata(path).unwrap().is_file(), "{path:?}");
+    }
     common::make_mutable(&scratch.path);
     std::fs::remove_file(&layer).unwrap();
     std::fs::create_dir(&layer).unwrap();

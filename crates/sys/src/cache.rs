@@ -8,12 +8,19 @@
 
 use std::{
     ffi::{c_long, c_void},
+    fs::File,
     io,
     os::fd::{AsFd, AsRawFd},
     ptr,
 };
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::pagemap;
+
+/// Pages that are looked at together.
+const CHUNK: usize = 65_536;
 
 /// The size of a page of the page cache as every figure here counts it, in bytes.
 ///
@@ -75,6 +82,21 @@ pub fn cachestat(file: impl AsFd, offset: u64, len: u64) -> io::Result<Cachestat
     if ret == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Counts the pages of the first `size` bytes of a file that are in the page cache: with cachestat(2),
+/// or before Linux 6.5 with mincore(2).
+/// Errors: those of [`cachestat`] but `ENOSYS`, and of [`FileMap::new`].
+pub fn resident_pages(file: impl AsFd, size: u64) -> io::Result<u64> {
+    if size == 0 {
+        return Ok(0);
+    }
+    match cachestat(&file, 0, size) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
+            FileMap::new(&file, size)?.resident_pages()
+        }
+        counted => Ok(counted?.cached),
+    }
+}
+
 /// A whole file mapped shared and read-only.
 ///
 /// No slice of the contents is ever handed out: another process may write or truncate the file at
@@ -130,6 +152,11 @@ impl FileMap {
         self.len == 0
     }
 
+    /// Where it is mapped in this process, which `/proc/self/pagemap` goes by.
+    pub fn address(&self) -> u64 {
+        self.start.addr() as u64
+    }
+
     /// Tells for each page of the mapping whether it is resident in the page cache (mincore(2)),
     /// calling `each` with runs of at most 65,536 pages, in order.
     ///
@@ -137,7 +164,6 @@ impl FileMap {
     /// write it, and answers "resident" to everybody else (since 5.2, against side channels).
     /// Errors: those of mincore(2); `ENOMEM` cannot happen while the mapping lives.
     pub fn residency(&self, mut each: impl FnMut(&[Page])) -> io::Result<()> {
-        const CHUNK: usize = 65_536;
         let page = rustix::param::page_size();
         let pages = self.len.div_ceil(page);
         let mut buf = vec![Page(0); pages.min(CHUNK)];
@@ -168,6 +194,77 @@ impl FileMap {
         Ok(resident)
     }
 
+    /// Brings the page at an offset into the page table, which does not count as its use; a page that is
+    /// not resident is read.
+    /// Errors: those of madvise(2) and memfd_create(2); `EINVAL` past the end. That a page cannot be
+    /// read is no error.
+    pub fn touch(&self, offset: u64) -> io::Result<()> {
+        let at = usize::try_from(offset).ok().filter(|at| *at < self.len);
+        self.touch_all(&[at.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?])
+    }
+
+    /// The same of many, which lie in the mapping.
+    fn touch_all(&self, offsets: &[usize]) -> io::Result<()> {
+        /// Addresses in one pwritev(2): `UIO_MAXIOV`.
+        const BATCH: usize = 1024;
+        // Without it, unmapping pages that were touched marks them as used, and a page that was dropped
+        // meanwhile brings its neighbours along.
+        // SAFETY: the mapping has this start and length; the advice changes no contents.
+        unsafe { rustix::mm::madvise(self.start, self.len, rustix::mm::Advice::Random) }?;
+        // A process that touches a page which cannot be read is killed; a system call fails.
+        let sink = memfd_create("cofolio-touch", MemfdFlags::CLOEXEC)?;
+        for batch in offsets.chunks(BATCH) {
+            let byte = |at: &usize| libc::iovec {
+                // SAFETY: the offset is inside the mapping.
+                iov_base: unsafe { self.start.byte_add(*at) },
+                iov_len: 1,
+            };
+            let bytes: Vec<libc::iovec> = batch.iter().map(byte).collect();
+            let count = libc::c_int::try_from(bytes.len()).unwrap_or(libc::c_int::MAX);
+            // SAFETY: each address is in the mapping, which lives; only the kernel reads there.
+            unsafe { libc::pwritev(sink.as_raw_fd(), bytes.as_ptr(), count, 0) };
+        }
+        Ok(())
+    }
+
+    /// Calls `each` with runs of page frame numbers (`/proc/PID/pagemap`, pagemap.rst) of the resident
+    /// pages: the first one and how many follow each other. `pagemap` is this process's
+    /// `/proc/self/pagemap`, opened by root; for others the numbers are 0, and there are no runs.
+    ///
+    /// A page has to be in the page table for that. So this touches the resident pages, which does not
+    /// count as their use. A page that is dropped meanwhile is read again.
+    /// Errors: those of madvise(2), mincore(2), memfd_create(2) and of reading `pagemap`. A page that
+    /// cannot be read ends the runs and is no error.
+    pub fn resident_frames(
+        &self,
+        pagemap: &File,
+        mut each: impl FnMut(u64, u64),
+    ) -> io::Result<()> {
+        if self.len == 0 {
+            return Ok(());
+        }
+        let page = rustix::param::page_size();
+        let (mut touch, mut at) = (Vec::new(), 0);
+        self.residency(|pages| {
+            for is_resident in pages.iter().map(|page| page.is_resident()) {
+                touch.extend(is_resident.then_some(at));
+                at += page;
+            }
+        })?;
+        self.touch_all(&touch)?;
+        let mut run: Option<(u64, u64)> = None;
+        let addresses = self.address()..self.address() + self.len();
+        pagemap::entries(pagemap, addresses, |_, entry| match (run.as_mut(), entry.frame()) {
+            (Some((start, count)), Some(frame)) if *start + *count == frame => *count += 1,
+            (_, frame) => {
+                run.into_iter().for_each(|(start, count)| each(start, count));
+                run = frame.map(|frame| (frame, 1));
+            }
+        })?;
+        run.into_iter().for_each(|(start, count)| each(start, count));
+        Ok(())
+    }
+
     /// Copies bytes from `offset` on into `buf`, faulting pages in like any reader of the mapping.
     /// Returns how many were copied: fewer than `buf` holds only at the end of the mapping.
     pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> usize {
@@ -184,6 +281,8 @@ impl FileMap {
                     count,
                 );
             }
+            // The page is to be touched, even if nobody looks at the bytes.
+            std::hint::black_box(&*buf);
         }
         count
     }

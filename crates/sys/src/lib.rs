@@ -1,8 +1,10 @@
 //! Kernel interfaces that rustix lacks: the only crate of Cofolio with unsafe code.
 
 pub mod cache;
+pub mod fanotify;
 pub mod memory;
 pub mod mount;
+pub mod pagemap;
 pub mod priority;
 pub mod process;
 pub mod quota;

@@ -7,7 +7,7 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
@@ -127,7 +127,11 @@ const STATX_MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 /// Neither follows a symbolic link at the end nor triggers an automount.
 /// Errors: those of `statx(2)`; `Unsupported` where the kernel does not say (before Linux 5.8).
 pub fn mount_id(dir: impl AsFd, path: impl AsRef<Path>) -> io::Result<MountId> {
-    let flags = AtFlags::EMPTY_PATH | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    // The kernel knows the mount without asking a server of the filesystem.
+    let flags = AtFlags::EMPTY_PATH
+        | AtFlags::SYMLINK_NOFOLLOW
+        | AtFlags::NO_AUTOMOUNT
+        | AtFlags::STATX_DONT_SYNC;
     let path = path.as_ref();
     let plain = rustix::fs::statx(dir.as_fd(), path, flags, StatxFlags::MNT_ID)?;
     if plain.stx_mask & StatxFlags::MNT_ID.bits() == 0 {
@@ -197,6 +201,22 @@ pub fn namespace_id(namespace: impl AsFd) -> Option<u64> {
     // room for. Files of other filesystems refuse the number or, should theirs have the same, take its
     // size from it as well.
     unsafe { ioctl::ioctl(namespace, Getter::<NS_GET_MNTNS_ID, u64>::new()) }.ok()
+}
+
+/// `NS_GET_USERNS` of the same header: `_IO(0xb7, 1)`.
+const NS_GET_USERNS: libc::c_ulong = 0xb701;
+
+/// The user namespace that a mount namespace, or one of another kind, belongs to: whoever is root
+/// there decides what is mounted in it. Takes and returns a file of `/proc/PID/ns` (ioctl_ns(2)).
+/// Errors: `EPERM` for one that is neither the caller's nor below it; `ENOTTY` for another file.
+pub fn namespace_owner(namespace: impl AsFd) -> io::Result<OwnedFd> {
+    // SAFETY: NS_GET_USERNS takes no argument and touches no memory of ours.
+    let owner = unsafe { libc::ioctl(namespace.as_fd().as_raw_fd(), NS_GET_USERNS as _) };
+    if owner < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made it, and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(owner) })
 }
 
 /// `struct fs_sysfs_path` of `include/uapi/linux/fs.h`.
@@ -338,6 +358,24 @@ mod tests {
     fn the_request_number_is_that_of_the_header() {
         assert_eq!(NS_GET_MNTNS_ID, 0x8008_b705);
         assert_eq!(FS_IOC_GETFSSYSFSPATH, 0x8081_1501);
+    }
+
+    #[test]
+    fn our_mount_namespace_belongs_to_our_user_namespace() {
+        use std::os::unix::fs::MetadataExt as _;
+        let owner = match namespace_owner(File::open("/proc/self/ns/mnt").unwrap()) {
+            // An emulator of programs that does not know the request: no kernel says this.
+            Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
+                return eprintln!(
+                    "SKIP our_mount_namespace_belongs_to_our_user_namespace: {error}"
+                );
+            }
+            owner => owner.unwrap(),
+        };
+        let of_file = |file: File| file.metadata().unwrap().ino();
+        let ours = of_file(File::open("/proc/self/ns/user").unwrap());
+        assert_eq!(of_file(File::from(owner)), ours);
+        assert!(namespace_owner(File::open("/proc/self/stat").unwrap()).is_err());
     }
 
     #[test]

@@ -1,7 +1,9 @@
-//! Processes: descriptors that a child inherits, and going on in the background.
+//! Processes: descriptors that a child inherits, going on in the background, and their memory.
 
+use std::ffi::c_long;
 use std::io;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
@@ -52,6 +54,73 @@ pub fn silence() -> io::Result<()> {
         // SAFETY: descriptors 0 to 2 belong to the whole process: nothing owns them that would be
         // surprised by another file behind them.
         if unsafe { libc::dup2(null.as_raw_fd(), standard) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// The sockets that whoever started this process has opened for it (systemd's `LISTEN_FDS`,
+/// sd_listen_fds(3)): descriptors 3 and up, of which nobody else in this process may know.
+///
+/// To be called once, at the start. None if they were meant for another process.
+/// Errors: a descriptor that is not open.
+pub fn passed_sockets() -> io::Result<Vec<OwnedFd>> {
+    let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
+    if number("LISTEN_PID") != Some(std::process::id()) {
+        return Ok(Vec::new());
+    }
+    let count = number("LISTEN_FDS").unwrap_or(0).min(16).cast_signed();
+    let mut sockets = Vec::new();
+    for fd in 3..3 + count {
+        // SAFETY: fcntl takes a number; one that is no descriptor is an error.
+        if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: it is open, and by the protocol it is this caller's.
+        sockets.push(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
+    Ok(sockets)
+}
+
+/// The same number on every architecture: system calls added since Linux 5.0 are numbered in common.
+const SYS_PROCESS_MADVISE: c_long = 440;
+/// Ranges that the kernel takes in one call (`UIO_MAXIOV`).
+const RANGES_MAX: usize = 1024;
+
+/// Takes pages out of the memory of a process, and out of the page cache where the process was the
+/// last to map them (process_madvise(2), Linux 5.10, with `MADV_PAGEOUT`). The process gets them back
+/// when it touches them. `ranges` are addresses in the process, at page boundaries.
+///
+/// Left alone are locked ranges, pages that another process maps too, and pages of files that the
+/// caller neither owns nor may write. Private pages go to swap space where there is some.
+/// Errors: `ESRCH` for a process that has ended; `EPERM` without `CAP_SYS_NICE` and the right to
+/// trace the process; `EINVAL` for a locked range; `ENOMEM` where nothing is mapped. Ranges before
+/// the one that failed are done.
+pub fn page_out(pidfd: impl AsFd, ranges: &[Range<u64>]) -> io::Result<()> {
+    let wrong = |_| io::Error::from_raw_os_error(libc::EINVAL);
+    for ranges in ranges.chunks(RANGES_MAX) {
+        let mut vectors = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            let start = usize::try_from(range.start).map_err(wrong)?;
+            let len = usize::try_from(range.end.saturating_sub(range.start)).map_err(wrong)?;
+            let base = std::ptr::without_provenance_mut(start);
+            vectors.push(libc::iovec { iov_base: base, iov_len: len });
+        }
+        let flags: libc::c_uint = 0;
+        // SAFETY: the vector lives through the call, which only reads it. The addresses in it are the
+        // other process's; paging out changes the contents of no memory, of whatever process.
+        let advised = unsafe {
+            libc::syscall(
+                SYS_PROCESS_MADVISE,
+                pidfd.as_fd().as_raw_fd(),
+                vectors.as_ptr(),
+                vectors.len(),
+                libc::MADV_PAGEOUT,
+                flags,
+            )
+        };
+        if advised < 0 {
             return Err(io::Error::last_os_error());
         }
     }

@@ -131,3 +131,28 @@ fn what_is_written_to_a_private_mapping_stays_there() {
     assert_eq!(map.write_at(len, b"folio"), 0);
     assert_eq!(PrivateMap::new(&file, 0).unwrap().write_at(0, b"folio"), 0);
 }
+
+/// Only pages that are resident have frames, and looking for them brings no others in.
+#[test]
+fn frames_are_those_of_resident_pages() {
+    if !rustix::process::geteuid().is_root() {
+        println!("SKIP frames_are_those_of_resident_pages: needs root");
+        return;
+    }
+    let Some(file) = cold_file(100, 7) else { return };
+    let map = FileMap::new(&file, file.metadata().unwrap().len()).unwrap();
+    let pagemap = File::open("/proc/self/pagemap").unwrap();
+    let frames = || {
+        let mut frames = Vec::new();
+        map.resident_frames(&pagemap, |start, count| frames.extend(start..start + count)).unwrap();
+        frames
+    };
+    assert_eq!(frames(), []);
+    for page in [0, 3, 15, 16, 40, 100] {
+        read_page(&file, page);
+    }
+    let found = frames();
+    assert_eq!(found.len(), 6, "{found:?}");
+    assert_eq!(map.resident_pages().unwrap(), 6);
+    assert_eq!(frames(), found);
+}

@@ -2,7 +2,7 @@
 //! and what does one more container of it cost? Each way in which containers get their files is mounted and listed from
 //! a cold start, all in the same run.
 
-mod shapes;
+pub(crate) mod shapes;
 mod variants;
 
 use std::{

@@ -21,23 +21,26 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use serde::Serialize;
 
 use super::variants::variants;
+use crate::cleanup::for_all;
 use crate::place::{copy_image, with_backend};
 use cofolio_cli::exit::{Exit, Fail};
 
 /// A way in which containers get their files.
-pub(super) trait Shape {
+pub(crate) trait Shape {
     fn name(&self) -> &'static str;
     /// Mounts container `number`, of the image with this place among the images; gives its root.
     fn mount(&mut self, image: usize, number: u32, writable: bool) -> Result<PathBuf>;
-    /// Takes all of them down.
+    /// Takes all of them down, one after the other.
     fn unmount(&mut self) -> Result<()>;
     /// Times of starting and ending so many of the first image.
-    fn instances(&mut self, writable: bool, count: u32) -> Result<Option<(Spread, Spread)>>;
+    fn instances(&mut self, _writable: bool, _count: u32) -> Result<Option<(Spread, Spread)>> {
+        Ok(None)
+    }
 }
 
 /// How long each of many took.
 #[derive(Serialize)]
-pub(super) struct Spread {
+pub(crate) struct Spread {
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
 }
@@ -50,21 +53,12 @@ pub(super) fn shapes<'a>(
     count: u32,
     skipped: &mut Vec<String>,
 ) -> Result<Vec<Box<dyn Shape + 'a>>> {
-    let no_path = || Fail::new(Exit::Failure, "the store is not on a disk");
     let over = |domain: &Domain| -> Result<Vec<Digest>> {
         Ok([vec![image], variants(domain, image, count)?].concat())
     };
     let images = over(domain)?;
-    let by_hand = |kind: Kind| -> Result<_> {
-        let metadata = images.iter().map(|image| domain.image_path(image).ok_or_else(no_path));
-        Ok(ByHand {
-            kind,
-            dir: dir.join(kind.name().replace(' ', "-")),
-            metadata: metadata.collect::<Result<_, _>>()?,
-            objects: domain.objects_dir().ok_or_else(no_path)?,
-            mounted: Vec::new(),
-        })
-    };
+    let by_hand =
+        |kind: Kind| ByHand::new(kind, dir.join(kind.name().replace(' ', "-")), domain, &images);
     let mut shapes: Vec<Box<dyn Shape>> =
         vec![Box::new(by_hand(Kind::Ordinary)?), Box::new(by_hand(Kind::Engine)?)];
     match Command::new("mount.composefs").arg("--help").output() {
@@ -112,14 +106,14 @@ pub(super) fn shapes<'a>(
             };
             let dir = dir.join(name.replace(' ', "-"));
             fs::create_dir_all(&dir)?;
-            shapes.push(Box::new(Ours { name, dir, domain: own, images, mounted: Vec::new() }));
+            shapes.push(Box::new(Ours::new(name, dir, own, images)));
         }
     }
     Ok(shapes)
 }
 
 /// Mounts that others make.
-struct ByHand {
+pub(crate) struct ByHand {
     kind: Kind,
     dir: PathBuf,
     /// Metadata images.
@@ -130,7 +124,7 @@ struct ByHand {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub(crate) enum Kind {
     /// The objects as an ordinary layer of overlayfs, as it had to be before Linux 6.5.
     Ordinary,
     /// EROFS and overlayfs with a data-only layer, each container its own.
@@ -150,6 +144,24 @@ impl Kind {
 }
 
 impl ByHand {
+    /// Mounts of these images of the domain below `dir`; fails if the store is not on a disk.
+    pub(crate) fn new(
+        kind: Kind,
+        dir: PathBuf,
+        domain: &Domain,
+        images: &[Digest],
+    ) -> Result<Self> {
+        let no_path = || Fail::new(Exit::Failure, "the store is not on a disk");
+        let metadata = images.iter().map(|image| domain.image_path(image).ok_or_else(no_path));
+        Ok(Self {
+            kind,
+            dir,
+            metadata: metadata.collect::<Result<_, _>>()?,
+            objects: domain.objects_dir().ok_or_else(no_path)?,
+            mounted: Vec::new(),
+        })
+    }
+
     fn attach(&mut self, source: &Path, at: PathBuf, kind: &str, options: &str) -> Result<PathBuf> {
         let options = std::ffi::CString::new(options)?;
         let flags = if kind == "erofs" { MountFlags::RDONLY } else { MountFlags::empty() };
@@ -210,18 +222,14 @@ impl Shape for ByHand {
     }
 
     fn unmount(&mut self) -> Result<()> {
-        while let Some(at) = self.mounted.pop() {
-            rustix::mount::unmount(&at, UnmountFlags::DETACH)
-                .with_context(|| format!("cannot unmount {}", at.display()))?;
-        }
+        for_all(std::mem::take(&mut self.mounted).iter().rev(), |at| {
+            rustix::mount::unmount(at, UnmountFlags::DETACH)
+                .with_context(|| format!("cannot unmount {}", at.display()))
+        })?;
         match fs::remove_dir_all(&self.dir) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
             _ => Ok(()),
         }
-    }
-
-    fn instances(&mut self, _: bool, _: u32) -> Result<Option<(Spread, Spread)>> {
-        Ok(None)
     }
 }
 
@@ -232,25 +240,54 @@ impl Drop for ByHand {
 }
 
 /// A backend of Cofolio.
-struct Ours {
+pub(crate) struct Ours {
     name: &'static str,
     dir: PathBuf,
     domain: Domain,
     images: Vec<Digest>,
+    /// The only directories that can be written to, of each image.
+    dirs: Vec<Vec<PathBuf>>,
     mounted: Vec<PathBuf>,
 }
 
 impl Ours {
+    /// Mounts of these images of the domain below `dir`, which exists.
+    pub(crate) fn new(
+        name: &'static str,
+        dir: PathBuf,
+        domain: Domain,
+        images: Vec<Digest>,
+    ) -> Self {
+        Self { name, dir, domain, images, dirs: Vec::new(), mounted: Vec::new() }
+    }
+
+    /// Only these directories can be written to, of each image.
+    pub(crate) fn writable_in(mut self, dirs: Vec<Vec<PathBuf>>) -> Self {
+        self.dirs = dirs;
+        self
+    }
+
     fn mounter(&self) -> Mounter<'_> {
         Mounter::new(&self.domain, RunDir::of(self.domain.store()), &ImageContents)
     }
 
-    fn request(&self, image: usize, number: u32, writable: bool) -> MountRequest {
-        MountRequest {
-            create_target: true,
+    /// The directory is made here, as engines do. One that the mounter makes would be removed only after
+    /// a look at all processes of the machine.
+    fn mount_one(&self, image: usize, number: u32, writable: bool) -> Result<PathBuf> {
+        let target = self.dir.join(number.to_string());
+        fs::create_dir_all(&target)?;
+        let request = MountRequest {
             access: if writable { Access::Writable } else { Access::ReadOnly },
-            ..MountRequest::new(self.images[image], self.dir.join(number.to_string()))
-        }
+            writable_dirs: self.dirs.get(image).filter(|_| writable).cloned().unwrap_or_default(),
+            ..MountRequest::new(self.images[image], target)
+        };
+        Ok(self.mounter().mount(&request)?.target)
+    }
+
+    fn umount_one(&self, target: &Path) -> Result<()> {
+        let options = UmountOptions { force: true, ..Default::default() };
+        self.mounter().umount(target, &options)?;
+        Ok(fs::remove_dir(target)?)
     }
 }
 
@@ -260,39 +297,36 @@ impl Shape for Ours {
     }
 
     fn mount(&mut self, image: usize, number: u32, writable: bool) -> Result<PathBuf> {
-        let record = self.mounter().mount(&self.request(image, number, writable))?;
-        self.mounted.push(record.target.clone());
-        Ok(record.target)
+        let target = self.mount_one(image, number, writable)?;
+        self.mounted.push(target.clone());
+        Ok(target)
     }
 
     fn unmount(&mut self) -> Result<()> {
-        while let Some(target) = self.mounted.pop() {
-            self.mounter().umount(&target, &UmountOptions { force: true, ..Default::default() })?;
-        }
-        Ok(())
+        let mounted = std::mem::take(&mut self.mounted);
+        for_all(mounted.iter().rev(), |target| self.umount_one(target))
     }
 
     fn instances(&mut self, writable: bool, count: u32) -> Result<Option<(Spread, Spread)>> {
-        let mounter = self.mounter();
         // It keeps the superblocks that all others share.
-        let held = mounter.mount(&self.request(0, count, false))?;
+        let held = self.mount_one(0, count, false)?;
         let timed = || -> Result<_> {
             let (mut mounts, mut unmounts) = (Vec::new(), Vec::new());
             for number in 0..count {
                 let started = Instant::now();
-                mounter.mount(&self.request(0, number, writable))?;
+                self.mount_one(0, number, writable)?;
                 mounts.push(started.elapsed());
             }
             for number in 0..count {
                 let target = self.dir.join(number.to_string());
                 let started = Instant::now();
-                mounter.umount(&target, &UmountOptions::default())?;
+                self.umount_one(&target)?;
                 unmounts.push(started.elapsed());
             }
             Ok((spread(mounts), spread(unmounts)))
         };
         let timed = timed();
-        mounter.umount(&held.target, &UmountOptions::default())?;
+        self.umount_one(&held)?;
         timed.map(Some)
     }
 }

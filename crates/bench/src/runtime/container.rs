@@ -219,8 +219,12 @@ impl<'a> Container<'a> {
         loop {
             self.host.go_on()?;
             ensure!(self.is_alive()?, "{} has ended: {}", self.what(), self.said());
-            if self.in_its_network(connect)? {
-                return Ok(());
+            match self.in_its_network(connect) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                // It has ended meanwhile.
+                Err(_) if !self.is_alive()? => continue,
+                Err(error) => return Err(error),
             }
             ensure!(
                 Instant::now() < end,

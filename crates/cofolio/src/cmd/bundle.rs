@@ -11,6 +11,7 @@ use cofolio_node::mount::{Access, MountOptions, MountRequest, UmountOptions};
 use serde_json::{Value, json};
 
 use crate::cmd::Outcome;
+use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, Named};
 use crate::exit::{Exit, Fail};
 use crate::progress::Work;
@@ -58,6 +59,8 @@ pub(crate) struct Args {
     /// Use the host's network instead of none
     #[arg(long)]
     host_network: bool,
+    #[command(flatten)]
+    warm: WarmArgs,
     #[command(flatten)]
     trust: TrustArgs,
 }
@@ -162,6 +165,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
             ..MountRequest::new(image.digest, bundle.held().join("rootfs"))
         })?;
         drop(work);
+        args.warm.warm(&domain, &image.digest, context);
         write().or_else(|error| {
             let options = UmountOptions::default();
             let left = mounter.umount(Path::new(&mounted.id), &options);

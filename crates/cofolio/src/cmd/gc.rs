@@ -113,7 +113,7 @@ fn show(context: &Context<'_>, report: &Report) -> anyhow::Result<()> {
         context.ui.error(&format!("and {} more", human_count(more)), None);
     }
     for it in &report.unreadable {
-        let said = format!("{} cannot be read: {}; kept: {}", it.what, it.reason, it.kept);
+        let said = it.to_string();
         let hint = mending(it.what.trim_matches('`'));
         context.ui.error(&said, (it.kept != ITSELF).then_some(hint));
     }

@@ -22,17 +22,22 @@ pub(crate) mod mkcomposefs;
 pub(crate) mod mount;
 pub(crate) mod mounts;
 pub(crate) mod pack;
+pub(crate) mod profile;
 pub(crate) mod ps;
 pub(crate) mod pull;
 pub(crate) mod push;
+pub(crate) mod reclaim;
 pub(crate) mod rm;
 pub(crate) mod run;
+pub(crate) mod serve;
 pub(crate) mod sign;
 pub(crate) mod stop;
 pub(crate) mod survey;
 pub(crate) mod tag;
+pub(crate) mod top;
 pub(crate) mod umount;
 pub(crate) mod verify;
+pub(crate) mod warm;
 
 use std::collections::BTreeSet;
 

@@ -6,6 +6,8 @@ use cofolio_image::trust::Need;
 use cofolio_node::mount::{Access, MountOptions, MountRequest};
 
 use crate::cmd::Outcome;
+use crate::cmd::profile::recorded_dirs;
+use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, short};
 use crate::exit::Exit;
 use crate::trust::TrustArgs;
@@ -13,10 +15,14 @@ use crate::trust::TrustArgs;
 /// Mount an image at a directory
 ///
 /// Read-only unless --rw: read-only mounts of one image are clones of one mount and cost next to nothing.
+/// With --writable only some directories can be written to, which costs the kernel an overlay's inodes for these alone.
 /// All mounts of the domain share the page cache of files with the same content.
 #[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("changes").args(["rw", "writable", "writable_recorded"]))]
 #[command(after_help = "Example:\n  cofolio mount redis:7.0.15 /mnt/redis\n  \
     cofolio mount --rw --create redis:7.0.15 /run/box/rootfs\n  \
+    cofolio mount --writable /data redis:7.0.15 /mnt/redis\n  \
+    cofolio mount --writable-recorded redis:7.0.15 /mnt/redis\n  \
     cofolio mount --idmap 0:100000:65536 redis:7.0.15 /mnt/redis\n  \
     cofolio mount --require-verity --digest 5f70bf18… /mnt/redis")]
 pub(crate) struct Args {
@@ -29,11 +35,19 @@ pub(crate) struct Args {
     /// Make it writable; changes go to a directory of the store's and are gone after umount
     #[arg(long)]
     rw: bool,
-    /// With --rw: leave the changes in place after umount, which says where; --upper takes them up again
-    #[arg(long, requires = "rw")]
+    /// Make only this directory of the image writable, by its absolute path; may be given several times. Writes
+    /// elsewhere fail: read-only file system (EROFS)
+    #[arg(long, value_name = "DIR")]
+    writable: Vec<PathBuf>,
+    /// Make only the directories writable that the recorded start wrote to (`cofolio profile record --rw`); read-only if
+    /// it wrote to none
+    #[arg(long)]
+    writable_recorded: bool,
+    /// With --rw or --writable: leave the changes in place after umount, which says where; --upper takes them up again
+    #[arg(long, requires = "changes")]
     keep: bool,
-    /// With --rw: keep changes in this directory (its `upper` and `work`), which stays after umount
-    #[arg(long, value_name = "DIR", requires = "rw", conflicts_with = "keep")]
+    /// With --rw or --writable: keep changes in this directory (its `upper` and `work`), which stays after umount
+    #[arg(long, value_name = "DIR", requires = "changes", conflicts_with = "keep")]
     upper: Option<PathBuf>,
     /// Hash the image and all its files before mounting
     #[arg(long, conflicts_with = "require_verity")]
@@ -57,6 +71,8 @@ pub(crate) struct Args {
     #[arg(long)]
     noexec: bool,
     #[command(flatten)]
+    warm: WarmArgs,
+    #[command(flatten)]
     trust: TrustArgs,
 }
 
@@ -70,15 +86,20 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     };
     let image = args.trust.image(name, &domain, context)?;
     let check = args.trust.check(&image, Need::Files, name, args.verify, &domain, context)?;
-    let access = match (&args.upper, args.rw, args.keep) {
-        (Some(dir), ..) => Access::WritableAt(dir.clone()),
+    let writable_dirs = match args.writable_recorded {
+        true => recorded_dirs(&domain, &image.digest)?,
+        false => args.writable.clone(),
+    };
+    let access = match (&args.upper, args.rw || !writable_dirs.is_empty(), args.keep) {
+        (_, false, _) => Access::ReadOnly,
+        (Some(dir), true, _) => Access::WritableAt(dir.clone()),
         (None, true, true) => Access::WritableKept,
         (None, true, false) => Access::Writable,
-        (None, false, _) => Access::ReadOnly,
     };
     let request = MountRequest {
         create_target: args.create,
         access,
+        writable_dirs,
         check,
         options: MountOptions {
             idmap: args.idmap.as_deref().map(str::parse).transpose()?,
@@ -93,10 +114,15 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     let mounter = context.mounter(&domain);
     let record =
         context.work("verifying", "file", |task| mounter.with_task(task).mount(&request))?;
+    args.warm.warm(&domain, &image.digest, context);
     if context.ui.json {
         return context.ui.json(&record);
     }
-    let mode = if record.upper.is_some() { "writable" } else { "read-only" };
+    let mode = match &record.upper {
+        None => "read-only",
+        Some(upper) if upper.dirs.is_empty() => "writable",
+        Some(_) => "writable in part",
+    };
     let target = record.target.display();
     let (name, digest) = (image.shown(), short(&image.digest));
     context.ui.note(format!("{name} ({digest}) at {target}, {mode}"));

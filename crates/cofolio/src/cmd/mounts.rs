@@ -77,6 +77,8 @@ fn row(status: &MountStatus, name: Option<&String>, pin: Option<&PinRecord>) -> 
     let target = moved_to.as_ref().unwrap_or(&record.target);
     let mode = match &record.upper {
         None => "ro",
+        Some(upper) if upper.keep && !upper.dirs.is_empty() => "rw in part, kept",
+        Some(upper) if !upper.dirs.is_empty() => "rw in part",
         Some(upper) if upper.keep => "rw, kept",
         Some(_) => "rw",
     };

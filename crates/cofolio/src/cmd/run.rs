@@ -1,6 +1,8 @@
 use std::fs;
 use std::io::{IsTerminal as _, PipeWriter, Read as _, Write as _};
 use std::path::{Component, Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::ValueEnum;
@@ -12,7 +14,7 @@ use cofolio_node::container::bundle::{self, Bind};
 use cofolio_node::container::{
     Containers, Reason, Request, RunError, Runtime, Streams, append, exit_status, pidfd, wait_for,
 };
-use cofolio_node::mount::Check;
+use cofolio_node::mount::{Check, Step};
 use cofolio_store::task::Cancel;
 use cofolio_sys::process::Fork;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,7 +27,9 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 use crate::cmd::bundle::{ProcessArgs, image_config};
 use crate::cmd::import;
+use crate::cmd::profile::recorded_dirs;
 use crate::cmd::pull::RegistryArgs;
+use crate::cmd::warm::WarmArgs;
 use crate::context::{Context, Named};
 use crate::exit::{self, Ended, Exit, Fail};
 use crate::interrupt;
@@ -42,7 +46,8 @@ const NO_PROGRAM: u8 = 127;
 ///
 /// Mounts the image, starts the container, waits for its end and removes it; --keep keeps its changes,
 /// --detach does not wait. Its root is read-only unless --rw: containers of one image are then clones of one
-/// mount. /tmp, /var/tmp and /run are in memory. The image's volumes are directories of the store, removed with
+/// mount. With --writable some directories of the image can be written to, and the rest cannot. /tmp, /var/tmp and
+/// /run are in memory, unless they are such directories or in one. The image's volumes are directories of the store, removed with
 /// the container.
 ///
 /// The container has no network but its own loopback unless --network host. Its capabilities and mounts are
@@ -60,6 +65,7 @@ const NO_PROGRAM: u8 = 127;
 /// status, which `cofolio ps` shows, and the last 1 to 2 MiB of output in a file that `cofolio ps --json` names.
 /// `cofolio stop NAME` removes these, and so does a new container of that name.
 #[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("changes").args(["rw", "writable", "writable_recorded"]))]
 #[command(after_help = "Example:\n  cofolio run redis:7.0.15 -- redis-server --version\n  \
     cofolio run -it --rw debian:13 -- bash\n  \
     cofolio run -d --name cache --network host --memory 256M redis:7.0.15\n  \
@@ -86,8 +92,12 @@ pub(crate) struct Args {
     /// With --detach: keep neither exit status nor output
     #[arg(long, requires = "detach")]
     rm: bool,
-    /// With --rw: keep its changes when it has ended, and print their directory
-    #[arg(long, requires = "rw", conflicts_with = "detach")]
+    /// For `profile record`: with the root mounted, wait for a byte of standard input before
+    /// anything in it is opened, and end the container with standard input
+    #[arg(long, hide = true, conflicts_with_all = ["detach", "interactive", "tty"])]
+    hold: bool,
+    /// With --rw or --writable: keep its changes when it has ended, and print their directory
+    #[arg(long, requires = "changes", conflicts_with = "detach")]
     keep: bool,
     /// Name, also the host name inside (default: made from the image's)
     #[arg(long)]
@@ -95,8 +105,16 @@ pub(crate) struct Args {
     /// Make its root writable; changes go with the container
     #[arg(long)]
     rw: bool,
-    /// With --rw: limit of its changes, as 512M or 2G, by project quota or a filesystem of that size; not with --keep
-    #[arg(long, requires = "rw", conflicts_with = "keep")]
+    /// Make only this directory of the image writable, by its absolute path; may be given several times
+    #[arg(long, value_name = "DIR")]
+    writable: Vec<PathBuf>,
+    /// Make only the directories writable that the recorded start wrote to (`cofolio profile record --rw`), less those
+    /// in memory and volumes
+    #[arg(long)]
+    writable_recorded: bool,
+    /// With --rw or --writable: limit of its changes, as 512M or 2G, by project quota or a filesystem of that size; not
+    /// with --keep
+    #[arg(long, requires = "changes", conflicts_with = "keep")]
     size: Option<Size>,
     /// Limit of its memory, as 512M or 2G, including the page cache that it is the first to fill
     #[arg(long, short)]
@@ -121,6 +139,8 @@ pub(crate) struct Args {
     /// Hash the image and all its files before mounting
     #[arg(long, conflicts_with = "require_verity")]
     verify: bool,
+    #[command(flatten)]
+    warm: WarmArgs,
     #[command(flatten)]
     trust: TrustArgs,
 }
@@ -181,13 +201,28 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let config = image.record.as_ref().and_then(|record| record.config.as_deref());
     let need = Need::Run(config);
     let check = args.trust.check(&image, need, Some(&name), args.verify, &domain, context)?;
-    let request = Request { check, ..request(args, context, &image)? };
+    let mut request = Request { check, ..request(args, context, &image)? };
+    if args.writable_recorded {
+        let mut dirs = recorded_dirs(&domain, &image.digest)?;
+        dirs.retain(|dir| !bundle::has_own_mount(&request.config, &request.options, dir));
+        request.options.writable_dirs = dirs;
+    }
     let work = if args.verify { Some(Work::begin(context.ui, "verifying", "file")?) } else { None };
     let mut mounter = context.mounter(&domain);
+    let wait = |step| {
+        if step == Step::Recorded && std::io::stdin().read_exact(&mut [0]).is_err() {
+            // Nobody records it any more. The next command cleans up, as after a kill.
+            std::process::exit(1);
+        }
+    };
+    if args.hold {
+        mounter = mounter.with_steps(&wait);
+    }
     if let Some(work) = &work {
         mounter = mounter.with_task(&work.task);
     }
-    let containers = Containers::new(mounter);
+    let warm = || args.warm.warm(&domain, &image.digest, context);
+    let containers = Containers::new(mounter).before_start(&warm);
     // Leftovers of killed processes. If one cannot be removed, this container starts nevertheless.
     let mut failed = Vec::new();
     containers.reconcile(&mut failed)?;
@@ -209,6 +244,10 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     let running = containers.start(&request, &streams)?;
     drop(work);
     interrupt::release();
+    let unheld = Cancel::default();
+    if args.hold {
+        end_with_input(context, running.container.name(), unheld.clone())?;
+    }
     let given_up = Cancel::default();
     let passed_on = pass_on(signals, running.runtime_id(), given_up.clone());
     let (container, status, refusal) = running.wait(&given_up);
@@ -218,6 +257,10 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     // The container's end counts. The next command removes what is left.
     match left {
         Ok(None) => {}
+        Ok(Some(changes)) if unheld.is_cancelled() => {
+            // Whoever asked for them has gone.
+            context.mounter(&domain).discard_kept(&changes)?;
+        }
         Ok(Some(changes)) => context.ui.note(format!("changes are in {}", changes.display())),
         Err(error) => {
             context.ui.note(format!("the container has ended, but is not removed: {error}"))
@@ -314,6 +357,7 @@ fn request(args: &Args, context: &Context<'_>, image: &Named) -> anyhow::Result<
         idmap: args.userns.as_deref().map(str::parse).transpose()?,
         memory_bytes: args.memory.map(|size| size.0),
         cpu_millis: args.cpus,
+        writable_dirs: args.writable.clone(),
         ..args.process.options(&args.args, image)?
     };
     Ok(Request {
@@ -362,6 +406,22 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
     }
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked above")]
     Ok((number * 1000.0).round() as u64)
+}
+
+/// Whoever records holds standard input until the end. Once they have gone, killed perhaps, the
+/// container is ended: no other program knows of it.
+fn end_with_input(context: &Context<'_>, name: &str, unheld: Cancel) -> anyhow::Result<()> {
+    let mut stop = context.cofolio();
+    stop.args(["--quiet", "stop", name]).stdout(Stdio::null()).stderr(Stdio::null());
+    std::thread::Builder::new().name("input".to_owned()).spawn(move || {
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        unheld.cancel();
+        // It may be too early to be stopped. This thread ends with the process.
+        while stop.status().is_ok() {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    })?;
+    Ok(())
 }
 
 /// From now on signals go to the runtime, which passes them on to the container. Once that has ended,

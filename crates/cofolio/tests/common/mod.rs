@@ -1,6 +1,7 @@
 //! Drives the binary in a sandbox of its own: store, run directory, mounts.
 #![allow(dead_code, clippy::unwrap_used, reason = "every test file uses a part; tests may panic")]
 
+pub(crate) mod daemon;
 pub(crate) mod machine;
 pub(crate) mod registry;
 #[path = "../../../store/tests/common/volume.rs"]
@@ -9,11 +10,11 @@ pub(crate) mod volume;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead as _, BufReader, Write};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use rustix::fs::IFlags;
@@ -23,6 +24,31 @@ use sha2::{Digest, Sha256};
 /// Says why a test did not run.
 pub(crate) fn skip(test: &str, reason: &str) {
     eprintln!("SKIP {test}: {reason}");
+}
+
+/// A process that is killed when it is dropped, also when a test fails: it has the test's standard
+/// error, and whoever reads that would wait for it.
+pub(crate) struct Killed(pub(crate) Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Killed {
+    pub(crate) fn start(command: &mut Command) -> Self {
+        Self(command.spawn().unwrap())
+    }
+
+    /// Starts a command, and returns when its output has a line with these words.
+    pub(crate) fn ready(command: &mut Command, words: &str) -> Self {
+        let mut child = Self::start(command.stdout(Stdio::piped()));
+        let lines = BufReader::new(child.0.stdout.take().unwrap()).lines();
+        assert!(lines.map_while(Result::ok).any(|line| line.contains(words)));
+        child
+    }
 }
 
 /// Whether mounts can be made; says why not.
@@ -62,7 +88,8 @@ pub(crate) fn lacks_inode_share() -> Option<String> {
     (feature["presence"] != "present").then(|| feature["detail"].to_string())
 }
 
-/// The layout of a real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out); says why not.
+/// The layout of a real image, where the corpus has been built (COFOLIO_CORPUS, else corpus/out);
+/// says why not.
 pub(crate) fn real_redis(test: &str) -> Option<PathBuf> {
     let corpus = match std::env::var_os("COFOLIO_CORPUS") {
         Some(dir) => PathBuf::from(dir),
@@ -76,7 +103,8 @@ pub(crate) fn real_redis(test: &str) -> Option<PathBuf> {
     Some(layout)
 }
 
-/// The command. In a guest an environment variable says where it is; the tests of `cofolio-bench` find it beside that.
+/// The command. In a guest an environment variable says where it is; the tests of `cofolio-bench`
+/// find it beside that.
 pub(crate) fn cofolio() -> PathBuf {
     match (std::env::var_os("COFOLIO_PROGRAM"), option_env!("CARGO_BIN_EXE_cofolio")) {
         (Some(program), _) => program.into(),
@@ -154,8 +182,8 @@ impl Ran {
     }
 }
 
-/// A directory with a store, a run directory and whatever a test puts there; gone at the end, mounts
-/// included, however the test ends.
+/// A directory with a store, a run directory and whatever a test puts there; gone at the end,
+/// mounts included, however the test ends.
 pub(crate) struct Sandbox {
     dir: tempfile::TempDir,
 }
@@ -194,7 +222,8 @@ impl Sandbox {
         Ran::of(self.command_of(&cofolio_bench(), args).output().unwrap())
     }
 
-    fn command_of<S: AsRef<OsStr>>(&self, program: &Path, args: &[S]) -> Command {
+    /// Another program in the sandbox.
+    pub(crate) fn command_of<S: AsRef<OsStr>>(&self, program: &Path, args: &[S]) -> Command {
         let mut command = Command::new(program);
         command
             .args(args)
@@ -274,7 +303,8 @@ impl Drop for Sandbox {
     }
 }
 
-/// Clear the immutable flags below a directory, so that it can be removed, whatever a test did to it.
+/// Clear the immutable flags below a directory, so that it can be removed, whatever a test did to
+/// it.
 pub(crate) fn release(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let Ok(kind) = entry.file_type() else { continue };

@@ -49,6 +49,11 @@ fn what_a_container_sees() {
         // Neither is there for the next one.
         let ran = machine.sh(runtime, &["--rw"], "ls /data; test -e /new || echo fresh");
         assert_eq!(ran.ok(), "fresh\n");
+        // Only a named directory takes changes, also in the place of one in memory.
+        let script = "echo x > /etc/new && cat /etc/new; echo x > /tmp/new; \
+                      (echo x > /srv/new) 2>&- || echo refused; grep -c ' /tmp tmpfs ' /proc/mounts";
+        let ran = machine.sh(runtime, &["--writable", "/etc", "--writable", "/tmp"], script);
+        assert_eq!(ran.stdout, "x\nrefused\n0\n", "{runtime}: {}", ran.stderr);
         // With the host's network come the files that say how to use it, also where the image lacks them.
         for mode in ["--env=MODE=ro", "--rw"] {
             let script = "cat /etc/resolv.conf; tail -n 1 /etc/passwd; head -c 0 /etc/hosts";

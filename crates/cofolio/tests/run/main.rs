@@ -2,12 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
+#[path = "../../../node/tests/common/cache.rs"]
+mod cache;
 #[path = "../common/mod.rs"]
 mod common;
 
 mod descriptors;
 mod inside;
 mod lost;
+mod profile;
 mod running;
 mod start;
 

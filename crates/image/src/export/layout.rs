@@ -33,21 +33,23 @@ pub(crate) struct Layout {
     blob: Option<(File, PathBuf)>,
 }
 
-/// What was not there before; removed when this is dropped. Directories are in the order in which they were made.
+/// What was not there before, in the order in which it was made; removed when this is dropped.
 #[derive(Default)]
-struct Added {
-    files: Vec<PathBuf>,
-    directories: Vec<PathBuf>,
-}
+struct Added(Vec<PathBuf>);
 
 impl Drop for Added {
+    /// `oci-layout` goes after the blobs. If a blob stays, so does the file, and the next export
+    /// can complete the layout.
     fn drop(&mut self) {
-        for file in &self.files {
-            let _ = fs::remove_file(file);
-        }
-        for directory in self.directories.iter().rev() {
-            let _ = fs::remove_dir(directory);
-        }
+        let remove = |path: &PathBuf| match fs::remove_file(path) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(path),
+            other => other,
+        };
+        let is_gone = |path: &PathBuf| match remove(path) {
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+            Ok(()) => true,
+        };
+        let _ = self.0.iter().rev().all(is_gone);
     }
 }
 
@@ -68,18 +70,19 @@ impl Layout {
         if flock(&root, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
             return refuse("another export writes to it");
         }
-        // It uses the descriptors: it is dropped before them.
+        // Its paths go through `root`, so it is declared after it and dropped first.
         let mut added = Added::default();
-        added.directories.extend(made.then(|| path.to_owned()));
+        added.0.extend(made.then(|| path.to_owned()));
         let is_file = |name| match below(&root, name).symlink_metadata() {
             Err(_) => None,
             Ok(found) => Some(found.is_file()),
         };
-        let mut entries = fs::read_dir(below(&root, ".")).map_err(io_error(path))?.flatten();
-        if entries.all(|entry| entry.file_name() == "lost+found") {
-            added.files.push(below(&root, "oci-layout"));
+        let entries = fs::read_dir(below(&root, ".")).and_then(Iterator::collect);
+        let entries: Vec<fs::DirEntry> = entries.map_err(io_error(path))?;
+        if entries.iter().all(|entry| entry.file_name() == "lost+found") {
             File::create_new(below(&root, "oci-layout")).map_err(io_error(path))?;
-            added.directories.extend(["blobs", "blobs/sha256"].map(|name| below(&root, name)));
+            let names = ["oci-layout", "blobs", "blobs/sha256"];
+            added.0.extend(names.map(|name| below(&root, name)));
         } else if is_file("index.json").or(is_file("oci-layout")) != Some(true) {
             return refuse("a directory that is neither empty nor an image layout");
         }
@@ -107,10 +110,7 @@ impl Layout {
         aside::sync(&below(&self.blobs, "."))?;
         aside::sync(&below(&self.blobs, ".."))?;
         aside::sync(aside::directory(&self.path))?;
-        let before = match below(&self.root, "index.json").exists() {
-            true => Some(read_index(&below(&self.root, "index.json"), &self.path)?),
-            false => None,
-        };
+        let before = read_index(&self.root, &self.path)?;
         if before.is_none() {
             let put = self.put_file("oci-layout", OCI_LAYOUT);
             put.map_err(|error| match error {
@@ -147,7 +147,7 @@ impl Target for Layout {
     fn begin(&mut self, _: BlobKind) -> Result<(), ExportError> {
         let blob = aside::create_file(&below(&self.blobs, "blob"));
         let (file, path) = blob.map_err(|error| self.named(error))?;
-        self.added.files.push(path.clone());
+        self.added.0.push(path.clone());
         self.blob = Some((file, path));
         Ok(())
     }
@@ -165,8 +165,8 @@ impl Target for Layout {
         let to = below(&self.blobs, digest.hex());
         let is_new = !to.exists();
         fs::rename(path, &to).map_err(io_error(&self.path))?;
-        self.added.files.pop();
-        self.added.files.extend(is_new.then_some(to));
+        self.added.0.pop();
+        self.added.0.extend(is_new.then_some(to));
         Ok(())
     }
 
@@ -174,22 +174,27 @@ impl Target for Layout {
         let published = self.write_index(image);
         if let Ok(()) | Err(ExportError::NotDurable { .. }) = published {
             // The index names them.
-            self.added.files.clear();
-            self.added.directories.clear();
+            self.added.0.clear();
         }
         published.map_err(|error| self.named(error))
     }
 }
 
-/// Reads the index at `path` of the layout at `layout`.
-fn read_index(path: &Path, layout: &Path) -> Result<Value, ExportError> {
+/// Reads the index of a layout, whose directory is open and has this path. A link is refused.
+fn read_index(root: &File, path: &Path) -> Result<Option<Value>, ExportError> {
     let not_index =
-        |what: String| ExportError::Destination { what: format!("{}: {what}", layout.display()) };
-    let bytes = crate::files::read(path, INDEX_MAX).map_err(io_error(path))?;
+        |what: String| ExportError::Destination { what: format!("{}: {what}", path.display()) };
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match openat(root, "index.json", flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(None),
+        Err(Errno::LOOP) => return Err(not_index("index.json is a link".into())),
+        other => File::from(other.map_err(|error| io_error(path)(error.into()))?),
+    };
+    let bytes = crate::files::read_at_most(file, INDEX_MAX).map_err(io_error(path))?;
     let index: Value =
         serde_json::from_slice(&bytes).map_err(|e| not_index(format!("index.json: {e}")))?;
     match index.get("manifests") {
-        Some(Value::Array(_)) => Ok(index),
+        Some(Value::Array(_)) => Ok(Some(index)),
         _ => Err(not_index("index.json is no image index".into())),
     }
 }

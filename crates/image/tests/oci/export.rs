@@ -217,6 +217,47 @@ fn a_layout_that_changes_meanwhile_leads_nowhere() {
     assert!(blobs.is_symlink());
     assert_eq!(names(&elsewhere), [""; 0]);
     assert!(moved.join(blob.file_name().unwrap()).is_file());
+
+    // The index was read through a link.
+    fs::remove_file(&blobs).unwrap();
+    fs::rename(&moved, &blobs).unwrap();
+    let index = out.join("index.json");
+    let (from, to) = (index.clone(), elsewhere.join("index.json"));
+    let task = Task::new(Cancel::default(), move |_| {
+        if !to.exists() {
+            fs::rename(&from, &to).unwrap();
+            std::os::unix::fs::symlink(&to, &from).unwrap();
+        }
+    });
+    let refused = export(&bench.domain, exported, &destination, &Default::default(), &task);
+    let said = refused.unwrap_err().to_string();
+    assert!(said.ends_with("index.json is a link"), "{said}");
+}
+
+/// A failed export removes the layout that it began. If a blob cannot be removed, `oci-layout` has to stay
+/// too: a directory without it was refused by every later export.
+#[test]
+fn a_new_layout_that_cannot_be_removed_is_completed_by_the_next_export() {
+    let bench = Bench::new();
+    import(&bench, "image", &two_layers());
+    let out = bench.path("out");
+    let record = bench.domain.get_ref("image").unwrap().unwrap();
+    let exported = Exported { image: &record.image, record: Some(&record), name: None };
+    let destination = Destination::Layout { path: out.clone(), tag: None };
+    let (cancel, foreign) = (Cancel::default(), out.join("blobs/sha256/foreign"));
+    let (cancels, file) = (cancel.clone(), foreign.clone());
+    let task = Task::new(cancel, move |_| {
+        fs::write(&file, "").unwrap();
+        cancels.cancel();
+    });
+    let result = export(&bench.domain, exported, &destination, &Default::default(), &task);
+    assert!(matches!(result, Err(ExportError::Cancelled(Cancelled))), "{result:?}");
+    assert_eq!(
+        (names(&out), names(&out.join("blobs/sha256"))),
+        (vec!["blobs".to_owned(), "oci-layout".to_owned()], vec!["foreign".to_owned()],)
+    );
+    fs::remove_file(foreign).unwrap();
+    bench.export("image", &out, Compression::None).unwrap();
 }
 
 /// A slow export must hold up neither garbage collection nor the imports that wait behind it; and

@@ -99,6 +99,9 @@ pub struct ContainerRecord {
     pub keep: bool,
     /// Its root can be written to.
     pub writable: bool,
+    /// The only directories of the image that can be written to, if its root cannot.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub writable_dirs: Vec<PathBuf>,
     /// Its cgroup.
     pub cgroup: String,
     /// When it was made, in seconds since 1970.
@@ -140,6 +143,7 @@ pub struct ContainerStatus {
 /// The containers of one trust domain.
 pub struct Containers<'a> {
     mounter: Mounter<'a>,
+    before_start: Option<&'a dyn Fn()>,
     /// Where `/proc` and `/sys` are looked up.
     root: PathBuf,
 }
@@ -169,7 +173,13 @@ pub struct Running {
 impl<'a> Containers<'a> {
     /// Containers whose images `mounter` mounts, in its run directory.
     pub fn new(mounter: Mounter<'a>) -> Self {
-        Self { mounter, root: PathBuf::from("/") }
+        Self { mounter, before_start: None, root: PathBuf::from("/") }
+    }
+
+    /// Calls this when the image of a new container is mounted, before the runtime starts it.
+    #[must_use]
+    pub fn before_start(self, call: &'a dyn Fn()) -> Self {
+        Self { before_start: Some(call), ..self }
     }
 
     fn dir(&self) -> PathBuf {
@@ -285,15 +295,24 @@ impl<'a> Containers<'a> {
         Ok(tops.map(move |top| top.join(cgroup.trim_start_matches('/'))))
     }
 
-    /// The first process of a cgroup.
+    /// The first process of a cgroup: the one that its pid namespace numbers 1. Numbers come again, so
+    /// the lowest one of the host may be that of a child.
     fn process_in(&self, cgroup: &str) -> Result<Option<u32>> {
         for dir in self.cgroup_dirs(cgroup)? {
             let text = read_unless_gone(&dir.join("cgroup.procs"))?.unwrap_or_default();
-            if let Some(first) = text.lines().filter_map(|line| line.parse().ok()).min() {
+            let pids = text.lines().filter_map(|line| line.parse().ok());
+            if let Some(first) = pids.min_by_key(|&pid| (!self.is_init(pid), pid)) {
                 return Ok(Some(first));
             }
         }
         Ok(None)
+    }
+
+    /// Whether a process is the first one of a pid namespace right below ours.
+    fn is_init(&self, pid: u32) -> bool {
+        let status = read_text(&self.root.join(format!("proc/{pid}/status"))).unwrap_or_default();
+        let inner = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        inner.is_some_and(|pids| pids.split_whitespace().skip(1).eq(["1"]))
     }
 }
 

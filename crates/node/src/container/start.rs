@@ -99,6 +99,7 @@ impl Containers<'_> {
             stop_signal: request.config.stop_signal().to_owned(),
             keep: request.keep,
             writable: request.writable,
+            writable_dirs: request.options.writable_dirs.clone(),
             cgroup: self.cgroup(&name),
             created: cofolio_store::now(),
             name,
@@ -132,6 +133,9 @@ impl Containers<'_> {
         let config = self.mount(container, request)?;
         let path = container.dir.join("config.json");
         fs::write(&path, config).at("writing", &path)?;
+        if let Some(call) = self.before_start {
+            call();
+        }
 
         let mut command = container.command(detached);
         let streams = match streams {
@@ -194,11 +198,12 @@ impl Containers<'_> {
         let is_empty_volume = |path| !options.binds.iter().any(|bind| bind.target == path);
         let mounted = self.mounter.mount(&MountRequest {
             create_target: true,
-            access: match (request.writable, request.keep) {
+            access: match (request.writable || !options.writable_dirs.is_empty(), request.keep) {
                 (false, _) => Access::ReadOnly,
                 (true, false) => Access::Writable,
                 (true, true) => Access::WritableKept,
             },
+            writable_dirs: options.writable_dirs.clone(),
             size_bytes: request.size_bytes,
             scratch: !request.writable && request.config.volumes().any(is_empty_volume),
             check: request.check,

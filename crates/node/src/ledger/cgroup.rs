@@ -82,6 +82,17 @@ impl Hierarchy {
         Ok(Hierarchy { version: Version::V2, mount })
     }
 
+    /// A hierarchy that is mounted at a path.
+    #[cfg(test)]
+    pub(super) fn at(version: Version, mount: &Path) -> Self {
+        Hierarchy { version, mount: mount.to_owned() }
+    }
+
+    /// The directory of a cgroup, by its path from the root of the hierarchy.
+    pub fn directory(&self, cgroup: &str) -> PathBuf {
+        self.mount.join(cgroup.trim_start_matches('/'))
+    }
+
     /// The interface it speaks.
     pub fn version(&self) -> Version {
         self.version
@@ -93,6 +104,24 @@ impl Hierarchy {
     /// [`LedgerError::NoMemoryCgroup`] with the kernel's reason: no privilege, or a version 2
     /// container whose top cgroup has processes of its own.
     pub fn create(&self, name: &str) -> Result<Cgroup> {
+        self.make(name, false)
+    }
+
+    /// A cgroup at the top of the hierarchy that stays; made if it is missing.
+    ///
+    /// # Errors
+    /// As [`Hierarchy::create`].
+    pub fn standing(&self, name: &str) -> Result<Cgroup> {
+        self.make(name, true)
+    }
+
+    /// A cgroup at the top of the hierarchy that stays, if it exists.
+    pub(super) fn existing(&self, name: &str) -> Option<Cgroup> {
+        let path = self.mount.join(name);
+        path.is_dir().then(|| Cgroup { version: self.version, path, stays: true })
+    }
+
+    fn make(&self, name: &str, stays: bool) -> Result<Cgroup> {
         let refused = |path: &Path, error: std::io::Error| LedgerError::NoMemoryCgroup {
             reason: format!("{}: {error}", path.display()),
         };
@@ -104,8 +133,25 @@ impl Hierarchy {
             }
         }
         let path = self.mount.join(name);
-        fs::create_dir(&path).map_err(|error| refused(&path, error))?;
-        Ok(Cgroup { version: self.version, path })
+        match fs::create_dir(&path) {
+            Err(error) if stays && error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            other => other.map_err(|error| refused(&path, error))?,
+        }
+        Ok(Cgroup { version: self.version, path, stays })
+    }
+
+    /// The processes in a cgroup and in those below it. What vanishes meanwhile has none.
+    pub(super) fn processes(&self, cgroup: &str) -> Vec<u32> {
+        let mut found = Vec::new();
+        let mut open = vec![self.directory(cgroup)];
+        while let Some(directory) = open.pop() {
+            let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
+            found.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
+            let entries = fs::read_dir(&directory).into_iter().flatten().flatten();
+            let is_dir = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|it| it.is_dir());
+            open.extend(entries.filter(is_dir).map(|entry| entry.path()));
+        }
+        found
     }
 
     /// Removes a cgroup that a killed process [made](Self::create), if it exists.
@@ -138,11 +184,13 @@ impl Hierarchy {
     }
 }
 
-/// A memory cgroup that this value made and will remove.
+/// A memory cgroup that this value removes when it is dropped, unless it
+/// [stays](Hierarchy::standing).
 #[derive(Debug)]
 pub struct Cgroup {
     version: Version,
     path: PathBuf,
+    stays: bool,
 }
 
 impl Cgroup {
@@ -159,16 +207,7 @@ impl Cgroup {
     pub fn enter(&self) -> Result<Inside> {
         let path = PathBuf::from("/proc/self/cgroup");
         let text = read_text(&path)?;
-        let home = text
-            .lines()
-            .find_map(|line| {
-                let (controllers, home) = line.split_once(':')?.1.split_once(':')?;
-                let ours = match self.version {
-                    Version::V1 => controllers.split(',').any(|c| c == "memory"),
-                    Version::V2 => controllers.is_empty(),
-                };
-                ours.then_some(home)
-            })
+        let home = path_in(&text, self.version)
             .ok_or_else(|| LedgerError::Format { path, what: "has no memory cgroup".to_owned() })?;
         let top = self.path.parent().unwrap_or(&self.path);
         let back = top.join(home.trim_start_matches('/')).join("cgroup.procs");
@@ -181,12 +220,44 @@ impl Cgroup {
     /// # Errors
     /// [`LedgerError::Io`] when the kernel refuses.
     pub fn limit(&self, bytes: u64) -> Result<()> {
-        let file = match self.version {
+        let path = self.limit_file();
+        fs::write(&path, bytes.to_string()).map_err(LedgerError::io(&path))
+    }
+
+    /// The limit of its memory in bytes, if it has one.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`].
+    pub fn limit_bytes(&self) -> Result<Option<u64>> {
+        let limit = read_text(&self.limit_file())?.trim().parse::<u64>().ok();
+        // Version 2 says `max`, version 1 the largest number of whole pages below 2^63.
+        Ok(limit.filter(|bytes| *bytes < 1 << 62))
+    }
+
+    fn limit_file(&self) -> PathBuf {
+        self.path.join(match self.version {
             Version::V1 => "memory.limit_in_bytes",
             Version::V2 => "memory.max",
+        })
+    }
+
+    /// Whether its limit ever held a charge up.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`]; [`LedgerError::Format`].
+    pub fn was_at_its_limit(&self) -> Result<bool> {
+        let file = match self.version {
+            Version::V1 => "memory.failcnt",
+            Version::V2 => "memory.events",
         };
         let path = self.path.join(file);
-        fs::write(&path, bytes.to_string()).map_err(LedgerError::io(&path))
+        let text = read_text(&path)?;
+        let times = match self.version {
+            Version::V1 => text.trim().parse().ok(),
+            Version::V2 => field(&text, "max"),
+        };
+        let what = || "does not say how often".to_owned();
+        times.map(|times| times > 0).ok_or_else(|| LedgerError::Format { path, what: what() })
     }
 
     /// Its charge now.
@@ -196,6 +267,25 @@ impl Cgroup {
     pub fn charge(&self) -> Result<Charge> {
         read_charge(self.version, &self.path)
     }
+}
+
+/// Whether a path of a cgroup is that of `top`, or lies below it.
+pub(super) fn is_at_or_below(path: &str, top: &str) -> bool {
+    let rest = path.strip_prefix(top.trim_end_matches('/'));
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// The path of a memory cgroup in what `/proc/PID/cgroup` says: `11:memory:/user.slice` of version 1,
+/// `0::/user.slice` of version 2.
+pub(super) fn path_in(text: &str, version: Version) -> Option<&str> {
+    text.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        let is_ours = match version {
+            Version::V1 => controllers.split(',').any(|controller| controller == "memory"),
+            Version::V2 => controllers.is_empty(),
+        };
+        is_ours.then_some(path)
+    })
 }
 
 /// This process is in a cgroup of ours, and goes back where it was when the value is dropped.
@@ -215,7 +305,8 @@ impl Drop for Inside {
 impl Drop for Cgroup {
     fn drop(&mut self) {
         // A process that has just exited may still be counted for a moment.
-        for _ in 0..50 {
+        let tries = if self.stays { 0 } else { 50 };
+        for _ in 0..tries {
             match fs::remove_dir(&self.path) {
                 Err(error) if error.raw_os_error() == Some(16) => {
                     thread::sleep(Duration::from_millis(10));

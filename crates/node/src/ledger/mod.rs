@@ -1,10 +1,48 @@
-//! The ledger: which pages of a file are resident, and the memory of cgroups.
+//! The ledger: who uses which object, what is resident, what sharing saves.
+//!
+//! ```text
+//!   cachestat ───────▶ index: objects with their resident pages, images that name them
+//!   /proc/PID/maps ──┐                              │
+//!                    ├▶ superblocks: which object ──┴▶ usage lists ──▶ accounts
+//!   fanotify ────────┘                                (mount × cgroup)
+//! ```
+//!
+//! Looking at objects, at processes and at new images, and taking events, end when a [`Budget`] of
+//! processor time is spent and go on where they ended. On larger machines figures get older; a
+//! [`Report`] gives their age. Not divided are: a refresh, which lists all images, refs and mounts and
+//! takes up an image at least; a look at one process, at one object and at all metadata; and a report
+//! and the choice of what to reclaim, which walk the usage lists.
 //!
 //! Readers of kernel text take a root path, `/` on a live machine, so that tests can plant one.
 
+mod account;
+mod budget;
 pub mod cgroup;
+mod cgroup_ids;
+mod charges;
+mod detail;
+mod index;
+mod live;
+mod pagemap;
+mod pressure;
+mod processes;
+mod reclaim;
+mod record;
 pub mod residency;
 pub mod sharing;
+mod superblocks;
+pub mod usage;
+
+pub use account::{
+    ContainerAccount, DomainAccount, ImageAccount, Machine, Report, Unknown, UsedImage,
+};
+pub use budget::{Budget, thread_time};
+pub use charges::{COMMONS, CommonsAccount};
+pub use detail::{ImageFile, ObjectUser, ResidentSharing, SharingImage};
+pub use live::{Ledger, UsageCost};
+pub use pressure::ReclaimPolicy;
+pub use reclaim::{ReclaimRequest, ReclaimTarget, Reclaimed};
+pub(crate) use superblocks::paths_of_objects;
 
 use std::{io, path::PathBuf};
 
@@ -28,6 +66,27 @@ pub enum LedgerError {
         /// What was expected and not found.
         what: String,
     },
+    /// The store's directories cannot be listed.
+    #[error(transparent)]
+    Store(#[from] cofolio_store::Error),
+    /// The caller wants it no more: see [`Ledger::with_cancel`].
+    #[error("cancelled")]
+    Cancelled,
+    /// What a request is about does not exist.
+    #[error("no {what}")]
+    NotFound {
+        /// Its kind and name.
+        what: String,
+    },
+    /// The pages of this image's files can be reached through a mount only.
+    #[error(
+        "image {image} is not mounted: with the backend inode-share its pages are in memory only \
+         while it is"
+    )]
+    NotMounted {
+        /// Digest of the metadata image.
+        image: cofolio_store::Digest,
+    },
     /// The machine has no memory controller that this process can use.
     #[error("no memory cgroup: {reason}")]
     NoMemoryCgroup {
@@ -37,7 +96,7 @@ pub enum LedgerError {
 }
 
 impl LedgerError {
-    fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> LedgerError {
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> LedgerError {
         let path = path.into();
         move |source| LedgerError::Io { path, source }
     }

@@ -7,15 +7,12 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::settings::{Backend, DomainSettings as _};
-use cofolio_store::{Base, Digest};
+use cofolio_store::{Base, Digest, LAYERS_MAX};
 
 use super::error::MountError;
 use super::pin::{EROFS_MAGIC, mounted_root};
 use super::state::{ImageLock, PinRecord, remove_file};
 use super::{Mounter, mark_user};
-
-/// More images than this are not mounted over each other.
-const DEPTH_MAX: usize = 16;
 
 /// A mount of a delta, how it was made, and the layers below it.
 type OverBase = (OwnedFd, PinRecord, Vec<OwnedFd>);
@@ -44,7 +41,7 @@ impl Mounter<'_> {
             return Ok(());
         }
         let Some(Base { base, .. }) = self.domain.base_of(image)? else { return Ok(()) };
-        if above.len() >= DEPTH_MAX || above.contains(&base) {
+        if above.len() >= LAYERS_MAX || above.contains(&base) {
             return Ok(());
         }
         self.hold_base(&base, above)?;
@@ -74,26 +71,32 @@ impl Mounter<'_> {
         if !self.holds(self.domain.name(), &base.base, image) {
             return Ok(None);
         }
-        let Ok(layers) = self.mounted_layers(&base.base) else { return Ok(None) };
+        let Ok(layers) = self.mounted_layers(&base.base, Backend::Overlay) else { return Ok(None) };
         let Ok((mount, record)) = self.mount_image(&base.delta, image, scratch) else {
             return Ok(None);
         };
         let below = self.pin_record(self.domain.name(), &base.base)?;
         let verity = record.verity && below.is_some_and(|below| below.verity);
-        let record = PinRecord { base: Some(base.base), verity, ..record };
+        let (base, delta) = (Some(base.base), Some(base.delta));
+        let record = PinRecord { base, delta, verity, ..record };
         Ok(Some((mount, record, layers)))
     }
 
-    /// The roots of the EROFS mounts that show a pinned image together, the topmost first.
-    pub(super) fn mounted_layers(&self, image: &Digest) -> Result<Vec<OwnedFd>, MountError> {
+    /// The roots of the EROFS mounts that show a pinned image together, the topmost first. Fails if one
+    /// of them is missing, or has another backend.
+    pub(crate) fn mounted_layers(
+        &self,
+        image: &Digest,
+        backend: Backend,
+    ) -> Result<Vec<OwnedFd>, MountError> {
         let mut layers = Vec::new();
         let mut next = Some(*image);
         while let Some(image) = next {
             let at = self.run.image_dir(self.domain.name(), &image).join("erofs");
             let record = self.pin_record(self.domain.name(), &image)?;
             let root = mounted_root(&at, EROFS_MAGIC)?;
-            let usable = record.filter(|record| record.backend == Backend::Overlay).zip(root);
-            let Some((record, root)) = usable.filter(|_| layers.len() < DEPTH_MAX) else {
+            let usable = record.filter(|record| record.backend == backend).zip(root);
+            let Some((record, root)) = usable.filter(|_| layers.len() < LAYERS_MAX) else {
                 let reason = "the base of a mounted image is gone".to_owned();
                 return Err(MountError::State { path: at, reason });
             };

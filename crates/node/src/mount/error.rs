@@ -119,6 +119,14 @@ pub enum MountError {
     /// The store's filesystem is read-only.
     #[error("changes and volumes need a store that can be written to: {} is read-only", .0.display())]
     ReadOnlyStore(PathBuf),
+    /// A directory of the image cannot be made writable by itself.
+    #[error("cannot make {} of the image writable: {problem}", dir.display())]
+    WritableDir {
+        /// The directory, as it was given.
+        dir: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The directory for changes cannot be used.
     #[error("cannot keep changes in {}: {problem}", dir.display())]
     Upper {
@@ -228,6 +236,7 @@ impl MountError {
             | Self::OtherNamespace { .. } => Code::FailedPrecondition,
             Self::Target { .. }
             | Self::Upper { .. }
+            | Self::WritableDir { .. }
             | Self::Label { .. }
             | Self::SizeLimit(_)
             | Self::IdMap { .. } => Code::InvalidArgument,

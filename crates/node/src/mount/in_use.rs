@@ -11,12 +11,12 @@
 //!   superblock ends. With `index=on` the kernel refuses another overlay there with EBUSY.
 //!
 //! Both answers come too late for `inode-share`: Linux 7.2 must not end a superblock while another
-//! one is read. There we look at all mount namespaces first ([`is_mounted_elsewhere`]), as for bind
+//! one is read. There we look at all mount namespaces first ([`users_elsewhere`]), as for bind
 //! mounts of volumes ([`is_bound`]). Neither sees a namespace that has no task.
 //!
 //! In doubt a superblock counts as in use, which costs memory and disk space until a restart.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::fd::AsFd;
@@ -25,12 +25,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, StatxFlags};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
+use sha2::{Digest as _, Sha256};
 
 use super::error::{At as _, MountError};
 use super::kernel::{Context, KernelError, open_dir, path_of, reopen};
-use super::mountinfo::{self, KernelMount};
+use super::mountinfo::{self, KernelMount, TaskRoot};
 use super::upper::{make_below, open_below};
 
 /// Prefix of image users that stand for a superblock with users that we cannot see.
@@ -146,6 +147,8 @@ pub(super) fn has_overlay(dir: &Path, patience: &Patience) -> Result<bool, Mount
         context.layer("upperdir", upper.as_fd())?;
         context.layer("workdir", probe.as_fd())?;
         context.string("index", "on")?;
+        // Else the kernel syncs the filesystem of the upper directory when this overlay ends.
+        context.flag("ro")?;
         context.create()
     };
     let is_free = patience.wait(|| match made() {
@@ -167,102 +170,113 @@ pub(super) fn has_overlay(dir: &Path, patience: &Patience) -> Result<bool, Mount
     Ok(false)
 }
 
-/// Whether a mount of these superblocks exists in any mount namespace, except below `run` and
-/// copies that the kernel unmounts with those.
+/// Who uses superblocks outside of the run directory, as far as mounts tell.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Elsewhere {
+    /// A mount of one of them exists, or may exist.
+    Mounted,
+    /// No such mount. These overlays may have one as a layer.
+    Overlays(BTreeSet<String>),
+}
+
+/// Looks for mounts of these superblocks in all mount namespaces, except below `run` and copies
+/// that the kernel unmounts with those, and for overlays that may have one as a layer.
 ///
-/// A foreign overlay may hide its layers: it counts unless all are known to be elsewhere.
-pub(super) fn is_mounted_elsewhere(
+/// No layer's path in mountinfo is looked up: a mount that came since may cover it, an unmount may
+/// uncover another directory, and a FUSE server there may never answer. So an overlay may have one,
+/// unless our namespace shows its superblock as ours, or in a mount that is older than `oldest`, the
+/// unique number of the first mount of these superblocks.
+pub(super) fn users_elsewhere(
     root: &Path,
     run: &Path,
     devices: &HashSet<(u32, u32)>,
-) -> io::Result<bool> {
-    let ours = mountinfo::read(root)?;
+    oldest: Option<u64>,
+) -> io::Result<Elsewhere> {
     let is_pin =
         |mount: &&KernelMount| devices.contains(&mount.device) && mount.target.starts_with(run);
-    let groups: HashSet<u64> =
-        ours.iter().filter(is_pin).flat_map(|mount| mount.groups.iter().copied()).collect();
-    let uses = |mount: &KernelMount, task: &Path| {
-        let is_foreign = || mount.filesystem == "overlay" && mount.image().is_none();
-        devices.contains(&mount.device)
-            || (is_foreign() && may_have_layer(mount, &task.join("root"), devices))
-    };
-    let thread = root.join("proc/thread-self");
-    if ours.iter().any(|mount| !is_pin(&mount) && uses(mount, &thread)) {
-        return Ok(true);
+    let is_user = |mount: &KernelMount| devices.contains(&mount.device) && !is_pin(&mount);
+    let is_overlay = |mount: &&KernelMount| mount.filesystem == "overlay";
+    let is_foreign = |mount: &&KernelMount| is_overlay(mount) && mount.image().is_none();
+    let named = |mount: &KernelMount| (mount.device, overlay_name(mount));
+
+    // Our namespace is read twice, because something may come from it or go to it meanwhile.
+    let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
+    let before = mountinfo::read(root)?;
+    if before.iter().any(is_user) {
+        return Ok(Elsewhere::Mounted);
     }
-    let known: HashSet<u64> = ours.iter().map(|mount| mount.id).collect();
-    Ok(is_shown(root, HashSet::new(), |mount, task| {
+    let known: HashSet<u64> = before.iter().map(|mount| mount.id).collect();
+    let groups: HashSet<u64> =
+        before.iter().filter(is_pin).flat_map(|mount| mount.groups.iter().copied()).collect();
+    let mut overlays: HashMap<_, _> = before.iter().filter(is_foreign).map(named).collect();
+    let is_mounted = is_shown(root, own.into_iter().collect(), |mount| {
+        overlays.extend(Some(mount).filter(is_overlay).map(named));
         let follows = || mount.groups.iter().any(|group| groups.contains(group));
-        !known.contains(&mount.id) && uses(mount, task) && !follows()
-    }))
+        !known.contains(&mount.id) && devices.contains(&mount.device) && !follows()
+    });
+    let after = mountinfo::read(root)?;
+    if is_mounted || after.iter().any(is_user) {
+        return Ok(Elsewhere::Mounted);
+    }
+    overlays.extend(after.iter().filter(is_foreign).map(named));
+    for mount in after.iter().filter(is_overlay) {
+        // If another overlay had its device number before, that one has ended.
+        if mount.image().is_some() || is_older(mount, oldest) {
+            overlays.remove(&mount.device);
+        }
+    }
+    Ok(Elsewhere::Overlays(overlays.into_values().collect()))
 }
 
-fn may_have_layer(mount: &KernelMount, root: &Path, devices: &HashSet<(u32, u32)>) -> bool {
-    let lists = mount.paths("lowerdir").flat_map(|list| {
-        let list = list.into_os_string().into_encoded_bytes();
-        let layers = list.split(|&byte| byte == b':').filter(|layer| !layer.is_empty());
-        let path = |layer: &[u8]| PathBuf::from(String::from_utf8_lossy(layer).into_owned());
-        layers.map(path).collect::<Vec<_>>()
-    });
-    let layers = mount.paths("lowerdir+").chain(mount.paths("datadir+"));
-    lists.chain(layers).any(|layer| {
-        // The kernel shows the root of a detached mount as `/`.
-        let Some(below) = layer.to_str().and_then(|path| path.strip_prefix('/')) else {
-            return true;
-        };
-        let Ok(found) = fs::metadata(root.join(below)) else { return true };
-        let device = (rustix::fs::major(found.dev()), rustix::fs::minor(found.dev()));
-        below.is_empty() || devices.contains(&device)
-    })
+/// Tells an overlay from a later one with its device number, and stays the same when it is remounted.
+fn overlay_name(mount: &KernelMount) -> String {
+    let (major, minor) = mount.device;
+    let upper: Vec<_> = mount.paths("upperdir").collect();
+    let hash = Sha256::digest(format!("{upper:?}"));
+    format!("{major}:{minor}-{}", const_hex::encode(&hash[..16]))
+}
+
+/// Whether a mount that our namespace shows was made before the one with this unique number.
+fn is_older(mount: &KernelMount, oldest: Option<u64>) -> bool {
+    // What is mounted is in the cache of names, so no filesystem has to be asked.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = openat2(CWD, &mount.target, flags, Mode::empty(), ResolveFlags::CACHED);
+    let found = open.ok().and_then(|open| cofolio_sys::mount::mount_id(open, "").ok());
+    let unique = found.filter(|found| found.id == mount.id).and_then(|found| found.unique);
+    unique.zip(oldest).is_some_and(|(unique, oldest)| unique < oldest)
 }
 
 /// Whether a bind mount in any mount namespace shows something in a directory, whose name no other
 /// directory has.
 pub(super) fn is_bound(root: &Path, dir: &Path) -> bool {
-    is_shown(root, HashSet::new(), |mount, _| {
+    is_shown(root, HashSet::new(), |mount| {
         mount.root.iter().any(|name| Some(name) == dir.file_name())
     })
 }
 
 /// Whether something is mounted at this path in another mount namespace.
 pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
-    let own = task_root(&root.join("proc/thread-self")).ok().flatten();
-    is_shown(root, own.into_iter().collect(), |mount, _| mount.target == target)
+    let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
+    is_shown(root, own.into_iter().collect(), |mount| mount.target == target)
 }
 
-/// What a task sees: its mount namespace, and the device, inode and mount of its root, since the
-/// kernel shows a chrooted task only the mounts below that. `None` if we may not know.
-type TaskRoot = (u64, (u32, u32), u64, u64);
-
-fn task_root(task: &Path) -> io::Result<Option<TaskRoot>> {
-    let mask = StatxFlags::INO | StatxFlags::MNT_ID;
-    let top = match rustix::fs::statx(CWD, task.join("root"), AtFlags::empty(), mask) {
-        // Of a process that we may not trace. Its mountinfo is open to all.
-        Err(Errno::ACCESS) => return Ok(None),
-        found => found?,
-    };
-    let device = (top.stx_dev_major, top.stx_dev_minor);
-    Ok(Some((inode(&task.join("ns/mnt"))?, device, top.stx_ino, top.stx_mnt_id)))
-}
-
-/// Whether a task outside the `seen` roots sees such a mount; true in doubt. The closure also gets
-/// the task's directory.
+/// Whether a task outside the `seen` roots sees such a mount; true in doubt.
 fn is_shown(
     root: &Path,
     mut seen: HashSet<TaskRoot>,
-    is: impl Fn(&KernelMount, &Path) -> bool,
+    mut is: impl FnMut(&KernelMount) -> bool,
 ) -> bool {
     any_task(root, |task| {
-        let before = task_root(task)?;
+        let before = TaskRoot::of(task)?;
         if before.is_some_and(|before| seen.contains(&before)) {
             return Ok(false);
         }
         let mounts = mountinfo::parse(&fs::read(task.join("mountinfo"))?);
         // It may have changed its root meanwhile: then another task has to show this root.
         seen.extend(
-            before.filter(|before| task_root(task).is_ok_and(|after| after == Some(*before))),
+            before.filter(|before| TaskRoot::of(task).is_ok_and(|after| after == Some(*before))),
         );
-        Ok(mounts.iter().any(|mount| is(mount, task)))
+        Ok(mounts.iter().any(&mut is))
     })
 }
 

@@ -160,10 +160,10 @@ pub(crate) fn unmount(path: &Path, lazy: bool) -> Result<(), KernelError> {
         .map_err(|errno| KernelError::new(format!("umount {}", path.display()), errno))
 }
 
-/// [`unmount`], but waits a moment for passing users: a process that was just forked holds copies
-/// of its parent's descriptors until exec.
+/// [`unmount`], but waits half a second for passing users: a process that was just forked holds copies
+/// of its parent's descriptors until exec, and an opened file waits for the daemon in fanotify's queue.
 pub(crate) fn unmount_patiently(path: &Path, lazy: bool) -> Result<(), KernelError> {
-    const TRIES: u32 = 20;
+    const TRIES: u32 = 100;
     for _ in 1..TRIES {
         match unmount(path, lazy) {
             Err(error) if error.errno == Errno::BUSY => {

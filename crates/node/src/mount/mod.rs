@@ -10,6 +10,8 @@
 //!   a clone per mount           its target
 //! ```
 //!
+//! A mount of which only some directories can be written to has both (see `sparse.rs`).
+//!
 //! With `inode-share` the EROFS superblock is that of the image's pack, over segments: a read-only
 //! mount is a clone of it, and a writable one an overlay of upper and EROFS.
 //!
@@ -33,6 +35,8 @@ mod pin;
 mod reconcile;
 mod request;
 mod share;
+mod shown;
+mod sparse;
 mod state;
 mod target;
 #[cfg(test)]
@@ -60,13 +64,15 @@ pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};
 pub use reconcile::{MountState, MountStatus, Mounts, Reconciled};
 pub use request::{Access, Check, MountOptions, MountRequest, Step, UmountOptions, Unmounted};
+pub(crate) use shown::ShownSuperblock;
 pub use state::{MountNumbers, MountPhase, MountRecord, PinRecord, RunDir, Upper};
 pub use upper::KeptChanges;
-pub(crate) use upper::open_own;
+pub(crate) use upper::{open_own, writable_dir};
 
 pub(crate) use error::At;
 use error::refused;
-use kernel::{LayerStyle, attach, clone_mount, open_dir};
+use kernel::{LayerStyle, attach, clone_mount};
+pub(crate) use kernel::{open_dir, path_of};
 use reconcile::Kernel;
 use state::ImageLock;
 pub(crate) use state::{is_at, list, read_json, read_small, try_flock};
@@ -82,6 +88,8 @@ pub struct Mounter<'a> {
     on_step: Option<&'a (dyn Fn(Step) + Sync)>,
     styles: Vec<LayerStyle>,
     force_loop: bool,
+    /// Put mounts together at their targets, as before Linux 6.15.
+    assembles_late: bool,
     task: Task,
     /// For all of its work, or since the last [`Mounter::reconcile`] began.
     patience: Patience,
@@ -98,6 +106,7 @@ impl<'a> Mounter<'a> {
             on_step: None,
             styles: LayerStyle::ALL.to_vec(),
             force_loop: false,
+            assembles_late: false,
             task: Task::default(),
             patience: Patience::default(),
         }
@@ -121,6 +130,14 @@ impl<'a> Mounter<'a> {
     #[must_use]
     pub fn with_loop_devices(mut self) -> Self {
         self.force_loop = true;
+        self
+    }
+
+    /// Puts mounts of several parts together at their targets, as on a kernel that cannot do so before.
+    #[cfg(test)]
+    #[must_use]
+    pub(crate) fn with_late_assembly(mut self) -> Self {
+        self.assembles_late = true;
         self
     }
 
@@ -167,6 +184,7 @@ impl<'a> Mounter<'a> {
     }
 
     fn mount_at(&self, target: PathBuf, request: &MountRequest) -> Result<MountRecord, MountError> {
+        let dirs = sparse::checked(&request.writable_dirs)?;
         self.make_room(&target)?;
         let verity = self.domain.has_verity();
         if request.check == Check::RequireVerity && !verity {
@@ -182,7 +200,7 @@ impl<'a> Mounter<'a> {
         }
         let kernel = Kernel::new(&self.root)?;
         let id = self.run.id_of(&target);
-        let (upper, claim) = self.choose_upper(request, &id, &kernel.boot_id)?;
+        let (upper, claim) = self.choose_upper(request, dirs, &id, &kernel.boot_id)?;
         let scratch = request.scratch.then(|| upper::own_dir(self.domain, &id, upper::SCRATCH));
         let scratch = scratch.transpose()?;
         let mut record = MountRecord {
@@ -195,6 +213,7 @@ impl<'a> Mounter<'a> {
             scratch,
             options: request.options.clone(),
             backend: Backend::default(),
+            own: false,
             verity,
             verified: request.check == Check::Verify,
             phase: MountPhase::Intent,
@@ -235,24 +254,29 @@ impl<'a> Mounter<'a> {
     fn choose_upper(
         &self,
         request: &MountRequest,
+        dirs: Vec<PathBuf>,
         id: &str,
         boot_id: &str,
     ) -> Result<(Option<Upper>, Option<OwnedFd>), MountError> {
         let size_bytes = request.size_bytes;
-        let own = |keep| -> Result<_, MountError> {
-            let dir = upper::own_dir(self.domain, id, "")?;
-            Ok((Some(Upper { dir, keep, given: false, size_bytes }), None))
-        };
+        let upper = |dir, keep, given| Upper { dir, keep, given, size_bytes, dirs, device: None };
+
         if size_bytes.is_some() && request.access != Access::Writable {
             return Err(MountError::SizeLimit("only changes that go with the mount can have one"));
         }
         match &request.access {
-            Access::ReadOnly => Ok((None, None)),
-            Access::Writable => own(false),
-            Access::WritableKept => own(true),
+            Access::ReadOnly => match request.writable_dirs.first() {
+                Some(dir) => Err(sparse::problem_of(dir, "the mount is to be read-only")),
+                None => Ok((None, None)),
+            },
+            Access::Writable | Access::WritableKept => {
+                let dir = upper::own_dir(self.domain, id, "")?;
+                let keep = request.access == Access::WritableKept;
+                Ok((Some(upper(dir, keep, false)), None))
+            }
             Access::WritableAt(dir) => {
                 let (dir, lock) = upper::claim_given(self, dir, &request.image, boot_id)?;
-                Ok((Some(Upper { dir, keep: true, given: true, size_bytes: None }), Some(lock)))
+                Ok((Some(upper(dir, true, true)), Some(lock)))
             }
         }
     }
@@ -266,17 +290,23 @@ impl<'a> Mounter<'a> {
         claim: Option<&OwnedFd>,
     ) -> Result<(), MountError> {
         let image = record.image;
-        let mut root = Root::new(RootKind::Mount, record.id.clone());
-        root.images = vec![image];
-        root.note = record.target.to_string_lossy().into_owned();
-        root.created = record.created;
-        root.boot_id = Some(record.boot_id.clone());
-        // Fails if the image is not here; once written, the root keeps it. Nobody collects from a
-        // read-only store, which needs none.
-        unless_read_only(self.domain.put_root(&root))?;
+        // Once the image is mounted, its superblock has a root. Until then, the mount has one.
+        let is_pinned = self.is_pinned(self.domain.name(), &image)?;
+        if !is_pinned {
+            let mut root = Root::new(RootKind::Mount, record.id.clone());
+            root.images = vec![image];
+            root.note = record.target.to_string_lossy().into_owned();
+            root.created = record.created;
+            root.boot_id = Some(record.boot_id.clone());
+            // Fails if the image is not here; once written, the root keeps it. Nobody collects from
+            // a read-only store, which needs none.
+            unless_read_only(self.domain.put_root(&root))?;
+        }
         self.step(Step::Rooted);
         {
             let _stays = self.run.share_domain(self.domain.name())?;
+            // From now on an overlay may get a layer of ours.
+            state::remove_file(&self.run.overlays_path(self.domain.name()))?;
             mark_user(&self.run, self.domain.name(), &image, &record.id)?;
         }
         self.step(Step::Marked);
@@ -290,16 +320,30 @@ impl<'a> Mounter<'a> {
         let target = open_resolved(&record.target)?;
 
         let pin = self.pinned(&image, lock, check != Check::None)?;
+        if !is_pinned {
+            unless_read_only(self.domain.remove_root(RootKind::Mount, &record.id))?;
+            self.step(Step::Unrooted);
+        }
         if check == Check::RequireVerity && !pin.verity {
             return Err(MountError::PinnedWithoutVerity(image));
         }
         (record.backend, record.verity) = (pin.backend, pin.verity);
-        let mount = self.detached(record, &pin, claim)?;
+        record.own = pin.dir.ends_with(pin::OWN);
+        let (mount, changes) = self.detached(record, &pin, claim)?;
+        let mut is_whole = true;
+        if let (Some(changes), Some(upper)) = (&changes, &mut record.upper) {
+            upper.device = Some(sparse::device_of(changes)?);
+            is_whole = !self.assembles_late && sparse::assemble(&mount, changes, &upper.dirs)?;
+        }
         let numbers = cofolio_sys::mount::mount_id(&mount, "").at("look at", &record.target)?;
         record.mount = Some(MountNumbers { id: numbers.id, unique: numbers.unique });
         self.run.write(record, lock)?;
         self.step(Step::Prepared);
         attach(&mount, &target).map_err(refused)?;
+        if let (false, Some(changes), Some(upper)) = (is_whole, &changes, &record.upper) {
+            self.step(Step::RootAttached);
+            sparse::assemble_at(&record.target, &mount, changes, &upper.dirs)?;
+        }
         self.step(Step::Attached);
         record.phase = MountPhase::Mounted;
         self.run.write(record, lock)?;
@@ -307,13 +351,14 @@ impl<'a> Mounter<'a> {
         Ok(())
     }
 
-    /// The mount itself, attached nowhere.
+    /// The mount itself, attached nowhere. One of which only some directories can be written to comes as
+    /// its root and the overlay that has these.
     fn detached(
         &self,
         record: &MountRecord,
         pin: &Pinned,
         claim: Option<&OwnedFd>,
-    ) -> Result<OwnedFd, MountError> {
+    ) -> Result<(OwnedFd, Option<OwnedFd>), MountError> {
         let (image, options) = (&record.image, &record.options);
         let (idmap, label) = (options.idmap.as_ref(), options.label.as_deref());
         let mut flags = MountAttrFlags::empty();
@@ -323,16 +368,15 @@ impl<'a> Mounter<'a> {
         let idmapped = idmap.is_some();
         let failed = |error| MountError::from_kernel(error, idmapped);
         let Some(upper) = &record.upper else {
-            flags |= MountAttrFlags::MOUNT_ATTR_RDONLY;
-            // All that it shows is in it. Only a label takes a superblock of another kind.
-            if pin.backend == Backend::InodeShare && label.is_none() {
-                let namespace = idmap.map(IdMap::namespace).transpose().map_err(failed)?;
-                let namespace = namespace.as_ref().map(OwnedFd::as_fd);
-                return clone_mount(&pin.layers[0], Path::new(""), flags, namespace)
-                    .map_err(failed);
+            return Ok((self.read_only(record, pin, flags)?, None));
+        };
+        let root = match &upper.dirs[..] {
+            [] => None,
+            dirs => {
+                let root = self.read_only(record, pin, flags)?;
+                dirs.iter().try_for_each(|dir| sparse::open_in(&root, dir).map(drop))?;
+                Some(root)
             }
-            let view = self.view(image, pin, idmap, label)?;
-            return clone_mount(&view, Path::new(""), flags, None).map_err(failed);
         };
         let mapped = idmap.map(|idmap| self.mapped(pin, idmap)).transpose()?;
         let layers = mapped.as_ref().unwrap_or(&pin.layers);
@@ -359,7 +403,31 @@ impl<'a> Mounter<'a> {
         if let Some(claim) = claim {
             upper::mark_kept(claim, record)?;
         }
-        Ok(mount)
+        Ok(match root {
+            Some(root) => (root, Some(mount)),
+            None => (mount, None),
+        })
+    }
+
+    /// A clone of what all read-only mounts of the image with these options show.
+    fn read_only(
+        &self,
+        record: &MountRecord,
+        pin: &Pinned,
+        flags: MountAttrFlags,
+    ) -> Result<OwnedFd, MountError> {
+        let options = &record.options;
+        let (idmap, label) = (options.idmap.as_ref(), options.label.as_deref());
+        let failed = |error| MountError::from_kernel(error, idmap.is_some());
+        let flags = flags | MountAttrFlags::MOUNT_ATTR_RDONLY;
+        // All that it shows is in it. Only a label takes a superblock of another kind.
+        if pin.backend == Backend::InodeShare && label.is_none() {
+            let namespace = idmap.map(IdMap::namespace).transpose().map_err(failed)?;
+            let namespace = namespace.as_ref().map(OwnedFd::as_fd);
+            return clone_mount(&pin.layers[0], Path::new(""), flags, namespace).map_err(failed);
+        }
+        let view = self.view(&record.image, pin, idmap, label)?;
+        clone_mount(&view, Path::new(""), flags, None).map_err(failed)
     }
 
     /// The target must not be a mount of ours; what a dead process left of one is cleaned up.
@@ -499,7 +567,13 @@ impl<'a> Mounter<'a> {
             }
         }
         let shares = record.backend == Backend::InodeShare;
-        let mut unmounted = kernel::unmount_patiently(path, options.force && !shares);
+        let lazy = options.force && !shares;
+        let mut unmounted = match &record.upper {
+            Some(upper) if !lazy && !upper.dirs.is_empty() => {
+                sparse::unmount(path, &upper.dirs, upper.device)
+            }
+            _ => kernel::unmount_patiently(path, lazy),
+        };
         let is_busy = |error: &KernelError| error.errno == rustix::io::Errno::BUSY;
         if options.force && shares && unmounted.as_ref().is_err_and(is_busy) {
             mark_user(&self.run, &record.domain, &record.image, pin::DETACHED)?;

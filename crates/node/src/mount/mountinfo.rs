@@ -1,14 +1,50 @@
-//! Reading `/proc/thread-self/mountinfo` (proc(5)).
+//! Reading `/proc/PID/mountinfo` (proc(5)).
 
 use std::ffi::OsString;
+use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::Digest;
+use rustix::fs::{AtFlags, CWD, StatxFlags};
+use rustix::io::Errno;
 use serde::Serialize;
 
-/// One mount of this thread's mount namespace.
+use crate::kernel_text::for_each_line;
+
+/// What a task sees: the mounts of its namespace, and, since the kernel shows a chrooted task no
+/// others, those below its root. Tasks with the same one see the same mounts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TaskRoot {
+    namespace: u64,
+    device: (u32, u32),
+    inode: u64,
+    mount: u64,
+}
+
+impl TaskRoot {
+    /// Of the task with this directory in `/proc`. `None` for one that we may not trace; its
+    /// mountinfo is open to all.
+    pub(crate) fn of(task: &Path) -> io::Result<Option<Self>> {
+        let mask = StatxFlags::INO | StatxFlags::MNT_ID;
+        // A FUSE server, which the task may have as its root, is not asked: it need not answer.
+        let flags = AtFlags::STATX_DONT_SYNC;
+        let top = match rustix::fs::statx(CWD, task.join("root"), flags, mask) {
+            Err(Errno::ACCESS) => return Ok(None),
+            found => found?,
+        };
+        Ok(Some(Self {
+            namespace: fs::metadata(task.join("ns/mnt"))?.ino(),
+            device: (top.stx_dev_major, top.stx_dev_minor),
+            inode: top.stx_ino,
+            mount: top.stx_mnt_id,
+        }))
+    }
+}
+
+/// One mount of a mount namespace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KernelMount {
     /// Number of the mount; given to another one later.
@@ -64,11 +100,19 @@ pub(crate) fn source_of(image: &Digest) -> String {
 
 /// Reads all mounts of this thread, whose namespace may be its own; `/proc` is below `root`.
 pub(crate) fn read(root: &Path) -> io::Result<Vec<KernelMount>> {
-    Ok(parse(&std::fs::read(path(root))?))
+    Ok(parse(&fs::read(path(root))?))
 }
 
 pub(crate) fn path(root: &Path) -> PathBuf {
     root.join("proc/thread-self/mountinfo")
+}
+
+/// Calls `each` for every mount that a process sees; its directory in `/proc` is `process`. A container
+/// decides how many there are: says whether those were all.
+pub(crate) fn for_each(process: &Path, mut each: impl FnMut(KernelMount)) -> io::Result<bool> {
+    for_each_line(&process.join("mountinfo"), |line| {
+        parse_line(line).into_iter().for_each(&mut each)
+    })
 }
 
 /// Leaves out malformed lines: the format may grow, and one odd mount must not hide the others.

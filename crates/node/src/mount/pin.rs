@@ -1,6 +1,6 @@
 //! One EROFS superblock per image, and the read-only overlays over it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -15,11 +15,13 @@ use sha2::{Digest as _, Sha256};
 use super::check::{check_digest, damaged};
 use super::error::{At as _, MountError, refused};
 use super::idmap::IdMap;
-use super::in_use::{self, Superblock};
+use super::in_use::{self, Elsewhere, Superblock};
 use super::kernel::{self, Overlay, attach, clone_mount, mount_erofs, open_dir};
 use super::mountinfo::source_of;
 use super::reconcile::Kernel;
-use super::state::{ImageLock, MountRecord, PinRecord, list, read_json, remove_file, to_json};
+use super::state::{
+    ImageLock, MountRecord, PinRecord, find_name, list, read_json, remove_file, to_json,
+};
 use super::{Backing, Mounter, Step, mark_user, numbers_at, unless_read_only};
 
 /// An image that is mounted once, for all that build on it.
@@ -39,7 +41,7 @@ pub struct Pin {
 
 /// An image that is mounted for others to build on.
 pub(crate) struct Pinned {
-    dir: PathBuf,
+    pub(super) dir: PathBuf,
     /// The roots of its EROFS mounts, the topmost first; several if it is over a base.
     pub(crate) layers: Vec<OwnedFd>,
     pub(crate) backend: Backend,
@@ -59,14 +61,14 @@ pub(crate) enum Unpinned {
 }
 
 /// Subdirectory for the image's own metadata image while it is also mounted over a base.
-const OWN: &str = "own";
+pub(super) const OWN: &str = "own";
 /// User that stands for detached mounts of `inode-share` that were in use: until the machine
 /// restarts, nobody knows whether their readers have ended.
 pub(crate) const DETACHED: &str = "detached";
 
 /// `EROFS_SUPER_MAGIC_V1` and `OVERLAYFS_SUPER_MAGIC` of `include/uapi/linux/magic.h`.
 pub(super) const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
-const OVERLAY_MAGIC: u32 = 0x794C_7630;
+pub(super) const OVERLAY_MAGIC: u32 = 0x794C_7630;
 
 impl Mounter<'_> {
     /// The image's EROFS mount, made if missing, over its base if that is held. With `measured`, it
@@ -112,6 +114,7 @@ impl Mounter<'_> {
                 let record = PinRecord {
                     backend,
                     base: None,
+                    delta: None,
                     backing: Backing::File,
                     verity: packed.verity,
                     objects_checked: 0,
@@ -137,6 +140,12 @@ impl Mounter<'_> {
         Ok(Pinned { dir, layers, backend, verity })
     }
 
+    /// Whether an image is mounted for others, in whichever form.
+    pub(super) fn is_pinned(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
+        let at = self.run.image_dir(domain, image).join("erofs");
+        Ok(mounted_root(&at, EROFS_MAGIC)?.is_some())
+    }
+
     /// The image's EROFS mount that is there already, as it was made, whatever the domain's backend
     /// is by now.
     fn pinned_before(
@@ -157,7 +166,7 @@ impl Mounter<'_> {
             .map_or_else(Default::default, |record| (record.backend, record.verity, record.base));
         let mut layers = vec![root];
         if let Some(base) = base {
-            layers.extend(self.mounted_layers(&base)?);
+            layers.extend(self.mounted_layers(&base, Backend::Overlay)?);
         }
         Ok(Pinned { dir, layers, backend, verity })
     }
@@ -202,6 +211,7 @@ impl Mounter<'_> {
         let record = PinRecord {
             backend: Backend::Overlay,
             base: None,
+            delta: None,
             backing,
             verity,
             objects_checked,
@@ -359,12 +369,18 @@ impl Mounter<'_> {
     }
 
     /// Whether a superblock of these images, which our own mounts do not use, has other users.
+    ///
+    /// An overlay can only get a layer of ours from a mount of ours. So only those count that existed
+    /// when no such mount was left; until the next one is made, their names are kept in the domain's
+    /// `overlays.json`. Containers of other engines that started between our first mount and our last
+    /// unmount keep the superblocks until they end, and one that started before as well if this
+    /// namespace does not show its overlay (rootless podman).
     fn is_shared_elsewhere<'d>(
         &self,
         domain: &str,
         images: impl Iterator<Item = &'d Digest>,
     ) -> Result<bool, MountError> {
-        let mut devices = HashSet::new();
+        let (mut devices, mut numbers) = (HashSet::new(), Vec::new());
         for image in images {
             if !self.forget_dead(domain, image)? {
                 return Ok(true);
@@ -376,18 +392,40 @@ impl Mounter<'_> {
                 if let Some(mount) = mounted_root(&path, magic)? {
                     let found = rustix::fs::fstat(&mount).at("look at", path)?.st_dev;
                     devices.insert((rustix::fs::major(found), rustix::fs::minor(found)));
+                    let number = cofolio_sys::mount::mount_id(&mount, "");
+                    numbers.push(number.at("look at", "image root")?.unique);
                 }
             }
         }
-        in_use::is_mounted_elsewhere(&self.root, self.run.path(), &devices)
-            .at("look at the mounts of all processes below", self.root.join("proc"))
+        if devices.is_empty() {
+            return Ok(false);
+        }
+        let oldest = numbers.into_iter().min().flatten();
+        let found = in_use::users_elsewhere(&self.root, self.run.path(), &devices, oldest)
+            .at("look at the mounts of all processes below", self.root.join("proc"))?;
+        let path = self.run.overlays_path(domain);
+        let Elsewhere::Overlays(mut overlays) = found else {
+            remove_file(&path)?;
+            return Ok(true);
+        };
+        if let Ok(Some(before)) = read_json::<BTreeSet<String>>(&path) {
+            overlays.retain(|overlay| before.contains(overlay));
+        }
+        if overlays.is_empty() {
+            remove_file(&path)?;
+            return Ok(false);
+        }
+        let (aside, json) = (path.with_extension("tmp"), to_json(&path, &overlays)?);
+        replace_file(CWD, &aside, &path, &json, Purpose::Record, false).at("write", &path)?;
+        Ok(true)
     }
 
     /// Whether an image is pinned, and none of our mounts uses it.
     fn is_idle(&self, domain: &str, image: &Digest) -> Result<bool, MountError> {
         let dir = self.run.image_dir(domain, image);
-        let users = list(&dir.join("users"))?;
-        Ok(dir.exists() && users.iter().all(|user| Superblock::from_user(user).is_some()))
+        // A popular image has thousands of users, and the first one is enough.
+        let is_real = |user: &str| Superblock::from_user(user).is_none();
+        Ok(dir.exists() && find_name(&dir.join("users"), is_real)?.is_none())
     }
 
     /// Forgets superblocks of an image that have ended. Says whether all have that are not pinned.

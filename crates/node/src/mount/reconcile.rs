@@ -303,9 +303,15 @@ impl Mounter<'_> {
         };
         let numbers = |record: &MountRecord| Some((record.mount?.id, record.image));
         let recorded: HashSet<_> = records.iter().filter_map(numbers).collect();
+        let parts = records
+            .iter()
+            .filter_map(|record| Some((record.upper.as_ref()?.device?, record.image)));
+        let parts: HashSet<_> = parts.collect();
         let is_orphan = |mount: &&KernelMount| {
             let image = mount.image().filter(|_| !is_below(mount) && is_ours(mount));
-            image.is_some_and(|image| !recorded.contains(&(mount.id, image)))
+            image.is_some_and(|image| {
+                !recorded.contains(&(mount.id, image)) && !parts.contains(&(mount.device, image))
+            })
         };
         mounts.iter().filter(is_orphan).cloned().collect()
     }

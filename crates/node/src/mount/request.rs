@@ -51,6 +51,9 @@ pub struct MountRequest {
     pub create_target: bool,
     /// Whether it can be written to.
     pub access: Access,
+    /// Directories of the image, with absolute paths: only these can be written to, and the rest
+    /// says EROFS. Without any, a mount with write access is writable as a whole.
+    pub writable_dirs: Vec<PathBuf>,
     /// Bytes that changes may take; only for [`Access::Writable`].
     pub size_bytes: Option<u64>,
     /// Make a directory for the mount's user ([`MountRecord::scratch`]), removed with the mount.
@@ -90,6 +93,7 @@ impl MountRequest {
             target: target.into(),
             create_target: false,
             access: Access::ReadOnly,
+            writable_dirs: Vec::new(),
             size_bytes: None,
             scratch: false,
             check: Check::default(),
@@ -160,6 +164,8 @@ steps! {
     UpperMade,
     /// The mount exists, attached nowhere, and its record has its numbers.
     Prepared,
+    /// Its root is at its target, its writable directories are not yet there (before Linux 6.15).
+    RootAttached,
     /// It is at its target; the record does not say so yet.
     Attached,
     /// Its record says so.

@@ -9,6 +9,7 @@
 //!     views/<key>/                read-only overlays, one per id map and label
 //!     own/{pin.json,erofs,views}  the same without its base, for mounts that were measured
 //!     users/<id>                  an empty file per record that uses it, and others (see `pin`)
+//!   images/<domain>/overlays.json other engines' overlays that may have a layer of ours
 //!   containers/<name>/            one container of `run` (see the module of that name)
 //!   locks/<xx>                    256 stripes, by the first byte of the image's digest
 //!   locks/domain-<domain>         shared to add a user to an image of `inode-share`, exclusive to
@@ -74,6 +75,12 @@ pub struct Upper {
     /// Bytes that changes may take.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<u64>,
+    /// The only directories of the image that show changes; without any, its root does.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub dirs: Vec<PathBuf>,
+    /// Major and minor number of the overlay that these directories are of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<(u32, u32)>,
 }
 
 /// The kernel's numbers of a mount.
@@ -148,6 +155,9 @@ pub struct MountRecord {
     /// How it is mounted.
     #[serde(default)]
     pub backend: Backend,
+    /// It is of the image's own metadata image, beside a mount over a base.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub own: bool,
     /// The kernel checks every read (fs-verity).
     #[serde(default)]
     pub verity: bool,
@@ -179,6 +189,9 @@ pub struct PinRecord {
     /// The image that it is mounted over, if it is only what it has besides.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Digest>,
+    /// That part: the store may make the image another base and delta while this one is mounted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta: Option<Digest>,
     /// How its bytes reach the kernel.
     pub backing: Backing,
     /// The kernel checks every read of an object.
@@ -273,7 +286,10 @@ impl RunDir {
 
     /// Makes missing directories. If `/` is shared, as with systemd, services see mounts in here,
     /// as they see those of container engines.
-    pub(crate) fn prepare(&self) -> Result<(), MountError> {
+    ///
+    /// # Errors
+    /// [`MountError::Io`].
+    pub fn prepare(&self) -> Result<(), MountError> {
         // No host user may run a pinned image's set-user-id programs. Root in a user namespace must
         // reach its container's root filesystem, by name only.
         let modes = [0o700, 0o700, 0o700, 0o711];
@@ -311,6 +327,11 @@ impl RunDir {
 
     fn record_path(&self, id: &str) -> PathBuf {
         self.path.join("mounts").join(format!("{id}.json"))
+    }
+
+    /// Overlays that may have a layer of a trust domain's (see `pin`).
+    pub(super) fn overlays_path(&self, domain: &str) -> PathBuf {
+        self.path.join("images").join(domain).join("overlays.json")
     }
 
     /// Locks everything of an image. Waits.
@@ -509,15 +530,31 @@ fn is_id(text: &str) -> bool {
 
 /// Names in a directory, without those that are not UTF-8 (never ours); none if it is missing.
 pub(crate) fn list(dir: &Path) -> Result<Vec<String>, MountError> {
+    let mut names = Vec::new();
+    find_name(dir, |name| {
+        names.push(name.to_owned());
+        false
+    })?;
+    Ok(names)
+}
+
+/// The first name in a directory of which `is_it` says so, as [`list`] finds them.
+pub(crate) fn find_name(
+    dir: &Path,
+    mut is_it: impl FnMut(&str) -> bool,
+) -> Result<Option<String>, MountError> {
     let entries = match fs::read_dir(dir) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.at("list", dir)?,
     };
-    let mut names = Vec::new();
     for entry in entries {
-        names.extend(entry.at("list", dir)?.file_name().into_string());
+        if let Ok(name) = entry.at("list", dir)?.file_name().into_string()
+            && is_it(&name)
+        {
+            return Ok(Some(name));
+        }
     }
-    Ok(names)
+    Ok(None)
 }
 
 pub(crate) fn remove_file(path: &Path) -> Result<(), MountError> {

@@ -3,13 +3,18 @@
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use cofolio_image::compose::base::Based;
-use cofolio_image::pack::ImageContents;
-use cofolio_node::mount::{MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_image::pack::{ImageContents, PackOptions, pack};
+use cofolio_node::ledger::{Budget, ImageFile, Ledger, LedgerError};
+use cofolio_node::mount::{Access, Check, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::upkeep::bases::{self, BasesReport};
-use cofolio_store::task::Task;
-use cofolio_store::{Digest, GcOptions};
+use cofolio_store::task::{Cancel, Task};
+use cofolio_store::{Digest, FileKind, FileName, GcOptions};
+use cofolio_sys::cache::{FileMap, page_size};
+use rustix::fs::{Advice, fadvise};
+use rustix::io::pread;
 
 use crate::support::*;
 
@@ -163,4 +168,179 @@ fn an_image_over_its_base_shows_what_it_shows_alone() {
     assert_eq!(pins, 3);
     assert!(over == alone, "over two bases");
     assert_eq!(mounter().pins().unwrap().len(), 0);
+}
+
+/// Inode numbers of a base and of what is over it overlap: the ledger has to tell whose a file is.
+#[test]
+fn the_ledger_tells_a_base_from_what_is_over_it() {
+    let test = "the_ledger_tells_a_base_from_what_is_over_it";
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("SKIP {test}: needs root");
+    }
+    let bench = Bench::new();
+    let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
+    let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
+    let (first, _) = import(&bench, "first", &[&one, &two, &a]);
+    import(&bench, "second", &[&one, &two, &b]);
+    let run = || RunDir::at(bench.path("run"));
+    let mounter = Mounter::new(&bench.domain, run(), &ImageContents);
+    for access in [Access::ReadOnly, Access::Writable] {
+        let target = bench.path("mnt");
+        let request = MountRequest::new(first, target.clone());
+        let request = MountRequest { access, create_target: true, ..request };
+        if let Err(error) = mounter.mount(&request) {
+            return eprintln!("SKIP {test}: {error}");
+        }
+        assert_eq!(files_in_use(&bench, first, &target), MAPPED);
+        mounter.umount(&target, &UmountOptions::default()).unwrap();
+    }
+}
+
+const MAPPED: [&str; 5] = ["etc/name", "one/file8", "one/file9", "two/file1", "two/file2"];
+
+/// The files of an image that a new ledger sees in use while this process maps [`MAPPED`] at a
+/// mount.
+fn files_in_use(bench: &Bench, image: Digest, target: &Path) -> Vec<String> {
+    let map = |path: &str| {
+        let file = std::fs::File::open(target.join(path)).unwrap();
+        let size = file.metadata().unwrap().len();
+        FileMap::new(&file, size).unwrap().read_at(0, &mut [0]);
+        FileMap::new(&file, size).unwrap()
+    };
+    let _maps = MAPPED.map(map);
+    let run = RunDir::at(bench.path("run"));
+    let mut ledger = Ledger::new(bench.domain.store().clone(), run);
+    ledger.sample_all().unwrap();
+    let mut files = ledger.files("default", &image).unwrap().unwrap();
+    files.retain(|file| file.users > 0);
+    let paths = files.into_iter().map(|file| file.path[1..].to_owned());
+    // The same content.
+    paths.filter(|path| *path != "etc/linked").collect()
+}
+
+/// Two minutes after its start the daemon collects garbage, which gave images of running containers
+/// a base. Containers that were started later, and that share what was mounted before, were looked
+/// up in the tables of base and delta: none of their files was found, and they were in no account.
+#[test]
+fn the_ledger_knows_what_was_mounted_before_there_was_a_base() {
+    let test = "the_ledger_knows_what_was_mounted_before_there_was_a_base";
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("SKIP {test}: needs root");
+    }
+    let bench = Bench::new();
+    let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
+    let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
+    let layout = Layout::image(bench.path("first"), &[one.clone(), two.clone(), a]);
+    let first = bench.import(&layout.source()).unwrap().image;
+    let mounter = Mounter::new(&bench.domain, RunDir::at(bench.path("run")), &ImageContents);
+    let mount = |name: &str, access: Access, check: Check| {
+        let request = MountRequest::new(first, bench.path(name));
+        let request = MountRequest { access, check, create_target: true, ..request };
+        mounter.mount(&request).map(|record| record.target)
+    };
+    let before = match mount("before", Access::Writable, Check::None) {
+        Ok(target) => target,
+        Err(error) => return eprintln!("SKIP {test}: {error}"),
+    };
+    import(&bench, "second", &[&one, &two, &b]);
+    assert!(base_of(&bench, &first).is_some());
+    for access in [Access::ReadOnly, Access::Writable] {
+        let target = mount("after", access, Check::None).unwrap();
+        assert_eq!(files_in_use(&bench, first, &target), MAPPED);
+        mounter.umount(&target, &UmountOptions::default()).unwrap();
+    }
+    mounter.umount(&before, &UmountOptions::default()).unwrap();
+    // Likewise one that is measured, beside a mount over the base.
+    let over = mount("over", Access::ReadOnly, Check::None).unwrap();
+    for access in [Access::ReadOnly, Access::Writable] {
+        let target = mount("measured", access, Check::Verify).unwrap();
+        assert_eq!(files_in_use(&bench, first, &target), MAPPED);
+        mounter.umount(&target, &UmountOptions::default()).unwrap();
+    }
+    mounter.umount(&over, &UmountOptions::default()).unwrap();
+}
+
+/// Figures were asked for in the middle of a round over all objects, and those that it had looked
+/// at already were not looked at again.
+#[test]
+fn all_figures_now_are_of_all_objects() {
+    let bench = Bench::new();
+    let layer = Blob::gzip(&wide("one").end());
+    let layout = Layout::image(bench.path("image"), &[layer]);
+    let image = bench.import(&layout.source()).unwrap().image;
+    let mut ledger = Ledger::new(bench.domain.store().clone(), RunDir::at(bench.path("run")));
+    ledger.refresh(&Budget::UNLIMITED).unwrap();
+    let files = ledger.files("default", &image).unwrap().unwrap();
+    let open = |file: &ImageFile| {
+        std::fs::File::open(bench.domain.object_path(&file.object).unwrap()).unwrap()
+    };
+    files.iter().for_each(|file| _ = std::io::copy(&mut open(file), &mut std::io::sink()).unwrap());
+    let resident = |ledger: &Ledger| ledger.report().unwrap().domains[0].resident_bytes;
+    while resident(&ledger) == 0 {
+        assert!(!ledger.sample_residency(&Budget::of(Duration::from_micros(300))));
+    }
+    for file in files.iter().map(open) {
+        file.sync_all().unwrap();
+        fadvise(&file, 0, None, Advice::DontNeed).unwrap();
+    }
+    ledger.sample_all().unwrap();
+    assert_eq!(resident(&ledger), 0);
+}
+
+/// At SIGTERM the daemon went on with its first look at everything.
+#[test]
+fn a_look_at_everything_is_cancelled() {
+    let bench = Bench::new();
+    let cancel = Cancel::default();
+    let run = RunDir::at(bench.path("run"));
+    let mut ledger = Ledger::new(bench.domain.store().clone(), run).with_cancel(cancel.clone());
+    ledger.sample_all().unwrap();
+    cancel.cancel();
+    assert!(matches!(ledger.sample_all(), Err(LedgerError::Cancelled)));
+}
+
+/// The delta and the base that an image is mounted from, and packs, were in no figure: only the image's own file was.
+#[test]
+fn all_metadata_is_counted_once() {
+    let bench = Bench::new();
+    let [one, two] = ["one", "two"].map(|name| Blob::gzip(&wide(name).end()));
+    let [a, b] = ["a", "b"].map(|name| Blob::gzip(&upper(name).end()));
+    let images = [("first", &a), ("second", &b)]
+        .map(|(name, top)| import(&bench, name, &[&one, &two, top]).0);
+    pack(&bench.domain, &images[0], &PackOptions::default(), &Task::default()).unwrap();
+    let files = |kind| bench.domain.named(kind).unwrap();
+    let files = [files(FileKind::Image), files(FileKind::Pack)].concat();
+    assert_eq!(files.len(), 6, "two images, their deltas, a base, and a pack: {files:?}");
+    let forget = |name: &FileName| {
+        let file = bench.domain.open_named(name).unwrap();
+        fadvise(file.descriptor().unwrap(), 0, None, Advice::DontNeed).unwrap();
+    };
+    let read = |name: &FileName| {
+        let file = bench.domain.open_named(name).unwrap();
+        let mut bytes = vec![0; usize::try_from(file.size().unwrap()).unwrap()];
+        assert_eq!(pread(file.descriptor().unwrap(), &mut bytes, 0).unwrap(), bytes.len());
+        (bytes.len() as u64).next_multiple_of(page_size())
+    };
+    let report = || {
+        let mut ledger = Ledger::new(bench.domain.store().clone(), RunDir::at(bench.path("run")));
+        ledger.sample_all().unwrap();
+        let report = ledger.report().unwrap();
+        let of_image = |image| report.images.iter().find(|it| it.image == image).unwrap();
+        (report.domains[0].metadata_bytes, images.map(|image| of_image(image).metadata_bytes))
+    };
+    files.iter().for_each(forget);
+    assert_eq!(report(), (0, [0, 0]), "to count reads nothing");
+    let mut expected = (0, [0, 0]);
+    for name in files {
+        let bytes = read(&name);
+        expected.0 += bytes;
+        for (image, expected) in images.iter().zip(&mut expected.1) {
+            let delta = bench.domain.base_of(image).unwrap().unwrap().delta;
+            if [*image, delta].contains(&name.image().unwrap()) {
+                *expected += bytes;
+            }
+        }
+        assert_eq!(report(), expected, "{name}");
+    }
+    assert!(expected.1.iter().sum::<u64>() < expected.0, "the base is no image of its own");
 }

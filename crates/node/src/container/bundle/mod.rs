@@ -38,6 +38,8 @@ pub mod fuzz;
 mod mounts;
 mod seccomp;
 
+pub use mounts::has_own_mount;
+
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The default capabilities of containerd and Docker.
@@ -212,6 +214,8 @@ pub struct Options {
     pub host_network: bool,
     /// The root is read-only: scratch directories and volumes get mounts of their own.
     pub readonly: bool,
+    /// Directories of a read-only root that can be written to nevertheless.
+    pub writable_dirs: Vec<PathBuf>,
     /// Added to the annotations.
     pub annotations: BTreeMap<String, String>,
     /// Directories and files of the host to show inside.

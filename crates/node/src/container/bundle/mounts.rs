@@ -46,11 +46,14 @@ pub(super) fn mounts(
     if !is_bound || !unified {
         mounts.push(mount("/sys/fs/cgroup", "cgroup", "cgroup", "nosuid,noexec,nodev,relatime,ro"));
     }
+    let is_writable =
+        |path: &str| options.writable_dirs.iter().any(|dir| Path::new(path).starts_with(dir));
     if options.host_network {
         let files = ["/etc/resolv.conf", "/etc/hosts"];
         let files = files.map(|file| (file, root.exists(file)));
         // The runtime makes missing mount points; a read-only root needs its `/etc` in memory.
-        if options.readonly && files.iter().any(|(_, exists)| !exists) && root.exists("/etc") {
+        let is_missing = files.iter().any(|(_, exists)| !exists);
+        if options.readonly && is_missing && root.exists("/etc") && !is_writable("/etc") {
             mounts.push(mount("/etc", "tmpfs", "tmpfs", "nosuid,nodev,tmpcopyup,mode=755"));
         }
         for (file, exists) in files {
@@ -67,7 +70,7 @@ pub(super) fn mounts(
         }
         let volumes: Vec<&str> = image.volumes().collect();
         for path in SCRATCH_PATHS {
-            if root.exists(path) && !volumes.contains(&path) {
+            if root.exists(path) && !volumes.contains(&path) && !is_writable(path) {
                 let mode = if path == "/run" { "mode=755" } else { "mode=1777" };
                 let options = format!("nosuid,nodev,tmpcopyup,{mode}");
                 mounts.push(mount(path, "tmpfs", "tmpfs", &options));
@@ -97,6 +100,14 @@ pub(super) fn mounts(
         mounts.push(mount(&bind.target, "bind", &source, &format!("rbind,rprivate,{mode}")));
     }
     Ok(mounts)
+}
+
+/// Whether a container with a read-only root has a mount of its own at this directory or above it: in
+/// memory, a volume, or a directory of the host.
+pub fn has_own_mount(image: &ImageConfig, options: &Options, dir: &Path) -> bool {
+    let binds = options.binds.iter().map(|bind| bind.target.as_str());
+    let mut own = SCRATCH_PATHS.into_iter().chain(image.volumes()).chain(binds);
+    own.any(|own| dir.starts_with(own))
 }
 
 /// Whether a path is below a mount that can be written to.

@@ -107,6 +107,7 @@ fn import(domain: &Domain, name: &str, inline: &[u8], over_base: bool) -> Import
     let meta = |mode| Meta { mode, uid: 7, gid: 8, mtime: 1_700_000_000, mtime_nsec: 5 };
     let mut tree = Tree::new(meta(0o040_751));
     let (mut known, mut files) = (Vec::new(), Vec::new());
+    tree.insert(tree.root(), b"empty", meta(0o040_755), Content::Directory).unwrap();
     let sub = tree.insert(tree.root(), b"sub", meta(0o040_755), Content::Directory).unwrap();
     for number in 0..FILES {
         let content = vec![u8::try_from(number).unwrap() + 1; 1000 + number * 977];

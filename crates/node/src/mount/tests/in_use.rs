@@ -54,14 +54,7 @@ fn user(kind: Kind, fixture: &Fixture, target: &Path) -> User {
             }
         }
         Kind::Overlay => {
-            let path = fixture.target("over");
-            let layers = [open_dir(target).unwrap(), open_dir(&fixture.target("empty")).unwrap()];
-            let context = kernel::Context::open("overlay").unwrap();
-            let layers = layers.each_ref().map(|fd| format!("/proc/self/fd/{}", fd.as_raw_fd()));
-            context.string("lowerdir", &layers.join(":")).unwrap();
-            context.create().unwrap();
-            attach(context.mount(MountAttrFlags::empty()).unwrap(), open_dir(&path).unwrap())
-                .unwrap();
+            let path = foreign_overlay(fixture, "over", target);
             User {
                 path: path.clone(),
                 end: Box::new(move || kernel::unmount(&path, false).unwrap()),
@@ -73,6 +66,17 @@ fn user(kind: Kind, fixture: &Fixture, target: &Path) -> User {
             User { path, end: Box::new(move || drop(mount)) }
         }
     }
+}
+
+/// Mounts an overlay, as another engine does: its layers are this directory and an empty one.
+fn foreign_overlay(fixture: &Fixture, name: &str, lower: &Path) -> PathBuf {
+    let path = fixture.target(name);
+    let layers = [lower, &fixture.target("empty")].map(|layer| layer.to_str().unwrap().to_owned());
+    let context = kernel::Context::open("overlay").unwrap();
+    context.string("lowerdir", &layers.join(":")).unwrap();
+    context.create().unwrap();
+    attach(context.mount(MountAttrFlags::empty()).unwrap(), open_dir(&path).unwrap()).unwrap();
+    path
 }
 
 /// Of two `gc` at once one failed: the other had removed a directory of changes, or the probe in it, at that moment.
@@ -297,34 +301,97 @@ fn inode_share_keeps_superblocks_in_use_elsewhere() {
     }
 }
 
-/// `is_mounted_elsewhere`, which `inode-share` needs, tried where no kernel with it is at hand.
+/// `users_elsewhere`, which `inode-share` needs, tried where no kernel with it is at hand.
+///
+/// Paths of an overlay's layers were looked up. Once the lower mount was unmounted, its path led to an
+/// empty directory, and the superblock that the overlay used counted as unused.
 #[test]
 fn mounts_are_found_in_every_namespace() {
+    use super::super::in_use::{Elsewhere, users_elsewhere};
     needs_mounts!();
     let fixture = Fixture::new();
     let mounter = fixture.mounter();
     let request = read_only(&fixture, "one");
     let run = fixture.path("run");
+    let device_of = |path: &Path| {
+        let device = fs::metadata(path).unwrap().dev();
+        (rustix::fs::major(device), rustix::fs::minor(device))
+    };
     for kind in [Kind::Namespace, Kind::Bind, Kind::Overlay] {
         mounter.mount(&request).unwrap();
-        let device = fs::metadata(&request.target).unwrap().dev();
-        let devices = [(rustix::fs::major(device), rustix::fs::minor(device))].into();
-        let found =
-            || super::super::in_use::is_mounted_elsewhere(Path::new("/"), &run, &devices).unwrap();
-        assert!(found(), "at its target");
+        let devices = [device_of(&request.target)].into();
+        let find = || users_elsewhere(Path::new("/"), &run, &devices, None).unwrap();
+        assert_eq!(find(), Elsewhere::Mounted, "at its target");
         let user = user(kind, &fixture, &request.target);
+        let (major, minor) = device_of(&user.path);
+        // Other tests have overlays as well.
+        let is_found = || match find() {
+            Elsewhere::Mounted => kind != Kind::Overlay,
+            Elsewhere::Overlays(names) => {
+                let name = format!("{major}:{minor}-");
+                kind == Kind::Overlay && names.iter().any(|it| it.starts_with(&name))
+            }
+        };
         kernel::unmount(&request.target, true).unwrap();
-        assert!(found(), "{kind:?}");
+        assert!(is_found(), "{kind:?}");
         (user.end)();
         // A namespace ends a moment after its last thread.
-        let gone = (0..100).any(|_| {
+        let gone = (0..1000).any(|_| {
             std::thread::sleep(std::time::Duration::from_millis(10));
-            !found()
+            !is_found()
         });
         assert!(gone, "{kind:?}");
         mounter.reconcile().unwrap();
         fixture.assert_clean(&format!("{kind:?}"));
     }
+}
+
+/// Containers of another engine may have a layer of ours only if they started while a mount of ours
+/// was there to be seen. Tried where no kernel with `inode-share` is at hand: the pin says it is one.
+#[test]
+fn overlays_keep_superblocks_if_they_may_have_a_layer() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = read_only(&fixture, "one");
+    let pin = fixture.path(&format!("run/images/default/{}/pin.json", fixture.image));
+    let set_backend = |from: &str, to: &str| {
+        let text = fs::read_to_string(&pin).unwrap();
+        let changed = text.replace(&format!("\"{from}\""), &format!("\"{to}\""));
+        assert_ne!(text, changed);
+        fs::write(&pin, changed).unwrap();
+    };
+    let lower = fixture.target("lower");
+    let foreign = |name: &str| foreign_overlay(&fixture, name, &lower);
+    let end = |overlay: &Path| kernel::unmount(overlay, false).unwrap();
+    let older = foreign("older");
+    mounter.mount(&request).unwrap();
+    let first = foreign("first");
+    set_backend("overlay", "inode-share");
+    assert!(umount(&mounter, &request.target).in_use);
+    // What came after the last unmount has none of ours, but now there is a mount again.
+    let later = foreign("later");
+    set_backend("inode-share", "overlay");
+    mounter.mount(&request).unwrap();
+    let second = foreign("second");
+    set_backend("overlay", "inode-share");
+    assert!(umount(&mounter, &request.target).in_use);
+    for overlay in [first, later] {
+        end(&overlay);
+        mounter.reconcile().unwrap();
+        assert_eq!(mounter.pins().unwrap().len(), 1);
+    }
+    let newer = foreign("newer");
+    end(&second);
+    // Overlays of other tests have to end as well.
+    let gone = (0..1000).any(|_| {
+        mounter.reconcile().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        mounter.pins().unwrap().is_empty()
+    });
+    assert!(gone);
+    [older, newer].iter().for_each(|overlay| end(overlay));
+    fixture.assert_clean("at the end");
 }
 
 /// Each writable mount that was held elsewhere took 0.9 s of every gc and `umount --all`, one after the other.
@@ -513,4 +580,32 @@ fn a_superblock_is_asked_for_again_when_sysfs_is_back() {
     // Too many open files, for example.
     let file = fs::File::open("/proc/self/stat").unwrap();
     super::super::in_use::Superblock::of(&file, Path::new("/")).unwrap_err();
+}
+
+/// Asking the kernel whether changes are in use made it sync their whole filesystem. Where much was
+/// dirty, an unmount took tens of milliseconds.
+#[test]
+fn umount_writes_nothing_back() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    // Others may sync it meanwhile, and the kernel writes back what is old. In memory nothing is dirty.
+    const TRIES: u32 = 10;
+    let mut was_dirty = false;
+    for number in 0..TRIES {
+        let request = writable(&fixture, "one");
+        mounter.mount(&request).unwrap();
+        let path = fixture.dir.path().join(format!("dirty-{number}"));
+        fs::write(&path, vec![1; 1 << 20]).unwrap();
+        let file = fs::File::open(path).unwrap();
+        let dirty = || cofolio_sys::cache::cachestat(&file, 0, 0).unwrap().dirty;
+        let before = dirty();
+        umount(&mounter, &request.target);
+        fixture.assert_clean("after umount");
+        if before > 0 && dirty() == before {
+            return;
+        }
+        was_dirty |= before > 0;
+    }
+    assert!(!was_dirty, "each unmount wrote the filesystem back");
 }

@@ -3,6 +3,7 @@ pub(crate) mod fixture;
 mod in_use;
 mod measured;
 mod refusals;
+mod sparse;
 mod upper;
 
 use std::fs;

@@ -385,3 +385,34 @@ fn a_bind_mount_of_the_store_shows_what_is_used() {
     kernel::unmount_patiently(&bound, false).unwrap();
     fixture.assert_clean("at the end");
 }
+
+/// What a profile says of a container's writes.
+#[test]
+fn written_directories_are_those_that_changed() {
+    needs_mounts!();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    type Case = (&'static [&'static str], fn(&Path));
+    let cases: [Case; 6] = [
+        (&[], |_| {}),
+        (&["/sub"], |root| fs::write(root.join("sub/new"), "").unwrap()),
+        (&["/sub"], |root| fs::remove_file(root.join("sub/file0")).unwrap()),
+        (&["/sub"], |root| {
+            fs::set_permissions(root.join("sub"), fs::Permissions::from_mode(0o700)).unwrap();
+        }),
+        (&["/"], |root| {
+            fs::write(root.join("sub/new"), "").unwrap();
+            fs::write(root.join("new"), "").unwrap();
+        }),
+        (&["/"], |root| fs::rename(root.join("sub"), root.join("other")).unwrap()),
+    ];
+    for (number, (expected, change)) in cases.into_iter().enumerate() {
+        let request = writable(&fixture, "one");
+        let record = mounter.mount(&request).unwrap();
+        change(&request.target);
+        let found = crate::profile::written_dirs(&record.upper.unwrap().dir.join("upper"));
+        let expected: Vec<_> = expected.iter().map(PathBuf::from).collect();
+        assert_eq!(found.unwrap(), expected, "case {number}");
+        umount(&mounter, &request.target);
+    }
+}

@@ -1,0 +1,260 @@
+//! Figures per container, and how the variants compare.
+
+use serde::Serialize;
+
+use super::{Args, Kinds, Round, variants::Variant};
+use crate::goals::Goals;
+use crate::report::memory_cgroup;
+
+/// The whole result, as `--json` writes it.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    images: Vec<String>,
+    containers: u32,
+    profile_files: usize,
+    rows: Vec<Row>,
+    ratios: Vec<Ratio>,
+    rounds: Vec<Round>,
+}
+
+/// A variant. Medians; bytes per container unless a name says otherwise.
+#[derive(Debug, Serialize)]
+struct Row {
+    variant: Variant,
+    made_by: &'static str,
+    growth: Kinds,
+    /// The same less that of the variant `none`.
+    over_none: Kinds,
+    /// Kernel memory over `none` of each container but the first of each image, which brings in what all
+    /// of them share.
+    further_over_none: i64,
+    /// Kernel memory over `none` that stays when caches are dropped.
+    held_over_none: i64,
+    /// Kernel memory over `none` by the charge of the cgroups.
+    charged_over_none: Option<i64>,
+    /// The same of each container but the first of each image.
+    charged_further_over_none: Option<i64>,
+    /// Growth of kernel memory of the machine, all containers together.
+    kernel_all: i64,
+    create_seconds: f64,
+    remove_seconds: f64,
+    dying_cgroups: i64,
+}
+
+/// Kernel memory per container of two variants.
+#[derive(Debug, Serialize)]
+struct Ratio {
+    of: Variant,
+    to: Variant,
+    goal: f64,
+    /// By `/proc/meminfo`, of all containers: the goal is of this one. `None` if the second
+    /// variant needs no more than `none`.
+    found: Option<f64>,
+    /// Of further containers, and by the charge of the cgroups.
+    found_further: Option<f64>,
+    found_by_charge: Option<f64>,
+    found_further_by_charge: Option<f64>,
+}
+
+/// Containers, and files that each reads, from which on the goals hold.
+const GOAL_CONTAINERS: u32 = 1000;
+const GOAL_FILES: usize = 100;
+
+/// Which variants are compared, and the most that the first may need of the second.
+const GOALS: [(Variant, Variant, f64); 6] = [
+    (Variant::CofolioRw, Variant::Overlayfs, 1.03),
+    (Variant::CofolioRw, Variant::SuperblockRw, 0.5),
+    (Variant::Sparse, Variant::Overlayfs, 0.2),
+    (Variant::SparseLooking, Variant::Overlayfs, 0.2),
+    (Variant::CofolioRo, Variant::Overlayfs, 0.1),
+    (Variant::CofolioRo, Variant::SuperblockRo, 0.01),
+];
+
+impl Report {
+    pub(super) fn new(images: &[String], args: &Args, rounds: Vec<Round>) -> Self {
+        let containers = i64::from(args.containers);
+        let mut rows: Vec<Row> = Vec::new();
+        for variant in [Variant::None].into_iter().chain(Variant::ALL) {
+            let own: Vec<&Round> = rounds.iter().filter(|round| round.variant == variant).collect();
+            let Some(one) = own.first() else { continue };
+            let none: Vec<&Round> =
+                rounds.iter().filter(|round| round.variant == Variant::None).collect();
+            let over = |figure: &dyn Fn(&Round) -> i64| {
+                (median(&own, figure) - median(&none, figure)) / containers
+            };
+            let further = |figure: &dyn Fn(&Round) -> i64| {
+                let all = median(&own, figure) - median(&none, figure);
+                all / (containers - images.len() as i64).max(1)
+            };
+            let kinds = || one.growth.keys().copied();
+            let charged = |round: &Round| round.charged.unwrap_or_default();
+            let first_charged = |round: &Round| round.first_charged.unwrap_or_default();
+            let seconds =
+                |figure: fn(&Round) -> f64| median(&own, &|round| Seconds(figure(round))).0;
+            rows.push(Row {
+                variant,
+                made_by: variant.made_by(),
+                growth: kinds()
+                    .map(|kind| (kind, median(&own, &|round| round.growth[kind]) / containers))
+                    .collect(),
+                over_none: kinds().map(|kind| (kind, over(&|round| round.growth[kind]))).collect(),
+                further_over_none: further(&|it| it.growth["kernel"] - it.first["kernel"]),
+                held_over_none: over(&|round| round.held["kernel"]),
+                charged_over_none: one.charged.map(|_| over(&charged)),
+                charged_further_over_none: one
+                    .charged
+                    .map(|_| further(&|it| charged(it) - first_charged(it))),
+                kernel_all: median(&own, &|round| round.growth["kernel"]),
+                create_seconds: seconds(|round| round.create_seconds),
+                remove_seconds: seconds(|round| round.remove_seconds),
+                dying_cgroups: median(&own, &|round| round.dying_cgroups),
+            });
+        }
+        Self {
+            images: images.to_vec(),
+            containers: args.containers,
+            profile_files: args.profile_files,
+            ratios: ratios(&rows),
+            rows,
+            rounds,
+        }
+    }
+
+    /// Judged by `found`: it is the only figure that leaves no container and no kernel memory out.
+    pub(super) fn goals(&self) -> Goals {
+        let size = format!("{GOAL_CONTAINERS} containers that read {GOAL_FILES} files each");
+        let is_so_large = self.containers >= GOAL_CONTAINERS && self.profile_files >= GOAL_FILES;
+        self.ratios.iter().fold(Goals::new(size, is_so_large), |goals, ratio| {
+            let what = format!("kernel memory, {} to {}", ratio.of.name(), ratio.to.name());
+            goals.at_most(what, ratio.found.unwrap_or(f64::NAN), ratio.goal, "")
+        })
+    }
+
+    /// As a table for people.
+    pub(super) fn table(&self) -> String {
+        const KINDS: [(&str, &str); 8] = [
+            ("slab, reclaimable", "slab_reclaimable"),
+            ("unreclaimable", "slab_unreclaimable"),
+            ("percpu", "percpu"),
+            ("page tables", "page_tables"),
+            ("stacks", "kernel_stack"),
+            ("kernel", "kernel"),
+            ("page cache", "page_cache"),
+            ("buffers", "buffers"),
+        ];
+        let mut text = format!(
+            "{} containers of {} images, {} files each; memory cgroup {}.\n\
+             KiB per container, medians of {} rounds: `none` as it is, the others less `none`.\n\
+             - kernel: the five kinds before it\n\
+             - each further: kernel memory of a container that is not the first of its image\n\
+             - held: kernel memory that stays when caches are dropped\n\
+             - charged: kernel memory by the cgroups' charge, of all and of each further\n\n|  |",
+            self.containers,
+            self.images.len(),
+            self.profile_files,
+            memory_cgroup(),
+            self.rounds.iter().filter(|round| round.variant == Variant::None).count(),
+        );
+        for (title, _) in KINDS {
+            text += &format!(" {title} |");
+        }
+        text += " each further | held | charged | each further | with `none` |\n|---|";
+        text += &"--:|".repeat(KINDS.len() + 5);
+        let kib = |bytes: i64| format!("{:.1}", bytes as f64 / 1024.0);
+        for row in &self.rows {
+            let is_none = row.variant == Variant::None;
+            let figures = if is_none { &row.growth } else { &row.over_none };
+            text += &format!("\n| {} |", row.variant.name());
+            for (_, kind) in KINDS {
+                text += &format!(" {} |", kib(figures[kind]));
+            }
+            if is_none {
+                text += "  |  |  |  |";
+            } else {
+                let shown = |bytes: Option<i64>| bytes.map_or(String::new(), kib);
+                let charged = shown(row.charged_over_none);
+                let charged_further = shown(row.charged_further_over_none);
+                let (further, held) = (kib(row.further_over_none), kib(row.held_over_none));
+                text += &format!(" {further} | {held} | {charged} | {charged_further} |");
+            }
+            text += &format!(" {} |", kib(row.growth["kernel"]));
+        }
+        text += "\n\n| | made by | create | per container | remove | per container | dying cgroups | kernel memory of all |\n";
+        text += "|---|---|--:|--:|--:|--:|--:|--:|\n";
+        for row in &self.rows {
+            let each = |seconds: f64| seconds * 1000.0 / f64::from(self.containers);
+            text += &format!(
+                "| {} | {} | {:.2} s | {:.2} ms | {:.2} s | {:.2} ms | {} | {:.1} MB |\n",
+                row.variant.name(),
+                row.made_by,
+                row.create_seconds,
+                each(row.create_seconds),
+                row.remove_seconds,
+                each(row.remove_seconds),
+                row.dying_cgroups,
+                row.kernel_all as f64 / 1e6,
+            );
+        }
+        if !self.ratios.is_empty() {
+            text += "\n| kernel memory per container | found | each further | by charge | each further |\n";
+            text += "|---|--:|--:|--:|--:|\n";
+        }
+        let shown = |ratio: &Option<f64>| ratio.map_or(String::new(), |it| format!("{it:.3}"));
+        for ratio in &self.ratios {
+            let figures = [
+                ratio.found,
+                ratio.found_further,
+                ratio.found_by_charge,
+                ratio.found_further_by_charge,
+            ];
+            let figures = figures.iter().map(shown).collect::<Vec<_>>().join(" | ");
+            text += &format!("| {} to {} | {figures} |\n", ratio.of.name(), ratio.to.name());
+        }
+        text
+    }
+}
+
+fn ratios(rows: &[Row]) -> Vec<Ratio> {
+    let row = |variant| rows.iter().find(|row| row.variant == variant);
+    // Nothing can be compared with a variant that needs no more than `none`.
+    let ratio = |(one, other): (i64, i64)| (other > 0).then(|| one as f64 / other as f64);
+    let pairs = GOALS.iter().filter_map(|&(of, to, goal)| {
+        let (one, other) = row(of).zip(row(to))?;
+        let charged = one.charged_over_none.zip(other.charged_over_none);
+        let charged_further = one.charged_further_over_none.zip(other.charged_further_over_none);
+        Some(Ratio {
+            of,
+            to,
+            goal,
+            found: ratio((one.over_none["kernel"], other.over_none["kernel"])),
+            found_further: ratio((one.further_over_none, other.further_over_none)),
+            found_by_charge: charged.and_then(ratio),
+            found_further_by_charge: charged_further.and_then(ratio),
+        })
+    });
+    pairs.collect()
+}
+
+/// Seconds, to be ordered.
+#[derive(Clone, Copy, PartialEq)]
+struct Seconds(f64);
+
+impl Eq for Seconds {}
+
+impl PartialOrd for Seconds {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Seconds {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+fn median<T: Copy + Ord>(rounds: &[&Round], figure: &dyn Fn(&Round) -> T) -> T {
+    let mut figures: Vec<T> = rounds.iter().map(|round| figure(round)).collect();
+    figures.sort_unstable();
+    figures[figures.len() / 2]
+}

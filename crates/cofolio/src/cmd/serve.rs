@@ -1,0 +1,99 @@
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cofolio_daemon::{Access, Options, Schedule, Settings};
+use cofolio_node::config::{Config, DEFAULT_PATH, Loaded};
+use cofolio_node::ledger::ReclaimPolicy;
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::Exit;
+
+/// Run the daemon: the ledger over HTTP, the dashboard, and upkeep on a schedule
+///
+/// Keeps the ledger (who uses which object, what is resident, what sharing saves) and answers over
+/// HTTP, as JSON, as metrics and as a page, until SIGTERM or Ctrl-C. Collects garbage once a day
+/// and reads all content once a month, at low priority; `[daemon]` of the configuration says
+/// otherwise. No other command needs it: containers and mounts go on when it stops, and the next
+/// one finds what it needs in the run directory and the kernel. At SIGHUP it reads the
+/// configuration again, all but where it listens, and the files of certificates, keys and the
+/// token. Where there is no store it makes an empty one.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio serve\n  \
+    curl --unix-socket /run/cofolio/cofolio.sock http://localhost/v1/report")]
+pub(crate) struct Args {
+    /// Path of the unix socket (default: cofolio.sock in the run directory)
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Group whose members may connect to it, besides root
+    #[arg(long, value_name = "GROUP")]
+    group: Option<String>,
+    /// A TCP address to listen at as well, for reading: at a loopback address anybody can read, at
+    /// others clients with a token or certificate (`[daemon]` of the configuration)
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<SocketAddr>,
+    /// From one look at objects and processes to the next, in seconds (default: 10)
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
+    period: Option<u32>,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.needs_root()?;
+    context.refuse_json("the API has it")?;
+    // Nothing need be imported when systemd starts it for the first time.
+    let store = context.store_or_create()?;
+    let config = &context.config.config.daemon;
+    let options = Options {
+        run: context.run_dir_of(&store),
+        store,
+        socket: args.socket.clone().unwrap_or_else(|| context.socket()),
+        group: args.group.clone().or_else(|| config.group.clone()),
+        listen: args.listen.or(config.listen),
+        access: Access {
+            certificate: config.tls_certificate.clone(),
+            key: config.tls_key.clone(),
+            client_ca: config.tls_client_ca.clone(),
+            token: config.token_file.clone(),
+        },
+        settings: settings(args, &context.config.config),
+    };
+    let reload = || {
+        let path = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
+        match Loaded::read(path).map_err(|error| error.to_string())? {
+            Some(loaded) => Ok(settings(args, &loaded.config)),
+            None if context.global.config.is_some() => {
+                Err(format!("there is no file {}", path.display()))
+            }
+            None => Ok(settings(args, &Config::default())),
+        }
+    };
+    // Whoever reads standard error may go, and the daemon stays.
+    let say = |said: &str| _ = writeln!(std::io::stderr(), "cofolio: {said}");
+    cofolio_daemon::serve(options, &reload, &say)?;
+    Ok(Exit::Ok)
+}
+
+fn settings(args: &Args, config: &Config) -> Settings {
+    let Config { daemon, store, .. } = config;
+    let every = |number: u32, seconds: u64| {
+        (number > 0).then(|| Duration::from_secs(u64::from(number) * seconds))
+    };
+    Settings {
+        period: Duration::from_secs(args.period.unwrap_or(daemon.period).into()),
+        share: daemon.cpu_percent / 100.0,
+        reclaim: ReclaimPolicy {
+            bytes: daemon.reclaim.size.0,
+            percent: daemon.reclaim.pressure_percent,
+            left_behind: daemon.reclaim.drop_left_behind,
+        },
+        upkeep: Schedule {
+            delay: Duration::from_secs(120),
+            gc: every(daemon.gc_hours, 3600),
+            scrub: every(daemon.scrub_days, 86_400),
+            scrub_rate: Some(daemon.scrub_rate.0).filter(|rate| *rate > 0),
+            limit: store.limit.clone(),
+        },
+    }
+}

@@ -1,0 +1,189 @@
+//! `cofolio top`: who shares what, on a screen or as text.
+//!
+//! `source` asks a daemon, or has a ledger of its own; `rows` and `summary` turn the figures into
+//! tables and lines; `app` is the state of the screen, which keys and answers change; `draw` shows
+//! it.
+
+mod app;
+mod draw;
+mod rows;
+pub(in crate::cmd) mod source;
+mod summary;
+#[cfg(test)]
+mod tests;
+
+use std::io::{self, IsTerminal as _};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use cofolio_cli::interrupt::Cancellable;
+use cofolio_node::config::Origin;
+use cofolio_node::ledger::Report;
+use ratatui::DefaultTerminal;
+use ratatui::crossterm::event::{self, Event, KeyEventKind};
+use ratatui::crossterm::style::force_color_output;
+
+use self::app::{App, Effect};
+use self::rows::{Detail, View};
+use self::source::{Ask, Source, Worker};
+use self::summary::{Totals, caveats, page_cache};
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::Exit;
+use crate::ui::{Cell, Table, Tone};
+
+/// How long the screen waits for a key before it looks for answers and signals.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Show which images and containers share which pages, and what that saves
+///
+/// On a terminal it is interactive: Enter opens the files of an image and the users of a file, Esc
+/// goes back, ? lists all keys, q ends. Elsewhere, and with --once or --json, it prints the figures
+/// once.
+///
+/// The figures are those of a running `cofolio serve`, which has also seen which files were opened.
+/// Without one, this command looks for itself: it sees mapped files, and files that are opened
+/// while it runs.
+///
+/// RESIDENT is in the page cache. SHARED is the part of it that other images name, or other
+/// containers use, too. SAVED is what the page cache would hold more if each image had its own copy
+/// of what its containers use.
+///
+/// It shows all trust domains. With --domain it shows the images of one, and the containers that
+/// use them.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio top\n  cofolio top --once\n  \
+    cofolio top --json | jq '.domains[].saved_bytes'")]
+pub(crate) struct Args {
+    /// Print the figures once and exit
+    #[arg(long)]
+    once: bool,
+    /// Time from one look to the next
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
+    period: u64,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    let is_once = args.once || context.ui.json || is_dumb || !io::stdout().is_terminal();
+    // The configuration's domain is for commands that work on one. Here all are of interest.
+    let is_given = context.config.origin("store.domain") == Origin::Flag;
+    let domain = is_given.then(|| context.global.domain.clone());
+    let mut source = Source::open(context, !is_once)?;
+    if context.ui.json {
+        return context.ui.json(&source.first_report(domain.as_deref())?);
+    }
+    if is_once {
+        return print(context, source.title(), &source.first_report(domain.as_deref())?);
+    }
+    interact(source, domain, Duration::from_secs(args.period), context)
+}
+
+fn print(context: &Context<'_>, title: &[&str], report: &Report) -> Outcome {
+    let ui = context.ui;
+    let mut totals = Totals::of(report).parts();
+    totals.push(page_cache(report));
+    ui.line(totals.join("  "))?;
+    for view in [View::Images, View::Containers] {
+        let mut rows = view.rows(report, &Detail::None);
+        let columns = view.columns();
+        rows::sort(&mut rows, view.sort(), columns[view.sort()].descending);
+        let titles: Vec<&str> = columns.iter().map(|column| column.title).collect();
+        let mut table = Table::new(&titles);
+        for row in rows {
+            let cells = row.values.iter().map(|value| match value.is_text() {
+                true => Cell::left(value.shown()).tone(Tone::Bold),
+                false => Cell::right(value.shown()),
+            });
+            table.row(cells.collect());
+        }
+        ui.line("")?;
+        ui.table(&table)?;
+    }
+    ui.line("")?;
+    let mut notes = caveats(report, cofolio_store::now());
+    notes.extend(title.iter().map(|part| (*part).to_owned()));
+    ui.line(ui.paint(Tone::Dim, &notes.join("  ")))?;
+    Ok(Exit::Ok)
+}
+
+/// The terminal in raw mode, on its alternate screen, until it is dropped.
+struct Terminal(DefaultTerminal);
+
+impl Terminal {
+    fn open() -> anyhow::Result<Self> {
+        match ratatui::try_init() {
+            Ok(terminal) => Ok(Self(terminal)),
+            Err(error) => {
+                let _ = ratatui::try_restore();
+                Err(error).context("preparing the terminal")
+            }
+        }
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        // Both fail if the terminal has gone.
+        let _ = self.0.show_cursor();
+        // After a panic ratatui's hook has done it. A second time, the cursor would move over the
+        // message.
+        if !std::thread::panicking() {
+            let _ = ratatui::try_restore();
+        }
+    }
+}
+
+fn interact(
+    source: Source,
+    domain: Option<String>,
+    period: Duration,
+    context: &Context<'_>,
+) -> Outcome {
+    let signals = Cancellable::begin()?;
+    let color = context.ui.has_color();
+    force_color_output(color);
+    let mut app = App::new(source.title());
+    let mut worker = Worker::start(source, domain)?;
+    let mut terminal = Terminal::open()?;
+    let mut due = Instant::now();
+    while !signals.cancel.is_cancelled() {
+        while let Some(answer) = worker.answer()? {
+            app.take(answer);
+        }
+        let now = Instant::now();
+        if due <= now && !worker.is_busy() && !app.is_paused {
+            worker.ask(Ask::Report);
+            app.detailed().into_iter().for_each(|view| worker.ask(Ask::Detail(view)));
+        }
+        if worker.is_busy() {
+            // From its end on: a look that takes long must not keep a processor busy all the time.
+            due = now + period;
+        }
+        app.now = cofolio_store::now();
+        terminal.0.draw(|frame| {
+            app.set_page(draw::page(frame.area()));
+            draw::draw(frame, &app, color);
+        })?;
+        // All keys that wait, before the next drawing.
+        let mut wait = TICK;
+        while event::poll(wait)? {
+            wait = Duration::ZERO;
+            let Event::Key(key) = event::read()? else { continue };
+            if key.kind == KeyEventKind::Release {
+                continue;
+            }
+            match app.key(key) {
+                Effect::Quit => return Ok(Exit::Ok),
+                Effect::Load(view) => worker.ask(Ask::Detail(view)),
+                Effect::None => {}
+            }
+        }
+    }
+    Ok(Exit::Interrupted)
+}

@@ -1,0 +1,107 @@
+use std::process::Stdio;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use cofolio_node::commons::{self, Commons};
+use cofolio_node::config::{Size, Warm};
+use cofolio_node::profile::Profile;
+use cofolio_store::{Digest, Domain};
+
+use crate::cmd::Outcome;
+use crate::context::Context;
+use crate::exit::Exit;
+use crate::ui::human_size;
+
+/// Read an image ahead, charged to no container
+///
+/// The kernel charges a page of a file to the cgroup that brings it in, and to no other while it stays. So the first
+/// container of an image pays for what all of them read. This command reads the image's metadata and files into the
+/// page cache from inside a cgroup of its own, `cofolio-commons`: containers that read them then are charged for none
+/// of it. Each mount caches directories for itself, so those of an image that is not mounted are not read ahead. What
+/// was resident before stays charged as it was. Under memory pressure the kernel drops these pages like any others. With
+/// `[commons] warm` in the configuration `mount`, `bundle` and `run` do this for their image.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  cofolio warm redis:7.0.15\n  \
+    cofolio warm --profile redis:7.0.15\n  \
+    cofolio warm --limit \"2 GiB\" redis:7.0.15")]
+pub(crate) struct Args {
+    /// Refs or first digits of digests
+    #[arg(required = true)]
+    images: Vec<String>,
+    /// Read only what the image's profile names, in its order (`cofolio profile record` makes one)
+    #[arg(long)]
+    profile: bool,
+    /// What the commons may hold, of all images together; it stays until another is given [default: what `[commons]
+    /// limit` says]
+    #[arg(long, value_name = "SIZE")]
+    limit: Option<Size>,
+}
+
+pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
+    context.needs_root()?;
+    let domain = context.domain()?;
+    let images = args.images.iter().map(|image| context.image(&domain, image));
+    let images = images.collect::<anyhow::Result<Vec<_>>>()?;
+    let limit = args.limit.or(context.config.config.commons.limit);
+    let commons = Commons::open(commons::NAME, limit.map(|limit| limit.0))?;
+    let run = context.run_dir_of(domain.store());
+    let mut all = Vec::new();
+    for image in images {
+        let profile = args.profile.then(|| Profile::read(&domain, &image.digest)).transpose()?;
+        let warmed = context.work("reading ahead", "file", |task| {
+            commons.warm(&domain, &run, &image.digest, profile.as_ref(), task)
+        })?;
+        if !context.ui.json {
+            context.ui.note(format!(
+                "{}: {} of {} resident, {} of it before; the commons are charged for {}",
+                image.shown(),
+                human_size(warmed.resident_bytes),
+                human_size(warmed.bytes),
+                human_size(warmed.resident_before_bytes),
+                human_size(warmed.commons_bytes),
+            ));
+        }
+        all.push(warmed);
+    }
+    if context.ui.json {
+        context.ui.json(&all)?;
+    }
+    Ok(Exit::Ok)
+}
+
+/// What a command that mounts an image reads ahead.
+#[derive(Debug, clap::Args)]
+pub(crate) struct WarmArgs {
+    /// Read ahead, charged to no container: all files of the image, or what its profile names, if it has one [default:
+    /// what `[commons] warm` says]
+    #[arg(long, value_name = "WHAT", value_parser = what())]
+    warm: Option<Warm>,
+}
+
+fn what() -> impl clap::builder::TypedValueParser<Value = Warm> {
+    PossibleValuesParser::new(["never", "profile", "all"]).map(|word| match word.as_str() {
+        "profile" => Warm::Profile,
+        "all" => Warm::All,
+        _ => Warm::Never,
+    })
+}
+
+impl WarmArgs {
+    /// Reads a mounted image ahead in a process of its own, because a whole process is in the commons
+    /// meanwhile. The image can be used without, so a failure is a note.
+    pub(crate) fn warm(&self, domain: &Domain, image: &Digest, context: &Context<'_>) {
+        let mut helper = context.cofolio();
+        helper.args(["--quiet", "warm", &image.to_string()]).stdout(Stdio::null());
+        match self.warm.unwrap_or(context.config.config.commons.warm) {
+            Warm::Never => return,
+            Warm::All => {}
+            Warm::Profile if matches!(domain.profile(image), Ok(None)) => return,
+            Warm::Profile => _ = helper.arg("--profile"),
+        }
+        let why = match helper.output() {
+            Ok(done) if done.status.success() => return,
+            Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
+            Err(error) => error.to_string(),
+        };
+        context.ui.note(format!("the image is not read ahead: {why}"));
+    }
+}

@@ -1,0 +1,199 @@
+//! `cofolio reclaim`, with a daemon and without. What it drops is tested in `crates/node`.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test that cannot go on stops")]
+
+#[path = "../../node/tests/common/cache.rs"]
+mod cache;
+mod common;
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
+use common::daemon::Daemon;
+use common::{Killed, Sandbox, can_mount, run_with_input};
+
+/// Against hanging only.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+/// The ledger's usual share of a processor would take minutes in an emulated guest.
+const AT_ONCE: &str = "[daemon]\ncpu_percent = 100.0\n";
+
+/// The path of a cgroup below the root of the hierarchy.
+fn path_of(group: &Cgroup) -> String {
+    let procs = group.procs();
+    format!("/{}", procs.parent().unwrap().file_name().unwrap().to_str().unwrap())
+}
+
+fn group(test: &str) -> Option<Cgroup> {
+    let name = format!("cofolio-{test}-{}", std::process::id());
+    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
+    made.inspect_err(|reason| common::skip(test, &reason.to_string())).ok()
+}
+
+/// A mounted image, and the object of its file of 25 pages: who reads that is no user.
+fn mounted(sandbox: &Sandbox) -> (String, PathBuf) {
+    let image = sandbox.import_tree("tree");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "tree", &target]).ok();
+    let big = sandbox.object(&image, "/big");
+    (target, big)
+}
+
+/// A process of a cgroup that has a file open and has read it, without mapping it.
+fn opener(file: &str, group: &Cgroup) -> Killed {
+    let run = "echo 0 > \"$0\" && exec 3<\"$1\" && cat <&3 >/dev/null && echo opened; read x";
+    let mut open = Command::new("sh");
+    open.args(["-c", run]).arg(group.procs()).arg(file).stdin(Stdio::piped());
+    Killed::ready(&mut open, "opened")
+}
+
+/// A container has a file open that it does not map: without a daemon nobody knows.
+#[test]
+fn by_command_and_by_daemon() {
+    let test = "by_command_and_by_daemon";
+    if !can_mount(test) {
+        return;
+    }
+    let Some(group) = group(test) else { return };
+    let sandbox = Sandbox::new();
+    let (target, big) = mounted(&sandbox);
+    let read = || assert_eq!(std::fs::read(&big).unwrap(), vec![b'x'; 100_000]);
+    let container = path_of(&group);
+
+    for args in [&["reclaim"][..], &["reclaim", "--image", "tree", "--container", "x"]] {
+        sandbox.run(args).fails_with(2);
+    }
+    let unknown = sandbox.run(&["reclaim", "--container", "nobody"]);
+    unknown.fails_with(3).refused("no container nobody");
+    sandbox.run(&["reclaim", "--image", "nothing"]).fails_with(3);
+    read();
+    let ran = sandbox.run(&["reclaim", "--image", "tree", "--dry-run"]);
+    assert!(ran.ok().contains("would be dropped") && ran.stderr.contains("no daemon"));
+    assert!(cache::resident(&big) > 0);
+    let ran = sandbox.run(&["reclaim", "--image", "tree", "--json"]);
+    assert!(ran.json()["freed_bytes"].as_u64() >= Some(102_400), "{}", ran.stdout);
+    assert_eq!(cache::resident(&big), 0);
+
+    // A use counts for pages that are resident from then on, so they are before it.
+    read();
+    let daemon = Daemon::start(&sandbox, &[]);
+    // It listens before it has taken up the mounts.
+    daemon.sample();
+    sandbox.run(&["reclaim", "--container", "nobody"]).fails_with(3).refused("nobody");
+    let _opener = opener(&format!("{target}/big"), &group);
+    let ran = sandbox.run(&["reclaim", "--container", &container, "--bytes", "1 GiB"]);
+    assert!(ran.ok().starts_with("100.0 KiB of 1 object freed"), "{}", ran.stdout);
+    assert!(!ran.stderr.contains("no daemon"), "{}", ran.stderr);
+    assert_eq!(cache::resident(&big), 0);
+    read();
+}
+
+/// The daemon lets members of its group reclaim, and the command refused them.
+#[test]
+fn a_member_of_the_group_reclaims() {
+    let test = "a_member_of_the_group_reclaims";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let (target, big) = mounted(&sandbox);
+    std::fs::set_permissions(sandbox.path(""), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let as_member = |args: &[&str]| {
+        let mut command = sandbox.command(args);
+        command.uid(65534).gid(65533);
+        run_with_input(command, b"")
+    };
+    as_member(&["reclaim", "--image", "tree"]).fails_with(5);
+    let daemon = Daemon::start(&sandbox, &["--group", "65533"]);
+    daemon.sample();
+    std::fs::read(&big).unwrap();
+    as_member(&["reclaim", "--image", "nothing"]).fails_with(3);
+    let dry = as_member(&["reclaim", "--image", "tree", "--dry-run"]);
+    assert!(dry.ok().contains("would be dropped"), "{}", dry.stdout);
+    let ran = as_member(&["reclaim", "--image", "tree", "--json"]);
+    assert!(ran.json()["freed_bytes"].as_u64() >= Some(102_400), "{}", ran.stdout);
+    assert_eq!(cache::resident(&big), 0);
+    drop(daemon);
+    sandbox.run(&["umount", &target]).ok();
+}
+
+/// A daemon with `size` drops what a container at its limit has open: memory.high with cgroups of version
+/// 2, the only limit of version 1.
+#[test]
+fn a_daemon_relieves_a_container_at_its_limit() {
+    let test = "a_daemon_relieves_a_container_at_its_limit";
+    if !can_mount(test) {
+        return;
+    }
+    let Some(group) = group(test) else { return };
+    let sandbox = Sandbox::new();
+    let image = sandbox.import_tree("tree");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "tree", &target]).ok();
+    let big = sandbox.object(&image, "/big");
+    // Charged to this process: the kernel's own reclaim in the container does not touch it.
+    std::fs::read(&big).unwrap();
+    let config = sandbox.text("config.toml");
+    let policy = "[daemon.reclaim]\nsize = \"1 GiB\"\npressure_percent = 100.0\n";
+    std::fs::write(&config, [AT_ONCE, policy].concat()).unwrap();
+    let daemon = Daemon::start(&sandbox, &["--config", &config]);
+    // It listens before it has taken up the mounts.
+    daemon.sample();
+    let container = path_of(&group);
+    let _opener = opener(&format!("{target}/big"), &group);
+    let known = sandbox.run(&["reclaim", "--container", &container, "--dry-run", "--json"]).json();
+    assert_eq!(known["objects"], 1);
+    let limit = 8 << 20;
+    match Hierarchy::find(Path::new("/")).unwrap().version() {
+        Version::V1 => group.limit(limit).unwrap(),
+        Version::V2 => {
+            std::fs::write(group.procs().with_file_name("memory.high"), limit.to_string()).unwrap();
+        }
+    }
+    let filler = sandbox.text("filler");
+    let began = Instant::now();
+    // Again and again: what came before the daemon's first look at the container does not count.
+    while cache::resident(&big) > 0 {
+        assert!(began.elapsed() < WATCHDOG, "it is still resident");
+        let fill = "echo 0 > \"$0\" && exec head -c 33554432 /dev/zero > \"$1\"";
+        let mut fill =
+            Command::new("sh").args(["-c", fill]).arg(group.procs()).arg(&filler).spawn();
+        assert!(fill.as_mut().unwrap().wait().unwrap().success());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// A daemon with `drop_left_behind` drops what only a removed container used.
+#[test]
+fn a_daemon_drops_what_is_left_behind() {
+    let test = "a_daemon_drops_what_is_left_behind";
+    if !can_mount(test) {
+        return;
+    }
+    let Some(group) = group(test) else { return };
+    let sandbox = Sandbox::new();
+    let (target, big) = mounted(&sandbox);
+    std::fs::read(&big).unwrap();
+    let config = sandbox.text("config.toml");
+    let policy = "[daemon.reclaim]\ndrop_left_behind = true\n";
+    std::fs::write(&config, [AT_ONCE, policy].concat()).unwrap();
+    let daemon = Daemon::start(&sandbox, &["--config", &config]);
+    // It listens before it has taken up the mounts.
+    daemon.sample();
+    let container = path_of(&group);
+    let opener = opener(&format!("{target}/big"), &group);
+    // That takes all figures: the daemon knows the user now.
+    let known = sandbox.run(&["reclaim", "--container", &container, "--dry-run", "--json"]).json();
+    assert_eq!(known["objects"], 1);
+    drop(opener);
+    drop(group);
+    let began = Instant::now();
+    while cache::resident(&big) > 0 {
+        assert!(began.elapsed() < WATCHDOG, "it is still resident");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}

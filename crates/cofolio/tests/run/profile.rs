@@ -1,0 +1,228 @@
+//! What a start reads is recorded, and read ahead for the next one.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use cofolio_node::commons::{self, Commons};
+use cofolio_store::verity;
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde_json::{Value, json};
+
+use crate::common::machine::{Machine, machine, until};
+use crate::common::{Killed, program};
+use crate::{cache, send, started};
+
+/// Digests of the files that the profile names.
+fn recorded(machine: &Machine) -> Vec<String> {
+    let profile: Value =
+        serde_json::from_str(machine.run(&["profile", "show", "box:1", "--json"]).ok()).unwrap();
+    let files = profile["files"].as_array().unwrap();
+    files.iter().map(|file| file["object"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn a_profile_has_what_a_start_opens() {
+    let Some((machine, _)) = machine("a_profile_has_what_a_start_opens") else { return };
+    let digest = |content: &[u8]| verity::digest(content).to_string();
+    let busybox = digest(&fs::read(program("busybox").unwrap()).unwrap());
+    let [group, text] = [&b"worker:x:1002:\n"[..], b"no program\n"].map(digest);
+    machine.run(&["profile", "show", "box:1"]).fails_with(3);
+    let script = ["profile", "record", "box:1", "--", "sh", "-c"];
+    machine.run(&[&script[..], &["cat /etc/group"]].concat()).ok();
+    let found = recorded(&machine);
+    let place = |object: &String| found.iter().position(|it| it == object);
+    assert!(place(&busybox) < place(&group) && place(&busybox).is_some(), "{found:?}");
+    assert_eq!(place(&text), None, "{found:?}");
+    // A container that does not end is ended, and its profile takes the place of the one before.
+    let script = ["profile", "record", "--seconds", "8", "box:1", "--", "sh", "-c"];
+    let waits = "trap exit TERM; cat /bin/text; sleep 1000 & wait";
+    machine.run(&[&script[..], &[waits]].concat()).ok();
+    let found = recorded(&machine);
+    assert!(found.contains(&text) && !found.contains(&group), "{found:?}");
+    // One that fails, or is ended at once, changes nothing.
+    let failing = ["profile", "record", "box:1", "--", "sh", "-c", "cat /etc/group; exit 7"];
+    machine.run(&failing).fails_with(1);
+    let _ = machine.run(&["profile", "record", "--seconds", "0", "box:1", "--", "sh", "-c", waits]);
+    machine.assert_clean();
+    machine.run(&["profile", "record", "box:1", "--", "cat", "/bin/text"]).ok();
+
+    // At a terminal Ctrl-C reaches the container as well. It was told to end, and has not failed.
+    let waits = "trap 'exit 130' INT; cat /bin/text; sleep 1000 & wait";
+    let record = ["profile", "record", "box:1", "--", "sh", "-c", waits];
+    let mut command = machine.command(&record);
+    let mut child = Killed::start(command.process_group(0).stderr(Stdio::piped()));
+    let lines = BufReader::new(child.0.stderr.take().unwrap()).lines();
+    let mut said = lines.map_while(Result::ok);
+    assert!(said.any(|line| line.contains("no program")));
+    kill_process_group(Pid::from_child(&child.0), Signal::INT).unwrap();
+    let said: Vec<String> = said.collect();
+    assert!(child.0.wait().unwrap().success(), "{said:?}");
+    assert!(recorded(&machine).contains(&text));
+    machine.assert_clean();
+
+    // Of one that runs, what it opens from now on.
+    let script = "echo up; while sleep 0.1; do cat /etc/group >/dev/null; done";
+    let mut child = started(&machine, &["run", "--name", "it", "box:1", "--", "sh", "-c", script]);
+    machine.run(&["profile", "record", "--container", "it", "--seconds", "4"]).ok();
+    let found = recorded(&machine);
+    assert!(found.contains(&group) && !found.contains(&text), "{found:?}");
+    machine.run(&["profile", "record", "--container", "other"]).fails_with(3);
+    send(&child, Signal::TERM);
+    std::thread::sleep(Duration::from_millis(200));
+    machine.run(&["stop", "--time", "0", "it"]);
+    child.wait().unwrap();
+    machine.assert_clean();
+
+    // One that was altered is refused.
+    let image = machine.run(&["inspect", "box:1", "--json"]);
+    let image: Value = serde_json::from_str(image.ok()).unwrap();
+    let image = image["image"].as_str().unwrap();
+    let file = machine.path("store/domains/default/profiles").join(image);
+    let content = fs::read_to_string(&file).unwrap();
+    fs::write(&file, content.replace(&group, &digest(b"foreign"))).unwrap();
+    let ran = machine.run(&["profile", "show", "box:1"]);
+    assert!(ran.stderr.contains("is damaged"), "{}", ran.stderr);
+    ran.fails_with(4);
+    // A container that is to have it read ahead starts without.
+    let ran = machine.run(&["run", "--warm", "profile", "box:1", "--", "echo", "up"]);
+    assert!(
+        ran.stderr.contains("not read ahead") && ran.stderr.contains("is damaged"),
+        "{}",
+        ran.stderr
+    );
+    assert_eq!(ran.ok(), "up\n");
+}
+
+/// The policy is that of the configuration unless an option says otherwise. Nothing in the container
+/// reads /bin/text.
+#[test]
+fn what_a_container_starts_from_is_read_ahead_by_policy() {
+    let test = "what_a_container_starts_from_is_read_ahead_by_policy";
+    let Some((machine, _)) = machine(test) else { return };
+    let commons = Commons::open(commons::NAME, None);
+    if let Err(reason) = commons {
+        return crate::common::skip(test, &reason.to_string());
+    }
+    let text = machine.object("box:1", "/bin/text");
+    let config = machine.path("policy.toml");
+    let resident_after = |policy: &str, args: &[&str]| {
+        fs::write(&config, policy).unwrap();
+        cache::forget(&text);
+        let config = ["--config", config.to_str().unwrap()];
+        let ran = machine.run(&[&config, args].concat());
+        ran.ok();
+        assert!(!ran.stderr.contains("ahead"), "{}", ran.stderr);
+        // What is asked for is in the cache before it is read.
+        let file = fs::File::open(&text).unwrap();
+        cofolio_sys::cache::cachestat(&file, 0, 0).unwrap().cached > 0
+    };
+    let (all, profile) = ("[commons]\nwarm = 'all'\n", "[commons]\nwarm = 'profile'\n");
+    let run = ["run", "box:1", "--", "true"];
+    assert!(!resident_after("", &run));
+    assert!(resident_after(all, &run));
+    assert!(!resident_after(all, &["run", "--warm", "never", "box:1", "--", "true"]));
+    assert!(resident_after("", &["run", "--warm", "all", "box:1", "--", "true"]));
+    // There is none.
+    assert!(!resident_after(profile, &run));
+    machine.run(&["profile", "record", "box:1", "--", "cat", "/bin/text"]).ok();
+    assert!(resident_after(profile, &run));
+
+    // The other commands that mount; and the limit is set.
+    let limited = "[commons]\nwarm = 'all'\nlimit = '1 GiB'\n";
+    let target = machine.path("mnt").to_str().unwrap().to_owned();
+    assert!(resident_after(limited, &["mount", "--create", "box:1", &target]));
+    machine.run(&["umount", &target]).ok();
+    let bundle = machine.path("bundle").to_str().unwrap().to_owned();
+    assert!(resident_after(limited, &["bundle", "box:1", &bundle]));
+    machine.run(&["umount", &format!("{bundle}/rootfs")]).ok();
+    // A recorder would see what was read ahead.
+    assert!(!resident_after(all, &["profile", "record", "box:1", "--", "true"]));
+    machine.assert_clean();
+}
+
+/// A container whose recording was killed went on, and nobody knew what for; the changes that it
+/// had made were kept for good.
+#[test]
+fn a_killed_recording_takes_its_container_along() {
+    let test = "a_killed_recording_takes_its_container_along";
+    let Some((machine, _)) = machine(test) else { return };
+    let script = "trap exit TERM; echo >/etc/x; echo up; sleep 1000 & wait";
+    let record = ["profile", "record", "--rw", "box:1", "--", "sh", "-c", script];
+    let mut child = Killed::start(machine.command(&record).stderr(Stdio::piped()));
+    let mut said = BufReader::new(child.0.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(said.any(|line| line == "up"));
+    child.0.kill().unwrap();
+    child.0.wait().unwrap();
+    let is_gone = || machine.containers().is_empty() && machine.mounted().len() <= 1;
+    until("the container is gone", || is_gone().then_some(()));
+    machine.assert_clean();
+}
+
+/// Without this a user had to find out in which directories an image has to be writable.
+#[test]
+fn a_container_can_write_where_its_recorded_start_did() {
+    let Some((machine, _)) = machine("a_container_can_write_where_its_recorded_start_did") else {
+        return;
+    };
+    let written = || {
+        let profile = machine.run(&["profile", "show", "box:1", "--json"]).json();
+        profile["written"].as_array().map(|dirs| dirs.to_vec())
+    };
+    let target = machine.path("recorded").to_str().unwrap().to_owned();
+    let mount = ["mount", "--json", "--create", "--writable-recorded", "box:1", &target];
+    machine.run(&mount).fails_with(3);
+
+    // Made, changed and removed: in a directory, below a new one, in scratch, in a volume.
+    let script =
+        "echo >/etc/new; mkdir /mnt/a; echo >/mnt/a/b; echo >/tmp/t; echo >/data/d; rm /bin/text";
+    machine.run(&["profile", "record", "--rw", "box:1", "--", "sh", "-c", script]).ok();
+    machine.assert_clean();
+    assert_eq!(written().unwrap(), ["/bin", "/data", "/etc", "/mnt", "/tmp"]);
+    assert!(machine.run(&["profile", "show", "box:1"]).ok().contains("writes to /etc\n"));
+    let record = machine.run(&mount).json();
+    assert_eq!(record["upper"]["dirs"], json!(["/bin", "/data", "/etc", "/mnt", "/tmp"]));
+    let listed = machine.run(&["mounts"]);
+    assert!(listed.ok().contains("rw in part"), "{}", listed.stdout);
+    machine.run(&["umount", &target]).ok();
+    // `run` has mounts of its own for the other two.
+    let script = "set -e; rm /bin/text; for dir in etc mnt tmp data; do echo >/$dir/x; done; \
+                  ! mkdir /new; sleep 1000 & wait";
+    let run = ["run", "--detach", "--name", "it", "--writable-recorded", "box:1", "--"];
+    machine.run(&[&run[..], &["sh", "-c", script]].concat()).ok();
+    let [found] = &machine.containers()[..] else { panic!("{:?}", machine.containers()) };
+    assert_eq!(found["writable"], json!(false));
+    assert_eq!(found["writable_dirs"], json!(["/bin", "/etc", "/mnt"]));
+    let rootfs = Path::new(found["rootfs"].as_str().unwrap()).to_owned();
+    until("it writes", || rootfs.join("mnt/x").exists().then_some(()));
+    // Of one that runs: where it has written so far, of what it can write to. Once its shell has
+    // started the last program, it opens nothing.
+    let record = ["profile", "record", "--container", "it", "--seconds", "1"];
+    until("it opens nothing", || (machine.run(&record).code == 1).then_some(()));
+    machine.run(&["stop", "--time", "0", "it"]);
+
+    let script = "cat /etc/group; echo >/etc/x; while sleep 0.1; do cat /bin/text >/dev/null; done";
+    machine.run(&["run", "-d", "--rw", "--name", "it", "box:1", "--", "sh", "-c", script]).ok();
+    machine.run(&["profile", "record", "--container", "it", "--seconds", "4"]).ok();
+    assert_eq!(written().unwrap(), ["/etc"]);
+    machine.run(&["stop", "--time", "0", "it"]);
+
+    // It could not write; it wrote nothing; it changed the root.
+    machine.run(&["profile", "record", "box:1", "--", "cat", "/etc/group"]).ok();
+    assert_eq!(written(), None);
+    let ran = machine.run(&mount);
+    assert!(ran.stderr.contains("profile record --rw"), "{}", ran.stderr);
+    ran.fails_with(3);
+    machine.run(&["profile", "record", "--rw", "box:1", "--", "cat", "/etc/group"]).ok();
+    assert_eq!(written().unwrap(), [""; 0]);
+    assert_eq!(machine.run(&mount).json().get("upper"), None);
+    machine.run(&["umount", &target]).ok();
+    machine.run(&["profile", "record", "--rw", "box:1", "--", "mkdir", "/new"]).ok();
+    let ran = machine.run(&mount);
+    assert!(ran.stderr.contains("--rw"), "{}", ran.stderr);
+    assert_ne!(ran.code, 0);
+    machine.assert_clean();
+}

@@ -1,0 +1,579 @@
+//! The daemon: its API against `docs/API.md`, who may use it, and what happens when it dies.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use common::daemon::{Daemon, request};
+use common::{Killed, Sandbox, can_mount};
+use serde_json::{Value, json};
+
+/// Keys of all objects in a value.
+fn keys(value: &Value, into: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(fields) => {
+            into.extend(fields.keys().cloned());
+            fields.values().for_each(|value| keys(value, into));
+        }
+        Value::Array(values) => values.iter().for_each(|value| keys(value, into)),
+        _ => {}
+    }
+}
+
+fn api_doc() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/API.md");
+    std::fs::read_to_string(path).unwrap()
+}
+
+/// Words in backquotes of a part of a text.
+fn quoted(text: &str) -> BTreeSet<&str> {
+    text.split('`').skip(1).step_by(2).collect()
+}
+
+/// Every field and metric is documented, and every documented one exists.
+#[test]
+fn the_api_is_as_documented() {
+    if !can_mount("the_api_is_as_documented") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let image = sandbox.import_tree("tree");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "tree", &target]).ok();
+    let daemon = Daemon::start(&sandbox, &[]);
+    // A process that maps a file of it.
+    let mut tail = Command::new("tail");
+    tail.args(["-f", &format!("{target}/big")]).stdout(Stdio::null());
+    let holder = Killed::start(&mut tail);
+    let report = daemon.sample();
+    let found = daemon.json("/v1/report");
+    assert_eq!(found["images"][0]["image"], image.as_str());
+    let sharing = daemon.json("/v1/sharing?domain=default");
+    let files = daemon.json(&format!("/v1/images/default/{image}/files?sort=size&limit=1"));
+    assert_eq!((&files["total"], &files["files"][0]["path"]), (&3.into(), &"/big".into()));
+    let object = files["files"][0]["object"].as_str().unwrap();
+    let users = daemon.json(&format!("/v1/objects/default/{object}/users"));
+    let doc = api_doc();
+    let mut seen = BTreeSet::new();
+    for value in [&report, &found, &sharing, &files, &users] {
+        keys(value, &mut seen);
+    }
+    for target in [
+        json!({ "container": "/" }),
+        json!({ "image": { "domain": "default", "image": image } }),
+        json!({ "domain": "default" }),
+    ] {
+        let asked = json!({ "target": target, "bytes": 1, "shared": false, "dry_run": true });
+        let (status, body) = daemon.post("/v1/reclaim", &asked.to_string());
+        assert_eq!(status, 200, "{body}");
+        keys(&asked, &mut seen);
+        keys(&serde_json::from_str(&body).unwrap(), &mut seen);
+    }
+    for (body, status) in [
+        ("", 400),
+        ("{\"target\": {\"container\": \"/\"}, \"dryrun\": true}", 400),
+        ("{\"target\": {\"container\": \"none\"}}", 404),
+    ] {
+        let (found, said) = daemon.post("/v1/reclaim", body);
+        assert!(found == status && said.contains("\"error\""), "{found} {said}");
+    }
+    for path in ["/v1/version", "/v1/history"] {
+        keys(&daemon.json(path), &mut seen);
+    }
+    let documented = quoted(&doc);
+    for key in &seen {
+        assert!(documented.contains(key.as_str()), "docs/API.md does not have {key}");
+    }
+    let (_, fields) = doc.split_once("## Report").unwrap();
+    let (fields, metrics) = fields.split_once("## Metrics").unwrap();
+    let is_field = |word: &&&str| word.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+    // A container is in no report unless something uses an object, and no commons unless they exist.
+    let of_others = [
+        "cgroup",
+        "name",
+        "proportional_bytes",
+        "private_bytes",
+        "seconds_ago",
+        "charged_bytes",
+        "limit_bytes",
+    ];
+    for field in quoted(fields).iter().filter(is_field).filter(|it| !of_others.contains(it)) {
+        assert!(seen.contains(*field), "the API does not have {field}");
+    }
+
+    let (_, text) = daemon.get("/metrics");
+    let names = text.lines().filter_map(|line| line.strip_prefix("cofolio_"));
+    let names: BTreeSet<_> = names.filter_map(|line| line.split(['{', ' ']).next()).collect();
+    let documented: BTreeSet<_> = quoted(metrics)
+        .into_iter()
+        .filter(|word| word.contains('_') || *word == "images" || *word == "containers")
+        .collect();
+    let has_commons = !daemon.json("/v1/report")["domains"][0]["commons_bytes"].is_null();
+    let is_there = |word: &&str| *word != "cofolio_" && (has_commons || *word != "commons_bytes");
+    let documented: BTreeSet<_> = documented.into_iter().filter(is_there).collect();
+    assert_eq!(names, documented);
+
+    for (path, status) in [
+        ("/v1/nothing", 404),
+        ("/v1/images/default/00/files", 400),
+        (&format!("/v1/images/none/{image}/files"), 404),
+        (&format!("/v1/images/default/{image}/files?sort=x"), 400),
+        (&format!("/v1/images/default/{image}/files?limit=-1"), 400),
+        (&format!("/v1/objects/default/{image}/users"), 404),
+        ("/v1/sharing?domain=none", 404),
+        ("/v1/sample", 405),
+        ("/v1/reclaim", 405),
+        ("/..//v1/report", 404),
+    ] {
+        let (found, body) = daemon.get(path);
+        assert_eq!(found, status, "{path}: {body}");
+        assert!(body.contains("\"error\""), "{path}: {body}");
+    }
+    drop(daemon);
+    drop(holder);
+    sandbox.run(&["umount", &target]).ok();
+}
+
+/// Only root connects, and the members of the group; over TCP everybody reads, if the name by which
+/// the server is asked for is this machine's.
+#[test]
+fn who_may_ask() {
+    if !can_mount("who_may_ask") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    // The socket's own mode decides.
+    std::fs::set_permissions(sandbox.path(""), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let connects = |socket: &Path, uid: u32, gid: u32| {
+        let mut command = Command::new("curl");
+        command.args(["-s", "-o", "/dev/null", "--unix-socket"]).arg(socket);
+        command.arg("http://localhost/v1/version").uid(uid).gid(gid);
+        command.status().unwrap().success()
+    };
+    let daemon = Daemon::start(&sandbox, &[]);
+    assert!(connects(&daemon.socket, 0, 0));
+    assert!(!connects(&daemon.socket, 65534, 65534));
+    drop(daemon);
+
+    let daemon = Daemon::start(&sandbox, &["--group", "65533", "--listen", "127.0.0.1:0"]);
+    assert!(!connects(&daemon.socket, 65534, 65534));
+    assert!(connects(&daemon.socket, 65534, 65533));
+    let address = daemon.tcp.clone().unwrap();
+    let ask = |text: String| request(TcpStream::connect(&address).unwrap(), &text);
+    assert_eq!(
+        ask(format!("GET /v1/version HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")).0,
+        200
+    );
+    for host in ["example.com", "example.com:80", "127.0.0.1.example.com", ""] {
+        let (status, body) =
+            ask(format!("GET /v1/version HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"));
+        assert_eq!(status, 403, "{host}: {body}");
+    }
+    for path in ["sample", "reclaim"] {
+        let head = format!("POST /v1/{path} HTTP/1.1\r\nHost: {address}\r\n");
+        let (status, body) = ask(format!("{head}Connection: close\r\n\r\n"));
+        assert!(status == 403 && body.contains("unix socket"), "{body}");
+    }
+
+    for (args, said) in [
+        (["--listen", "0.0.0.0:0"], "not a loopback address"),
+        (["--group", "no-such-group"], "no group no-such-group"),
+    ] {
+        let other = sandbox.text("other.sock");
+        let args = ["serve", "--socket", &other, args[0], args[1]];
+        let ran = sandbox.run(&args);
+        assert!(ran.code != 0 && ran.stderr.contains(said), "{}", ran.stderr);
+    }
+}
+
+/// A second daemon at the socket of a living one is refused; the socket of a killed one is
+/// replaced, and a file that is no socket stays.
+#[test]
+fn a_killed_daemon_leaves_nothing_in_the_way() {
+    if !can_mount("a_killed_daemon_leaves_nothing_in_the_way") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "--rw", "tree", &target]).ok();
+    let daemon = Daemon::start(&sandbox, &[]);
+    let refused = sandbox.run(&["serve"]);
+    assert!(refused.stderr.contains("another process listens"), "{}", refused.stderr);
+    assert_eq!(daemon.json("/v1/version")["api"], 1);
+    let socket = daemon.socket.clone();
+    drop(daemon);
+    assert!(socket.exists());
+    // The mount neither notices nor is held.
+    std::fs::write(Path::new(&target).join("etc/new"), "x").unwrap();
+    let mut daemon = Daemon::start(&sandbox, &[]);
+    assert_eq!(daemon.sample()["images"].as_array().unwrap().len(), 1);
+    sandbox.run(&["umount", &target]).ok();
+
+    // Asked to end, it takes its socket along.
+    Command::new("kill").arg(daemon.child.0.id().to_string()).status().unwrap();
+    assert!(daemon.child.0.wait().unwrap().success());
+    assert!(!socket.exists());
+    std::fs::write(&socket, "mine").unwrap();
+    let refused = sandbox.run(&["serve"]);
+    assert!(refused.code != 0 && refused.stderr.contains("is no socket"), "{}", refused.stderr);
+    assert_eq!(std::fs::read(&socket).unwrap(), b"mine");
+    // The same goes for the name that the socket has at first.
+    std::fs::remove_file(&socket).unwrap();
+    let aside = socket.with_extension("sock.new");
+    std::fs::write(&aside, "mine").unwrap();
+    let refused = sandbox.run(&["serve"]);
+    assert!(refused.code != 0 && refused.stderr.contains("is no socket"), "{}", refused.stderr);
+    assert_eq!(std::fs::read(&aside).unwrap(), b"mine");
+}
+
+/// Clients that say nothing, or half of something, take places, and others are served all the same.
+#[test]
+fn slow_clients_hold_up_nobody() {
+    if !can_mount("slow_clients_hold_up_nobody") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let daemon = Daemon::start(&sandbox, &[]);
+    let mut slow: Vec<UnixStream> =
+        (0..60).map(|_| UnixStream::connect(&daemon.socket).unwrap()).collect();
+    slow.iter_mut().step_by(2).for_each(|it| it.write_all(b"GET /v1/rep").unwrap());
+    assert_eq!(daemon.get("/v1/version").0, 200);
+    let long = format!("GET /{} HTTP/1.0\r\n\r\n", "x".repeat(100_000));
+    let mut stream = UnixStream::connect(&daemon.socket).unwrap();
+    let _ = stream.write_all(long.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{answer}");
+    assert_eq!(daemon.get("/v1/version").0, 200);
+}
+
+/// A file that was opened keeps its mount busy for as long as it waits in fanotify's queue. A
+/// daemon that had used up its share of a processor left it there, and `cofolio umount` failed.
+#[test]
+fn a_daemon_without_time_keeps_no_mount_busy() {
+    if !can_mount("a_daemon_without_time_keeps_no_mount_busy") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let config = sandbox.path("config.toml");
+    std::fs::write(&config, "[daemon]\ncpu_percent = 0.01\n").unwrap();
+    let daemon = Daemon::start(&sandbox, &["--config", config.to_str().unwrap()]);
+    daemon.sample();
+    let target = sandbox.text("mnt");
+    for access in ["--ro", "--rw"] {
+        let mut args = vec!["mount", "--create", "tree", &target];
+        args.extend((access == "--rw").then_some(access));
+        sandbox.run(&args).ok();
+        daemon.sample();
+        for _ in 0..50 {
+            std::fs::read(Path::new(&target).join("big")).unwrap();
+            Command::new("cat").arg(format!("{target}/etc/hostname")).output().unwrap();
+        }
+        sandbox.run(&["umount", &target]).ok();
+    }
+}
+
+/// Imports an image. Gives the path of a list of its files, which is 4 MB.
+fn large_answer(sandbox: &Sandbox) -> String {
+    let tree = sandbox.path("many");
+    // Few files with long paths.
+    let deep = tree.join(["n".repeat(240).as_str(); 15].join("/"));
+    std::fs::create_dir_all(&deep).unwrap();
+    for number in 0..1000 {
+        std::fs::write(deep.join(number.to_string()), "x").unwrap();
+    }
+    let ran = sandbox.run(&["import", "--json", "--name", "many", tree.to_str().unwrap()]);
+    ran.ok();
+    format!("/v1/images/default/{}/files?limit=100000", ran.json()["image"].as_str().unwrap())
+}
+
+/// Processor time of the daemon's ledger.
+fn ledger_seconds(daemon: &Daemon) -> f64 {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.child.0.id())).unwrap();
+    let read = |path: PathBuf| std::fs::read_to_string(path).unwrap_or_default();
+    let mut tasks = tasks.map(|task| task.unwrap().path());
+    let ledger = tasks.find(|task| read(task.join("comm")) == "ledger\n").unwrap();
+    let spent = read(ledger.join("schedstat"));
+    spent.split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9
+}
+
+/// Clients that asked for lists of files again and again used up the ledger's share of a processor:
+/// it stopped to watch opened files, and counted that as an overflow. While several questions
+/// waited it took no opened file out of the queue, which kept mounts busy.
+#[test]
+fn clients_that_ask_all_the_time_keep_the_ledger_from_nothing() {
+    if !can_mount("clients_that_ask_all_the_time_keep_the_ledger_from_nothing") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    // To the ledger a short list of the same image is as much work.
+    let path = large_answer(&sandbox).replace("100000", "1");
+    let daemon = Daemon::start(&sandbox, &[]);
+    daemon.sample();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    daemon.get(&path);
+                }
+            });
+        }
+        let target = sandbox.text("mnt");
+        let mut refused = Vec::new();
+        // The ledger may be in debt for one.
+        while ledger_seconds(&daemon) < 2.0 && refused.is_empty() {
+            sandbox.run(&["mount", "--create", "tree", &target]).ok();
+            std::fs::read(Path::new(&target).join("big")).unwrap();
+            let ran = sandbox.run(&["umount", &target]);
+            refused.extend((ran.code != 0).then_some(ran.stderr));
+        }
+        is_over.store(true, Ordering::Relaxed);
+        assert_eq!(refused, Vec::<String>::new());
+    });
+    assert_eq!(daemon.sample()["unknown"]["overflows"], 0);
+}
+
+/// Clients that ask for large answers and do not read them: the daemon keeps 64 MiB of these at
+/// most.
+#[test]
+fn clients_that_do_not_read_cost_bounded_memory() {
+    if !can_mount("clients_that_do_not_read_cost_bounded_memory") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let path = large_answer(&sandbox);
+    let daemon = Daemon::start(&sandbox, &[]);
+    let (status, body) = daemon.get(&path);
+    assert_eq!(status, 200, "{body}");
+    let peak_bytes = || {
+        let path = format!("/proc/{}/status", daemon.child.0.id());
+        let status = std::fs::read_to_string(path).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        1024 * line.trim().trim_end_matches(" kB").parse::<usize>().unwrap()
+    };
+    let before = peak_bytes();
+    let clients = 32;
+    assert!(clients * body.len() > 110 << 20, "{} bytes are not large", body.len());
+    let unread: Vec<UnixStream> = (0..clients)
+        .map(|_| {
+            let mut stream = UnixStream::connect(&daemon.socket).unwrap();
+            stream.write_all(format!("GET {path} HTTP/1.1\r\n\r\n").as_bytes()).unwrap();
+            stream
+        })
+        .collect();
+    // Answered in some way, all of them.
+    let is_answered = |stream: &UnixStream| {
+        let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
+        rustix::net::recv(stream, &mut [0], flags).is_ok()
+    };
+    while !unread.iter().all(is_answered) {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let grown = peak_bytes() - before;
+    assert!(grown < 96 << 20, "{grown} bytes");
+    assert_eq!(daemon.get("/v1/version").0, 200);
+    assert_eq!(daemon.get(&path).0, 503);
+    drop(unread);
+    common::machine::until("there is room again", || (daemon.get(&path).0 == 200).then_some(()));
+}
+
+/// Every number of the dashboard is the API's, in a real browser. `make test` also shows it made-up
+/// figures, many and hostile ones (`crates/daemon/dashboard/test/check.py`).
+#[test]
+fn the_dashboard_shows_what_the_api_says() {
+    let test = "the_dashboard_shows_what_the_api_says";
+    if !can_mount(test) {
+        return;
+    }
+    if common::program("chromium").is_none() {
+        return common::skip(test, "chromium is not installed");
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let two = sandbox.tree("other");
+    std::fs::write(two.join("more"), vec![7; 50_000]).unwrap();
+    sandbox.run(&["import", "--name", "other", two.to_str().unwrap()]).ok();
+    let targets = ["one", "two"].map(|name| sandbox.text(name));
+    let mut holders = Vec::new();
+    for (image, target) in ["tree", "other"].iter().zip(&targets) {
+        sandbox.run(&["mount", "--create", "--rw", image, target]).ok();
+    }
+    // The figures stay as they are while they are compared.
+    let daemon = Daemon::start(&sandbox, &["--listen", "127.0.0.1:0", "--period", "3600"]);
+    for target in &targets {
+        let mut child = Command::new("tail");
+        child.args(["-f", &format!("{target}/big")]).stdout(Stdio::null());
+        holders.push(Killed::start(&mut child));
+    }
+    let report = daemon.sample();
+    assert_eq!(report["images"].as_array().unwrap().len(), 2);
+    let check = Path::new(env!("CARGO_MANIFEST_DIR")).join("../daemon/dashboard/test/live.py");
+    let url = format!("http://{}", daemon.tcp.as_ref().unwrap());
+    let checked = Command::new(check).arg(url).output().unwrap();
+    let said = String::from_utf8_lossy(&checked.stdout);
+    assert!(checked.status.success(), "{said}{}", String::from_utf8_lossy(&checked.stderr));
+    drop(holders);
+    drop(daemon);
+    for target in &targets {
+        sandbox.run(&["umount", target]).ok();
+    }
+}
+
+/// systemd opens the socket and starts the daemon with it, so that no request is lost while the
+/// daemon is started anew.
+#[test]
+fn a_socket_that_is_passed_is_used_and_outlives_the_daemon() {
+    let test = "a_socket_that_is_passed_is_used_and_outlives_the_daemon";
+    if !can_mount(test) {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let socket = sandbox.path("passed.sock");
+    // As systemd does it: the socket is descriptor 3 of the process that LISTEN_PID names.
+    let program = "import os, socket, sys\n\
+                   listener = socket.socket(socket.AF_UNIX)\n\
+                   listener.bind(sys.argv[1]); listener.listen()\n\
+                   for restart in range(2):\n\
+                   \x20   pid = os.fork()\n\
+                   \x20   if pid == 0:\n\
+                   \x20       os.dup2(listener.fileno(), 3); os.set_inheritable(3, True)\n\
+                   \x20       os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n\
+                   \x20       os.execv(sys.argv[2], sys.argv[2:])\n\
+                   \x20   print(pid, flush=True)\n\
+                   \x20   assert os.waitpid(pid, 0)[1] == 0\n\
+                   listener.close(); os.unlink(sys.argv[1])\n";
+    let command = sandbox.command(&["serve"]);
+    let serve = command.get_program().to_owned();
+    let mut starter = Command::new("python3");
+    starter.args(["-c", program]).arg(&socket).arg(serve).args(["serve", "--group", "65533"]);
+    let said = sandbox.path("said");
+    let log = std::fs::File::create(&said).unwrap();
+    command.get_envs().for_each(|(name, value)| {
+        value.map(|value| starter.env(name, value));
+    });
+    let mut starter = starter.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
+    let mut pids = BufReader::new(starter.stdout.take().unwrap()).lines();
+    for _ in 0..2 {
+        let pid = pids.next().unwrap().unwrap();
+        // Whoever connects before the daemon is ready waits in the socket's queue.
+        let stream = UnixStream::connect(&socket).unwrap();
+        let (status, body) = request(stream, "GET /v1/version HTTP/1.0\r\n\r\n");
+        assert_eq!(status, 200, "{body}");
+        assert!(socket.exists());
+        Command::new("kill").arg(pid).status().unwrap();
+    }
+    assert!(starter.wait().unwrap().success());
+    // It says which of its options have no effect on passed sockets.
+    let said = std::fs::read_to_string(said).unwrap();
+    for ignored in ["not listening at", "run/cofolio.sock", "group 65533 is ignored"] {
+        assert!(said.contains(ignored), "{ignored}: {said}");
+    }
+}
+
+/// The configuration is read again at SIGHUP; one that is wrong changes nothing.
+#[test]
+fn a_reload_takes_settings_and_keeps_them_when_they_are_wrong() {
+    if !can_mount("a_reload_takes_settings_and_keeps_them_when_they_are_wrong") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let config = sandbox.path("config.toml");
+    std::fs::write(&config, "[daemon]\nperiod = 3600\n").unwrap();
+    let mut daemon = Daemon::with(&sandbox, &["--config", config.to_str().unwrap()]);
+    daemon.json("/v1/version");
+    std::fs::write(&config, "[daemon]\nperiod = 'x'\n").unwrap();
+    let why = daemon.reload();
+    assert!(why.contains("stay as they are") && why.contains("config.toml:2"), "{why}");
+    // A file that is missing is no reason to forget what it said.
+    std::fs::remove_file(&config).unwrap();
+    let why = daemon.reload();
+    assert!(why.contains("stay as they are") && why.contains("no file"), "{why}");
+    std::fs::write(&config, "[daemon]\nperiod = 1\n").unwrap();
+    assert!(daemon.reload().contains("read again"));
+    // A report a second from now on, and no longer one an hour. Nobody asks for a sample, which
+    // would begin a new period.
+    let time = |value: Value| value["time"].as_i64().unwrap();
+    let first = time(daemon.json("/v1/report"));
+    while time(daemon.json("/v1/report")) <= first {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+/// Directives that give a service its own mount namespace would hide its mounts from the machine.
+#[test]
+fn the_service_shares_the_mounts_of_the_machine() {
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd/cofolio.service");
+    let unit = std::fs::read_to_string(path).unwrap();
+    let directives = unit.lines().filter(|line| !line.starts_with('#'));
+    let names: Vec<_> = directives.filter_map(|line| Some(line.split_once('=')?.0)).collect();
+    // systemd.exec(5), "Sandboxing" and "Paths": those that imply a mount namespace.
+    for prefix in [
+        "Protect",
+        "Private",
+        "ReadOnly",
+        "ReadWrite",
+        "Inaccessible",
+        "ExecPaths",
+        "NoExec",
+        "Root",
+        "Mount",
+        "Bind",
+        "Temporary",
+        "Dynamic",
+        "RestrictNamespaces",
+        "ProcSubset",
+        "RuntimeDirectory",
+        "StateDirectory",
+        "ExtensionImages",
+        "ExtensionDirectories",
+    ] {
+        assert!(names.iter().all(|name| !name.starts_with(prefix)), "{prefix}: {names:?}");
+    }
+}
+
+/// An image is read ahead, charged to a cgroup of its own.
+#[test]
+fn warm_reads_an_image_ahead() {
+    let test = "warm_reads_an_image_ahead";
+    if !can_mount(test) {
+        return;
+    }
+    let hierarchies = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(PathBuf::from);
+    let commons = hierarchies.map(|top| top.join("cofolio-commons"));
+    let was_there = commons.iter().any(|commons| commons.exists());
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    sandbox.run(&["warm", "nothing"]).fails_with(3);
+    let ran = sandbox.run(&["warm", "--json", "tree"]);
+    if ran.stderr.contains("no memory cgroup") {
+        return common::skip(test, ran.stderr.trim());
+    }
+    ran.ok();
+    let warmed = &ran.json()[0];
+    assert_eq!((&warmed["objects"], &warmed["bytes"]), (&3.into(), &100_045.into()));
+    assert!(warmed["resident_bytes"].as_u64() >= warmed["bytes"].as_u64(), "{warmed}");
+    // Unless this machine has commons of its own.
+    if !was_there {
+        commons.iter().for_each(|commons| _ = std::fs::remove_dir(commons));
+    }
+}

@@ -1,0 +1,301 @@
+//! `cofolio top`: its text and JSON, with a daemon and without, and the program on a terminal.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test that cannot go on stops")]
+
+mod common;
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use common::daemon::Daemon;
+use common::{Killed, Sandbox, can_mount, cofolio};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
+
+/// Against hanging only.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+fn daemon(sandbox: &Sandbox) -> Daemon {
+    let daemon = Daemon::start(sandbox, &[]);
+    // On a busy machine its first report may lack images.
+    daemon.sample();
+    daemon
+}
+
+/// Mounts an image. Gives the path of a file of 25 pages.
+fn mounted_image(sandbox: &Sandbox) -> String {
+    sandbox.import_tree("tree:1");
+    let target = sandbox.text("mnt");
+    sandbox.run(&["mount", "--create", "tree:1", &target]).ok();
+    format!("{target}/big")
+}
+
+/// A process that reads a file again and again, without mapping it: other tests drop the page
+/// cache.
+fn reader(file: &str) -> Killed {
+    const READ: &str = "while exec 3<\"$0\"; do cat <&3; sleep 0.1; done";
+    let mut command = Command::new("sh");
+    Killed::start(command.args(["-c", READ, file]).stdout(Stdio::null()))
+}
+
+#[test]
+fn text_and_json_with_and_without_a_daemon() {
+    if !can_mount("text_and_json_with_and_without_a_daemon") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let file = mounted_image(&sandbox);
+    let look = |where_from: &str| {
+        // Standard output is no terminal here.
+        for args in [&["top", "--once"][..], &["top"], &["top", "--period", "5"]] {
+            let ran = sandbox.run(args);
+            let text = ran.ok();
+            assert!(text.contains(where_from) && text.starts_with("resident "), "{text}");
+            let words = ran.words();
+            assert!(words.iter().any(|line| line.first() == Some(&"tree:1")), "{text}");
+            assert!(!text.contains('\u{1b}'), "{text}");
+        }
+        let report = sandbox.run(&["top", "--json"]).json();
+        assert_eq!(report["images"][0]["names"][0], "tree:1");
+        report
+    };
+    let here = look("no daemon");
+    let daemon = daemon(&sandbox);
+    let there = look("figures of the daemon");
+    let fields = |value: &serde_json::Value| {
+        value.as_object().unwrap().keys().cloned().collect::<Vec<String>>()
+    };
+    assert_eq!(fields(&here), fields(&there));
+
+    // One trust domain, where the others would be shown too.
+    let tree = sandbox.text("tree");
+    sandbox.run(&["--domain", "zone", "import", "--name", "theirs", &tree]).ok();
+    daemon.sample();
+    for (args, names) in [(&[][..], 2), (&["--domain", "zone"], 1), (&["--domain", "default"], 1)] {
+        let report = sandbox.run(&[&["top", "--json"], args].concat()).json();
+        let found = ["domains", "images"].map(|field| report[field].as_array().unwrap().len());
+        assert_eq!(found, [names; 2], "{args:?}");
+    }
+    sandbox.run(&["top", "--once", "--domain", "nothing"]).fails_with(3);
+
+    // Only the daemon has seen who opened a file.
+    let began = Instant::now();
+    let _reader = reader(&file);
+    while sandbox.run(&["top", "--json"]).json()["containers"][0]["used_bytes"] != 102_400 {
+        assert!(began.elapsed() < WATCHDOG, "{}", sandbox.run(&["top", "--json"]).stdout);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+
+    // The daemon serves another store: its figures are not asked for.
+    let other = sandbox.text("other");
+    sandbox.run(&["--store", &other, "import", "--name", "else", &tree]).ok();
+    let ran = sandbox.run(&["--store", &other, "top", "--once"]);
+    assert!(ran.ok().contains("no daemon") && ran.stdout.contains("else"), "{}", ran.stdout);
+    // It is killed and leaves its socket.
+    drop(daemon);
+    let here = look("no daemon");
+    assert_eq!(here["containers"].as_array().unwrap().len(), 0);
+    sandbox.run(&["--store", "/nonexistent", "top", "--once"]).fails_with(3);
+    sandbox.run(&["top", "--period", "0"]).fails_with(2);
+}
+
+/// The program on a pseudo-terminal of its own.
+struct Session {
+    child: Killed,
+    /// Where it reads keys, and where we write them.
+    master: File,
+    slave: OwnedFd,
+    output: Receiver<Vec<u8>>,
+    seen: String,
+}
+
+impl Session {
+    fn start(sandbox: &Sandbox, args: &[&str]) -> Self {
+        let master =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+        let slave = File::options().read(true).write(true).open(name).unwrap();
+        let size = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&slave, size).unwrap();
+        // Its controlling terminal is this one, and not the one that the tests run on.
+        let mut command = sandbox.command_of(Path::new("setsid"), &["--ctty"]);
+        command.arg(cofolio()).arg("top").args(args).env("TERM", "xterm");
+        command.stdin(slave.try_clone().unwrap());
+        command.stdout(slave.try_clone().unwrap()).stderr(slave.try_clone().unwrap());
+        let child = Killed::start(&mut command);
+        let master = File::from(master);
+        let (sender, output) = mpsc::channel();
+        let mut reader = master.try_clone().unwrap();
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(count @ 1..) = reader.read(&mut buffer) {
+                if sender.send(buffer[..count].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, master, slave: slave.into(), output, seen: String::new() }
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.seen.clear();
+        self.master.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Waits until this text has been drawn since the last keys.
+    #[track_caller]
+    fn sees(&mut self, text: &str) {
+        let began = Instant::now();
+        while !self.seen.contains(text) {
+            assert!(began.elapsed() < WATCHDOG, "no {text:?} in {:?}", self.seen);
+            if let Ok(bytes) = self.output.recv_timeout(Duration::from_millis(100)) {
+                self.seen.push_str(&String::from_utf8_lossy(&bytes));
+            }
+        }
+    }
+
+    /// Presses the keys again and again until this text has been drawn.
+    #[track_caller]
+    fn press_until(&mut self, keys: &str, text: &str) {
+        let began = Instant::now();
+        self.seen.clear();
+        while !self.seen.contains(text) {
+            assert!(began.elapsed() < WATCHDOG, "no {text:?} in {:?}", self.seen);
+            self.master.write_all(keys.as_bytes()).unwrap();
+            std::thread::sleep(Duration::from_millis(300));
+            let drawn = self.output.try_iter().flatten().collect::<Vec<u8>>();
+            self.seen.push_str(&String::from_utf8_lossy(&drawn));
+        }
+    }
+
+    /// Waits for its end; gives the exit code, once the terminal is as it was.
+    #[track_caller]
+    fn ends(mut self) -> Option<i32> {
+        let began = Instant::now();
+        let status = loop {
+            match self.child.0.try_wait().unwrap() {
+                Some(status) => break status,
+                None => assert!(began.elapsed() < WATCHDOG, "it does not end"),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        // It left the other screen and shows the cursor again.
+        self.sees("\u{1b}[?1049l");
+        assert!(self.seen.contains("\u{1b}[?25h"), "{:?}", self.seen);
+        let modes = tcgetattr(&self.slave).unwrap().local_modes;
+        assert!(modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG));
+        status.code()
+    }
+}
+
+#[test]
+fn keys_on_a_terminal() {
+    if !can_mount("keys_on_a_terminal") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let file = mounted_image(&sandbox);
+    let walk = |where_from: &str| {
+        let mut session = Session::start(&sandbox, &["--period", "1"]);
+        session.sees("tree:1");
+        assert!(session.seen.contains("\u{1b}[?1049h") && session.seen.contains(where_from));
+        session.press("\r");
+        session.sees("passwd");
+        session.press("/big");
+        session.sees("filter: big_");
+        session.press("\r");
+        session.sees("q end");
+        session.press("\u{1b}");
+        session.sees("passwd");
+        session.press("\u{1b}");
+        session.sees("tree:1");
+        session.press("?");
+        session.sees("PROPORTIONAL");
+        session.press("?\t");
+        session.sees("CONTAINER");
+        session
+    };
+    let mut session = walk("no daemon");
+    // It has no daemon to ask, but sees who opens a file from now on.
+    let _reader = reader(&file);
+    session.press_until("\r", "tree:1");
+    session.press("q");
+    assert_eq!(session.ends(), Some(0));
+
+    let daemon = daemon(&sandbox);
+    let mut session = walk("figures of the daemon");
+    // The daemon goes: that is said, and the program goes on.
+    drop(daemon);
+    session.sees("error: ");
+    session.press("\u{3}");
+    assert_eq!(session.ends(), Some(0));
+
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let mut session = Session::start(&sandbox, &[]);
+        session.sees("tree:1");
+        session.seen.clear();
+        kill_process(Pid::from_child(&session.child.0), signal).unwrap();
+        assert_eq!(session.ends(), Some(130), "{signal:?}");
+    }
+}
+
+/// The screen asked again whenever it was drawn, ten times a second, instead of once in a period.
+#[test]
+fn one_look_in_a_period() {
+    if !can_mount("one_look_in_a_period") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree:1");
+    let daemon = daemon(&sandbox);
+    let requests = || {
+        let (_, metrics) = daemon.get("/metrics");
+        let counts = metrics.lines().filter(|it| it.starts_with("cofolio_http_requests_total"));
+        counts.map(|it| it.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap()).sum::<u64>()
+    };
+    let before = requests();
+    let mut session = Session::start(&sandbox, &["--period", "3600"]);
+    session.sees("tree:1");
+    for _ in 0..5 {
+        session.press("\t");
+        session.sees("CONTAINER");
+        session.press("\t");
+        session.sees("tree:1");
+    }
+    session.press("q");
+    assert_eq!(session.ends(), Some(0));
+    // Version, report, and the request for the metrics before.
+    assert_eq!(requests() - before, 3);
+}
+
+/// `--color` and NO_COLOR decide as everywhere; what the colours say is in words too.
+#[test]
+fn colors_on_a_terminal() {
+    if !can_mount("colors_on_a_terminal") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree:1");
+    for (when, has_color) in [("always", true), ("never", false)] {
+        let daemon = daemon(&sandbox);
+        let mut session = Session::start(&sandbox, &["--color", when, "--period", "1"]);
+        session.sees("tree:1");
+        session.seen.clear();
+        drop(daemon);
+        session.sees("error: ");
+        assert_eq!(
+            session.seen.contains("\u{1b}[33m") || session.seen.contains("38;5;3"),
+            has_color
+        );
+        session.press("q");
+        assert_eq!(session.ends(), Some(0));
+    }
+}

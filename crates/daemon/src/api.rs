@@ -1,0 +1,333 @@
+//! The HTTP API, version 1: `docs/API.md` describes it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cofolio_node::ledger::{ImageFile, LedgerError, ReclaimRequest};
+use cofolio_store::Digest;
+use http_body_util::{BodyExt as _, Limited};
+use hyper::body::Incoming;
+use hyper::header::{ALLOW, HeaderValue, WWW_AUTHENTICATE};
+use hyper::{Method, Request, StatusCode};
+use serde::Serialize;
+use serde_json::json;
+use tokio::sync::{Semaphore, oneshot};
+
+use crate::answers::{Files, Version};
+use crate::dashboard;
+use crate::http::{self, Reply, Rights, reply};
+use crate::metrics::Metrics;
+use crate::worker::{Encoded, Published, Question, Questions};
+
+/// Version of the API, which is in its paths.
+pub(crate) const VERSION: u32 = 1;
+/// Files that a request gets unless it says how many.
+const FILES: usize = 1000;
+/// Files that a request gets at most.
+const FILES_MAX: usize = 100_000;
+/// Large answers that are encoded at one time. The thread that serves everybody does not do it.
+pub(crate) const ENCODERS_MAX: usize = 2;
+/// Lists of files that are made at one time: they are large.
+const LISTS_MAX: usize = 4;
+/// Images in a matrix of sharing at most.
+const SHARING_MAX: usize = 50;
+/// Bytes of the body of a request.
+const BODY_MAX: usize = 64 << 10;
+/// How long the ledger may take for an answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a request may wait for one of [`LISTS_MAX`] turns. With [`PATIENCE`] it is less than a
+/// client waits.
+const TURN: Duration = Duration::from_secs(4);
+
+const JSON: &str = "application/json";
+
+/// What answers requests.
+#[derive(Debug)]
+pub(crate) struct Api {
+    pub(crate) published: Arc<Published>,
+    pub(crate) questions: Questions,
+    pub(crate) metrics: Metrics,
+    pub(crate) store: String,
+    /// Turns to make a list of files.
+    pub(crate) lists: Turns,
+}
+
+/// Turns to make a list of files: clients at TCP addresses cannot take those of others.
+#[derive(Debug)]
+pub(crate) struct Turns {
+    trusted: Semaphore,
+    others: Semaphore,
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        let turns = || Semaphore::new(LISTS_MAX);
+        Self { trusted: turns(), others: turns() }
+    }
+}
+
+impl Turns {
+    fn of(&self, rights: &Rights) -> &Semaphore {
+        match rights {
+            Rights::All => &self.trusted,
+            Rights::Read(_) => &self.others,
+        }
+    }
+}
+
+#[cfg(any(test, fuzzing))]
+impl Api {
+    /// With empty reports, and a ledger that is always busy.
+    pub(crate) fn without_ledger() -> Self {
+        Self::with_questions().0
+    }
+
+    /// The same, with what the ledger would be asked.
+    pub(crate) fn with_questions() -> (Self, std::sync::mpsc::Receiver<Question>) {
+        let metrics = Metrics::new(Arc::default());
+        let (questions, asked) = Questions::for_test();
+        let (store, lists) = ("store".to_owned(), Turns::default());
+        (Self { published: Arc::default(), questions, metrics, store, lists }, asked)
+    }
+}
+
+/// A request without its body.
+type Head = Request<()>;
+
+/// A refusal: its status, and why.
+type Refusal = (StatusCode, String);
+
+impl Api {
+    pub(crate) async fn answer(&self, request: Request<Incoming>, rights: &Rights) -> Reply {
+        let (head, body) = request.into_parts();
+        let mut answered = self
+            .route(&Request::from_parts(head, ()), body, rights)
+            .await
+            .unwrap_or_else(|(status, why)| refusal(status, &why));
+        if answered.status() == StatusCode::UNAUTHORIZED {
+            answered.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        answered
+    }
+
+    async fn route(
+        &self,
+        request: &Head,
+        body: Incoming,
+        rights: &Rights,
+    ) -> Result<Reply, Refusal> {
+        if let Rights::Read(gate) = rights {
+            gate.guard().check(request.headers())?;
+        }
+        let path = request.uri().path();
+        let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+        let is_post = match *request.method() {
+            Method::GET | Method::HEAD => false,
+            Method::POST => true,
+            _ => return Ok(not_allowed("GET, HEAD, POST")),
+        };
+        match (is_post, &parts[..]) {
+            (true, ["v1", "sample" | "reclaim"]) if !matches!(rights, Rights::All) => {
+                Err((StatusCode::FORBIDDEN, "only through the unix socket".to_owned()))
+            }
+            (true, ["v1", "reclaim"]) => {
+                let request = reclaim_request(body).await?;
+                let to_come = self.ask(rights, |begun| Question::Reclaim(request, begun)).await?;
+                // Now pages go, and the client hears how many, however long it takes.
+                let reclaimed = to_come.await.map_err(|_| busy())?.map_err(|it| of_ledger(&it))?;
+                Ok(json_reply(StatusCode::OK, &reclaimed))
+            }
+            (true, ["v1", "sample"]) => encoded(self.ask(rights, Question::Sample).await?).await,
+            (false, ["v1", "version"]) => {
+                let version = env!("CARGO_PKG_VERSION").to_owned();
+                let answer = Version { api: VERSION, cofolio: version, store: self.store.clone() };
+                Ok(json_reply(StatusCode::OK, &answer))
+            }
+            (false, ["v1", "report"]) => encoded(self.published.report()).await,
+            (false, ["v1", "history"]) => {
+                let value = json!({
+                    "interval_seconds": 60,
+                    "period_seconds": self.published.period_seconds(),
+                    "points": self.published.history(),
+                });
+                Ok(json_reply(StatusCode::OK, &value))
+            }
+            (false, ["v1", "sharing"]) => self.sharing(request, rights).await,
+            (false, ["v1", "images", domain, image, "files"]) => {
+                self.files(request, rights, domain, image).await
+            }
+            (false, ["v1", "objects", domain, object, "users"]) => {
+                self.users(rights, domain, object).await
+            }
+            (false, ["metrics"]) => {
+                let text = self.metrics.encode(&self.published);
+                let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+                Ok(reply(StatusCode::OK, kind, text))
+            }
+            (_, ["v1", "sample" | "reclaim"]) => Ok(not_allowed("POST")),
+            (false, [name]) => dashboard::file(name).ok_or_else(|| nothing_at(path)),
+            _ => Err(nothing_at(path)),
+        }
+    }
+
+    async fn sharing(&self, request: &Head, rights: &Rights) -> Result<Reply, Refusal> {
+        let domain = query(request, "domain").unwrap_or(cofolio_store::DEFAULT_DOMAIN).to_owned();
+        let name = domain.clone();
+        let shared =
+            self.ask(rights, |answer| Question::Sharing(domain, SHARING_MAX, answer)).await?;
+        let shared = shared.ok_or_else(|| not_found(format!("no trust domain {name}")))?;
+        let mut value = serde_json::to_value(shared).map_err(|it| internal(&it))?;
+        value["domain"] = name.into();
+        Ok(json_reply(StatusCode::OK, &value))
+    }
+
+    async fn files(
+        &self,
+        request: &Head,
+        rights: &Rights,
+        domain: &str,
+        image: &str,
+    ) -> Result<Reply, Refusal> {
+        let digest = digest(image)?;
+        let limit = match query(request, "limit").map(str::parse) {
+            None => FILES,
+            Some(Ok(limit)) => FILES_MAX.min(limit),
+            Some(Err(_)) => return Err(bad_request("limit is not a number")),
+        };
+        let key: Option<fn(&ImageFile) -> u64> = match query(request, "sort").unwrap_or("path") {
+            "path" => None,
+            "size" => Some(|file| file.bytes),
+            "resident" => Some(|file| file.resident_bytes),
+            _ => return Err(bad_request("sort is path, size or resident")),
+        };
+        let turn = tokio::time::timeout(TURN, self.lists.of(rights).acquire()).await;
+        let Ok(Ok(_turn)) = turn else { return Err(busy()) };
+        let name = domain.to_owned();
+        let files = self.ask(rights, |answer| Question::Files(name, digest, answer)).await?;
+        let Some(mut files) = files else {
+            return Err(not_found(format!("no image {image} in trust domain {domain}")));
+        };
+        let domain = domain.to_owned();
+        off_thread(move || {
+            if let Some(key) = key {
+                files.sort_by_key(|file| std::cmp::Reverse(key(file)));
+            }
+            let total = files.len() as u64;
+            files.truncate(limit);
+            let answer = Files { domain, image: digest, total, files };
+            json_reply(StatusCode::OK, &answer)
+        })
+        .await
+    }
+
+    async fn users(&self, rights: &Rights, domain: &str, object: &str) -> Result<Reply, Refusal> {
+        let digest = digest(object)?;
+        let name = domain.to_owned();
+        let answer = self.ask(rights, |answer| Question::Users(name, digest, answer)).await?;
+        let Some(answer) = answer else {
+            return Err(not_found(format!("no object {object} in trust domain {domain}")));
+        };
+        off_thread(move || json_reply(StatusCode::OK, &answer)).await
+    }
+
+    async fn ask<T>(
+        &self,
+        rights: &Rights,
+        question: impl FnOnce(oneshot::Sender<Result<T, LedgerError>>) -> Question,
+    ) -> Result<T, Refusal> {
+        let (sender, mut receiver) = oneshot::channel();
+        if !self.questions.ask(question(sender), matches!(rights, Rights::All)) {
+            return Err(busy());
+        }
+        let answered = match tokio::time::timeout(PATIENCE, &mut receiver).await {
+            Ok(answered) => answered.ok(),
+            Err(_) => {
+                // It may have come just now. What is sent later fails, so nothing begins later.
+                receiver.close();
+                receiver.try_recv().ok()
+            }
+        };
+        answered.ok_or_else(busy)?.map_err(|error| of_ledger(&error))
+    }
+}
+
+async fn encoded(report: Arc<Encoded>) -> Result<Reply, Refusal> {
+    match report.made() {
+        Some(json) => Ok(reply(StatusCode::OK, JSON, json)),
+        None => off_thread(move || reply(StatusCode::OK, JSON, report.make())).await,
+    }
+}
+
+/// Makes a large answer while the daemon goes on answering others.
+async fn off_thread(make: impl FnOnce() -> Reply + Send + 'static) -> Result<Reply, Refusal> {
+    tokio::task::spawn_blocking(make).await.map_err(|error| internal(&error))
+}
+
+fn busy() -> Refusal {
+    (StatusCode::SERVICE_UNAVAILABLE, "the ledger is busy".to_owned())
+}
+
+fn of_ledger(error: &LedgerError) -> Refusal {
+    match error {
+        LedgerError::NotFound { .. } => not_found(error.to_string()),
+        LedgerError::Cancelled => {
+            (StatusCode::SERVICE_UNAVAILABLE, "the daemon is ending".to_owned())
+        }
+        error => internal(error),
+    }
+}
+
+async fn reclaim_request(body: Incoming) -> Result<ReclaimRequest, Refusal> {
+    let body = Limited::new(body, BODY_MAX).collect();
+    let body = tokio::time::timeout(http::HEAD_TIME, body).await;
+    let late = || (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned());
+    let body = body.map_err(|_| late())?;
+    let body = body.map_err(|error| bad_request(&error.to_string()))?;
+    serde_json::from_slice(&body.to_bytes()).map_err(|error| bad_request(&error.to_string()))
+}
+
+fn query<'r>(request: &'r Head, name: &str) -> Option<&'r str> {
+    let pairs = request.uri().query()?.split('&');
+    pairs.filter_map(|pair| pair.split_once('=')).find(|(key, _)| *key == name).map(|(_, it)| it)
+}
+
+fn digest(text: &str) -> Result<Digest, Refusal> {
+    text.parse().map_err(|_| bad_request(&format!("{text} is not a digest")))
+}
+
+fn nothing_at(path: &str) -> Refusal {
+    not_found(format!("there is nothing at {path}"))
+}
+
+fn bad_request(why: &str) -> Refusal {
+    (StatusCode::BAD_REQUEST, why.to_owned())
+}
+
+fn not_found(why: String) -> Refusal {
+    (StatusCode::NOT_FOUND, why)
+}
+
+fn internal(error: &dyn std::error::Error) -> Refusal {
+    (StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+}
+
+pub(crate) fn refusal(status: StatusCode, why: &str) -> Reply {
+    json_reply(status, &json!({ "error": why }))
+}
+
+fn not_allowed(methods: &'static str) -> Reply {
+    let value = json!({ "error": format!("the methods here are {methods}") });
+    let mut reply = json_reply(StatusCode::METHOD_NOT_ALLOWED, &value);
+    reply.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
+    reply
+}
+
+fn json_reply(status: StatusCode, value: &impl Serialize) -> Reply {
+    match serde_json::to_vec(value) {
+        Ok(bytes) => reply(status, JSON, bytes),
+        Err(error) => {
+            let body = json!({ "error": error.to_string() }).to_string();
+            reply(StatusCode::INTERNAL_SERVER_ERROR, JSON, body)
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The sockets that the daemon listens at.
+
+use std::fs::File;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+use crate::access::Guard;
+
+/// Why the daemon cannot listen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ListenError {
+    /// The socket could not be made.
+    #[error("listening at {at}")]
+    Io {
+        /// Path or address.
+        at: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// Another process answers at the path.
+    #[error("another process listens at {}", .0.display())]
+    Taken(PathBuf),
+    /// There is a file at the path that is no socket.
+    #[error("{} exists and is no socket", .0.display())]
+    NoSocket(PathBuf),
+    /// The group that may use the socket does not exist.
+    #[error("there is no group {0}")]
+    NoGroup(String),
+    /// Other machines can reach the address, and nothing keeps them out.
+    #[error("{0} is not a loopback address: it needs TLS and either a client CA or a token")]
+    Unguarded(SocketAddr),
+    /// Settings for TLS that do not make sense without each other.
+    #[error("TLS needs both a certificate and its key; a client CA needs TLS")]
+    HalfOfTls,
+    /// A certificate, a key or a token that cannot be used.
+    #[error("{}", .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+fn failed(at: impl ToString) -> impl FnOnce(io::Error) -> ListenError {
+    let at = at.to_string();
+    move |source| ListenError::Io { at, source }
+}
+
+/// Listens at a path. Only root, and members of the group if one is given, can connect. The socket
+/// that a killed daemon left is replaced.
+pub(crate) fn unix(path: &Path, group: Option<&str>) -> Result<UnixListener, ListenError> {
+    let gid = group.map(group_id).transpose()?;
+    let shown = || path.display();
+    let parent = path.parent().filter(|it| !it.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.is_dir() {
+        std::fs::create_dir_all(parent).map_err(failed(shown()))?;
+        // Whatever the umask: members of the group have to get to the socket.
+        let passable = std::fs::Permissions::from_mode(0o711);
+        std::fs::set_permissions(parent, passable).map_err(failed(parent.display()))?;
+    }
+    // Of two daemons that start at the same time, the second must see the socket of the first. A
+    // lock on a directory leaves no file, and the kernel releases that of a killed process.
+    let directory = File::open(parent).map_err(failed(parent.display()))?;
+    flock(&directory, FlockOperation::LockExclusive)
+        .map_err(|error| failed(parent.display())(error.into()))?;
+    let is_socket = |path: &Path| match path.symlink_metadata() {
+        Ok(found) if !found.file_type().is_socket() => Err(ListenError::NoSocket(path.to_owned())),
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(failed(path.display())(error)),
+    };
+    if is_socket(path)? && is_answered(path).map_err(failed(shown()))? {
+        return Err(ListenError::Taken(path.to_owned()));
+    }
+    // Under another name until its mode and owner are right. The name is always the same, so a daemon
+    // that was killed here leaves one socket, which the next one replaces.
+    let mut aside = path.as_os_str().to_owned();
+    aside.push(".new");
+    let aside = PathBuf::from(aside);
+    if is_socket(&aside)? {
+        std::fs::remove_file(&aside).map_err(failed(aside.display()))?;
+    }
+    // Only root can connect from the first moment. The daemon has no other thread yet that makes files.
+    let before = rustix::process::umask(Mode::from_raw_mode(0o177));
+    let bound = UnixListener::bind(&aside);
+    rustix::process::umask(before);
+    let listener = bound.map_err(failed(aside.display()))?;
+    let restrict = || -> io::Result<()> {
+        std::os::unix::fs::chown(&aside, Some(0), Some(gid.unwrap_or(0)))?;
+        let mode = if gid.is_some() { 0o660 } else { 0o600 };
+        std::fs::set_permissions(&aside, std::fs::Permissions::from_mode(mode))?;
+        std::fs::rename(&aside, path)
+    };
+    restrict().map_err(|error| {
+        let _ = std::fs::remove_file(&aside);
+        failed(path.display())(error)
+    })?;
+    Ok(listener)
+}
+
+/// Whether a process listens at a socket. It does not wait: a stopped process with a full queue is
+/// one.
+fn is_answered(path: &Path) -> io::Result<bool> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let connected = rustix::net::connect(&socket, &SocketAddrUnix::new(path)?);
+    Ok(matches!(connected, Ok(()) | Err(Errno::AGAIN)))
+}
+
+/// Listens at an address, if the guard is enough for it.
+pub(crate) fn tcp(address: SocketAddr, guard: &Guard) -> Result<TcpListener, ListenError> {
+    guard.check_address(address)?;
+    TcpListener::bind(address).map_err(failed(address))
+}
+
+/// A socket that somebody else has opened for us.
+#[derive(Debug)]
+pub(crate) enum Listener {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+/// What a passed descriptor is. A TCP socket has to be guarded, too.
+pub(crate) fn passed(socket: OwnedFd, guard: &Guard) -> Result<Listener, ListenError> {
+    let at = || failed("the socket that was passed to it");
+    let family = sockopt::socket_domain(&socket).map_err(|error| at()(error.into()))?;
+    if family == AddressFamily::UNIX {
+        return Ok(Listener::Unix(socket.into()));
+    }
+    let listener = TcpListener::from(socket);
+    let address = listener.local_addr().map_err(at())?;
+    guard.check_address(address)?;
+    Ok(Listener::Tcp(listener))
+}
+
+/// Number of a group, by name or number.
+fn group_id(name: &str) -> Result<u32, ListenError> {
+    if let Ok(number) = name.parse() {
+        return Ok(number);
+    }
+    let missing = || ListenError::NoGroup(name.to_owned());
+    let text = std::fs::read_to_string("/etc/group").map_err(failed("/etc/group"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.and_then(|line| line.split(':').nth(1)?.parse().ok()).ok_or_else(missing)
+}

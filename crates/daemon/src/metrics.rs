@@ -1,0 +1,288 @@
+//! Metrics in the OpenMetrics text format. `docs/API.md` lists them.
+//!
+//! Their number is bounded: figures of images are given for the [`IMAGES_MAX`] with most resident,
+//! those of trust domains for [`DOMAINS_MAX`] and for all others together.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cofolio_node::ledger::{DomainAccount, ImageAccount, Report};
+use hyper::StatusCode;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::upkeep::Done;
+use crate::worker::{Costs, Encoded, Published};
+
+/// Images with figures of their own.
+const IMAGES_MAX: usize = 50;
+/// Trust domains with figures of their own.
+const DOMAINS_MAX: usize = 50;
+
+/// Counters of the daemon; all else is read from the last report.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    requests: Family<[(&'static str, String); 1], Counter>,
+    upkeep: Arc<Mutex<Done>>,
+}
+
+impl Metrics {
+    pub(crate) fn new(upkeep: Arc<Mutex<Done>>) -> Self {
+        Self { requests: Family::default(), upkeep }
+    }
+
+    pub(crate) fn count_request(&self, status: StatusCode) {
+        self.requests.get_or_create(&[("code", status.as_u16().to_string())]).inc();
+    }
+
+    pub(crate) fn encode(&self, published: &Published) -> String {
+        let mut registry = Registry::with_prefix("cofolio");
+        registry.register("http_requests", "Requests answered", self.requests.clone());
+        let upkeep = *self.upkeep.lock().unwrap_or_else(PoisonError::into_inner);
+        let period = published.period_seconds().try_into().unwrap_or(i64::MAX);
+        let (report, costs) = (published.report(), published.costs());
+        let figures = Figures { report, costs, upkeep, period };
+        registry.register_collector(Box::new(figures));
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        let _ = encode(&mut text, &registry);
+        text
+    }
+}
+
+#[derive(Debug)]
+struct Figures {
+    report: Arc<Encoded>,
+    costs: Costs,
+    upkeep: Done,
+    period: i64,
+}
+
+/// Name, help, and the figure of an account.
+type Column<T, F> = (&'static str, &'static str, fn(&T) -> F);
+
+const DOMAINS: [Column<DomainAccount, Option<u64>>; 7] = [
+    ("resident", "Objects in the page cache", |it| Some(it.resident_bytes)),
+    ("commons", "Of these, what is charged to the commons", |it| it.commons_bytes),
+    ("used", "Of these, what a container uses", |it| Some(it.used_bytes)),
+    ("shared", "Of these, what several containers use", |it| Some(it.shared_bytes)),
+    ("saved", "What the page cache would hold more if images shared nothing", |it| {
+        Some(it.saved_bytes)
+    }),
+    ("metadata", "Metadata images in the page cache", |it| Some(it.metadata_bytes)),
+    ("stored", "Size of all objects", |it| Some(it.bytes)),
+];
+
+const IMAGES: [Column<ImageAccount, u64>; 3] = [
+    ("image_resident", "Objects of an image in the page cache", |it| it.resident_bytes),
+    ("image_private", "Of these, what no other image names", |it| it.private_bytes),
+    ("image_saved", "The image's part of what is saved", |it| it.saved_bytes),
+];
+
+impl Collector for Figures {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let Report { domains, images, containers, unknown, machine, commons, .. } =
+            &self.report.report;
+        let commons = commons.unwrap_or_default();
+        let domains = bounded(domains);
+        for (name, help, figure) in DOMAINS {
+            let known = domains.iter().filter_map(|it| Some((it, figure(it)?)));
+            let rows = known.map(|(it, figure)| ([("domain", it.domain.as_str())], figure));
+            family(&mut encoder, name, help, rows)?;
+        }
+        let mut largest: Vec<&ImageAccount> = images.iter().collect();
+        largest.sort_by_key(|it| std::cmp::Reverse(it.resident_bytes));
+        largest.truncate(IMAGES_MAX);
+        for (name, help, figure) in IMAGES {
+            let rows = largest.iter().map(|it| {
+                let name = it.names.first().map_or("", String::as_str);
+                let labels = [
+                    ("domain", it.domain.clone()),
+                    ("image", it.image.to_string()),
+                    ("name", name.into()),
+                ];
+                (labels, figure(it))
+            });
+            family(&mut encoder, name, help, rows)?;
+        }
+        for (name, help, value) in [
+            (
+                "page_cache",
+                "Page cache of the machine, shared memory included",
+                machine.page_cache_bytes,
+            ),
+            ("shared_memory", "Shared memory and tmpfs", machine.shared_memory_bytes),
+            ("usage_lists", "Memory of the usage lists", self.costs.usage_bytes),
+            (
+                "commons_charged",
+                "Page cache that the commons cgroup is charged for, of all stores",
+                commons.charged_bytes,
+            ),
+            (
+                "commons_limit",
+                "Limit of the commons cgroup; 0 without one",
+                commons.limit_bytes.unwrap_or_default(),
+            ),
+        ] {
+            single(&mut encoder, name, help, Some(&Unit::Bytes), &ConstGauge::new(value))?;
+        }
+        for (name, help, value) in [
+            ("images", "Images in the ledger", images.len() as u64),
+            ("containers", "Cgroups that use an image", containers.len() as u64),
+            ("used_pairs", "Pairs of a mount and a cgroup that are used", self.costs.lists),
+            ("used_objects", "Objects used, once for each such pair", self.costs.entries),
+            ("unread_processes", "Processes that could not be read", unknown.processes),
+            ("unreadable_images", "Images that cannot be read", unknown.images),
+            ("unseen_objects", "Objects that could not be looked at", unknown.objects),
+            ("unwatched_mounts", "Mounts whose opened files are not seen", unknown.mounts),
+            (
+                "gc_consecutive_failures",
+                "Failed garbage collections since the last success",
+                self.upkeep.gc_failing.into(),
+            ),
+            (
+                "scrub_consecutive_failures",
+                "Failed scrubs since the last success",
+                self.upkeep.scrub_failing.into(),
+            ),
+        ] {
+            single(&mut encoder, name, help, None, &ConstGauge::new(value))?;
+        }
+        // The report, if there is one, has their ages when it was made.
+        let made = self.report.report.time.max(self.upkeep.started);
+        let since = u64::try_from(cofolio_store::now() - made).unwrap_or(0);
+        for (name, help, age) in [
+            (
+                "residency_age",
+                "Age of the oldest figure of residency",
+                self.report.report.residency_age_seconds,
+            ),
+            (
+                "processes_age",
+                "Age of the oldest look at a process",
+                self.report.report.processes_age_seconds,
+            ),
+        ] {
+            let gauge = ConstGauge::new(u64::from(age) + since);
+            single(&mut encoder, name, help, Some(&Unit::Seconds), &gauge)?;
+        }
+        for (name, help, value) in [
+            ("start_timestamp", "When the daemon started", self.upkeep.started),
+            ("period", "From one report to the next", self.period),
+            ("gc_completed_timestamp", "Oldest completion over all domains", self.upkeep.gc),
+            ("gc_interval", "From one garbage collection to the next", self.upkeep.gc_interval),
+            ("scrub_completed_timestamp", "Oldest completion over all domains", self.upkeep.scrub),
+        ] {
+            single(&mut encoder, name, help, Some(&Unit::Seconds), &ConstGauge::new(value))?;
+        }
+        let damaged = ConstGauge::new(self.upkeep.damaged);
+        let help = "Damaged files that the last scrub found";
+        single(&mut encoder, "damaged_files", help, None, &damaged)?;
+        for (name, help, value) in [
+            ("upkeep_failures", "Times that scheduled upkeep failed", self.upkeep.failures),
+            ("unknown_openers", "Opened files whose process had ended", unknown.openers),
+            ("unreadable_opens", "Opened files that could not be looked at", unknown.files),
+            ("opens_overflows", "Times that the queue of opened files was full", unknown.overflows),
+        ] {
+            single(&mut encoder, name, help, None, &ConstCounter::new(value))?;
+        }
+        let reclaimed = ConstCounter::new(self.costs.reclaimed_bytes);
+        let help = "Page cache that the daemon has freed by itself";
+        single(&mut encoder, "reclaimed", help, Some(&Unit::Bytes), &reclaimed)?;
+        let seconds = ConstCounter::new(self.costs.ledger.as_secs_f64());
+        let help = "Processor time of the ledger's thread";
+        single(&mut encoder, "ledger_cpu", help, Some(&Unit::Seconds), &seconds)
+    }
+}
+
+/// The trust domains with most resident, and what the others add up to, under an empty name, which
+/// no domain has.
+fn bounded(domains: &[DomainAccount]) -> Vec<DomainAccount> {
+    let mut domains = domains.to_vec();
+    domains.sort_by_key(|it| std::cmp::Reverse(it.resident_bytes));
+    let others = domains.split_off(domains.len().min(DOMAINS_MAX));
+    let sum = others.into_iter().reduce(|sum, it| DomainAccount {
+        domain: String::new(),
+        objects: sum.objects + it.objects,
+        bytes: sum.bytes + it.bytes,
+        resident_bytes: sum.resident_bytes + it.resident_bytes,
+        commons_bytes: sum.commons_bytes.zip(it.commons_bytes).map(|(sum, it)| sum + it),
+        used_bytes: sum.used_bytes + it.used_bytes,
+        shared_bytes: sum.shared_bytes + it.shared_bytes,
+        saved_bytes: sum.saved_bytes + it.saved_bytes,
+        metadata_bytes: sum.metadata_bytes + it.metadata_bytes,
+    });
+    domains.extend(sum.map(|sum| DomainAccount { domain: String::new(), ..sum }));
+    domains
+}
+
+fn family<L: prometheus_client::encoding::EncodeLabelSet>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    rows: impl Iterator<Item = (L, u64)>,
+) -> fmt::Result {
+    let metric = ConstGauge::<u64>::new(0);
+    let kind = metric.metric_type();
+    let mut encoder = encoder.encode_descriptor(name, help, Some(&Unit::Bytes), kind)?;
+    for (labels, value) in rows {
+        ConstGauge::new(value).encode(encoder.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn single(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    metric: &impl EncodeMetric,
+) -> fmt::Result {
+    metric.encode(encoder.encode_descriptor(name, help, unit, metric.metric_type())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded(domains: Vec<DomainAccount>) -> String {
+        let report = Report { domains, ..Report::default() };
+        Metrics::new(Arc::default()).encode(&Published::of(report))
+    }
+
+    fn account(number: u64, commons_bytes: Option<u64>) -> DomainAccount {
+        let domain = format!("d{number}");
+        DomainAccount { domain, resident_bytes: number, commons_bytes, ..Default::default() }
+    }
+
+    /// The API said null where the kernel does not say what is charged to the commons, and the
+    /// metric said 0.
+    #[test]
+    fn what_is_unknown_is_absent() {
+        let known = encoded(vec![account(1, Some(7))]);
+        assert!(known.contains("\ncofolio_commons_bytes{domain=\"d1\"} 7\n"), "{known}");
+        let unknown = encoded(vec![account(1, None)]);
+        assert!(!unknown.contains("\ncofolio_commons_bytes"), "{unknown}");
+        assert!(unknown.contains("\ncofolio_resident_bytes{domain=\"d1\"} 1\n"), "{unknown}");
+    }
+
+    /// Every trust domain had series of its own, however many there were.
+    #[test]
+    fn domains_beyond_the_limit_are_added_up() {
+        let max = DOMAINS_MAX as u64;
+        let text = encoded((1..=max + 3).map(|number| account(number, Some(number))).collect());
+        for name in ["resident", "commons"] {
+            let series = format!("\ncofolio_{name}_bytes{{domain=");
+            assert_eq!(text.matches(&series).count(), DOMAINS_MAX + 1);
+            assert!(text.contains(&format!("{series}\"\"}} 6\n")), "{text}");
+            assert!(text.contains(&format!("{series}\"d{}\"}} {0}\n", max + 3)), "{text}");
+        }
+        let text = encoded((1..=max).map(|number| account(number, None)).collect());
+        assert_eq!(text.matches("\ncofolio_used_bytes{domain=").count(), DOMAINS_MAX);
+    }
+}

@@ -1,0 +1,317 @@
+//! Starting, reloading and ending the daemon.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
+
+use cofolio_node::ledger::{Ledger, LedgerError, ReclaimPolicy};
+use cofolio_node::mount::RunDir;
+use cofolio_store::task::Cancel;
+use cofolio_store::{Store, with_causes};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{Notify, mpsc};
+
+use crate::access::{Access, Gate, Guard};
+use crate::api::{Api, ENCODERS_MAX, Turns};
+use crate::http::{self, Places, Rights};
+use crate::listen::{self, ListenError, Listener};
+use crate::metrics::Metrics;
+use crate::upkeep::{self, Done, Schedule, Work};
+use crate::worker::{Published, Worker};
+
+/// What to serve, and where.
+#[derive(Debug)]
+pub struct Options {
+    /// The store.
+    pub store: Store,
+    /// Its run directory.
+    pub run: RunDir,
+    /// Path of the unix socket. If systemd passed sockets, those are used instead.
+    pub socket: PathBuf,
+    /// The group whose members may connect to it, besides root. Not for sockets that systemd passed.
+    pub group: Option<String>,
+    /// A TCP address to listen at as well, for reading.
+    pub listen: Option<SocketAddr>,
+    /// What clients at TCP addresses must show. A reload reads its files again.
+    pub access: Access,
+    /// What a reload may change.
+    pub settings: Settings,
+}
+
+/// What can change while the daemon runs.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// From one look at objects and processes to the next.
+    pub period: Duration,
+    /// Share of one processor that the ledger may take.
+    pub share: f64,
+    /// What to reclaim without being asked.
+    pub reclaim: ReclaimPolicy,
+    /// When to do upkeep.
+    pub upkeep: Schedule,
+}
+
+/// Reads the settings again, or says why they stay as they are.
+pub type Reload<'r> = &'r (dyn Fn() -> Result<Settings, String> + Sync);
+
+/// Why the daemon ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DaemonError {
+    /// It cannot listen.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// A thread, a descriptor or a signal handler could not be had.
+    #[error("starting: {0}")]
+    Start(#[source] io::Error),
+}
+
+/// Serves until SIGTERM or SIGINT. At SIGHUP takes the settings that `reload` gives and reads the
+/// files of [`Options::access`] again; if one of these fails, all stays as it was. `said` hears
+/// what an operator should know: where it listens, and what fails.
+///
+/// # Errors
+/// [`DaemonError`]. A figure that cannot be taken is said and is no error.
+pub fn serve(
+    options: Options,
+    reload: Reload<'_>,
+    said: &(dyn Fn(&str) + Sync),
+) -> Result<(), DaemonError> {
+    let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
+    let guard = Guard::new(&options.access)?;
+    let passed = passed.into_iter().map(|socket| listen::passed(socket, &guard));
+    let mut listeners = passed.collect::<Result<Vec<_>, ListenError>>()?;
+    let is_activated = !listeners.is_empty();
+    if is_activated {
+        say_what_is_ignored(&options, &listeners, said);
+    }
+    // Before the unix socket: an address that is refused leaves none.
+    if let Some(address) = options.listen {
+        let tcp = listen::tcp(address, &guard)?;
+        let address = tcp.local_addr().unwrap_or(address);
+        let scheme = if guard.tls().is_some() { "https" } else { "http" };
+        said(&format!("listening at {scheme}://{address}/"));
+        listeners.push(Listener::Tcp(tcp));
+    }
+    if !is_activated {
+        let unix = listen::unix(&options.socket, options.group.as_deref())?;
+        said(&format!("listening at {}", options.socket.display()));
+        listeners.push(Listener::Unix(unix));
+    }
+    let Options { store, run, .. } = &options;
+    let cancel = Cancel::default();
+    let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
+    if let Err(error) = ledger.watch_opens() {
+        said(&format!("opened files are not seen, only mapped ones: {error}"));
+    }
+    let published = Arc::new(Published::default());
+    let settings = Arc::new(RwLock::new(options.settings.clone()));
+    let (worker, questions) = Worker::new(ledger, Arc::clone(&published), Arc::clone(&settings))
+        .map_err(DaemonError::Start)?;
+    let started = cofolio_store::now();
+    let done = Arc::new(Mutex::new(Done { started, gc: started, ..Done::default() }));
+    let metrics = Metrics::new(Arc::clone(&done));
+    let api = Arc::new(Api {
+        published,
+        questions: questions.clone(),
+        metrics,
+        store: store.id().to_owned(),
+        lists: Turns::default(),
+    });
+    let gate = Arc::new(Gate::new(guard));
+    let broken = Arc::new(Notify::new());
+    // If a thread panics, all of it ends: the service's manager starts it again.
+    let watched = || OnDrop(|| broken.notify_one());
+    let upkeep = |work: Work| {
+        let _watched = watched();
+        upkeep::run(work, store, run, &settings, &done, &cancel, said);
+    };
+    std::thread::scope(|scope| {
+        let end = || {
+            cancel.cancel();
+            questions.wake();
+        };
+        // However this ends, also by a panic, the threads have to.
+        let _ending = OnDrop(end);
+        let ledger = || {
+            let _watched = watched();
+            worker.run(&cancel, &|error: &LedgerError| said(&format!("the ledger: {error}")));
+        };
+        let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
+        thread("ledger")
+            .spawn_scoped(scope, ledger)
+            .and_then(|_| thread("gc").spawn_scoped(scope, || upkeep(Work::Gc)))
+            .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
+            .map_err(DaemonError::Start)
+            .and_then(|_| {
+                // systemd keeps the sockets that it passed.
+                let socket = (!is_activated).then_some(options.socket.as_path());
+                let reload = || match read_again(&settings, reload, &gate, &options.access) {
+                    Ok(()) => said("the settings were read again"),
+                    Err(why) => said(&format!("the settings stay as they are: {why}")),
+                };
+                let served = (api, Arc::clone(&gate));
+                let told = (&reload as &dyn Fn(), &end as &dyn Fn());
+                listen_until_told(listeners, socket, served, told, Arc::clone(&broken))
+            })
+    })
+}
+
+/// Of passed sockets, whoever opened them has said where they are and who may connect.
+fn say_what_is_ignored(options: &Options, passed: &[Listener], said: &dyn Fn(&str)) {
+    let asked = options.socket.as_path();
+    let is_asked = |it: &Listener| match it {
+        Listener::Unix(unix) => unix.local_addr().is_ok_and(|at| at.as_pathname() == Some(asked)),
+        Listener::Tcp(_) => false,
+    };
+    if !passed.iter().any(is_asked) {
+        said(&format!("not listening at {}: systemd passed other sockets", asked.display()));
+    }
+    if let Some(group) = &options.group {
+        said(&format!("group {group} is ignored: the socket's owner and mode are systemd's"));
+    }
+}
+
+/// Does something at the end of a scope, also at a panic.
+struct OnDrop<F: Fn()>(F);
+
+impl<F: Fn()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+/// Takes all that a reload may change, or none of it.
+fn read_again(
+    settings: &RwLock<Settings>,
+    reload: Reload<'_>,
+    gate: &Gate,
+    access: &Access,
+) -> Result<(), String> {
+    let new = reload()?;
+    let guard = Guard::new(access).map_err(|error| with_causes(&error))?;
+    *settings.write().unwrap_or_else(PoisonError::into_inner) = new;
+    gate.replace(guard);
+    Ok(())
+}
+
+/// How long answers that are on their way may take once the daemon is to end.
+const ENDING_TIME: Duration = Duration::from_secs(5);
+
+/// Accepts connections until a signal asks to end, or something is `broken`. Then it removes the socket
+/// at this path, has the threads `end`, and lets clients have the answers that are on their way.
+fn listen_until_told(
+    listeners: Vec<Listener>,
+    socket: Option<&Path>,
+    (api, gate): (Arc<Api>, Arc<Gate>),
+    (reload, end): (&dyn Fn(), &dyn Fn()),
+    broken: Arc<Notify>,
+) -> Result<(), DaemonError> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(ENCODERS_MAX)
+        .build()
+        .map_err(DaemonError::Start)?;
+    runtime.block_on(async {
+        let (sender, mut told) = mpsc::channel(1);
+        let ends = [SignalKind::terminate(), SignalKind::interrupt()];
+        for kind in ends.into_iter().chain([SignalKind::hangup()]) {
+            let mut signals = signal(kind).map_err(DaemonError::Start)?;
+            let sender = sender.clone();
+            tokio::spawn(async move {
+                while signals.recv().await.is_some() && sender.send(kind).await.is_ok() {}
+            });
+        }
+        tokio::spawn(async move {
+            broken.notified().await;
+            let _ = sender.send(SignalKind::terminate()).await;
+        });
+        let mut accepting = Vec::new();
+        for listener in listeners {
+            // Each socket has places of its own: clients at one cannot take those of another.
+            let (api, places) = (Arc::clone(&api), Places::new());
+            let its_places = places.clone();
+            let task = match listener {
+                Listener::Unix(unix) => {
+                    unix.set_nonblocking(true).map_err(DaemonError::Start)?;
+                    let unix = UnixListener::from_std(unix).map_err(DaemonError::Start)?;
+                    tokio::spawn(accept_unix(unix, api, places))
+                }
+                Listener::Tcp(tcp) => {
+                    tcp.set_nonblocking(true).map_err(DaemonError::Start)?;
+                    let tcp = TcpListener::from_std(tcp).map_err(DaemonError::Start)?;
+                    tokio::spawn(accept_tcp(tcp, api, places, Arc::clone(&gate)))
+                }
+            };
+            accepting.push((task, its_places));
+        }
+        notify("READY=1");
+        while told.recv().await == Some(SignalKind::hangup()) {
+            // Without the time, systemd takes it for an earlier reload's (sd_notify(3)).
+            let now = clock_gettime(ClockId::Monotonic);
+            let usec = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
+            notify(&format!("RELOADING=1\nMONOTONIC_USEC={usec}"));
+            reload();
+            notify("READY=1");
+        }
+        notify("STOPPING=1");
+        // While it listens no other daemon takes the path, so this removes nobody else's socket.
+        // The next daemon would replace it anyway.
+        let _ = socket.map(std::fs::remove_file);
+        end();
+        let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
+        Ok(())
+    })
+}
+
+async fn accept_unix(listener: UnixListener, api: Arc<Api>, places: Places) {
+    while let Some(place) = places.take().await {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let api = Arc::clone(&api);
+                tokio::spawn(async move {
+                    http::serve(stream, api, &Rights::All, &place).await;
+                });
+            }
+            Err(_) => pause().await,
+        }
+    }
+}
+
+async fn accept_tcp(listener: TcpListener, api: Arc<Api>, places: Places, gate: Arc<Gate>) {
+    while let Some(handshake) = places.handshake().await {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let (api, gate, places) = (Arc::clone(&api), Arc::clone(&gate), places.clone());
+                tokio::spawn(http::serve_guarded(stream, api, gate, places, handshake));
+            }
+            Err(_) => pause().await,
+        }
+    }
+}
+
+/// Without a free descriptor every try fails at once.
+async fn pause() {
+    tokio::time::sleep(Duration::from_millis(100)).await;
+}
+
+/// Tells systemd, if it has started us, how far we are (sd_notify(3)).
+fn notify(state: &str) {
+    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    use std::os::linux::net::SocketAddrExt as _;
+    use std::os::unix::ffi::OsStrExt as _;
+    use std::os::unix::net::SocketAddr;
+    let address = match path.as_bytes().strip_prefix(b"@") {
+        Some(name) => SocketAddr::from_abstract_name(name),
+        None => SocketAddr::from_pathname(&path),
+    };
+    // It waits for a while and says so if it hears nothing.
+    let _ = address.and_then(|address| {
+        UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address).map(drop)
+    });
+}

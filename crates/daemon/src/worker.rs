@@ -1,0 +1,473 @@
+//! The thread that keeps the ledger up to date and answers questions about it.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, mpsc};
+use std::time::{Duration, Instant};
+
+use cofolio_node::ledger::{
+    Budget, ImageFile, Ledger, LedgerError, ReclaimRequest, Reclaimed, Report, ResidentSharing,
+    thread_time,
+};
+use cofolio_store::Digest;
+use cofolio_store::task::Cancel;
+use hyper::body::Bytes;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use serde::Serialize;
+use tokio::sync::oneshot;
+
+use crate::answers::Users;
+use crate::pace::Pace;
+use crate::serve::Settings;
+
+/// Points of the history: one a minute, for a day.
+const HISTORY_MAX: usize = 1440;
+const HISTORY_INTERVAL: Duration = Duration::from_secs(60);
+/// How long the thread sleeps at most, and at least between two steps that need processor time.
+const TICK: Duration = Duration::from_millis(100);
+/// How long opened files wait in the kernel's queue at most. They keep their mount busy there, and
+/// unmounting waits half a second for such passing users.
+const OPENS_WAIT: Duration = Duration::from_millis(50);
+/// Processor time that one step takes at most, if it can be divided.
+const STEP_MAX: Duration = Duration::from_millis(5);
+/// Share of a processor for answers to anybody who can connect to a TCP address.
+const ANSWERS_SHARE: f64 = 0.05;
+
+/// What the machine held at a time of the past. Sizes are bytes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Point {
+    time: i64,
+    page_cache_bytes: u64,
+    resident_bytes: u64,
+    used_bytes: u64,
+    saved_bytes: u64,
+}
+
+/// A report, with its JSON as soon as somebody asks for that. It can have 20 MB, so it is made once
+/// and all readers have the same bytes.
+#[derive(Debug, Default)]
+pub(crate) struct Encoded {
+    pub(crate) report: Report,
+    json: OnceLock<Bytes>,
+}
+
+impl Encoded {
+    /// The JSON, if it was made already.
+    pub(crate) fn made(&self) -> Option<Bytes> {
+        self.json.get().cloned()
+    }
+
+    /// Makes the JSON, unless another thread has.
+    pub(crate) fn make(&self) -> Bytes {
+        // No field of a report can fail to be encoded.
+        let encode = || serde_json::to_vec(&self.report).unwrap_or_default().into();
+        self.json.get_or_init(encode).clone()
+    }
+}
+
+/// The last figures, for any number of readers.
+#[derive(Debug, Default)]
+pub(crate) struct Published {
+    report: RwLock<Arc<Encoded>>,
+    history: Mutex<VecDeque<Point>>,
+    costs: Mutex<Costs>,
+    /// Seconds from one report to the next.
+    period: AtomicU64,
+}
+
+/// What the daemon itself takes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Costs {
+    /// Processor time of the ledger's thread so far.
+    pub(crate) ledger: Duration,
+    /// Bytes of the page cache that the policy has freed so far.
+    pub(crate) reclaimed_bytes: u64,
+    /// Bytes of the usage lists.
+    pub(crate) usage_bytes: u64,
+    pub(crate) lists: u64,
+    pub(crate) entries: u64,
+}
+
+impl Published {
+    pub(crate) fn report(&self) -> Arc<Encoded> {
+        Arc::clone(&self.report.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn history(&self) -> Vec<Point> {
+        let history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+        history.iter().copied().collect()
+    }
+
+    pub(crate) fn costs(&self) -> Costs {
+        *self.costs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn period_seconds(&self) -> u64 {
+        self.period.load(Relaxed)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn of(report: Report) -> Self {
+        let published = Self::default();
+        published.publish(report);
+        published
+    }
+
+    fn publish(&self, report: Report) {
+        let new = Arc::new(Encoded { report, json: OnceLock::new() });
+        *self.report.write().unwrap_or_else(PoisonError::into_inner) = new;
+    }
+}
+
+impl Point {
+    fn of(report: &Report) -> Self {
+        let sum = |of: fn(&cofolio_node::ledger::DomainAccount) -> u64| {
+            report.domains.iter().map(of).sum()
+        };
+        Self {
+            time: report.time,
+            page_cache_bytes: report.machine.page_cache_bytes,
+            resident_bytes: sum(|it| it.resident_bytes),
+            used_bytes: sum(|it| it.used_bytes),
+            saved_bytes: sum(|it| it.saved_bytes),
+        }
+    }
+}
+
+/// The answer to a question, or why there is none.
+type Answer<T> = oneshot::Sender<Result<T, LedgerError>>;
+
+/// What only the ledger's thread can say.
+#[derive(Debug)]
+pub(crate) enum Question {
+    /// Takes all figures now.
+    Sample(Answer<Arc<Encoded>>),
+    Files(String, Digest, Answer<Option<Vec<ImageFile>>>),
+    Users(String, Digest, Answer<Option<Users>>),
+    Sharing(String, usize, Answer<Option<ResidentSharing>>),
+    /// Takes all figures and drops pages. The answer to come is sent before the first page goes:
+    /// from then on it is not abandoned.
+    Reclaim(ReclaimRequest, Answer<oneshot::Receiver<Result<Reclaimed, LedgerError>>>),
+}
+
+impl Question {
+    /// Whether nobody waits for the answer any more.
+    fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Sample(answer) => answer.is_closed(),
+            Self::Files(.., answer) => answer.is_closed(),
+            Self::Users(.., answer) => answer.is_closed(),
+            Self::Sharing(.., answer) => answer.is_closed(),
+            Self::Reclaim(.., begun) => begun.is_closed(),
+        }
+    }
+}
+
+/// Asks the ledger's thread.
+#[derive(Debug, Clone)]
+pub(crate) struct Questions {
+    trusted: mpsc::SyncSender<Question>,
+    others: mpsc::SyncSender<Question>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Questions {
+    /// Questions, and where they come out.
+    #[cfg(any(test, fuzzing))]
+    #[allow(clippy::unwrap_used, reason = "of tests only")]
+    pub(crate) fn for_test() -> (Self, mpsc::Receiver<Question>) {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let (asks, asked) = mpsc::sync_channel(1);
+        (Self { trusted: asks.clone(), others: asks, wake: Arc::new(wake) }, asked)
+    }
+
+    /// False if too many questions wait, or the thread has ended. Who `is_trusted` is answered first.
+    pub(crate) fn ask(&self, question: Question, is_trusted: bool) -> bool {
+        let queue = if is_trusted { &self.trusted } else { &self.others };
+        let sent = queue.try_send(question).is_ok();
+        self.wake();
+        sent
+    }
+
+    /// Has the thread look whether it was cancelled.
+    pub(crate) fn wake(&self) {
+        // It fails only when it was written 2^64 times without being read.
+        let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
+    }
+}
+
+/// Questions of either kind that may wait for the thread.
+const QUESTIONS_MAX: usize = 64;
+
+/// The thread's side.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    ledger: Ledger,
+    published: Arc<Published>,
+    settings: Arc<RwLock<Settings>>,
+    trusted: mpsc::Receiver<Question>,
+    others: mpsc::Receiver<Question>,
+    wake: Arc<OwnedFd>,
+}
+
+/// What the thread does in turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Refresh,
+    Processes,
+    Residency,
+    Relieve,
+    Report,
+}
+
+impl Worker {
+    /// Fails without a descriptor for waking it.
+    pub(crate) fn new(
+        ledger: Ledger,
+        published: Arc<Published>,
+        settings: Arc<RwLock<Settings>>,
+    ) -> std::io::Result<(Self, Questions)> {
+        let (asks_trusted, trusted) = mpsc::sync_channel(QUESTIONS_MAX);
+        let (asks_others, others) = mpsc::sync_channel(QUESTIONS_MAX);
+        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let questions =
+            Questions { trusted: asks_trusted, others: asks_others, wake: Arc::clone(&wake) };
+        Ok((Self { ledger, published, settings, trusted, others, wake }, questions))
+    }
+
+    /// Works until it is cancelled. `failed` hears of figures that could not be taken.
+    ///
+    /// Each turn answers one question, takes opened files out of the queue, and does a part of one
+    /// step. Whoever may reclaim (root, or the group) may take the time that an answer needs. Answers
+    /// to others have a share of their own, so they can delay nobody but each other.
+    pub(crate) fn run(mut self, cancel: &Cancel, failed: &dyn Fn(&LedgerError)) {
+        let can_watch = self.ledger.opens().is_some();
+        // Once without a bound: whoever asks first wants an answer.
+        let first = self.ledger.sample_all().and_then(|()| self.report());
+        first.err().iter().filter(|_| !cancel.is_cancelled()).for_each(failed);
+        let (mut pace, mut answers) = (Pace::new(0.0), Pace::new(ANSWERS_SHARE));
+        let (mut due, mut watch_from) = (Due::new(), Instant::now());
+        while !cancel.is_cancelled() {
+            let settings = self.settings.read().unwrap_or_else(PoisonError::into_inner);
+            pace.share = settings.share;
+            due.set_period(settings.period);
+            self.published.period.store(settings.period.as_secs(), Relaxed);
+            self.ledger.set_policy(settings.reclaim);
+            drop(settings);
+            let was_asked = self.answer_one(&mut answers);
+            let start = thread_time();
+            let allowance = pace.allowance();
+            if pace.is_overdrawn() {
+                self.ledger.drop_opens();
+            }
+            if can_watch
+                && Instant::now() >= watch_from
+                && let Err(error) = self.take_opens(pace.is_overdrawn())
+            {
+                failed(&error);
+                self.ledger.drop_opens();
+                watch_from = Instant::now() + due.period;
+            }
+            if let Some((step, allowance)) = due.next().zip(allowance) {
+                let stepped = self.step(step, &Budget::of(allowance.min(STEP_MAX)));
+                stepped.as_ref().err().into_iter().for_each(failed);
+                // One that failed does not hold up the others.
+                if stepped.unwrap_or(true) {
+                    due.postpone();
+                }
+            }
+            pace.charge(thread_time().saturating_sub(start));
+            let may_work = pace.allowance().is_some();
+            self.wait(was_asked || (may_work && due.next().is_some()), may_work);
+        }
+    }
+
+    /// Answers a question, if there is one that may be answered now. Says whether there was.
+    fn answer_one(&mut self, pace: &mut Pace) -> bool {
+        if let Ok(question) = self.trusted.try_recv() {
+            self.answer(question);
+            return true;
+        }
+        let Some(question) = pace.allowance().and_then(|_| self.others.try_recv().ok()) else {
+            return false;
+        };
+        let start = thread_time();
+        self.answer(question);
+        pace.charge(thread_time().saturating_sub(start));
+        true
+    }
+
+    /// Takes opened files out of the kernel's queue, also without an allowance: other steps wait
+    /// the longer. When there are far too many, none are watched for a while.
+    fn take_opens(&mut self, is_overdrawn: bool) -> Result<(), LedgerError> {
+        if !is_overdrawn && self.ledger.opens().is_none() {
+            self.ledger.watch_opens()?;
+        }
+        self.ledger.take_opens(&Budget::of(STEP_MAX))
+    }
+
+    /// Does a part of a step. Says whether it is complete.
+    fn step(&mut self, step: Step, budget: &Budget) -> Result<bool, LedgerError> {
+        match step {
+            Step::Refresh => self.ledger.refresh(budget),
+            Step::Processes => self.ledger.sample_processes(budget),
+            Step::Residency => Ok(self.ledger.sample_residency(budget)),
+            Step::Relieve => Ok(self.ledger.relieve(budget)),
+            Step::Report => self.report().map(|_| true),
+        }
+    }
+
+    fn report(&mut self) -> Result<Arc<Encoded>, LedgerError> {
+        let report = self.ledger.report()?;
+        let point = Point::of(&report);
+        self.published.publish(report);
+        let usage = self.ledger.usage_cost();
+        *self.published.costs.lock().unwrap_or_else(PoisonError::into_inner) = Costs {
+            ledger: thread_time(),
+            reclaimed_bytes: self.ledger.policy_freed_bytes(),
+            usage_bytes: usage.bytes,
+            lists: usage.lists,
+            entries: usage.entries,
+        };
+        let mut history = self.published.history.lock().unwrap_or_else(PoisonError::into_inner);
+        let interval = i64::try_from(HISTORY_INTERVAL.as_secs()).unwrap_or(60);
+        let is_next = |last: &Point| {
+            // Or the clock was set back.
+            last.time + interval <= point.time || point.time < last.time
+        };
+        if history.back().is_none_or(is_next) {
+            if history.len() == HISTORY_MAX {
+                history.pop_front();
+            }
+            history.push_back(point);
+        }
+        drop(history);
+        Ok(self.published.report())
+    }
+
+    /// Skips questions whose client has left or timed out.
+    fn answer(&mut self, question: Question) {
+        if question.is_abandoned() {
+            return;
+        }
+        match question {
+            Question::Sample(answer) => {
+                let sampled = self.ledger.sample_all();
+                let _ = answer.send(sampled.and_then(|()| self.report()));
+            }
+            Question::Files(domain, image, answer) => {
+                let _ = answer.send(self.ledger.files(&domain, &image));
+            }
+            Question::Users(domain, object, answer) => {
+                let users = self.ledger.users(&domain, &object);
+                let found = self.ledger.sizes(&domain, &object).zip(users);
+                let _ = answer.send(Ok(found.map(|((bytes, resident_bytes), users)| Users {
+                    domain,
+                    object,
+                    bytes,
+                    resident_bytes,
+                    users,
+                })));
+            }
+            Question::Sharing(domain, max, answer) => {
+                let _ = answer.send(Ok(self.ledger.sharing(&domain, max)));
+            }
+            Question::Reclaim(request, begun) => {
+                let (answer, to_come) = oneshot::channel();
+                let sampled = self.ledger.sample_all();
+                let may_go = sampled.is_ok();
+                if begun.send(sampled.map(|()| to_come)).is_ok() && may_go {
+                    let _ = answer.send(self.ledger.reclaim(&request));
+                }
+            }
+        }
+    }
+
+    /// Sleeps until there is a question, until a file was opened if there is processor time left
+    /// for it, or for a tick.
+    fn wait(&self, has_more: bool, may_work: bool) {
+        let mut descriptors = vec![PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)];
+        let opens = self.ledger.opens().filter(|_| may_work);
+        descriptors.extend(opens.map(|opens| PollFd::from_borrowed_fd(opens, PollFlags::IN)));
+        let tick = match may_work {
+            _ if has_more => Duration::ZERO,
+            true => TICK,
+            false => OPENS_WAIT,
+        };
+        let timeout = Timespec {
+            tv_sec: i64::try_from(tick.as_secs()).unwrap_or(1),
+            tv_nsec: i64::from(tick.subsec_nanos()),
+        };
+        let _ = poll(&mut descriptors, Some(&timeout));
+        let _ = rustix::io::read(&*self.wake, &mut [0_u8; 8]);
+    }
+}
+
+/// When which step is due.
+#[derive(Debug)]
+struct Due {
+    period: Duration,
+    steps: VecDeque<(Step, Instant)>,
+}
+
+impl Due {
+    fn new() -> Self {
+        let steps = [Step::Refresh, Step::Processes, Step::Residency, Step::Relieve, Step::Report];
+        let now = Instant::now();
+        Self { period: Duration::ZERO, steps: steps.map(|step| (step, now)).into() }
+    }
+
+    /// A shorter period holds from now on, not from the end of the one that has begun.
+    fn set_period(&mut self, period: Duration) {
+        if period < self.period {
+            let latest = Instant::now() + period;
+            self.steps.iter_mut().for_each(|(_, at)| *at = latest.min(*at));
+        }
+        self.period = period;
+    }
+
+    /// The step that is due, if one is.
+    fn next(&self) -> Option<Step> {
+        self.steps.front().filter(|(_, at)| *at <= Instant::now()).map(|(step, _)| *step)
+    }
+
+    /// The step in front is due again after a period, behind the others.
+    fn postpone(&mut self) {
+        if let Some((step, at)) = self.steps.pop_front() {
+            let next = (at + self.period).max(Instant::now());
+            self.steps.push_back((step, next));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One whose client has gone is not worked on: a reclaim that was refused must not happen later.
+    #[test]
+    fn abandoned_questions_are_not_answered() {
+        let request = serde_json::from_str(r#"{"target": {"container": "it"}}"#).unwrap();
+        let (sender, receiver) = oneshot::channel();
+        let question = Question::Reclaim(request, sender);
+        assert!(!question.is_abandoned());
+        drop(receiver);
+        assert!(question.is_abandoned());
+    }
+
+    /// A step that fails comes again after the others, so it cannot keep them from their turns.
+    #[test]
+    fn each_step_has_its_turn() {
+        let mut due = Due::new();
+        let mut turn = || {
+            let step = due.next().unwrap();
+            due.postpone();
+            step
+        };
+        let round = [turn(), turn(), turn(), turn(), turn()];
+        assert_eq!(round.len(), 5);
+        assert_eq!([turn(), turn(), turn(), turn(), turn()], round);
+        assert!(round.contains(&Step::Report) && round.contains(&Step::Refresh));
+    }
+}

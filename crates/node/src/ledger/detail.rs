@@ -1,0 +1,195 @@
+//! What lies behind an account: the files of an image, the users of an object, what images share.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::ControlFlow;
+
+use cofolio_image::pack::ImageContents;
+use cofolio_store::{Contents as _, Digest};
+use serde::{Deserialize, Serialize};
+
+use super::live::TICKS_PER_SECOND;
+use super::usage::{ObjectId, Usage};
+use super::{Ledger, LedgerError, Result};
+use crate::cache::leave_cache;
+
+/// A file of an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageFile {
+    /// Its path in the image. Bytes that are not UTF-8 are replaced.
+    pub path: String,
+    /// The object with its content.
+    pub object: Digest,
+    /// Its size.
+    pub bytes: u64,
+    /// What of it is resident.
+    pub resident_bytes: u64,
+    /// Cgroups that use the object, through any image.
+    pub users: u64,
+}
+
+/// Who uses an object.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ObjectUser {
+    /// Path of its memory cgroup.
+    pub cgroup: String,
+    /// Its name, if `cofolio run` started it.
+    pub name: Option<String>,
+    /// The image through which it uses the object.
+    pub image: Digest,
+    /// How long ago it was seen to map or open it.
+    pub seconds_ago: u32,
+}
+
+/// What images have in common of what is resident.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResidentSharing {
+    /// The images, those with most resident first.
+    pub images: Vec<SharingImage>,
+    /// Row and column by image: resident bytes of the objects that both name. The diagonal is all
+    /// that is resident of the image.
+    pub bytes: Vec<Vec<u64>>,
+}
+
+/// An image in [`ResidentSharing`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharingImage {
+    /// Digest of its metadata image.
+    pub image: Digest,
+    /// What it is called, sorted.
+    pub names: Vec<String>,
+}
+
+impl Ledger {
+    /// The files of an image that have an object, by path. `None` if there is no such image.
+    ///
+    /// # Errors
+    /// [`LedgerError::Store`] if the image cannot be read, or the trust domain cannot be listed.
+    pub fn files(&self, domain: &str, image: &Digest) -> Result<Option<Vec<ImageFile>>> {
+        let Some(number) = self.index.find_domain(domain)? else { return Ok(None) };
+        let known = &self.index.domains()[number as usize];
+        if !known.images.contains_key(image) {
+            return Ok(None);
+        }
+        let users = self.users_by_object();
+        let file = known.domain.open_image(image)?;
+        let mut files = Vec::new();
+        let read = leave_cache(&file, || {
+            ImageContents.image_paths(&file, &|_| true, &mut |object, path| {
+                let Some(id) = self.index.find(number, &object) else { return };
+                let Some(known) = self.index.object(id) else { return };
+                files.push(ImageFile {
+                    path: String::from_utf8_lossy(path).into_owned(),
+                    object,
+                    bytes: known.size,
+                    resident_bytes: known.resident_bytes(),
+                    users: users.get(&id).copied().unwrap_or(0),
+                });
+            })
+        });
+        read.map_err(|source| {
+            LedgerError::Store(cofolio_store::Error::Unreadable {
+                what: format!("image {image}"),
+                source,
+            })
+        })?;
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(Some(files))
+    }
+
+    /// How many cgroups use each object that is resident.
+    fn users_by_object(&self) -> HashMap<ObjectId, u64> {
+        let mut pairs = Vec::new();
+        self.for_each_use(|usage| pairs.push((usage.object, usage.cgroup)));
+        pairs.sort_unstable();
+        pairs.dedup();
+        let mut users = HashMap::new();
+        pairs.into_iter().for_each(|(object, _)| *users.entry(object).or_default() += 1);
+        users
+    }
+
+    /// Size of an object, and what of it is resident. `None` if no image names it.
+    pub fn sizes(&self, domain: &str, object: &Digest) -> Option<(u64, u64)> {
+        let id = self.index.find(self.index.domain_number(domain)?, object)?;
+        self.index.object(id).map(|object| (object.size, object.resident_bytes()))
+    }
+
+    /// Who uses an object, by cgroup and image. `None` if no image names it.
+    pub fn users(&self, domain: &str, object: &Digest) -> Option<Vec<ObjectUser>> {
+        let id = self.index.find(self.index.domain_number(domain)?, object)?;
+        let now = self.now();
+        let mut users: BTreeMap<(String, Digest), u32> = BTreeMap::new();
+        self.for_each_use(|usage| {
+            if usage.object != id {
+                return;
+            }
+            let image = self.superblocks.get(usage.mount).map(|it| it.image);
+            let cgroup = self.cgroups.path(usage.cgroup);
+            if let (Some(image), Some(cgroup)) = (image, cgroup) {
+                let last = users.entry((cgroup.to_owned(), image)).or_default();
+                *last = usage.time.max(*last);
+            }
+        });
+        let user = |((cgroup, image), last): ((String, Digest), u32)| ObjectUser {
+            name: self.name_of(&cgroup),
+            cgroup,
+            image,
+            seconds_ago: now.saturating_sub(last) / TICKS_PER_SECOND,
+        };
+        Some(users.into_iter().map(user).collect())
+    }
+
+    /// What the images of a trust domain have in common, at most `max` of them. `None` if there is no
+    /// such domain.
+    pub fn sharing(&self, domain: &str, max: usize) -> Option<ResidentSharing> {
+        let domain = &self.index.domains()[self.index.domain_number(domain)? as usize];
+        let resident = |id: &ObjectId| self.index.object(*id).map_or(0, |it| it.resident_bytes());
+        let mut images: Vec<_> = domain
+            .images
+            .iter()
+            .map(|(digest, image)| (image.objects.iter().map(resident).sum::<u64>(), digest, image))
+            .collect();
+        images.sort_by_key(|(bytes, digest, _)| (std::cmp::Reverse(*bytes), *digest));
+        images.truncate(max);
+        let mut named: HashMap<ObjectId, Vec<usize>> = HashMap::new();
+        for (number, (_, _, image)) in images.iter().enumerate() {
+            for id in image.objects.iter().filter(|id| resident(id) > 0) {
+                named.entry(*id).or_default().push(number);
+            }
+        }
+        let mut bytes = vec![vec![0; images.len()]; images.len()];
+        for (id, images) in &named {
+            for a in images {
+                images.iter().for_each(|b| bytes[*a][*b] += resident(id));
+            }
+        }
+        let images = images.into_iter();
+        let images = images
+            .map(|(_, digest, image)| SharingImage { image: *digest, names: image.names.clone() });
+        Some(ResidentSharing { images: images.collect(), bytes })
+    }
+
+    /// Uses of pages that are resident now, by cgroups that exist.
+    pub(super) fn for_each_use(&self, mut each: impl FnMut(Usage)) {
+        self.for_each_past_use(|usage| {
+            if self.cgroups.is_user(usage.cgroup) {
+                each(usage);
+            }
+        });
+    }
+
+    /// Uses of pages that are resident now, also by cgroups that were removed.
+    pub(super) fn for_each_past_use(&self, mut each: impl FnMut(Usage)) {
+        let _ = self.usage.for_each(|usage| {
+            if self.is_of_resident(&usage) {
+                each(usage);
+            }
+            ControlFlow::<()>::Continue(())
+        });
+    }
+
+    /// Whether a use is one of the pages that are resident now.
+    pub(super) fn is_of_resident(&self, usage: &Usage) -> bool {
+        let object = self.index.object(usage.object);
+        object.is_some_and(|it| it.resident_pages > 0 && it.counts_use(usage.time))
+    }
+}

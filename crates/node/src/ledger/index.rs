@@ -1,0 +1,496 @@
+//! Objects and the images that name them. Updated by the images that came and went.
+//!
+//! ```text
+//!   domain ──▶ image ──▶ [object]   sorted, each once
+//!                        object = {digest, size, resident pages, when it was last absent}
+//! ```
+//!
+//! There is no list of images per object, only their number. An object takes some 90 bytes, and 4
+//! bytes for each image that names it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use cofolio_image::pack::ImageContents;
+use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind, FileName, Store};
+use cofolio_sys::cache::{self, FileMap};
+use hashbrown::HashTable;
+use rustix::fs::{Mode, OFlags, openat};
+use rustix::io::Errno;
+
+use super::Budget;
+use super::charges::Charges;
+use super::usage::ObjectId;
+use crate::cache::leave_cache;
+use crate::mount::open_dir;
+
+/// What is known of an object.
+#[derive(Debug, Clone)]
+pub(super) struct Object {
+    pub(super) digest: Digest,
+    /// Number of its trust domain in [`Index::domains`].
+    pub(super) domain: u16,
+    /// How many images name it; 0 for a slot that is free.
+    images: u32,
+    pub(super) size: u64,
+    /// Pages in the page cache when it was last looked at.
+    pub(super) resident_pages: u32,
+    /// Of these, the pages that are charged to the commons.
+    pub(super) commons_pages: u32,
+    /// The [epoch](Charges::epoch) of that figure.
+    counted: u32,
+    /// When it was last seen without a resident page. Whoever used it before that uses none of the
+    /// pages that are resident now.
+    pub(super) absent: u32,
+}
+
+impl Object {
+    pub(super) fn resident_bytes(&self) -> u64 {
+        u64::from(self.resident_pages) * cache::page_size()
+    }
+
+    pub(super) fn commons_bytes(&self) -> u64 {
+        u64::from(self.commons_pages.min(self.resident_pages)) * cache::page_size()
+    }
+
+    /// Whether a use at this time may be one of the pages that are resident now.
+    pub(super) fn counts_use(&self, time: u32) -> bool {
+        time > self.absent
+    }
+
+    /// Whether several images name it.
+    pub(super) fn is_shared(&self) -> bool {
+        self.images > 1
+    }
+}
+
+/// An image in the index.
+#[derive(Debug)]
+pub(super) struct Image {
+    /// Sorted, each once.
+    pub(super) objects: Box<[ObjectId]>,
+    /// Names, sorted.
+    pub(super) names: Vec<String>,
+    /// Resident bytes of its metadata image, its delta and its pack.
+    pub(super) metadata_bytes: u64,
+}
+
+/// A trust domain in the index.
+#[derive(Debug)]
+pub(super) struct IndexedDomain {
+    pub(super) domain: Domain,
+    /// A removed one keeps its number, which objects and mounts may have.
+    is_removed: bool,
+    /// Whether the last refresh could not list its images or refs.
+    is_unlisted: bool,
+    pub(super) images: BTreeMap<Digest, Image>,
+    /// Images that could not be read. Each refresh tries them again, after the new ones.
+    pub(super) unreadable: BTreeSet<Digest>,
+    /// Resident bytes of all metadata images and packs, also of bases, which are not in `images`
+    /// unless they have a name.
+    pub(super) metadata_bytes: u64,
+}
+
+/// All trust domains of a store.
+#[derive(Debug)]
+pub(super) struct Index {
+    store: Store,
+    domains: Vec<IndexedDomain>,
+    /// Whether the last refresh could not list the domains, or open a new one.
+    is_unlisted: bool,
+    objects: Vec<Object>,
+    /// Slots of `objects`, by domain and digest.
+    by_digest: HashTable<u32>,
+    free: Vec<u32>,
+    /// Where the next [`Index::sample`] goes on.
+    next: usize,
+    /// Objects that could not be looked at, in the last round and in this one so far, and trust
+    /// domains whose metadata could not be. Their figures are those of the last look.
+    unseen: (u64, u64),
+}
+
+impl IndexedDomain {
+    /// Counts the resident pages of the files that images are mounted from. What was known stays if
+    /// one of them cannot be looked at.
+    fn count_metadata(&mut self) -> Result<(), BoxError> {
+        let resident = |name: &FileName| -> Result<u64, BoxError> {
+            let file = match self.domain.open_named(name) {
+                // It went meanwhile.
+                Err(Error::NoSuch(_)) => return Ok(0),
+                opened => opened?,
+            };
+            let Some(descriptor) = file.descriptor() else { return Ok(0) };
+            Ok(cache::resident_pages(descriptor, file.size()?)? * cache::page_size())
+        };
+        if self.is_removed {
+            self.metadata_bytes = 0;
+            return Ok(());
+        }
+        let mut by_image: HashMap<Digest, u64> = HashMap::new();
+        for kind in [FileKind::Image, FileKind::Pack] {
+            for name in self.domain.named(kind)? {
+                if let Some(image) = name.image() {
+                    *by_image.entry(image).or_default() += resident(&name)?;
+                }
+            }
+        }
+        let bases = self.domain.bases()?;
+        let bytes = |image: &Digest| by_image.get(image).copied().unwrap_or(0);
+        for (digest, image) in &mut self.images {
+            let delta = bases.get(digest).map_or(0, |base| bytes(&base.delta));
+            image.metadata_bytes = bytes(digest) + delta;
+        }
+        self.metadata_bytes = by_image.values().sum();
+        Ok(())
+    }
+}
+
+fn hash(domain: u16, digest: &Digest) -> u64 {
+    // A digest is as good as random.
+    let bytes = digest.0.first_chunk().copied().unwrap_or_default();
+    u64::from_le_bytes(bytes) ^ u64::from(domain).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+impl Index {
+    pub(super) fn new(store: Store) -> Self {
+        Self {
+            store,
+            domains: Vec::new(),
+            is_unlisted: false,
+            objects: Vec::new(),
+            by_digest: HashTable::new(),
+            free: Vec::new(),
+            next: 0,
+            unseen: (0, 0),
+        }
+    }
+
+    pub(super) fn domains(&self) -> &[IndexedDomain] {
+        &self.domains
+    }
+
+    /// Images that were taken up, or that cannot be read.
+    pub(super) fn known_images(&self) -> usize {
+        self.domains.iter().map(|it| it.images.len() + it.unreadable.len()).sum()
+    }
+
+    pub(super) fn domain_number(&self, name: &str) -> Option<u16> {
+        let found = self.domains.iter().position(|it| it.domain.name() == name)?;
+        u16::try_from(found).ok()
+    }
+
+    /// The number of a trust domain that somebody asks for.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where it can still not be listed.
+    pub(super) fn find_domain(&self, name: &str) -> Result<Option<u16>, Error> {
+        let number = self.domain_number(name);
+        match number.map(|it| &self.domains[usize::from(it)]) {
+            Some(known) if known.is_unlisted => drop(known.domain.images()?),
+            None if self.is_unlisted => drop(self.store.domains()?),
+            _ => {}
+        }
+        Ok(number)
+    }
+
+    /// Images that cannot be read, and directories of them that cannot be listed.
+    pub(super) fn unreadable_images(&self) -> u64 {
+        let of = |it: &IndexedDomain| it.unreadable.len() + usize::from(it.is_unlisted);
+        let all = self.domains.iter().map(of).sum::<usize>() + usize::from(self.is_unlisted);
+        all as u64
+    }
+
+    /// An object that is in use by an image.
+    pub(super) fn object(&self, id: ObjectId) -> Option<&Object> {
+        self.objects.get(id.0 as usize).filter(|object| object.images > 0)
+    }
+
+    /// All objects that are in use by an image.
+    pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.objects.iter().filter(|object| object.images > 0)
+    }
+
+    /// All objects that are in use by an image, with their numbers.
+    pub(super) fn numbered(&self) -> impl Iterator<Item = (ObjectId, &Object)> {
+        let all = (0..).map(ObjectId).zip(&self.objects);
+        all.filter(|(_, object)| object.images > 0)
+    }
+
+    /// Notes how many pages of an object are resident.
+    pub(super) fn set_resident(&mut self, id: ObjectId, pages: u64, now: u32) {
+        if let Some(object) = self.objects.get_mut(id.0 as usize) {
+            object.resident_pages = u32::try_from(pages).unwrap_or(u32::MAX);
+            if pages == 0 {
+                object.absent = object.absent.max(now);
+            }
+        }
+    }
+
+    pub(super) fn find(&self, domain: u16, digest: &Digest) -> Option<ObjectId> {
+        let is = |slot: &u32| {
+            let object = &self.objects[*slot as usize];
+            object.domain == domain && object.digest == *digest
+        };
+        self.by_digest.find(hash(domain, digest), is).copied().map(ObjectId)
+    }
+
+    /// Takes up domains and images that came, and drops those that went. What does not fit into the
+    /// budget is left to the next call: all new images but one. Says whether nothing is left, and
+    /// gives the first [`Error::Io`] of a directory that cannot be listed: of what is in there,
+    /// what was known stays. An image that cannot be read is no error. `now` is the time of
+    /// [`Object::absent`].
+    pub(super) fn refresh(&mut self, now: u32, budget: &Budget) -> (bool, Result<(), Error>) {
+        let (present, mut result) = match self.store.domains() {
+            Ok(present) => (Some(present), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        for name in present.iter().flatten() {
+            if self.domain_number(name).is_none() && self.domains.len() < usize::from(u16::MAX) {
+                match self.store.domain(name) {
+                    Ok(domain) => self.domains.push(IndexedDomain {
+                        domain,
+                        is_removed: false,
+                        is_unlisted: false,
+                        images: BTreeMap::new(),
+                        unreadable: BTreeSet::new(),
+                        metadata_bytes: 0,
+                    }),
+                    Err(error) => result = result.and(Err(error)),
+                }
+            }
+        }
+        self.is_unlisted = result.is_err();
+        let (mut added, mut left) = (0, 0);
+        for number in 0..self.domains.len() {
+            let known = &mut self.domains[number];
+            if let Some(present) = &present {
+                known.is_removed = !present.iter().any(|it| it == known.domain.name());
+            }
+            if !known.is_removed {
+                let refreshed = self.missing_images(number).and_then(|missing| {
+                    for image in missing {
+                        // Listing may have taken all of the budget.
+                        if added > 0 && budget.is_spent() {
+                            left += 1;
+                        } else {
+                            added += 1;
+                            self.add(number, image, now);
+                        }
+                    }
+                    self.name_images(number)
+                });
+                self.domains[number].is_unlisted = refreshed.is_err();
+                result = result.and(refreshed);
+            } else {
+                known.is_unlisted = false;
+                self.keep_images(number, &[]);
+            }
+        }
+        (left == 0, result)
+    }
+
+    /// Drops images that went. Gives those that are not taken up, new ones first.
+    fn missing_images(&mut self, number: usize) -> Result<Vec<Digest>, Error> {
+        let mut present = self.domains[number].domain.images()?;
+        present.sort_unstable();
+        self.keep_images(number, &present);
+        let IndexedDomain { images, unreadable, .. } = &self.domains[number];
+        present.retain(|image| !images.contains_key(image));
+        present.sort_by_key(|image| unreadable.contains(image));
+        Ok(present)
+    }
+
+    fn name_images(&mut self, number: usize) -> Result<(), Error> {
+        let domain = self.domains[number].domain.clone();
+        let mut names: HashMap<Digest, Vec<String>> = HashMap::new();
+        for (name, record) in domain.readable_refs()? {
+            names.entry(record.image).or_default().push(name);
+        }
+        for (digest, image) in &mut self.domains[number].images {
+            image.names = names.remove(digest).unwrap_or_default();
+            image.names.sort();
+        }
+        Ok(())
+    }
+
+    /// Drops the images that are not among these, which are sorted.
+    fn keep_images(&mut self, number: usize, present: &[Digest]) {
+        let is_present = |image: &Digest| present.binary_search(image).is_ok();
+        let images = self.domains[number].images.keys();
+        let gone: Vec<_> = images.filter(|image| !is_present(image)).copied().collect();
+        for image in gone {
+            self.remove(number, &image);
+        }
+        self.domains[number].unreadable.retain(is_present);
+    }
+
+    fn add(&mut self, number: usize, digest: Digest, now: u32) {
+        let domain = u16::try_from(number).unwrap_or(u16::MAX);
+        let mut objects = Vec::new();
+        let read = self.domains[number].domain.open_image(&digest).map_err(BoxError::from);
+        let read = read.and_then(|file| {
+            leave_cache(&file, || {
+                ImageContents.names(FileKind::Image, &file, &mut |object, size| {
+                    objects.push((object, size));
+                })
+            })
+        });
+        if read.is_err() {
+            self.domains[number].unreadable.insert(digest);
+            return;
+        }
+        self.domains[number].unreadable.remove(&digest);
+        objects.sort_unstable();
+        objects.dedup_by_key(|(object, _)| *object);
+        let ids = objects.into_iter().map(|(object, size)| self.intern(domain, object, size, now));
+        let mut objects: Box<[ObjectId]> = ids.collect();
+        objects.sort_unstable();
+        let image = Image { objects, names: Vec::new(), metadata_bytes: 0 };
+        self.domains[number].images.insert(digest, image);
+    }
+
+    fn intern(&mut self, domain: u16, digest: Digest, size: u64, now: u32) -> ObjectId {
+        if let Some(known) = self.find(domain, &digest) {
+            self.objects[known.0 as usize].images += 1;
+            return known;
+        }
+        // What is in the lists of a slot's earlier object is not newer than this.
+        let object = Object {
+            digest,
+            domain,
+            images: 1,
+            size,
+            resident_pages: 0,
+            commons_pages: 0,
+            counted: 0,
+            absent: now,
+        };
+        let slot = match self.free.pop() {
+            Some(slot) => {
+                self.objects[slot as usize] = object;
+                slot
+            }
+            None => {
+                self.objects.push(Object { absent: 0, ..object });
+                // 2^32 objects would take 200 GB here.
+                u32::try_from(self.objects.len() - 1).unwrap_or(u32::MAX)
+            }
+        };
+        let objects = &self.objects;
+        self.by_digest.insert_unique(hash(domain, &digest), slot, |slot| {
+            let object = &objects[*slot as usize];
+            hash(object.domain, &object.digest)
+        });
+        ObjectId(slot)
+    }
+
+    fn remove(&mut self, number: usize, image: &Digest) {
+        let Some(image) = self.domains[number].images.remove(image) else { return };
+        for id in image.objects {
+            let object = &mut self.objects[id.0 as usize];
+            object.images -= 1;
+            if object.images == 0 {
+                let hash = hash(object.domain, &object.digest);
+                if let Ok(entry) = self.by_digest.find_entry(hash, |slot| *slot == id.0) {
+                    entry.remove();
+                }
+                self.free.push(id.0);
+            }
+        }
+    }
+
+    /// Objects that could not be looked at in the last round, and trust domains whose metadata
+    /// could not be.
+    pub(super) fn unseen(&self) -> u64 {
+        self.unseen.0
+    }
+
+    /// The next [`Index::sample`] begins a round, whatever is left of this one.
+    pub(super) fn start_over(&mut self) {
+        (self.next, self.unseen.1) = (0, 0);
+    }
+
+    /// Whether the next [`Index::sample`] begins a round.
+    pub(super) fn is_at_start(&self) -> bool {
+        self.next == 0
+    }
+
+    /// Looks how much of each object is resident, beginning where the last call ended, until all
+    /// were looked at once or the budget is spent. Says whether it came to the end of a round.
+    /// `elsewhere` are the files that hold the pages of objects in place of the store's.
+    pub(super) fn sample(
+        &mut self,
+        now: u32,
+        charges: &Charges,
+        elsewhere: &HashMap<ObjectId, PathBuf>,
+        budget: &Budget,
+    ) -> bool {
+        let open = |it: &IndexedDomain| {
+            // A simulated disk has none.
+            it.domain.objects_dir().map_or(Err(Errno::NOTSUP), |path| open_dir(&path))
+        };
+        let directories: Vec<rustix::io::Result<OwnedFd>> = self.domains.iter().map(open).collect();
+        for _ in 0..self.objects.len() {
+            if budget.is_spent() {
+                return false;
+            }
+            if self.next >= self.objects.len() {
+                break;
+            }
+            let object = &self.objects[self.next];
+            self.next += 1;
+            let Some(directory) = directories.get(object.domain as usize) else { continue };
+            if object.images == 0 {
+                continue;
+            }
+            let id = ObjectId(u32::try_from(self.next - 1).unwrap_or(u32::MAX));
+            let elsewhere = elsewhere.get(&id);
+            let file = match (elsewhere, directory) {
+                (Some(path), _) => File::open(path),
+                (None, Err(error)) => Err((*error).into()),
+                (None, Ok(directory)) => {
+                    // Relative to the directory: that takes half the time.
+                    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                    let path = object.digest.object_path();
+                    openat(directory, path, flags, Mode::empty())
+                        .map(File::from)
+                        .map_err(Into::into)
+                }
+            };
+            let size = object.size;
+            let pages = match &file {
+                // It went meanwhile. Of a mount that went another one may show the same pages.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && elsewhere.is_none() => {
+                    Some(0)
+                }
+                Err(_) => None,
+                Ok(file) if elsewhere.is_some() => {
+                    FileMap::new(file, size).and_then(|map| map.resident_pages()).ok()
+                }
+                Ok(file) => cache::resident_pages(file, size).ok(),
+            };
+            let Some(pages) = pages else {
+                self.unseen.1 += 1;
+                continue;
+            };
+            let is_counted =
+                object.counted == charges.epoch && pages == u64::from(object.resident_pages);
+            self.set_resident(id, pages, now);
+            if let (false, Ok(file)) = (is_counted, file)
+                && let Ok(pages) = charges.pages_of(file, size)
+            {
+                let object = &mut self.objects[self.next - 1];
+                object.commons_pages = u32::try_from(pages).unwrap_or(u32::MAX);
+                object.counted = charges.epoch;
+            }
+        }
+        self.next = 0;
+        let counted = self.domains.iter_mut().map(IndexedDomain::count_metadata);
+        let uncounted = counted.filter(Result::is_err).count() as u64;
+        self.unseen = (self.unseen.1 + uncounted, 0);
+        true
+    }
+}

@@ -1,0 +1,636 @@
+//! The ledger of a store, kept up to date.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::ops::ControlFlow;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cofolio_store::task::Cancel;
+use cofolio_store::{Digest, Store};
+use cofolio_sys::fanotify::{Event, Opens};
+
+use super::account::{self, Resident, Sums, Use, whole};
+use super::cgroup::{Hierarchy, Version};
+use super::cgroup_ids::{self, CgroupIds};
+use super::charges::{COMMONS, Charges, CommonsAccount};
+use super::index::Index;
+use super::pressure::Pressure;
+use super::record::FirstOpens;
+use super::superblocks::{Found, Superblocks};
+use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
+use super::{
+    Budget, ContainerAccount, DomainAccount, ImageAccount, LedgerError, Machine, Report, Result,
+    Unknown, UsedImage, processes, read_text,
+};
+use crate::mount::RunDir;
+
+/// Processor time between two looks at the queue of opened files.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// Processor time between two looks whether taking up images is cancelled. Each lists all of them.
+const REFRESH_SLICE: Duration = Duration::from_millis(500);
+
+/// Opened files that one call takes: `fs.fanotify.max_queued_events` unless somebody changed it.
+const OPENS_MAX: usize = 16_384;
+
+/// The time of the usage lists, which last for eight years of it.
+pub(super) const TICKS_PER_SECOND: u32 = 16;
+
+/// Bytes of the usage lists at most, and at most a sixteenth of the machine's memory. Whoever may
+/// make cgroups could otherwise fill it: a process that is moved through all of them uses
+/// everything in each. 10,000 containers that use 100 objects through each of 20 mounts take 0.76
+/// GB.
+const USAGE_BYTES_MAX: u64 = 2 << 30;
+
+/// Memory of the usage lists.
+#[derive(Debug, Clone, Copy)]
+pub struct UsageCost {
+    /// Bytes.
+    pub bytes: u64,
+    /// Pairs of a mount and a cgroup that are used.
+    pub lists: u64,
+    /// Objects in the lists of all pairs.
+    pub entries: u64,
+}
+
+/// When rounds of looks began.
+#[derive(Debug, Default)]
+struct Rounds {
+    this: u32,
+    /// The last one that is complete. No look that counts is older.
+    complete: u32,
+}
+
+impl Rounds {
+    fn age_seconds(&self, now: u32) -> u32 {
+        now.saturating_sub(self.complete) / TICKS_PER_SECOND
+    }
+}
+
+/// The ledger of one store.
+#[derive(Debug)]
+pub struct Ledger {
+    pub(super) run: RunDir,
+    /// Where `/proc` is looked up.
+    pub(super) root: PathBuf,
+    /// Without one every process counts as in the cgroup `/`.
+    pub(super) hierarchy: Option<Hierarchy>,
+    pub(super) index: Index,
+    pub(super) superblocks: Superblocks,
+    pub(super) cgroups: CgroupIds,
+    pub(super) usage: UsageLists,
+    /// What the lists may take.
+    pub(super) usage_bytes_max: u64,
+    pub(super) pressure: Pressure,
+    opens: Option<Opens>,
+    pub(super) first_opens: Option<FirstOpens>,
+    started: Instant,
+    /// Processes of this round that are still to be looked at.
+    round: Vec<u32>,
+    /// Name of the commons cgroup.
+    commons: String,
+    charges: Charges,
+    /// Files that hold the pages of objects in place of the store's, in this round.
+    pub(super) elsewhere: HashMap<ObjectId, PathBuf>,
+    /// Those that could not be read, of this round and of the last complete one.
+    unread: u64,
+    unread_processes: u64,
+    of_processes: Rounds,
+    of_residency: Rounds,
+    pub(super) unknown: Unknown,
+    /// Superblocks whose opened files are not noted.
+    unmarked: usize,
+    pub(super) cancel: Cancel,
+}
+
+impl Ledger {
+    /// A ledger that has seen nothing yet. `run` is the run directory of the store.
+    pub fn new(store: Store, run: RunDir) -> Self {
+        let root = PathBuf::from("/");
+        let share = Machine::read(&root).map_or(u64::MAX, |it| it.memory_bytes / 16);
+        Self {
+            run,
+            hierarchy: Hierarchy::find(&root).ok(),
+            root,
+            index: Index::new(store),
+            superblocks: Superblocks::default(),
+            cgroups: CgroupIds::default(),
+            usage: UsageLists::new(16),
+            usage_bytes_max: share.min(USAGE_BYTES_MAX),
+            pressure: Pressure::default(),
+            opens: None,
+            first_opens: None,
+            started: Instant::now(),
+            round: Vec::new(),
+            commons: COMMONS.to_owned(),
+            charges: Charges::default(),
+            elsewhere: HashMap::new(),
+            unread: 0,
+            unread_processes: 0,
+            of_processes: Rounds::default(),
+            of_residency: Rounds::default(),
+            unknown: Unknown::default(),
+            unmarked: 0,
+            cancel: Cancel::default(),
+        }
+    }
+
+    /// Takes the cgroup of that name for the commons: for tests, which make one of their own.
+    #[must_use]
+    pub fn with_commons(self, name: &str) -> Self {
+        Self { commons: name.to_owned(), ..self }
+    }
+
+    /// Ends [`Ledger::sample_all`] and [`Ledger::reclaim`] early once this is cancelled.
+    #[must_use]
+    pub fn with_cancel(self, cancel: Cancel) -> Self {
+        Self { cancel, ..self }
+    }
+
+    /// From now on notes who opens files on mounted images.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] where the kernel or the lack of privileges does not allow it.
+    pub fn watch_opens(&mut self) -> Result<()> {
+        let opens = Opens::new().map_err(LedgerError::io("fanotify"))?;
+        self.unmarked = self.superblocks.mark_all(&self.root, &opens, true);
+        self.opens = Some(opens);
+        Ok(())
+    }
+
+    /// Drops the queue of opened files, and notes none until [`Ledger::watch_opens`]. For a caller
+    /// that has no time for them: in the queue they would keep their mounts busy.
+    pub fn drop_opens(&mut self) {
+        if self.opens.take().is_some() {
+            self.unknown.overflows += 1;
+        }
+    }
+
+    /// Becomes readable when [`Ledger::take_opens`] has something to do.
+    pub fn opens(&self) -> Option<BorrowedFd<'_>> {
+        self.opens.as_ref().map(Opens::descriptor)
+    }
+
+    /// [`TICKS_PER_SECOND`] since the ledger began, from 1.
+    pub(super) fn now(&self) -> u32 {
+        let ticks = self.started.elapsed().as_millis() * u128::from(TICKS_PER_SECOND) / 1000;
+        u32::try_from(ticks).unwrap_or(u32::MAX).saturating_add(1)
+    }
+
+    /// Takes up images and mounts that came, and drops those that went. Says whether all new images
+    /// were taken up.
+    ///
+    /// # Errors
+    /// [`LedgerError::Store`] where the store's directories cannot be listed, once all else is done.
+    pub fn refresh(&mut self, budget: &Budget) -> Result<bool> {
+        let (is_complete, listed) = self.take_up(budget);
+        listed.map(|()| is_complete)
+    }
+
+    fn take_up(&mut self, budget: &Budget) -> (bool, Result<()>) {
+        let now = self.now();
+        let (is_complete, listed) = self.index.refresh(now, budget);
+        let changes = self.superblocks.refresh(&self.run, &self.index);
+        if let Some(hierarchy) = &self.hierarchy {
+            self.cgroups.find_ended(hierarchy);
+        }
+        self.note_left_behind(&changes.removed);
+        for id in &changes.removed {
+            self.usage.remove_mount(*id);
+        }
+        if let Some(opens) = &self.opens {
+            self.unmarked = self.superblocks.mark_all(&self.root, opens, false);
+        }
+        if let Some(hierarchy) = &self.hierarchy {
+            self.cgroups.hand_over(hierarchy, &self.usage);
+        }
+        (is_complete, listed.map_err(LedgerError::from))
+    }
+
+    /// Looks how much of the objects is resident. Says whether a round over all is complete.
+    pub fn sample_residency(&mut self, budget: &Budget) -> bool {
+        let now = self.now();
+        if self.index.is_at_start() {
+            self.of_residency.this = now;
+            self.charges.begin(self.hierarchy.as_ref(), &self.commons);
+            self.elsewhere = self.files_elsewhere();
+        }
+        let is_complete = self.index.sample(now, &self.charges, &self.elsewhere, budget);
+        if is_complete {
+            self.of_residency.complete = self.of_residency.this;
+            // Uses of pages that have gone since.
+            let Self { usage, index, .. } = self;
+            usage.retain(|it| {
+                index.object(it.object).is_some_and(|object| object.counts_use(it.time))
+            });
+        }
+        is_complete
+    }
+
+    /// With `inode-share`, files of mounted packs through which something was used. To look at all others
+    /// would load their inodes.
+    fn files_elsewhere(&self) -> HashMap<ObjectId, PathBuf> {
+        let mut files = HashMap::new();
+        for (mount, superblock) in self.superblocks.iter().filter(|(_, it)| it.has_page_files()) {
+            let _ = self.usage.for_each_of_mount(mount, |usage| {
+                if let Some(path) = superblock.page_file(usage.object) {
+                    files.insert(usage.object, path);
+                }
+                ControlFlow::<()>::Continue(())
+            });
+        }
+        files
+    }
+
+    /// Looks what processes map. Says whether a round over all is complete.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] if `/proc` cannot be listed.
+    pub fn sample_processes(&mut self, budget: &Budget) -> Result<bool> {
+        if self.round.is_empty() {
+            let path = self.root.join("proc");
+            self.round = processes::all(&self.root).map_err(LedgerError::io(path))?;
+            self.of_processes.this = self.now();
+            self.unread = 0;
+        }
+        while let Some(pid) = self.round.pop() {
+            self.look_at(pid);
+            if budget.is_spent() {
+                break;
+            }
+        }
+        let is_complete = self.round.is_empty();
+        if is_complete {
+            self.of_processes.complete = self.of_processes.this;
+            self.unread_processes = self.unread;
+            self.superblocks.round_is_complete();
+        }
+        Ok(is_complete)
+    }
+
+    fn look_at(&mut self, pid: u32) {
+        let Self { superblocks, index, root, .. } = self;
+        let mut used = Vec::new();
+        let read = processes::mapped(root, pid, |mapping| {
+            let found = superblocks.mapped(root, pid, &mapping, index);
+            used.extend(found);
+            found.is_some()
+        });
+        let mut is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false);
+        if let Some(opens) = &self.opens {
+            self.superblocks.mark_adopted(&self.root, opens);
+        }
+        if !used.is_empty() {
+            is_whole &= self.note_mapped(pid, used);
+        }
+        if !is_whole {
+            self.unread += u64::from(processes::directory(&self.root, pid).exists());
+        }
+    }
+
+    /// Notes what a process maps. Says whether all of it could be noted.
+    fn note_mapped(&mut self, pid: u32, used: Vec<(MountId, ObjectId)>) -> bool {
+        let Some(cgroup) = self.cgroup_of(pid) else { return false };
+        let mut fits = true;
+        for (mount, object) in used {
+            fits &= self.note_use(mount, cgroup, object);
+        }
+        fits
+    }
+
+    /// Notes a use, unless it is a new one and the lists are full. Says whether it is noted.
+    fn note_use(&self, mount: MountId, cgroup: CgroupId, object: ObjectId) -> bool {
+        let now = self.now();
+        if self.usage.touch_listed(mount, cgroup, object, now).is_some() {
+            return true;
+        }
+        let fits = self.usage.count().bytes_max() < self.usage_bytes_max;
+        if fits {
+            self.usage.touch(mount, cgroup, object, now);
+        }
+        fits
+    }
+
+    fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {
+        let version = self.hierarchy.as_ref().map_or(Version::V2, Hierarchy::version);
+        let path = processes::cgroup(&self.root, pid, version).ok()?;
+        let path = path.as_deref().unwrap_or("/");
+        let inode = self.hierarchy.as_ref().map(|it| cgroup_ids::inode(it, path));
+        let inode = inode.transpose().ok()?.flatten();
+        self.cgroups.number(path, inode)
+    }
+
+    /// Takes note of the files that were opened: at most as many as the kernel's queue holds by default,
+    /// since others may be opened as fast as these are read. What is left when the budget is spent stays
+    /// in the queue.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`] if the queue cannot be read.
+    pub fn take_opens(&mut self, budget: &Budget) -> Result<()> {
+        let Some(opens) = self.opens.take() else { return Ok(()) };
+        let taken = self.take_from(&opens, budget);
+        self.opens = Some(opens);
+        taken
+    }
+
+    fn take_from(&mut self, opens: &Opens, budget: &Budget) -> Result<()> {
+        let own = std::process::id();
+        // A process opens many files in a row.
+        let mut cgroups: HashMap<u32, Option<CgroupId>> = HashMap::new();
+        let mut taken = 0;
+        loop {
+            let events = opens.read().map_err(LedgerError::io("fanotify"))?;
+            if events.is_empty() {
+                return Ok(());
+            }
+            taken += events.len();
+            for event in events {
+                let (file, pid) = match event {
+                    Event::Opened { pid, .. } if pid == own => continue,
+                    Event::Opened { file, pid } => (File::from(file), pid),
+                    Event::Unreadable(_) => {
+                        self.unknown.files += 1;
+                        continue;
+                    }
+                    Event::Overflow => {
+                        self.unknown.overflows += 1;
+                        continue;
+                    }
+                };
+                let Ok(metadata) = file.metadata() else {
+                    self.unknown.files += 1;
+                    continue;
+                };
+                if !metadata.is_file() {
+                    continue;
+                }
+                let link = || fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
+                let found = self.superblocks.opened(Found::of(&metadata), link, &self.index);
+                let Some((mount, object)) = found else { continue };
+                let cgroup = *cgroups.entry(pid).or_insert_with(|| self.cgroup_of(pid));
+                if let Some(first) = &mut self.first_opens {
+                    first.note(object, cgroup.and_then(|id| self.cgroups.path(id)));
+                }
+                match cgroup {
+                    Some(cgroup) if self.note_use(mount, cgroup, object) => {}
+                    Some(_) => self.unknown.files += 1,
+                    None => self.unknown.openers += 1,
+                }
+            }
+            if budget.is_spent() || taken >= OPENS_MAX {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Everything at once, whatever it takes: for whoever asks one time. What cannot be listed of
+    /// the store is among [`Unknown::images`].
+    ///
+    /// # Errors
+    /// Those of [`Ledger::sample_processes`]; [`LedgerError::Cancelled`].
+    pub fn sample_all(&mut self) -> Result<()> {
+        // A file that was opened keeps its mount busy until it is taken out of the queue.
+        let slice = || Budget::of(SLICE);
+        let mut known = None;
+        // Until no image is new: those that cannot be read are tried again and again.
+        while !self.take_up(&Budget::of(REFRESH_SLICE)).0
+            && known.replace(self.index.known_images()) != Some(self.index.known_images())
+        {
+            self.check()?;
+        }
+        self.take_opens(&Budget::UNLIMITED)?;
+        self.round.clear();
+        self.index.start_over();
+        self.check()?;
+        while !self.sample_processes(&slice())? {
+            self.check()?;
+            self.take_opens(&slice())?;
+        }
+        // Last: a page that a process has just brought in has to be counted.
+        while !self.sample_residency(&slice()) {
+            self.check()?;
+            self.take_opens(&slice())?;
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.cancel.is_cancelled() { Err(LedgerError::Cancelled) } else { Ok(()) }
+    }
+
+    /// What the usage lists take.
+    pub fn usage_cost(&self) -> UsageCost {
+        let count = self.usage.count();
+        UsageCost {
+            bytes: self.usage.memory_bytes() as u64,
+            lists: count.lists as u64,
+            entries: count.entries as u64,
+        }
+    }
+
+    /// Adds up the accounts.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`], [`LedgerError::Format`] for `/proc/meminfo`.
+    pub fn report(&self) -> Result<Report> {
+        let images = self.numbered_images();
+        let numbers: HashMap<(u16, Digest), u32> = images.iter().copied().zip(0..).collect();
+        let uses = self.uses(|id| {
+            let superblock = self.superblocks.get(id)?;
+            numbers.get(&(superblock.domain, superblock.image)).copied()
+        });
+        let totals = account::add_up(uses, |object| {
+            let object = self.index.object(ObjectId(object));
+            object.map_or_else(Resident::default, |object| Resident {
+                bytes: object.resident_bytes(),
+                commons: object.commons_bytes(),
+                domain: object.domain,
+            })
+        });
+        let mut used_images: HashMap<u32, Vec<UsedImage>> = HashMap::new();
+        let mut users: HashMap<u32, u64> = HashMap::new();
+        for (cgroup, image) in &totals.pairs {
+            let (domain, digest) = images[*image as usize];
+            let used = UsedImage { domain: self.domain_name(domain), image: digest };
+            used_images.entry(*cgroup).or_default().push(used);
+            *users.entry(*image).or_default() += 1;
+        }
+        let now = self.now();
+        Ok(Report {
+            time: cofolio_store::now(),
+            residency_age_seconds: self.of_residency.age_seconds(now),
+            processes_age_seconds: self.of_processes.age_seconds(now),
+            machine: Machine::read(&self.root)?,
+            commons: CommonsAccount::read(self.hierarchy.as_ref(), &self.commons),
+            domains: self.domain_accounts(&totals),
+            images: self.image_accounts(&images, &totals, &users),
+            containers: self.container_accounts(&totals, used_images),
+            unknown: Unknown {
+                processes: self.unread_processes,
+                images: self.index.unreadable_images(),
+                objects: self.index.unseen(),
+                mounts: (self.superblocks.failed() + self.unmarked) as u64,
+                ..self.unknown
+            },
+        })
+    }
+
+    /// All images, by trust domain and digest.
+    fn numbered_images(&self) -> Vec<(u16, Digest)> {
+        let domains = (0..).zip(self.index.domains());
+        domains
+            .flat_map(|(number, it)| it.images.keys().map(move |image| (number, *image)))
+            .collect()
+    }
+
+    /// Uses as [`Ledger::for_each_use`] has them.
+    fn uses(&self, image: impl Fn(MountId) -> Option<u32>) -> Vec<Use> {
+        let mut uses = Vec::new();
+        self.for_each_use(|usage| {
+            if let Some(image) = image(usage.mount) {
+                uses.push(Use { object: usage.object.0, cgroup: usage.cgroup.0, image });
+            }
+        });
+        uses
+    }
+
+    /// A figure of the commons, if the kernel says it.
+    fn commons_bytes(&self, bytes: u64) -> Option<u64> {
+        self.charges.are_known().then_some(bytes)
+    }
+
+    fn domain_name(&self, number: u16) -> String {
+        let domain = self.index.domains().get(number as usize);
+        domain.map_or_else(String::new, |it| it.domain.name().to_owned())
+    }
+
+    fn domain_accounts(&self, totals: &account::Totals) -> Vec<DomainAccount> {
+        let mut accounts: Vec<DomainAccount> = (0..)
+            .zip(self.index.domains())
+            .map(|(number, domain)| {
+                let sums = totals.domains.get(&number).copied().unwrap_or_default();
+                DomainAccount {
+                    domain: domain.domain.name().to_owned(),
+                    used_bytes: sums.used,
+                    shared_bytes: sums.shared,
+                    saved_bytes: whole(sums.saved),
+                    metadata_bytes: domain.metadata_bytes,
+                    commons_bytes: self.commons_bytes(0),
+                    ..DomainAccount::default()
+                }
+            })
+            .collect();
+        for object in self.index.objects() {
+            let Some(account) = accounts.get_mut(object.domain as usize) else { continue };
+            account.objects += 1;
+            account.bytes += object.size;
+            account.resident_bytes += object.resident_bytes();
+            if let Some(bytes) = &mut account.commons_bytes {
+                *bytes += object.commons_bytes();
+            }
+        }
+        accounts.sort_by(|a, b| a.domain.cmp(&b.domain));
+        accounts
+    }
+
+    fn image_accounts(
+        &self,
+        images: &[(u16, Digest)],
+        totals: &account::Totals,
+        users: &HashMap<u32, u64>,
+    ) -> Vec<ImageAccount> {
+        let accounts = (0..).zip(images).filter_map(|(number, (domain, digest))| {
+            let image = self.index.domains().get(*domain as usize)?.images.get(digest)?;
+            let sums = totals.images.get(&number).copied().unwrap_or_default();
+            let mut account = ImageAccount {
+                domain: self.domain_name(*domain),
+                image: *digest,
+                names: image.names.clone(),
+                objects: image.objects.len() as u64,
+                bytes: 0,
+                resident_bytes: 0,
+                shared_bytes: 0,
+                private_bytes: 0,
+                used_bytes: sums.used,
+                commons_bytes: self.commons_bytes(0),
+                saved_bytes: whole(sums.saved),
+                metadata_bytes: image.metadata_bytes,
+                containers: users.get(&number).copied().unwrap_or(0),
+            };
+            for object in image.objects.iter().filter_map(|id| self.index.object(*id)) {
+                account.bytes += object.size;
+                let resident = object.resident_bytes();
+                account.resident_bytes += resident;
+                if let Some(bytes) = &mut account.commons_bytes {
+                    *bytes += object.commons_bytes();
+                }
+                match object.is_shared() {
+                    true => account.shared_bytes += resident,
+                    false => account.private_bytes += resident,
+                }
+            }
+            Some(account)
+        });
+        accounts.collect()
+    }
+
+    fn container_accounts(
+        &self,
+        totals: &account::Totals,
+        mut images: HashMap<u32, Vec<UsedImage>>,
+    ) -> Vec<ContainerAccount> {
+        let account = |(number, sums): (&u32, &Sums)| {
+            let cgroup = self.cgroups.path(CgroupId(*number))?.to_owned();
+            Some(ContainerAccount {
+                name: self.name_of(&cgroup),
+                cgroup,
+                images: images.remove(number).unwrap_or_default(),
+                objects: sums.objects,
+                used_bytes: sums.used,
+                shared_bytes: sums.shared,
+                private_bytes: sums.private,
+                commons_bytes: self.commons_bytes(sums.commons),
+                proportional_bytes: whole(sums.proportional),
+                saved_bytes: whole(sums.saved),
+            })
+        };
+        let mut accounts: Vec<_> = totals.cgroups.iter().filter_map(account).collect();
+        accounts.sort_by(|a, b| a.cgroup.cmp(&b.cgroup));
+        accounts
+    }
+
+    /// The cgroup of a container of `cofolio run`.
+    pub(super) fn cgroup_of_container(&self, name: &str) -> String {
+        format!("/cofolio/{name}-{}", self.run.tag())
+    }
+
+    /// The container of `cofolio run` whose cgroup this is, or is in.
+    pub(super) fn name_of(&self, cgroup: &str) -> Option<String> {
+        let name = cgroup.strip_prefix("/cofolio/")?.split('/').next()?;
+        name.strip_suffix(&self.run.tag())?.strip_suffix('-').map(str::to_owned)
+    }
+}
+
+impl Machine {
+    /// Reads `/proc/meminfo` below `root`.
+    fn read(root: &Path) -> Result<Machine> {
+        let path = root.join("proc/meminfo");
+        let text = read_text(&path)?;
+        let field = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            let number = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());
+            number.map(|kib: u64| kib << 10).ok_or_else(|| LedgerError::Format {
+                path: path.clone(),
+                what: format!("has no line {name}"),
+            })
+        };
+        Ok(Machine {
+            memory_bytes: field("MemTotal")?,
+            available_bytes: field("MemAvailable")?,
+            page_cache_bytes: field("Cached")?,
+            shared_memory_bytes: field("Shmem")?,
+        })
+    }
+}

@@ -1,0 +1,218 @@
+//! Processes as `/proc` shows them: their cgroup, and the files that they map.
+
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::cgroup::{Version, path_in};
+use crate::kernel_text::for_each_line;
+
+/// Major and minor number of a filesystem.
+pub(super) type Device = (u32, u32);
+
+/// A file that a process maps.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Mapping<'m> {
+    /// Of the filesystem that the process opened the file on.
+    pub(super) device: Device,
+    pub(super) inode: u64,
+    /// Name of the mapping in `/proc/PID/map_files`.
+    pub(super) range: &'m [u8],
+    /// Where in the file it begins, in bytes.
+    pub(super) offset: u64,
+    /// As this process would name the file, or from the root of a mount that it does not see.
+    pub(super) path: &'m [u8],
+}
+
+impl Mapping<'_> {
+    /// Its addresses as far as a file of `size` bytes reaches: a mapping can be any length longer,
+    /// and has no pages there.
+    pub(super) fn addresses(&self, size: u64) -> Option<Range<u64>> {
+        let (start, end) = std::str::from_utf8(self.range).ok()?.split_once('-')?;
+        let start = u64::from_str_radix(start, 16).ok()?;
+        let of_file = start.saturating_add(size.saturating_sub(self.offset));
+        Some(start..u64::from_str_radix(end, 16).ok()?.min(of_file))
+    }
+}
+
+/// The numbers of all processes.
+pub(super) fn all(root: &Path) -> io::Result<Vec<u32>> {
+    let names = fs::read_dir(root.join("proc"))?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    Ok(names.filter_map(|name| name.parse().ok()).collect())
+}
+
+/// The path of a process's cgroup below the root of a hierarchy. Fails for one that has ended: in
+/// version 1, the kernel says of a zombie that it is in `/`.
+pub(super) fn cgroup(root: &Path, pid: u32, version: Version) -> io::Result<Option<String>> {
+    let directory = directory(root, pid);
+    let text = fs::read_to_string(directory.join("cgroup"))?;
+    let path = path_in(&text, version).map(str::to_owned);
+    if version == Version::V1
+        && path.as_deref() == Some("/")
+        && is_ending(&fs::read_to_string(directory.join("stat"))?)
+    {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    Ok(path)
+}
+
+/// Whether the kernel is ending the process: `PF_EXITING` of `include/linux/sched.h` in the flags
+/// of `/proc/PID/stat`, the seventh field behind the name, which may contain anything.
+fn is_ending(stat: &str) -> bool {
+    const EXITING: u32 = 4;
+    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse().ok());
+    flags.is_some_and(|flags: u32| flags & EXITING != 0)
+}
+
+/// Calls `each` for every file that a process maps until it says that it knows the file, once for
+/// mappings that follow each other. Says whether those were all files.
+pub(super) fn mapped(
+    root: &Path,
+    pid: u32,
+    mut each: impl FnMut(Mapping<'_>) -> bool,
+) -> io::Result<bool> {
+    let mut known = None;
+    mappings(root, pid, |mapping| {
+        let this = (mapping.device, mapping.inode);
+        if known != Some(this) && each(mapping) {
+            known = Some(this);
+        }
+    })
+}
+
+/// Calls `each` for every mapping of a file. Says whether those were all: a process can have any
+/// number of them.
+pub(super) fn mappings(
+    root: &Path,
+    pid: u32,
+    mut each: impl FnMut(Mapping<'_>),
+) -> io::Result<bool> {
+    let maps = directory(root, pid).join("maps");
+    for_each_line(&maps, |line| parse(line).into_iter().for_each(&mut each))
+}
+
+pub(super) fn directory(root: &Path, pid: u32) -> PathBuf {
+    root.join(format!("proc/{pid}"))
+}
+
+/// `7f6ac63a8000-7f6ac63ce000 r--p 00000000 00:29 4809     /usr/lib/libc.so.6`; the device in
+/// hexadecimal. `None` for memory without a file.
+fn parse(line: &[u8]) -> Option<Mapping<'_>> {
+    let mut rest = line;
+    let mut field = || {
+        let end = rest.iter().position(|byte| *byte == b' ')?;
+        let (field, tail) = rest.split_at(end);
+        rest = &tail[tail.iter().position(|byte| *byte != b' ')?..];
+        Some(field)
+    };
+    let (range, _permissions) = (field()?, field()?);
+    let offset = u64::from_str_radix(std::str::from_utf8(field()?).ok()?, 16).ok()?;
+    let (major, minor) = std::str::from_utf8(field()?).ok()?.split_once(':')?;
+    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+    let inode = std::str::from_utf8(field()?).ok()?.parse().ok().filter(|inode| *inode != 0)?;
+    Some(Mapping { device, inode, range, offset, path: rest })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_maps_are_read() {
+        let line = b"7f6ac63a8000-7f6ac63ce000 r--p 00028000 00:29 4809                       /usr/lib/a b.so";
+        let expected = Mapping {
+            device: (0, 0x29),
+            inode: 4809,
+            range: b"7f6ac63a8000-7f6ac63ce000",
+            offset: 0x28000,
+            path: b"/usr/lib/a b.so",
+        };
+        let start = 0x7f6a_c63a_8000;
+        assert_eq!(expected.addresses(u64::MAX), Some(start..0x7f6a_c63c_e000));
+        assert_eq!(expected.addresses(0x28000 + 0x1000), Some(start..start + 0x1000));
+        assert_eq!(expected.addresses(0x1000), Some(start..start));
+        assert_eq!(parse(line), Some(expected));
+        for cut in 0..line.len() {
+            let _ = parse(&line[..cut]);
+        }
+        for line in [
+            &b"5562e4c0d000-5562e4c2e000 rw-p 00000000 00:00 0                          [heap]"[..],
+            b"7f6ac63a5000-7f6ac63a8000 rw-p 00000000 00:00 0 ",
+            b"",
+        ] {
+            assert_eq!(parse(line), None);
+        }
+    }
+
+    /// A short program of a container had ended when its event was read. It was taken for a process
+    /// of the cgroup `/`, as which version 1 shows zombies, and not for one that had ended.
+    #[test]
+    fn a_zombie_is_in_no_cgroup() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        let state = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        while !state().contains(") Z ") {
+            std::thread::yield_now();
+        }
+        assert!(is_ending(&state()));
+        let own = fs::read_to_string("/proc/self/stat").unwrap();
+        assert!(!is_ending(&own) && !is_ending("") && !is_ending("1 (a) b) R 1"));
+        let root = tempfile::tempdir().unwrap();
+        let of = root.path().join(format!("proc/{pid}"));
+        fs::create_dir_all(&of).unwrap();
+        fs::write(of.join("cgroup"), "11:memory:/\n").unwrap();
+        fs::write(of.join("stat"), state()).unwrap();
+        assert!(cgroup(root.path(), pid, Version::V1).is_err());
+        fs::write(of.join("stat"), own).unwrap();
+        assert_eq!(cgroup(root.path(), pid, Version::V1).unwrap().as_deref(), Some("/"));
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn the_cgroup_is_that_of_the_memory_controller() {
+        let v1 = "12:cpu,cpuacct:/a\n11:memory:/cofolio/x-1\n0::/b\n";
+        assert_eq!(path_in(v1, Version::V1), Some("/cofolio/x-1"));
+        assert_eq!(path_in(v1, Version::V2), Some("/b"));
+        assert_eq!(path_in("0::/c\n", Version::V1), None);
+    }
+
+    /// This process maps its own program.
+    #[test]
+    fn a_live_process_is_read() {
+        use std::os::unix::ffi::OsStrExt as _;
+        let root = Path::new("/");
+        let own = std::process::id();
+        assert!(all(root).unwrap().contains(&own));
+        let program = std::env::current_exe().unwrap();
+        let mut found = 0;
+        mapped(root, own, |mapping| {
+            found += u32::from(mapping.path == program.as_os_str().as_bytes());
+            true
+        })
+        .unwrap();
+        assert_eq!(found, 1);
+    }
+
+    /// Only the first mapping of a file was looked at. Where the process had no page of that one,
+    /// it did not use the file.
+    #[test]
+    fn later_mappings_are_looked_at_until_the_file_is_known() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("proc/1")).unwrap();
+        let line = |start: u32, inode: u32| {
+            format!("{start:x}-{:x} r--p 00000000 00:29 {inode} /f\n", start + 0x1000)
+        };
+        let maps =
+            [(1, 7), (2, 7), (3, 7), (4, 8), (5, 7)].map(|(at, inode)| line(at << 12, inode));
+        fs::write(root.path().join("proc/1/maps"), maps.concat()).unwrap();
+        let mut looked_at = Vec::new();
+        let is_whole = mapped(root.path(), 1, |mapping| {
+            looked_at.push(mapping.addresses(u64::MAX).unwrap().start >> 12);
+            looked_at.len() == 2
+        });
+        assert!(is_whole.unwrap());
+        assert_eq!(looked_at, [1, 2, 4]);
+    }
+}

@@ -1,0 +1,404 @@
+//! Reclaim: drops pages of objects that one container, image or trust domain alone uses, the least
+//! recently used objects first.
+//!
+//! ```text
+//!   target ──▶ objects of it, by their last use ──▶ of each: process_madvise where it is mapped,
+//!              (what others use only if asked)               fadvise, cachestat before and after
+//! ```
+//!
+//! fadvise leaves mapped pages alone, so they are taken from the processes that map them first. The
+//! kernel does that only for pages that a single process maps. Pages that a process wrote in a private
+//! mapping are its own, and stay. What is freed is measured and not computed: whoever reads an object
+//! meanwhile brings its pages back.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::ops::{ControlFlow, Range};
+
+use cofolio_store::Digest;
+use cofolio_sys::cache::{self, FileMap};
+use cofolio_sys::{pagemap, process};
+use rustix::fs::{Advice, fadvise};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde::{Deserialize, Serialize};
+
+use super::pagemap::without_copies;
+use super::usage::{CgroupId, ObjectId};
+use super::{Ledger, LedgerError, Result, UsedImage, processes};
+
+/// Whose objects are dropped.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReclaimTarget {
+    /// A container by its name (`cofolio run`), or any by the path of its memory cgroup, which
+    /// begins with `/`. Cgroups below it count as the same container.
+    Container(String),
+    /// An image.
+    Image(UsedImage),
+    /// A trust domain.
+    Domain(String),
+}
+
+/// What to drop.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReclaimRequest {
+    /// Whose.
+    pub target: ReclaimTarget,
+    /// How much; all of it if nothing is named.
+    #[serde(default)]
+    pub bytes: Option<u64>,
+    /// Also what other containers use, or other images name.
+    #[serde(default)]
+    pub shared: bool,
+    /// Only say what would be dropped.
+    #[serde(default)]
+    pub dry_run: bool,
+}
+
+/// What was dropped. Sizes are bytes of the page cache.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reclaimed {
+    /// Whether nothing was dropped, as asked.
+    pub dry_run: bool,
+    /// Objects that were tried, or would be.
+    pub objects: u64,
+    /// What was resident of them before.
+    pub resident_bytes: u64,
+    /// What went.
+    pub freed_bytes: u64,
+    /// What stayed resident of them: locked, mapped by several processes, or read again.
+    pub kept_bytes: u64,
+    /// Resident objects of the target that were left alone because others use them.
+    pub shared_objects: u64,
+    /// What is resident of those.
+    pub shared_bytes: u64,
+    /// Processes that may map more of these objects than was looked at. What they map counts as
+    /// kept.
+    #[serde(default)]
+    pub unread_processes: u64,
+}
+
+/// A target whose names were looked up.
+#[derive(Debug)]
+pub(super) enum Scope {
+    /// Path of the topmost cgroup, and the numbers of those below it.
+    Cgroups(String, HashSet<CgroupId>),
+    Image(u16, Digest),
+    Domain(u16),
+    /// Everything that one container uses at most.
+    Machine,
+}
+
+/// How an object was used.
+#[derive(Debug, Default)]
+struct Users {
+    /// When last, also by cgroups that were removed.
+    last: u32,
+    cgroup: Option<CgroupId>,
+    /// Whether there are other cgroups.
+    several: bool,
+}
+
+/// Objects that may go, and those that others use; of each kind the least recently used first.
+#[derive(Debug, Default)]
+pub(super) struct Candidates {
+    pub(super) objects: Vec<ObjectId>,
+    shared: Vec<ObjectId>,
+}
+
+/// Where processes map objects.
+#[derive(Debug, Default)]
+pub(super) struct Mappings {
+    pub(super) by_object: HashMap<ObjectId, Vec<(u32, Range<u64>)>>,
+    /// Processes that were not looked at in whole.
+    pub(super) unread: u64,
+}
+
+/// Steps for all processes together; [`Superblocks`](super::superblocks::Superblocks) has a limit
+/// for each. A step is a mapping, or [`pagemap::STEP`] pages of a larger one. So the mappings that
+/// are kept take 24 MiB, and up to twice that in memory that is reserved.
+const STEPS_MAX: u32 = 1 << 20;
+
+impl Ledger {
+    /// Drops objects of a target, as the last sample shows who uses them. If it is cancelled, says
+    /// what went until then.
+    ///
+    /// # Errors
+    /// [`LedgerError::NotFound`] for a target that does not exist; [`LedgerError::Store`] for one
+    /// in a trust domain that cannot be listed. An object that cannot be looked at counts as kept,
+    /// unless it was removed.
+    pub fn reclaim(&mut self, request: &ReclaimRequest) -> Result<Reclaimed> {
+        let scope = self.scope(&request.target)?;
+        let Candidates { mut objects, shared } = self.candidates(&scope);
+        let mut reclaimed = Reclaimed { dry_run: request.dry_run, ..Reclaimed::default() };
+        if request.shared {
+            objects.extend(shared);
+        } else {
+            reclaimed.shared_objects = shared.len() as u64;
+            reclaimed.shared_bytes = shared.iter().map(|id| self.resident_bytes(*id)).sum();
+        }
+        let bytes = request.bytes.unwrap_or(u64::MAX);
+        if request.dry_run {
+            for id in objects {
+                if reclaimed.resident_bytes >= bytes {
+                    break;
+                }
+                reclaimed.objects += 1;
+                reclaimed.resident_bytes += self.resident_bytes(id);
+            }
+            return Ok(reclaimed);
+        }
+        let mappings = self.mappings(&scope, request.shared, &objects);
+        reclaimed.unread_processes = mappings.unread;
+        self.drop_objects(&objects, bytes, &mappings, &mut reclaimed);
+        Ok(reclaimed)
+    }
+
+    fn scope(&self, target: &ReclaimTarget) -> Result<Scope> {
+        let domain = |name: &str| {
+            let missing = || LedgerError::NotFound { what: format!("trust domain {name}") };
+            self.index.find_domain(name)?.ok_or_else(missing)
+        };
+        match target {
+            ReclaimTarget::Domain(name) => domain(name).map(Scope::Domain),
+            ReclaimTarget::Image(UsedImage { domain: name, image }) => {
+                let number = domain(name)?;
+                match self.index.domains()[number as usize].images.contains_key(image) {
+                    true => Ok(Scope::Image(number, *image)),
+                    false => Err(LedgerError::NotFound {
+                        what: format!("image {image} in trust domain {name}"),
+                    }),
+                }
+            }
+            ReclaimTarget::Container(name) => {
+                let path = match name.starts_with('/') {
+                    true => name.clone(),
+                    false => self.cgroup_of_container(name),
+                };
+                let cgroups: HashSet<CgroupId> = self.cgroups.below(&path).collect();
+                let exists = || {
+                    let hierarchy = self.hierarchy.as_ref();
+                    hierarchy.is_some_and(|it| it.directory(&path).join("cgroup.procs").exists())
+                };
+                if cgroups.is_empty() && !exists() {
+                    let what = format!("container {name} (memory cgroup {path})");
+                    return Err(LedgerError::NotFound { what });
+                }
+                Ok(Scope::Cgroups(path, cgroups))
+            }
+        }
+    }
+
+    /// All cgroups at and below a path.
+    pub(super) fn scope_below(&self, path: &str) -> Scope {
+        Scope::Cgroups(path.to_owned(), self.cgroups.below(path).collect())
+    }
+
+    pub(super) fn candidates(&self, scope: &Scope) -> Candidates {
+        let of_image = |id: &ObjectId| self.index.object(*id).is_some_and(|it| it.is_shared());
+        match scope {
+            Scope::Cgroups(_, cgroups) => self.candidates_of_cgroups(cgroups),
+            Scope::Image(domain, image) => {
+                let image = self.index.domains()[*domain as usize].images.get(image);
+                let objects = image.iter().flat_map(|image| &image.objects).copied();
+                self.by_last_use(objects, |id, _| of_image(id))
+            }
+            Scope::Domain(domain) => {
+                let objects = self.index.numbered().filter(|(_, it)| it.domain == *domain);
+                self.by_last_use(objects.map(|(id, _)| id), |_, _| false)
+            }
+            Scope::Machine => {
+                let objects = self.index.numbered().map(|(id, _)| id);
+                self.by_last_use(objects, |_, users| users.is_some_and(|it| it.several))
+            }
+        }
+    }
+
+    /// What the lists of these cgroups hold. Others share what a cgroup outside of these uses that
+    /// exists: what a removed one left behind is nobody's.
+    fn candidates_of_cgroups(&self, cgroups: &HashSet<CgroupId>) -> Candidates {
+        let mut uses = Vec::new();
+        for cgroup in cgroups {
+            let _ = self.usage.for_each_of_cgroup(*cgroup, |usage| {
+                if self.is_of_resident(&usage) {
+                    uses.push((usage.time, usage.object));
+                }
+                ControlFlow::<()>::Continue(())
+            });
+        }
+        // Each list is in order of time already, so this merges more than it sorts.
+        uses.sort();
+        // An object is in several lists if it was used through several mounts; its last use counts.
+        let mut ours = HashSet::new();
+        let mut objects: Vec<_> = uses
+            .into_iter()
+            .rev()
+            .map(|(_, object)| object)
+            .filter(|it| ours.insert(*it))
+            .collect();
+        objects.reverse();
+        let mut others = HashSet::new();
+        self.for_each_use(|usage| {
+            if ours.contains(&usage.object) && !cgroups.contains(&usage.cgroup) {
+                others.insert(usage.object);
+            }
+        });
+        let (shared, objects) = objects.into_iter().partition(|id| others.contains(id));
+        Candidates { objects, shared }
+    }
+
+    /// Those of some objects that are resident, by their last use in any cgroup.
+    fn by_last_use(
+        &self,
+        objects: impl Iterator<Item = ObjectId>,
+        is_shared: impl Fn(&ObjectId, Option<&Users>) -> bool,
+    ) -> Candidates {
+        let mut users: HashMap<ObjectId, Users> = HashMap::new();
+        self.for_each_past_use(|usage| {
+            let users = users.entry(usage.object).or_default();
+            users.last = users.last.max(usage.time);
+            if self.cgroups.is_user(usage.cgroup) {
+                users.several |= *users.cgroup.get_or_insert(usage.cgroup) != usage.cgroup;
+            }
+        });
+        let mut objects: Vec<_> = objects.filter(|id| self.resident_bytes(*id) > 0).collect();
+        objects.sort_unstable_by_key(|id| (users.get(id).map_or(0, |users| users.last), *id));
+        let (shared, objects) = objects.into_iter().partition(|id| is_shared(id, users.get(id)));
+        Candidates { objects, shared }
+    }
+
+    /// Where processes map these objects: those of the scope, or if others may, all.
+    pub(super) fn mappings(
+        &mut self,
+        scope: &Scope,
+        with_others: bool,
+        objects: &[ObjectId],
+    ) -> Mappings {
+        let wanted: HashSet<ObjectId> = objects.iter().copied().collect();
+        let pids = match (scope, &self.hierarchy) {
+            (Scope::Cgroups(path, _), Some(hierarchy)) if !with_others => hierarchy.processes(path),
+            _ => processes::all(&self.root).unwrap_or_default(),
+        };
+        let (mut found, mut steps_left) = (Mappings::default(), STEPS_MAX);
+        let Self { superblocks, index, root, cancel, .. } = self;
+        for pid in pids {
+            if cancel.is_cancelled() {
+                break;
+            }
+            let mut fits = true;
+            let read = processes::mappings(root, pid, |mapping| {
+                let object = superblocks.mapped(root, pid, &mapping, index).map(|(_, it)| it);
+                let Some(object) = object.filter(|it| wanted.contains(it)) else { return };
+                let size = index.object(object).map_or(0, |it| it.size);
+                let Some(addresses) = mapping.addresses(size).filter(|it| !it.is_empty()) else {
+                    return;
+                };
+                let pages = (addresses.end - addresses.start).div_ceil(cache::page_size());
+                let steps = u32::try_from(pages.div_ceil(pagemap::STEP)).unwrap_or(u32::MAX);
+                let left = steps_left.checked_sub(steps).filter(|_| fits);
+                let Some(left) = left.filter(|_| superblocks.spend(steps).is_some()) else {
+                    fits = false;
+                    return;
+                };
+                steps_left = left;
+                found.by_object.entry(object).or_default().push((pid, addresses));
+            });
+            let is_whole = superblocks.end_look(root, pid) && read.unwrap_or(false) && fits;
+            found.unread += u64::from(!is_whole && processes::directory(root, pid).exists());
+        }
+        found
+    }
+
+    /// Drops objects in this order until so many bytes are free.
+    fn drop_objects(
+        &mut self,
+        objects: &[ObjectId],
+        bytes: u64,
+        mappings: &Mappings,
+        reclaimed: &mut Reclaimed,
+    ) {
+        for id in objects {
+            if reclaimed.freed_bytes >= bytes || self.cancel.is_cancelled() {
+                return;
+            }
+            let mapped = mappings.by_object.get(id).map_or(&[][..], Vec::as_slice);
+            let (before, after) = match self.drop_object(*id, mapped) {
+                Ok((before, after)) => {
+                    let now = self.now();
+                    self.index.set_resident(*id, after, now);
+                    (before, after)
+                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                // For want of descriptors, for one.
+                Err(_) => {
+                    let known = self.index.object(*id).map_or(0, |it| it.resident_pages.into());
+                    (known, known)
+                }
+            };
+            let page = cache::page_size();
+            reclaimed.objects += 1;
+            reclaimed.resident_bytes += before * page;
+            reclaimed.freed_bytes += before.saturating_sub(after) * page;
+            reclaimed.kept_bytes += after * page;
+        }
+    }
+
+    /// Drops one object but for what processes map. Gives the bytes that went.
+    pub(super) fn drop_unmapped(&mut self, id: ObjectId) -> u64 {
+        let mut reclaimed = Reclaimed::default();
+        self.drop_objects(&[id], u64::MAX, &Mappings::default(), &mut reclaimed);
+        reclaimed.freed_bytes
+    }
+
+    /// Drops one object. Gives its resident pages before and after.
+    ///
+    /// # Errors
+    /// `NotFound` for one that was removed; those of opening it, and of asking for its pages.
+    fn drop_object(&self, id: ObjectId, mapped: &[(u32, Range<u64>)]) -> io::Result<(u64, u64)> {
+        let missing = || io::Error::from(io::ErrorKind::NotFound);
+        let object = self.index.object(id).ok_or_else(missing)?;
+        let domain = self.index.domains().get(object.domain as usize).ok_or_else(missing)?;
+        let elsewhere = self.elsewhere.get(&id);
+        let path = elsewhere.cloned().or_else(|| domain.domain.object_path(&object.digest));
+        let file = File::open(path.ok_or_else(missing)?)?;
+        let pages = || match elsewhere {
+            Some(_) => FileMap::new(&file, object.size)?.resident_pages(),
+            None => cache::resident_pages(&file, object.size),
+        };
+        let before = pages()?;
+        let drop_pages = || {
+            for of_process in mapped.chunk_by(|(a, _), (b, _)| a == b) {
+                if self.cancel.is_cancelled() {
+                    break;
+                }
+                let pid = i32::try_from(of_process[0].0).ok().and_then(Pid::from_raw);
+                // A process may end, or unmap the object, meanwhile. If another one has its number
+                // or its addresses now, that one only has to read pages again.
+                if let Some(Ok(pidfd)) = pid.map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+                    let parts = of_process
+                        .iter()
+                        .filter_map(|(pid, range)| without_copies(&self.root, *pid, range).ok());
+                    // One by one, so that a locked part does not spare those behind it.
+                    for part in parts.flatten() {
+                        let _ = process::page_out(&pidfd, std::slice::from_ref(&part));
+                    }
+                }
+            }
+            let _ = fadvise(&file, 0, None, Advice::DontNeed);
+            pages()
+        };
+        let mut after = drop_pages()?;
+        // Pages that came in on another processor can be in a batch of that processor, where
+        // process_madvise does not find them. fadvise has the batches emptied when pages stay.
+        if after > 0 && !mapped.is_empty() {
+            after = drop_pages()?;
+        }
+        Ok((before, after))
+    }
+
+    fn resident_bytes(&self, id: ObjectId) -> u64 {
+        self.index.object(id).map_or(0, super::index::Object::resident_bytes)
+    }
+}

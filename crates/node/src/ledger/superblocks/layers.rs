@@ -1,0 +1,148 @@
+//! Which layer of a superblock a file is in: `st_dev` tells it once a file of the layer was found.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+
+use super::super::index::Index;
+use super::super::processes::Device;
+use super::super::usage::ObjectId;
+use super::{Found, Place, Superblock, Superblocks};
+
+impl Superblock {
+    /// The layer and the object of a file that does not lie among the changes.
+    pub(super) fn layer_of(&self, index: &Index, found: Found) -> Option<(usize, ObjectId)> {
+        let known = self.layer_devices.iter().find(|(device, _)| *device == found.device);
+        if let Some((_, layer)) = known {
+            return Some((*layer, self.layers[*layer].get(found.inode)?));
+        }
+        if self.layer_devices.len() == self.layers.len() {
+            return None;
+        }
+        let is_it = |id: &ObjectId| index.object(*id).is_some_and(|it| it.size == found.size);
+        let candidates = self.layers.iter().enumerate();
+        let candidates =
+            candidates.filter_map(|(n, it)| Some((n, it.get(found.inode).filter(is_it)?)));
+        let mut candidates = candidates.collect::<Vec<_>>();
+        // Where two layers have such a file, another one will tell which device is whose.
+        candidates.pop().filter(|_| candidates.is_empty())
+    }
+
+    /// A file of each layer that has one where it is looked for, with the layer.
+    fn sample(&self, index: &Index) -> io::Result<Vec<(Device, usize)>> {
+        let Place::Mounted(path, inside) = &self.place else { return Ok(Vec::new()) };
+        let root = open_directory(path, self.device)?;
+        let mut devices = Vec::new();
+        for (number, layer) in self.layers.iter().enumerate() {
+            let is_it = |found: &Found| {
+                let object = layer.get(found.inode).and_then(|id| index.object(id));
+                object.is_some_and(|object| object.size == found.size)
+                    && self.upper.as_ref().is_none_or(|upper| upper.device != found.device)
+            };
+            let found = match inside.as_os_str().is_empty() {
+                true => look_below(&root, &layer.sample)?.filter(is_it),
+                // Elsewhere the mount shows files of another superblock.
+                false => sample_below(&root, is_it)?,
+            };
+            devices.extend(found.map(|found| (found.device, number)));
+        }
+        Ok(devices)
+    }
+}
+
+impl Superblocks {
+    /// Learns the devices of layers of superblocks that are new.
+    pub(super) fn learn_devices(&mut self, index: &Index) {
+        for slot in 0..self.slots.len() {
+            let Some(superblock) = &mut self.slots[slot] else { continue };
+            // A superblock that was dropped only now may have had the number of a newer one's
+            // files.
+            for (device, _) in &superblock.layer_devices {
+                self.by_file_device.entry(*device).or_insert(slot);
+            }
+            if superblock.is_sampled {
+                continue;
+            }
+            // Tried again with the next refresh.
+            let Ok(devices) = superblock.sample(index) else { continue };
+            superblock.is_sampled = matches!(superblock.place, Place::Mounted(..));
+            let is_new = |(_, layer): &(Device, usize)| {
+                superblock.layer_devices.iter().all(|(_, known)| known != layer)
+            };
+            let new: Vec<_> = devices.into_iter().filter(is_new).collect();
+            new.into_iter().for_each(|(device, layer)| self.learn_device(slot, device, layer));
+        }
+    }
+
+    pub(super) fn learn_device(&mut self, slot: usize, device: Device, layer: usize) {
+        let Some(superblock) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
+        superblock.layer_devices.push((device, layer));
+        // A process can swap what it maps: it shall not take another superblock's files over.
+        self.by_file_device.entry(device).or_insert(slot);
+    }
+}
+
+/// Opens a directory of a superblock, and fails if another one is there by now.
+pub(super) fn open_directory(path: &Path, device: Device) -> io::Result<OwnedFd> {
+    let directory = crate::mount::open_dir(path)?;
+    let found = Found::at(&directory, Path::new(""), AtFlags::EMPTY_PATH)?;
+    if found.device != device {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    Ok(directory)
+}
+
+/// Opens what is below a directory on the same mount, through no symbolic link: whoever may write
+/// to the mount may have made it.
+fn open_below(
+    directory: impl AsFd,
+    path: impl rustix::path::Arg,
+    flags: OFlags,
+) -> rustix::io::Result<OwnedFd> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat2(directory, path, flags, Mode::empty(), resolve)
+}
+
+fn look_below(directory: &OwnedFd, path: &Path) -> rustix::io::Result<Option<Found>> {
+    match open_below(directory, path, OFlags::PATH) {
+        // Somebody has removed it, or made it a link.
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => Ok(None),
+        file => Found::at(file?, Path::new(""), AtFlags::EMPTY_PATH).map(Some),
+    }
+}
+
+/// A file of a directory, or of a directory in it, that is an object.
+fn sample_below(root: &OwnedFd, is_it: impl Fn(&Found) -> bool) -> io::Result<Option<Found>> {
+    const LOOKED_AT_MAX: usize = 1000;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+    let mut left = LOOKED_AT_MAX;
+    let mut look_in = |directory: &OwnedFd, below: &mut Vec<OsString>| {
+        for entry in Dir::read_from(directory)?.flatten().take(left) {
+            left -= 1;
+            let name = OsStr::from_bytes(entry.file_name().to_bytes());
+            if entry.file_type() == FileType::RegularFile {
+                let found = look_below(directory, Path::new(name))?.filter(&is_it);
+                if found.is_some() {
+                    return Ok(found);
+                }
+            } else if entry.file_type() == FileType::Directory && name != "." && name != ".." {
+                below.push(name.to_owned());
+            }
+        }
+        Ok(None)
+    };
+    let (top, mut below) = (open_below(root, ".", flags)?, Vec::new());
+    let mut found: rustix::io::Result<_> = look_in(&top, &mut below);
+    for name in below {
+        if let (Ok(None), Ok(directory)) = (&found, open_below(&top, &name, flags)) {
+            found = look_in(&directory, &mut Vec::new());
+        }
+    }
+    Ok(found?)
+}

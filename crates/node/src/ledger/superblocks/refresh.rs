@@ -1,0 +1,214 @@
+//! What the run directory shows: superblocks come and go with its entries.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use super::super::index::Index;
+use super::super::processes::Device;
+use super::super::usage::MountId;
+use super::tables::{Inodes, metadata_images};
+use super::{Place, Superblock, Superblocks, Upper, id_of};
+use crate::mount::{RunDir, ShownSuperblock};
+use crate::settings::Backend;
+
+/// What tells an entry of the run directory from an earlier one at its path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Entry {
+    Superblock(Device),
+    /// Inode number, and when that was changed: a record that replaces another may get the number
+    /// of one before it.
+    Record(u64, SystemTime),
+}
+
+/// What a refresh found.
+#[derive(Debug, Default)]
+pub(in super::super) struct Changes {
+    pub(in super::super) removed: Vec<MountId>,
+}
+
+impl Superblocks {
+    /// Takes up what was mounted and drops what was unmounted since the last call. Looks at each
+    /// shared superblock of the run directory; of the records of mounts, reads those that are new
+    /// or changed.
+    ///
+    /// What cannot be looked at, for want of descriptors for one, is not taken for gone: all that
+    /// is known of its users would be lost, and their pages with it.
+    pub(in super::super) fn refresh(&mut self, run: &RunDir, index: &Index) -> Changes {
+        let shared = run.shared_superblocks();
+        let mut failed = shared.failed;
+        let directory = run.path().join("mounts");
+        let records = records(&directory).unwrap_or_else(|_| {
+            failed.push(directory);
+            Vec::new()
+        });
+
+        let mut changes = Changes::default();
+        let shared_paths = shared.found.iter().map(|shown| shown.path.as_path());
+        let present: HashSet<&Path> =
+            shared_paths.chain(records.iter().map(|(_, path, _)| path.as_path())).collect();
+        let is_gone = |path: &Path| {
+            !present.contains(path) && !failed.iter().any(|failed| path.starts_with(failed))
+        };
+        let gone: Vec<_> = self.entries.keys().filter(|path| is_gone(path)).cloned().collect();
+        for path in gone {
+            self.drop_entry(&path, &mut changes);
+        }
+        self.drop_adopted(&mut changes);
+
+        for shown in &shared.found {
+            let entry = Entry::Superblock(shown.device);
+            self.take_up(&shown.path, entry, Some(shown), run, index, &mut changes);
+        }
+        for (id, path, entry) in records {
+            if self.is_taken_up(&path, entry) {
+                continue;
+            }
+            let looked = run.record(&id).and_then(|record| {
+                let Some(record) = record else { return Ok(None) };
+                Ok(Some((record.may_have_own_superblock(), record.own_superblock(run)?)))
+            });
+            match looked {
+                // It may come to its target later.
+                Ok(Some((true, None)) | None) => self.drop_entry(&path, &mut changes),
+                Ok(Some((_, own))) => {
+                    self.take_up(&path, entry, own.as_ref(), run, index, &mut changes);
+                }
+                Err(_) => failed.push(path),
+            }
+        }
+        self.learn_devices(index);
+        self.failed = failed.len();
+        self.tables.forget_unused();
+        self.adopted_count =
+            self.slots.iter().flatten().filter(|it| it.last_round().is_some()).count();
+        changes
+    }
+
+    fn is_taken_up(&self, path: &Path, entry: Entry) -> bool {
+        self.entries.get(path).is_some_and(|(known, _)| *known == entry)
+    }
+
+    fn drop_entry(&mut self, path: &Path, changes: &mut Changes) {
+        if let Some((_, Some(slot))) = self.entries.remove(path) {
+            changes.removed.extend(self.remove(slot));
+        }
+    }
+
+    /// Takes up what an entry of the run directory shows. If that cannot be done yet, the next
+    /// refresh tries it again.
+    fn take_up(
+        &mut self,
+        path: &Path,
+        entry: Entry,
+        shown: Option<&ShownSuperblock>,
+        run: &RunDir,
+        index: &Index,
+        changes: &mut Changes,
+    ) {
+        if self.is_taken_up(path, entry) {
+            return;
+        }
+        self.drop_entry(path, changes);
+        let slot = match shown {
+            Some(shown) => {
+                let Some(domain) = index.domain_number(&shown.domain) else { return };
+                // Objects of an image that the index does not have yet have no numbers.
+                if !index.domains()[domain as usize].images.contains_key(&shown.image) {
+                    return;
+                }
+                let images = match shown.backend {
+                    Backend::Overlay => shown.metadata_images(run),
+                    Backend::InodeShare => None,
+                };
+                let images = images
+                    .unwrap_or_else(|| metadata_images(index, domain, &shown.image, shown.backend));
+                let layers = self.tables.layers(index, domain, &images, shown.backend);
+                let Some(layers) = layers else { return };
+                let slot = self.hand_over(domain, shown, &layers, changes);
+                let Some(slot) = slot.or_else(|| self.add(domain, shown, layers)) else { return };
+                Some(slot)
+            }
+            None => None,
+        };
+        self.entries.insert(path.to_owned(), (entry, slot));
+    }
+
+    /// Fails for a device that is known: then a superblock that was not dropped yet had its number.
+    fn add(
+        &mut self,
+        domain: u16,
+        shown: &ShownSuperblock,
+        layers: Vec<Arc<Inodes>>,
+    ) -> Option<usize> {
+        if self.by_device.contains_key(&shown.device) {
+            return None;
+        }
+        Some(self.insert(Superblock {
+            domain,
+            image: shown.image,
+            device: shown.device,
+            place: Place::Mounted(shown.path.clone(), shown.inside.clone()),
+            backend: shown.backend,
+            is_writable: shown.upper.is_some(),
+            upper: Upper::of(shown),
+            layers,
+            layer_devices: Vec::new(),
+            serial: 0,
+            is_sampled: false,
+            is_marked: false,
+        }))
+    }
+
+    pub(super) fn insert(&mut self, superblock: Superblock) -> usize {
+        let slot = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
+        if slot == self.slots.len() {
+            self.slots.push(None);
+        }
+        self.by_file_device.insert(superblock.device, slot);
+        self.by_device.insert(superblock.device, slot);
+        self.slots[slot] = Some(Superblock { serial: self.serial, ..superblock });
+        self.serial += 1;
+        slot
+    }
+
+    pub(super) fn remove(&mut self, slot: usize) -> Option<MountId> {
+        let superblock = self.slots.get_mut(slot)?.take()?;
+        let devices = superblock.layer_devices.iter().map(|(device, _)| *device);
+        for device in devices.chain([superblock.device]) {
+            for by_device in [&mut self.by_device, &mut self.by_file_device] {
+                if by_device.get(&device) == Some(&slot) {
+                    by_device.remove(&device);
+                }
+            }
+        }
+        id_of(slot)
+    }
+}
+
+/// The records of mounts: name and path. A record is replaced when anything of it changes.
+fn records(directory: &Path) -> io::Result<Vec<(String, PathBuf, Entry)>> {
+    let entries = match fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut records = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name();
+        if let Some(id) = name.to_str().and_then(|name| name.strip_suffix(".json")) {
+            let metadata = match entry.metadata() {
+                // It went meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                metadata => metadata?,
+            };
+            let found = Entry::Record(metadata.ino(), metadata.modified()?);
+            records.push((id.to_owned(), entry.path(), found));
+        }
+    }
+    Ok(records)
+}

@@ -1,0 +1,287 @@
+//! With a made-up `/proc`: what processes map, and what their mount namespaces show.
+
+use std::fs::{self, File};
+use std::io::{Seek as _, SeekFrom, Write as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use cofolio_image::import::{ImportOptions, import};
+use cofolio_image::source::Source;
+use cofolio_store::task::Task;
+use cofolio_store::{Digest, InitOptions, Store};
+use cofolio_sys::{cache, pagemap};
+
+use super::super::index::Index;
+use super::super::processes::{Device, Mapping};
+use super::super::reclaim::Scope;
+use super::super::usage::{MountId, ObjectId};
+use super::super::{Budget, Ledger};
+use super::adopted::Sighting;
+use super::look::{Look, STEPS_MAX, pages_of};
+use super::namespaces::Namespaces;
+use super::refresh::Changes;
+use super::tables::Inodes;
+use super::{Place, Superblock, Superblocks};
+use crate::mount::RunDir;
+use crate::settings::Backend;
+
+const IMAGE: &str = "2492664271cd9a238b4cf0dfb7eee50a5b508206ffb2f994a5a9f3d588849784";
+const DEVICE: Device = (0, 64);
+
+struct Proc(tempfile::TempDir);
+
+impl Proc {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn root(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// A process in a mount namespace.
+    fn process(&self, pid: u32, namespace: &str) {
+        let process = self.root().join(format!("proc/{pid}"));
+        fs::create_dir_all(process.join("ns")).unwrap();
+        let of_all = self.root().join(namespace);
+        fs::create_dir_all(&of_all).unwrap();
+        std::os::unix::fs::symlink(&of_all, process.join("ns/mnt")).unwrap();
+        std::os::unix::fs::symlink(self.root(), process.join("root")).unwrap();
+        std::os::unix::fs::symlink(of_all.join("mounts"), process.join("mountinfo")).unwrap();
+        self.shows(namespace, "");
+    }
+
+    /// With an image of one file, which [`adopted`] shows.
+    fn ledger(&self) -> Ledger {
+        let store = Store::init(&self.root().join("store"), &InitOptions::default()).unwrap();
+        let directory = self.root().join("image");
+        fs::create_dir(&directory).unwrap();
+        fs::write(directory.join("file"), "one page").unwrap();
+        let source = Source::parse(directory.to_str().unwrap()).unwrap();
+        let domain = store.domain("default").unwrap();
+        import(&domain, &source, &ImportOptions::default(), &Task::default()).unwrap();
+        let mut ledger = Ledger::new(store, RunDir::at(self.root().join("run")));
+        ledger.refresh(&Budget::UNLIMITED).unwrap();
+        ledger.root = self.root().to_owned();
+        ledger.hierarchy = None;
+        ledger.superblocks = adopted(&Look::new(self.root(), 1));
+        ledger
+    }
+
+    fn shows(&self, namespace: &str, mounts: &str) {
+        fs::write(self.root().join(namespace).join("mounts"), mounts).unwrap();
+    }
+}
+
+fn line(id: u64, minor: u32, filesystem: &str, options: &str) -> String {
+    format!("{id} 1 0:{minor} / /mnt ro - {filesystem} cofolio:{IMAGE} {options}\n")
+}
+
+fn mapping(range: &[u8]) -> Mapping<'_> {
+    Mapping { device: DEVICE, inode: 36, range, offset: 0, path: b"/mnt/file" }
+}
+
+/// A ledger that has adopted an `inode-share` superblock of one file through process 1.
+fn adopted(look: &Look) -> Superblocks {
+    let mut superblocks = Superblocks::default();
+    superblocks.insert(Superblock {
+        domain: 0,
+        image: IMAGE.parse::<Digest>().unwrap(),
+        device: DEVICE,
+        place: Place::Adopted(Sighting::new(&mapping(b"1000-2000"), look, 0)),
+        backend: Backend::InodeShare,
+        is_writable: false,
+        upper: None,
+        layers: vec![Arc::new(Inodes::of_one(36, ObjectId(0)))],
+        layer_devices: Vec::new(),
+        serial: 0,
+        is_sampled: false,
+        is_marked: false,
+    });
+    superblocks
+}
+
+/// A process that mapped files of thousands of devices made the ledger read its mountinfo for each
+/// of them.
+#[test]
+fn mountinfo_is_read_once_for_a_namespace() {
+    let made_up = Proc::new();
+    made_up.process(1, "a");
+    made_up.process(2, "a");
+    made_up.process(3, "b");
+    let mounts = line(20, 64, "erofs", "ro,inode_share")
+        + &line(21, 64, "erofs", "ro,inode_share")
+        + &line(22, 65, "overlay", "ro")
+        + &line(23, 66, "erofs", "ro")
+        + &line(24, 67, "fuse.erofs", "ro,inode_share");
+    made_up.shows("a", &mounts);
+    let mut namespaces = Namespaces::default();
+    let image = IMAGE.parse().unwrap();
+    let mut shows = |pid: u32, minor: u32, backend: Backend| {
+        let shown = namespaces.of(made_up.root(), pid, &mut None).unwrap();
+        assert!(shown.is_whole);
+        shown.has((0, minor), image, backend)
+    };
+    assert!(shows(1, 64, Backend::InodeShare) && shows(1, 65, Backend::Overlay));
+    assert!(!shows(1, 64, Backend::Overlay) && !shows(3, 64, Backend::InodeShare));
+    assert!(![66, 67, 68].iter().any(|minor| shows(1, *minor, Backend::InodeShare)));
+    // It is not read again, nor for another process.
+    made_up.shows("a", "");
+    assert!(shows(1, 64, Backend::InodeShare) && shows(2, 64, Backend::InodeShare));
+    let shown = namespaces.of(made_up.root(), 2, &mut None).unwrap();
+    assert!(shown.has_mount(DEVICE, 20) && shown.has_mount(DEVICE, 21));
+    assert!(!shown.has_mount(DEVICE, 22));
+    namespaces.forget();
+    assert!(namespaces.of(made_up.root(), 1, &mut None).unwrap().superblock(DEVICE).is_none());
+}
+
+/// A mapped file of an unmounted `inode-share` filesystem was known by device and inode number. Any
+/// filesystem can get the number of the device, and any user can make a file with that inode.
+#[test]
+fn another_filesystem_with_the_number_of_an_adopted_one_is_none_of_ours() {
+    let made_up = Proc::new();
+    made_up.process(1, "a");
+    made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
+    let store = Store::init(&made_up.root().join("store"), &InitOptions::default()).unwrap();
+    let index = Index::new(store);
+    let mut superblocks = adopted(&Look::new(made_up.root(), 1));
+    let seen = |superblocks: &mut Superblocks| {
+        superblocks.mapped(made_up.root(), 1, &mapping(b"1000-2000"), &index)
+    };
+    assert_eq!(seen(&mut superblocks), Some((MountId(0), ObjectId(0))));
+    assert!(superblocks.end_look(made_up.root(), 1));
+    for other in ["tmpfs", "overlay", "fuse.erofs"] {
+        made_up.shows("a", &line(20, 64, other, "rw,inode_share"));
+        superblocks.drop_adopted(&mut Changes::default());
+        assert_eq!(seen(&mut superblocks), None, "{other}");
+        assert!(superblocks.end_look(made_up.root(), 1));
+    }
+}
+
+/// To find out whether adopted superblocks were unmounted, each refresh read mountinfo of all
+/// processes for each of them.
+#[test]
+fn adopted_superblocks_go_when_no_namespace_shows_them() {
+    let made_up = Proc::new();
+    made_up.process(1, "a");
+    made_up.process(2, "b");
+    made_up.shows("b", &line(20, 64, "erofs", "ro,inode_share"));
+    let mut superblocks = adopted(&Look::new(made_up.root(), 1));
+    let mut is_there_after_rounds = |count: u32| {
+        let mut changes = Changes::default();
+        for _ in 0..count {
+            superblocks.drop_adopted(&mut changes);
+            for pid in [1, 2, 9] {
+                assert!(superblocks.end_look(made_up.root(), pid));
+            }
+            superblocks.round_is_complete();
+        }
+        superblocks.drop_adopted(&mut changes);
+        superblocks.get(MountId(0)).is_some()
+    };
+    assert!(is_there_after_rounds(10), "process 2 shows it");
+    made_up.shows("b", "");
+    assert!(!is_there_after_rounds(4));
+}
+
+/// What a container makes too long to be read says nothing about what is unmounted.
+#[test]
+fn what_is_left_out_is_not_taken_for_unmounted() {
+    let made_up = Proc::new();
+    made_up.process(1, "a");
+    made_up.shows("a", &line(20, 64, "erofs", &"x".repeat(1 << 17)));
+    let mut superblocks = adopted(&Look::new(made_up.root(), 1));
+    for round in 0..6 {
+        superblocks.drop_adopted(&mut Changes::default());
+        superblocks.end_look(made_up.root(), 1);
+        superblocks.round_is_complete();
+        assert!(superblocks.get(MountId(0)).is_some(), "{round}");
+    }
+}
+
+/// Only the first 2 MiB of a mapping were looked at: a process that had later pages of a file used
+/// nothing. And there was no limit to the mappings that were looked at.
+#[test]
+fn pages_are_found_wherever_they_are_within_the_limit() {
+    const FRAME: u64 = 0x1234;
+    let made_up = Proc::new();
+    made_up.process(1, "a");
+    let page = cache::page_size();
+    let start = 16 * page;
+    let mut file = File::create(made_up.root().join("proc/1/pagemap")).unwrap();
+    file.set_len(8 * (16 + 3 * pagemap::STEP)).unwrap();
+    let at = 2 * pagemap::STEP + 5;
+    file.seek(SeekFrom::Start(8 * (16 + at))).unwrap();
+    file.write_all(&(1 << 63 | 1 << 61 | FRAME).to_ne_bytes()).unwrap();
+    // The mapping is longer than the file, and so than what the kernel has entries for here.
+    let range = format!("{start:x}-{:x}", start + (1 << 40));
+    let mapping = mapping(range.as_bytes());
+    let size = 3 * pagemap::STEP * page;
+    let mut look = Look::new(made_up.root(), 1);
+    assert_eq!(pages_of(&mapping, size, &mut look).unwrap(), [(at * page, FRAME)]);
+    assert!(look.is_whole);
+    let beyond = Mapping { offset: size, ..mapping };
+    assert_eq!(pages_of(&beyond, size, &mut look).unwrap(), []);
+    look.spend(STEPS_MAX - 3 - 2).unwrap();
+    let again = Mapping { offset: 0, ..beyond };
+    assert_eq!(pages_of(&again, size, &mut look).unwrap(), []);
+    assert!(!look.is_whole);
+}
+
+/// A reclaim read the pagemap of a mapping for all of its length, and a process can map one page
+/// with a length of 64 TiB. It kept any number of mappings, and never ended its look at a process:
+/// what came after the last step went unnoticed, and the next look at the process had no steps
+/// left.
+#[test]
+fn a_reclaim_looks_at_a_bounded_part_of_each_process() {
+    let made_up = Proc::new();
+    let mut ledger = made_up.ledger();
+    for pid in [1, 2] {
+        made_up.process(pid, "a");
+    }
+    made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
+    let maps = |pid: u32, count: u32| {
+        let mapping = "1000-400000001000 r--p 00000000 00:40 36 /mnt/file\n";
+        let maps = mapping.repeat(usize::try_from(count).unwrap());
+        fs::write(made_up.root().join(format!("proc/{pid}/maps")), maps).unwrap();
+    };
+    maps(1, STEPS_MAX + 1);
+    maps(2, 1);
+    let mappings = |ledger: &mut Ledger| {
+        let mut found = ledger.mappings(&Scope::Machine, true, &[ObjectId(0)]);
+        let of_object = found.by_object.remove(&ObjectId(0)).unwrap_or_default();
+        let of = |pid: u32| of_object.iter().filter(|it| it.0 == pid).count();
+        assert!(of_object.iter().all(|(_, addresses)| *addresses == (0x1000..0x1008)));
+        (of(1), of(2), found.unread)
+    };
+    for _ in 0..2 {
+        assert_eq!(mappings(&mut ledger), (STEPS_MAX as usize, 1, 1));
+    }
+    fs::remove_dir_all(made_up.root().join("proc/2")).unwrap();
+    maps(1, 1);
+    assert_eq!(mappings(&mut ledger), (1, 0, 0));
+}
+
+/// A process that was moved through thousands of cgroups of a container's own used its files in
+/// each, and the lists grew without a limit.
+#[test]
+fn uses_are_noted_as_long_as_there_is_room() {
+    let made_up = Proc::new();
+    made_up.process(1, "a");
+    made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
+    let of_process = made_up.root().join("proc/1");
+    let mapping = "1000-2000 r--p 00000000 00:40 36 /mnt/file\n";
+    fs::write(of_process.join("maps"), mapping).unwrap();
+    let names = ["MemTotal", "MemAvailable", "Cached", "Shmem"];
+    let meminfo = names.map(|name| format!("{name}: 1 kB\n")).concat();
+    fs::write(made_up.root().join("proc/meminfo"), meminfo).unwrap();
+    let mut ledger = made_up.ledger();
+    ledger.usage_bytes_max = 200;
+    let mut look_in = |cgroup: u32| {
+        fs::write(of_process.join("cgroup"), format!("0::/a/{cgroup}\n")).unwrap();
+        assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
+        (ledger.usage.count().entries, ledger.report().unwrap().unknown.processes)
+    };
+    assert_eq!([1, 2, 3, 4].map(&mut look_in), [(1, 0), (2, 0), (2, 1), (2, 1)]);
+    assert_eq!(look_in(1), (2, 0), "it is listed");
+}

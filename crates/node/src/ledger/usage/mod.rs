@@ -1,0 +1,246 @@
+//! Usage lists: which objects a cgroup uses of a mount, in order of their last use.
+//!
+//! They are a sparse (mount × cgroup) matrix of LRU lists, like the kernel's list_lru since 5.18
+//! (`mm/list_lru.c`; "Optimize list lru memory consumption", 2021). A pair has a list from its
+//! first entry to its last, and an unused pair takes no memory. When a cgroup is removed, its lists
+//! are handed to its parent.
+//!
+//! The matrix is sharded by mount. A list that changes its cgroup therefore stays in its shard, and
+//! no operation holds two locks. An operation on a cgroup, or on everything, locks one shard after
+//! the other, so it is atomic for each mount but not as a whole. Threads that use the same mount
+//! wait for each other. (The ledger has one thread so far.)
+
+#[cfg(all(test, loom))]
+mod loom_tests;
+mod shard;
+mod slab;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use std::{iter::Sum, ops::ControlFlow, sync::PoisonError};
+
+use self::{
+    shard::{Axis, Shard},
+    sync::{Mutex, MutexGuard},
+};
+
+mod sync {
+    #[cfg(all(test, loom))]
+    pub(super) use loom::sync::{Mutex, MutexGuard};
+    #[cfg(not(all(test, loom)))]
+    pub(super) use std::sync::{Mutex, MutexGuard};
+}
+
+/// A mount, by a number of the caller's. Consecutive numbers are spread evenly over the shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MountId(pub u32);
+
+/// A cgroup, by a number of the caller's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CgroupId(pub u32);
+
+/// An object of a mount, by a number of the caller's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ObjectId(pub u32);
+
+/// The last use of an object by a cgroup through a mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Usage {
+    /// The mount.
+    pub mount: MountId,
+    /// The cgroup that used it, or that got its lists.
+    pub cgroup: CgroupId,
+    /// The object.
+    pub object: ObjectId,
+    /// When, in a unit and since an epoch of the caller's.
+    pub time: u32,
+}
+
+/// Numbers of lists and entries: of a mount, of a cgroup, or in total.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Count {
+    /// Pairs of a mount and a cgroup that have a list.
+    pub lists: usize,
+    /// Entries in these lists.
+    pub entries: usize,
+}
+
+impl Count {
+    /// Bytes that so many lists and entries take at most while nothing is removed, but for what a
+    /// table takes while it grows.
+    pub fn bytes_max(&self) -> u64 {
+        // Of a slab, a fifth may be free. A table has five bytes a place, and 7 of 16 in use at
+        // least; an entry is in one table, a list in three at most.
+        const ENTRY: usize = shard::ENTRY_SIZE * 5 / 4 + 12;
+        const LIST: usize = shard::LIST_SIZE * 5 / 4 + 3 * 12;
+        (self.entries * ENTRY + self.lists * LIST) as u64
+    }
+}
+
+impl Sum for Count {
+    fn sum<I: Iterator<Item = Count>>(counts: I) -> Count {
+        counts.fold(Count::default(), |sum, count| Count {
+            lists: sum.lists + count.lists,
+            entries: sum.entries + count.entries,
+        })
+    }
+}
+
+/// The lists of all pairs. See the [module](self).
+#[derive(Debug)]
+pub struct UsageLists {
+    shards: Box<[Mutex<Shard>]>,
+}
+
+impl UsageLists {
+    /// Makes an empty matrix of at least one shard. A few shards per processor keep threads from
+    /// waiting for each other.
+    pub fn new(shards: usize) -> UsageLists {
+        UsageLists { shards: (0..shards.max(1)).map(|_| Mutex::default()).collect() }
+    }
+
+    /// Records that a cgroup uses an object through a mount at the time `now`. Returns the time of
+    /// its previous use, or `None` if the object was not on the pair's list.
+    ///
+    /// Time does not go back within a list: a use that arrives late gets the time of the list's
+    /// most recent use.
+    ///
+    /// # Panics
+    /// When the shard has 2^32 - 1 entries.
+    pub fn touch(
+        &self,
+        mount: MountId,
+        cgroup: CgroupId,
+        object: ObjectId,
+        now: u32,
+    ) -> Option<u32> {
+        self.shard(mount).touch([mount.0, cgroup.0], object.0, now)
+    }
+
+    /// As [`Self::touch`], but does nothing if the object is not on the pair's list.
+    pub fn touch_listed(
+        &self,
+        mount: MountId,
+        cgroup: CgroupId,
+        object: ObjectId,
+        now: u32,
+    ) -> Option<u32> {
+        self.shard(mount).touch_listed([mount.0, cgroup.0], object.0, now)
+    }
+
+    /// Drops all lists of a mount.
+    pub fn remove_mount(&self, mount: MountId) {
+        self.shard(mount).remove_mount(mount.0);
+    }
+
+    /// Hands all lists of a cgroup to another one, its parent. Returns the number of lists.
+    ///
+    /// If the parent has no list for the mount, it gets the cgroup's list as a whole, in constant
+    /// time. Otherwise the two lists are merged in order of time, and an object in both keeps its
+    /// later time. A merge sorts the cgroup's entries and those of the parent's entries that were
+    /// used after the oldest of them.
+    ///
+    /// The caller resolves cgroups, and no removed cgroup is remembered here. A late
+    /// [touch](Self::touch) of a removed cgroup makes a new list, so the caller reparents again
+    /// once no thread can hold the old id. `reparent(a, b)` in a race with `reparent(b, c)` may
+    /// leave lists in `b` in the same way.
+    pub fn reparent(&self, cgroup: CgroupId, parent: CgroupId) -> usize {
+        if cgroup == parent {
+            return 0;
+        }
+        self.locked().map(|mut shard| shard.reparent(cgroup.0, parent.0)).sum()
+    }
+
+    /// Removes the entries for which `keep` returns false, and returns their number. It looks at every
+    /// entry. As `visit` of [`Self::for_each`], `keep` runs under the lock of a shard.
+    pub fn retain(&self, mut keep: impl FnMut(Usage) -> bool) -> usize {
+        self.locked().map(|mut shard| shard.retain(&mut keep)).sum()
+    }
+
+    /// Calls `visit` for every entry until it breaks: list by list in any order, and within a list
+    /// the least recent first.
+    ///
+    /// An entry that exists throughout is visited once, even if it is reparented meanwhile. `visit`
+    /// runs under the lock of a shard: it must be quick, and deadlocks if it calls these methods.
+    pub fn for_each<B>(&self, mut visit: impl FnMut(Usage) -> ControlFlow<B>) -> ControlFlow<B> {
+        self.locked().try_for_each(|shard| shard.usages().try_for_each(&mut visit))
+    }
+
+    /// As [`Self::for_each`], for one mount.
+    pub fn for_each_of_mount<B>(
+        &self,
+        mount: MountId,
+        visit: impl FnMut(Usage) -> ControlFlow<B>,
+    ) -> ControlFlow<B> {
+        self.shard(mount).usages_of(Axis::Mount, mount.0).try_for_each(visit)
+    }
+
+    /// As [`Self::for_each`], for one cgroup.
+    pub fn for_each_of_cgroup<B>(
+        &self,
+        cgroup: CgroupId,
+        mut visit: impl FnMut(Usage) -> ControlFlow<B>,
+    ) -> ControlFlow<B> {
+        self.locked()
+            .try_for_each(|shard| shard.usages_of(Axis::Cgroup, cgroup.0).try_for_each(&mut visit))
+    }
+
+    /// Counts everything, in constant time for each shard.
+    pub fn count(&self) -> Count {
+        self.locked().map(|shard| shard.count()).sum()
+    }
+
+    /// Counts the lists of a mount and their entries, in time that grows with the lists only.
+    pub fn count_of_mount(&self, mount: MountId) -> Count {
+        self.shard(mount).count_of(Axis::Mount, mount.0)
+    }
+
+    /// As [`Self::count_of_mount`], for one cgroup.
+    pub fn count_of_cgroup(&self, cgroup: CgroupId) -> Count {
+        self.locked().map(|shard| shard.count_of(Axis::Cgroup, cgroup.0)).sum()
+    }
+
+    /// The allocated memory in bytes, used or not, without the allocator's own overhead.
+    pub fn memory_bytes(&self) -> usize {
+        let shards = size_of_val(&*self.shards);
+        shards + self.locked().map(|shard| shard.allocated_bytes()).sum::<usize>()
+    }
+
+    fn shard(&self, mount: MountId) -> MutexGuard<'_, Shard> {
+        lock(&self.shards[mount.0 as usize % self.shards.len()])
+    }
+
+    /// Locks one shard after the other.
+    fn locked(&self) -> impl Iterator<Item = MutexGuard<'_, Shard>> {
+        self.shards.iter().map(lock)
+    }
+}
+
+#[cfg(test)]
+impl UsageLists {
+    /// Checks the invariants of all shards.
+    fn check(&self) {
+        for (index, shard) in self.shards.iter().enumerate() {
+            let shard = lock(shard);
+            shard.check();
+            let shard_of = |usage: Usage| usage.mount.0 as usize % self.shards.len();
+            assert!(shard.usages().all(|usage| shard_of(usage) == index), "in a wrong shard");
+        }
+    }
+
+    /// All entries as (mount, cgroup, object, time), sorted.
+    fn sorted(&self) -> Vec<(u32, u32, u32, u32)> {
+        let mut entries = Vec::new();
+        let _ = self.for_each(|Usage { mount, cgroup, object, time }| {
+            entries.push((mount.0, cgroup.0, object.0, time));
+            ControlFlow::<()>::Continue(())
+        });
+        entries.sort_unstable();
+        entries
+    }
+}
+
+/// Ignores poison: no panic leaves a shard half changed, as only `visit` and a full shard panic.
+fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,157 @@
+//! A slab whose items form rings, linked by index as the kernel's `struct list_head` links by
+//! pointer. An index is half a pointer, and safe Rust can follow it.
+
+use std::{
+    iter::successors,
+    ops::{Index, IndexMut},
+};
+
+/// The place of an item in its slab, valid until the item is removed.
+pub(super) type Slot = u32;
+
+/// The neighbours of an item in one ring. A lone item is its own neighbour.
+#[derive(Debug, Clone, Copy)]
+struct Link {
+    prev: Slot,
+    next: Slot,
+}
+
+#[derive(Debug)]
+pub(super) struct Node<T, const RINGS: usize> {
+    links: [Link; RINGS],
+    item: T,
+}
+
+/// Items that are each in `RINGS` rings.
+#[derive(Debug)]
+pub(super) struct Slab<T, const RINGS: usize> {
+    nodes: Vec<Node<T, RINGS>>,
+    /// The first free slot. Free slots are linked by `links[0].next`; the last links to itself.
+    free: Option<Slot>,
+    used: usize,
+}
+
+impl<T, const RINGS: usize> Default for Slab<T, RINGS> {
+    fn default() -> Self {
+        Slab { nodes: Vec::new(), free: None, used: 0 }
+    }
+}
+
+impl<T, const RINGS: usize> Slab<T, RINGS> {
+    /// The number of items.
+    pub(super) fn used(&self) -> usize {
+        self.used
+    }
+
+    /// The number of slots, used or free.
+    pub(super) fn slots(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// The size of its allocation, in bytes.
+    pub(super) fn allocated_bytes(&self) -> usize {
+        self.nodes.capacity() * size_of::<Node<T, RINGS>>()
+    }
+
+    /// Adds an item, alone in all its rings. The caller has less than 2^32 items.
+    pub(super) fn insert(&mut self, item: T) -> Slot {
+        self.used += 1;
+        if let Some(slot) = self.free {
+            let next = self.next(0, slot);
+            self.free = (next != slot).then_some(next);
+            self.nodes[slot as usize] = Node::alone(slot, item);
+            return slot;
+        }
+        let slot = Slot::try_from(self.nodes.len()).expect("less than 2^32 items");
+        if self.nodes.len() == self.nodes.capacity() {
+            // Doubling, as Vec does by itself, would leave up to half of the slab unused.
+            self.nodes.reserve_exact(self.nodes.len() / 4 + 4);
+        }
+        self.nodes.push(Node::alone(slot, item));
+        slot
+    }
+
+    /// Removes an item that is alone in all its rings.
+    pub(super) fn remove(&mut self, slot: Slot) {
+        self.used -= 1;
+        self.nodes[slot as usize].links[0].next = self.free.unwrap_or(slot);
+        self.free = Some(slot);
+    }
+
+    /// Puts a lone item into a ring, before the item `next`.
+    pub(super) fn link(&mut self, ring: usize, slot: Slot, next: Slot) {
+        let prev = self.prev(ring, next);
+        self.nodes[slot as usize].links[ring] = Link { prev, next };
+        self.nodes[prev as usize].links[ring].next = slot;
+        self.nodes[next as usize].links[ring].prev = slot;
+    }
+
+    /// Takes an item out of a ring and returns the next one, or `None` if it was alone.
+    pub(super) fn unlink(&mut self, ring: usize, slot: Slot) -> Option<Slot> {
+        let Link { prev, next } = self.nodes[slot as usize].links[ring];
+        self.nodes[prev as usize].links[ring].next = next;
+        self.nodes[next as usize].links[ring].prev = prev;
+        self.nodes[slot as usize].links[ring] = Link { prev: slot, next: slot };
+        (next != slot).then_some(next)
+    }
+
+    pub(super) fn prev(&self, ring: usize, slot: Slot) -> Slot {
+        self.nodes[slot as usize].links[ring].prev
+    }
+
+    pub(super) fn next(&self, ring: usize, slot: Slot) -> Slot {
+        self.nodes[slot as usize].links[ring].next
+    }
+
+    /// Goes around a ring once, starting with `first`.
+    pub(super) fn ring(&self, ring: usize, first: Slot) -> impl Iterator<Item = Slot> {
+        successors(Some(first), move |&slot| {
+            Some(self.next(ring, slot)).filter(|&next| next != first)
+        })
+    }
+
+    /// Goes around a ring once in the other direction, ending with `first`.
+    pub(super) fn ring_back(&self, ring: usize, first: Slot) -> impl Iterator<Item = Slot> {
+        successors(Some(self.prev(ring, first)), move |&slot| {
+            (slot != first).then(|| self.prev(ring, slot))
+        })
+    }
+}
+
+impl<T, const RINGS: usize> Node<T, RINGS> {
+    fn alone(slot: Slot, item: T) -> Self {
+        Node { links: [Link { prev: slot, next: slot }; RINGS], item }
+    }
+}
+
+impl<T, const RINGS: usize> Index<Slot> for Slab<T, RINGS> {
+    type Output = T;
+
+    fn index(&self, slot: Slot) -> &T {
+        &self.nodes[slot as usize].item
+    }
+}
+
+impl<T, const RINGS: usize> IndexMut<Slot> for Slab<T, RINGS> {
+    fn index_mut(&mut self, slot: Slot) -> &mut T {
+        &mut self.nodes[slot as usize].item
+    }
+}
+
+#[cfg(test)]
+impl<T, const RINGS: usize> Slab<T, RINGS> {
+    /// Walks a ring in both directions and returns its length.
+    pub(super) fn check_ring(&self, ring: usize, first: Slot) -> usize {
+        let forth: Vec<_> = self.ring(ring, first).take(self.used + 1).collect();
+        let back: Vec<_> = self.ring_back(ring, first).take(self.used + 1).collect();
+        assert!(forth.iter().eq(back.iter().rev()), "the links of a ring disagree");
+        forth.len()
+    }
+
+    /// Walks the chain of free slots.
+    pub(super) fn check_free(&self) {
+        let free =
+            successors(self.free, |&slot| Some(self.next(0, slot)).filter(|&next| next != slot));
+        assert_eq!(free.take(self.slots() + 1).count(), self.slots() - self.used);
+    }
+}

@@ -1,0 +1,192 @@
+//! The superblocks that files of mounted images are opened on, for the ledger.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cofolio_store::{Digest, LAYERS_MAX};
+
+use super::error::{At as _, MountError};
+use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
+use super::state::{MountRecord, PinRecord, RunDir, list, read_json};
+use super::{MountPhase, numbers_at, sparse};
+use crate::settings::Backend;
+
+/// A superblock of ours in this mount namespace.
+#[derive(Debug, Clone)]
+pub(crate) struct ShownSuperblock {
+    pub(crate) domain: String,
+    pub(crate) image: Digest,
+    pub(crate) backend: Backend,
+    /// The directory of its pin.
+    pub(crate) pin: PathBuf,
+    /// Where it is mounted.
+    pub(crate) path: PathBuf,
+    /// The directory of the image that is mounted there: empty for the root.
+    pub(crate) inside: PathBuf,
+    /// Where its changes go.
+    pub(crate) upper: Option<PathBuf>,
+    /// Major and minor number.
+    pub(crate) device: (u32, u32),
+}
+
+/// The superblocks that read-only mounts share, as far as they could be looked at.
+#[derive(Debug, Default)]
+pub(crate) struct SharedSuperblocks {
+    pub(crate) found: Vec<ShownSuperblock>,
+    /// Nobody knows what is at these paths and below them.
+    pub(crate) failed: Vec<PathBuf>,
+}
+
+impl MountRecord {
+    /// The superblock that this mount has for itself, which a writable one has, if it is at its
+    /// target.
+    ///
+    /// # Errors
+    /// [`MountError::Io`] if that cannot be said.
+    pub(crate) fn own_superblock(
+        &self,
+        run: &RunDir,
+    ) -> Result<Option<ShownSuperblock>, MountError> {
+        if !self.may_have_own_superblock() {
+            return Ok(None);
+        }
+        let Some(upper) = &self.upper else { return Ok(None) };
+        let found = match numbers_at(&self.target) {
+            Err(error) if is_absent(&error) => return Ok(None),
+            found => found.at("look at", &self.target)?,
+        };
+        if !found.is_root || !self.mount.is_some_and(|it| it.is(found.id, found.unique)) {
+            return Ok(None);
+        }
+        let inside = upper.dirs.first().map(|dir| sparse::below(dir).to_owned());
+        let inside = inside.unwrap_or_default();
+        let path = self.target.join(&inside);
+        let device = match rustix::fs::stat(&path).map_err(io::Error::from) {
+            Err(error) if is_absent(&error) => return Ok(None),
+            found => numbers(found.at("look at", &path)?.st_dev),
+        };
+        if upper.device.is_some_and(|known| known != device) {
+            return Ok(None);
+        }
+        let pin = run.image_dir(&self.domain, &self.image);
+        Ok(Some(ShownSuperblock {
+            domain: self.domain.clone(),
+            image: self.image,
+            backend: self.backend,
+            pin: if self.own { pin.join(OWN) } else { pin },
+            path,
+            inside,
+            upper: Some(upper.dir.join("upper")),
+            device,
+        }))
+    }
+
+    /// Whether the mount has a superblock for itself wherever it is at its target.
+    pub(crate) fn may_have_own_superblock(&self) -> bool {
+        self.upper.is_some() && self.phase == MountPhase::Mounted
+    }
+}
+
+impl ShownSuperblock {
+    /// The metadata images that it is made of, the topmost first. `None` where that was not
+    /// recorded, as earlier programs did not.
+    pub(crate) fn metadata_images(&self, run: &RunDir) -> Option<Vec<Digest>> {
+        let (mut images, mut image, mut pin) = (Vec::new(), self.image, self.pin.clone());
+        while images.len() < LAYERS_MAX {
+            let record = read_json::<PinRecord>(&pin.join("pin.json")).ok()??;
+            let Some(base) = record.base else {
+                images.push(image);
+                return Some(images);
+            };
+            images.push(record.delta?);
+            (image, pin) = (base, run.image_dir(&self.domain, &base));
+        }
+        None
+    }
+}
+
+impl RunDir {
+    /// The superblocks that read-only mounts share.
+    pub(crate) fn shared_superblocks(&self) -> SharedSuperblocks {
+        let mut shared = SharedSuperblocks::default();
+        let images = self.path().join("images");
+        for domain in shared.names(&images) {
+            for name in shared.names(&images.join(&domain)) {
+                let Ok(image) = name.parse::<Digest>() else { continue };
+                let directory = self.image_dir(&domain, &image);
+                for pin in [&directory, &directory.join(OWN)] {
+                    let views = pin.join("views");
+                    for view in shared.names(&views) {
+                        let path = views.join(view);
+                        shared.look_at(&domain, image, pin, path, Backend::Overlay);
+                    }
+                }
+                let pin = directory.join("pin.json");
+                match read_json::<PinRecord>(&pin) {
+                    Ok(Some(pin)) if pin.backend == Backend::InodeShare => {
+                        let path = directory.join("erofs");
+                        shared.look_at(&domain, image, &directory, path, Backend::InodeShare);
+                    }
+                    Ok(_) => {}
+                    Err(_) => shared.failed.push(directory.join("erofs")),
+                }
+            }
+        }
+        shared
+    }
+}
+
+impl SharedSuperblocks {
+    /// The entries of a directory; none if there is no such directory.
+    fn names(&mut self, path: &Path) -> Vec<String> {
+        list(path).unwrap_or_else(|_| {
+            self.failed.push(path.to_owned());
+            Vec::new()
+        })
+    }
+
+    fn look_at(
+        &mut self,
+        domain: &str,
+        image: Digest,
+        pin: &Path,
+        path: PathBuf,
+        backend: Backend,
+    ) {
+        let magic = match backend {
+            Backend::Overlay => OVERLAY_MAGIC,
+            Backend::InodeShare => EROFS_MAGIC,
+        };
+        let look = || -> Result<Option<(u32, u32)>, MountError> {
+            let Some(root) = mounted_root(&path, magic)? else { return Ok(None) };
+            Ok(Some(numbers(rustix::fs::fstat(root).at("look at", &path)?.st_dev)))
+        };
+        match look() {
+            Ok(Some(device)) => self.found.push(ShownSuperblock {
+                domain: domain.to_owned(),
+                image,
+                backend,
+                pin: pin.to_owned(),
+                path,
+                inside: PathBuf::new(),
+                upper: None,
+                device,
+            }),
+            Ok(None) => {}
+            Err(_) => self.failed.push(path),
+        }
+    }
+}
+
+/// Whether nothing is at a path.
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+fn numbers(device: u64) -> (u32, u32) {
+    (rustix::fs::major(device), rustix::fs::minor(device))
+}
+
+pub(super) fn device_at(path: &Path) -> Option<(u32, u32)> {
+    Some(numbers(rustix::fs::stat(path).ok()?.st_dev))
+}

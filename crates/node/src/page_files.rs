@@ -1,0 +1,224 @@
+//! The files that hold the pages of an image.
+//!
+//! With the backend `overlay` containers read the store's objects, and the pages are theirs. With
+//! `inode-share` the kernel keeps one inode for files with equal content of all mounted packs. The
+//! pages are in that inode, which can be reached only through a mount.
+//!
+//! Metadata has pages of two kinds. What EROFS reads of inodes and xattrs is in the page cache of the
+//! image's file. Directories have pages of their own for each superblock, copied from there: these,
+//! too, can be reached only through a mount.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::num::NonZeroU64;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+
+use cofolio_erofs::read::{ReadError, Walked};
+use cofolio_image::compose::named_objects::open_image;
+use cofolio_image::pack::ImageContents;
+use cofolio_store::task::Cancel;
+use cofolio_store::{Digest, Domain, Error, StoredFile};
+use cofolio_sys::cache::{FileMap, cachestat, page_size};
+use rustix::fs::{Advice, Dir, Mode, OFlags, ResolveFlags, fadvise, openat2};
+
+use crate::cache::leave_cache;
+use crate::ledger::LedgerError;
+use crate::mount::{Mounter, RunDir};
+use crate::settings::{Backend, DomainSettings as _};
+
+/// Opens the files that hold the pages of one image.
+#[derive(Debug)]
+pub(crate) struct PageFiles<'d> {
+    domain: &'d Domain,
+    image: Digest,
+    /// With `inode-share`, a path of each object in the mounted pack.
+    mounted: Option<HashMap<Digest, PathBuf>>,
+}
+
+impl<'d> PageFiles<'d> {
+    /// # Errors
+    /// [`LedgerError::NotMounted`] with `inode-share`; [`LedgerError::Store`].
+    pub(crate) fn of(
+        domain: &'d Domain,
+        run: &RunDir,
+        image: &Digest,
+    ) -> Result<Self, LedgerError> {
+        if domain.backend()? == Backend::Overlay {
+            return Ok(Self { domain, image: *image, mounted: None });
+        }
+        let of_image = run.shared_superblocks().found.into_iter().find(|it| {
+            it.domain == domain.name() && it.image == *image && it.backend == Backend::InodeShare
+        });
+        let top = of_image.ok_or(LedgerError::NotMounted { image: *image })?.path;
+        let paths = crate::ledger::paths_of_objects(domain, image)?;
+        let paths = paths.into_iter().map(|(object, path)| (object, top.join(path)));
+        Ok(Self { domain, image: *image, mounted: Some(paths.collect()) })
+    }
+
+    /// Opens the files that the image is mounted from: its metadata images, or its pack.
+    ///
+    /// # Errors
+    /// Those of [`Domain::open_named`].
+    pub(crate) fn metadata(&self) -> Result<Vec<StoredFile>, Error> {
+        let domain = self.domain;
+        if self.mounted.is_some() {
+            return domain.packs_of(&self.image)?.iter().map(|it| domain.open_named(it)).collect();
+        }
+        domain.metadata_images(&self.image)?.iter().map(|it| domain.open_image(it)).collect()
+    }
+
+    /// Reads all directories of the image through its mount. Does nothing if it is not mounted, and ends
+    /// early when cancelled.
+    ///
+    /// # Errors
+    /// [`LedgerError::Store`] if the image cannot be read. What cannot be read through the mount is left
+    /// to containers.
+    pub(crate) fn read_directories(
+        &self,
+        run: &RunDir,
+        cancel: &Cancel,
+    ) -> Result<(), LedgerError> {
+        let backend = if self.mounted.is_some() { Backend::InodeShare } else { Backend::Overlay };
+        let mounter = Mounter::new(self.domain, run.clone(), &ImageContents);
+        let Ok(layers) = mounter.mounted_layers(&self.image, backend) else { return Ok(()) };
+        let read = |path: &[u8]| {
+            // Not every layer has every directory.
+            layers.iter().for_each(|layer| drop(read_directory(layer, path)));
+        };
+        let file = self.domain.open_image(&self.image)?;
+        let walked = leave_cache(&file, || {
+            read(b".");
+            let image = open_image(&file)?;
+            let mut walk = image.walk()?;
+            while let Some(Walked { path, inode }) = walk.advance()?
+                && !cancel.is_cancelled()
+            {
+                if inode.is_dir() {
+                    read(path.strip_prefix(b"/").unwrap_or(path));
+                }
+            }
+            Ok(())
+        });
+        walked.map_err(|source: ReadError| {
+            let what = format!("image {}", self.image);
+            Error::Unreadable { what, source: source.into() }.into()
+        })
+    }
+
+    /// Opens the file of an object of the image.
+    ///
+    /// # Errors
+    /// [`LedgerError::Io`], for an object that the image does not have, too.
+    pub(crate) fn open(&self, object: &Digest) -> Result<File, LedgerError> {
+        let path = match &self.mounted {
+            Some(paths) => paths.get(object).cloned(),
+            None => self.domain.object_path(object),
+        };
+        let path = path.unwrap_or_else(|| PathBuf::from(object.to_string()));
+        File::open(&path).map_err(LedgerError::io(path))
+    }
+
+    /// Resident bytes of parts of an object, in whole pages: ascending offsets and lengths. For an
+    /// object of the store, pages that are still being read count; the mapping of another file shows
+    /// only what has been read.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`]; [`LedgerError::Io`] where the kernel does not say.
+    pub(crate) fn resident_bytes(
+        &self,
+        object: &Digest,
+        ranges: &[(u64, u64)],
+    ) -> Result<u64, LedgerError> {
+        let file = self.open(object)?;
+        let of_mapping = || {
+            let end = ranges.last().map_or(0, |(start, length)| start + length);
+            let found = resident_ranges(&file, end)?;
+            Ok(ranges.iter().map(|(start, length)| overlap(&found, *start, *length)).sum())
+        };
+        let of_file = || {
+            // cachestat would take a length of 0 for the whole file.
+            let parts = ranges.iter().filter(|(_, length)| *length > 0);
+            let pages = parts.map(|(start, length)| Ok(cachestat(&file, *start, *length)?.cached));
+            pages.sum::<io::Result<u64>>().map(|pages| pages * page_size())
+        };
+        let counted = match self.mounted {
+            Some(_) => of_mapping(),
+            None => match of_file() {
+                // Before Linux 6.5.
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => of_mapping(),
+                counted => counted,
+            },
+        };
+        counted.map_err(LedgerError::io(object.to_string()))
+    }
+}
+
+/// Has the kernel read a part of a file.
+pub(crate) fn read_ahead(file: impl AsFd, start: u64, length: u64) {
+    /// Bytes that are asked for at once. The kernel cuts a request at what the disk takes at once, or
+    /// at its read-ahead, if that is more: 128 KiB unless somebody has changed it.
+    const STEP: usize = 128 << 10;
+    for offset in (start..start.saturating_add(length)).step_by(STEP) {
+        let step = NonZeroU64::new((start + length - offset).min(STEP as u64));
+        // The kernel makes and charges the pages before it returns, and reads them meanwhile.
+        let _ = fadvise(&file, offset, step, Advice::WillNeed);
+    }
+}
+
+/// Reads a directory of a mounted metadata image.
+fn read_directory(root: &OwnedFd, path: &[u8]) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let directory = openat2(root, path, flags, Mode::empty(), resolve)?;
+    Dir::new(directory)?.for_each(drop);
+    Ok(())
+}
+
+/// Resident parts of the first `size` bytes of a file: offsets and lengths in bytes, ascending. They
+/// are those that a mapping sees: with `inode-share`, cachestat would ask about another inode.
+///
+/// # Errors
+/// Those of mmap(2) and mincore(2).
+pub(crate) fn resident_ranges(file: impl AsFd, size: u64) -> io::Result<Vec<(u64, u64)>> {
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    let page = page_size();
+    let mut offset = 0;
+    FileMap::new(file, size)?.residency(|pages| {
+        for is_resident in pages.iter().map(|page| page.is_resident()) {
+            let length = page.min(size.saturating_sub(offset));
+            match ranges.last_mut() {
+                Some((start, before)) if is_resident && *start + *before == offset => {
+                    *before += length;
+                }
+                _ if is_resident && length > 0 => ranges.push((offset, length)),
+                _ => {}
+            }
+            offset += page;
+        }
+    })?;
+    Ok(ranges)
+}
+
+/// Resident bytes of a part of a file, as [`resident_ranges`] found them.
+fn overlap(resident: &[(u64, u64)], offset: u64, length: u64) -> u64 {
+    let end = offset + length;
+    let of = |(start, length): &(u64, u64)| {
+        (start + length).min(end).saturating_sub(*start.max(&offset))
+    };
+    resident.iter().map(of).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::overlap;
+
+    #[test]
+    fn overlaps_are_counted_in_bytes() {
+        let resident = [(0, 10), (20, 10)];
+        for (part, bytes) in [((0, 30), 20), ((5, 20), 10), ((10, 10), 0), ((25, 100), 5)] {
+            assert_eq!(overlap(&resident, part.0, part.1), bytes, "{part:?}");
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Profiles: which parts of an image a start reads, in the order in which it opens the files.
+//!
+//! A [`Recorder`] drops the image's files from the page cache, as far as nobody maps them, and notes
+//! which are opened (fanotify). At the end the pages of these files that are resident are the
+//! profile. So it also has what the kernel read ahead, and what others had mapped before.
+//!
+//! Of a container that could write, the profile also has the directories that it wrote to.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use cofolio_image::pack::ImageContents;
+use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Advice, Dir, FileType, Mode, OFlags, ResolveFlags, fadvise};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use crate::cache::leave_cache;
+use crate::ledger::{Budget, Ledger, LedgerError};
+use crate::mount::{RunDir, open_dir};
+use crate::page_files::{self, PageFiles};
+
+/// The version that is written and read.
+const VERSION: u32 = 1;
+
+/// Parts of an image's files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    version: u32,
+    /// Digest of the metadata image.
+    pub image: Digest,
+    /// In the order of their first opens.
+    pub files: Vec<ProfileFile>,
+    /// Directories of the image that were written to, with absolute paths; none of them is in
+    /// another one. Absent if the start could not write.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub written: Option<Vec<PathBuf>>,
+}
+
+/// Parts of one file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProfileFile {
+    /// Its content.
+    pub object: Digest,
+    /// Offsets and lengths in bytes, ascending.
+    pub ranges: Vec<(u64, u64)>,
+}
+
+/// Why there is no profile.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProfileError {
+    /// None was recorded.
+    #[error("image {0} has no profile")]
+    Missing(Digest),
+    /// What is kept is not a profile of this image.
+    #[error("the profile of image {image} is damaged: {problem}")]
+    Damaged {
+        /// Digest of the metadata image.
+        image: Digest,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Opens cannot be noted.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] Error),
+}
+
+impl Profile {
+    /// The profile of an image, checked against it.
+    ///
+    /// # Errors
+    /// [`ProfileError::Missing`], [`ProfileError::Damaged`], [`ProfileError::Store`].
+    pub fn read(domain: &Domain, image: &Digest) -> Result<Self, ProfileError> {
+        let bytes = domain.profile(image)?.ok_or(ProfileError::Missing(*image))?;
+        let damaged = |problem: String| ProfileError::Damaged { image: *image, problem };
+        let profile: Self =
+            serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
+        profile.check(image, &objects(domain, image)?).map_err(damaged)?;
+        Ok(profile)
+    }
+
+    fn check(&self, image: &Digest, sizes: &BTreeMap<Digest, u64>) -> Result<(), String> {
+        if self.version != VERSION {
+            return Err(format!("version {} is not known", self.version));
+        }
+        if self.image != *image {
+            return Err(format!("it is that of image {}", self.image));
+        }
+        for ProfileFile { object, ranges } in &self.files {
+            let size = sizes.get(object).ok_or(format!("the image has no object {object}"))?;
+            let mut end = 0;
+            for (offset, length) in ranges {
+                let next = offset.checked_add(*length).filter(|next| *next <= *size);
+                match next.filter(|_| *offset >= end && *length > 0) {
+                    Some(next) => end = next,
+                    None => return Err(format!("object {object} has no bytes at {offset}")),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps it as the profile of its image.
+    ///
+    /// # Errors
+    /// [`ProfileError::Store`].
+    pub fn write(&self, domain: &Domain) -> Result<(), ProfileError> {
+        let damaged = |error: serde_json::Error| ProfileError::Damaged {
+            image: self.image,
+            problem: error.to_string(),
+        };
+        Ok(domain.put_profile(&self.image, &serde_json::to_vec(self).map_err(damaged)?)?)
+    }
+
+    /// Bytes of all ranges.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().flat_map(|file| &file.ranges).map(|(_, length)| length).sum()
+    }
+}
+
+/// The objects of an image and their sizes.
+pub(crate) fn objects(domain: &Domain, image: &Digest) -> Result<BTreeMap<Digest, u64>, Error> {
+    let mut objects = BTreeMap::new();
+    let file = domain.open_image(image)?;
+    let visit = &mut |object, size| _ = objects.insert(object, size);
+    leave_cache(&file, || ImageContents.names(FileKind::Image, &file, visit))
+        .map_err(|source: BoxError| Error::Unreadable { what: format!("image {image}"), source })?;
+    Ok(objects)
+}
+
+/// The directories of an image that were written to, by the upper directory of an overlay over it:
+/// sorted absolute paths, none of which is in another one. A directory counts if it was changed
+/// itself, or if something in it was made, changed or removed.
+///
+/// # Errors
+/// Those of reading the directory.
+pub fn written_dirs(upper: &Path) -> io::Result<Vec<PathBuf>> {
+    let upper = open_dir(upper)?;
+    let mut written = Vec::new();
+    let mut todo = vec![PathBuf::new()];
+    while let Some(dir) = todo.pop() {
+        let (mut is_written, mut is_empty) = (false, true);
+        // The container may still run, and have moved it.
+        let Some(directory) = open_below(&upper, &dir)? else { continue };
+        for entry in Dir::read_from(&directory)? {
+            let entry = entry?;
+            let name = OsStr::from_bytes(entry.file_name().to_bytes());
+            if name == "." || name == ".." {
+                continue;
+            }
+            let inside = dir.join(name);
+            is_empty = false;
+            // What cannot be asked for is not gone into.
+            let is_candidate =
+                inside.to_str().is_some() && entry.file_type() == FileType::Directory;
+            let found = if is_candidate { open_below(&upper, &inside)? } else { None };
+            match found.map(|it| shows_the_image(&it)).transpose()? {
+                Some(true) => todo.push(inside),
+                _ => is_written = true,
+            }
+        }
+        // The root is always there, a directory below it only with a change.
+        if is_written || (is_empty && dir != Path::new("")) {
+            written.push(Path::new("/").join(dir));
+        }
+    }
+    written.sort();
+    written.dedup_by(|dir, before| dir.starts_with(before));
+    Ok(written)
+}
+
+/// Opens a directory of the changes, through no symbolic link: a container makes what it likes there.
+fn open_below(upper: &OwnedFd, dir: &Path) -> io::Result<Option<OwnedFd>> {
+    let path = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    match rustix::fs::openat2(upper, path, flags, Mode::empty(), resolve) {
+        Ok(directory) => Ok(Some(directory)),
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Whether a directory of changes is that of the image at the same path, and not a new or renamed
+/// one, which overlayfs marks in a merged directory (`Documentation/filesystems/overlayfs.rst`).
+fn shows_the_image(dir: &OwnedFd) -> io::Result<bool> {
+    let mut value = [0; 1];
+    for name in ["trusted.overlay.opaque", "trusted.overlay.redirect"] {
+        match rustix::fs::fgetxattr(dir, name, &mut value[..]) {
+            Err(Errno::NODATA) => {}
+            // A redirect is longer than the buffer.
+            Ok(_) | Err(Errno::RANGE) => return Ok(false),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(true)
+}
+
+/// Full queues of opened files that are taken at the end.
+const TAKES_AT_END: u32 = 64;
+
+/// Notes what a container opens.
+#[derive(Debug)]
+pub struct Recorder<'d> {
+    domain: &'d Domain,
+    image: Digest,
+    objects: BTreeMap<Digest, u64>,
+    files: PageFiles<'d>,
+    ledger: Ledger,
+}
+
+impl<'d> Recorder<'d> {
+    /// Begins to note what a container of `cofolio run` opens. Its image is mounted; the container
+    /// need not exist yet.
+    ///
+    /// # Errors
+    /// [`ProfileError::Ledger`], [`ProfileError::Store`].
+    pub fn begin(
+        domain: &'d Domain,
+        run: RunDir,
+        image: Digest,
+        container: &str,
+    ) -> Result<Self, ProfileError> {
+        let objects = objects(domain, &image)?;
+        let files = PageFiles::of(domain, &run, &image)?;
+        let mut ledger = Ledger::new(domain.store().clone(), run);
+        ledger.refresh(&Budget::UNLIMITED)?;
+        ledger.record_opens(container);
+        ledger.watch_opens()?;
+        for object in objects.keys() {
+            let _ = fadvise(files.open(object)?, 0, None, Advice::DontNeed);
+        }
+        Ok(Self { domain, image, objects, files, ledger })
+    }
+
+    /// Becomes readable when [`Recorder::take`] has something to do.
+    pub fn opens(&self) -> Option<BorrowedFd<'_>> {
+        self.ledger.opens()
+    }
+
+    /// Takes note of what was opened.
+    ///
+    /// # Errors
+    /// [`ProfileError::Ledger`].
+    pub fn take(&mut self) -> Result<(), ProfileError> {
+        Ok(self.ledger.take_opens(&Budget::UNLIMITED)?)
+    }
+
+    /// The profile, and how many events were lost because there were too many.
+    ///
+    /// # Errors
+    /// [`ProfileError::Ledger`], [`ProfileError::Store`].
+    pub fn end(mut self) -> Result<(Profile, u64), ProfileError> {
+        // Of a container that goes on, there may always be more.
+        for _ in 0..TAKES_AT_END {
+            self.take()?;
+            let opens = self.opens().map(|opens| PollFd::from_borrowed_fd(opens, PollFlags::IN));
+            let now = Timespec::default();
+            if !opens.is_some_and(|opens| poll(&mut [opens], Some(&now)).is_ok_and(|n| n > 0)) {
+                break;
+            }
+        }
+        let mut files = Vec::new();
+        for (domain, object) in self.ledger.recorded() {
+            let Some(size) = self.objects.get(&object) else { continue };
+            if domain == self.domain.name() {
+                let file = self.files.open(&object)?;
+                let ranges = page_files::resident_ranges(&file, *size);
+                let ranges = ranges.map_err(LedgerError::io(object.to_string()))?;
+                if !ranges.is_empty() {
+                    files.push(ProfileFile { object, ranges });
+                }
+            }
+        }
+        let profile = Profile { version: VERSION, image: self.image, files, written: None };
+        Ok((profile, self.ledger.lost_opens()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_profile_of_the_image_is_refused() {
+        let [image, other, object] =
+            [b"image", b"other", b"a obj"].map(|it| cofolio_store::verity::digest(it));
+        let sizes = BTreeMap::from([(object, 10_000)]);
+        let with = |ranges: &[(u64, u64)]| Profile {
+            version: VERSION,
+            image,
+            files: vec![ProfileFile { object, ranges: ranges.to_vec() }],
+            written: None,
+        };
+        let right = with(&[(0, 4096), (8192, 1808)]);
+        assert_eq!((right.check(&image, &sizes), right.bytes()), (Ok(()), 5904));
+        for ranges in [
+            &[(8192, 1809)][..],
+            &[(0, 0)],
+            &[(4096, 4096), (0, 4096)],
+            &[(0, 4096), (0, 4096)],
+            &[(u64::MAX, 2)],
+        ] {
+            assert!(with(ranges).check(&image, &sizes).is_err(), "{ranges:?}");
+        }
+        assert!(right.check(&other, &sizes).is_err());
+        assert!(right.check(&image, &BTreeMap::new()).is_err());
+        assert!(Profile { version: 2, ..right }.check(&image, &sizes).is_err());
+    }
+}

@@ -1,0 +1,445 @@
+//! The commons against a live kernel, with cgroups of the version that the machine has: who is
+//! charged for what containers share.
+
+#![allow(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a test says why it is skipped, or stops"
+)]
+
+#[path = "common/cache.rs"]
+mod cache;
+#[path = "common/live.rs"]
+mod live;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use cache::forget;
+use cofolio_image::import;
+use cofolio_image::pack::segment::Form;
+use cofolio_image::pack::{ImageContents, PackOptions, pack};
+use cofolio_image::source::Source;
+use cofolio_node::commons::{Commons, CommonsError, Warmed};
+use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
+use cofolio_node::ledger::{Ledger, LedgerError, ReclaimRequest, ReclaimTarget, Report};
+use cofolio_node::mount::{MountError, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::probe::{self, Presence};
+use cofolio_node::profile::{Profile, Recorder};
+use cofolio_node::settings::{Backend, DomainSettings as _};
+use cofolio_store::task::Task;
+use cofolio_store::{Digest, Domain, InitOptions, Store};
+use live::{Holder, alone, cgroup, next_tick};
+
+const MIB: u64 = 1 << 20;
+/// As many programs map one library each, since a worker maps one file.
+const LIBRARIES: usize = 5;
+
+/// Directories with an empty file each.
+const DIRECTORIES: usize = 40;
+
+/// An image of libraries and directories, mounted.
+struct Libraries {
+    dir: tempfile::TempDir,
+    domain: Domain,
+    image: Digest,
+    objects: Vec<Digest>,
+}
+
+impl Libraries {
+    fn new(count: usize, bytes: u64) -> Self {
+        Self::with(count, bytes, Backend::Overlay)
+    }
+
+    fn with(count: usize, bytes: u64, backend: Backend) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("libraries");
+        fs::create_dir(&top).unwrap();
+        let bytes = usize::try_from(bytes).unwrap();
+        let content = |number: usize| -> Vec<u8> {
+            (0..bytes).map(|at| (at / 4096 * 31 + number).to_le_bytes()[0]).collect()
+        };
+        let objects = (0..count).map(|number| {
+            fs::write(top.join(format!("lib{number}.so")), content(number)).unwrap();
+            cofolio_store::verity::digest(&content(number))
+        });
+        let objects = objects.collect();
+        for number in 0..DIRECTORIES {
+            let directory = top.join(format!("dir{number}"));
+            fs::create_dir(&directory).unwrap();
+            fs::write(directory.join("empty"), b"").unwrap();
+        }
+        let store = Store::init(&dir.path().join("store"), &InitOptions { immutable: false });
+        let domain = store.unwrap().domain("default").unwrap();
+        let source = Source::parse(top.to_str().unwrap()).unwrap();
+        let options = import::ImportOptions { name: Some("it".into()), ..Default::default() };
+        let image = import::import(&domain, &source, &options, &Task::default()).unwrap().image;
+        if backend == Backend::InodeShare {
+            pack(&domain, &image, &PackOptions::default(), &Task::default()).unwrap();
+            domain.set_backend(backend, Form::Plain).unwrap();
+        }
+        let made = Self { dir, domain, image, objects };
+        made.mount();
+        made
+    }
+
+    fn mount(&self) {
+        let request = MountRequest::new(self.image, self.target());
+        self.mounter().mount(&MountRequest { create_target: true, ..request }).unwrap();
+    }
+
+    fn umount(&self) -> Result<(), MountError> {
+        self.mounter().umount(&self.target(), &UmountOptions::default()).map(drop)
+    }
+
+    fn warm(&self, commons: &Commons, profile: Option<&Profile>) -> Result<Warmed, CommonsError> {
+        commons.warm(&self.domain, &self.run(), &self.image, profile, &Task::default())
+    }
+
+    fn run(&self) -> RunDir {
+        RunDir::at(self.dir.path().join("run"))
+    }
+
+    fn target(&self) -> PathBuf {
+        self.dir.path().join("mnt")
+    }
+
+    fn mounter(&self) -> Mounter<'_> {
+        Mounter::new(&self.domain, self.run(), &ImageContents)
+    }
+
+    fn library(&self, number: usize) -> PathBuf {
+        self.target().join(format!("lib{number}.so"))
+    }
+
+    /// A container that lists a directory.
+    fn list(&self, number: usize, cgroup: Option<&Cgroup>) {
+        let directory = self.target().join(format!("dir{number}"));
+        let procs = cgroup.map_or_else(|| "/dev/null".into(), Cgroup::procs);
+        let run = "echo 0 > \"$0\" && ls \"$1\"";
+        let output = Command::new("sh").args(["-c", run]).args([procs, directory]).output();
+        assert_eq!(output.unwrap().stdout, b"empty\n");
+    }
+
+    fn forget(&self) {
+        self.objects.iter().for_each(|it| forget(&self.domain.object_path(it).unwrap()));
+    }
+
+    /// Programs that map all libraries.
+    fn start(&self, cgroup: Option<&Cgroup>) -> Vec<Holder> {
+        let all = 0..self.objects.len();
+        all.map(|number| Holder::new(&self.library(number), cgroup)).collect()
+    }
+
+    /// What a container that starts is charged for pages of files, and whether its limit held it up.
+    fn charged(&self, test: &str, limit_bytes: Option<u64>) -> Option<(u64, bool)> {
+        let group = cgroup(test, "small")?;
+        limit_bytes.iter().for_each(|bytes| group.limit(*bytes).unwrap());
+        let holders = self.start(Some(&group));
+        let found = (group.charge().unwrap().cache, group.was_at_its_limit().unwrap());
+        drop(holders);
+        Some(found)
+    }
+}
+
+impl Drop for Libraries {
+    fn drop(&mut self) {
+        self.forget();
+        let umounted = self.umount();
+        assert!(umounted.is_ok() || std::thread::panicking(), "{umounted:?}");
+    }
+}
+
+/// A commons cgroup of this test's own. Dropped, it goes; so its pages have to be gone.
+struct Own(String);
+
+impl Own {
+    fn new() -> Self {
+        Self(format!("cofolio-commons-{}", std::process::id()))
+    }
+
+    fn open(&self, limit_bytes: Option<u64>) -> Commons {
+        Commons::open(&self.0, limit_bytes).unwrap()
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let _ = Hierarchy::find(Path::new("/")).unwrap().remove(&self.0);
+    }
+}
+
+/// Shared libraries of 100 MiB in a container that may have 32 MiB. Charged for them it lives on
+/// reclaim; where the commons have them, read as a whole or by a profile, it is charged for hardly
+/// anything.
+#[test]
+fn the_commons_pay_for_what_is_shared() {
+    let test = "the_commons_pay_for_what_is_shared";
+    let Some(_alone) = alone(test) else { return };
+    let all = Libraries::new(LIBRARIES, 20 * MIB);
+    let small = Some(32 * MIB);
+    all.forget();
+    let Some((charge, _)) = all.charged(test, None) else { return };
+    assert!(charge >= 100 * MIB, "{charge}");
+    all.forget();
+    let (charge, pressed) = all.charged(test, small).unwrap();
+    assert!(charge > 16 * MIB && pressed, "{charge}");
+
+    all.forget();
+    // That took pages of the worker's program away, which are not what is counted here.
+    drop(Holder::new(&all.dir.path().join("libraries/lib0.so"), None));
+    let own = Own::new();
+    let warm = |commons: &Commons, profile: Option<&Profile>| all.warm(commons, profile).unwrap();
+    let metadata = format!("store/domains/default/images/{}.erofs", all.image);
+    let metadata = all.dir.path().join(metadata);
+    forget(&metadata);
+    assert_eq!(cache::resident(&metadata), 0);
+    let warmed = warm(&own.open(None), None);
+    assert_eq!((warmed.objects, warmed.bytes), (5, 100 * MIB));
+    // Cgroups of containers that had looked up other names than those before stayed, each for a page
+    // of it.
+    assert_eq!(cache::resident(&metadata), fs::metadata(&metadata).unwrap().len().div_ceil(4096));
+    // A page that was charged to the removed cgroup may go meanwhile: two were seen to.
+    assert!(warmed.resident_bytes >= 99 * MIB, "{warmed:?}");
+    assert!(warmed.commons_bytes >= 99 * MIB, "{warmed:?}");
+    let (charge, pressed) = all.charged(test, small).unwrap();
+    assert!(charge < 5 * MIB && !pressed, "{charge}, {pressed}");
+
+    // What a start maps is recorded: here all but the first library.
+    let mut recorder = Recorder::begin(&all.domain, all.run(), all.image, "it").unwrap();
+    let holders: Vec<_> =
+        (1..LIBRARIES).map(|number| Holder::new(&all.library(number), None)).collect();
+    // Opens of processes that have ended count as the container's, and these are in another cgroup.
+    drop(holders);
+    recorder.take().unwrap();
+    let (profile, lost) = recorder.end().unwrap();
+    assert_eq!((profile.files.len(), lost), (LIBRARIES - 1, 0));
+    assert!((79 * MIB..=80 * MIB).contains(&profile.bytes()), "{}", profile.bytes());
+    profile.write(&all.domain).unwrap();
+    all.forget();
+    let warmed = warm(&own.open(None), Some(&Profile::read(&all.domain, &all.image).unwrap()));
+    assert_eq!((warmed.objects, warmed.bytes), (4, profile.bytes()));
+    assert!(warmed.resident_bytes >= 79 * MIB, "{warmed:?}");
+    // So the container pays for the first one alone.
+    let (charge, pressed) = all.charged(test, small).unwrap();
+    assert!((20 * MIB..25 * MIB).contains(&charge) && !pressed, "{charge}, {pressed}");
+
+    // The limit of the commons holds, and what is over it stays readable.
+    all.forget();
+    let warmed = warm(&own.open(Some(40 * MIB)), None);
+    assert!(warmed.commons_bytes <= 40 * MIB, "{warmed:?}");
+    drop(all.start(None));
+    all.forget();
+}
+
+/// Cgroups that were removed and that something still holds, of the whole machine.
+fn dying() -> i64 {
+    let hierarchy = Hierarchy::find(Path::new("/")).unwrap();
+    let top = hierarchy.directory("/");
+    if hierarchy.version() == Version::V2 {
+        let text = fs::read_to_string(top.join("cgroup.stat")).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("nr_dying_descendants "));
+        return line.unwrap().parse().unwrap();
+    }
+    fn directories(top: &Path) -> i64 {
+        let entries = fs::read_dir(top).into_iter().flatten().flatten();
+        let below = entries.filter(|it| it.file_type().is_ok_and(|kind| kind.is_dir()));
+        1 + below.map(|it| directories(&it.path())).sum::<i64>()
+    }
+    let text = fs::read_to_string("/proc/cgroups").unwrap();
+    let line = text.lines().find(|line| line.starts_with("memory\t")).unwrap();
+    line.split('\t').nth(2).unwrap().parse::<i64>().unwrap() - directories(&top)
+}
+
+/// How many more than `before` there are once there are as many as should be, or will not be: the kernel
+/// frees them some time after they are removed.
+fn dying_once(before: i64, is_it: &dyn Fn(i64) -> bool) -> i64 {
+    let patience = Instant::now() + Duration::from_secs(20);
+    while !is_it(dying() - before) && Instant::now() < patience {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    dying() - before
+}
+
+/// Newer kernels (7.2 was measured) hand the pages of a removed cgroup to its parent.
+fn is_pinned_by_pages() -> bool {
+    let release = rustix::system::uname();
+    let major = release.release().to_str().unwrap().split('.').next().unwrap();
+    major.parse::<u32>().unwrap() < 7
+}
+
+/// Each of many containers is the first to read some file, which stays in use by others. Its cgroup
+/// cannot be freed then: page cache refers to it. What the commons have read does not.
+#[test]
+fn warmed_images_pin_no_removed_cgroups() {
+    const CONTAINERS: usize = 40;
+    let test = "warmed_images_pin_no_removed_cgroups";
+    let Some(_alone) = alone(test) else { return };
+    let all = Libraries::new(CONTAINERS, 64 << 10);
+    let half = i64::try_from(CONTAINERS / 2).unwrap();
+    // The first process reads its program, and whatever else every process needs.
+    drop(Holder::new(&all.library(0), None));
+    all.forget();
+    let before = dying();
+    let once = |is_it: &dyn Fn(i64) -> bool| dying_once(before, is_it);
+    let run_and_remove = || {
+        for number in 0..CONTAINERS {
+            let group = cgroup(test, "short")?;
+            drop(Holder::new(&all.library(number), Some(&group)));
+        }
+        Some(())
+    };
+    let Some(()) = run_and_remove() else { return };
+    let cold = once(&|dying| dying > half);
+    all.forget();
+    let forgotten = once(&|dying| dying < half / 2);
+    let own = Own::new();
+    let warmed = all.warm(&own.open(None), None);
+    assert_eq!(warmed.unwrap().resident_bytes, CONTAINERS as u64 * (64 << 10));
+    run_and_remove().unwrap();
+    let warm = once(&|dying| dying < half / 2);
+    println!("of {CONTAINERS} removed cgroups stay: {cold} without the commons, {warm} with them");
+    // Others on this machine make and remove cgroups, too.
+    assert!(cold > half || !is_pinned_by_pages(), "{cold}");
+    assert!(forgotten < half / 2 && warm < half / 2, "{cold} {forgotten} {warm}");
+}
+
+/// Directories have pages of their own in each mounted image, which warming did not read. A container that
+/// looked into one first left a dying cgroup, for as long as the image was mounted.
+#[test]
+fn warmed_directories_pin_no_removed_cgroups() {
+    let test = "warmed_directories_pin_no_removed_cgroups";
+    let Some(_alone) = alone(test) else { return };
+    let all = Libraries::new(1, MIB);
+    let half = i64::try_from(DIRECTORIES / 2).unwrap();
+    // The first process reads its program, and whatever else every process needs.
+    all.list(0, None);
+    let remount = || {
+        all.umount().unwrap();
+        all.mount();
+    };
+    remount();
+    let before = dying();
+    let run_and_remove = || {
+        for number in 0..DIRECTORIES {
+            let group = cgroup(test, "short")?;
+            all.list(number, Some(&group));
+        }
+        Some(())
+    };
+    let Some(()) = run_and_remove() else { return };
+    let cold = dying_once(before, &|dying| dying > half);
+    remount();
+    let forgotten = dying_once(before, &|dying| dying < half / 2);
+    let own = Own::new();
+    all.warm(&own.open(None), None).unwrap();
+    run_and_remove().unwrap();
+    let warm = dying_once(before, &|dying| dying < half / 2);
+    println!("of {DIRECTORIES} removed cgroups stay: {cold} without the commons, {warm} with them");
+    assert!(cold > half || !is_pinned_by_pages(), "{cold}");
+    assert!(forgotten < half / 2 && warm < half / 2, "{cold} {forgotten} {warm}");
+    // Before the commons' cgroup goes.
+    remount();
+}
+
+/// What a report says of the one container that is charged here: bytes used, and of these charged to the
+/// commons.
+fn of_container(report: &Report) -> (u64, Option<u64>) {
+    let is_it = |path: &str| path.starts_with("/cofolio-test-");
+    let found = report.containers.iter().find(|it| is_it(&it.cgroup)).unwrap();
+    (found.used_bytes, found.commons_bytes)
+}
+
+/// Two libraries are in the commons and one is charged to a container that has read it first. Then
+/// one of the two goes and the container pays for it, too.
+#[test]
+fn the_ledger_says_what_the_commons_pay() {
+    let test = "the_ledger_says_what_the_commons_pay";
+    let Some(_alone) = alone(test) else { return };
+    let Some(group) = cgroup(test, "c") else { return };
+    let all = Libraries::new(3, MIB);
+    let own = Own::new();
+    let mut ledger = Ledger::new(all.domain.store().clone(), all.run()).with_commons(&own.0);
+    all.forget();
+    let first = Holder::new(&all.library(0), Some(&group));
+    ledger.sample_all().unwrap();
+    let report = ledger.report().unwrap();
+    assert_eq!((report.commons, of_container(&report)), (None, (MIB, Some(0))));
+
+    next_tick();
+    all.warm(&own.open(Some(64 * MIB)), None).unwrap();
+    let others = [1, 2].map(|number| Holder::new(&all.library(number), Some(&group)));
+    ledger.sample_all().unwrap();
+    let report = ledger.report().unwrap();
+    let commons = report.commons.unwrap();
+    assert_eq!(commons.limit_bytes, Some(64 * MIB));
+    assert!((2 * MIB..3 * MIB).contains(&commons.charged_bytes), "{commons:?}");
+    assert_eq!(of_container(&report), (3 * MIB, Some(2 * MIB)));
+    let (image, domain) = (&report.images[0], &report.domains[0]);
+    assert_eq!((image.resident_bytes, image.commons_bytes), (3 * MIB, Some(2 * MIB)));
+    assert_eq!((domain.resident_bytes, domain.commons_bytes), (3 * MIB, Some(2 * MIB)));
+
+    // As many pages are resident as before, and not the same ones.
+    drop((first, others));
+    forget(&all.domain.object_path(&all.objects[1]).unwrap());
+    ledger.sample_all().unwrap();
+    next_tick();
+    let _again = [0, 1].map(|number| Holder::new(&all.library(number), Some(&group)));
+    ledger.sample_all().unwrap();
+    let report = ledger.report().unwrap();
+    assert_eq!(report.images[0].commons_bytes, Some(MIB), "{report:#?}");
+    // To look at the pages was no use of them.
+    all.forget();
+}
+
+/// With `inode-share` the pages are in inodes that only a mounted pack shows.
+#[test]
+fn with_inode_share_the_mounted_pack_is_looked_at() {
+    let test = "with_inode_share_the_mounted_pack_is_looked_at";
+    let Some(_alone) = alone(test) else { return };
+    let found = probe::probe(&probe::Options::default());
+    if !found.get("inode-share").is_some_and(|it| it.presence == Presence::Present) {
+        return println!("SKIP {test} with inode-share: this kernel has no inode_share");
+    }
+    let Some(group) = cgroup(test, "c") else { return };
+    let all = Libraries::with(3, MIB, Backend::InodeShare);
+    // Whoever packed them has read the objects.
+    all.forget();
+    let own = Own::new();
+    let commons = own.open(None);
+    all.umount().unwrap();
+    let error = all.warm(&commons, None).unwrap_err();
+    assert!(matches!(error, CommonsError::Ledger(LedgerError::NotMounted { .. })), "{error}");
+    all.mount();
+    let resident = |number: usize| cache::resident(&all.library(number)) * 4096;
+
+    let warmed = all.warm(&commons, None).unwrap();
+    assert_eq!((warmed.objects, warmed.bytes), (3, 3 * MIB));
+    assert!(warmed.commons_bytes >= 3 * MIB, "{warmed:?}");
+    let mut ledger = Ledger::new(all.domain.store().clone(), all.run()).with_commons(&own.0);
+    let holders = [0, 1].map(|number| Holder::new(&all.library(number), Some(&group)));
+    assert!(group.charge().unwrap().cache < MIB / 2, "{:?}", group.charge());
+    ledger.sample_all().unwrap();
+    let report = ledger.report().unwrap();
+    assert_eq!(of_container(&report), (2 * MIB, Some(2 * MIB)));
+    assert_eq!(report.images[0].resident_bytes, 2 * MIB);
+
+    // What nobody maps any more is dropped on request.
+    drop(holders);
+    ledger.sample_all().unwrap();
+    let target = ReclaimTarget::Domain("default".to_owned());
+    let request = ReclaimRequest { target, bytes: None, shared: false, dry_run: false };
+    assert_eq!(ledger.reclaim(&request).unwrap().freed_bytes, 2 * MIB);
+    assert_eq!([0, 1, 2].map(resident), [0, 0, MIB]);
+
+    // A recorder drops all of it, and sees what is opened.
+    let mut recorder = Recorder::begin(&all.domain, all.run(), all.image, "it").unwrap();
+    assert_eq!([0, 1, 2].map(resident), [0, 0, 0]);
+    drop(Holder::new(&all.library(1), None));
+    recorder.take().unwrap();
+    let (profile, _) = recorder.end().unwrap();
+    assert_eq!((profile.files.len(), profile.bytes()), (1, MIB));
+    assert_eq!(profile.files[0].object, all.objects[1]);
+}

@@ -1,0 +1,140 @@
+//! Reclaim of a container, an image or a trust domain.
+
+use super::*;
+
+/// Two containers of one image: each has a file to itself, one of them two, and one they share.
+#[test]
+fn reclaim_drops_what_a_container_alone_uses() {
+    let test = "reclaim_drops_what_a_container_alone_uses";
+    let Some(_alone) = alone(test) else { return };
+    let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
+    let pair = Pair::new();
+    let (old, new, both, other) = (10, 11, 12, 13);
+    let files = [("old", old), ("new", new), ("both", both), ("other", other)];
+    let image = pair.import("three", &files);
+    let top = pair.mount_image(image, "m", Access::ReadOnly);
+    for (_, salt) in files {
+        forget(&pair.domain.object_path(&pair.object(salt)).unwrap());
+    }
+    let mut ledger = pair.ledger();
+    ledger.sample_all().unwrap();
+    next_tick();
+    let holder = Holder::new(&top.join("old"), Some(&a));
+    ledger.sample_all().unwrap();
+    drop(holder);
+    next_tick();
+    let mut of_new = Holder::new(&top.join("new"), Some(&a));
+    let mut of_both = Holder::new(&top.join("both"), Some(&a));
+    let of_b = ["both", "other"].map(|file| Holder::new(&top.join(file), Some(&b)));
+    ledger.sample_all().unwrap();
+    let resident = || [old, new, both, other].map(|salt| pair.resident(salt));
+    let (size, pages) = (SIZE as u64, cache::all_pages());
+    assert_eq!(resident(), [pages; 4]);
+
+    let of_a = all_of(ReclaimTarget::Container(path_of(&a)));
+    let left_alone = Reclaimed { shared_objects: 1, shared_bytes: size, ..Default::default() };
+    let found = ledger.reclaim(&ReclaimRequest { dry_run: true, ..of_a.clone() }).unwrap();
+    let both_private =
+        Reclaimed { dry_run: true, objects: 2, resident_bytes: 2 * size, ..left_alone };
+    assert_eq!(found, both_private);
+    assert_eq!(resident(), [pages; 4]);
+
+    // The least recently used one suffices.
+    let found = ledger.reclaim(&ReclaimRequest { bytes: Some(1), ..of_a.clone() }).unwrap();
+    let one = Reclaimed { objects: 1, resident_bytes: size, freed_bytes: size, ..left_alone };
+    assert_eq!(found, one);
+    assert_eq!(resident(), [0, pages, pages, pages]);
+
+    // What a process maps goes too, and comes back as it was.
+    assert_eq!(ledger.reclaim(&of_a).unwrap(), one);
+    assert_eq!(resident(), [0, 0, pages, pages]);
+    of_new.reads_the_same();
+    assert_eq!(fs::read(top.join("old")).unwrap(), content(old));
+    assert_eq!(resident(), [pages; 4]);
+
+    // The kernel takes no pages that several processes map.
+    next_tick();
+    ledger.sample_all().unwrap();
+    let with_shared = ReclaimRequest { shared: true, ..of_a };
+    let found = ledger.reclaim(&with_shared).unwrap();
+    assert_eq!((found.objects, found.freed_bytes, found.kept_bytes), (2, size, size));
+    drop(of_b);
+    ledger.sample_all().unwrap();
+    assert_eq!(ledger.reclaim(&with_shared).unwrap().freed_bytes, size);
+    assert_eq!((pair.resident(both), pair.resident(other)), (0, pages));
+    of_both.reads_the_same();
+
+    let nobody = all_of(ReclaimTarget::Container("nobody".to_owned()));
+    let error = ledger.reclaim(&nobody).unwrap_err();
+    assert!(matches!(error, LedgerError::NotFound { .. }));
+    assert!(error.to_string().starts_with("no container nobody (memory cgroup /"), "{error}");
+    drop((of_new, of_both));
+    pair.umount(&top);
+}
+
+/// Pages that a process on another processor had just brought in stayed: the kernel keeps up to 31
+/// of them in a batch of that processor, and process_madvise does not find them there. Filesystems
+/// that read ahead in large folios have no such batches.
+#[test]
+fn reclaim_finds_pages_of_another_processor() {
+    let test = "reclaim_finds_pages_of_another_processor";
+    let Some(_alone) = alone(test) else { return };
+    let Some(a) = cgroup(test, "a") else { return };
+    let pair = Pair::new();
+    let top = pair.mount(0, "m", Access::ReadOnly);
+    pair.forget_all();
+    let mut ledger = pair.ledger();
+    ledger.sample_all().unwrap();
+    next_tick();
+    let all = sched_getaffinity(None).unwrap();
+    let run_on = |number: usize| {
+        let mut one = CpuSet::new();
+        one.set(number);
+        sched_setaffinity(None, &one).unwrap();
+    };
+    let mut processors = (0..CpuSet::MAX_CPU).filter(|number| all.is_set(*number));
+    let (first, last) = (processors.next().unwrap(), processors.next_back());
+    // A new process stays where this one is.
+    run_on(last.unwrap_or(first));
+    let holder = Holder::new(&top.join("deep/own"), Some(&a));
+    run_on(first);
+    ledger.sample_all().unwrap();
+    let found = ledger.reclaim(&all_of(ReclaimTarget::Container(path_of(&a)))).unwrap();
+    sched_setaffinity(None, &all).unwrap();
+    assert_eq!((found.freed_bytes, found.kept_bytes), (SIZE as u64, 0));
+    drop(holder);
+    pair.umount(&top);
+}
+
+/// Of an image goes what no other image names, of a trust domain everything.
+#[test]
+fn reclaim_of_an_image_and_of_a_domain() {
+    let test = "reclaim_of_an_image_and_of_a_domain";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let read_all = || {
+        for salt in 0..3 {
+            fs::read(pair.domain.object_path(&pair.object(salt)).unwrap()).unwrap();
+        }
+    };
+    let resident = || [0, 1, 2].map(|salt| pair.resident(salt));
+    let (size, pages) = (SIZE as u64, cache::all_pages());
+    let mut ledger = pair.ledger();
+    read_all();
+    ledger.sample_all().unwrap();
+    let one = UsedImage { domain: "default".into(), image: pair.images[0] };
+    let found = ledger.reclaim(&all_of(ReclaimTarget::Image(one.clone()))).unwrap();
+    assert_eq!((found.freed_bytes, found.shared_bytes), (size, size));
+    assert_eq!(resident(), [pages, 0, pages]);
+    let domain = all_of(ReclaimTarget::Domain("default".to_owned()));
+    assert_eq!(ledger.reclaim(&domain).unwrap().freed_bytes, 2 * size);
+    assert_eq!(resident(), [0, 0, 0]);
+    for (target, said) in [
+        (ReclaimTarget::Domain("none".to_owned()), "no trust domain none"),
+        (ReclaimTarget::Image(UsedImage { domain: "none".into(), ..one.clone() }), "none"),
+        (ReclaimTarget::Image(UsedImage { image: pair.object(0), ..one }), "no image "),
+    ] {
+        let error = ledger.reclaim(&all_of(target)).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+}

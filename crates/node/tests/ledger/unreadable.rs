@@ -1,0 +1,124 @@
+//! What cannot be looked at.
+
+use super::*;
+
+/// A directory in the place of which a link to itself gives ELOOP, as long as this lives.
+struct Blind(PathBuf);
+
+impl Blind {
+    fn new(directory: PathBuf) -> Self {
+        fs::rename(&directory, directory.with_extension("away")).unwrap();
+        std::os::unix::fs::symlink(&directory, &directory).unwrap();
+        Self(directory)
+    }
+}
+
+impl Drop for Blind {
+    fn drop(&mut self) {
+        fs::remove_file(&self.0).unwrap();
+        fs::rename(self.0.with_extension("away"), &self.0).unwrap();
+    }
+}
+
+/// For want of a descriptor the ledger could not open the directory of a domain's objects. It
+/// counted them as looked at, and a reclaim took them for removed.
+#[test]
+fn objects_that_cannot_be_looked_at_are_counted() {
+    let test = "objects_that_cannot_be_looked_at_are_counted";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    for salt in 0..3 {
+        fs::read(pair.domain.object_path(&pair.object(salt)).unwrap()).unwrap();
+    }
+    let mut ledger = pair.ledger();
+    let figures = |ledger: &mut Ledger| {
+        ledger.sample_all().unwrap();
+        let report = ledger.report().unwrap();
+        (report.domains[0].resident_bytes, report.unknown.objects)
+    };
+    let bytes = 3 * SIZE as u64;
+    assert_eq!(figures(&mut ledger), (bytes, 0));
+    let blind = Blind::new(pair.domain.objects_dir().unwrap());
+    assert_eq!(figures(&mut ledger), (bytes, 3));
+    let of_all = all_of(ReclaimTarget::Domain("default".to_owned()));
+    let found = ledger.reclaim(&of_all).unwrap();
+    assert_eq!((found.objects, found.freed_bytes, found.kept_bytes), (3, 0, bytes));
+    drop(blind);
+    assert_eq!(ledger.reclaim(&of_all).unwrap().freed_bytes, bytes);
+}
+
+/// One trust domain that could not be listed refused samples and reclaims of all others.
+#[test]
+fn a_domain_that_cannot_be_listed_stops_no_other() {
+    let test = "a_domain_that_cannot_be_listed_stops_no_other";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let other = pair.domain.store().domain_or_create("other").unwrap();
+    pair.forget_all();
+    fs::read(pair.domain.object_path(&pair.object(0)).unwrap()).unwrap();
+    for image in pair.images {
+        fs::read(pair.domain.image_path(&image).unwrap()).unwrap();
+    }
+    let images = |domain: &Domain| domain.objects_dir().unwrap().with_file_name("images");
+    let mut ledger = pair.ledger();
+    let reclaim = |ledger: &mut Ledger, domain: &str| {
+        ledger.sample_all().unwrap();
+        ledger.reclaim(&all_of(ReclaimTarget::Domain(domain.to_owned())))
+    };
+    let blind = Blind::new(images(&other));
+    assert_eq!(reclaim(&mut ledger, "default").unwrap().freed_bytes, SIZE as u64);
+    let error = reclaim(&mut ledger, "other").unwrap_err();
+    assert!(matches!(error, LedgerError::Store(_)), "{error}");
+    assert_eq!(ledger.report().unwrap().unknown.images, 1);
+    drop(blind);
+    assert_eq!(reclaim(&mut ledger, "other").unwrap().freed_bytes, 0);
+
+    // What was known stays.
+    let known = ledger.report().unwrap();
+    assert!(known.domains[0].metadata_bytes > 0 && known.images.len() == 2, "{known:#?}");
+    for directory in [images(&pair.domain), pair.dir.path().join("store/domains")] {
+        let blind = Blind::new(directory);
+        ledger.sample_all().unwrap();
+        let report = ledger.report().unwrap();
+        assert_eq!((&report.domains, &report.images), (&known.domains, &known.images));
+        assert!(report.unknown.images > 0 && report.unknown.objects > 0, "{:?}", report.unknown);
+        drop(blind);
+    }
+    ledger.sample_all().unwrap();
+    let unknown = ledger.report().unwrap().unknown;
+    assert_eq!((unknown.images, unknown.objects), (0, 0));
+}
+
+/// For want of a descriptor the ledger could not list a directory. It took that for unmounted
+/// whatever was there, and forgot who used it.
+#[test]
+fn what_cannot_be_listed_is_not_taken_for_unmounted() {
+    let test = "what_cannot_be_listed_is_not_taken_for_unmounted";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let mounts = [pair.mount(0, "m1", Access::ReadOnly), pair.mount(1, "m2", Access::Writable)];
+    pair.forget_all();
+    let mut ledger = pair.ledger();
+    let holders = [
+        Holder::new(&mounts[0].join("deep/own"), None),
+        Holder::new(&mounts[1].join("deep/own"), None),
+    ];
+    assert_eq!(users(&mut ledger, &pair), [0, 1, 1]);
+    drop(holders);
+    let run = pair.dir.path().join("run");
+    let unknown = |ledger: &Ledger| ledger.report().unwrap().unknown.mounts;
+    for name in ["images", "mounts"] {
+        let (path, away) = (run.join(name), run.join("away"));
+        fs::rename(&path, &away).unwrap();
+        // A link to itself: ELOOP.
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        assert_eq!(users(&mut ledger, &pair), [0, 1, 1], "{name}");
+        assert_eq!(unknown(&ledger), 1);
+        fs::remove_file(&path).unwrap();
+        fs::rename(&away, &path).unwrap();
+    }
+    assert_eq!(users(&mut ledger, &pair), [0, 1, 1]);
+    assert_eq!(unknown(&ledger), 0);
+    mounts.iter().for_each(|target| pair.umount(target));
+    assert_eq!(users(&mut ledger, &pair), [0, 0, 0]);
+}

@@ -1,0 +1,73 @@
+//! The module `http::fuzz` of crate daemon, which only `--cfg fuzzing` builds: it sees what is
+//! private there.
+//!
+//! It takes any bytes and panics where an invariant of its target in `fuzz_targets/` does not hold.
+
+#![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target reports")]
+
+use std::sync::Arc;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::runtime::{Builder, Runtime};
+
+use super::{Places, Rights, serve};
+use crate::access::{Gate, Guard};
+use crate::api::Api;
+
+/// The token of the server, which a corpus has to know to get past it.
+const TOKEN: &str = "fuzz-token-0123456789";
+
+thread_local! {
+    static RUNTIME: Runtime = Builder::new_current_thread().enable_time().build().unwrap();
+    static API: Arc<Api> = Arc::new(Api::without_ledger());
+}
+
+/// What clients send. The first byte says at which socket, the second in pieces of which size.
+pub fn connection(data: &[u8]) {
+    let [socket, size, data @ ..] = data else { return };
+    let rights = match socket % 3 {
+        0 => Rights::All,
+        1 => Rights::Read(Arc::new(Gate::new(Guard::for_test(None)))),
+        _ => Rights::Read(Arc::new(Gate::new(Guard::for_test(Some(TOKEN))))),
+    };
+    let answers = RUNTIME.with(|runtime| runtime.block_on(exchange(data, *size, &rights)));
+    assert!(answers.is_empty() || answers.starts_with(b"HTTP/1."));
+    let contains = |text: &[u8], part: &str| {
+        text.windows(part.len()).any(|window| window.eq_ignore_ascii_case(part.as_bytes()))
+    };
+    let is_allowed = match socket % 3 {
+        0 => true,
+        1 => ["localhost", "127.0.0.1", "[::1]"].iter().any(|name| contains(data, name)),
+        _ => contains(data, TOKEN),
+    };
+    // No body has a line break of HTTP's.
+    let is_answered =
+        ["HTTP/1.0", "HTTP/1.1"].map(|it| contains(&answers, &format!("{it} 200 OK\r\n")));
+    assert!(is_allowed || is_answered == [false, false]);
+}
+
+/// All that the server answers before it ends the connection.
+async fn exchange(data: &[u8], size: u8, rights: &Rights) -> Vec<u8> {
+    let (client, server) = tokio::io::duplex(1 << 16);
+    let (mut reader, mut writer) = tokio::io::split(client);
+    let place = Places::new().take().await.unwrap();
+    let api = API.with(Arc::clone);
+    let send = async {
+        for piece in data.chunks(usize::from(size).max(1) * 16) {
+            // The server may have ended the connection already.
+            if writer.write_all(piece).await.is_err() {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+        let _ = writer.shutdown().await;
+    };
+    let mut answers = Vec::new();
+    let receive = async { reader.read_to_end(&mut answers).await };
+    let serve = async {
+        serve(server, api, rights, &place).await;
+    };
+    let (_, _, received) = tokio::join!(send, serve, receive);
+    received.unwrap();
+    answers
+}
