@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use serde::{Deserialize, Serialize};
 
 use crate::disk::Kind;
-use crate::error::{Result, is_damage};
+use crate::error::{Result, by_hand, is_damage};
 use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::kinds::{FileKind, FileName};
 use crate::records::to_json;
@@ -126,7 +126,11 @@ impl Domain {
         let mut dropped = false;
         for (image, path) in self.base_records()? {
             if self.base_of(&image)?.is_none() {
-                remove_entry(self.disk(), &path, Kind::File)?;
+                match remove_entry(self.disk(), &path, Kind::File) {
+                    // A damaged inode, or a directory: fsck reports it.
+                    Err(error) if by_hand(&error).is_some() => continue,
+                    removed => drop(removed?),
+                }
                 dropped = true;
             }
         }

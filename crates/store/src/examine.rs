@@ -140,12 +140,7 @@ impl<'a> Examiner<'a> {
         if !is_damage(&error) {
             return Err(error);
         }
-        let detail = match &error {
-            Error::Unreadable { source, .. } => with_advice(&**source),
-            Error::Corrupt { reason, .. } => reason.clone(),
-            other => with_advice(other),
-        };
-        Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, detail)))
+        Ok(Seen::Damaged(self.finding(name, Wrong::Unreadable, reason(&error))))
     }
 
     /// Examines a pack, which lacks segments outside of `sound`. Fails like [`Examiner::look`].
@@ -202,6 +197,15 @@ impl<'a> Examiner<'a> {
 pub(crate) fn with_advice(error: &(dyn std::error::Error + 'static)) -> String {
     let advice = by_hand(error).map(|advice| format!("; {advice} first"));
     with_causes(error) + &advice.unwrap_or_default()
+}
+
+/// Why a file cannot be read, without its name, which the finding has.
+pub(crate) fn reason(error: &Error) -> String {
+    match error {
+        Error::Unreadable { source, .. } => with_advice(&**source),
+        Error::Corrupt { reason, .. } => reason.clone(),
+        other => with_advice(other),
+    }
 }
 
 #[derive(Clone, Copy)]

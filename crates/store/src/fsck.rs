@@ -11,7 +11,7 @@ use crate::contents::Contents;
 use crate::disk::Kind;
 use crate::domain;
 use crate::error::{At, Error, Result, is_absent, is_damage};
-use crate::examine::{Examiner, Reading, Seen, Wrong};
+use crate::examine::{Examiner, Reading, Seen, Wrong, reason};
 use crate::kinds::{FileKind, FileName};
 use crate::parallel::for_each;
 use crate::records::{RECORD_SUFFIX, RECORDS, REFS, ROOTS, UNNAMED};
@@ -344,10 +344,10 @@ impl Domain {
             let Some(image) = Digest::from_lower_hex(entry.as_bytes()) else { continue };
             match self.unnamed_record(&image) {
                 // Where it has a name again its ref counts.
-                Err(Error::Corrupt { .. }) if self.is_named(&image)? => {}
-                Err(Error::Corrupt { path, reason }) => {
-                    report
-                        .add(Finding::new(FindingKind::RefUnreadable, path, reason).about(&image));
+                Err(error) if is_damage(&error) && self.is_named(&image)? => {}
+                Err(error) if is_damage(&error) => {
+                    let (path, why) = (self.unnamed_file(&image), reason(&error));
+                    report.add(Finding::new(FindingKind::RefUnreadable, path, why).about(&image));
                 }
                 other => drop(other?),
             }

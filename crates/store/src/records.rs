@@ -194,7 +194,7 @@ impl Domain {
         Ok(Some(record).filter(|record| record.image == *image))
     }
 
-    fn unnamed_file(&self, image: &Digest) -> String {
+    pub(crate) fn unnamed_file(&self, image: &Digest) -> String {
         format!("{}/{UNNAMED}/{image}", self.directory())
     }
 

@@ -7,7 +7,8 @@ use std::io;
 use sha2::{Digest as _, Sha256};
 
 use crate::disk::Kind;
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, Result, is_damage};
+use crate::examine::reason;
 use crate::fsck::{Finding, FindingKind, FsckReport};
 use crate::store::{TEMPORARY, mkdir_if_missing};
 use crate::{Digest, Domain, FileKind, FileName};
@@ -117,8 +118,9 @@ impl Domain {
                 report.signatures += 1;
                 match self.read_signature(&path) {
                     Ok(_) => {}
-                    Err(Error::Corrupt { reason, .. }) => {
-                        let finding = Finding::new(FindingKind::SignatureAltered, path, reason);
+                    Err(error) if is_damage(&error) => {
+                        let why = reason(&error);
+                        let finding = Finding::new(FindingKind::SignatureAltered, path, why);
                         report.add(finding.about(&image));
                     }
                     Err(error) => return Err(error),

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::contents::Contents;
-use crate::error::{Error, Result};
+use crate::error::{Result, is_damage};
 use crate::examine::{Examiner, Reading, Seen};
 use crate::fsck::{Finding, list};
 use crate::kinds::{FileKind, FileName};
@@ -36,7 +36,7 @@ impl Domain {
     /// The last check's report; `None` if there was none, or its record cannot be read.
     pub fn sizes(&self) -> Result<Option<SizesReport>> {
         match self.read_record(&self.sizes_file()) {
-            Err(Error::Corrupt { .. }) => Ok(None),
+            Err(error) if is_damage(&error) => Ok(None),
             other => other,
         }
     }

@@ -8,7 +8,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::disk::{Disk, Kind, Lock, LockMode, Protection, Purpose, RealDisk, StoredFile};
 use crate::domain::{self, Domain};
-use crate::error::{At, Error, Result, is_absent};
+use crate::error::{At, Error, Result, by_hand, is_absent};
 use crate::fsck::{Finding, FindingKind};
 use crate::meta::{META_COPY, META_PATH, META_SIZE_MAX, Meta};
 use crate::name;
@@ -347,7 +347,11 @@ impl Store {
         }
         let (mut count, mut bytes) = (0, 0);
         let mut take = |path: &str, kind| {
-            bytes += sweep_entry(self.disk(), path, kind, dry_run, &self.waiting)?;
+            match sweep_entry(self.disk(), path, kind, dry_run, &self.waiting) {
+                // A damaged inode; fsck reports what stays.
+                Err(error) if by_hand(&error).is_some() => return Ok(()),
+                swept => bytes += swept?,
+            }
             count += 1;
             Ok::<_, Error>(())
         };

@@ -3,7 +3,7 @@
 //! It decides which image goes first when a domain is too large. It is a hint: not synced, and a
 //! missing or torn record means that nobody knows.
 
-use crate::error::Result;
+use crate::error::{Result, is_damage};
 use crate::store::{mkdir_if_missing, parent};
 use crate::{Digest, Domain};
 
@@ -38,7 +38,11 @@ impl Domain {
     /// # Errors
     /// [`crate::Error::Io`].
     pub fn noted_use(&self, image: &Digest) -> Result<Option<i64>> {
-        let Some(file) = self.open_file(self.used_file(image))? else { return Ok(None) };
+        let file = match self.open_file(self.used_file(image)) {
+            Err(error) if is_damage(&error) => None,
+            opened => opened?,
+        };
+        let Some(file) = file else { return Ok(None) };
         let text = file.read_all(SIZE_MAX).ok().and_then(|bytes| String::from_utf8(bytes).ok());
         Ok(text.and_then(|text| text.parse().ok()))
     }

@@ -79,8 +79,10 @@ impl Domain {
                 continue;
             }
             let directory = format!("{objects}/{shard}");
-            for (entry, _) in self.disk().list(&directory).at("list", &directory)? {
-                let Some(digest) = Digest::from_object_path(&shard, &entry) else { continue };
+            for (entry, kind) in self.disk().list(&directory).at("list", &directory)? {
+                let digest = Digest::from_object_path(&shard, &entry);
+                // What is no file fsck reports.
+                let Some(digest) = digest.filter(|_| kind == Kind::File) else { continue };
                 visit(digest, self.allocated(&format!("{directory}/{entry}"))?);
             }
         }

@@ -93,6 +93,39 @@ fn what_the_disk_does_not_give_is_found_and_replaced() {
     }
 }
 
+/// A damaged inode of a record that is no content, or of what a killed import left, ended every gc or
+/// fsck with an error.
+#[test]
+fn a_damaged_record_holds_up_nothing() {
+    use rustix::io::Errno;
+    let base = SimDisk::new(1);
+    let store = Store::init_on(Arc::new(base.clone()), &InitOptions::default()).unwrap();
+    let domain = store.domain("default").unwrap();
+    let image = import(&domain, "a", &pieces(), None, ImportOptions::default()).unwrap();
+    domain.add_signature(&image, b"a signature").unwrap();
+    domain.note_use(&image, 1).unwrap();
+    domain.examine_sizes(&Lines, "boot", &Cancel::default()).unwrap();
+    let leftover = domain.begin_import(ImportOptions::default()).unwrap();
+    leftover.put_object(b"of a killed import").unwrap();
+    for part in ["/signatures/", "/used/", "/sizes.json", "staging/"] {
+        // Nobody holds locks of the copy.
+        let disk = base.fork(1);
+        let path = base.files().into_keys().find(|path| path.contains(part)).unwrap();
+        let store = Store::open_on(Arc::new(disk.clone())).unwrap();
+        let domain = store.domain("default").unwrap();
+        import(&domain, "garbage", &[content(50, 4)], None, ImportOptions::default()).unwrap();
+        domain.remove_ref("garbage").unwrap();
+        disk.make_unreadable(&path, Errno::UCLEAN);
+        let gc = domain.gc(&Lines, &nothing_live, &GcOptions::default()).unwrap();
+        assert_eq!(gc.images, 1, "{path}: {gc:?}");
+        let report = domain.fsck(&Lines, FsckOptions::default(), &Task::default()).unwrap();
+        let found = report.findings.iter().any(|it| it.kind == FindingKind::SignatureAltered);
+        assert_eq!(found, part == "/signatures/", "{path}: {report:?}");
+        assert_eq!(domain.noted_use(&image).unwrap().is_none(), part == "/used/");
+        assert_eq!(domain.sizes().unwrap().is_none(), part == "/sizes.json");
+    }
+}
+
 /// Reads images as [`Lines`] does, until there is no descriptor to be had.
 struct Short(rustix::io::Errno);
 

@@ -35,17 +35,22 @@ pub(crate) struct Layout {
 
 /// What was not there before, in the order in which it was made; removed when this is dropped.
 #[derive(Default)]
-struct Added(Vec<PathBuf>);
+struct Added(Vec<Made>);
+
+enum Made {
+    File(PathBuf),
+    Directory(PathBuf),
+}
 
 impl Drop for Added {
     /// `oci-layout` goes after the blobs. If a blob stays, so does the file, and the next export
     /// can complete the layout.
     fn drop(&mut self) {
-        let remove = |path: &PathBuf| match fs::remove_file(path) {
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => fs::remove_dir(path),
-            other => other,
+        let remove = |made: &Made| match made {
+            Made::File(path) => fs::remove_file(path),
+            Made::Directory(path) => fs::remove_dir(path),
         };
-        let is_gone = |path: &PathBuf| match remove(path) {
+        let is_gone = |made: &Made| match remove(made) {
             Err(error) => error.kind() == io::ErrorKind::NotFound,
             Ok(()) => true,
         };
@@ -72,7 +77,7 @@ impl Layout {
         }
         // Its paths go through `root`, so it is declared after it and dropped first.
         let mut added = Added::default();
-        added.0.extend(made.then(|| path.to_owned()));
+        added.0.extend(made.then(|| Made::Directory(path.to_owned())));
         let is_file = |name| match below(&root, name).symlink_metadata() {
             Err(_) => None,
             Ok(found) => Some(found.is_file()),
@@ -80,9 +85,13 @@ impl Layout {
         let entries = fs::read_dir(below(&root, ".")).and_then(Iterator::collect);
         let entries: Vec<fs::DirEntry> = entries.map_err(io_error(path))?;
         if entries.iter().all(|entry| entry.file_name() == "lost+found") {
-            File::create_new(below(&root, "oci-layout")).map_err(io_error(path))?;
-            let names = ["oci-layout", "blobs", "blobs/sha256"];
-            added.0.extend(names.map(|name| below(&root, name)));
+            let version = below(&root, "oci-layout");
+            File::create_new(&version).map_err(io_error(path))?;
+            added.0.push(Made::File(version));
+            // Before any blob: the next export goes on with what has this file.
+            aside::sync(&below(&root, "."))?;
+            let directories = ["blobs", "blobs/sha256"].map(|name| below(&root, name));
+            added.0.extend(directories.map(Made::Directory));
         } else if is_file("index.json").or(is_file("oci-layout")) != Some(true) {
             return refuse("a directory that is neither empty nor an image layout");
         }
@@ -147,7 +156,7 @@ impl Target for Layout {
     fn begin(&mut self, _: BlobKind) -> Result<(), ExportError> {
         let blob = aside::create_file(&below(&self.blobs, "blob"));
         let (file, path) = blob.map_err(|error| self.named(error))?;
-        self.added.0.push(path.clone());
+        self.added.0.push(Made::File(path.clone()));
         self.blob = Some((file, path));
         Ok(())
     }
@@ -166,7 +175,7 @@ impl Target for Layout {
         let is_new = !to.exists();
         fs::rename(path, &to).map_err(io_error(&self.path))?;
         self.added.0.pop();
-        self.added.0.extend(is_new.then_some(to));
+        self.added.0.extend(is_new.then_some(Made::File(to)));
         Ok(())
     }
 

@@ -36,7 +36,7 @@ pub(crate) struct Descriptor {
 pub(crate) trait Target {
     fn begin(&mut self, kind: BlobKind) -> Result<(), ExportError>;
     fn write(&mut self, bytes: &[u8]) -> Result<(), ExportError>;
-    /// The blob is complete. If it exists already, the new copy is removed.
+    /// The blob is complete. If it exists already, one of the two copies goes.
     fn end(&mut self, digest: &BlobDigest, size: u64) -> Result<(), ExportError>;
     /// Makes the image visible.
     fn publish(self: Box<Self>, image: &Finished) -> Result<(), ExportError>;

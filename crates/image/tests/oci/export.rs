@@ -232,6 +232,25 @@ fn a_layout_that_changes_meanwhile_leads_nowhere() {
     let refused = export(&bench.domain, exported, &destination, &Default::default(), &task);
     let said = refused.unwrap_err().to_string();
     assert!(said.ends_with("index.json is a link"), "{said}");
+
+    // A failed export removed a file of somebody else's, where its own directory had been.
+    let (parent, aside, theirs) =
+        (bench.path("parent"), bench.path("aside"), elsewhere.join("new"));
+    fs::create_dir(&parent).unwrap();
+    fs::write(&theirs, "theirs").unwrap();
+    let destination = Destination::Layout { path: parent.join("new"), tag: None };
+    let (from, link) = (parent.clone(), elsewhere.clone());
+    let task = Task::new(Cancel::default(), move |_| {
+        if !aside.exists() {
+            fs::rename(&from, &aside).unwrap();
+            std::os::unix::fs::symlink(&link, &from).unwrap();
+            std::os::unix::fs::symlink(&link, aside.join("new/index.json")).unwrap();
+        }
+    });
+    let refused = export(&bench.domain, exported, &destination, &Default::default(), &task);
+    let said = refused.unwrap_err().to_string();
+    assert!(said.ends_with("index.json is a link"), "{said}");
+    assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
 }
 
 /// A failed export removes the layout that it began. If a blob cannot be removed, `oci-layout` has to stay
