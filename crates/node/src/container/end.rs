@@ -198,9 +198,10 @@ impl Containers<'_> {
         }
         let rounds = [(signal, Signal::TERM, patience), ("KILL", Signal::KILL, KILLED_PATIENCE)];
         for (signal, without_runtime, patience) in rounds {
+            // A frozen container hears of no signal. One that was frozen while it executed a program
+            // never gets beyond FREEZING, and runc waits for ever until it does.
+            self.cgroup_dirs(&found.record.cgroup)?.for_each(|dir| thaw(&dir));
             let asked = runtime.ask(&found.runtime_root, &["kill", name, signal])?;
-            // A frozen container hears of no signal before that.
-            runtime.ask(&found.runtime_root, &["resume", name])?;
             // A runtime that was killed at its work may not know the container, nor any runtime
             // the signal that an image names.
             if let (false, Some(handle)) = (asked.status.success(), &handle) {
@@ -244,6 +245,13 @@ fn remove_files_once(dir: &Path) -> Result<(), MountError> {
         gone(removed, &path)?;
     }
     gone(fs::remove_dir(dir), dir)
+}
+
+/// Thaws what is in a cgroup, of either version.
+fn thaw(dir: &Path) {
+    for (file, state) in [("freezer.state", "THAWED"), ("cgroup.freeze", "0")] {
+        let _ = fs::write(dir.join(file), state);
+    }
 }
 
 /// Removes a cgroup and those below it, as far as no process is in them.
