@@ -11,6 +11,7 @@ use std::{
     io::{Read as _, Write as _},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
+    str::FromStr,
     thread,
     time::{Duration, Instant},
 };
@@ -45,7 +46,9 @@ use crate::usage_lists::{PAIR_BYTES_MAX, Random};
 /// `cofolio serve` that has seen all of it and has answered for it. The processes end when the
 /// daemon has seen them, 500 at a time; mounts and cgroups stay. Then it asks that daemon five times
 /// to look at everything at once. At the end another one, with the settings that it comes with,
-/// looks at everything twice in its own time, and has its processor time taken for a minute.
+/// looks at everything twice in its own time. Then it has its processor time taken for a minute, in
+/// which 100 such cgroups and processes are there and another one comes each second. It has to know
+/// all of these.
 ///
 /// Needs root and a memory cgroup. Run it in a mount namespace of its own, because so many mounts
 /// slow down whoever reads the list of mounts.
@@ -71,9 +74,12 @@ const PEAK_MB_MAX: f64 = 300.0;
 const GOAL_IDS: u32 = 10_000;
 /// Goal: the daemon's share of a processor, which it spreads a look at everything over.
 const CPU_PERCENT_MAX: f64 = 1.0;
-/// How often it is asked to look, and for how long its share is taken.
+/// How often it is asked to look.
 const LOOKS: usize = 5;
+/// For how long its share is taken, how many cgroups are used then, and how many more are each second.
 const WATCHED: Duration = Duration::from_secs(60);
+const WATCHED_CGROUPS: u32 = 100;
+const WATCHED_PER_SECOND: u32 = 1;
 /// How long its first looks may take.
 const FIRST_LOOKS_MAX: Duration = Duration::from_secs(1200);
 /// Images that each cgroup uses.
@@ -107,11 +113,20 @@ struct Measured {
     idle_anonymous_bytes: u64,
     /// Of looks at all objects and processes, in order.
     looks_ms: Vec<f64>,
-    /// With the daemon's own settings: how long its first two looks take, the processor time of
-    /// those, and the share of one processor after them.
+    as_it_comes: AsItComes,
+}
+
+/// Of a daemon with the settings that it comes with.
+#[derive(Debug, Default, Serialize)]
+struct AsItComes {
+    /// How long its first two looks take, and their processor time.
     first_looks_seconds: f64,
     first_looks_cpu_seconds: f64,
+    /// The share of one processor after them, while cgroups come.
     cpu_percent: f64,
+    /// How old its figures are at the end of that time.
+    residency_age_seconds: f64,
+    processes_age_seconds: f64,
 }
 
 pub(super) fn run(args: &Args) -> Outcome {
@@ -146,9 +161,7 @@ pub(super) fn run(args: &Args) -> Outcome {
         drop(daemon);
         say("a daemon as it comes watches it");
         let daemon = Daemon::start(args.cofolio.as_deref(), &domain, &as_it_comes)?;
-        measured.first_looks_seconds = daemon.first_looks(&signals.cancel)?.as_secs_f64();
-        measured.first_looks_cpu_seconds = daemon.cpu_seconds()?;
-        measured.cpu_percent = daemon.cpu_percent(WATCHED)?;
+        measured.as_it_comes = watch(args.ids, &daemon, at, &signals.cancel)?;
         Ok(measured)
     })();
     say("removing all of it");
@@ -199,7 +212,6 @@ fn observe(
     let report_bytes = daemon.ask("GET /v1/report")?.len() as u64;
     daemon.ask("GET /v1/sharing?domain=default")?;
     let metrics = String::from_utf8(daemon.ask("GET /metrics")?)?;
-    let lists = metrics.lines().find_map(|it| it.strip_prefix("cofolio_usage_lists_bytes "));
     let memory = ["VmHWM", "VmRSS", "RssAnon"].map(|line| daemon.status(line));
     let mut looks_ms = Vec::new();
     for _ in 0..LOOKS {
@@ -214,17 +226,73 @@ fn observe(
         cgroups: ids,
         used_pairs,
         objects: report.domains.iter().map(|it| it.objects).sum(),
-        usage_lists_bytes: lists.context("no metric of the usage lists")?.parse()?,
+        usage_lists_bytes: metric(&metrics, "cofolio_usage_lists_bytes")?,
         report_bytes,
         peak_bytes: peak?,
         resident_bytes: resident?,
         anonymous_bytes: anonymous?,
         idle_anonymous_bytes,
         looks_ms,
-        first_looks_seconds: f64::NAN,
-        first_looks_cpu_seconds: f64::NAN,
-        cpu_percent: f64::NAN,
+        as_it_comes: AsItComes::default(),
     })
+}
+
+/// Waits for the daemon's first looks, and takes its share of a processor while cgroups use mounts.
+fn watch(
+    ids: u32,
+    daemon: &Daemon,
+    (hierarchy, dir): (&Hierarchy, &Path),
+    cancel: &Cancel,
+) -> Result<AsItComes> {
+    const NAME: &str = "watched-";
+    let (mounts, profile) = (dir.join("mounts"), dir.join("profile"));
+    let first_looks_seconds = daemon.first_looks(cancel)?.as_secs_f64();
+    let first_looks_cpu_seconds = daemon.cpu_seconds()?;
+    let mut random = Random(2);
+    let (mut workers, mut cgroups) = (Workers::new()?, Vec::new());
+    let mut use_some = |count: u32| -> Result<()> {
+        for _ in 0..count {
+            cancel.check()?;
+            let cgroup = hierarchy.create(&format!("{CGROUP_PREFIX}{NAME}{}", cgroups.len()))?;
+            fs::write(&profile, profile_of(&mut random, ids))?;
+            workers.start(&cgroup, &mounts, &profile, None)?;
+            cgroups.push(cgroup);
+        }
+        Ok(())
+    };
+    use_some(WATCHED_CGROUPS)?;
+    let (began, before) = (Instant::now(), daemon.cpu_seconds()?);
+    for second in 0..WATCHED.as_secs() {
+        use_some(WATCHED_PER_SECOND)?;
+        thread::sleep(Duration::from_secs(second + 1).saturating_sub(began.elapsed()));
+    }
+    let cpu_percent = (daemon.cpu_seconds()? - before) / began.elapsed().as_secs_f64() * 1e2;
+    let metrics = String::from_utf8(daemon.ask("GET /metrics")?)?;
+    let residency_age_seconds = metric(&metrics, "cofolio_residency_age_seconds")?;
+    let processes_age_seconds = metric(&metrics, "cofolio_processes_age_seconds")?;
+    // Of what has no process any more it can know only what it saw when that was opened or mapped.
+    workers.end()?;
+    let report: Report = serde_json::from_slice(&daemon.ask("POST /v1/sample")?)?;
+    let known = report.containers.iter();
+    let known = known.filter(|it| it.cgroup.contains(&format!("{CGROUP_PREFIX}{NAME}"))).count();
+    ensure!(known == cgroups.len(), "the daemon knows {known} of {} cgroups", cgroups.len());
+    ensure!(report.unknown.overflows == 0, "the daemon has lost opened files");
+    Ok(AsItComes {
+        first_looks_seconds,
+        first_looks_cpu_seconds,
+        cpu_percent,
+        residency_age_seconds,
+        processes_age_seconds,
+    })
+}
+
+/// The value of a metric without labels.
+fn metric<T>(metrics: &str, name: &str) -> Result<T>
+where
+    T: FromStr<Err: std::error::Error + Send + Sync + 'static>,
+{
+    let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(value.with_context(|| format!("no metric {name}"))?.parse()?)
 }
 
 #[allow(clippy::cast_precision_loss, reason = "bytes as MB and per pair")]
@@ -239,7 +307,12 @@ fn goals(it: &Measured) -> Goals {
             " MB",
         )
         .at_most("usage lists, of each used pair", pair_bytes, PAIR_BYTES_MAX, " bytes")
-        .at_most("the daemon's share of a processor", it.cpu_percent, CPU_PERCENT_MAX, " %")
+        .at_most(
+            "the daemon's share of a processor",
+            it.as_it_comes.cpu_percent,
+            CPU_PERCENT_MAX,
+            " %",
+        )
 }
 
 impl Measured {
@@ -264,12 +337,23 @@ fn table(it: &Measured) -> Result<String> {
         writeln!(text, "| {what} | {}.{} |", bytes / 1_000_000, bytes / 100_000 % 10)?;
     }
     let look = it.median_look_ms();
-    let (cpu, seconds) = (it.cpu_percent, WATCHED.as_secs());
+    writeln!(text, "\nA look at everything: {look:.0} ms (median of {LOOKS}).\n")?;
+    let AsItComes {
+        first_looks_seconds,
+        first_looks_cpu_seconds,
+        cpu_percent,
+        residency_age_seconds,
+        processes_age_seconds,
+    } = &it.as_it_comes;
     writeln!(
         text,
-        "\nA look at everything: {look:.0} ms (median of {LOOKS}). As it comes the daemon"
+        "A daemon as it comes had looked at everything twice after {first_looks_seconds:.0} s, \
+         with {first_looks_cpu_seconds:.1} s of processor time. In the {} s after that, with \
+         {WATCHED_CGROUPS} cgroups in use and {WATCHED_PER_SECOND} more each second, it took \
+         {cpu_percent:.2} % of one processor. At their end its figures of objects were \
+         {residency_age_seconds:.0} s old, those of processes {processes_age_seconds:.0} s.",
+        WATCHED.as_secs(),
     )?;
-    writeln!(text, "took {cpu:.2} % of one processor in its first {seconds} s.")?;
     Ok(text)
 }
 
@@ -374,21 +458,12 @@ impl Daemon {
             cancel.check()?;
             thread::sleep(Duration::from_secs(10));
             let metrics = String::from_utf8(self.ask("GET /metrics")?)?;
-            let age =
-                metrics.lines().find_map(|it| it.strip_prefix("cofolio_residency_age_seconds "));
-            let age: f64 = age.context("no metric of the age")?.parse()?;
+            let age: f64 = metric(&metrics, "cofolio_residency_age_seconds")?;
             if age < began.elapsed().as_secs_f64() * 0.6 {
                 return Ok(began.elapsed());
             }
             ensure!(began.elapsed() < FIRST_LOOKS_MAX, "the daemon has not looked at all objects");
         }
-    }
-
-    /// Percent of one processor that it takes within a time from now on.
-    fn cpu_percent(&self, time: Duration) -> Result<f64> {
-        let (began, before) = (Instant::now(), self.cpu_seconds()?);
-        thread::sleep(time);
-        Ok((self.cpu_seconds()? - before) / began.elapsed().as_secs_f64() * 1e2)
     }
 
     /// `utime` and `stime` of `/proc/PID/stat`, which are in hundredths of a second.
@@ -419,9 +494,7 @@ mod tests {
             anonymous_bytes: 0,
             idle_anonymous_bytes: 0,
             looks_ms: vec![100.0],
-            first_looks_seconds: 1.0,
-            first_looks_cpu_seconds: 1.0,
-            cpu_percent: 0.9,
+            as_it_comes: AsItComes { cpu_percent: 0.9, ..AsItComes::default() },
         }
     }
 
