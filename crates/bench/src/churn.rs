@@ -4,30 +4,30 @@
 use std::{
     collections::VecDeque,
     fs,
-    os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::pack::ImageContents;
 use cofolio_node::{
     commons::Commons,
-    ledger::cgroup::{Cgroup, Hierarchy},
+    ledger::{
+        Report,
+        cgroup::{Cgroup, Hierarchy},
+    },
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
 };
 use cofolio_store::{
     Digest, Domain,
     task::{Cancel, Task},
 };
-use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
 use crate::Outcome;
 use crate::cleanup::{self, for_all};
+use crate::daemon::{Daemon, metric};
 use crate::density::{
     variants::{self, Images},
     worker::Workers,
@@ -43,8 +43,9 @@ use crate::share;
 ///
 /// Keeps so many containers, each a memory cgroup, a mount and a process that reads some files
 /// through it. Again and again the oldest one ends and a new one begins; every second one is
-/// writable. Measures each mount, in pairs of turns without and with `cofolio serve`. The other one
-/// begins in every second pair. The daemon has a configuration of its own. Needs root and a memory
+/// writable. Measures each mount and unmount, in pairs of turns without and with `cofolio serve`. The
+/// other one begins in every second pair. The daemon has a configuration of its own, and has to know
+/// all containers at the end of its turn, and the files that they have read. Needs root and a memory
 /// cgroup.
 ///
 /// With --short-lived, the containers come and go one after the other, from dropped caches: first
@@ -94,10 +95,29 @@ const LEDGER_ALONE: &str = "[daemon]\ngc_hours = 0\nscrub_days = 0\n";
 
 #[derive(Debug, Clone, Serialize)]
 struct Turn {
-    ledger: bool,
-    /// Milliseconds of a mount: half are quicker, and 99 of 100 are.
+    mount: Times,
+    unmount: Times,
+    /// With the ledger.
+    ledger: Option<Known>,
+}
+
+/// Milliseconds: half are quicker, and 99 of 100 are.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct Times {
     p50_ms: f64,
     p99_ms: f64,
+}
+
+/// What the daemon knows at the end of a turn.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct Known {
+    containers: usize,
+    /// The files that half of the containers have read at least.
+    objects: u64,
+    /// How often it has lost opened files.
+    overflows: u64,
+    /// How old its look at processes was before it was asked.
+    processes_age_seconds: f64,
 }
 
 /// Goal: so many containers over warmed images leave at most so many dying cgroups.
@@ -115,6 +135,28 @@ const CGROUP_PREFIX: &str = "cofolio-churn-";
 
 /// Name of the commons, which are the benchmark's own.
 const COMMONS: &str = "cofolio-churn-commons";
+
+impl Known {
+    /// Asks the daemon at the end of a turn. Fails if it does not know all containers, and files that
+    /// they have read.
+    fn ask(daemon: &Daemon, args: &Args) -> Result<Self> {
+        let metrics = String::from_utf8(daemon.ask("GET /metrics")?)?;
+        let report: Report = serde_json::from_slice(&daemon.ask("POST /v1/sample")?)?;
+        let ours = report.containers.iter().filter(|it| it.cgroup.contains(CGROUP_PREFIX));
+        let mut objects: Vec<u64> = ours.map(|it| it.objects).collect();
+        objects.sort_unstable();
+        let known = Self {
+            containers: objects.len(),
+            objects: objects.get(objects.len() / 2).copied().unwrap_or(0),
+            overflows: report.unknown.overflows,
+            processes_age_seconds: metric(&metrics, "cofolio_processes_age_seconds")?,
+        };
+        ensure!(known.containers == args.containers as usize, "the daemon knows {known:?}");
+        // A process maps one of its files. Only who watches what is opened knows of others.
+        ensure!(known.objects > 1, "the daemon knows {known:?}");
+        Ok(known)
+    }
+}
 
 /// What all turns together are.
 #[derive(Debug, Serialize)]
@@ -207,16 +249,21 @@ pub(super) fn run(args: &Args) -> Outcome {
                 let daemon = ledger
                     .then(|| Daemon::start(args.cofolio.as_deref(), &domain, &config))
                     .transpose()?;
-                let mut times = Vec::new();
+                // Its first look at everything is none of the turn's.
+                if let Some(daemon) = &daemon {
+                    daemon.ask("POST /v1/sample")?;
+                }
+                let (mut mounts, mut unmounts) = (Vec::new(), Vec::new());
                 for _ in 0..args.containers {
                     signals.cancel.check()?;
-                    churn.end_oldest()?;
-                    times.push(churn.begin()?);
+                    unmounts.extend(churn.end_oldest()?);
+                    mounts.push(churn.begin()?);
                 }
-                drop(daemon);
-                let turn = Turn::of(ledger, times);
-                let with = if ledger { "with" } else { "without" };
-                say(&format!("round {round}, {with} the ledger: p99 {:.2} ms", turn.p99_ms));
+                let known = |it: Daemon| Known::ask(&it, args);
+                let ledger = daemon.map(known).transpose()?;
+                let turn = Turn { mount: Times::of(mounts), unmount: Times::of(unmounts), ledger };
+                let with = if ledger.is_some() { "with" } else { "without" };
+                say(&format!("round {round}, {with} the ledger: p99 {:.2} ms", turn.mount.p99_ms));
                 turns.push(turn);
             }
         }
@@ -280,33 +327,48 @@ impl Turns {
     /// Of each pair of turns, a figure without and with the ledger.
     fn pairs(&self, figure: fn(&Turn) -> f64) -> Vec<[f64; 2]> {
         let of = |pair: &[Turn], ledger: bool| {
-            pair.iter().find(|turn| turn.ledger == ledger).map_or(f64::NAN, figure)
+            pair.iter().find(|turn| turn.ledger.is_some() == ledger).map_or(f64::NAN, figure)
         };
         self.turns.chunks_exact(2).map(|pair| [of(pair, false), of(pair, true)]).collect()
     }
 
     /// What the ledger costs: the median of the pairs' ratios.
     fn p99_ratio(&self) -> f64 {
-        median(self.pairs(|it| it.p99_ms).iter().map(|[without, with]| with / without))
+        median(self.pairs(|it| it.mount.p99_ms).iter().map(|[without, with]| with / without))
     }
 
     fn table(&self) -> String {
+        let mut text = format!("{} containers; each turn as many mounts.\n", self.containers);
+        text += &self.table_of("mounts", |it| it.mount.p50_ms, |it| it.mount.p99_ms);
+        text += &self.table_of("unmounts", |it| it.unmount.p50_ms, |it| it.unmount.p99_ms);
+        text += "\n| | containers known | with files, of half of them | losses | age of processes (s) |\n\
+                 |---|--:|--:|--:|--:|\n";
+        let known = self.turns.iter().filter_map(|turn| turn.ledger);
+        for (number, it) in (1..).zip(known) {
+            let Known { containers, objects, overflows, processes_age_seconds: age } = it;
+            text +=
+                &format!("| pair {number} | {containers} | {objects} | {overflows} | {age:.1} |\n");
+        }
+        text
+    }
+
+    fn table_of(&self, what: &str, p50: fn(&Turn) -> f64, p99: fn(&Turn) -> f64) -> String {
         let mut text = format!(
-            "{} containers; each turn as many mounts. Milliseconds.\n\n\
+            "\nMilliseconds of {what}:\n\n\
              | | p50 without the ledger | with it | p99 without the ledger | with it | p99, ratio |\n\
              |---|--:|--:|--:|--:|--:|\n",
-            self.containers
         );
         let mut row = |name: &str, p50: [f64; 2], p99: [f64; 2], ratio: f64| {
             let [p50, p99] = [p50, p99].map(|[without, with]| format!("{without:.2} | {with:.2}"));
             text += &format!("| {name} | {p50} | {p99} | {ratio:.3} |\n");
         };
-        let (p50, p99) = (self.pairs(|it| it.p50_ms), self.pairs(|it| it.p99_ms));
+        let (p50, p99) = (self.pairs(p50), self.pairs(p99));
         for (number, (p50, p99)) in (1..).zip(p50.iter().zip(&p99)) {
             row(&format!("pair {number}"), *p50, *p99, p99[1] / p99[0]);
         }
         let medians = |pairs: &[[f64; 2]]| [0, 1].map(|at| median(pairs.iter().map(|it| it[at])));
-        row("median", medians(&p50), medians(&p99), self.p99_ratio());
+        let ratio = median(p99.iter().map(|[without, with]| with / without));
+        row("median", medians(&p50), medians(&p99), ratio);
         text
     }
 
@@ -327,12 +389,12 @@ fn median(figures: impl Iterator<Item = f64>) -> f64 {
     figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-impl Turn {
-    fn of(ledger: bool, mut times: Vec<Duration>) -> Self {
+impl Times {
+    fn of(mut times: Vec<Duration>) -> Self {
         times.sort_unstable();
         let at = |percent: usize| times[(times.len() * percent / 100).min(times.len() - 1)];
         let ms = |percent| at(percent).as_secs_f64() * 1000.0;
-        Self { ledger, p50_ms: ms(50), p99_ms: ms(99) }
+        Self { p50_ms: ms(50), p99_ms: ms(99) }
     }
 }
 
@@ -369,16 +431,20 @@ impl Churn<'_> {
         Ok(took)
     }
 
-    fn end_oldest(&mut self) -> Result<()> {
-        self.containers.pop_front().map_or(Ok(()), |oldest| self.end(oldest))
+    /// Ends a container, if there is one; says how long its unmount took.
+    fn end_oldest(&mut self) -> Result<Option<Duration>> {
+        self.containers.pop_front().map(|oldest| self.end(oldest)).transpose()
     }
 
-    fn end(&self, mut container: Container) -> Result<()> {
+    fn end(&self, mut container: Container) -> Result<Duration> {
         let ended = container.workers.end();
         let options = UmountOptions { force: true, ..Default::default() };
+        let started = Instant::now();
         self.mounter().umount(&container.target, &options)?;
+        let took = started.elapsed();
         fs::remove_dir(&container.target)?;
-        Ok(ended?)
+        ended?;
+        Ok(took)
     }
 
     /// Lets so many containers come and go one after the other, from a cold start.
@@ -402,58 +468,13 @@ impl Churn<'_> {
     /// they would be one. Fails if anything is left.
     fn end_all(&mut self) -> Result<()> {
         let containers = std::mem::take(&mut self.containers);
-        let ended = for_all(containers, |container| self.end(container));
+        let ended = for_all(containers, |container| self.end(container).map(drop));
         let commons = self.hierarchy.remove(COMMONS);
         ended.and(commons.map_err(Into::into)).and(cleanup::ensure_nothing_is_left(
             &self.hierarchy,
             CGROUP_PREFIX,
             &self.dir,
         ))
-    }
-}
-
-/// `cofolio serve`, ended when dropped.
-pub(crate) struct Daemon {
-    pub(crate) child: Child,
-    pub(crate) socket: PathBuf,
-}
-
-impl Daemon {
-    /// Starts it and waits until it answers. The machine's own configuration has no part in it.
-    pub(crate) fn start(program: Option<&Path>, domain: &Domain, config: &Path) -> Result<Self> {
-        const PATIENCE: Duration = Duration::from_secs(30);
-        let beside =
-            || -> Result<PathBuf> { Ok(std::env::current_exe()?.with_file_name("cofolio")) };
-        let program = program.map_or_else(beside, |it| Ok(it.to_owned()))?;
-        let store = domain.store().path().context("the store has no directory")?;
-        let run = RunDir::of(domain.store());
-        let socket = run.path().join("cofolio.sock");
-        let mut command = Command::new(&program);
-        command.args(["serve", "--socket"]).arg(&socket).arg("--config").arg(config);
-        let child = command
-            .env("COFOLIO_STORE", store)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .with_context(|| format!("cannot start {}", program.display()))?;
-        let mut daemon = Self { child, socket };
-        let started = Instant::now();
-        while UnixStream::connect(&daemon.socket).is_err() {
-            if let Some(status) = daemon.child.try_wait()? {
-                bail!("{} serve ended: {status}", program.display());
-            }
-            ensure!(started.elapsed() < PATIENCE, "the daemon does not answer");
-            thread::sleep(Duration::from_millis(20));
-        }
-        Ok(daemon)
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-        let _ = self.child.wait();
     }
 }
 
@@ -476,8 +497,13 @@ mod tests {
     use cofolio_cli::exit::Exit;
 
     fn turns(containers: u32, p99_ms: &[[f64; 2]]) -> Turns {
-        let turn = |ledger, p99_ms| Turn { ledger, p50_ms: 1.0, p99_ms };
-        let pairs = p99_ms.iter().flat_map(|[without, with]| [(false, *without), (true, *with)]);
+        let known = Known { containers: 1, objects: 2, overflows: 0, processes_age_seconds: 0.0 };
+        let turn = |ledger, p99_ms| {
+            let times = Times { p50_ms: 1.0, p99_ms };
+            Turn { mount: times, unmount: times, ledger }
+        };
+        let pairs =
+            p99_ms.iter().flat_map(|[without, with]| [(None, *without), (Some(known), *with)]);
         Turns { containers, turns: pairs.map(|(ledger, p99_ms)| turn(ledger, p99_ms)).collect() }
     }
 

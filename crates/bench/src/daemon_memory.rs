@@ -8,10 +8,7 @@ use std::{
     collections::BTreeMap,
     fmt::Write as _,
     fs,
-    io::{Read as _, Write as _},
-    os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    str::FromStr,
     thread,
     time::{Duration, Instant},
 };
@@ -30,8 +27,8 @@ use cofolio_sys::cache::FileMap;
 use serde::Serialize;
 
 use crate::Outcome;
-use crate::churn::Daemon;
 use crate::cleanup;
+use crate::daemon::{Daemon, metric};
 use crate::density::worker::Workers;
 use crate::goals::Goals;
 use crate::namespace::shapes::{Ours, Shape as _};
@@ -80,8 +77,6 @@ const LOOKS: usize = 5;
 const WATCHED: Duration = Duration::from_secs(60);
 const WATCHED_CGROUPS: u32 = 100;
 const WATCHED_PER_SECOND: u32 = 1;
-/// How long its first looks may take.
-const FIRST_LOOKS_MAX: Duration = Duration::from_secs(1200);
 /// Images that each cgroup uses.
 const IMAGES_PER_CGROUP: u32 = 20;
 /// Of the cgroups' names.
@@ -286,15 +281,6 @@ fn watch(
     })
 }
 
-/// The value of a metric without labels.
-fn metric<T>(metrics: &str, name: &str) -> Result<T>
-where
-    T: FromStr<Err: std::error::Error + Send + Sync + 'static>,
-{
-    let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Ok(value.with_context(|| format!("no metric {name}"))?.parse()?)
-}
-
 #[allow(clippy::cast_precision_loss, reason = "bytes as MB and per pair")]
 fn goals(it: &Measured) -> Goals {
     let size = format!("{GOAL_IDS} mounts and cgroups");
@@ -427,52 +413,6 @@ fn profile_of(random: &mut Random, ids: u32) -> String {
     let files =
         images.iter().flat_map(|image| names().map(move |name| format!("{image}/{name}\0")));
     files.collect()
-}
-
-impl Daemon {
-    /// The body of the answer to `METHOD PATH`.
-    fn ask(&self, request: &str) -> Result<Vec<u8>> {
-        let mut stream = UnixStream::connect(&self.socket)?;
-        write!(stream, "{request} HTTP/1.0\r\n\r\n")?;
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer)?;
-        let head = answer.windows(4).position(|it| it == b"\r\n\r\n").context("no answer")?;
-        ensure!(
-            answer.starts_with(b"HTTP/1.1 200 ") || answer.starts_with(b"HTTP/1.0 200 "),
-            "{request}: {}",
-            String::from_utf8_lossy(&answer)
-        );
-        Ok(answer.split_off(head + 4))
-    }
-
-    /// Bytes of a line of `/proc/PID/status`.
-    fn status(&self, line: &str) -> Result<u64> {
-        crate::usage_lists::status_bytes(&self.child.id().to_string(), line)
-    }
-
-    /// Waits until it has looked at all objects, and once more: no figure is older than half of the
-    /// time since it began. It is asked seldom, because each answer takes time, too.
-    fn first_looks(&self, cancel: &Cancel) -> Result<Duration> {
-        let began = Instant::now();
-        loop {
-            cancel.check()?;
-            thread::sleep(Duration::from_secs(10));
-            let metrics = String::from_utf8(self.ask("GET /metrics")?)?;
-            let age: f64 = metric(&metrics, "cofolio_residency_age_seconds")?;
-            if age < began.elapsed().as_secs_f64() * 0.6 {
-                return Ok(began.elapsed());
-            }
-            ensure!(began.elapsed() < FIRST_LOOKS_MAX, "the daemon has not looked at all objects");
-        }
-    }
-
-    /// `utime` and `stime` of `/proc/PID/stat`, which are in hundredths of a second.
-    fn cpu_seconds(&self) -> Result<f64> {
-        let text = fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
-        let fields = text.rsplit_once(") ").context("no name in /proc/PID/stat")?.1;
-        let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<f64>);
-        Ok(ticks.sum::<Result<f64, _>>()? / 1e2)
-    }
 }
 
 #[cfg(test)]

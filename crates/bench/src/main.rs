@@ -3,6 +3,7 @@
 mod balance;
 mod churn;
 mod cleanup;
+mod daemon;
 mod daemon_memory;
 mod density;
 mod dying;

@@ -1,0 +1,118 @@
+//! `cofolio serve`, whose cost other modules measure.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    str::FromStr,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cofolio_node::mount::RunDir;
+use cofolio_store::{Domain, task::Cancel};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// How long its first looks may take.
+const FIRST_LOOKS_MAX: Duration = Duration::from_secs(1200);
+
+/// `cofolio serve`, ended when dropped.
+pub(crate) struct Daemon {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Daemon {
+    /// Starts it and waits until it answers. The machine's own configuration has no part in it.
+    pub(crate) fn start(program: Option<&Path>, domain: &Domain, config: &Path) -> Result<Self> {
+        const PATIENCE: Duration = Duration::from_secs(30);
+        let beside =
+            || -> Result<PathBuf> { Ok(std::env::current_exe()?.with_file_name("cofolio")) };
+        let program = program.map_or_else(beside, |it| Ok(it.to_owned()))?;
+        let store = domain.store().path().context("the store has no directory")?;
+        let run = RunDir::of(domain.store());
+        let socket = run.path().join("cofolio.sock");
+        let mut command = Command::new(&program);
+        command.args(["serve", "--socket"]).arg(&socket).arg("--config").arg(config);
+        let child = command
+            .env("COFOLIO_STORE", store)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .with_context(|| format!("cannot start {}", program.display()))?;
+        let mut daemon = Self { child, socket };
+        let started = Instant::now();
+        while UnixStream::connect(&daemon.socket).is_err() {
+            if let Some(status) = daemon.child.try_wait()? {
+                bail!("{} serve ended: {status}", program.display());
+            }
+            ensure!(started.elapsed() < PATIENCE, "the daemon does not answer");
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(daemon)
+    }
+
+    /// The body of the answer to `METHOD PATH`.
+    pub(crate) fn ask(&self, request: &str) -> Result<Vec<u8>> {
+        let mut stream = UnixStream::connect(&self.socket)?;
+        write!(stream, "{request} HTTP/1.0\r\n\r\n")?;
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer)?;
+        let head = answer.windows(4).position(|it| it == b"\r\n\r\n").context("no answer")?;
+        ensure!(
+            answer.starts_with(b"HTTP/1.1 200 ") || answer.starts_with(b"HTTP/1.0 200 "),
+            "{request}: {}",
+            String::from_utf8_lossy(&answer)
+        );
+        Ok(answer.split_off(head + 4))
+    }
+
+    /// Bytes of a line of `/proc/PID/status`.
+    pub(crate) fn status(&self, line: &str) -> Result<u64> {
+        crate::usage_lists::status_bytes(&self.child.id().to_string(), line)
+    }
+
+    /// Waits until it has looked at all objects, and once more: no figure is older than half of the
+    /// time since it began. It is asked seldom, because each answer takes time, too.
+    pub(crate) fn first_looks(&self, cancel: &Cancel) -> Result<Duration> {
+        let began = Instant::now();
+        loop {
+            cancel.check()?;
+            thread::sleep(Duration::from_secs(10));
+            let metrics = String::from_utf8(self.ask("GET /metrics")?)?;
+            let age: f64 = metric(&metrics, "cofolio_residency_age_seconds")?;
+            if age < began.elapsed().as_secs_f64() * 0.6 {
+                return Ok(began.elapsed());
+            }
+            ensure!(began.elapsed() < FIRST_LOOKS_MAX, "the daemon has not looked at all objects");
+        }
+    }
+
+    /// `utime` and `stime` of `/proc/PID/stat`, which are in hundredths of a second.
+    pub(crate) fn cpu_seconds(&self) -> Result<f64> {
+        let text = fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
+        let fields = text.rsplit_once(") ").context("no name in /proc/PID/stat")?.1;
+        let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<f64>);
+        Ok(ticks.sum::<Result<f64, _>>()? / 1e2)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
+/// The value of a metric without labels.
+pub(crate) fn metric<T>(metrics: &str, name: &str) -> Result<T>
+where
+    T: FromStr<Err: std::error::Error + Send + Sync + 'static>,
+{
+    let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(value.with_context(|| format!("no metric {name}"))?.parse()?)
+}
