@@ -10,6 +10,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 
 use super::cgroup::{Hierarchy, is_at_or_below};
+use super::shares::Shares;
 use super::usage::{CgroupId, UsageLists};
 
 /// The cgroups that have used something, by path from the root of the hierarchy.
@@ -24,16 +25,19 @@ pub(super) struct CgroupIds {
     /// Removed cgroups, and heirs whose cgroup was removed: their lists are still to be handed on.
     ended: Vec<CgroupId>,
     /// What all of this takes, as [`bytes_of`] has it.
-    bytes: usize,
+    bytes: u64,
+    /// Of it, once it is more than half of the limit; counted anew after each hand-over.
+    shares: Option<Shares>,
 }
 
 /// Bytes for cgroups: 100,000 with paths of 80 bytes. A container may be allowed to make any
 /// number, with paths of up to 4 KiB.
-const BYTES_MAX: usize = 32 << 20;
+const BYTES_MAX: u64 = 32 << 20;
 
 /// Bytes of a cgroup: its path twice, a slot, and a place in a table of which half may be free.
-fn bytes_of(path: &str) -> usize {
-    2 * path.len() + size_of::<Option<Slot>>() + 2 * size_of::<(Box<str>, CgroupId)>() + 32
+fn bytes_of(path: &str) -> u64 {
+    let table = 2 * size_of::<(Box<str>, CgroupId)>() + 32;
+    (2 * path.len() + size_of::<Option<Slot>>() + table) as u64
 }
 
 #[derive(Debug)]
@@ -55,8 +59,8 @@ pub(super) fn inode(hierarchy: &Hierarchy, path: &str) -> io::Result<Option<u64>
 }
 
 impl CgroupIds {
-    /// The number of a cgroup whose processes use something; none for a new one if there are too
-    /// many. `inode` is [that](inode) of its directory now: with another one than before, the
+    /// The number of a cgroup whose processes use something; none for a new one if there is no room
+    /// for it. `inode` is [that](inode) of its directory now: with another one than before, the
     /// cgroup before it has ended.
     pub(super) fn number(&mut self, path: &str, inode: Option<u64>) -> Option<CgroupId> {
         // So the kernel writes that a process is in one that was removed.
@@ -67,7 +71,7 @@ impl CgroupIds {
             }
             self.end(known);
         }
-        if self.bytes + bytes_of(path) > BYTES_MAX {
+        if !self.has_room(path) {
             return None;
         }
         let id = self.add(Slot { path: path.into(), inode, is_user: true });
@@ -75,12 +79,24 @@ impl CgroupIds {
         Some(id)
     }
 
+    fn has_room(&mut self, path: &str) -> bool {
+        if self.bytes < BYTES_MAX / 2 {
+            return true;
+        }
+        let paths = self.slots.iter().flatten().map(|it| &*it.path);
+        let held = |path| (path, bytes_of(path));
+        let shares = self.shares.get_or_insert_with(|| paths.map(held).collect());
+        self.bytes + bytes_of(path) <= BYTES_MAX && shares.have_room(path, BYTES_MAX)
+    }
+
     fn slot(&self, id: CgroupId) -> Option<&Slot> {
         self.slots.get(id.0 as usize)?.as_ref()
     }
 
     fn add(&mut self, slot: Slot) -> CgroupId {
-        self.bytes += bytes_of(&slot.path);
+        let bytes = bytes_of(&slot.path);
+        self.bytes += bytes;
+        self.shares.iter_mut().for_each(|it| it.add(&slot.path, bytes));
         let id = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
             CgroupId(u32::try_from(self.slots.len() - 1).unwrap_or(u32::MAX))
@@ -108,6 +124,12 @@ impl CgroupIds {
     /// The paths of those that use something, or have something that was left behind.
     pub(super) fn paths(&self) -> impl Iterator<Item = &str> {
         self.users.keys().chain(self.heirs.keys()).map(|path| &**path)
+    }
+
+    /// All numbers with their paths.
+    pub(super) fn numbered(&self) -> impl Iterator<Item = (CgroupId, &str)> {
+        let slots = (0..).map(CgroupId).zip(&self.slots);
+        slots.filter_map(|(id, slot)| Some((id, &*slot.as_ref()?.path)))
     }
 
     /// Looks which cgroups were removed. They have their lists until [`CgroupIds::hand_over`].
@@ -169,6 +191,7 @@ impl CgroupIds {
             self.bytes -= bytes;
             self.free.push(id);
         }
+        self.shares = None;
     }
 }
 
@@ -299,6 +322,28 @@ mod tests {
         assert!((4_000..4_300).contains(&count), "{count}");
         assert_eq!(ids.number(&path(10_000), Some(7)), None);
         assert!(ids.number(&path(0), Some(7)).is_some(), "it is known");
+        ids.find_ended(&hierarchy);
+        ids.hand_over(&hierarchy, &usage);
+        assert_eq!(fill(&mut ids), count);
+    }
+
+    /// A container that made thousands of cgroups with long names took all the room, and what others
+    /// used was not noted.
+    #[test]
+    fn a_tree_of_cgroups_leaves_room_for_others() {
+        let hierarchy = Hierarchy::at(Version::V2, Path::new("/nowhere"));
+        let (mut ids, usage) = (CgroupIds::default(), UsageLists::new(2));
+        let path = |number: u32| format!("/pods/hostile/{number}/{}", "x".repeat(4000));
+        let fill = |ids: &mut CgroupIds| {
+            (0..10_000).take_while(|it| ids.number(&path(*it), Some(7)).is_some()).count()
+        };
+        // 9 of 16 parts.
+        let count = fill(&mut ids);
+        assert!((2_250..2_450).contains(&count), "{count}");
+        for other in ["/pods/other", "/pods/other/below", "/elsewhere"] {
+            assert!(ids.number(other, Some(7)).is_some(), "{other}");
+        }
+        assert_eq!(ids.number("/pods/hostile/z", Some(7)), None);
         ids.find_ended(&hierarchy);
         ids.hand_over(&hierarchy, &usage);
         assert_eq!(fill(&mut ids), count);

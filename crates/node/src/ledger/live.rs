@@ -18,6 +18,7 @@ use super::charges::{COMMONS, Charges, CommonsAccount};
 use super::index::Index;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
+use super::shares::Shares;
 use super::superblocks::{Found, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
 use super::{
@@ -83,6 +84,8 @@ pub struct Ledger {
     pub(super) usage: UsageLists,
     /// What the lists may take.
     pub(super) usage_bytes_max: u64,
+    /// Of it, once they take more than half; counted anew after each refresh.
+    usage_shares: Option<Shares>,
     pub(super) pressure: Pressure,
     opens: Option<Opens>,
     pub(super) first_opens: Option<FirstOpens>,
@@ -119,6 +122,7 @@ impl Ledger {
             cgroups: CgroupIds::default(),
             usage: UsageLists::new(16),
             usage_bytes_max: share.min(USAGE_BYTES_MAX),
+            usage_shares: None,
             pressure: Pressure::default(),
             opens: None,
             first_opens: None,
@@ -206,6 +210,7 @@ impl Ledger {
         if let Some(hierarchy) = &self.hierarchy {
             self.cgroups.hand_over(hierarchy, &self.usage);
         }
+        self.usage_shares = None;
         (is_complete, listed.map_err(LedgerError::from))
     }
 
@@ -300,17 +305,35 @@ impl Ledger {
         fits
     }
 
-    /// Notes a use, unless it is a new one and the lists are full. Says whether it is noted.
-    fn note_use(&self, mount: MountId, cgroup: CgroupId, object: ObjectId) -> bool {
+    /// Notes a use, unless it is a new one and there is no room for it. Says whether it is noted.
+    fn note_use(&mut self, mount: MountId, cgroup: CgroupId, object: ObjectId) -> bool {
         let now = self.now();
         if self.usage.touch_listed(mount, cgroup, object, now).is_some() {
             return true;
         }
-        let fits = self.usage.count().bytes_max() < self.usage_bytes_max;
-        if fits {
-            self.usage.touch(mount, cgroup, object, now);
+        let before = self.usage.count().bytes_max();
+        if !self.has_room(cgroup, before) {
+            return false;
         }
-        fits
+        self.usage.touch(mount, cgroup, object, now);
+        if let Some(shares) = &mut self.usage_shares {
+            let bytes = self.usage.count().bytes_max() - before;
+            self.cgroups.path(cgroup).into_iter().for_each(|path| shares.add(path, bytes));
+        }
+        true
+    }
+
+    /// Whether a cgroup may hold more of the lists, which take so many bytes.
+    fn has_room(&mut self, cgroup: CgroupId, bytes: u64) -> bool {
+        let bytes_max = self.usage_bytes_max;
+        if bytes < bytes_max / 2 {
+            return true;
+        }
+        let Self { cgroups, usage, usage_shares, .. } = self;
+        let held = |(id, path)| (path, usage.count_of_cgroup(id).bytes_max());
+        let shares = usage_shares.get_or_insert_with(|| cgroups.numbered().map(held).collect());
+        let path = cgroups.path(cgroup).unwrap_or_default();
+        bytes < bytes_max && shares.have_room(path, bytes_max)
     }
 
     fn cgroup_of(&mut self, pid: u32) -> Option<CgroupId> {

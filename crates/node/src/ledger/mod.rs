@@ -29,6 +29,7 @@ mod processes;
 mod reclaim;
 mod record;
 pub mod residency;
+mod shares;
 pub mod sharing;
 mod superblocks;
 pub mod usage;

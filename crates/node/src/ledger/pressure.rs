@@ -23,6 +23,7 @@ use std::path::Path;
 
 use super::cgroup::{Version, is_at_or_below};
 use super::reclaim::Scope;
+use super::shares::from_the_top;
 use super::usage::{MountId, ObjectId, Usage};
 use super::{Budget, Ledger, field};
 
@@ -161,7 +162,7 @@ impl Ledger {
         self.pressure.pressed.clear();
         if self.pressure.policy.bytes > 0 {
             // A limit may be that of a cgroup above the one with the processes.
-            let paths = self.cgroups.paths().flat_map(with_ancestors);
+            let paths = self.cgroups.paths().flat_map(from_the_top);
             let paths: BTreeSet<Box<str>> = paths.map(Into::into).collect();
             self.pressure.events.retain(|path, _| paths.contains(path));
             // In order, so each one comes before those below it.
@@ -250,12 +251,6 @@ impl Ledger {
     }
 }
 
-/// `/a/b` and `/a`, without the top.
-fn with_ancestors(path: &str) -> impl Iterator<Item = &str> {
-    std::iter::successors(Some(path), |path| Some(path.rsplit_once('/')?.0))
-        .filter(|path| path.len() > 1)
-}
-
 /// Whether the kernel says that tasks waited for memory for so much of the time.
 fn is_stalled(path: &Path, percent: f64) -> bool {
     let text = std::fs::read_to_string(path).ok();
@@ -333,11 +328,5 @@ mod tests {
         let mut work = Work { objects, bytes: 40, in_vain: 0, in_vain_max: 3 };
         work.freed(50);
         assert!(work.objects.is_empty());
-    }
-
-    #[test]
-    fn ancestors_without_the_top() {
-        assert_eq!(with_ancestors("/a/b").collect::<Vec<_>>(), ["/a/b", "/a"]);
-        assert_eq!(with_ancestors("/").count(), 0);
     }
 }

@@ -14,7 +14,7 @@ use cofolio_sys::{cache, pagemap};
 use super::super::index::Index;
 use super::super::processes::{Device, Mapping};
 use super::super::reclaim::Scope;
-use super::super::usage::{MountId, ObjectId};
+use super::super::usage::{Count, MountId, ObjectId};
 use super::super::{Budget, Ledger};
 use super::adopted::Sighting;
 use super::look::{Look, STEPS_MAX, pages_of};
@@ -262,26 +262,65 @@ fn a_reclaim_looks_at_a_bounded_part_of_each_process() {
     assert_eq!(mappings(&mut ledger), (1, 0, 0));
 }
 
+/// A process that maps a file, and can be moved from one cgroup to another.
+struct Moved {
+    made_up: Proc,
+    ledger: Ledger,
+}
+
+impl Moved {
+    fn new(usage_bytes_max: u64) -> Self {
+        let made_up = Proc::new();
+        made_up.process(1, "a");
+        made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
+        let mapping = "1000-2000 r--p 00000000 00:40 36 /mnt/file\n";
+        fs::write(made_up.root().join("proc/1/maps"), mapping).unwrap();
+        let names = ["MemTotal", "MemAvailable", "Cached", "Shmem"];
+        let meminfo = names.map(|name| format!("{name}: 1 kB\n")).concat();
+        fs::write(made_up.root().join("proc/meminfo"), meminfo).unwrap();
+        let mut ledger = made_up.ledger();
+        ledger.usage_bytes_max = usage_bytes_max;
+        Self { made_up, ledger }
+    }
+
+    /// The uses that are noted after a look at the process there, and the processes whose uses
+    /// could not be.
+    fn to(&mut self, cgroup: &str) -> (usize, u64) {
+        let text = format!("0::{cgroup}\n");
+        fs::write(self.made_up.root().join("proc/1/cgroup"), text).unwrap();
+        let ledger = &mut self.ledger;
+        assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
+        (ledger.usage.count().entries, ledger.report().unwrap().unknown.processes)
+    }
+}
+
 /// A process that was moved through thousands of cgroups of a container's own used its files in
 /// each, and the lists grew without a limit.
 #[test]
 fn uses_are_noted_as_long_as_there_is_room() {
-    let made_up = Proc::new();
-    made_up.process(1, "a");
-    made_up.shows("a", &line(20, 64, "erofs", "ro,inode_share"));
-    let of_process = made_up.root().join("proc/1");
-    let mapping = "1000-2000 r--p 00000000 00:40 36 /mnt/file\n";
-    fs::write(of_process.join("maps"), mapping).unwrap();
-    let names = ["MemTotal", "MemAvailable", "Cached", "Shmem"];
-    let meminfo = names.map(|name| format!("{name}: 1 kB\n")).concat();
-    fs::write(made_up.root().join("proc/meminfo"), meminfo).unwrap();
-    let mut ledger = made_up.ledger();
-    ledger.usage_bytes_max = 200;
-    let mut look_in = |cgroup: u32| {
-        fs::write(of_process.join("cgroup"), format!("0::/a/{cgroup}\n")).unwrap();
-        assert!(ledger.sample_processes(&Budget::UNLIMITED).unwrap());
-        (ledger.usage.count().entries, ledger.report().unwrap().unknown.processes)
-    };
-    assert_eq!([1, 2, 3, 4].map(&mut look_in), [(1, 0), (2, 0), (2, 1), (2, 1)]);
-    assert_eq!(look_in(1), (2, 0), "it is listed");
+    let mut moved = Moved::new(200);
+    let found = ["/a", "/b", "/c", "/d"].map(|it| moved.to(it));
+    assert_eq!(found, [(1, 0), (2, 0), (2, 1), (2, 1)]);
+    assert_eq!(moved.to("/a"), (2, 0), "it is listed");
+}
+
+/// Such a process filled the lists, and no use by another container was noted any more.
+#[test]
+fn a_tree_of_cgroups_does_not_blind_the_ledger_for_others() {
+    const USES_MAX: usize = 1000;
+    let of_one = Count { lists: 1, entries: 1 }.bytes_max();
+    let mut moved = Moved::new(USES_MAX as u64 * of_one);
+    let hostile = |number| format!("/pods/hostile/{number}");
+    let noted = (0..USES_MAX).take_while(|it| moved.to(&hostile(*it)).1 == 0).count();
+    // 9 of 16 parts of 1,000.
+    assert_eq!(noted, 563);
+    for (more, other) in ["/pods/other", "/pods/other/below", "/elsewhere"].iter().enumerate() {
+        assert_eq!(moved.to(other), (noted + more + 1, 0), "{other}");
+    }
+    assert_eq!(moved.to(&hostile(noted)), (noted + 3, 1));
+    assert_eq!(moved.to(&hostile(0)), (noted + 3, 0), "it is listed");
+    // The same after a new count.
+    moved.ledger.refresh(&Budget::UNLIMITED).unwrap();
+    assert_eq!(moved.to(&hostile(noted)), (noted + 3, 1));
+    assert_eq!(moved.to("/pods/third"), (noted + 4, 0));
 }
