@@ -266,7 +266,12 @@ fn stalled_percent(text: &str) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use cofolio_store::{InitOptions, Store};
+
+    use super::super::cgroup::Hierarchy;
+    use super::super::cgroup_ids;
     use super::*;
+    use crate::mount::RunDir;
 
     #[test]
     fn pressure_is_read() {
@@ -328,5 +333,137 @@ mod tests {
         let mut work = Work { objects, bytes: 40, in_vain: 0, in_vain_max: 3 };
         work.freed(50);
         assert!(work.objects.is_empty());
+    }
+
+    /// A ledger of a machine whose kernel text is planted, with two containers, and a policy that
+    /// acts when tasks wait for memory 10 % of the time.
+    struct Planted {
+        root: tempfile::TempDir,
+        ledger: Ledger,
+    }
+
+    impl Planted {
+        fn new(version: Version) -> Self {
+            let root = tempfile::tempdir().unwrap();
+            let store = Store::init(&root.path().join("store"), &InitOptions::default()).unwrap();
+            let mut ledger = Ledger::new(store, RunDir::at(root.path().join("run")));
+            ledger.root = root.path().to_owned();
+            let hierarchy = Hierarchy::at(version, &root.path().join("cgroup"));
+            for path in ["/pod/a", "/pod/b"] {
+                std::fs::create_dir_all(hierarchy.directory(path)).unwrap();
+                let inode = cgroup_ids::inode(&hierarchy, path).unwrap();
+                ledger.cgroups.number(path, inode).unwrap();
+            }
+            ledger.hierarchy = Some(hierarchy);
+            ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 10.0, left_behind: false });
+            let planted = Self { root, ledger };
+            planted.write("proc/pressure/memory", &psi("0.00", "0.00"));
+            for path in ["cgroup/pod", "cgroup/pod/a", "cgroup/pod/b"] {
+                planted.write(&format!("{path}/memory.pressure"), &psi("0.00", "0.00"));
+                planted.write(&format!("{path}/memory.events.local"), &events(0, 0));
+                planted.write(&format!("{path}/memory.failcnt"), "0\n");
+            }
+            planted
+        }
+
+        fn write(&self, path: &str, text: &str) {
+            let path = self.root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+
+        /// Whose memory a round takes: paths of cgroups, `/` for the machine.
+        fn pressed(&mut self) -> Vec<String> {
+            self.ledger.begin_round();
+            let mut found = Vec::new();
+            while let Some(next) = self.ledger.pressure.round.pop() {
+                let path =
+                    if let Look::Cgroup(path) = &next { path.as_ref() } else { "/" }.to_owned();
+                if self.ledger.look(next).bytes > 0 {
+                    found.push(path);
+                }
+            }
+            found
+        }
+    }
+
+    fn psi(some: &str, full: &str) -> String {
+        let line = |kind, avg10| format!("{kind} avg10={avg10} avg60=99.00 avg300=99.00 total=7\n");
+        line("some", some) + &line("full", full)
+    }
+
+    fn events(high: u32, max: u32) -> String {
+        format!("low 9{high}\nhigh {high}\nmax {max}\noom 9{max}\noom_kill 9{max}\n")
+    }
+
+    /// The kernel's own figures decide, to the hundredth of a percent that it prints.
+    #[test]
+    fn stalls_count_from_the_percentage_on() {
+        let mut planted = Planted::new(Version::V2);
+        assert_eq!(planted.pressed(), [""; 0]);
+        for (file, path) in
+            [("proc/pressure/memory", "/"), ("cgroup/pod/a/memory.pressure", "/pod/a")]
+        {
+            for below in [psi("9.99", "9.99"), psi("0.00", "99.00"), String::new()] {
+                planted.write(file, &below);
+                assert_eq!(planted.pressed(), [""; 0], "{path}: {below}");
+            }
+            for above in ["10.00", "10.01", "100.00"] {
+                planted.write(file, &psi(above, "0.00"));
+                assert_eq!(planted.pressed(), [path], "{above}");
+            }
+            planted.write(file, &psi("0.00", "0.00"));
+        }
+        // More than 100 % is never reached, as tests of limits want it.
+        planted.ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 100.01, left_behind: false });
+        planted.write("cgroup/pod/a/memory.pressure", &psi("100.00", "100.00"));
+        assert_eq!(planted.pressed(), [""; 0]);
+    }
+
+    /// Tasks of one container wait, or those of all together: the others keep what they use in the
+    /// first case, and containers what they share in the second.
+    #[test]
+    fn a_stall_is_that_of_a_cgroup_or_of_the_machine() {
+        let mut planted = Planted::new(Version::V2);
+        // So the kernel counts it for the cgroups above, too.
+        planted.write("cgroup/pod/b/memory.pressure", &psi("20.00", "0.00"));
+        planted.write("cgroup/pod/memory.pressure", &psi("20.00", "0.00"));
+        planted.write("proc/pressure/memory", &psi("2.00", "0.00"));
+        assert_eq!(planted.pressed(), ["/pod/b"]);
+        for path in ["cgroup/pod/memory.pressure", "cgroup/pod/b/memory.pressure"] {
+            planted.write(path, &psi("2.00", "0.00"));
+        }
+        planted.write("proc/pressure/memory", &psi("20.00", "0.00"));
+        assert_eq!(planted.pressed(), ["/"]);
+        // A kernel without PSI has no such files.
+        std::fs::remove_file(planted.root.path().join("proc/pressure/memory")).unwrap();
+        std::fs::remove_file(planted.root.path().join("cgroup/pod/b/memory.pressure")).unwrap();
+        assert_eq!(planted.pressed(), [""; 0]);
+    }
+
+    /// A cgroup is at a limit if the kernel has counted it since the last round, and not once more
+    /// in each round for what it counted long ago.
+    #[test]
+    fn each_event_of_a_limit_counts_once() {
+        let mut planted = Planted::new(Version::V2);
+        let local = "cgroup/pod/a/memory.events.local";
+        planted.write(local, &events(5, 3));
+        assert_eq!(planted.pressed(), [""; 0], "nobody knows when");
+        for (high, max) in [(6, 3), (6, 4), (9, 9)] {
+            planted.write(local, &events(high, max));
+            // Here the kernel counts those of the cgroups below.
+            planted.write("cgroup/pod/memory.events", &events(high, max));
+            assert_eq!(planted.pressed(), ["/pod/a"], "{high} {max}");
+            assert_eq!(planted.pressed(), [""; 0], "{high} {max}");
+        }
+        planted.write("cgroup/pod/memory.events.local", &events(1, 0));
+        assert_eq!(planted.pressed(), ["/pod"]);
+        // Version 1 has one number, and no other is looked at.
+        let mut planted = Planted::new(Version::V1);
+        assert_eq!(planted.pressed(), [""; 0]);
+        planted.write(local, &events(9, 9));
+        planted.write("cgroup/pod/b/memory.failcnt", "1\n");
+        assert_eq!(planted.pressed(), ["/pod/b"]);
+        assert_eq!(planted.pressed(), [""; 0]);
     }
 }

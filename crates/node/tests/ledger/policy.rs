@@ -158,6 +158,41 @@ fn a_machine_under_pressure_loses_what_one_container_uses() {
     opened.pair.umount(&opened.top);
 }
 
+/// Tasks of one container wait for memory and those of another one do not. What the machine loses
+/// meanwhile, since a task of it waits, is what nobody uses.
+#[test]
+fn a_container_that_waits_for_memory_loses_what_it_alone_uses() {
+    let test = "a_container_that_waits_for_memory_loses_what_it_alone_uses";
+    let Some(_alone) = alone(test) else { return };
+    let (Some(a), Some(b)) = (cgroup(test, "a"), cgroup(test, "b")) else { return };
+    let pressure = a.procs().with_file_name("memory.pressure");
+    if !pressure.exists() {
+        return println!("SKIP {test}: this hierarchy does not tell of pressure");
+    }
+    let files = [("unused", 10), ("of-a", 11), ("of-b", 12)];
+    let Some(mut opened) = Opened::new(test, &files) else { return };
+    let holders = [("of-a", &a), ("of-b", &b)]
+        .map(|(file, group)| Holder::opener(&opened.top.join(file), group));
+    opened.ledger.sample_all().unwrap();
+    fs::write(a.procs().with_file_name("memory.high"), "8388608").unwrap();
+    // The kernel computes its averages every two seconds.
+    let is_calm = || fs::read_to_string(&pressure).unwrap().starts_with("some avg10=0.00 ");
+    for _ in 0..1000 {
+        opened.fill(&a);
+        if !is_calm() {
+            break;
+        }
+    }
+    assert!(!is_calm());
+    // Events from before the first look do not count, so nothing but the stall does.
+    opened.ledger.set_policy(UNDER_PRESSURE);
+    assert_eq!(opened.relieve(), [true; 3]);
+    opened.ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 0.01, ..UNDER_PRESSURE });
+    assert_eq!(opened.relieve()[1..], [false, true]);
+    drop(holders);
+    opened.pair.umount(&opened.top);
+}
+
 /// All that one container might lose was tried in one step, whatever the budget.
 #[test]
 fn a_step_of_the_policy_ends_with_its_budget() {
