@@ -234,6 +234,47 @@ fn the_commons_pay_for_what_is_shared() {
     all.forget();
 }
 
+/// Under memory pressure the kernel takes the pages of the commons, and containers get what they ask
+/// for. A cgroup with a limit stands for the machine here: it holds the commons and a container.
+#[test]
+fn the_commons_give_way_to_containers() {
+    let test = "the_commons_give_way_to_containers";
+    let Some(_alone) = alone(test) else { return };
+    let (Some(machine), Some(home)) = (cgroup(test, "machine"), cgroup(test, "home")) else {
+        return;
+    };
+    machine.limit(128 * MIB).unwrap();
+    let hierarchy = Hierarchy::find(Path::new("/")).unwrap();
+    if hierarchy.version() == Version::V2 {
+        let control = machine.procs().with_file_name("cgroup.subtree_control");
+        fs::write(control, "+memory").unwrap();
+    }
+    let procs = machine.procs();
+    let name = procs.parent().unwrap().file_name().unwrap().to_str().unwrap();
+    let container = hierarchy.create(&format!("{name}/container")).unwrap();
+    let own = Own(format!("{name}/commons"));
+    let commons = own.open(None);
+    let all = Libraries::new(LIBRARIES, 20 * MIB);
+    all.forget();
+    // It finds its way back from a cgroup at the top, which the commons of a machine are.
+    let inside = home.enter().unwrap();
+    let warmed = all.warm(&commons, None).unwrap();
+    drop(inside);
+    assert!(warmed.commons_bytes >= 99 * MIB, "{warmed:?}");
+    // Its buffer is memory of its own, all of which is written to.
+    let run = "echo 0 > \"$0\" && exec dd if=/dev/zero of=/dev/null bs=104857600 count=1";
+    let output = Command::new("sh").args(["-c", run]).arg(container.procs()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let left = hierarchy.standing(&own.0).unwrap().charge().unwrap().cache;
+    assert!(left <= 28 * MIB, "{left}");
+    // They come back from the disk as they were.
+    for (number, object) in all.objects.iter().enumerate() {
+        let content = fs::read(all.library(number)).unwrap();
+        assert_eq!(cofolio_store::verity::digest(&content), *object);
+    }
+    all.forget();
+}
+
 /// Cgroups that were removed and that something still holds, of the whole machine.
 fn dying() -> i64 {
     let hierarchy = Hierarchy::find(Path::new("/")).unwrap();
