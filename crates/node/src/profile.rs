@@ -6,7 +6,7 @@
 //!
 //! Of a container that could write, the profile also has the directories that it wrote to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -97,7 +97,11 @@ impl Profile {
         if self.image != *image {
             return Err(format!("it is that of image {}", self.image));
         }
+        let mut named = HashSet::new();
         for ProfileFile { object, ranges } in &self.files {
+            if !named.insert(object) {
+                return Err(format!("object {object} is named twice"));
+            }
             let size = sizes.get(object).ok_or(format!("the image has no object {object}"))?;
             let mut end = 0;
             for (offset, length) in ranges {
@@ -314,6 +318,9 @@ mod tests {
         ] {
             assert!(with(ranges).check(&image, &sizes).is_err(), "{ranges:?}");
         }
+        // With enough of them the sum of their bytes overflowed.
+        let twice = Profile { files: [&right.files[..]; 2].concat(), ..right.clone() };
+        assert!(twice.check(&image, &sizes).is_err());
         assert!(right.check(&other, &sizes).is_err());
         assert!(right.check(&image, &BTreeMap::new()).is_err());
         assert!(Profile { version: 2, ..right }.check(&image, &sizes).is_err());
