@@ -6,6 +6,10 @@
 //!
 //! Of a container that could write, the profile also has the directories that it wrote to.
 
+#[cfg(fuzzing)]
+#[path = "../../../fuzz/inside/profile.rs"]
+pub mod fuzz;
+
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
 use std::io;

@@ -42,6 +42,8 @@ pub use charges::{COMMONS, CommonsAccount};
 pub use detail::{ImageFile, ObjectUser, ResidentSharing, SharingImage};
 pub use live::{Ledger, UsageCost};
 pub use pressure::ReclaimPolicy;
+#[cfg(fuzzing)]
+pub use processes::fuzz;
 pub use reclaim::{ReclaimRequest, ReclaimTarget, Reclaimed};
 pub(crate) use superblocks::paths_of_objects;
 

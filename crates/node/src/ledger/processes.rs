@@ -1,5 +1,9 @@
 //! Processes as `/proc` shows them: their cgroup, and the files that they map.
 
+#[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/maps.rs"]
+pub mod fuzz;
+
 use std::fs;
 use std::io;
 use std::ops::Range;

@@ -59,6 +59,8 @@ pub use idmap::IdMap;
 pub(crate) use in_use::Patience;
 pub use kernel::{Backing, KernelError};
 pub use mountinfo::KernelMount;
+#[cfg(fuzzing)]
+pub use mountinfo::fuzz;
 pub use pin::Pin;
 pub(crate) use pin::take_down;
 use pin::{Pinned, Unpinned};

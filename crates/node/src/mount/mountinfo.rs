@@ -1,5 +1,9 @@
 //! Reading `/proc/PID/mountinfo` (proc(5)).
 
+#[cfg(fuzzing)]
+#[path = "../../../../fuzz/inside/mountinfo.rs"]
+pub mod fuzz;
+
 use std::ffi::OsString;
 use std::fs;
 use std::io;
