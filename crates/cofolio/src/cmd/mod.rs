@@ -1,4 +1,4 @@
-//! The subcommands, a file each.
+//! The subcommands, a file each. `source` is shared by `top` and `reclaim`.
 
 pub(crate) mod backend;
 pub(crate) mod bundle;
@@ -31,6 +31,7 @@ pub(crate) mod rm;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod sign;
+mod source;
 pub(crate) mod stop;
 pub(crate) mod survey;
 pub(crate) mod tag;

@@ -1,8 +1,8 @@
 use cofolio_node::config::Size;
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, Reclaimed};
 
-use super::top::source::Source;
 use crate::cmd::Outcome;
+use crate::cmd::source::Source;
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::ui::{human_size, plural};

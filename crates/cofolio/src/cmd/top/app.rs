@@ -4,7 +4,7 @@ use cofolio_node::ledger::Report;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use super::rows::{Detail, FILES_MAX, Row, View, sort};
-use super::source::Answer;
+use super::worker::Answer;
 use crate::ui::printable;
 
 /// Characters of a filter.

@@ -1,16 +1,15 @@
 //! `cofolio top`: who shares what, on a screen or as text.
 //!
-//! `source` asks a daemon, or has a ledger of its own; `rows` and `summary` turn the figures into
-//! tables and lines; `app` is the state of the screen, which keys and answers change; `draw` shows
-//! it.
+//! `worker` asks for the figures; `rows` and `summary` turn them into tables and lines; `app` is the
+//! state of the screen, which keys and answers change; `draw` shows it.
 
 mod app;
 mod draw;
 mod rows;
-pub(in crate::cmd) mod source;
 mod summary;
 #[cfg(test)]
 mod tests;
+mod worker;
 
 use std::io::{self, IsTerminal as _};
 use std::time::{Duration, Instant};
@@ -25,9 +24,10 @@ use ratatui::crossterm::style::force_color_output;
 
 use self::app::{App, Effect};
 use self::rows::{Detail, View};
-use self::source::{Ask, Source, Worker};
 use self::summary::{Totals, caveats, page_cache};
+use self::worker::{Ask, Worker};
 use crate::cmd::Outcome;
+use crate::cmd::source::Source;
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::ui::{Cell, Table, Tone};

@@ -12,7 +12,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use super::app::{App, Effect};
 use super::draw;
 use super::rows::{Detail, FILES_MAX, View, duration};
-use super::source::Answer;
+use super::worker::Answer;
 
 const MIB: u64 = 1 << 20;
 

@@ -1,17 +1,16 @@
 //! Where the figures come from: a daemon, or a ledger in this process.
 
 use std::io;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use cofolio_daemon::{Client, ClientError, Files, Users, Version};
 use cofolio_image::reference::DIGEST_DIGITS_MIN;
 use cofolio_node::ledger::{
-    Budget, Ledger, LedgerError, ReclaimRequest, Reclaimed, Report, UsedImage,
+    Budget, ImageFile, Ledger, LedgerError, ObjectUser, ReclaimRequest, Reclaimed, Report,
+    UsedImage,
 };
-use cofolio_store::{Store, with_causes};
+use cofolio_store::{Digest, Store, with_causes};
 
-use super::rows::{Detail, FILES_MAX, View};
 use crate::context::Context;
 use crate::exit::Fail;
 
@@ -23,11 +22,11 @@ const FIRST_FIGURES: Duration = Duration::from_secs(10);
 const RECLAIM: Duration = Duration::from_secs(3600);
 /// How often opened files are taken from the kernel's queue. The container of a process that has
 /// ended by then is unknown.
-const TAKE_OPENS: Duration = Duration::from_millis(100);
+pub(super) const TAKE_OPENS: Duration = Duration::from_millis(100);
 
 /// Where the figures come from.
 #[derive(Debug)]
-pub(in crate::cmd) enum Source {
+pub(super) enum Source {
     Daemon(Client),
     Here { ledger: Box<Ledger>, sees_opens: bool },
 }
@@ -38,7 +37,7 @@ impl Source {
     ///
     /// Members of the daemon's group may not be able to read the store. They get the figures of the
     /// daemon without this check.
-    pub(in crate::cmd) fn open(context: &Context<'_>, watch: bool) -> anyhow::Result<Self> {
+    pub(super) fn open(context: &Context<'_>, watch: bool) -> anyhow::Result<Self> {
         let client = Client::at(context.socket());
         let served = client
             .clone()
@@ -79,7 +78,7 @@ impl Source {
 
     /// The accounts now, or as the daemon has added them up last; of one trust domain if it is
     /// named.
-    fn report(&mut self, domain: Option<&str>) -> anyhow::Result<Report> {
+    pub(super) fn report(&mut self, domain: Option<&str>) -> anyhow::Result<Report> {
         let mut report: Report = match self {
             Self::Daemon(client) => client.get("/v1/report")?,
             Self::Here { ledger, .. } => {
@@ -110,44 +109,51 @@ impl Source {
         }
     }
 
-    /// What a view shows besides the report.
-    fn detail(&mut self, view: &View) -> anyhow::Result<Detail> {
-        let gone = || Fail::not_found("it no longer exists");
-        Ok(match (self, view) {
-            (Self::Daemon(client), View::Files { domain, image, .. }) => {
-                let path =
-                    format!("/v1/images/{domain}/{image}/files?sort=resident&limit={FILES_MAX}");
+    /// The files of an image with most resident, at most `max`, and how many files it has.
+    pub(super) fn files(
+        &mut self,
+        domain: &str,
+        image: &Digest,
+        max: usize,
+    ) -> anyhow::Result<(Vec<ImageFile>, u64)> {
+        match self {
+            Self::Daemon(client) => {
+                let path = format!("/v1/images/{domain}/{image}/files?sort=resident&limit={max}");
                 let Files { total, files, .. } = client.get(&path)?;
-                Detail::Files { files, total }
+                Ok((files, total))
             }
-            (Self::Daemon(client), View::Users { domain, object, .. }) => {
-                let found: Users = client.get(&format!("/v1/objects/{domain}/{object}/users"))?;
-                Detail::Users(found.users)
-            }
-            (Self::Here { ledger, .. }, View::Files { domain, image, .. }) => {
+            Self::Here { ledger, .. } => {
                 let mut files = ledger.files(domain, image)?.ok_or_else(gone)?;
                 let total = files.len() as u64;
                 files.sort_by_key(|file| std::cmp::Reverse(file.resident_bytes));
-                files.truncate(FILES_MAX);
-                Detail::Files { files, total }
+                files.truncate(max);
+                Ok((files, total))
             }
-            (Self::Here { ledger, .. }, View::Users { domain, object, .. }) => {
-                Detail::Users(ledger.users(domain, object).ok_or_else(gone)?)
+        }
+    }
+
+    /// Who uses an object.
+    pub(super) fn users(
+        &mut self,
+        domain: &str,
+        object: &Digest,
+    ) -> anyhow::Result<Vec<ObjectUser>> {
+        match self {
+            Self::Daemon(client) => {
+                let found: Users = client.get(&format!("/v1/objects/{domain}/{object}/users"))?;
+                Ok(found.users)
             }
-            _ => Detail::None,
-        })
+            Self::Here { ledger, .. } => Ok(ledger.users(domain, object).ok_or_else(gone)?),
+        }
     }
 
     /// Whether it has seen which files were opened before now.
-    pub(in crate::cmd) fn is_daemon(&self) -> bool {
+    pub(super) fn is_daemon(&self) -> bool {
         matches!(self, Self::Daemon(_))
     }
 
     /// Drops pages.
-    pub(in crate::cmd) fn reclaim(
-        &mut self,
-        request: &ReclaimRequest,
-    ) -> anyhow::Result<Reclaimed> {
+    pub(super) fn reclaim(&mut self, request: &ReclaimRequest) -> anyhow::Result<Reclaimed> {
         match self {
             Self::Daemon(client) => {
                 match client.clone().with_patience(RECLAIM).post("/v1/reclaim", request) {
@@ -169,11 +175,7 @@ impl Source {
 
     /// The image of the trust domain in use that a ref or the first digits of a digest name.
     /// Whoever may not read the store has the daemon's report for that.
-    pub(in crate::cmd) fn image(
-        &mut self,
-        context: &Context<'_>,
-        text: &str,
-    ) -> anyhow::Result<UsedImage> {
+    pub(super) fn image(&mut self, context: &Context<'_>, text: &str) -> anyhow::Result<UsedImage> {
         let domain = context.global.domain.clone();
         if !self.is_daemon() || context.needs_root().is_ok() {
             let image = context.image(&context.domain()?, text)?.digest;
@@ -197,7 +199,8 @@ impl Source {
         }
     }
 
-    fn take_opens(&mut self) {
+    /// Takes opened files from the kernel's queue, in a ledger of this process.
+    pub(super) fn take_opens(&mut self) {
         if let Self::Here { ledger, .. } = self {
             // The next report fails as well, and says so.
             let _ = ledger.take_opens(&Budget::of(TAKE_OPENS));
@@ -205,87 +208,12 @@ impl Source {
     }
 }
 
+fn gone() -> Fail {
+    Fail::not_found("it no longer exists")
+}
+
 /// Whether something listens at the socket.
 fn is_there(error: &ClientError) -> bool {
     let ClientError::Io { source, .. } = error else { return true };
     !matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
-}
-
-/// A question, and what its answer is for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Ask {
-    Report,
-    Detail(View),
-}
-
-/// An answer.
-#[derive(Debug)]
-pub(super) enum Answer {
-    Report(Box<Report>),
-    Detail(View, Detail),
-    /// Why there is none.
-    Failed(String),
-}
-
-/// A thread that asks, so that the screen reacts to keys meanwhile. It ends with the process. A
-/// look at a large store cannot be interrupted, and has nothing to undo.
-#[derive(Debug)]
-pub(super) struct Worker {
-    asks: Sender<Ask>,
-    answers: Receiver<Answer>,
-    pending: usize,
-}
-
-impl Worker {
-    pub(super) fn start(mut source: Source, domain: Option<String>) -> io::Result<Self> {
-        let (asks, asked) = mpsc::channel();
-        let (answer, answers) = mpsc::channel();
-        let work = move || {
-            loop {
-                let ask = match asked.recv_timeout(TAKE_OPENS) {
-                    Ok(ask) => ask,
-                    Err(RecvTimeoutError::Timeout) => {
-                        source.take_opens();
-                        continue;
-                    }
-                    Err(RecvTimeoutError::Disconnected) => return,
-                };
-                let answered = match ask {
-                    Ask::Report => {
-                        let report = source.report(domain.as_deref());
-                        report.map(|it| Answer::Report(Box::new(it)))
-                    }
-                    Ask::Detail(view) => source.detail(&view).map(|it| Answer::Detail(view, it)),
-                };
-                let failed = |error: anyhow::Error| Answer::Failed(with_causes(error.as_ref()));
-                if answer.send(answered.unwrap_or_else(failed)).is_err() {
-                    return;
-                }
-            }
-        };
-        std::thread::Builder::new().name("figures".to_owned()).spawn(work)?;
-        Ok(Self { asks, answers, pending: 0 })
-    }
-
-    /// Whether an answer is still to come.
-    pub(super) fn is_busy(&self) -> bool {
-        self.pending > 0
-    }
-
-    pub(super) fn ask(&mut self, ask: Ask) {
-        // If the thread has ended, the next look for an answer finds out.
-        self.pending += usize::from(self.asks.send(ask).is_ok());
-    }
-
-    /// The next answer, if it is there.
-    pub(super) fn answer(&mut self) -> anyhow::Result<Option<Answer>> {
-        match self.answers.try_recv() {
-            Ok(answer) => {
-                self.pending = self.pending.saturating_sub(1);
-                Ok(Some(answer))
-            }
-            Err(TryRecvError::Empty) => Ok(None),
-            Err(TryRecvError::Disconnected) => anyhow::bail!("the ledger's thread has ended"),
-        }
-    }
 }
