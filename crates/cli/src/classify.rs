@@ -417,6 +417,9 @@ fn of_commons(error: &CommonsError) -> Classified {
 fn of_profile(error: &ProfileError) -> Classified {
     match error {
         ProfileError::Store(error) => of_store(error),
+        ProfileError::Container(error) => of_run(error),
+        ProfileError::Mount(error) => of_mount(error),
+        ProfileError::Cancelled(_) => code(Exit::Interrupted),
         ProfileError::Missing(_) => {
             hint(Exit::NotFound, "`cofolio profile record IMAGE` makes one")
         }

@@ -182,6 +182,10 @@ impl<'a> Containers<'a> {
         Self { before_start: Some(call), ..self }
     }
 
+    pub(crate) fn mounter(&self) -> &Mounter<'a> {
+        &self.mounter
+    }
+
     fn dir(&self) -> PathBuf {
         self.mounter.run_dir().path().join("containers")
     }

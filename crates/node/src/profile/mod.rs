@@ -7,8 +7,9 @@
 //! Of a container that could write, the profile also has the directories that it wrote to.
 
 #[cfg(fuzzing)]
-#[path = "../../../fuzz/inside/profile.rs"]
+#[path = "../../../../fuzz/inside/profile.rs"]
 pub mod fuzz;
+mod record;
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
@@ -16,17 +17,21 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 
 use cofolio_image::pack::ImageContents;
+use cofolio_store::task::Cancelled;
 use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Advice, Dir, FileType, Mode, OFlags, ResolveFlags, fadvise};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+pub use self::record::{Subject, record};
 use crate::cache::leave_cache;
+use crate::container::RunError;
 use crate::ledger::{Budget, Ledger, LedgerError};
-use crate::mount::{RunDir, open_dir};
+use crate::mount::{MountError, RunDir, open_dir};
 use crate::page_files::{self, PageFiles};
 
 /// The version that is written and read.
@@ -72,6 +77,27 @@ pub enum ProfileError {
         /// What is wrong with it.
         problem: String,
     },
+    /// The recorded container failed.
+    #[error("the container failed ({0}), so there is no new profile")]
+    Failed(ExitStatus),
+    /// The recorded container opened nothing.
+    #[error("no file of the image was opened, so there is no profile")]
+    Empty,
+    /// The process that runs the container could not be started or waited for.
+    #[error("starting the container, or waiting for it")]
+    Process(#[source] io::Error),
+    /// The directory with the container's changes could not be read.
+    #[error("reading what the container has changed")]
+    Changes(#[source] io::Error),
+    /// The container is not running, or does not end.
+    #[error(transparent)]
+    Container(#[from] RunError),
+    /// The kept changes of the container could not be listed or removed.
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    /// It was cancelled before the container started.
+    #[error(transparent)]
+    Cancelled(#[from] Cancelled),
     /// Opens cannot be noted.
     #[error(transparent)]
     Ledger(#[from] LedgerError),

@@ -1,0 +1,254 @@
+//! Recording: a container is started, or found running, and its opens are noted until it ends.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use cofolio_store::Digest;
+use cofolio_store::task::Task;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{Profile, ProfileError, Recorder, written_dirs};
+use crate::container::{Containers, RunError};
+use crate::mount::{MountPhase, Mounter};
+
+/// How long a container may take to end before it is killed.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+/// How often the process of a container is looked for after the container was stopped. With
+/// [`STOP_INTERVAL`] it has a minute to remove the container.
+const STOPS_MAX: u32 = if cfg!(test) { 5 } else { 600 };
+const STOP_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The container that is recorded.
+#[derive(Debug)]
+pub enum Subject {
+    /// A new one, which is ended when it was recorded. Its changes are removed.
+    New {
+        /// Its name.
+        name: String,
+        /// Digest of its metadata image.
+        image: Digest,
+        /// Starts it, as `cofolio run --hold --keep` does: with the root mounted it waits for a byte
+        /// of standard input, and it ends with standard input.
+        start: Box<Command>,
+    },
+    /// A running one, by its name. It goes on.
+    Running(String),
+}
+
+/// Records what a container reads and where it writes, and keeps that as the profile of its image.
+/// It ends with the container, after `time`, or when `task` is cancelled. Also returns how many
+/// events were lost because there were too many.
+///
+/// # Errors
+/// All of [`ProfileError`], except [`ProfileError::Missing`]. The profile before stays then.
+pub fn record(
+    containers: &Containers<'_>,
+    subject: Subject,
+    time: Option<Duration>,
+    task: &Task,
+) -> Result<(Profile, u64), ProfileError> {
+    let (profile, lost) = match subject {
+        Subject::New { name, image, start } => {
+            record_new(containers, &name, image, *start, time, task)?
+        }
+        Subject::Running(name) => record_running(containers, &name, time, task)?,
+    };
+    if profile.files.is_empty() {
+        return Err(ProfileError::Empty);
+    }
+    profile.write(containers.mounter().domain())?;
+    Ok((profile, lost))
+}
+
+fn record_new(
+    containers: &Containers<'_>,
+    name: &str,
+    image: Digest,
+    mut start: Command,
+    time: Option<Duration>,
+    task: &Task,
+) -> Result<(Profile, u64), ProfileError> {
+    let mounter = containers.mounter();
+    let mut child = start.stdin(Stdio::piped()).spawn().map_err(ProfileError::Process)?;
+    let mut recorder = None;
+    let noted = (|| {
+        wait_for_mount(&mut child, mounter, name, task)?;
+        // Its superblock is there, and it has opened no file.
+        let run = mounter.run_dir().clone();
+        let recorder = recorder.insert(Recorder::begin(mounter.domain(), run, image, name)?);
+        // It stays open: when this process is killed, the container ends with it.
+        if let Some(go) = &mut child.stdin {
+            // It may have ended: then there is something to say about that.
+            let _ = go.write_all(b"\n");
+        }
+        note(recorder, Some(&mut child), time, task)
+    })();
+    if noted.is_err() {
+        // If it waits for its start, it cannot be stopped, and ends now.
+        drop(child.stdin.take());
+    }
+    let ended = end(&mut child, containers, name, task, recorder.as_mut());
+    // Also after an error: its changes go.
+    let written = take_changes(mounter, name);
+    ended?;
+    noted?;
+    let (mut profile, lost) = recorder.ok_or(ProfileError::Empty)?.end()?;
+    profile.written = written?;
+    Ok((profile, lost))
+}
+
+fn record_running(
+    containers: &Containers<'_>,
+    name: &str,
+    time: Option<Duration>,
+    task: &Task,
+) -> Result<(Profile, u64), ProfileError> {
+    let mounter = containers.mounter();
+    let mut all = containers.list(&mut Vec::new())?.into_iter();
+    let found = all.find(|it| it.record.name == name && it.pid.is_some());
+    let image = found.ok_or_else(|| RunError::NotRunning(name.to_owned()))?.record.image;
+    let mut recorder = Recorder::begin(mounter.domain(), mounter.run_dir().clone(), image, name)?;
+    note(&mut recorder, None, time, task)?;
+    let (mut profile, lost) = recorder.end()?;
+    // It may have ended meanwhile, and its changes with it. Those on a loop device are out of reach.
+    let found = mounter.run_dir().find(&mounter.run_dir().path().join(rootfs(name))).ok();
+    let upper = found.and_then(|found| Some(found.upper?.dir.join("upper")));
+    let upper = upper.filter(|upper| upper.exists());
+    let written = upper.map(|upper| written_dirs(&upper)).transpose();
+    profile.written = written.map_err(ProfileError::Changes)?;
+    Ok((profile, lost))
+}
+
+/// Where the root filesystem of a container is mounted, below the run directory.
+fn rootfs(name: &str) -> PathBuf {
+    Path::new("containers").join(name).join("rootfs")
+}
+
+/// Waits until the root filesystem of a new container is mounted, or the container has ended.
+fn wait_for_mount(
+    child: &mut Child,
+    mounter: &Mounter<'_>,
+    name: &str,
+    task: &Task,
+) -> Result<(), ProfileError> {
+    let rootfs = mounter.run_dir().path().join(rootfs(name));
+    while child.try_wait().map_err(ProfileError::Process)?.is_none() {
+        task.check()?;
+        if let Ok(found) = mounter.run_dir().find(&rootfs)
+            && found.phase == MountPhase::Mounted
+        {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+/// Takes note of opens until the container has ended, the time is up, or the task is cancelled.
+fn note(
+    recorder: &mut Recorder<'_>,
+    mut child: Option<&mut Child>,
+    time: Option<Duration>,
+    task: &Task,
+) -> Result<(), ProfileError> {
+    let started = Instant::now();
+    let patience = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+    loop {
+        if let Some(opens) = recorder.opens() {
+            let _ = poll(&mut [PollFd::from_borrowed_fd(opens, PollFlags::IN)], Some(&patience));
+        }
+        recorder.take()?;
+        let has_ended = match &mut child {
+            Some(child) => child.try_wait().map_err(ProfileError::Process)?.is_some(),
+            None => false,
+        };
+        let is_late = time.is_some_and(|time| started.elapsed() >= time);
+        if has_ended || is_late || task.check().is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// Ends a new container if it has not ended by itself. One that failed leaves the profile before in
+/// place. Ctrl-C at a terminal ends the container, too: then it has not failed.
+fn end(
+    child: &mut Child,
+    containers: &Containers<'_>,
+    name: &str,
+    task: &Task,
+    mut recorder: Option<&mut Recorder<'_>>,
+) -> Result<(), ProfileError> {
+    if let Some(status) = child.try_wait().map_err(ProfileError::Process)? {
+        return match status.success() || task.check().is_err() {
+            true => Ok(()),
+            false => Err(ProfileError::Failed(status)),
+        };
+    }
+    let mut stopped = Ok(());
+    for _ in 0..STOPS_MAX {
+        stopped = containers.stop(name, STOP_PATIENCE);
+        // An open that nobody takes note of keeps the mount busy.
+        if let Some(recorder) = &mut recorder {
+            recorder.take()?;
+        }
+        if child.try_wait().map_err(ProfileError::Process)?.is_some() {
+            return Ok(());
+        }
+        std::thread::sleep(STOP_INTERVAL);
+    }
+    Err(stopped.err().unwrap_or_else(|| RunError::StillRunning(name.to_owned())).into())
+}
+
+/// The directories that a new container has written to, if it could write. Removes its changes.
+fn take_changes(mounter: &Mounter<'_>, name: &str) -> Result<Option<Vec<PathBuf>>, ProfileError> {
+    let mut dirs = None;
+    for (_, kept) in mounter.kept()? {
+        if kept.target.ends_with(rootfs(name)) {
+            dirs = Some(written_dirs(&kept.dir.join("upper")).map_err(ProfileError::Changes)?);
+            mounter.discard_kept(&kept.dir)?;
+        }
+    }
+    Ok(dirs)
+}
+
+#[cfg(test)]
+mod tests {
+    use cofolio_image::pack::ImageContents;
+    use cofolio_store::task::Cancel;
+    use cofolio_store::{InitOptions, Store};
+
+    use super::*;
+    use crate::mount::RunDir;
+
+    /// Records a container that never mounts anything, cancelled. Its process is a shell.
+    fn cancelled(script: &str) -> ProfileError {
+        let scratch = tempfile::tempdir().unwrap();
+        let store = Store::init(&scratch.path().join("store"), &InitOptions::default()).unwrap();
+        let domain = store.domain_or_create("default").unwrap();
+        let run = RunDir::at(scratch.path().join("run"));
+        let containers = Containers::new(Mounter::new(&domain, run, &ImageContents));
+        let mut start = Command::new("sh");
+        start.args(["-c", script]);
+        let image = cofolio_store::verity::digest(b"image");
+        let subject = Subject::New { name: "it".to_owned(), image, start: Box::new(start) };
+        let cancel = Cancel::default();
+        cancel.cancel();
+        record(&containers, subject, None, &Task::new(cancel, |_| {})).unwrap_err()
+    }
+
+    /// A container that waited for its start was stopped again and again when its recording was
+    /// cancelled, without an end: it cannot be stopped yet, and nobody sent what it waited for.
+    #[test]
+    fn a_container_that_waits_for_its_start_ends_when_recording_is_cancelled() {
+        let error = cancelled("read x");
+        assert!(matches!(error, ProfileError::Cancelled(_)), "{error:?}");
+    }
+
+    #[test]
+    fn a_container_that_cannot_be_stopped_is_given_up() {
+        let error = cancelled("sleep 5");
+        assert!(matches!(error, ProfileError::Container(RunError::NotFound(_))), "{error:?}");
+    }
+}
