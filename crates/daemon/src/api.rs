@@ -1,5 +1,6 @@
 //! The HTTP API, version 1: `docs/API.md` describes it.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -171,7 +172,8 @@ impl Api {
     }
 
     async fn sharing(&self, request: &Head, rights: &Rights) -> Result<Reply, Refusal> {
-        let domain = query(request, "domain").unwrap_or(cofolio_store::DEFAULT_DOMAIN).to_owned();
+        let domain = query(request, "domain");
+        let domain = domain.unwrap_or(cofolio_store::DEFAULT_DOMAIN.into()).into_owned();
         let name = domain.clone();
         let shared =
             self.ask(rights, |answer| Question::Sharing(domain, SHARING_MAX, answer)).await?;
@@ -189,15 +191,15 @@ impl Api {
         image: &str,
     ) -> Result<Reply, Refusal> {
         let digest = digest(image)?;
-        let limit = match query(request, "limit").map(str::parse) {
+        let limit = match query(request, "limit").map(|limit| limit.parse()) {
             None => FILES,
             Some(Ok(limit)) => FILES_MAX.min(limit),
             Some(Err(_)) => return Err(bad_request("limit is not a number")),
         };
-        let key: Option<fn(&ImageFile) -> u64> = match query(request, "sort").unwrap_or("path") {
-            "path" => None,
-            "size" => Some(|file| file.bytes),
-            "resident" => Some(|file| file.resident_bytes),
+        let key: Option<fn(&ImageFile) -> u64> = match query(request, "sort").as_deref() {
+            None | Some("path") => None,
+            Some("size") => Some(|file| file.bytes),
+            Some("resident") => Some(|file| file.resident_bytes),
             _ => return Err(bad_request("sort is path, size or resident")),
         };
         let turn = tokio::time::timeout(TURN, self.lists.of(rights).acquire()).await;
@@ -286,9 +288,10 @@ async fn reclaim_request(body: Incoming) -> Result<ReclaimRequest, Refusal> {
     serde_json::from_slice(&body.to_bytes()).map_err(|error| bad_request(&error.to_string()))
 }
 
-fn query<'r>(request: &'r Head, name: &str) -> Option<&'r str> {
-    let pairs = request.uri().query()?.split('&');
-    pairs.filter_map(|pair| pair.split_once('=')).find(|(key, _)| *key == name).map(|(_, it)| it)
+/// The first value of a parameter of the query string.
+fn query<'r>(request: &'r Head, name: &str) -> Option<Cow<'r, str>> {
+    let mut pairs = form_urlencoded::parse(request.uri().query()?.as_bytes());
+    pairs.find(|(key, _)| key == name).map(|(_, value)| value)
 }
 
 fn digest(text: &str) -> Result<Digest, Refusal> {

@@ -3,21 +3,30 @@
 //! Each request has a connection of its own, a time limit and a limit on the size of its answer, so
 //! a stuck daemon, or another program at the socket, cannot stop or fill the caller.
 
-use std::io::{self, Read as _, Write as _};
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use cofolio_store::{BoxError, with_causes};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Body as _, Bytes};
+use hyper::client::conn::http1;
+use hyper::header::{ACCEPT, HOST};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::runtime::Builder;
+use tokio::time::timeout_at;
 
 /// How long a request may take. The daemon gives its own answer, that it is busy, after 64 seconds at the latest.
 const PATIENCE: Duration = Duration::from_secs(65);
 /// Bytes of a head.
 const HEAD_MAX: usize = 16 << 10;
 /// Bytes of a body: the files of an image with some 200,000 of them.
-const BODY_MAX: usize = 64 << 20;
+const BODY_MAX: u64 = 64 << 20;
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -56,7 +65,7 @@ pub enum ClientError {
 pub struct Client {
     socket: PathBuf,
     patience: Duration,
-    body_max: usize,
+    body_max: u64,
 }
 
 impl Client {
@@ -82,7 +91,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`]; [`ClientError::Io`] with `WouldBlock` when the time is up.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
-        self.request("GET", path, "")
+        self.request(Method::GET, path, Vec::new())
     }
 
     /// Gets the answer to `POST path` with this body.
@@ -94,64 +103,62 @@ impl Client {
         path: &str,
         body: &impl Serialize,
     ) -> Result<T, ClientError> {
-        let body = serde_json::to_string(body).map_err(|error| malformed(path, error))?;
-        self.request("POST", path, &body)
+        let body = serde_json::to_vec(body).map_err(|error| malformed(path, error))?;
+        self.request(Method::POST, path, body)
     }
 
     fn request<T: DeserializeOwned>(
         &self,
-        method: &str,
+        method: Method,
         path: &str,
-        body: &str,
+        body: Vec<u8>,
     ) -> Result<T, ClientError> {
-        let request = format!(
-            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\
-             Accept: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        let answer = self.exchange(&request).map_err(|source| match source.kind() {
-            io::ErrorKind::InvalidData => malformed(path, source),
-            _ => ClientError::Io { socket: self.socket.clone(), source },
-        })?;
-        if answer.status != 200 {
-            let said: Option<Refusal> = serde_json::from_slice(&answer.body).ok();
+        let failed = |source| ClientError::Io { socket: self.socket.clone(), source };
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(HOST, "localhost")
+            .header(ACCEPT, "application/json")
+            .body(Full::<Bytes>::from(body))
+            .map_err(|error| malformed(path, error))?;
+        let deadline = Instant::now() + self.patience;
+        let stream = self.connect().map_err(failed)?;
+        let exchange = async {
+            let answered = timeout_at(deadline.into(), self.exchange(stream, request)).await;
+            let late = || io::Error::new(io::ErrorKind::WouldBlock, "no answer in time");
+            answered.unwrap_or_else(|_| Err(late().into()))
+        };
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let (status, body) =
+            runtime.block_on(exchange).map_err(|error| match error.downcast() {
+                Ok(source) => failed(*source),
+                Err(what) => malformed(path, with_causes(&*what)),
+            })?;
+        if status != StatusCode::OK {
+            let said: Option<Refusal> = serde_json::from_slice(&body).ok();
             let why = said.map_or_else(|| "refused".to_owned(), |it| it.error);
-            return Err(ClientError::Refused { path: path.to_owned(), status: answer.status, why });
+            return Err(ClientError::Refused { path: path.to_owned(), status: status.into(), why });
         }
-        serde_json::from_slice(&answer.body).map_err(|error| malformed(path, error))
+        serde_json::from_slice(&body).map_err(|error| malformed(path, error))
     }
 
-    fn exchange(&self, request: &str) -> io::Result<Answer> {
-        let deadline = Instant::now() + self.patience;
-        let mut stream = self.connect()?;
-        stream.write_all(request.as_bytes())?;
-        let mut bytes = Vec::new();
-        let mut buffer = vec![0; 64 << 10];
-        let mut head: Option<Head> = None;
-        loop {
-            if head.is_none() {
-                head = Head::parse(&bytes)?;
-            }
-            if head.is_some_and(|head| head.body_bytes > self.body_max) {
-                return Err(invalid("the answer is too large"));
-            }
-            let wanted = head.map_or(HEAD_MAX, |head| head.bytes + head.body_bytes);
-            if let Some(head) = head.filter(|_| bytes.len() >= wanted) {
-                bytes.truncate(wanted);
-                return Ok(Answer { status: head.status, body: bytes.split_off(head.bytes) });
-            }
-            if bytes.len() >= wanted {
-                return Err(invalid("the head of the answer is too large"));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            // A timeout of zero would mean none.
-            stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-            match stream.read(&mut buffer) {
-                Ok(0) => return Err(invalid("the answer ends early")),
-                Ok(count) => bytes.extend_from_slice(&buffer[..count]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+    /// The status and the body of the answer.
+    async fn exchange(
+        &self,
+        stream: UnixStream,
+        request: Request<Full<Bytes>>,
+    ) -> Result<(StatusCode, Bytes), BoxError> {
+        stream.set_nonblocking(true)?;
+        let stream = TokioIo::new(tokio::net::UnixStream::from_std(stream)?);
+        let builder = http1::Builder::new().max_buf_size(HEAD_MAX).to_owned();
+        let (mut sender, connection) = builder.handshake(stream).await?;
+        tokio::spawn(connection);
+        let (head, body) = sender.send_request(request).await?.into_parts();
+        match body.size_hint().exact() {
+            // A broken connection would look like the end of the body.
+            None => Err("the answer has no Content-Length".into()),
+            Some(bytes) if bytes > self.body_max => Err("the answer is too large".into()),
+            Some(_) => Ok((head.status, body.collect().await?.to_bytes())),
         }
     }
 
@@ -171,70 +178,30 @@ fn malformed(path: &str, what: impl ToString) -> ClientError {
     ClientError::Malformed { path: path.to_owned(), what: what.to_string() }
 }
 
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what)
-}
-
 /// The body of an error (docs/API.md).
 #[derive(serde::Deserialize)]
 struct Refusal {
     error: String,
 }
 
-struct Answer {
-    status: u16,
-    body: Vec<u8>,
-}
-
-/// What the head of an answer says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Head {
-    /// Its own size, the empty line included.
-    bytes: usize,
-    status: u16,
-    body_bytes: usize,
-}
-
-impl Head {
-    /// `None` if more is to come. An answer without `Content-Length` is refused: the daemon always
-    /// sends it, and without it a broken connection would look like the end of the body.
-    fn parse(bytes: &[u8]) -> io::Result<Option<Self>> {
-        let Some(end) = bytes.windows(4).position(|it| it == b"\r\n\r\n") else { return Ok(None) };
-        let text =
-            std::str::from_utf8(&bytes[..end]).map_err(|_| invalid("the head is not UTF-8"))?;
-        let mut lines = text.split("\r\n");
-        let status = lines.next().and_then(|line| line.strip_prefix("HTTP/1.1 ")?.get(..3));
-        let status = status.and_then(|digits| digits.parse().ok());
-        let fields = lines.filter_map(|line| line.split_once(':'));
-        let length = fields
-            .filter(|(name, _)| name.eq_ignore_ascii_case("content-length"))
-            .find_map(|(_, value)| value.trim().parse().ok());
-        match (status, length) {
-            (Some(status), Some(body_bytes)) => {
-                Ok(Some(Self { bytes: end + 4, status, body_bytes }))
-            }
-            (None, _) => Err(invalid("the answer is not HTTP/1.1")),
-            (_, None) => Err(invalid("the answer has no Content-Length")),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
     use std::os::unix::net::UnixListener;
 
     use super::*;
 
     /// Answers one request with these bytes.
-    fn answered_with(answer: &'static [u8]) -> Result<Vec<u32>, ClientError> {
+    fn answered_with(answer: &[u8]) -> Result<Vec<u32>, ClientError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
+        let answer = answer.to_vec();
         let server = std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut request = [0; 1024];
             let _ = stream.read(&mut request).unwrap();
-            let _ = stream.write_all(answer);
+            let _ = stream.write_all(&answer);
         });
         let client = Client { body_max: 100, ..Client::at(path) };
         let got = client.get("/v1/x");
@@ -254,17 +221,18 @@ mod tests {
     /// Any bytes at the socket give an error, and nothing is allocated because the head claims it.
     #[test]
     fn malformed_answers() {
+        let long = [&b"HTTP/1.1 200 OK\r\na: "[..], &[b'x'; HEAD_MAX]].concat();
         for (answer, what) in [
-            (&b"SSH-2.0\r\n\r\n"[..], "not HTTP/1.1"),
-            (b"HTTP/1.1 2\xff\r\n\r\n", "not UTF-8"),
+            (&b"SSH-2.0\r\n\r\n"[..], "invalid HTTP version"),
+            (b"HTTP/1.1 2\xff\r\n\r\n", "invalid HTTP status-code"),
             (b"HTTP/1.1 200 OK\r\n\r\n[]", "no Content-Length"),
-            (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n[]", "no Content-Length"),
+            (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n[]", "invalid content-length"),
             (b"HTTP/1.1 200 OK\r\nContent-Length: 18446744073709551615\r\n\r\n", "too large"),
             (b"HTTP/1.1 200 OK\r\nContent-Length: 101\r\n\r\n", "too large"),
-            (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1", "ends early"),
+            (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1", "end of file before"),
             (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "invalid type"),
-            (b"", "ends early"),
-            (&[b'x'; HEAD_MAX + 1], "head of the answer is too large"),
+            (b"", "connection closed before"),
+            (&long, "message head is too large"),
         ] {
             let error = answered_with(answer).unwrap_err();
             assert!(matches!(error, ClientError::Malformed { .. }), "{error:?}");

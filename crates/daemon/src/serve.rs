@@ -2,7 +2,6 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -11,7 +10,7 @@ use cofolio_node::ledger::{Ledger, LedgerError, ReclaimPolicy};
 use cofolio_node::mount::RunDir;
 use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
-use rustix::time::{ClockId, clock_gettime};
+use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, mpsc};
@@ -250,16 +249,16 @@ fn listen_until_told(
             };
             accepting.push((task, its_places));
         }
-        notify("READY=1");
+        notify(&[NotifyState::Ready]);
         while told.recv().await == Some(SignalKind::hangup()) {
             // Without the time, systemd takes it for an earlier reload's (sd_notify(3)).
-            let now = clock_gettime(ClockId::Monotonic);
-            let usec = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
-            notify(&format!("RELOADING=1\nMONOTONIC_USEC={usec}"));
+            if let Ok(now) = NotifyState::monotonic_usec_now() {
+                notify(&[NotifyState::Reloading, now]);
+            }
             reload();
-            notify("READY=1");
+            notify(&[NotifyState::Ready]);
         }
-        notify("STOPPING=1");
+        notify(&[NotifyState::Stopping]);
         // While it listens no other daemon takes the path, so this removes nobody else's socket.
         // The next daemon would replace it anyway.
         let _ = socket.map(std::fs::remove_file);
@@ -300,18 +299,8 @@ async fn pause() {
     tokio::time::sleep(Duration::from_millis(100)).await;
 }
 
-/// Tells systemd, if it has started us, how far we are (sd_notify(3)).
-fn notify(state: &str) {
-    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
-    use std::os::linux::net::SocketAddrExt as _;
-    use std::os::unix::ffi::OsStrExt as _;
-    use std::os::unix::net::SocketAddr;
-    let address = match path.as_bytes().strip_prefix(b"@") {
-        Some(name) => SocketAddr::from_abstract_name(name),
-        None => SocketAddr::from_pathname(&path),
-    };
-    // It waits for a while and says so if it hears nothing.
-    let _ = address.and_then(|address| {
-        UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address).map(drop)
-    });
+/// Tells systemd, if it has started us, how far we are. It waits for a while and says so if it hears
+/// nothing.
+fn notify(states: &[NotifyState<'_>]) {
+    let _ = sd_notify::notify(states);
 }
