@@ -10,9 +10,9 @@ use std::sync::Arc;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Places, Rights, serve};
-use crate::access::{Gate, Guard};
+use super::{ConnectionLimits, Peer, serve};
 use crate::api::Api;
+use crate::auth::{Auth, ReloadableAuth};
 
 /// The token of the server, which a corpus has to know to get past it.
 const TOKEN: &str = "fuzz-token-0123456789";
@@ -25,12 +25,12 @@ thread_local! {
 /// What clients send. The first byte says at which socket, the second in pieces of which size.
 pub fn connection(data: &[u8]) {
     let [socket, size, data @ ..] = data else { return };
-    let rights = match socket % 3 {
-        0 => Rights::All,
-        1 => Rights::Read(Arc::new(Gate::new(Guard::for_test(None)))),
-        _ => Rights::Read(Arc::new(Gate::new(Guard::for_test(Some(TOKEN))))),
+    let peer = match socket % 3 {
+        0 => Peer::Local,
+        1 => Peer::Remote(Arc::new(ReloadableAuth::new(Auth::for_test(None)))),
+        _ => Peer::Remote(Arc::new(ReloadableAuth::new(Auth::for_test(Some(TOKEN))))),
     };
-    let answers = RUNTIME.with(|runtime| runtime.block_on(exchange(data, *size, &rights)));
+    let answers = RUNTIME.with(|runtime| runtime.block_on(exchange(data, *size, &peer)));
     assert!(answers.is_empty() || answers.starts_with(b"HTTP/1."));
     let contains = |text: &[u8], part: &str| {
         text.windows(part.len()).any(|window| window.eq_ignore_ascii_case(part.as_bytes()))
@@ -47,10 +47,10 @@ pub fn connection(data: &[u8]) {
 }
 
 /// All that the server answers before it ends the connection.
-async fn exchange(data: &[u8], size: u8, rights: &Rights) -> Vec<u8> {
+async fn exchange(data: &[u8], size: u8, peer: &Peer) -> Vec<u8> {
     let (client, server) = tokio::io::duplex(1 << 16);
     let (mut reader, mut writer) = tokio::io::split(client);
-    let place = Places::new().take().await.unwrap();
+    let permit = ConnectionLimits::new().acquire().await.unwrap();
     let api = API.with(Arc::clone);
     let send = async {
         for piece in data.chunks(usize::from(size).max(1) * 16) {
@@ -65,7 +65,7 @@ async fn exchange(data: &[u8], size: u8, rights: &Rights) -> Vec<u8> {
     let mut answers = Vec::new();
     let receive = async { reader.read_to_end(&mut answers).await };
     let serve = async {
-        serve(server, api, rights, &place).await;
+        serve(server, api, peer, &permit).await;
     };
     let (_, _, received) = tokio::join!(send, serve, receive);
     received.unwrap();

@@ -326,7 +326,7 @@ fn daemon_that_is_always_at_upkeep() {
         store,
         group: None,
         listen: None,
-        access: cofolio_daemon::Access::default(),
+        auth: cofolio_daemon::AuthFiles::default(),
         settings: settings.clone(),
     };
     cofolio_daemon::serve(options, &|| Ok(settings.clone()), &|said| eprintln!("{said}")).unwrap();

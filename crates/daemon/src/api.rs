@@ -16,7 +16,7 @@ use tokio::sync::{Semaphore, oneshot};
 
 use crate::answers::{Files, Version};
 use crate::dashboard;
-use crate::http::{self, Reply, Rights, reply};
+use crate::http::{self, Peer, Reply, reply};
 use crate::metrics::Metrics;
 use crate::worker::{Encoded, Published, Question, Questions};
 
@@ -68,10 +68,10 @@ impl Default for Turns {
 }
 
 impl Turns {
-    fn of(&self, rights: &Rights) -> &Semaphore {
-        match rights {
-            Rights::All => &self.trusted,
-            Rights::Read(_) => &self.others,
+    fn of(&self, peer: &Peer) -> &Semaphore {
+        match peer {
+            Peer::Local => &self.trusted,
+            Peer::Remote(_) => &self.others,
         }
     }
 }
@@ -99,10 +99,10 @@ type Head = Request<()>;
 type Refusal = (StatusCode, String);
 
 impl Api {
-    pub(crate) async fn answer(&self, request: Request<Incoming>, rights: &Rights) -> Reply {
+    pub(crate) async fn answer(&self, request: Request<Incoming>, peer: &Peer) -> Reply {
         let (head, body) = request.into_parts();
         let mut answered = self
-            .route(&Request::from_parts(head, ()), body, rights)
+            .route(&Request::from_parts(head, ()), body, peer)
             .await
             .unwrap_or_else(|(status, why)| refusal(status, &why));
         if answered.status() == StatusCode::UNAUTHORIZED {
@@ -111,14 +111,9 @@ impl Api {
         answered
     }
 
-    async fn route(
-        &self,
-        request: &Head,
-        body: Incoming,
-        rights: &Rights,
-    ) -> Result<Reply, Refusal> {
-        if let Rights::Read(gate) = rights {
-            gate.guard().check(request.headers())?;
+    async fn route(&self, request: &Head, body: Incoming, peer: &Peer) -> Result<Reply, Refusal> {
+        if let Peer::Remote(auth) = peer {
+            auth.current().check(request.headers())?;
         }
         let path = request.uri().path();
         let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
@@ -128,17 +123,17 @@ impl Api {
             _ => return Ok(not_allowed("GET, HEAD, POST")),
         };
         match (is_post, &parts[..]) {
-            (true, ["v1", "sample" | "reclaim"]) if !matches!(rights, Rights::All) => {
+            (true, ["v1", "sample" | "reclaim"]) if !matches!(peer, Peer::Local) => {
                 Err((StatusCode::FORBIDDEN, "only through the unix socket".to_owned()))
             }
             (true, ["v1", "reclaim"]) => {
                 let request = reclaim_request(body).await?;
-                let to_come = self.ask(rights, |begun| Question::Reclaim(request, begun)).await?;
+                let to_come = self.ask(peer, |begun| Question::Reclaim(request, begun)).await?;
                 // Now pages go, and the client hears how many, however long it takes.
                 let reclaimed = to_come.await.map_err(|_| busy())?.map_err(|it| of_ledger(&it))?;
                 Ok(json_reply(StatusCode::OK, &reclaimed))
             }
-            (true, ["v1", "sample"]) => encoded(self.ask(rights, Question::Sample).await?).await,
+            (true, ["v1", "sample"]) => encoded(self.ask(peer, Question::Sample).await?).await,
             (false, ["v1", "version"]) => {
                 let version = env!("CARGO_PKG_VERSION").to_owned();
                 let answer = Version { api: VERSION, cofolio: version, store: self.store.clone() };
@@ -153,12 +148,12 @@ impl Api {
                 });
                 Ok(json_reply(StatusCode::OK, &value))
             }
-            (false, ["v1", "sharing"]) => self.sharing(request, rights).await,
+            (false, ["v1", "sharing"]) => self.sharing(request, peer).await,
             (false, ["v1", "images", domain, image, "files"]) => {
-                self.files(request, rights, domain, image).await
+                self.files(request, peer, domain, image).await
             }
             (false, ["v1", "objects", domain, object, "users"]) => {
-                self.users(rights, domain, object).await
+                self.users(peer, domain, object).await
             }
             (false, ["metrics"]) => {
                 let text = self.metrics.encode(&self.published);
@@ -171,12 +166,12 @@ impl Api {
         }
     }
 
-    async fn sharing(&self, request: &Head, rights: &Rights) -> Result<Reply, Refusal> {
+    async fn sharing(&self, request: &Head, peer: &Peer) -> Result<Reply, Refusal> {
         let domain = query(request, "domain");
         let domain = domain.unwrap_or(cofolio_store::DEFAULT_DOMAIN.into()).into_owned();
         let name = domain.clone();
         let shared =
-            self.ask(rights, |answer| Question::Sharing(domain, SHARING_MAX, answer)).await?;
+            self.ask(peer, |answer| Question::Sharing(domain, SHARING_MAX, answer)).await?;
         let shared = shared.ok_or_else(|| not_found(format!("no trust domain {name}")))?;
         let mut value = serde_json::to_value(shared).map_err(|it| internal(&it))?;
         value["domain"] = name.into();
@@ -186,7 +181,7 @@ impl Api {
     async fn files(
         &self,
         request: &Head,
-        rights: &Rights,
+        peer: &Peer,
         domain: &str,
         image: &str,
     ) -> Result<Reply, Refusal> {
@@ -202,10 +197,10 @@ impl Api {
             Some("resident") => Some(|file| file.resident_bytes),
             _ => return Err(bad_request("sort is path, size or resident")),
         };
-        let turn = tokio::time::timeout(TURN, self.lists.of(rights).acquire()).await;
+        let turn = tokio::time::timeout(TURN, self.lists.of(peer).acquire()).await;
         let Ok(Ok(_turn)) = turn else { return Err(busy()) };
         let name = domain.to_owned();
-        let files = self.ask(rights, |answer| Question::Files(name, digest, answer)).await?;
+        let files = self.ask(peer, |answer| Question::Files(name, digest, answer)).await?;
         let Some(mut files) = files else {
             return Err(not_found(format!("no image {image} in trust domain {domain}")));
         };
@@ -222,10 +217,10 @@ impl Api {
         .await
     }
 
-    async fn users(&self, rights: &Rights, domain: &str, object: &str) -> Result<Reply, Refusal> {
+    async fn users(&self, peer: &Peer, domain: &str, object: &str) -> Result<Reply, Refusal> {
         let digest = digest(object)?;
         let name = domain.to_owned();
-        let answer = self.ask(rights, |answer| Question::Users(name, digest, answer)).await?;
+        let answer = self.ask(peer, |answer| Question::Users(name, digest, answer)).await?;
         let Some(answer) = answer else {
             return Err(not_found(format!("no object {object} in trust domain {domain}")));
         };
@@ -234,11 +229,11 @@ impl Api {
 
     async fn ask<T>(
         &self,
-        rights: &Rights,
+        peer: &Peer,
         question: impl FnOnce(oneshot::Sender<Result<T, LedgerError>>) -> Question,
     ) -> Result<T, Refusal> {
         let (sender, mut receiver) = oneshot::channel();
-        if !self.questions.ask(question(sender), matches!(rights, Rights::All)) {
+        if !self.questions.ask(question(sender), matches!(peer, Peer::Local)) {
             return Err(busy());
         }
         let answered = match tokio::time::timeout(PATIENCE, &mut receiver).await {

@@ -23,14 +23,14 @@ use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::access::Gate;
 use crate::api::Api;
+use crate::auth::ReloadableAuth;
 
 pub(crate) type Reply = Response<Bytes>;
 
 /// Connections at one time, for each socket. More wait in the kernel's queue.
 const CONNECTIONS_MAX: usize = 64;
-/// Clients at one time in a TLS handshake, or waiting for a place after it, for each TCP address.
+/// Clients at one time in a TLS handshake, or waiting for a permit after it, for each TCP address.
 const HANDSHAKES_MAX: usize = 64;
 /// Bytes of a request's head.
 const HEAD_MAX: usize = 16 << 10;
@@ -48,9 +48,9 @@ const SMALL: usize = 16 << 10;
 /// What [`UNREAD_MAX`] is counted in.
 const UNIT: usize = 1 << 10;
 
-/// Free places for connections, and for what they have not read.
+/// Limits of one socket: connections, and what their clients have not read.
 #[derive(Debug, Clone)]
-pub(crate) struct Places {
+pub(crate) struct ConnectionLimits {
     connections: Arc<Semaphore>,
     handshakes: Arc<Semaphore>,
     unread: Arc<Semaphore>,
@@ -58,15 +58,15 @@ pub(crate) struct Places {
     ending: watch::Sender<bool>,
 }
 
-/// The place of one connection.
+/// The permit of one connection.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct ConnectionPermit {
     _connection: OwnedSemaphorePermit,
     unread: Arc<Semaphore>,
     ending: watch::Sender<bool>,
 }
 
-impl Places {
+impl ConnectionLimits {
     pub(crate) fn new() -> Self {
         Self {
             connections: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
@@ -76,36 +76,36 @@ impl Places {
         }
     }
 
-    /// Waits for a free place.
-    pub(crate) async fn take(&self) -> Option<Place> {
+    /// Waits until another connection may be served.
+    pub(crate) async fn acquire(&self) -> Option<ConnectionPermit> {
         let connection = Arc::clone(&self.connections).acquire_owned().await.ok()?;
         let (unread, ending) = (Arc::clone(&self.unread), self.ending.clone());
-        Some(Place { _connection: connection, unread, ending })
+        Some(ConnectionPermit { _connection: connection, unread, ending })
     }
 
     /// Waits until another handshake may begin. Clients in one are not known yet, so they take no
-    /// place of those that are.
-    pub(crate) async fn handshake(&self) -> Option<OwnedSemaphorePermit> {
+    /// permit of those that are.
+    pub(crate) async fn acquire_handshake(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.handshakes).acquire_owned().await.ok()
     }
 }
 
 /// Ends these tasks, which accept connections, has all connections end with the answers that are on
 /// their way, and waits for that.
-pub(crate) async fn end(accepting: Vec<(JoinHandle<()>, Places)>) {
+pub(crate) async fn end(accepting: Vec<(JoinHandle<()>, ConnectionLimits)>) {
     // All of them before the first is waited for.
-    for (task, places) in &accepting {
+    for (task, limits) in &accepting {
         task.abort();
-        places.ending.send_replace(true);
+        limits.ending.send_replace(true);
     }
     let all = u32::try_from(CONNECTIONS_MAX).unwrap_or(u32::MAX);
-    for (task, places) in accepting {
+    for (task, limits) in accepting {
         let _ = task.await;
-        let _ = places.connections.acquire_many(all).await;
+        let _ = limits.connections.acquire_many(all).await;
     }
 }
 
-impl Place {
+impl ConnectionPermit {
     /// The answer, counted as unread until its bytes are dropped.
     fn counted(&self, answer: Reply) -> Reply {
         let bytes = answer.body().len();
@@ -135,22 +135,22 @@ impl AsRef<[u8]> for Unread {
     }
 }
 
-/// What a connection is allowed to do.
+/// Whose connection it is, which says what it may do.
 #[derive(Clone)]
-pub(crate) enum Rights {
+pub(crate) enum Peer {
     /// Its client is root or in the configured group.
-    All,
-    /// Anybody could have connected: the guard in force decides about each request, which may only
+    Local,
+    /// Anybody could have connected: [`ReloadableAuth`] decides about each request, which may only
     /// read.
-    Read(Arc<Gate>),
+    Remote(Arc<ReloadableAuth>),
 }
 
 /// Answers the requests of one connection.
 pub(crate) async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     api: Arc<Api>,
-    rights: &Rights,
-    place: &Place,
+    peer: &Peer,
+    permit: &ConnectionPermit,
 ) {
     // When the last answer was made; locked while one is.
     let answering = &Mutex::new(Instant::now());
@@ -158,7 +158,7 @@ pub(crate) async fn serve(
         let api = Arc::clone(&api);
         async move {
             let mut made = answering.lock().await;
-            let answer = place.counted(api.answer(request, rights).await);
+            let answer = permit.counted(api.answer(request, peer).await);
             *made = Instant::now();
             api.metrics.count_request(answer.status());
             Ok::<_, Infallible>(answer.map(Full::new))
@@ -171,7 +171,7 @@ pub(crate) async fn serve(
         .serve_connection(TokioIo::new(stream), service);
     // Errors are the client's: it has gone, or does not speak HTTP.
     let mut connection = pin!(connection);
-    let mut ending = place.ending.subscribe();
+    let mut ending = permit.ending.subscribe();
     let mut ending = pin!(ending.wait_for(|ending| *ending));
     let ends = poll_fn(|context| match connection.as_mut().poll(context) {
         Poll::Ready(_) => Poll::Ready(true),
@@ -192,33 +192,33 @@ pub(crate) async fn serve(
 }
 
 /// Answers the requests of one TCP connection, after the TLS handshake if there is TLS, and when
-/// there is a place. It is counted as a handshake until then.
-pub(crate) async fn serve_guarded(
+/// there is a permit. It is counted as a handshake until then.
+pub(crate) async fn serve_remote(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     api: Arc<Api>,
-    gate: Arc<Gate>,
-    places: Places,
+    auth: Arc<ReloadableAuth>,
+    limits: ConnectionLimits,
     handshake: OwnedSemaphorePermit,
 ) {
-    let guard = gate.guard();
-    let rights = Rights::Read(gate);
-    let place = async {
-        let place = places.take().await;
+    let current = auth.current();
+    let peer = Peer::Remote(auth);
+    let permit = async {
+        let permit = limits.acquire().await;
         drop(handshake);
-        place
+        permit
     };
-    match guard.tls() {
+    match current.tls() {
         None => {
-            if let Some(place) = place.await {
-                serve(stream, api, &rights, &place).await;
+            if let Some(permit) = permit.await {
+                serve(stream, api, &peer, &permit).await;
             }
         }
         Some(tls) => {
             // A client without a right certificate fails here.
             if let Ok(Ok(stream)) = tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await
-                && let Some(place) = place.await
+                && let Some(permit) = permit.await
             {
-                serve(stream, api, &rights, &place).await;
+                serve(stream, api, &peer, &permit).await;
             }
         }
     }
@@ -241,7 +241,7 @@ mod tests {
     use tokio::time::sleep;
 
     use super::*;
-    use crate::access::Guard;
+    use crate::auth::Auth;
     use crate::worker::Question;
     use cofolio_node::ledger::Reclaimed;
 
@@ -253,14 +253,14 @@ mod tests {
 
     /// A client's end of a served connection, and what ends with it.
     async fn connect() -> (DuplexStream, JoinHandle<()>) {
-        connect_to(Api::without_ledger(), &Places::new()).await
+        connect_to(Api::without_ledger(), &ConnectionLimits::new()).await
     }
 
-    async fn connect_to(api: Api, places: &Places) -> (DuplexStream, JoinHandle<()>) {
+    async fn connect_to(api: Api, limits: &ConnectionLimits) -> (DuplexStream, JoinHandle<()>) {
         let (client, server) = tokio::io::duplex(4096);
-        let place = places.take().await.unwrap();
+        let permit = limits.acquire().await.unwrap();
         let api = Arc::new(api);
-        let serving = tokio::spawn(async move { serve(server, api, &Rights::All, &place).await });
+        let serving = tokio::spawn(async move { serve(server, api, &Peer::Local, &permit).await });
         (client, serving)
     }
 
@@ -268,9 +268,9 @@ mod tests {
         {\"target\": {\"domain\": \"it\"}}";
 
     /// Sends a reclaim. Gives the connection, and the question that it became.
-    async fn reclaim(places: &Places) -> (DuplexStream, Question) {
+    async fn reclaim(limits: &ConnectionLimits) -> (DuplexStream, Question) {
         let (api, questions) = Api::with_questions();
-        let (mut client, _) = connect_to(api, places).await;
+        let (mut client, _) = connect_to(api, limits).await;
         client.write_all(RECLAIM).await.unwrap();
         loop {
             if let Ok(question) = questions.try_recv() {
@@ -381,8 +381,8 @@ mod tests {
     #[test]
     fn a_reclaim_is_refused_or_answered() {
         with_clock(async {
-            let places = Places::new();
-            let (mut client, question) = reclaim(&places).await;
+            let limits = ConnectionLimits::new();
+            let (mut client, question) = reclaim(&limits).await;
             let Question::Reclaim(_, begun) = question else { panic!("{question:?}") };
             sleep(Duration::from_secs(59)).await;
             let (answer, to_come) = tokio::sync::oneshot::channel();
@@ -396,7 +396,7 @@ mod tests {
                 "{said}"
             );
 
-            let (mut client, question) = reclaim(&places).await;
+            let (mut client, question) = reclaim(&limits).await;
             let said = answer_of(&mut client).await;
             assert!(said.starts_with("HTTP/1.1 503"), "{said}");
             let Question::Reclaim(_, begun) = question else { panic!("{question:?}") };
@@ -408,11 +408,11 @@ mod tests {
     #[test]
     fn at_the_end_answers_on_their_way_arrive() {
         with_clock(async {
-            let (start, places) = (Instant::now(), Places::new());
-            let (_idle, serving) = connect_to(Api::without_ledger(), &places).await;
-            let (mut client, question) = reclaim(&places).await;
+            let (start, limits) = (Instant::now(), ConnectionLimits::new());
+            let (_idle, serving) = connect_to(Api::without_ledger(), &limits).await;
+            let (mut client, question) = reclaim(&limits).await;
             let accepting = tokio::spawn(std::future::pending());
-            let ending = tokio::spawn(end(vec![(accepting, places)]));
+            let ending = tokio::spawn(end(vec![(accepting, limits)]));
             serving.await.unwrap();
             sleep(Duration::from_secs(1)).await;
             // The ledger's thread has ended.
@@ -429,7 +429,7 @@ mod tests {
     #[test]
     fn at_the_end_clients_of_all_sockets_are_told_at_once() {
         with_clock(async {
-            let (busy, idle) = (Places::new(), Places::new());
+            let (busy, idle) = (ConnectionLimits::new(), ConnectionLimits::new());
             let (_client, _question) = reclaim(&busy).await;
             let (_idle, serving) = connect_to(Api::without_ledger(), &idle).await;
             let accepting = [busy, idle].map(|it| (tokio::spawn(std::future::pending()), it));
@@ -447,9 +447,9 @@ mod tests {
             let (api, questions) = Api::with_questions();
             // The answer does not fit into the pipe.
             let (mut client, server) = tokio::io::duplex(16);
-            let place = Places::new().take().await.unwrap();
+            let permit = ConnectionLimits::new().acquire().await.unwrap();
             let api = Arc::new(api);
-            tokio::spawn(async move { serve(server, api, &Rights::All, &place).await });
+            tokio::spawn(async move { serve(server, api, &Peer::Local, &permit).await });
             client.write_all(RECLAIM).await.unwrap();
             let second = Duration::from_secs(1);
             sleep(second).await;
@@ -465,25 +465,25 @@ mod tests {
         });
     }
 
-    /// Clients that began handshakes and did not end them took the places of those that had.
+    /// Clients that began handshakes and did not end them took the permits of those that had.
     #[test]
-    fn handshakes_take_no_places() {
+    fn handshakes_take_no_permits() {
         with_clock(async {
-            let (places, mut silent) = (Places::new(), Vec::new());
-            let gate = Arc::new(Gate::new(Guard::with_tls_for_test()));
+            let (limits, mut silent) = (ConnectionLimits::new(), Vec::new());
+            let auth = Arc::new(ReloadableAuth::new(Auth::with_tls_for_test()));
             let api = Arc::new(Api::without_ledger());
             for _ in 0..HANDSHAKES_MAX {
-                let handshake = places.handshake().await.unwrap();
+                let handshake = limits.acquire_handshake().await.unwrap();
                 let (client, server) = tokio::io::duplex(64);
-                let (api, gate) = (Arc::clone(&api), Arc::clone(&gate));
-                tokio::spawn(serve_guarded(server, api, gate, places.clone(), handshake));
+                let (api, auth) = (Arc::clone(&api), Arc::clone(&auth));
+                tokio::spawn(serve_remote(server, api, auth, limits.clone(), handshake));
                 silent.push(client);
             }
             let second = Duration::from_secs(1);
-            assert!(tokio::time::timeout(second, places.handshake()).await.is_err());
-            assert_eq!(places.connections.available_permits(), CONNECTIONS_MAX);
+            assert!(tokio::time::timeout(second, limits.acquire_handshake()).await.is_err());
+            assert_eq!(limits.connections.available_permits(), CONNECTIONS_MAX);
             sleep(HEAD_TIME).await;
-            assert_eq!(places.handshakes.available_permits(), HANDSHAKES_MAX);
+            assert_eq!(limits.handshakes.available_permits(), HANDSHAKES_MAX);
         });
     }
 
@@ -492,12 +492,12 @@ mod tests {
     fn a_tls_handshake_has_a_time() {
         with_clock(async {
             for parts in [&b""[..], &[22, 3, 1, 0x40, 0]] {
-                let (start, places) = (Instant::now(), Places::new());
+                let (start, limits) = (Instant::now(), ConnectionLimits::new());
                 let (mut client, server) = tokio::io::duplex(4096);
-                let handshake = places.handshake().await.unwrap();
-                let gate = Arc::new(Gate::new(Guard::with_tls_for_test()));
+                let handshake = limits.acquire_handshake().await.unwrap();
+                let auth = Arc::new(ReloadableAuth::new(Auth::with_tls_for_test()));
                 let api = Arc::new(Api::without_ledger());
-                let serving = tokio::spawn(serve_guarded(server, api, gate, places, handshake));
+                let serving = tokio::spawn(serve_remote(server, api, auth, limits, handshake));
                 let second = Duration::from_secs(1);
                 let mut sent = 0;
                 while !parts.is_empty() && client.write_all(&parts[sent.min(4)..]).await.is_ok() {
@@ -512,12 +512,12 @@ mod tests {
     #[test]
     fn connections_beyond_the_limit_wait() {
         with_clock(async {
-            let places = Places::new();
+            let limits = ConnectionLimits::new();
             let mut taken = Vec::new();
             for _ in 0..CONNECTIONS_MAX {
-                taken.push(places.take().await.unwrap());
+                taken.push(limits.acquire().await.unwrap());
             }
-            let one_more = || tokio::time::timeout(CONNECTION_TIME, places.take());
+            let one_more = || tokio::time::timeout(CONNECTION_TIME, limits.acquire());
             assert!(one_more().await.is_err());
             drop(taken.pop());
             assert!(one_more().await.is_ok());
@@ -546,10 +546,10 @@ mod tests {
     #[test]
     fn unread_answers_are_limited_together() {
         with_clock(async {
-            let places = Places::new();
-            let (one, two) = (places.take().await.unwrap(), places.take().await.unwrap());
+            let limits = ConnectionLimits::new();
+            let (one, two) = (limits.acquire().await.unwrap(), limits.acquire().await.unwrap());
             let large = || reply(StatusCode::OK, "text/plain", vec![b'x'; UNREAD_MAX / 4]);
-            let answer = |place: &Place| place.counted(large());
+            let answer = |permit: &ConnectionPermit| permit.counted(large());
             let mut held: Vec<Reply> = (0..4).map(|_| answer(&one)).collect();
             assert!(held.iter().all(|answer| answer.status() == StatusCode::OK));
             assert_eq!(answer(&two).status(), StatusCode::SERVICE_UNAVAILABLE);

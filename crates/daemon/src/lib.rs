@@ -1,7 +1,7 @@
 //! The daemon: the ledger of a store over HTTP, as JSON and as metrics, and scheduled upkeep.
 //!
 //! ```text
-//!   clients ──▶ unix socket, guarded TCP ──▶ http ──▶ api ──▶ the last report (shared)
+//!   clients ──▶ unix socket, authenticated TCP ──▶ http ──▶ api ──▶ the last report (shared)
 //!                    (async, one thread)                └────▶ questions ─▶ ledger thread
 //!                                                                            │
 //!                                            upkeep thread                 Ledger
@@ -13,9 +13,9 @@
 //!
 //! [`Client`] asks a running daemon. It blocks, so that its users need no async.
 
-mod access;
 mod answers;
 mod api;
+mod auth;
 mod client;
 mod dashboard;
 mod http;
@@ -26,8 +26,8 @@ mod serve;
 mod upkeep;
 mod worker;
 
-pub use access::Access;
 pub use answers::{Files, Users, Version};
+pub use auth::AuthFiles;
 pub use client::{Client, ClientError};
 #[cfg(fuzzing)]
 pub use http::fuzz;

@@ -12,7 +12,7 @@ use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
-use crate::access::Guard;
+use crate::auth::Auth;
 
 /// Why the daemon cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -117,9 +117,9 @@ fn is_answered(path: &Path) -> io::Result<bool> {
     Ok(matches!(connected, Ok(()) | Err(Errno::AGAIN)))
 }
 
-/// Listens at an address, if the guard is enough for it.
-pub(crate) fn tcp(address: SocketAddr, guard: &Guard) -> Result<TcpListener, ListenError> {
-    guard.check_address(address)?;
+/// Listens at an address, if clients are authenticated well enough for it.
+pub(crate) fn tcp(address: SocketAddr, auth: &Auth) -> Result<TcpListener, ListenError> {
+    auth.check_address(address)?;
     TcpListener::bind(address).map_err(failed(address))
 }
 
@@ -130,8 +130,8 @@ pub(crate) enum Listener {
     Tcp(TcpListener),
 }
 
-/// What a passed descriptor is. A TCP socket has to be guarded, too.
-pub(crate) fn passed(socket: OwnedFd, guard: &Guard) -> Result<Listener, ListenError> {
+/// What a passed descriptor is. Clients at a TCP socket have to be authenticated, too.
+pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenError> {
     let at = || failed("the socket that was passed to it");
     let family = sockopt::socket_domain(&socket).map_err(|error| at()(error.into()))?;
     if family == AddressFamily::UNIX {
@@ -139,7 +139,7 @@ pub(crate) fn passed(socket: OwnedFd, guard: &Guard) -> Result<Listener, ListenE
     }
     let listener = TcpListener::from(socket);
     let address = listener.local_addr().map_err(at())?;
-    guard.check_address(address)?;
+    auth.check_address(address)?;
     Ok(Listener::Tcp(listener))
 }
 

@@ -15,9 +15,9 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, mpsc};
 
-use crate::access::{Access, Gate, Guard};
 use crate::api::{Api, ENCODERS_MAX, Turns};
-use crate::http::{self, Places, Rights};
+use crate::auth::{Auth, AuthFiles, ReloadableAuth};
+use crate::http::{self, ConnectionLimits, Peer};
 use crate::listen::{self, ListenError, Listener};
 use crate::metrics::Metrics;
 use crate::upkeep::{self, Done, Schedule, Work};
@@ -37,7 +37,7 @@ pub struct Options {
     /// A TCP address to listen at as well, for reading.
     pub listen: Option<SocketAddr>,
     /// What clients at TCP addresses must show. A reload reads its files again.
-    pub access: Access,
+    pub auth: AuthFiles,
     /// What a reload may change.
     pub settings: Settings,
 }
@@ -71,7 +71,7 @@ pub enum DaemonError {
 }
 
 /// Serves until SIGTERM or SIGINT. At SIGHUP takes the settings that `reload` gives and reads the
-/// files of [`Options::access`] again; if one of these fails, all stays as it was. `said` hears
+/// files of [`Options::auth`] again; if one of these fails, all stays as it was. `said` hears
 /// what an operator should know: where it listens, and what fails.
 ///
 /// # Errors
@@ -82,8 +82,8 @@ pub fn serve(
     said: &(dyn Fn(&str) + Sync),
 ) -> Result<(), DaemonError> {
     let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
-    let guard = Guard::new(&options.access)?;
-    let passed = passed.into_iter().map(|socket| listen::passed(socket, &guard));
+    let auth = Auth::new(&options.auth)?;
+    let passed = passed.into_iter().map(|socket| listen::passed(socket, &auth));
     let mut listeners = passed.collect::<Result<Vec<_>, ListenError>>()?;
     let is_activated = !listeners.is_empty();
     if is_activated {
@@ -91,9 +91,9 @@ pub fn serve(
     }
     // Before the unix socket: an address that is refused leaves none.
     if let Some(address) = options.listen {
-        let tcp = listen::tcp(address, &guard)?;
+        let tcp = listen::tcp(address, &auth)?;
         let address = tcp.local_addr().unwrap_or(address);
-        let scheme = if guard.tls().is_some() { "https" } else { "http" };
+        let scheme = if auth.tls().is_some() { "https" } else { "http" };
         said(&format!("listening at {scheme}://{address}/"));
         listeners.push(Listener::Tcp(tcp));
     }
@@ -122,7 +122,7 @@ pub fn serve(
         store: store.id().to_owned(),
         lists: Turns::default(),
     });
-    let gate = Arc::new(Gate::new(guard));
+    let auth = Arc::new(ReloadableAuth::new(auth));
     let broken = Arc::new(Notify::new());
     // If a thread panics, all of it ends: the service's manager starts it again.
     let watched = || OnDrop(|| broken.notify_one());
@@ -150,11 +150,11 @@ pub fn serve(
             .and_then(|_| {
                 // systemd keeps the sockets that it passed.
                 let socket = (!is_activated).then_some(options.socket.as_path());
-                let reload = || match read_again(&settings, reload, &gate, &options.access) {
+                let reload = || match read_again(&settings, reload, &auth, &options.auth) {
                     Ok(()) => said("the settings were read again"),
                     Err(why) => said(&format!("the settings stay as they are: {why}")),
                 };
-                let served = (api, Arc::clone(&gate));
+                let served = (api, Arc::clone(&auth));
                 let told = (&reload as &dyn Fn(), &end as &dyn Fn());
                 listen_until_told(listeners, socket, served, told, Arc::clone(&broken))
             })
@@ -189,13 +189,13 @@ impl<F: Fn()> Drop for OnDrop<F> {
 fn read_again(
     settings: &RwLock<Settings>,
     reload: Reload<'_>,
-    gate: &Gate,
-    access: &Access,
+    auth: &ReloadableAuth,
+    files: &AuthFiles,
 ) -> Result<(), String> {
     let new = reload()?;
-    let guard = Guard::new(access).map_err(|error| with_causes(&error))?;
+    let new_auth = Auth::new(files).map_err(|error| with_causes(&error))?;
     *settings.write().unwrap_or_else(PoisonError::into_inner) = new;
-    gate.replace(guard);
+    auth.replace(new_auth);
     Ok(())
 }
 
@@ -207,7 +207,7 @@ const ENDING_TIME: Duration = Duration::from_secs(5);
 fn listen_until_told(
     listeners: Vec<Listener>,
     socket: Option<&Path>,
-    (api, gate): (Arc<Api>, Arc<Gate>),
+    (api, auth): (Arc<Api>, Arc<ReloadableAuth>),
     (reload, end): (&dyn Fn(), &dyn Fn()),
     broken: Arc<Notify>,
 ) -> Result<(), DaemonError> {
@@ -232,22 +232,22 @@ fn listen_until_told(
         });
         let mut accepting = Vec::new();
         for listener in listeners {
-            // Each socket has places of its own: clients at one cannot take those of another.
-            let (api, places) = (Arc::clone(&api), Places::new());
-            let its_places = places.clone();
+            // Each socket has limits of its own: clients at one cannot use up those of another.
+            let (api, limits) = (Arc::clone(&api), ConnectionLimits::new());
+            let its_limits = limits.clone();
             let task = match listener {
                 Listener::Unix(unix) => {
                     unix.set_nonblocking(true).map_err(DaemonError::Start)?;
                     let unix = UnixListener::from_std(unix).map_err(DaemonError::Start)?;
-                    tokio::spawn(accept_unix(unix, api, places))
+                    tokio::spawn(accept_unix(unix, api, limits))
                 }
                 Listener::Tcp(tcp) => {
                     tcp.set_nonblocking(true).map_err(DaemonError::Start)?;
                     let tcp = TcpListener::from_std(tcp).map_err(DaemonError::Start)?;
-                    tokio::spawn(accept_tcp(tcp, api, places, Arc::clone(&gate)))
+                    tokio::spawn(accept_tcp(tcp, api, limits, Arc::clone(&auth)))
                 }
             };
-            accepting.push((task, its_places));
+            accepting.push((task, its_limits));
         }
         notify(&[NotifyState::Ready]);
         while told.recv().await == Some(SignalKind::hangup()) {
@@ -268,13 +268,13 @@ fn listen_until_told(
     })
 }
 
-async fn accept_unix(listener: UnixListener, api: Arc<Api>, places: Places) {
-    while let Some(place) = places.take().await {
+async fn accept_unix(listener: UnixListener, api: Arc<Api>, limits: ConnectionLimits) {
+    while let Some(permit) = limits.acquire().await {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let api = Arc::clone(&api);
                 tokio::spawn(async move {
-                    http::serve(stream, api, &Rights::All, &place).await;
+                    http::serve(stream, api, &Peer::Local, &permit).await;
                 });
             }
             Err(_) => pause().await,
@@ -282,12 +282,17 @@ async fn accept_unix(listener: UnixListener, api: Arc<Api>, places: Places) {
     }
 }
 
-async fn accept_tcp(listener: TcpListener, api: Arc<Api>, places: Places, gate: Arc<Gate>) {
-    while let Some(handshake) = places.handshake().await {
+async fn accept_tcp(
+    listener: TcpListener,
+    api: Arc<Api>,
+    limits: ConnectionLimits,
+    auth: Arc<ReloadableAuth>,
+) {
+    while let Some(handshake) = limits.acquire_handshake().await {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let (api, gate, places) = (Arc::clone(&api), Arc::clone(&gate), places.clone());
-                tokio::spawn(http::serve_guarded(stream, api, gate, places, handshake));
+                let (api, auth, limits) = (Arc::clone(&api), Arc::clone(&auth), limits.clone());
+                tokio::spawn(http::serve_remote(stream, api, auth, limits, handshake));
             }
             Err(_) => pause().await,
         }

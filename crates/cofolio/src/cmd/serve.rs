@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cofolio_daemon::{Access, Options, Schedule, Settings};
+use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
 use cofolio_node::config::{Config, DEFAULT_PATH, Loaded};
 use cofolio_node::ledger::ReclaimPolicy;
 
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         socket: args.socket.clone().unwrap_or_else(|| context.socket()),
         group: args.group.clone().or_else(|| config.group.clone()),
         listen: args.listen.or(config.listen),
-        access: Access {
+        auth: AuthFiles {
             certificate: config.tls_certificate.clone(),
             key: config.tls_key.clone(),
             client_ca: config.tls_client_ca.clone(),

@@ -22,7 +22,7 @@ use crate::listen::ListenError;
 /// What a client at a TCP address must show. By default nothing, which only loopback addresses
 /// allow. These are paths: the files are read when the daemon starts and at each reload.
 #[derive(Clone, Debug, Default)]
-pub struct Access {
+pub struct AuthFiles {
     /// PEM file with the server's certificate and those that lead to its authority.
     pub certificate: Option<PathBuf>,
     /// PEM file with the key of that certificate.
@@ -36,16 +36,16 @@ pub struct Access {
 /// Characters that a token has at least.
 const TOKEN_MIN: usize = 16;
 
-/// Decides who may read: [`Access`] with its files read.
-pub(crate) struct Guard {
+/// Decides who may read: [`AuthFiles`] with its files read.
+pub(crate) struct Auth {
     tls: Option<TlsAcceptor>,
     has_client_ca: bool,
     token: Option<Box<[u8]>>,
 }
 
-impl Guard {
-    pub(crate) fn new(access: &Access) -> Result<Self, ListenError> {
-        let Access { certificate, key, client_ca, token } = access;
+impl Auth {
+    pub(crate) fn new(files: &AuthFiles) -> Result<Self, ListenError> {
+        let AuthFiles { certificate, key, client_ca, token } = files;
         let tls = match (certificate, key) {
             (Some(certificate), Some(key)) => Some(tls(certificate, key, client_ca.as_deref())?),
             (None, None) if client_ca.is_none() => None,
@@ -57,8 +57,8 @@ impl Guard {
 
     /// Other machines may reach an address only if TLS hides what is said, and clients are known.
     pub(crate) fn check_address(&self, address: SocketAddr) -> Result<(), ListenError> {
-        let is_guarded = self.tls.is_some() && (self.has_client_ca || self.token.is_some());
-        match address.ip().is_loopback() || is_guarded {
+        let is_enough = self.tls.is_some() && (self.has_client_ca || self.token.is_some());
+        match address.ip().is_loopback() || is_enough {
             true => Ok(()),
             false => Err(ListenError::Unguarded(address)),
         }
@@ -83,25 +83,25 @@ impl Guard {
     }
 }
 
-/// The guard in force. A reload replaces it.
-pub(crate) struct Gate(RwLock<Arc<Guard>>);
+/// The [`Auth`] in force. A reload replaces it.
+pub(crate) struct ReloadableAuth(RwLock<Arc<Auth>>);
 
-impl Gate {
-    pub(crate) fn new(guard: Guard) -> Self {
-        Self(RwLock::new(Arc::new(guard)))
+impl ReloadableAuth {
+    pub(crate) fn new(auth: Auth) -> Self {
+        Self(RwLock::new(Arc::new(auth)))
     }
 
-    pub(crate) fn guard(&self) -> Arc<Guard> {
+    pub(crate) fn current(&self) -> Arc<Auth> {
         Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn replace(&self, guard: Guard) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(guard);
+    pub(crate) fn replace(&self, auth: Auth) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(auth);
     }
 }
 
 #[cfg(any(test, fuzzing))]
-impl Guard {
+impl Auth {
     /// At a plain loopback address.
     pub(crate) fn for_test(token: Option<&str>) -> Self {
         Self { tls: None, has_client_ca: false, token: token.map(|it| it.as_bytes().into()) }
@@ -207,18 +207,18 @@ mod tests {
 
     #[test]
     fn only_the_token_itself_is_accepted() {
-        let guard = Guard::for_test(Some("0123456789abcdef"));
+        let auth = Auth::for_test(Some("0123456789abcdef"));
         let check = |value: &'static str| {
             let mut headers = HeaderMap::new();
             headers.insert(AUTHORIZATION, HeaderValue::from_static(value));
-            guard.check(&headers).is_ok()
+            auth.check(&headers).is_ok()
         };
         assert!(check("Bearer 0123456789abcdef") && check("bearer 0123456789abcdef "));
         for wrong in ["", "Bearer", "Bearer ", "0123456789abcdef", "Basic 0123456789abcdef"] {
             assert!(!check(wrong), "{wrong}");
         }
         assert!(!check("Bearer 0123456789abcde") && !check("Bearer 0123456789abcdef0"));
-        assert!(guard.check(&HeaderMap::new()).is_err());
+        assert!(auth.check(&HeaderMap::new()).is_err());
     }
 
     #[test]
