@@ -18,7 +18,8 @@ use crate::answers::{Files, Version};
 use crate::dashboard;
 use crate::http::{self, Peer, Reply, reply};
 use crate::metrics::Metrics;
-use crate::worker::{Encoded, Published, Question, Questions};
+use crate::published::{Encoded, Published};
+use crate::worker::{Question, Questions};
 
 /// Version of the API, which is in its paths.
 pub(crate) const VERSION: u32 = 1;

@@ -22,6 +22,7 @@ mod http;
 mod listen;
 mod metrics;
 mod pace;
+mod published;
 mod serve;
 mod upkeep;
 mod worker;

@@ -16,8 +16,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::published::{Costs, Encoded, Published};
 use crate::upkeep::Done;
-use crate::worker::{Costs, Encoded, Published};
 
 /// Images with figures of their own.
 const IMAGES_MAX: usize = 50;

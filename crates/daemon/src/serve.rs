@@ -20,8 +20,9 @@ use crate::auth::{Auth, AuthFiles, ReloadableAuth};
 use crate::http::{self, ConnectionLimits, Peer};
 use crate::listen::{self, ListenError, Listener};
 use crate::metrics::Metrics;
+use crate::published::Published;
 use crate::upkeep::{self, Done, Schedule, Work};
-use crate::worker::{Published, Worker};
+use crate::worker::Worker;
 
 /// What to serve, and where.
 #[derive(Debug)]

@@ -2,28 +2,22 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
 use cofolio_node::ledger::{
-    Budget, ImageFile, Ledger, LedgerError, ReclaimRequest, Reclaimed, Report, ResidentSharing,
-    thread_time,
+    Budget, ImageFile, Ledger, LedgerError, ReclaimRequest, Reclaimed, ResidentSharing, thread_time,
 };
 use cofolio_store::Digest;
 use cofolio_store::task::Cancel;
-use hyper::body::Bytes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use serde::Serialize;
 use tokio::sync::oneshot;
 
 use crate::answers::Users;
 use crate::pace::Pace;
+use crate::published::{Costs, Encoded, Published};
 use crate::serve::Settings;
 
-/// Points of the history: one a minute, for a day.
-const HISTORY_MAX: usize = 1440;
-const HISTORY_INTERVAL: Duration = Duration::from_secs(60);
 /// How long the thread sleeps at most, and at least between two steps that need processor time.
 const TICK: Duration = Duration::from_millis(100);
 /// How long opened files wait in the kernel's queue at most. They keep their mount busy there, and
@@ -33,107 +27,6 @@ const OPENS_WAIT: Duration = Duration::from_millis(50);
 const STEP_MAX: Duration = Duration::from_millis(5);
 /// Share of a processor for answers to anybody who can connect to a TCP address.
 const ANSWERS_SHARE: f64 = 0.05;
-
-/// What the machine held at a time of the past. Sizes are bytes.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Point {
-    time: i64,
-    page_cache_bytes: u64,
-    resident_bytes: u64,
-    used_bytes: u64,
-    saved_bytes: u64,
-}
-
-/// A report, with its JSON as soon as somebody asks for that. It can have 20 MB, so it is made once
-/// and all readers have the same bytes.
-#[derive(Debug, Default)]
-pub(crate) struct Encoded {
-    pub(crate) report: Report,
-    json: OnceLock<Bytes>,
-}
-
-impl Encoded {
-    /// The JSON, if it was made already.
-    pub(crate) fn made(&self) -> Option<Bytes> {
-        self.json.get().cloned()
-    }
-
-    /// Makes the JSON, unless another thread has.
-    pub(crate) fn make(&self) -> Bytes {
-        // No field of a report can fail to be encoded.
-        let encode = || serde_json::to_vec(&self.report).unwrap_or_default().into();
-        self.json.get_or_init(encode).clone()
-    }
-}
-
-/// The last figures, for any number of readers.
-#[derive(Debug, Default)]
-pub(crate) struct Published {
-    report: RwLock<Arc<Encoded>>,
-    history: Mutex<VecDeque<Point>>,
-    costs: Mutex<Costs>,
-    /// Seconds from one report to the next.
-    period: AtomicU64,
-}
-
-/// What the daemon itself takes.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Costs {
-    /// Processor time of the ledger's thread so far.
-    pub(crate) ledger: Duration,
-    /// Bytes of the page cache that the policy has freed so far.
-    pub(crate) reclaimed_bytes: u64,
-    /// Bytes of the usage lists.
-    pub(crate) usage_bytes: u64,
-    pub(crate) lists: u64,
-    pub(crate) entries: u64,
-}
-
-impl Published {
-    pub(crate) fn report(&self) -> Arc<Encoded> {
-        Arc::clone(&self.report.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    pub(crate) fn history(&self) -> Vec<Point> {
-        let history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
-        history.iter().copied().collect()
-    }
-
-    pub(crate) fn costs(&self) -> Costs {
-        *self.costs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn period_seconds(&self) -> u64 {
-        self.period.load(Relaxed)
-    }
-
-    #[cfg(test)]
-    pub(crate) fn of(report: Report) -> Self {
-        let published = Self::default();
-        published.publish(report);
-        published
-    }
-
-    fn publish(&self, report: Report) {
-        let new = Arc::new(Encoded { report, json: OnceLock::new() });
-        *self.report.write().unwrap_or_else(PoisonError::into_inner) = new;
-    }
-}
-
-impl Point {
-    fn of(report: &Report) -> Self {
-        let sum = |of: fn(&cofolio_node::ledger::DomainAccount) -> u64| {
-            report.domains.iter().map(of).sum()
-        };
-        Self {
-            time: report.time,
-            page_cache_bytes: report.machine.page_cache_bytes,
-            resident_bytes: sum(|it| it.resident_bytes),
-            used_bytes: sum(|it| it.used_bytes),
-            saved_bytes: sum(|it| it.saved_bytes),
-        }
-    }
-}
 
 /// The answer to a question, or why there is none.
 type Answer<T> = oneshot::Sender<Result<T, LedgerError>>;
@@ -252,7 +145,7 @@ impl Worker {
             let settings = self.settings.read().unwrap_or_else(PoisonError::into_inner);
             pace.share = settings.share;
             due.set_period(settings.period);
-            self.published.period.store(settings.period.as_secs(), Relaxed);
+            self.published.set_period(settings.period);
             self.ledger.set_policy(settings.reclaim);
             drop(settings);
             let was_asked = self.answer_one(&mut answers);
@@ -320,30 +213,15 @@ impl Worker {
 
     fn report(&mut self) -> Result<Arc<Encoded>, LedgerError> {
         let report = self.ledger.report()?;
-        let point = Point::of(&report);
-        self.published.publish(report);
         let usage = self.ledger.usage_cost();
-        *self.published.costs.lock().unwrap_or_else(PoisonError::into_inner) = Costs {
+        let costs = Costs {
             ledger: thread_time(),
             reclaimed_bytes: self.ledger.policy_freed_bytes(),
             usage_bytes: usage.bytes,
             lists: usage.lists,
             entries: usage.entries,
         };
-        let mut history = self.published.history.lock().unwrap_or_else(PoisonError::into_inner);
-        let interval = i64::try_from(HISTORY_INTERVAL.as_secs()).unwrap_or(60);
-        let is_next = |last: &Point| {
-            // Or the clock was set back.
-            last.time + interval <= point.time || point.time < last.time
-        };
-        if history.back().is_none_or(is_next) {
-            if history.len() == HISTORY_MAX {
-                history.pop_front();
-            }
-            history.push_back(point);
-        }
-        drop(history);
-        Ok(self.published.report())
+        Ok(self.published.publish(report, costs))
     }
 
     /// Skips questions whose client has left or timed out.
