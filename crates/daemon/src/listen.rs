@@ -8,11 +8,19 @@ use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use nix::unistd::Group;
 use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use crate::auth::Auth;
+
+/// What a program without the C library's modules for other sources has to say of a missing group.
+const GROUPS_SEEN: &str = if cfg!(target_env = "musl") {
+    " in /etc/group or known to nscd: this static build asks no other source; use the group's number"
+} else {
+    ""
+};
 
 /// Why the daemon cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -33,8 +41,16 @@ pub enum ListenError {
     #[error("{} exists and is no socket", .0.display())]
     NoSocket(PathBuf),
     /// The group that may use the socket does not exist.
-    #[error("there is no group {0}")]
+    #[error("there is no group {0}{GROUPS_SEEN}")]
     NoGroup(String),
+    /// The group that may use the socket could not be looked up.
+    #[error("looking up group {name}")]
+    Group {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
     /// Other machines can reach the address, and nothing keeps them out.
     #[error("{0} is not a loopback address: it needs TLS and either a client CA or a token")]
     Unguarded(SocketAddr),
@@ -143,13 +159,26 @@ pub(crate) fn passed(socket: OwnedFd, auth: &Auth) -> Result<Listener, ListenErr
     Ok(Listener::Tcp(listener))
 }
 
-/// Number of a group, by name or number.
+/// Number of a group, by name or number. Names are looked up as the system is configured
+/// (nsswitch.conf(5)), which may ask LDAP or systemd-userdb.
 fn group_id(name: &str) -> Result<u32, ListenError> {
     if let Ok(number) = name.parse() {
         return Ok(number);
     }
-    let missing = || ListenError::NoGroup(name.to_owned());
-    let text = std::fs::read_to_string("/etc/group").map_err(failed("/etc/group"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    line.and_then(|line| line.split(':').nth(1)?.parse().ok()).ok_or_else(missing)
+    let found = Group::from_name(name)
+        .map_err(|errno| ListenError::Group { name: name.to_owned(), source: errno.into() })?;
+    found.map(|group| group.gid.as_raw()).ok_or_else(|| ListenError::NoGroup(name.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_has_a_name_or_a_number() {
+        assert_eq!(group_id("root").unwrap(), 0);
+        assert_eq!(group_id("65533").unwrap(), 65533);
+        let missing = group_id("no-such-group").unwrap_err();
+        assert!(matches!(missing, ListenError::NoGroup(_)), "{missing}");
+    }
 }
