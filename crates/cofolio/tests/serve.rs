@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,71 +14,172 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, UsedImage};
 use common::daemon::{Daemon, request};
-use common::{Killed, Sandbox, can_mount};
-use serde_json::{Value, json};
+use common::{Killed, Sandbox, can_mount, skip};
+use serde_json::Value;
 
-/// Keys of all objects in a value.
-fn keys(value: &Value, into: &mut BTreeSet<String>) {
+/// Types by the path of a field, as `docs/API.md` writes both.
+type Schema = BTreeMap<String, BTreeSet<&'static str>>;
+
+/// Adds the fields of a value.
+fn add_fields(schema: &mut Schema, path: &str, value: &Value) {
+    let kind = match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(number) if number.is_f64() => "number",
+        Value::Number(_) => "integer",
+        Value::String(_) => "string",
+        Value::Array(_) => "list",
+        Value::Object(_) => "object",
+    };
+    // Elements of lists that are objects have no row of their own.
+    if !(path.is_empty() || path.ends_with("[]") && value.is_object()) {
+        schema.entry(path.to_owned()).or_default().insert(kind);
+    }
     match value {
-        Value::Object(fields) => {
-            into.extend(fields.keys().cloned());
-            fields.values().for_each(|value| keys(value, into));
+        Value::Object(fields) => fields.iter().for_each(|(name, value)| {
+            let dot = if path.is_empty() { "" } else { "." };
+            add_fields(schema, &format!("{path}{dot}{name}"), value);
+        }),
+        Value::Array(values) => {
+            values.iter().for_each(|value| add_fields(schema, &format!("{path}[]"), value));
         }
-        Value::Array(values) => values.iter().for_each(|value| keys(value, into)),
         _ => {}
     }
 }
 
-fn api_doc() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/API.md");
-    std::fs::read_to_string(path).unwrap()
+/// The fields of these values together.
+fn schema_of<'v>(values: impl IntoIterator<Item = &'v Value>) -> Schema {
+    let mut schema = Schema::new();
+    values.into_iter().for_each(|value| add_fields(&mut schema, "", value));
+    schema
 }
 
-/// Words in backquotes of a part of a text.
-fn quoted(text: &str) -> BTreeSet<&str> {
-    text.split('`').skip(1).step_by(2).collect()
+/// The rows of the table under a heading of `docs/API.md`, each as its cells.
+fn table<'d>(doc: &'d str, heading: &str) -> Vec<Vec<&'d str>> {
+    let (_, section) = doc.split_once(&format!("\n{heading}\n")).expect(heading);
+    let lines = section.lines().skip_while(|line| !line.starts_with('|'));
+    let rows = lines.take_while(|line| line.starts_with('|')).skip(2);
+    rows.map(|row| row.trim_matches('|').split('|').map(str::trim).collect()).collect()
 }
 
-/// Every field and metric is documented, and every documented one exists.
+/// Every field is in the table under a heading with its type and a meaning, and every row of the
+/// table is a field.
+fn assert_documented(doc: &str, heading: &str, found: &Schema) {
+    let mut documented = BTreeSet::new();
+    for row in table(doc, heading) {
+        let [path, types, meaning] = row[..] else { panic!("{heading}: {row:?}") };
+        let path = path.trim_matches('`');
+        let types: BTreeSet<_> = types.split(" or ").collect();
+        let seen = found.get(path).unwrap_or_else(|| panic!("{heading}: the API has no {path}"));
+        assert!(seen.is_subset(&types), "{heading}: {path} is {seen:?}, and not {types:?}");
+        assert!(!meaning.is_empty() && documented.insert(path), "{heading}: {row:?}");
+    }
+    for path in found.keys() {
+        assert!(documented.contains(path.as_str()), "docs/API.md, {heading}: no row for {path}");
+    }
+}
+
+/// Every metric is in the table with its type and labels, and every row of the table is a metric.
+fn assert_metrics_documented(doc: &str, text: &str) {
+    let name_of = |line: &str| line.split(['{', ' ']).next().unwrap().to_owned();
+    let mut found = BTreeMap::new();
+    for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE cofolio_")) {
+        let (name, kind) = line.split_once(' ').unwrap();
+        let total = if kind == "counter" { "_total" } else { "" };
+        found.insert(format!("{name}{total}"), (kind.to_owned(), None));
+    }
+    for line in text.lines().filter_map(|line| line.strip_prefix("cofolio_")) {
+        let labels = line.split_once('{').map_or("", |(_, labels)| labels);
+        let labels = labels.split("\",").filter_map(|label| Some(label.split_once('=')?.0));
+        let (_, seen) = found.get_mut(&name_of(line)).expect(line);
+        *seen = Some(labels.map(str::to_owned).collect::<BTreeSet<_>>());
+    }
+    let mut documented = BTreeSet::new();
+    for row in table(doc, "## Metrics") {
+        let [name, kind, labels, meaning] = row[..] else { panic!("{row:?}") };
+        let name = name.trim_matches('`');
+        let (seen_kind, seen) = found.get(name).unwrap_or_else(|| panic!("no metric {name}"));
+        assert_eq!(seen_kind, kind, "{name}");
+        let labels = labels.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+        // One whose figure is not known has no sample.
+        assert!(seen.as_ref().is_none_or(|seen| *seen == labels), "{name}: {seen:?} {labels:?}");
+        assert!(!meaning.is_empty() && documented.insert(name.to_owned()), "{row:?}");
+    }
+    assert_eq!(found.into_keys().collect::<BTreeSet<_>>(), documented);
+}
+
+/// Only words were compared. So a field could be missing from the table of its answer if another
+/// answer has a field of that name, and its type could be wrong.
 #[test]
 fn the_api_is_as_documented() {
-    if !can_mount("the_api_is_as_documented") {
+    let test = "the_api_is_as_documented";
+    if !can_mount(test) {
         return;
     }
+    let name = format!("cofolio-{test}-{}", std::process::id());
+    let made = Hierarchy::find(Path::new("/")).and_then(|hierarchy| hierarchy.create(&name));
+    let group = match made {
+        Ok(group) => group,
+        Err(reason) => return skip(test, &reason.to_string()),
+    };
     let sandbox = Sandbox::new();
     let image = sandbox.import_tree("tree");
     let target = sandbox.text("mnt");
     sandbox.run(&["mount", "--create", "tree", &target]).ok();
+    // Makes the commons.
+    sandbox.run(&["warm", "tree"]).ok();
     let daemon = Daemon::start(&sandbox, &[]);
-    // A process that maps a file of it.
-    let mut tail = Command::new("tail");
-    tail.args(["-f", &format!("{target}/big")]).stdout(Stdio::null());
+    // From now on it sees opened files of the mount.
+    daemon.sample();
+    // A container whose process has opened a file.
+    let run = "echo 0 >\"$0\" && exec tail -f \"$1\"";
+    let mut tail = Command::new("sh");
+    tail.args(["-c", run]).arg(group.procs()).arg(format!("{target}/big")).stdout(Stdio::null());
     let holder = Killed::start(&mut tail);
-    let report = daemon.sample();
-    let found = daemon.json("/v1/report");
-    assert_eq!(found["images"][0]["image"], image.as_str());
-    let sharing = daemon.json("/v1/sharing?domain=default");
-    let files = daemon.json(&format!("/v1/images/default/{image}/files?sort=size&limit=1"));
-    assert_eq!((&files["total"], &files["files"][0]["path"]), (&3.into(), &"/big".into()));
-    let object = files["files"][0]["object"].as_str().unwrap();
-    let users = daemon.json(&format!("/v1/objects/default/{object}/users"));
-    let doc = api_doc();
-    let mut seen = BTreeSet::new();
-    for value in [&report, &found, &sharing, &files, &users] {
-        keys(value, &mut seen);
-    }
-    for target in [
-        json!({ "container": "/" }),
-        json!({ "image": { "domain": "default", "image": image } }),
-        json!({ "domain": "default" }),
+    let report = common::machine::until("the container uses an object", || {
+        let report = daemon.sample();
+        (!report["containers"].as_array().unwrap().is_empty()).then_some(report)
+    });
+    assert_eq!(report["images"][0]["image"], image.as_str());
+    let doc =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/API.md"))
+            .unwrap();
+    let files = format!("/v1/images/default/{image}/files?sort=%73ize&limit=1");
+    let object = daemon.json(&files)["files"][0]["object"].as_str().unwrap().to_owned();
+    for (heading, path) in [
+        ("version", "/v1/version"),
+        ("report", "/v1/report"),
+        ("history", "/v1/history"),
+        ("sharing", "/v1/sharing?domain=default"),
+        ("images/DOMAIN/IMAGE/files", &files),
+        ("objects/DOMAIN/OBJECT/users", &format!("/v1/objects/default/{object}/users")),
     ] {
-        let asked = json!({ "target": target, "bytes": 1, "shared": false, "dry_run": true });
-        let (status, body) = daemon.post("/v1/reclaim", &asked.to_string());
-        assert_eq!(status, 200, "{body}");
-        keys(&asked, &mut seen);
-        keys(&serde_json::from_str(&body).unwrap(), &mut seen);
+        let found = schema_of([&daemon.json(path)]);
+        assert_documented(&doc, &format!("### `GET /v1/{heading}`"), &found);
     }
+    assert_documented(&doc, "### `GET /v1/report`", &schema_of([&report]));
+    let mut asked = Vec::new();
+    let mut answers = Vec::new();
+    for target in [
+        ReclaimTarget::Container("/".to_owned()),
+        ReclaimTarget::Image(UsedImage {
+            domain: "default".to_owned(),
+            image: image.parse().unwrap(),
+        }),
+        ReclaimTarget::Domain("default".to_owned()),
+    ] {
+        let request = ReclaimRequest { target, bytes: Some(1), shared: false, dry_run: true };
+        let request = serde_json::to_value(request).unwrap();
+        let (status, body) = daemon.post("/v1/reclaim", &request.to_string());
+        assert_eq!(status, 200, "{body}");
+        asked.push(request);
+        answers.push(serde_json::from_str(&body).unwrap());
+    }
+    assert_documented(&doc, "### Request of `POST /v1/reclaim`", &schema_of(&asked));
+    assert_documented(&doc, "### `POST /v1/reclaim`", &schema_of(&answers));
     for (body, status) in [
         ("", 400),
         ("{\"target\": {\"container\": \"/\"}, \"dryrun\": true}", 400),
@@ -87,41 +188,7 @@ fn the_api_is_as_documented() {
         let (found, said) = daemon.post("/v1/reclaim", body);
         assert!(found == status && said.contains("\"error\""), "{found} {said}");
     }
-    for path in ["/v1/version", "/v1/history"] {
-        keys(&daemon.json(path), &mut seen);
-    }
-    let documented = quoted(&doc);
-    for key in &seen {
-        assert!(documented.contains(key.as_str()), "docs/API.md does not have {key}");
-    }
-    let (_, fields) = doc.split_once("## Report").unwrap();
-    let (fields, metrics) = fields.split_once("## Metrics").unwrap();
-    let is_field = |word: &&&str| word.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
-    // A container is in no report unless something uses an object, and no commons unless they exist.
-    let of_others = [
-        "cgroup",
-        "name",
-        "proportional_bytes",
-        "private_bytes",
-        "seconds_ago",
-        "charged_bytes",
-        "limit_bytes",
-    ];
-    for field in quoted(fields).iter().filter(is_field).filter(|it| !of_others.contains(it)) {
-        assert!(seen.contains(*field), "the API does not have {field}");
-    }
-
-    let (_, text) = daemon.get("/metrics");
-    let names = text.lines().filter_map(|line| line.strip_prefix("cofolio_"));
-    let names: BTreeSet<_> = names.filter_map(|line| line.split(['{', ' ']).next()).collect();
-    let documented: BTreeSet<_> = quoted(metrics)
-        .into_iter()
-        .filter(|word| word.contains('_') || *word == "images" || *word == "containers")
-        .collect();
-    let has_commons = !daemon.json("/v1/report")["domains"][0]["commons_bytes"].is_null();
-    let is_there = |word: &&str| *word != "cofolio_" && (has_commons || *word != "commons_bytes");
-    let documented: BTreeSet<_> = documented.into_iter().filter(is_there).collect();
-    assert_eq!(names, documented);
+    assert_metrics_documented(&doc, &daemon.get("/metrics").1);
 
     for (path, status) in [
         ("/v1/nothing", 404),
@@ -141,6 +208,7 @@ fn the_api_is_as_documented() {
     }
     drop(daemon);
     drop(holder);
+    drop(group);
     sandbox.run(&["umount", &target]).ok();
 }
 
@@ -403,7 +471,7 @@ fn the_dashboard_shows_what_the_api_says() {
         return;
     }
     if common::program("chromium").is_none() {
-        return common::skip(test, "chromium is not installed");
+        return skip(test, "chromium is not installed");
     }
     let sandbox = Sandbox::new();
     sandbox.import_tree("tree");
@@ -566,7 +634,7 @@ fn warm_reads_an_image_ahead() {
     sandbox.run(&["warm", "nothing"]).fails_with(3);
     let ran = sandbox.run(&["warm", "--json", "tree"]);
     if ran.stderr.contains("no memory cgroup") {
-        return common::skip(test, ran.stderr.trim());
+        return skip(test, ran.stderr.trim());
     }
     ran.ok();
     let warmed = &ran.json()[0];
