@@ -1,7 +1,9 @@
 //! Upkeep on a schedule: garbage collection with all that belongs to it, and scrubbing.
 
 use std::collections::BTreeMap;
+use std::panic::resume_unwind;
 use std::sync::{Mutex, PoisonError, RwLock};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use cofolio_image::pack::ImageContents;
@@ -150,8 +152,11 @@ impl Work {
     }
 }
 
-/// Does one kind of upkeep of all trust domains until it is cancelled. `said` hears of failures and of
-/// damage.
+/// Does one kind of upkeep of all trust domains until it is cancelled, of one domain at a time.
+/// `said` hears of failures and of damage.
+///
+/// The work has a thread of its own, since a scrub may take days: meanwhile this one publishes what
+/// other domains' scrubs found, somebody else's included.
 pub(crate) fn run(
     work: Work,
     store: &Store,
@@ -161,10 +166,10 @@ pub(crate) fn run(
     cancel: &Cancel,
     said: &(dyn Fn(&str) + Sync),
 ) {
-    // Both are requests to the kernel's schedulers, for this thread.
+    // Both are requests to the kernel's schedulers, for this thread and those that it starts.
     let _ = cofolio_sys::priority::set_idle_io();
     let _ = rustix::process::nice(19);
-    let task = Task::new(cancel.clone(), |_| {});
+    let task = &Task::new(cancel.clone(), |_| {});
     let mut all: BTreeMap<String, Due> = BTreeMap::new();
     let failed = |error: &dyn std::fmt::Display| {
         done.lock().unwrap_or_else(PoisonError::into_inner).failures += 1;
@@ -172,54 +177,98 @@ pub(crate) fn run(
     };
     // Earliest time to list domains again after a failure.
     let (mut list_from, mut list_failures) = (Instant::now(), 0);
-    while !cancel.is_cancelled() {
-        let schedule = &settings.read().unwrap_or_else(PoisonError::into_inner).upkeep.clone();
-        let every = work.interval(schedule).filter(|_| list_from <= Instant::now());
-        let listed = every.map(|_| store.domains()).transpose();
-        let names = listed.unwrap_or_else(|error| {
-            failed(&error);
-            (list_from, list_failures) = (Instant::now() + schedule.delay, list_failures + 1);
-            None
-        });
-        if let Some(names) = &names {
-            all.retain(|name, _| names.contains(name));
-            list_failures = 0;
+    std::thread::scope(|scope| {
+        let mut running: Option<(String, ScopedJoinHandle<'_, Result<Ended, UpkeepError>>)> = None;
+        while !cancel.is_cancelled() {
+            let schedule = settings.read().unwrap_or_else(PoisonError::into_inner).upkeep.clone();
+            if let Some((name, thread)) = running.take_if(|(_, thread)| thread.is_finished()) {
+                let ended = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+                if cancel.is_cancelled() {
+                    return;
+                }
+                let ended = ended.map_err(|error| failed(&error));
+                if let Some(due) = all.get_mut(&name) {
+                    due.ended(ended, schedule.delay);
+                }
+            }
+            let every = work.interval(&schedule).filter(|_| list_from <= Instant::now());
+            match every.map(|_| store.domains()).transpose() {
+                Ok(None) => {}
+                Ok(Some(names)) => {
+                    list_failures = 0;
+                    look(&mut all, names, work, store, &schedule);
+                }
+                Err(error) => {
+                    failed(&error);
+                    (list_from, list_failures) =
+                        (Instant::now() + schedule.delay, list_failures + 1);
+                }
+            }
+            publish(work, &schedule, &all, list_failures, done);
+            if let (None, Some(name)) = (&running, every.and_then(|every| next(&all, every))) {
+                let its_name = name.clone();
+                let work = move || {
+                    let domain = store.domain(&its_name)?;
+                    match work {
+                        Work::Gc => collect(&domain, run, &schedule, task, said),
+                        Work::Scrub => read(&domain, &schedule, task, said),
+                    }
+                };
+                running = Some((name, scope.spawn(work)));
+            }
+            std::thread::sleep(TICK);
         }
-        for name in names.unwrap_or_default() {
-            let domain = store.domain(&name);
-            let due = all.entry(name).or_insert_with(|| Due::first(work, schedule));
-            let scrubbed = domain.as_ref().ok().filter(|_| work == Work::Scrub);
-            due.take_record(scrubbed.and_then(Domain::complete_scrub), schedule);
-            if cancel.is_cancelled() || !every.is_some_and(|every| due.is_now(every)) {
-                continue;
-            }
-            let ended = domain.map_err(UpkeepError::from).and_then(|domain| match work {
-                Work::Gc => collect(&domain, run, schedule, &task, said),
-                Work::Scrub => read(&domain, schedule, &task, said),
-            });
-            if cancel.is_cancelled() {
-                return;
-            }
-            due.ended(ended.map_err(|error| failed(&error)), schedule.delay);
+    });
+}
+
+/// Brings what is known of trust domains up to date: which there are, and complete scrubs.
+fn look(
+    all: &mut BTreeMap<String, Due>,
+    names: Vec<String>,
+    work: Work,
+    store: &Store,
+    schedule: &Schedule,
+) {
+    all.retain(|name, _| names.contains(name));
+    for name in names {
+        let record = match work {
+            Work::Gc => None,
+            Work::Scrub => store.domain(&name).ok().and_then(|domain| domain.complete_scrub()),
+        };
+        let due = all.entry(name).or_insert_with(|| Due::first(work, schedule));
+        due.take_record(record, schedule);
+    }
+}
+
+/// The trust domain whose turn it is. Of several the one whose upkeep ended first, so that none
+/// keeps another from its turn.
+fn next(all: &BTreeMap<String, Due>, every: Duration) -> Option<String> {
+    let due = all.iter().filter(|(_, due)| due.is_now(every));
+    due.min_by_key(|(_, due)| due.last).map(|(name, _)| name.clone())
+}
+
+fn publish(
+    work: Work,
+    schedule: &Schedule,
+    all: &BTreeMap<String, Due>,
+    list_failures: u32,
+    done: &Mutex<Done>,
+) {
+    let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+    let complete = all.values().map(|due| due.complete).min();
+    let failing = all.values().map(|due| due.failures).max().unwrap_or_default();
+    // Work that is turned off fails no more.
+    let failing = work.interval(schedule).map_or(0, |_| failing.max(list_failures));
+    match work {
+        Work::Gc => {
+            let seconds = |every: Duration| every.as_secs().try_into().unwrap_or(i64::MAX);
+            (done.gc, done.gc_failing) = (complete.unwrap_or(done.gc), failing);
+            done.gc_interval = schedule.gc.map_or(0, seconds);
         }
-        let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
-        let complete = all.values().map(|due| due.complete).min();
-        let failing = all.values().map(|due| due.failures).max().unwrap_or_default();
-        // Work that is turned off fails no more.
-        let failing = work.interval(schedule).map_or(0, |_| failing.max(list_failures));
-        match work {
-            Work::Gc => {
-                let seconds = |every: Duration| every.as_secs().try_into().unwrap_or(i64::MAX);
-                (done.gc, done.gc_failing) = (complete.unwrap_or(done.gc), failing);
-                done.gc_interval = schedule.gc.map_or(0, seconds);
-            }
-            Work::Scrub => {
-                (done.scrub, done.scrub_failing) = (complete.unwrap_or_default(), failing);
-                done.damaged = all.values().map(|due| due.damaged).sum();
-            }
+        Work::Scrub => {
+            (done.scrub, done.scrub_failing) = (complete.unwrap_or_default(), failing);
+            done.damaged = all.values().map(|due| due.damaged).sum();
         }
-        drop(done);
-        std::thread::sleep(TICK);
     }
 }
 
@@ -390,6 +439,28 @@ mod tests {
             most.get() > 0 && done.damaged == 0
         });
         assert_eq!((most.get(), done.damaged), (3, 0), "{done:?} {heard:?}");
+    }
+
+    /// What somebody's scrub of a trust domain had found counted only after the daemon had scrubbed
+    /// all others, which may take days.
+    #[test]
+    fn a_scrub_of_one_domain_hides_no_other() {
+        let scratch = tempfile::tempdir().unwrap();
+        let store = store_with(scratch.path(), &["a", "b"]);
+        let path = |rest: &str| scratch.path().join("store/domains").join(rest);
+        let record = |domain: &str| path(domain).join("scrub/complete.json");
+        let content = [7; 1 << 16];
+        let digits = cofolio_store::verity::digest(&content).to_string();
+        let object = path("a/objects").join(&digits[..2]).join(&digits[2..]);
+        std::fs::create_dir_all(object.parent().unwrap()).unwrap();
+        std::fs::write(object, content).unwrap();
+        std::fs::create_dir_all(record("b").parent().unwrap()).unwrap();
+        let complete = CompleteScrub { time: cofolio_store::now(), damaged: 3 };
+        std::fs::write(record("b"), serde_json::to_vec(&complete).unwrap()).unwrap();
+        // It takes days.
+        let slow = Schedule { delay: Duration::ZERO, scrub_rate: Some(1), ..schedule(24, 30) };
+        let (done, heard) = run_until(Work::Scrub, &store, slow, |done| done.damaged > 0);
+        assert_eq!((done.damaged, record("a").exists()), (3, false), "{done:?} {heard:?}");
     }
 
     fn schedule(gc_hours: u64, scrub_days: u64) -> Schedule {
