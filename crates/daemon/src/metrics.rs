@@ -86,16 +86,28 @@ const IMAGES: [Column<ImageAccount, u64>; 3] = [
 
 impl Collector for Figures {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let Report { domains, images, containers, unknown, machine, commons, .. } =
-            &self.report.report;
-        let commons = commons.unwrap_or_default();
-        let domains = bounded(domains);
+        self.accounts(&mut encoder)?;
+        self.sizes(&mut encoder)?;
+        self.counts(&mut encoder)?;
+        self.times(&mut encoder)?;
+        self.counters(&mut encoder)
+    }
+}
+
+impl Figures {
+    fn report(&self) -> &Report {
+        &self.report.report
+    }
+
+    /// Of trust domains and images.
+    fn accounts(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let domains = bounded(&self.report().domains);
         for (name, help, figure) in DOMAINS {
             let known = domains.iter().filter_map(|it| Some((it, figure(it)?)));
             let rows = known.map(|(it, figure)| ([("domain", it.domain.as_str())], figure));
-            family(&mut encoder, name, help, rows)?;
+            family(encoder, name, help, rows)?;
         }
-        let mut largest: Vec<&ImageAccount> = images.iter().collect();
+        let mut largest: Vec<&ImageAccount> = self.report().images.iter().collect();
         largest.sort_by_key(|it| std::cmp::Reverse(it.resident_bytes));
         largest.truncate(IMAGES_MAX);
         for (name, help, figure) in IMAGES {
@@ -108,8 +120,14 @@ impl Collector for Figures {
                 ];
                 (labels, figure(it))
             });
-            family(&mut encoder, name, help, rows)?;
+            family(encoder, name, help, rows)?;
         }
+        Ok(())
+    }
+
+    fn sizes(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Report { machine, commons, .. } = self.report();
+        let commons = commons.unwrap_or_default();
         for (name, help, value) in [
             (
                 "page_cache",
@@ -129,8 +147,13 @@ impl Collector for Figures {
                 commons.limit_bytes.unwrap_or_default(),
             ),
         ] {
-            single(&mut encoder, name, help, Some(&Unit::Bytes), &ConstGauge::new(value))?;
+            single(encoder, name, help, Some(&Unit::Bytes), &ConstGauge::new(value))?;
         }
+        Ok(())
+    }
+
+    fn counts(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Report { images, containers, unknown, .. } = self.report();
         for (name, help, value) in [
             ("images", "Images in the ledger", images.len() as u64),
             ("containers", "Cgroups that use an image", containers.len() as u64),
@@ -150,53 +173,48 @@ impl Collector for Figures {
                 "Failed scrubs since the last success",
                 self.upkeep.scrub_failing.into(),
             ),
+            ("damaged_files", "Damaged files that the last scrub found", self.upkeep.damaged),
         ] {
-            single(&mut encoder, name, help, None, &ConstGauge::new(value))?;
+            single(encoder, name, help, None, &ConstGauge::new(value))?;
         }
+        Ok(())
+    }
+
+    fn times(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Report { time, residency_age_seconds, processes_age_seconds, .. } = *self.report();
         // The report, if there is one, has their ages when it was made.
-        let made = self.report.report.time.max(self.upkeep.started);
-        let since = u64::try_from(cofolio_store::now() - made).unwrap_or(0);
-        for (name, help, age) in [
-            (
-                "residency_age",
-                "Age of the oldest figure of residency",
-                self.report.report.residency_age_seconds,
-            ),
-            (
-                "processes_age",
-                "Age of the oldest look at a process",
-                self.report.report.processes_age_seconds,
-            ),
-        ] {
-            let gauge = ConstGauge::new(u64::from(age) + since);
-            single(&mut encoder, name, help, Some(&Unit::Seconds), &gauge)?;
-        }
+        let since = cofolio_store::now() - time.max(self.upkeep.started);
+        let now = |age: u32| i64::from(age) + since.max(0);
         for (name, help, value) in [
+            ("residency_age", "Age of the oldest figure of residency", now(residency_age_seconds)),
+            ("processes_age", "Age of the oldest look at a process", now(processes_age_seconds)),
             ("start_timestamp", "When the daemon started", self.upkeep.started),
             ("period", "From one report to the next", self.period),
             ("gc_completed_timestamp", "Oldest completion over all domains", self.upkeep.gc),
             ("gc_interval", "From one garbage collection to the next", self.upkeep.gc_interval),
             ("scrub_completed_timestamp", "Oldest completion over all domains", self.upkeep.scrub),
         ] {
-            single(&mut encoder, name, help, Some(&Unit::Seconds), &ConstGauge::new(value))?;
+            single(encoder, name, help, Some(&Unit::Seconds), &ConstGauge::new(value))?;
         }
-        let damaged = ConstGauge::new(self.upkeep.damaged);
-        let help = "Damaged files that the last scrub found";
-        single(&mut encoder, "damaged_files", help, None, &damaged)?;
+        Ok(())
+    }
+
+    fn counters(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let unknown = &self.report().unknown;
         for (name, help, value) in [
             ("upkeep_failures", "Times that scheduled upkeep failed", self.upkeep.failures),
             ("unknown_openers", "Opened files whose process had ended", unknown.openers),
             ("unreadable_opens", "Opened files that could not be looked at", unknown.files),
             ("opens_overflows", "Times that the queue of opened files was full", unknown.overflows),
         ] {
-            single(&mut encoder, name, help, None, &ConstCounter::new(value))?;
+            single(encoder, name, help, None, &ConstCounter::new(value))?;
         }
         let reclaimed = ConstCounter::new(self.costs.reclaimed_bytes);
         let help = "Page cache that the daemon has freed by itself";
-        single(&mut encoder, "reclaimed", help, Some(&Unit::Bytes), &reclaimed)?;
+        single(encoder, "reclaimed", help, Some(&Unit::Bytes), &reclaimed)?;
         let seconds = ConstCounter::new(self.costs.ledger.as_secs_f64());
         let help = "Processor time of the ledger's thread";
-        single(&mut encoder, "ledger_cpu", help, Some(&Unit::Seconds), &seconds)
+        single(encoder, "ledger_cpu", help, Some(&Unit::Seconds), &seconds)
     }
 }
 

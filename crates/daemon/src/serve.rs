@@ -14,6 +14,7 @@ use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
 
 use crate::api::{Api, ENCODERS_MAX, Turns};
 use crate::auth::{Auth, AuthFiles, ReloadableAuth};
@@ -82,27 +83,8 @@ pub fn serve(
     reload: Reload<'_>,
     said: &(dyn Fn(&str) + Sync),
 ) -> Result<(), DaemonError> {
-    let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
-    let passed = passed.into_iter().map(|socket| listen::passed(socket, &auth));
-    let mut listeners = passed.collect::<Result<Vec<_>, ListenError>>()?;
-    let is_activated = !listeners.is_empty();
-    if is_activated {
-        say_what_is_ignored(&options, &listeners, said);
-    }
-    // Before the unix socket: an address that is refused leaves none.
-    if let Some(address) = options.listen {
-        let tcp = listen::tcp(address, &auth)?;
-        let address = tcp.local_addr().unwrap_or(address);
-        let scheme = if auth.tls().is_some() { "https" } else { "http" };
-        said(&format!("listening at {scheme}://{address}/"));
-        listeners.push(Listener::Tcp(tcp));
-    }
-    if !is_activated {
-        let unix = listen::unix(&options.socket, options.group.as_deref())?;
-        said(&format!("listening at {}", options.socket.display()));
-        listeners.push(Listener::Unix(unix));
-    }
+    let (listeners, is_activated) = open_sockets(&options, &auth, said)?;
     let Options { store, run, .. } = &options;
     let cancel = Cancel::default();
     let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
@@ -162,6 +144,35 @@ pub fn serve(
     })
 }
 
+/// The sockets to listen at, and whether systemd passed some.
+fn open_sockets(
+    options: &Options,
+    auth: &Auth,
+    said: &dyn Fn(&str),
+) -> Result<(Vec<Listener>, bool), DaemonError> {
+    let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
+    let passed = passed.into_iter().map(|socket| listen::passed(socket, auth));
+    let mut listeners = passed.collect::<Result<Vec<_>, ListenError>>()?;
+    let is_activated = !listeners.is_empty();
+    if is_activated {
+        say_what_is_ignored(options, &listeners, said);
+    }
+    // Before the unix socket: an address that is refused leaves none.
+    if let Some(address) = options.listen {
+        let tcp = listen::tcp(address, auth)?;
+        let address = tcp.local_addr().unwrap_or(address);
+        let scheme = if auth.tls().is_some() { "https" } else { "http" };
+        said(&format!("listening at {scheme}://{address}/"));
+        listeners.push(Listener::Tcp(tcp));
+    }
+    if !is_activated {
+        let unix = listen::unix(&options.socket, options.group.as_deref())?;
+        said(&format!("listening at {}", options.socket.display()));
+        listeners.push(Listener::Unix(unix));
+    }
+    Ok((listeners, is_activated))
+}
+
 /// Of passed sockets, whoever opened them has said where they are and who may connect.
 fn say_what_is_ignored(options: &Options, passed: &[Listener], said: &dyn Fn(&str)) {
     let asked = options.socket.as_path();
@@ -218,38 +229,9 @@ fn listen_until_told(
         .build()
         .map_err(DaemonError::Start)?;
     runtime.block_on(async {
-        let (sender, mut told) = mpsc::channel(1);
-        let ends = [SignalKind::terminate(), SignalKind::interrupt()];
-        for kind in ends.into_iter().chain([SignalKind::hangup()]) {
-            let mut signals = signal(kind).map_err(DaemonError::Start)?;
-            let sender = sender.clone();
-            tokio::spawn(async move {
-                while signals.recv().await.is_some() && sender.send(kind).await.is_ok() {}
-            });
-        }
-        tokio::spawn(async move {
-            broken.notified().await;
-            let _ = sender.send(SignalKind::terminate()).await;
-        });
-        let mut accepting = Vec::new();
-        for listener in listeners {
-            // Each socket has limits of its own: clients at one cannot use up those of another.
-            let (api, limits) = (Arc::clone(&api), ConnectionLimits::new());
-            let its_limits = limits.clone();
-            let task = match listener {
-                Listener::Unix(unix) => {
-                    unix.set_nonblocking(true).map_err(DaemonError::Start)?;
-                    let unix = UnixListener::from_std(unix).map_err(DaemonError::Start)?;
-                    tokio::spawn(accept_unix(unix, api, limits))
-                }
-                Listener::Tcp(tcp) => {
-                    tcp.set_nonblocking(true).map_err(DaemonError::Start)?;
-                    let tcp = TcpListener::from_std(tcp).map_err(DaemonError::Start)?;
-                    tokio::spawn(accept_tcp(tcp, api, limits, Arc::clone(&auth)))
-                }
-            };
-            accepting.push((task, its_limits));
-        }
+        let mut told = signals(broken)?;
+        let accepting = listeners.into_iter().map(|listener| accept(listener, &api, &auth));
+        let accepting = accepting.collect::<io::Result<Vec<_>>>().map_err(DaemonError::Start)?;
         notify(&[NotifyState::Ready]);
         while told.recv().await == Some(SignalKind::hangup()) {
             // Without the time, systemd takes it for an earlier reload's (sd_notify(3)).
@@ -267,6 +249,46 @@ fn listen_until_told(
         let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
         Ok(())
     })
+}
+
+/// Signals that reload or end the daemon. What is `broken` ends it as well.
+fn signals(broken: Arc<Notify>) -> Result<mpsc::Receiver<SignalKind>, DaemonError> {
+    let (sender, told) = mpsc::channel(1);
+    for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {
+        let mut signals = signal(kind).map_err(DaemonError::Start)?;
+        let sender = sender.clone();
+        tokio::spawn(async move {
+            while signals.recv().await.is_some() && sender.send(kind).await.is_ok() {}
+        });
+    }
+    tokio::spawn(async move {
+        broken.notified().await;
+        let _ = sender.send(SignalKind::terminate()).await;
+    });
+    Ok(told)
+}
+
+/// Starts to accept connections. Each socket has limits of its own: clients at one cannot use up those
+/// of another.
+fn accept(
+    listener: Listener,
+    api: &Arc<Api>,
+    auth: &Arc<ReloadableAuth>,
+) -> io::Result<(JoinHandle<()>, ConnectionLimits)> {
+    let (api, limits) = (Arc::clone(api), ConnectionLimits::new());
+    let its_limits = limits.clone();
+    let task = match listener {
+        Listener::Unix(unix) => {
+            unix.set_nonblocking(true)?;
+            tokio::spawn(accept_unix(UnixListener::from_std(unix)?, api, limits))
+        }
+        Listener::Tcp(tcp) => {
+            tcp.set_nonblocking(true)?;
+            let auth = Arc::clone(auth);
+            tokio::spawn(accept_tcp(TcpListener::from_std(tcp)?, api, limits, auth))
+        }
+    };
+    Ok((task, its_limits))
 }
 
 async fn accept_unix(listener: UnixListener, api: Arc<Api>, limits: ConnectionLimits) {

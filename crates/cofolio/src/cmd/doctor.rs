@@ -1,7 +1,7 @@
 use cofolio_image::pack::segment::Form;
 use cofolio_node::probe::{self, Feature, Need, Presence};
 use cofolio_node::settings::{Backend, DomainSettings as _};
-use cofolio_store::Refs;
+use cofolio_store::{Digest, Domain, Refs};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -60,23 +60,7 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
     ui.table(&table)?;
     ui.line("")?;
 
-    let mut table = match args.long {
-        true => Table::new(&["FEATURE", "HERE", "FOUND", "USED FOR"]),
-        false => Table::new(&["FEATURE", "HERE", "FOUND"]),
-    };
-    for feature in &report.features {
-        let (mark, tone) = mark(feature);
-        let mut row = vec![
-            Cell::left(feature.name),
-            Cell::left(mark).tone(tone),
-            Cell::left(&feature.detail),
-        ];
-        if args.long {
-            row.push(Cell::left(feature.used_for).tone(Tone::Dim));
-        }
-        table.row(row);
-    }
-    ui.table(&table)?;
+    ui.table(&features(&report.features, args.long))?;
 
     let is_missing = |f: &&Feature| f.presence == Presence::Absent && f.need != Need::Optional;
     let missing: Vec<_> = report.features.iter().filter(is_missing).collect();
@@ -94,6 +78,27 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         false => ui.paint(Tone::Bad, "Images cannot be mounted here: see what is required above."),
     })?;
     Ok(exit)
+}
+
+/// `long`: also what each is used for.
+fn features(features: &[Feature], long: bool) -> Table {
+    let mut table = match long {
+        true => Table::new(&["FEATURE", "HERE", "FOUND", "USED FOR"]),
+        false => Table::new(&["FEATURE", "HERE", "FOUND"]),
+    };
+    for feature in features {
+        let (mark, tone) = mark(feature);
+        let mut row = vec![
+            Cell::left(feature.name),
+            Cell::left(mark).tone(tone),
+            Cell::left(&feature.detail),
+        ];
+        if long {
+            row.push(Cell::left(feature.used_for).tone(Tone::Dim));
+        }
+        table.row(row);
+    }
+    table
 }
 
 fn mark(feature: &Feature) -> (&'static str, Tone) {
@@ -154,53 +159,61 @@ impl Store {
             let text = format!("it uses `{feature}`, which this version does not know");
             found.line("read-only", text);
         }
-        let domain = || store.domain(&context.global.domain);
         if let Some(domains) = found.get(store.domains()) {
             found.line("trust domains", domains.join(", "));
         }
-        let backend = domain().and_then(|domain| Ok((domain.backend()?, domain.pack_form()?)));
-        if let Some((Backend::InodeShare, form)) = found.get(backend) {
-            found.line("backend", INODE_SHARE);
-            if form == Form::Lz4 {
-                found.line("packs", "compressed with LZ4");
-            }
-        }
-        let images = domain().and_then(|domain| {
-            let images = domain.images()?;
-            let open = images.iter().filter(|image| {
-                let file = domain.open_image(image);
-                file.is_ok_and(|file| file.is_immutable().is_ok_and(|immutable| !immutable))
-            });
-            let open = if protection.verity || !protection.immutable { 0 } else { open.count() };
-            Ok((domain.all_refs()?, images.len(), open))
-        });
-        if let Some((Refs { readable, unreadable }, images, open)) = found.get(images) {
-            let names = plural((readable.len() + unreadable.len()) as u64, "name");
-            found.line("images", format!("{images}, under {names}"));
-            if open > 0 {
-                let text = "without the immutable flag, as in a copied store: their first mount \
-                            asks for the size of every object; `cofolio gc` sets the flags";
-                found.line("unprotected", format!("{} {text}", plural(open as u64, "image")));
-            }
-            for it in unreadable {
-                found.get::<(), _>(Err(it.error));
-            }
+        if let Some(domain) = found.get(store.domain(&context.global.domain)) {
+            found.look_into(&domain, context);
         }
         if let Some(Some(problem)) = found.get(store.open_to_others()) {
             found.line("permissions", format!("{problem} (`cofolio fsck --repair` mends it)"));
-        }
-        let mounts = domain().map_err(anyhow::Error::new);
-        let mounts = mounts.and_then(|domain| Ok(context.mounter(&domain).list()?.orphans.len()));
-        if let Some(orphans @ 1..) = found.get(mounts) {
-            let orphans = plural(orphans as u64, "mount");
-            let go_on = "`cofolio mounts` says how to go on";
-            found.line("mounts", format!("{orphans} without a record: {go_on}"));
         }
         if let Some(orphans @ 1..) = found.get(store.orphaned_staging().map(|found| found.len())) {
             let text = format!("{orphans} interrupted imports (`cofolio gc` removes them)");
             found.line("leftovers", text);
         }
         found
+    }
+
+    /// What the trust domain in use has.
+    fn look_into(&mut self, domain: &Domain, context: &Context<'_>) {
+        let backend = domain.backend().and_then(|backend| Ok((backend, domain.pack_form()?)));
+        if let Some((Backend::InodeShare, form)) = self.get(backend) {
+            self.line("backend", INODE_SHARE);
+            if form == Form::Lz4 {
+                self.line("packs", "compressed with LZ4");
+            }
+        }
+        if let Some(images) = self.get(domain.images()) {
+            self.count(domain, &images);
+        }
+        let mounts = context.mounter(domain).list().map(|mounts| mounts.orphans.len());
+        if let Some(orphans @ 1..) = self.get(mounts) {
+            let orphans = plural(orphans as u64, "mount");
+            let go_on = "`cofolio mounts` says how to go on";
+            self.line("mounts", format!("{orphans} without a record: {go_on}"));
+        }
+    }
+
+    /// Counts images and their names, and images that were left unprotected.
+    fn count(&mut self, domain: &Domain, images: &[Digest]) {
+        let protection = domain.protection();
+        let open = images.iter().filter(|image| {
+            let file = domain.open_image(image);
+            file.is_ok_and(|file| file.is_immutable().is_ok_and(|immutable| !immutable))
+        });
+        let open = if protection.verity || !protection.immutable { 0 } else { open.count() };
+        let Some(Refs { readable, unreadable }) = self.get(domain.all_refs()) else { return };
+        let names = plural((readable.len() + unreadable.len()) as u64, "name");
+        self.line("images", format!("{}, under {names}", images.len()));
+        if open > 0 {
+            let text = "without the immutable flag, as in a copied store: their first mount \
+                        asks for the size of every object; `cofolio gc` sets the flags";
+            self.line("unprotected", format!("{} {text}", plural(open as u64, "image")));
+        }
+        for it in unreadable {
+            self.get::<(), _>(Err(it.error));
+        }
     }
 
     fn line(&mut self, name: &'static str, text: impl Into<String>) {

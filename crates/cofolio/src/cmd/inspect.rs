@@ -1,15 +1,17 @@
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
 use anyhow::Context as _;
 use cofolio_image::compose::named_objects;
 use cofolio_image::trust;
 use cofolio_node::container::bundle::ImageConfig;
-use cofolio_store::Ref;
+use cofolio_store::{Base, Domain, Ref};
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
 
 use crate::cmd::Outcome;
 use crate::context::{Context, Named, other_roots};
 use crate::image::{self, Opened};
-use crate::ui::{Cell, Table, Tone, date, human_count, human_size, plural, printable};
+use crate::ui::{Cell, Table, Tone, Ui, date, human_count, human_size, plural, printable};
 
 /// Tell all about one image
 ///
@@ -62,105 +64,140 @@ fn of_file(opened: &Opened, context: &Context<'_>) -> Outcome {
     context.ui.table(&table)
 }
 
+/// What is known of an image of the store.
+struct Known<'a> {
+    named: &'a Named,
+    opened: &'a Opened,
+    domain: &'a Domain,
+    refs: Vec<&'a str>,
+    counted: Counted,
+    mounts: Vec<PathBuf>,
+    /// What keeps it besides refs and mounts.
+    roots: Vec<String>,
+    immutable: bool,
+    config: Option<(Value, ImageConfig)>,
+    base: Option<Base>,
+    signatures: Vec<trust::Record>,
+}
+
 fn of_store(named: &Named, opened: &Opened, context: &Context<'_>) -> Outcome {
     let domain = context.domain()?;
     let (refs, exit) = context.refs(&domain)?;
     let refs = refs.iter().filter(|(_, record)| record.image == named.digest);
-    let refs: Vec<&str> = refs.map(|(name, _)| name.as_str()).collect();
-    let Counted { entries, files, objects, content_bytes } =
-        count(opened).with_context(|| format!("image {}", named.digest))?;
-    let mounts = context.mounts_of(&domain, &named.digest)?;
-    let roots = other_roots(&domain, &named.digest)?;
-    let protection = domain.protection();
-    let immutable = domain.open_image(&named.digest)?.is_immutable()?;
     let config = match named.record.as_ref().and_then(|record| record.config.as_deref()) {
         Some(text) => Some((serde_json::from_str::<Value>(text)?, ImageConfig::parse(text)?)),
         None => None,
     };
-    let base = domain.base_of(&named.digest)?;
-    let sb = opened.image.superblock();
-    let signatures = trust::signatures(&domain, &named.digest)?;
+    let known = Known {
+        named,
+        opened,
+        domain: &domain,
+        refs: refs.map(|(name, _)| name.as_str()).collect(),
+        counted: count(opened).with_context(|| format!("image {}", named.digest))?,
+        mounts: context.mounts_of(&domain, &named.digest)?,
+        roots: other_roots(&domain, &named.digest)?,
+        immutable: domain.open_image(&named.digest)?.is_immutable()?,
+        config,
+        base: domain.base_of(&named.digest)?,
+        signatures: trust::signatures(&domain, &named.digest)?,
+    };
+    match context.ui.json {
+        true => {
+            context.ui.json(&known.json())?;
+        }
+        false => known.show(context.ui)?,
+    }
+    Ok(exit)
+}
 
-    if context.ui.json {
-        let record = named.record.as_ref();
-        context.ui.json(&json!({
-            "image": named.digest,
-            "domain": domain.name(),
-            "refs": refs,
+impl Known<'_> {
+    fn json(&self) -> Value {
+        let record = self.named.record.as_ref();
+        json!({
+            "image": self.named.digest,
+            "domain": self.domain.name(),
+            "refs": self.refs,
             "manifest": record.and_then(|r| r.manifest.as_deref()),
             "created": record.map(|r| r.created),
             "labels": record.map(|r| &r.labels),
             "layers": record.map(|r| &r.layers),
-            "config": config.as_ref().map(|(raw, _)| raw),
-            "composefs_version": sb.composefs_version,
-            "entries": entries,
-            "files": files,
-            "metadata_bytes": opened.image.size(),
-            "base": base,
-            "objects": objects,
-            "content_bytes": content_bytes,
-            "verity": protection.verity,
-            "immutable": immutable,
-            "mounts": mounts,
-            "roots": roots,
-            "signatures": signatures,
-            "path": domain.image_path(&named.digest),
-        }))?;
-        return Ok(exit);
+            "config": self.config.as_ref().map(|(raw, _)| raw),
+            "composefs_version": self.opened.image.superblock().composefs_version,
+            "entries": self.counted.entries,
+            "files": self.counted.files,
+            "metadata_bytes": self.opened.image.size(),
+            "base": self.base,
+            "objects": self.counted.objects,
+            "content_bytes": self.counted.content_bytes,
+            "verity": self.domain.protection().verity,
+            "immutable": self.immutable,
+            "mounts": self.mounts,
+            "roots": self.roots,
+            "signatures": self.signatures,
+            "path": self.domain.image_path(&self.named.digest),
+        })
     }
 
-    let ui = context.ui;
-    let mut table = Table::plain();
-    table.pair("image", named.digest.to_string());
-    table.pair("names", if refs.is_empty() { "none".to_owned() } else { refs.join(", ") });
-    table.pair("trust domain", domain.name());
-    if let Some(record) = &named.record {
-        came_from(&mut table, record);
-    }
-    table
-        .pair("entries", format!("{}, {} of them files", human_count(entries), human_count(files)));
-    table.pair("metadata", human_size(opened.image.size()));
-    if let Some(base) = base {
-        table.pair("mounted over", base.base.to_string());
-    }
-    table
-        .pair("content", format!("{} in {}", human_size(content_bytes), plural(objects, "object")));
-    table.pair(
-        "protection",
-        match (protection.verity, immutable) {
-            (true, _) => "every read is checked by the kernel (fs-verity)",
-            (false, true) => {
-                "immutable files; what is read is not checked by the kernel (no fs-verity)"
+    fn show(&self, ui: &Ui) -> anyhow::Result<()> {
+        let record = self.named.record.as_ref();
+        ui.table(&self.table())?;
+        if let Some(record) = record.filter(|record| !record.layers.is_empty()) {
+            ui.line("")?;
+            ui.table(&layers(record))?;
+        }
+        if !self.mounts.is_empty() || !self.roots.is_empty() {
+            ui.line("")?;
+            ui.line(ui.paint(Tone::Bold, "In use by"))?;
+            for mount in &self.mounts {
+                ui.line(format!("  mount {}", mount.display()))?;
             }
-            (false, false) => "none but file modes; `cofolio verify` re-hashes",
-        },
-    );
-    let ours = named.record.as_ref().and_then(|record| record.config.as_deref());
-    let ours = trust::config_digest(ours);
-    for signature in &signatures {
-        let other = signature.config() != ours.as_deref();
-        let config = if other { ", with another config" } else { "" };
-        table.pair("signature", format!("{}{config} (not checked)", signature.shown()));
-    }
-    if let Some((_, config)) = &config {
-        run_as(&mut table, config);
-    }
-    ui.table(&table)?;
-    if let Some(record) = named.record.as_ref().filter(|record| !record.layers.is_empty()) {
-        ui.line("")?;
-        ui.table(&layers(record))?;
-    }
-    if !mounts.is_empty() || !roots.is_empty() {
-        ui.line("")?;
-        ui.line(ui.paint(Tone::Bold, "In use by"))?;
-        for mount in &mounts {
-            ui.line(format!("  mount {}", mount.display()))?;
+            for root in &self.roots {
+                ui.line(format!("  {root}"))?;
+            }
         }
-        for root in &roots {
-            ui.line(format!("  {root}"))?;
-        }
+        Ok(())
     }
-    Ok(exit)
+
+    fn table(&self) -> Table {
+        let Counted { entries, files, objects, content_bytes } = self.counted;
+        let mut table = Table::plain();
+        table.pair("image", self.named.digest.to_string());
+        let names = if self.refs.is_empty() { "none".to_owned() } else { self.refs.join(", ") };
+        table.pair("names", names);
+        table.pair("trust domain", self.domain.name());
+        if let Some(record) = &self.named.record {
+            came_from(&mut table, record);
+        }
+        let (entries, files) = (human_count(entries), human_count(files));
+        table.pair("entries", format!("{entries}, {files} of them files"));
+        table.pair("metadata", human_size(self.opened.image.size()));
+        if let Some(base) = &self.base {
+            table.pair("mounted over", base.base.to_string());
+        }
+        let (content, objects) = (human_size(content_bytes), plural(objects, "object"));
+        table.pair("content", format!("{content} in {objects}"));
+        table.pair(
+            "protection",
+            match (self.domain.protection().verity, self.immutable) {
+                (true, _) => "every read is checked by the kernel (fs-verity)",
+                (false, true) => {
+                    "immutable files; what is read is not checked by the kernel (no fs-verity)"
+                }
+                (false, false) => "none but file modes; `cofolio verify` re-hashes",
+            },
+        );
+        let ours = self.named.record.as_ref().and_then(|record| record.config.as_deref());
+        let ours = trust::config_digest(ours);
+        for signature in &self.signatures {
+            let other = signature.config() != ours.as_deref();
+            let config = if other { ", with another config" } else { "" };
+            table.pair("signature", format!("{}{config} (not checked)", signature.shown()));
+        }
+        if let Some((_, config)) = &self.config {
+            run_as(&mut table, config);
+        }
+        table
+    }
 }
 
 fn came_from(table: &mut Table, record: &Ref) {
@@ -188,7 +225,7 @@ fn layers(record: &Ref) -> Table {
 }
 
 /// What an image holds.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Counted {
     /// Names, the root not counted.
     entries: u64,

@@ -232,7 +232,17 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     if let Some(Side::Background(ready)) = background {
         return attend(args, context, &containers, &request, ready);
     }
+    attach(args, context, &containers, &request, work)
+}
 
+/// Starts a container, waits for its end and removes it.
+fn attach(
+    args: &Args,
+    context: &Context<'_>,
+    containers: &Containers<'_>,
+    request: &Request,
+    work: Option<Work>,
+) -> anyhow::Result<Ended> {
     // From here on signals are for the container, also those that come before it has started.
     let signals = [SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let signals = SignalsInfo::<WithOrigin>::new(signals).context("listening for signals")?;
@@ -241,7 +251,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
     }
     let streams =
         if args.tty { Streams::Terminal } else { Streams::Ours { input: args.interactive } };
-    let running = containers.start(&request, &streams)?;
+    let running = containers.start(request, &streams)?;
     drop(work);
     interrupt::release();
     let unheld = Cancel::default();
@@ -259,7 +269,7 @@ fn start(args: &Args, context: &Context<'_>) -> anyhow::Result<Ended> {
         Ok(None) => {}
         Ok(Some(changes)) if unheld.is_cancelled() => {
             // Whoever asked for them has gone.
-            context.mounter(&domain).discard_kept(&changes)?;
+            context.mounter(&context.domain()?).discard_kept(&changes)?;
         }
         Ok(Some(changes)) => context.ui.note(format!("changes are in {}", changes.display())),
         Err(error) => {

@@ -234,6 +234,34 @@ fn show(
         plural(found.files, "file"),
         human_count(found.contents)
     ))?;
+    ui.table(&savings(found))?;
+    if found.pages_sampled > 1 {
+        ui.line(format!("pages: estimated from one in {}", found.pages_sampled))?;
+    }
+    ui.line("")?;
+    if !metadata.containers.is_empty() {
+        ui.line(format!(
+            "metadata of {}, an estimate ({NAME_BYTES} bytes for each name looked at): \
+             {} now and with writable mounts, {} with Cofolio's read-only mounts",
+            plural(metadata.containers.len() as u64, "mounted container"),
+            human_size(metadata.estimated_bytes),
+            human_size(metadata.read_only_estimated_bytes)
+        ))?;
+    }
+    ui.line("not counted: what containers have changed, and Cofolio's own metadata images")?;
+    for line in unseen {
+        ui.line(format!("{} {line}", ui.paint(Tone::Warn, "not seen:")))?;
+    }
+    let further = found.unseen.saturating_sub(unseen.len() as u64);
+    if further > 0 {
+        let further = plural(further, "further file");
+        ui.line(format!("{} {further}", ui.paint(Tone::Warn, "not seen:")))?;
+    }
+    Ok(())
+}
+
+/// What is held now, and what it would be with equal content held once.
+fn savings(found: &Findings) -> Table {
     let mut table =
         Table::new(&["", "NOW", "EQUAL FILES ONCE", "SAVED", "EQUAL PAGES ONCE", "SAVED"]);
     let saved = |of: u64, left: u64| match of {
@@ -259,28 +287,5 @@ fn show(
             saved(row.bytes, row.by_page_bytes),
         ]);
     }
-    ui.table(&table)?;
-    if found.pages_sampled > 1 {
-        ui.line(format!("pages: estimated from one in {}", found.pages_sampled))?;
-    }
-    ui.line("")?;
-    if !metadata.containers.is_empty() {
-        ui.line(format!(
-            "metadata of {}, an estimate ({NAME_BYTES} bytes for each name looked at): \
-             {} now and with writable mounts, {} with Cofolio's read-only mounts",
-            plural(metadata.containers.len() as u64, "mounted container"),
-            human_size(metadata.estimated_bytes),
-            human_size(metadata.read_only_estimated_bytes)
-        ))?;
-    }
-    ui.line("not counted: what containers have changed, and Cofolio's own metadata images")?;
-    for line in unseen {
-        ui.line(format!("{} {line}", ui.paint(Tone::Warn, "not seen:")))?;
-    }
-    let further = found.unseen.saturating_sub(unseen.len() as u64);
-    if further > 0 {
-        let further = plural(further, "further file");
-        ui.line(format!("{} {further}", ui.paint(Tone::Warn, "not seen:")))?;
-    }
-    Ok(())
+    table
 }

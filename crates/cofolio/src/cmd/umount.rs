@@ -1,7 +1,7 @@
 use std::path::{Path, PathBuf};
 
 use cofolio_node::container::Containers;
-use cofolio_node::mount::{MountError, UmountOptions};
+use cofolio_node::mount::{MountError, Mounter, UmountOptions, Unmounted};
 use serde_json::json;
 
 use crate::cmd::Outcome;
@@ -62,34 +62,14 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         }
     };
     let options = UmountOptions { force: args.force, keep_upper: args.keep };
-    // The kernel would unmount it: the container has its own mount, but would lose its changes.
-    let check = |target: &Path| -> anyhow::Result<()> {
-        let Ok(record) = mounter.run_dir().find(target) else { return Ok(()) };
-        let Some(name) = containers.living_at(&record.target)? else { return Ok(()) };
-        let what = format!("container `{name}` runs in {}", record.target.display());
-        let hint = format!("`cofolio stop {name}` ends and removes it");
-        Err(Fail::new(Exit::Busy, what).hint(hint).into())
-    };
     let (mut done, mut failed) = (Vec::new(), Vec::new());
     for target in &targets {
-        match check(target).and_then(|()| Ok(mounter.umount(target, &options)?)) {
+        let checked = refuse_living(target, &mounter, &containers);
+        match checked.and_then(|()| Ok(mounter.umount(target, &options)?)) {
             Ok(unmounted) => {
-                let path = unmounted.record.target.display().to_string();
-                if unmounted.was_gone {
-                    let what = "was not mounted any more; cleaned up after it";
-                    context.ui.note(format!("{path} {what}"));
-                }
-                if let Some(upper) = &unmounted.upper {
-                    context.ui.note(format!("changes are in {}", upper.display()));
-                }
-                if unmounted.in_use {
-                    context.ui.note(format!(
-                        "{path} is still in use elsewhere (another mount of it, another mount \
-                         namespace or an open descriptor): what that needs stays until it ends"
-                    ));
-                }
+                note(&unmounted, context);
                 done.push(json!({
-                    "target": path,
+                    "target": unmounted.record.target.display().to_string(),
                     "id": unmounted.record.id,
                     "was_gone": unmounted.was_gone,
                     "upper": unmounted.upper,
@@ -114,4 +94,35 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         return Err(error.context(what));
     }
     Err(error)
+}
+
+/// Refuses the root of a container that runs. The kernel would unmount it: the container has its own
+/// mount, but would lose its changes.
+fn refuse_living(
+    target: &Path,
+    mounter: &Mounter<'_>,
+    containers: &Containers<'_>,
+) -> anyhow::Result<()> {
+    let Ok(record) = mounter.run_dir().find(target) else { return Ok(()) };
+    let Some(name) = containers.living_at(&record.target)? else { return Ok(()) };
+    let what = format!("container `{name}` runs in {}", record.target.display());
+    let hint = format!("`cofolio stop {name}` ends and removes it");
+    Err(Fail::new(Exit::Busy, what).hint(hint).into())
+}
+
+/// Says what is unusual about it.
+fn note(unmounted: &Unmounted, context: &Context<'_>) {
+    let path = unmounted.record.target.display();
+    if unmounted.was_gone {
+        context.ui.note(format!("{path} was not mounted any more; cleaned up after it"));
+    }
+    if let Some(upper) = &unmounted.upper {
+        context.ui.note(format!("changes are in {}", upper.display()));
+    }
+    if unmounted.in_use {
+        context.ui.note(format!(
+            "{path} is still in use elsewhere (another mount of it, another mount namespace or an \
+             open descriptor): what that needs stays until it ends"
+        ));
+    }
 }

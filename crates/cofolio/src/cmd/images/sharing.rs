@@ -42,6 +42,21 @@ pub(super) fn run(domain: &Domain, full_digests: bool, context: &Context<'_>) ->
         return Ok(exit);
     }
     let wide = images.len() <= COLUMNS_MAX;
+    context.ui.table(&table(&images, &sharing, wide, full_digests))?;
+    context.ui.note(match wide {
+        true => "a row's percents: how much of that image's content each image has, by its number",
+        false => "percents: how much of that image's content the image of that number has",
+    });
+    Ok(exit)
+}
+
+/// `wide`: with a column for each image.
+fn table(
+    images: &[(Vec<&str>, Digest)],
+    sharing: &Sharing,
+    wide: bool,
+    full_digests: bool,
+) -> Table {
     let numbers: Vec<String> = (1..=images.len()).map(|number| number.to_string()).collect();
     let mut headers = vec!["", "NAME", "IMAGE", "OBJECTS", "CONTENT", "ALONE"];
     match wide {
@@ -72,21 +87,21 @@ pub(super) fn run(domain: &Domain, full_digests: bool, context: &Context<'_>) ->
                 bytes => Cell::right(part(bytes)),
             }));
         } else {
-            let mut others: Vec<usize> =
-                (0..shared.len()).filter(|&other| other != number && shared[other] > 0).collect();
-            others.sort_by_key(|&other| (std::cmp::Reverse(shared[other]), other));
-            let closest = others
-                .iter()
-                .take(CLOSEST)
-                .map(|&other| format!("{} of {}", part(shared[other]), numbers[other]));
+            let closest = closest(number, shared).into_iter();
+            let closest =
+                closest.map(|other| format!("{} of {}", part(shared[other]), numbers[other]));
             row.push(Cell::left(closest.collect::<Vec<_>>().join(", ")));
         }
         table.row(row);
     }
-    context.ui.table(&table)?;
-    context.ui.note(match wide {
-        true => "a row's percents: how much of that image's content each image has, by its number",
-        false => "percents: how much of that image's content the image of that number has",
-    });
-    Ok(exit)
+    table
+}
+
+/// The images that share most with image `number`, of which `shared` is the row.
+fn closest(number: usize, shared: &[u64]) -> Vec<usize> {
+    let mut others: Vec<usize> =
+        (0..shared.len()).filter(|&other| other != number && shared[other] > 0).collect();
+    others.sort_by_key(|&other| (std::cmp::Reverse(shared[other]), other));
+    others.truncate(CLOSEST);
+    others
 }
