@@ -29,8 +29,9 @@ pub(crate) struct TaskRoot {
 }
 
 impl TaskRoot {
-    /// Of the task with this directory in `/proc`. `None` for one that we may not trace; its
-    /// mountinfo is open to all.
+    /// Of the task with this directory in `/proc`. `None` for one that we may not trace, which is also
+    /// what the kernel says of one that has just ended; mountinfo is open to all, and tells these
+    /// apart.
     pub(crate) fn of(task: &Path) -> io::Result<Option<Self>> {
         let mask = StatxFlags::INO | StatxFlags::MNT_ID;
         // A FUSE server, which the task may have as its root, is not asked: it need not answer.
@@ -39,8 +40,12 @@ impl TaskRoot {
             Err(Errno::ACCESS) => return Ok(None),
             found => found?,
         };
+        let namespace = match fs::metadata(task.join("ns/mnt")) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(None),
+            found => found?.ino(),
+        };
         Ok(Some(Self {
-            namespace: fs::metadata(task.join("ns/mnt"))?.ino(),
+            namespace,
             device: (top.stx_dev_major, top.stx_dev_minor),
             inode: top.stx_ino,
             mount: top.stx_mnt_id,

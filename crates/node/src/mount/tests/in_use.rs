@@ -609,3 +609,27 @@ fn umount_writes_nothing_back() {
     }
     assert!(!was_dirty, "each unmount wrote the filesystem back");
 }
+
+/// The kernel says EACCES of a thread that has just ended. That counted as a thread that nobody may
+/// look at, and so as one that uses everything: on a busy machine an unmount left the target that
+/// its mount had made.
+#[test]
+fn a_thread_that_ends_is_no_doubt() {
+    for _ in 0..10_000 {
+        let (tell, told) = mpsc::channel();
+        let thread = std::thread::spawn(move || tell.send(rustix::thread::gettid()).unwrap());
+        let number = told.recv().unwrap().as_raw_nonzero();
+        let task = PathBuf::from(format!("/proc/self/task/{number}"));
+        let error = loop {
+            if let Err(error) = mountinfo::TaskRoot::of(&task) {
+                break error;
+            }
+            if !task.exists() {
+                break std::io::ErrorKind::NotFound.into();
+            }
+        };
+        let errno = rustix::io::Errno::from_io_error(&error);
+        assert_ne!(errno, Some(rustix::io::Errno::ACCESS));
+        thread.join().unwrap();
+    }
+}
