@@ -45,8 +45,8 @@ impl Domain {
     /// `boot_id`.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], [`Error::Cancelled`], [`Error::Io`]; nothing is recorded then. Damage is no
-    /// error: it is in the report, also where that cannot be recorded.
+    /// [`crate::Error::ReadOnly`], [`crate::Error::Cancelled`], [`crate::Error::Io`]; nothing is recorded
+    /// then. Damage is no error: it is in the report, also where that cannot be recorded.
     pub fn examine_sizes(
         &self,
         contents: &dyn Contents,
