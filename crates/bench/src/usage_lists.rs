@@ -52,6 +52,9 @@ pub(crate) struct Args {
     /// Only print the bytes of one layout
     #[arg(long, value_enum, hide = true)]
     layout: Option<Layout>,
+    /// Objects in the list of each used pair, of that layout
+    #[arg(long, hide = true, default_value_t = OBJECTS_PER_PAIR)]
+    objects: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -102,7 +105,9 @@ pub(crate) const PAIR_BYTES_MAX: f64 = 256.0;
 const GOAL_IDS: u32 = 10_000;
 
 const PAIRS_PER_CGROUP: u32 = 20;
+/// Of the goal, and of the table that shows how the lists grow.
 const OBJECTS_PER_PAIR: u32 = 4;
+const OBJECTS_PER_PAIR_ALL: [u32; 5] = [1, 2, OBJECTS_PER_PAIR, 5, 8];
 const SHARDS: usize = 64;
 const TOUCHES_PER_ID: u32 = 400;
 
@@ -124,7 +129,7 @@ impl ListHead {
 
 pub(super) fn run(args: &Args) -> Outcome {
     if let Some(layout) = args.layout {
-        writeln!(io::stdout(), "{}", measure_layout(layout, args.ids)?)?;
+        writeln!(io::stdout(), "{}", measure_layout(layout, args.ids, args.objects)?)?;
         return Ok(Exit::Ok);
     }
     let matrix = Matrix::measure(args.ids)?;
@@ -154,6 +159,8 @@ struct Matrix {
     used_pairs: u64,
     objects_per_pair: u32,
     rows: Vec<Row>,
+    /// Resident bytes of the usage lists, by the objects of each pair.
+    by_objects: Vec<(u32, u64)>,
 }
 
 impl Matrix {
@@ -161,16 +168,19 @@ impl Matrix {
         let steps = Layout::ALL.into_iter().zip(LIST_LRU_2021);
         let rows = steps.map(|(layout, (list_lru_2021, list_lru_2021_megabytes))| {
             let (resident_bytes, of_a_tenth) =
-                (resident_alone(layout, ids)?, layout.scale(ids) > 1);
+                (resident_alone(layout, ids, OBJECTS_PER_PAIR)?, layout.scale(ids) > 1);
             let layout = layout.title();
             Ok(Row { layout, resident_bytes, of_a_tenth, list_lru_2021, list_lru_2021_megabytes })
         });
+        let by_objects = OBJECTS_PER_PAIR_ALL
+            .map(|objects| Ok((objects, resident_alone(Layout::Sparse, ids, objects)?)));
         Ok(Self {
             mounts: ids,
             cgroups: ids,
             used_pairs: u64::from(ids) * u64::from(PAIRS_PER_CGROUP.min(ids)),
             objects_per_pair: OBJECTS_PER_PAIR,
             rows: rows.collect::<Result<_>>()?,
+            by_objects: by_objects.into_iter().collect::<Result<_>>()?,
         })
     }
 
@@ -193,6 +203,10 @@ impl Matrix {
                 bytes / used_pairs,
             );
         }
+        text += "\n| objects per pair | bytes per used pair |\n|--:|--:|\n";
+        for (objects, bytes) in &self.by_objects {
+            text += &format!("| {objects} | {} |\n", bytes / used_pairs);
+        }
         text
     }
 
@@ -200,7 +214,7 @@ impl Matrix {
         let lists = self.rows.last().map_or(f64::NAN, |row| row.resident_bytes as f64);
         let size = format!("{GOAL_IDS} mounts and cgroups");
         Goals::new(size, self.mounts >= GOAL_IDS).at_most(
-            "usage lists, resident, of each used pair",
+            format!("usage lists, resident, of each used pair with {OBJECTS_PER_PAIR} objects"),
             lists / self.used_pairs as f64,
             PAIR_BYTES_MAX,
             " bytes",
@@ -209,9 +223,10 @@ impl Matrix {
 }
 
 /// Resident bytes of a layout, in a process of its own: allocators keep memory that was freed.
-fn resident_alone(layout: Layout, ids: u32) -> Result<u64> {
+fn resident_alone(layout: Layout, ids: u32, objects: u32) -> Result<u64> {
     let output = Command::new("/proc/self/exe")
         .args(["usage-lists", &ids.to_string(), "--layout", layout.name()])
+        .args(["--objects", &objects.to_string()])
         .output()
         .context("cannot start a process for a layout")?;
     let message = String::from_utf8_lossy(&output.stderr);
@@ -220,7 +235,7 @@ fn resident_alone(layout: Layout, ids: u32) -> Result<u64> {
     said.trim().parse().context("a layout's figure is not a number")
 }
 
-fn measure_layout(layout: Layout, ids: u32) -> Result<u64> {
+fn measure_layout(layout: Layout, ids: u32, objects: u32) -> Result<u64> {
     let scale = layout.scale(ids);
     let mounts = (ids / scale) as usize;
     let cgroups = 0..ids as usize;
@@ -246,7 +261,7 @@ fn measure_layout(layout: Layout, ids: u32) -> Result<u64> {
             }
             mounts
         }),
-        Layout::Sparse => resident_with(|| fill(&pairs)),
+        Layout::Sparse => resident_with(|| fill(&pairs, objects)),
     };
     Ok(resident?.saturating_sub(before) * u64::from(scale))
 }
@@ -289,10 +304,10 @@ fn used_pairs(ids: u32) -> Vec<(u32, u32)> {
     pairs
 }
 
-fn fill(pairs: &[(u32, u32)]) -> UsageLists {
+fn fill(pairs: &[(u32, u32)], objects: u32) -> UsageLists {
     let lists = UsageLists::new(SHARDS);
     // Object by object, so that the entries of a list are not neighbours in memory.
-    for object in 0..OBJECTS_PER_PAIR {
+    for object in 0..objects {
         for &(mount, cgroup) in pairs {
             lists.touch(MountId(mount), CgroupId(cgroup), ObjectId(object), 0);
         }
@@ -302,7 +317,7 @@ fn fill(pairs: &[(u32, u32)]) -> UsageLists {
 
 fn measure_speed(ids: u32) -> String {
     let pairs = used_pairs(ids);
-    let (filling, lists) = timed(|| fill(&pairs));
+    let (filling, lists) = timed(|| fill(&pairs, OBJECTS_PER_PAIR));
     let count = lists.count();
     let per_second = count.entries as f64 / filling.as_secs_f64();
     let mut text = format!(
@@ -312,10 +327,12 @@ fn measure_speed(ids: u32) -> String {
         lists.memory_bytes() / count.lists,
     );
     for threads in [1, 2] {
-        let rate = (0..3)
-            .map(|_| touches_per_second(&lists, &pairs, threads, ids * TOUCHES_PER_ID))
-            .fold(0.0, f64::max);
-        text += &format!("random touches per second, {threads} threads: {rate:.0}\n");
+        let mut rates =
+            [(); 3].map(|()| touches_per_second(&lists, &pairs, threads, ids * TOUCHES_PER_ID));
+        rates.sort_by(f64::total_cmp);
+        let rate = rates[1];
+        text +=
+            &format!("random touches per second, {threads} threads, median of three: {rate:.0}\n");
     }
     let (walk, ()) = timed(|| {
         let mut sum = 0;
