@@ -48,6 +48,10 @@ class Checkout:
                  for command in ("rev-parse HEAD", "diff HEAD", "status --porcelain")]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
+    def ensure_committed(self):
+        if output("git", "-C", str(self.top), "diff", "HEAD", "--", ":!bench/runs"):
+            sys.exit("the checkout has changes, so what is measured would be of no commit")
+
     def ensure_unchanged(self):
         if self.now() != self.state:
             sys.exit("the checkout changed meanwhile, so what was measured is of no commit")

@@ -1,4 +1,4 @@
-//! `cofolio serve`, whose cost other modules measure.
+//! `cofolio serve`, as a benchmark runs it and asks it.
 
 use std::{
     fs,
@@ -12,12 +12,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use cofolio_node::mount::RunDir;
-use cofolio_store::{Domain, task::Cancel};
+use cofolio_node::{ledger::Report, mount::RunDir};
+use cofolio_store::Domain;
 use rustix::process::{Pid, Signal, kill_process};
-
-/// How long its first looks may take.
-const FIRST_LOOKS_MAX: Duration = Duration::from_secs(1200);
 
 /// `cofolio serve`, ended when dropped.
 pub(crate) struct Daemon {
@@ -71,25 +68,23 @@ impl Daemon {
         Ok(answer.split_off(head + 4))
     }
 
+    /// Takes all figures now.
+    pub(crate) fn sample(&self) -> Result<Report> {
+        Ok(serde_json::from_slice(&self.ask("POST /v1/sample")?)?)
+    }
+
+    pub(crate) fn metrics(&self) -> Result<Metrics> {
+        Ok(Metrics(String::from_utf8(self.ask("GET /metrics")?)?))
+    }
+
+    /// Makes it read its configuration again.
+    pub(crate) fn reload(&self) -> Result<()> {
+        Ok(kill_process(Pid::from_child(&self.child), Signal::HUP)?)
+    }
+
     /// Bytes of a line of `/proc/PID/status`.
     pub(crate) fn status(&self, line: &str) -> Result<u64> {
         crate::usage_lists::status_bytes(&self.child.id().to_string(), line)
-    }
-
-    /// Waits until it has looked at all objects, and once more: no figure is older than half of the
-    /// time since it began. It is asked seldom, because each answer takes time, too.
-    pub(crate) fn first_looks(&self, cancel: &Cancel) -> Result<Duration> {
-        let began = Instant::now();
-        loop {
-            cancel.check()?;
-            thread::sleep(Duration::from_secs(10));
-            let metrics = String::from_utf8(self.ask("GET /metrics")?)?;
-            let age: f64 = metric(&metrics, "cofolio_residency_age_seconds")?;
-            if age < began.elapsed().as_secs_f64() * 0.6 {
-                return Ok(began.elapsed());
-            }
-            ensure!(began.elapsed() < FIRST_LOOKS_MAX, "the daemon has not looked at all objects");
-        }
     }
 
     /// `utime` and `stime` of `/proc/PID/stat`, which are in hundredths of a second.
@@ -108,11 +103,13 @@ impl Drop for Daemon {
     }
 }
 
-/// The value of a metric without labels.
-pub(crate) fn metric<T>(metrics: &str, name: &str) -> Result<T>
-where
-    T: FromStr<Err: std::error::Error + Send + Sync + 'static>,
-{
-    let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Ok(value.with_context(|| format!("no metric {name}"))?.parse()?)
+/// The text of `/metrics`.
+pub(crate) struct Metrics(String);
+
+impl Metrics {
+    /// The figure of a metric without labels.
+    pub(crate) fn figure<T: FromStr>(&self, name: &str) -> Result<T> {
+        let line = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok();
+        self.0.lines().find_map(line).with_context(|| format!("the daemon has no metric {name}"))
+    }
 }

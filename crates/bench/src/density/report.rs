@@ -144,7 +144,8 @@ impl Report {
         ];
         let mut text = format!(
             "{} containers of {} images, {} files each; memory cgroup {}.\n\
-             KiB per container, medians of {} rounds: `none` as it is, the others less `none`.\n\
+             KiB per container, medians of {} rounds: `none` as it is, the others less `none`. So the\n\
+             ratios are net of `none`, a container without any mount.\n\
              - kernel: the five kinds before it\n\
              - each further: kernel memory of a container that is not the first of its image\n\
              - held: kernel memory that stays when caches are dropped\n\

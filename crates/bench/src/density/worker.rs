@@ -7,11 +7,13 @@ use std::{
     os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
 use cofolio_node::ledger::cgroup::Cgroup;
 use cofolio_sys::cache::FileMap;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// What a worker says when it has touched its profile.
 const READY: &[u8] = b"ready\n";
@@ -31,6 +33,9 @@ pub(crate) struct Args {
     /// A file below the root to write
     #[arg(long)]
     write: Option<PathBuf>,
+    /// Read nothing, but open the next file of the profile every so many milliseconds
+    #[arg(long)]
+    open_every: Option<u64>,
 }
 
 /// What a container does besides reading its profile, as one that has a log does it.
@@ -50,6 +55,9 @@ const LOG_BYTES: usize = 4096;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let enter = || format!("cannot enter the cgroup by {}", args.procs.display());
     fs::write(&args.procs, "0").with_context(enter)?;
+    if let Some(interval_ms) = args.open_every {
+        return open_in_turn(args, interval_ms);
+    }
     let mut buf = vec![0; 64 << 10];
     let mut mapped = None;
     each(&args.root, &args.profile, &mut |file| touch(file, &mut buf, &mut mapped))?;
@@ -62,11 +70,35 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         fs::write(&log, [b'x'; LOG_BYTES])
             .with_context(|| format!("cannot write {}", log.display()))?;
     }
-    io::stdout().write_all(READY)?;
-    io::stdout().flush()?;
+    say_ready()?;
     // It ends when the parent closes the pipe or dies.
     io::stdin().read_to_end(&mut Vec::new())?;
     drop(mapped);
+    Ok(())
+}
+
+fn say_ready() -> io::Result<()> {
+    io::stdout().write_all(READY)?;
+    io::stdout().flush()
+}
+
+/// Opens the files of the profile one after the other, again and again, until standard input ends.
+fn open_in_turn(args: &Args, interval_ms: u64) -> Result<()> {
+    let mut files = Vec::new();
+    each(&args.root, &args.profile, &mut |file| {
+        files.push(file.to_owned());
+        Ok(())
+    })?;
+    say_ready()?;
+    let interval = Timespec::try_from(Duration::from_millis(interval_ms))?;
+    let stdin = io::stdin();
+    for file in files.iter().cycle() {
+        let mut ends = [PollFd::new(&stdin, PollFlags::IN)];
+        if poll(&mut ends, Some(&interval))? > 0 {
+            break;
+        }
+        File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
+    }
     Ok(())
 }
 
@@ -105,12 +137,21 @@ pub(crate) struct Workers {
     wait: PipeReader,
     hold: Option<PipeWriter>,
     children: Vec<Child>,
+    /// Instead of touching its profile a worker opens a file of it at this interval.
+    open_interval: Option<Duration>,
 }
 
 impl Workers {
     pub(crate) fn new() -> io::Result<Self> {
         let (wait, hold) = io::pipe()?;
-        Ok(Self { wait, hold: Some(hold), children: Vec::new() })
+        Ok(Self { wait, hold: Some(hold), children: Vec::new(), open_interval: None })
+    }
+
+    /// Workers that only open the files of their profile, one each at this interval.
+    pub(crate) fn opening(interval: Duration) -> io::Result<Self> {
+        let mut workers = Self::new()?;
+        workers.open_interval = Some(interval);
+        Ok(workers)
     }
 
     /// Starts a worker, and returns when it has touched its profile, and stat and written what the log
@@ -126,6 +167,9 @@ impl Workers {
         command.arg("density-worker").args([&cgroup.procs(), root, profile]);
         if let Some(log) = log {
             command.arg("--stat").arg(&log.stat).arg("--write").arg(&log.write);
+        }
+        if let Some(interval) = self.open_interval {
+            command.arg("--open-every").arg(interval.as_millis().to_string());
         }
         let mut child = command
             .stdin(self.wait.try_clone()?)

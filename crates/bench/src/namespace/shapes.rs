@@ -39,10 +39,10 @@ pub(crate) trait Shape {
 }
 
 /// How long each of many took.
-#[derive(Serialize)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Spread {
-    pub(super) p50_ms: f64,
-    pub(super) p99_ms: f64,
+    pub(crate) p50_ms: f64,
+    pub(crate) p99_ms: f64,
 }
 
 /// All that can be had here, each with the image and `variants` over it; why others cannot is added to `skipped`.
@@ -337,7 +337,7 @@ impl Drop for Ours {
     }
 }
 
-fn spread(mut times: Vec<Duration>) -> Spread {
+pub(crate) fn spread(mut times: Vec<Duration>) -> Spread {
     times.sort_unstable();
     let at = |share: usize| {
         times[(times.len() * share / 100).min(times.len() - 1)].as_secs_f64() * 1000.0
