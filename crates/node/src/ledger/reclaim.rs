@@ -15,6 +15,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::ops::{ControlFlow, Range};
+use std::path::{Component, Path};
 
 use cofolio_store::Digest;
 use cofolio_sys::cache::{self, FileMap};
@@ -182,7 +183,9 @@ impl Ledger {
                     let hierarchy = self.hierarchy.as_ref();
                     hierarchy.is_some_and(|it| it.directory(&path).join("cgroup.procs").exists())
                 };
-                if cgroups.is_empty() && !exists() {
+                // Who asks need not be root, and nothing outside of the hierarchy is to be opened.
+                let leads_out = Path::new(&path).components().any(|it| it == Component::ParentDir);
+                if leads_out || (cgroups.is_empty() && !exists()) {
                     let what = format!("container {name} (memory cgroup {path})");
                     return Err(LedgerError::NotFound { what });
                 }

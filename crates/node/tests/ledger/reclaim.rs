@@ -68,6 +68,17 @@ fn reclaim_drops_what_a_container_alone_uses() {
     let error = ledger.reclaim(&nobody).unwrap_err();
     assert!(matches!(error, LedgerError::NotFound { .. }));
     assert!(error.to_string().starts_with("no container nobody (memory cgroup /"), "{error}");
+    // A name led out of the hierarchy. Members of the daemon's group had root open what they had put
+    // there: a FIFO hung the daemon for ever.
+    let planted = pair.dir.path().join("planted");
+    fs::create_dir(&planted).unwrap();
+    fs::write(planted.join("cgroup.procs"), "").unwrap();
+    let up = "../".repeat(12);
+    for name in ["/", "x/"].map(|start| format!("{start}{up}{}", &planted.to_str().unwrap()[1..])) {
+        let outside = all_of(ReclaimTarget::Container(name));
+        let error = ledger.reclaim(&outside).unwrap_err();
+        assert!(matches!(error, LedgerError::NotFound { .. }), "{error}");
+    }
     drop((of_new, of_both));
     pair.umount(&top);
 }
