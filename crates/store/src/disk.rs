@@ -82,6 +82,8 @@ pub struct Stat {
     pub nlink: u64,
     /// Whether the immutable flag is set.
     pub immutable: bool,
+    /// When its content changed last: seconds since 1970, and nanoseconds.
+    pub mtime: (i64, u32),
 }
 
 /// How a lock is held.

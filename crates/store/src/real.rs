@@ -165,6 +165,7 @@ impl Disk for RealDisk {
             inode: stat.stx_ino,
             nlink: stat.stx_nlink.into(),
             immutable: stat.stx_attributes.contains(fs::StatxAttributes::IMMUTABLE),
+            mtime: (stat.stx_mtime.tv_sec, stat.stx_mtime.tv_nsec),
         })
     }
 

@@ -162,9 +162,10 @@ impl Ledger {
                 images.iter().for_each(|b| bytes[*a][*b] += resident(id));
             }
         }
-        let images = images.into_iter();
-        let images = images
-            .map(|(_, digest, image)| SharingImage { image: *digest, names: image.names.clone() });
+        let images = images.into_iter().map(|(_, image, _)| SharingImage {
+            image: *image,
+            names: domain.names(image).to_vec(),
+        });
         Some(ResidentSharing { images: images.collect(), bytes })
     }
 

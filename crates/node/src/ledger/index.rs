@@ -15,7 +15,9 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use cofolio_image::pack::ImageContents;
-use cofolio_store::{BoxError, Contents as _, Digest, Domain, Error, FileKind, FileName, Store};
+use cofolio_store::{
+    BoxError, Contents as _, Digest, Domain, Error, FileKind, FileName, Listing, Store,
+};
 use cofolio_sys::cache::{self, FileMap};
 use hashbrown::HashTable;
 use rustix::fs::{Mode, OFlags, openat};
@@ -72,8 +74,6 @@ impl Object {
 pub(super) struct Image {
     /// Sorted, each once.
     pub(super) objects: Box<[ObjectId]>,
-    /// Names, sorted.
-    pub(super) names: Vec<String>,
     /// Resident bytes of its metadata image, its delta and its pack.
     pub(super) metadata_bytes: u64,
 }
@@ -87,8 +87,17 @@ pub(super) struct IndexedDomain {
     /// Whether the last refresh could not list its images or refs.
     is_unlisted: bool,
     pub(super) images: BTreeMap<Digest, Image>,
-    /// Images that could not be read. Each refresh tries them again, after the new ones.
+    /// Images that are not in `images` yet.
+    missing: BTreeSet<Digest>,
+    /// Of these, the ones that could not be read. Each refresh tries them again, after the new ones.
     pub(super) unreadable: BTreeSet<Digest>,
+    /// Its directories when `missing`, `names` and `deltas` were read; `None` if they are to be read
+    /// again.
+    listing: Option<Listing>,
+    /// Names of images, sorted.
+    names: HashMap<Digest, Vec<String>>,
+    /// Deltas of the images that have a base.
+    deltas: HashMap<Digest, Digest>,
     /// Resident bytes of all metadata images and packs, also of bases, which are not in `images`
     /// unless they have a name.
     pub(super) metadata_bytes: u64,
@@ -113,6 +122,26 @@ pub(super) struct Index {
 }
 
 impl IndexedDomain {
+    fn new(domain: Domain) -> Self {
+        Self {
+            domain,
+            is_removed: false,
+            is_unlisted: false,
+            images: BTreeMap::new(),
+            missing: BTreeSet::new(),
+            unreadable: BTreeSet::new(),
+            listing: None,
+            names: HashMap::new(),
+            deltas: HashMap::new(),
+            metadata_bytes: 0,
+        }
+    }
+
+    /// The names of an image, sorted.
+    pub(super) fn names(&self, image: &Digest) -> &[String] {
+        self.names.get(image).map_or(&[], Vec::as_slice)
+    }
+
     /// Counts the resident pages of the files that images are mounted from. What was known stays if
     /// one of them cannot be looked at.
     fn count_metadata(&mut self) -> Result<(), BoxError> {
@@ -137,10 +166,9 @@ impl IndexedDomain {
                 }
             }
         }
-        let bases = self.domain.bases()?;
         let bytes = |image: &Digest| by_image.get(image).copied().unwrap_or(0);
         for (digest, image) in &mut self.images {
-            let delta = bases.get(digest).map_or(0, |base| bytes(&base.delta));
+            let delta = self.deltas.get(digest).map_or(0, bytes);
             image.metadata_bytes = bytes(digest) + delta;
         }
         self.metadata_bytes = by_image.values().sum();
@@ -250,14 +278,7 @@ impl Index {
         for name in present.iter().flatten() {
             if self.domain_number(name).is_none() && self.domains.len() < usize::from(u16::MAX) {
                 match self.store.domain(name) {
-                    Ok(domain) => self.domains.push(IndexedDomain {
-                        domain,
-                        is_removed: false,
-                        is_unlisted: false,
-                        images: BTreeMap::new(),
-                        unreadable: BTreeSet::new(),
-                        metadata_bytes: 0,
-                    }),
+                    Ok(domain) => self.domains.push(IndexedDomain::new(domain)),
                     Err(error) => result = result.and(Err(error)),
                 }
             }
@@ -269,50 +290,52 @@ impl Index {
             if let Some(present) = &present {
                 known.is_removed = !present.iter().any(|it| it == known.domain.name());
             }
-            if !known.is_removed {
-                let refreshed = self.missing_images(number).and_then(|missing| {
-                    for image in missing {
-                        // Listing may have taken all of the budget.
-                        if added > 0 && budget.is_spent() {
-                            left += 1;
-                        } else {
-                            added += 1;
-                            self.add(number, image, now);
-                        }
-                    }
-                    self.name_images(number)
-                });
-                self.domains[number].is_unlisted = refreshed.is_err();
-                result = result.and(refreshed);
-            } else {
-                known.is_unlisted = false;
+            let listed = if known.is_removed {
+                (known.listing, known.missing) = (None, BTreeSet::new());
                 self.keep_images(number, &[]);
+                Ok(())
+            } else {
+                self.list(number)
+            };
+            let known = &mut self.domains[number];
+            known.is_unlisted = listed.is_err();
+            result = result.and(listed);
+            let mut missing: Vec<_> = known.missing.iter().copied().collect();
+            missing.sort_by_key(|image| known.unreadable.contains(image));
+            for image in missing {
+                // Listing may have taken all of the budget.
+                if added > 0 && budget.is_spent() {
+                    left += 1;
+                } else {
+                    added += 1;
+                    self.add(number, image, now);
+                }
             }
         }
         (left == 0, result)
     }
 
-    /// Drops images that went. Gives those that are not taken up, new ones first.
-    fn missing_images(&mut self, number: usize) -> Result<Vec<Digest>, Error> {
-        let mut present = self.domains[number].domain.images()?;
-        present.sort_unstable();
-        self.keep_images(number, &present);
-        let IndexedDomain { images, unreadable, .. } = &self.domains[number];
-        present.retain(|image| !images.contains_key(image));
-        present.sort_by_key(|image| unreadable.contains(image));
-        Ok(present)
-    }
-
-    fn name_images(&mut self, number: usize) -> Result<(), Error> {
+    /// Lists images, refs and bases of a domain, unless they are as they were. Drops images that
+    /// went.
+    fn list(&mut self, number: usize) -> Result<(), Error> {
         let domain = self.domains[number].domain.clone();
-        let mut names: HashMap<Digest, Vec<String>> = HashMap::new();
-        for (name, record) in domain.readable_refs()? {
-            names.entry(record.image).or_default().push(name);
+        let listing = domain.listing()?;
+        if listing.is_some() && listing == self.domains[number].listing {
+            return Ok(());
         }
-        for (digest, image) in &mut self.domains[number].images {
-            image.names = names.remove(digest).unwrap_or_default();
-            image.names.sort();
+        let present = domain.images()?;
+        self.keep_images(number, &present);
+        let known = &mut self.domains[number];
+        known.listing = None;
+        known.missing = present.into_iter().filter(|it| !known.images.contains_key(it)).collect();
+        let refs = domain.readable_refs()?;
+        known.names.clear();
+        for (name, record) in refs {
+            known.names.entry(record.image).or_default().push(name);
         }
+        let bases = domain.bases()?;
+        known.deltas = bases.into_iter().map(|(image, base)| (image, base.delta)).collect();
+        known.listing = listing;
         Ok(())
     }
 
@@ -343,12 +366,13 @@ impl Index {
             return;
         }
         self.domains[number].unreadable.remove(&digest);
+        self.domains[number].missing.remove(&digest);
         objects.sort_unstable();
         objects.dedup_by_key(|(object, _)| *object);
         let ids = objects.into_iter().map(|(object, size)| self.intern(domain, object, size, now));
         let mut objects: Box<[ObjectId]> = ids.collect();
         objects.sort_unstable();
-        let image = Image { objects, names: Vec::new(), metadata_bytes: 0 };
+        let image = Image { objects, metadata_bytes: 0 };
         self.domains[number].images.insert(digest, image);
     }
 

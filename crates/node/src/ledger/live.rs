@@ -30,7 +30,8 @@ use crate::mount::RunDir;
 /// Processor time between two looks at the queue of opened files.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// Processor time between two looks whether taking up images is cancelled. Each lists all of them.
+/// Processor time between two looks whether taking up images is cancelled. Each may list all of
+/// them.
 const REFRESH_SLICE: Duration = Duration::from_millis(500);
 
 /// Opened files that one call takes: `fs.fanotify.max_queued_events` unless somebody changed it.
@@ -564,13 +565,14 @@ impl Ledger {
         totals: &account::Totals,
         users: &HashMap<u32, u64>,
     ) -> Vec<ImageAccount> {
-        let accounts = (0..).zip(images).filter_map(|(number, (domain, digest))| {
-            let image = self.index.domains().get(*domain as usize)?.images.get(digest)?;
+        let accounts = (0..).zip(images).filter_map(|(number, (domain_number, digest))| {
+            let domain = self.index.domains().get(*domain_number as usize)?;
+            let image = domain.images.get(digest)?;
             let sums = totals.images.get(&number).copied().unwrap_or_default();
             let mut account = ImageAccount {
-                domain: self.domain_name(*domain),
+                domain: domain.domain.name().to_owned(),
                 image: *digest,
-                names: image.names.clone(),
+                names: domain.names(digest).to_vec(),
                 objects: image.objects.len() as u64,
                 bytes: 0,
                 resident_bytes: 0,

@@ -489,7 +489,8 @@ impl Disk for SimDisk {
                 (Kind::Directory, BLOCK as u64, BLOCK as u64, mode, false, 2)
             }
         };
-        Ok(Stat { kind, size, allocated, mode, uid: 0, inode, nlink, immutable })
+        let mtime = (cofolio_store::now(), 0);
+        Ok(Stat { kind, size, allocated, mode, uid: 0, inode, nlink, immutable, mtime })
     }
 
     fn list(&self, path: &str) -> io::Result<Vec<(String, Kind)>> {
