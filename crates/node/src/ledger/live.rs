@@ -1,30 +1,26 @@
-//! The ledger of a store, kept up to date.
+//! [`Ledger`]: kept up to date by sampling.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use cofolio_store::Store;
 use cofolio_store::task::Cancel;
-use cofolio_store::{Digest, Store};
 use cofolio_sys::fanotify::{Event, Opens};
 
-use super::account::{self, Resident, Sums, Use, whole};
 use super::cgroup::{Hierarchy, Version};
 use super::cgroup_ids::{self, CgroupIds};
-use super::charges::{COMMONS, Charges, CommonsAccount};
+use super::charges::{COMMONS, Charges};
 use super::index::Index;
 use super::pressure::Pressure;
 use super::record::FirstOpens;
 use super::shares::Shares;
 use super::superblocks::{Found, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
-use super::{
-    Budget, ContainerAccount, DomainAccount, ImageAccount, LedgerError, Machine, Report, Result,
-    Unknown, UsedImage, processes, read_text,
-};
+use super::{Budget, LedgerError, Machine, Result, Unknown, processes};
 use crate::mount::RunDir;
 
 /// Processor time between two looks at the queue of opened files.
@@ -59,14 +55,14 @@ pub struct UsageCost {
 
 /// When rounds of looks began.
 #[derive(Debug, Default)]
-struct Rounds {
+pub(super) struct Rounds {
     this: u32,
     /// The last one that is complete. No look that counts is older.
     complete: u32,
 }
 
 impl Rounds {
-    fn age_seconds(&self, now: u32) -> u32 {
+    pub(super) fn age_seconds(&self, now: u32) -> u32 {
         now.saturating_sub(self.complete) / TICKS_PER_SECOND
     }
 }
@@ -94,18 +90,18 @@ pub struct Ledger {
     /// Processes of this round that are still to be looked at.
     round: Vec<u32>,
     /// Name of the commons cgroup.
-    commons: String,
-    charges: Charges,
+    pub(super) commons: String,
+    pub(super) charges: Charges,
     /// Files that hold the pages of objects in place of the store's, in this round.
     pub(super) elsewhere: HashMap<ObjectId, PathBuf>,
     /// Those that could not be read, of this round and of the last complete one.
     unread: u64,
-    unread_processes: u64,
-    of_processes: Rounds,
-    of_residency: Rounds,
+    pub(super) unread_processes: u64,
+    pub(super) of_processes: Rounds,
+    pub(super) of_residency: Rounds,
     pub(super) unknown: Unknown,
     /// Superblocks whose opened files are not noted.
-    unmarked: usize,
+    pub(super) unmarked: usize,
     pub(super) cancel: Cancel,
 }
 
@@ -454,178 +450,6 @@ impl Ledger {
         }
     }
 
-    /// Adds up the accounts.
-    ///
-    /// # Errors
-    /// [`LedgerError::Io`], [`LedgerError::Format`] for `/proc/meminfo`.
-    pub fn report(&self) -> Result<Report> {
-        let images = self.numbered_images();
-        let numbers: HashMap<(u16, Digest), u32> = images.iter().copied().zip(0..).collect();
-        let uses = self.uses(|id| {
-            let superblock = self.superblocks.get(id)?;
-            numbers.get(&(superblock.domain, superblock.image)).copied()
-        });
-        let totals = account::add_up(uses, |object| {
-            let object = self.index.object(ObjectId(object));
-            object.map_or_else(Resident::default, |object| Resident {
-                bytes: object.resident_bytes(),
-                commons: object.commons_bytes(),
-                domain: object.domain,
-            })
-        });
-        let mut used_images: HashMap<u32, Vec<UsedImage>> = HashMap::new();
-        let mut users: HashMap<u32, u64> = HashMap::new();
-        for (cgroup, image) in &totals.pairs {
-            let (domain, digest) = images[*image as usize];
-            let used = UsedImage { domain: self.domain_name(domain), image: digest };
-            used_images.entry(*cgroup).or_default().push(used);
-            *users.entry(*image).or_default() += 1;
-        }
-        let now = self.now();
-        Ok(Report {
-            time: cofolio_store::now(),
-            residency_age_seconds: self.of_residency.age_seconds(now),
-            processes_age_seconds: self.of_processes.age_seconds(now),
-            machine: Machine::read(&self.root)?,
-            commons: CommonsAccount::read(self.hierarchy.as_ref(), &self.commons),
-            domains: self.domain_accounts(&totals),
-            images: self.image_accounts(&images, &totals, &users),
-            containers: self.container_accounts(&totals, used_images),
-            unknown: Unknown {
-                processes: self.unread_processes,
-                images: self.index.unreadable_images(),
-                objects: self.index.unseen(),
-                mounts: (self.superblocks.failed() + self.unmarked) as u64,
-                ..self.unknown
-            },
-        })
-    }
-
-    /// All images, by trust domain and digest.
-    fn numbered_images(&self) -> Vec<(u16, Digest)> {
-        let domains = (0..).zip(self.index.domains());
-        domains
-            .flat_map(|(number, it)| it.images.keys().map(move |image| (number, *image)))
-            .collect()
-    }
-
-    /// Uses as [`Ledger::for_each_use`] has them.
-    fn uses(&self, image: impl Fn(MountId) -> Option<u32>) -> Vec<Use> {
-        let mut uses = Vec::new();
-        self.for_each_use(|usage| {
-            if let Some(image) = image(usage.mount) {
-                uses.push(Use { object: usage.object.0, cgroup: usage.cgroup.0, image });
-            }
-        });
-        uses
-    }
-
-    /// A figure of the commons, if the kernel says it.
-    fn commons_bytes(&self, bytes: u64) -> Option<u64> {
-        self.charges.are_known().then_some(bytes)
-    }
-
-    fn domain_name(&self, number: u16) -> String {
-        let domain = self.index.domains().get(number as usize);
-        domain.map_or_else(String::new, |it| it.domain.name().to_owned())
-    }
-
-    fn domain_accounts(&self, totals: &account::Totals) -> Vec<DomainAccount> {
-        let mut accounts: Vec<DomainAccount> = (0..)
-            .zip(self.index.domains())
-            .map(|(number, domain)| {
-                let sums = totals.domains.get(&number).copied().unwrap_or_default();
-                DomainAccount {
-                    domain: domain.domain.name().to_owned(),
-                    used_bytes: sums.used,
-                    shared_bytes: sums.shared,
-                    saved_bytes: whole(sums.saved),
-                    metadata_bytes: domain.metadata_bytes,
-                    commons_bytes: self.commons_bytes(0),
-                    ..DomainAccount::default()
-                }
-            })
-            .collect();
-        for object in self.index.objects() {
-            let Some(account) = accounts.get_mut(object.domain as usize) else { continue };
-            account.objects += 1;
-            account.bytes += object.size;
-            account.resident_bytes += object.resident_bytes();
-            if let Some(bytes) = &mut account.commons_bytes {
-                *bytes += object.commons_bytes();
-            }
-        }
-        accounts.sort_by(|a, b| a.domain.cmp(&b.domain));
-        accounts
-    }
-
-    fn image_accounts(
-        &self,
-        images: &[(u16, Digest)],
-        totals: &account::Totals,
-        users: &HashMap<u32, u64>,
-    ) -> Vec<ImageAccount> {
-        let accounts = (0..).zip(images).filter_map(|(number, (domain_number, digest))| {
-            let domain = self.index.domains().get(*domain_number as usize)?;
-            let image = domain.images.get(digest)?;
-            let sums = totals.images.get(&number).copied().unwrap_or_default();
-            let mut account = ImageAccount {
-                domain: domain.domain.name().to_owned(),
-                image: *digest,
-                names: domain.names(digest).to_vec(),
-                objects: image.objects.len() as u64,
-                bytes: 0,
-                resident_bytes: 0,
-                shared_bytes: 0,
-                private_bytes: 0,
-                used_bytes: sums.used,
-                commons_bytes: self.commons_bytes(0),
-                saved_bytes: whole(sums.saved),
-                metadata_bytes: image.metadata_bytes,
-                containers: users.get(&number).copied().unwrap_or(0),
-            };
-            for object in image.objects.iter().filter_map(|id| self.index.object(*id)) {
-                account.bytes += object.size;
-                let resident = object.resident_bytes();
-                account.resident_bytes += resident;
-                if let Some(bytes) = &mut account.commons_bytes {
-                    *bytes += object.commons_bytes();
-                }
-                match object.is_shared() {
-                    true => account.shared_bytes += resident,
-                    false => account.private_bytes += resident,
-                }
-            }
-            Some(account)
-        });
-        accounts.collect()
-    }
-
-    fn container_accounts(
-        &self,
-        totals: &account::Totals,
-        mut images: HashMap<u32, Vec<UsedImage>>,
-    ) -> Vec<ContainerAccount> {
-        let account = |(number, sums): (&u32, &Sums)| {
-            let cgroup = self.cgroups.path(CgroupId(*number))?.to_owned();
-            Some(ContainerAccount {
-                name: self.name_of(&cgroup),
-                cgroup,
-                images: images.remove(number).unwrap_or_default(),
-                objects: sums.objects,
-                used_bytes: sums.used,
-                shared_bytes: sums.shared,
-                private_bytes: sums.private,
-                commons_bytes: self.commons_bytes(sums.commons),
-                proportional_bytes: whole(sums.proportional),
-                saved_bytes: whole(sums.saved),
-            })
-        };
-        let mut accounts: Vec<_> = totals.cgroups.iter().filter_map(account).collect();
-        accounts.sort_by(|a, b| a.cgroup.cmp(&b.cgroup));
-        accounts
-    }
-
     /// The cgroup of a container of `cofolio run`.
     pub(super) fn cgroup_of_container(&self, name: &str) -> String {
         format!("/cofolio/{name}-{}", self.run.tag())
@@ -635,27 +459,5 @@ impl Ledger {
     pub(super) fn name_of(&self, cgroup: &str) -> Option<String> {
         let name = cgroup.strip_prefix("/cofolio/")?.split('/').next()?;
         name.strip_suffix(&self.run.tag())?.strip_suffix('-').map(str::to_owned)
-    }
-}
-
-impl Machine {
-    /// Reads `/proc/meminfo` below `root`.
-    fn read(root: &Path) -> Result<Machine> {
-        let path = root.join("proc/meminfo");
-        let text = read_text(&path)?;
-        let field = |name: &str| {
-            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-            let number = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());
-            number.map(|kib: u64| kib << 10).ok_or_else(|| LedgerError::Format {
-                path: path.clone(),
-                what: format!("has no line {name}"),
-            })
-        };
-        Ok(Machine {
-            memory_bytes: field("MemTotal")?,
-            available_bytes: field("MemAvailable")?,
-            page_cache_bytes: field("Cached")?,
-            shared_memory_bytes: field("Shmem")?,
-        })
     }
 }

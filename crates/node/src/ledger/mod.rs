@@ -30,6 +30,7 @@ mod pressure;
 mod processes;
 mod reclaim;
 mod record;
+mod report;
 pub mod residency;
 mod shares;
 pub mod sharing;
