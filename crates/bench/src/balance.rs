@@ -19,7 +19,8 @@ use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::pack::ImageContents;
 use cofolio_node::{
-    ledger::{Ledger, cgroup::Hierarchy, residency},
+    cgroup::Hierarchy,
+    ledger::{Ledger, residency},
     mount::{Access, MountRecord, MountRequest, Mounter, RunDir, UmountOptions},
 };
 use cofolio_store::{Contents as _, Digest, Domain, Error, FileKind, task::Cancel};

@@ -12,8 +12,8 @@ use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::interrupt::Cancellable;
 use cofolio_image::pack::ImageContents;
 use cofolio_node::{
+    cgroup::{Cgroup, Hierarchy},
     commons::Commons,
-    ledger::cgroup::{Cgroup, Hierarchy},
     mount::{Access, MountRequest, Mounter, RunDir, UmountOptions},
 };
 use cofolio_store::{

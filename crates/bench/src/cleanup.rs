@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cofolio_cli::exit::{Exit, Fail};
-use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::cgroup::Hierarchy;
 use cofolio_store::task::Cancel;
 
 /// Runs it for each item, also after an error; the first error counts.

@@ -19,7 +19,7 @@ use cofolio_cli::interrupt::Cancellable;
 use cofolio_erofs::tree::{Content, Meta, Tree};
 use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_image::pack::ImageContents;
-use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::cgroup::Hierarchy;
 use cofolio_store::{
     Contents as _, Digest, Domain, FileKind, ImportOptions, Publish, Ref, task::Cancel,
 };

@@ -8,10 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use cofolio_node::ledger::{
-    cgroup::{Hierarchy, Version},
-    field,
-};
+use cofolio_node::cgroup::{Hierarchy, Version, field};
 
 /// Dying memory cgroups of the whole machine: `nr_dying_descendants` of version 2; of version 1, what
 /// `/proc/cgroups` counts less the directories.

@@ -12,11 +12,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use cofolio_node::ledger::{
-    LedgerError,
-    cgroup::{Cgroup, Charge, Hierarchy},
-    residency::{self, Residency},
-};
+use cofolio_node::cgroup::{Cgroup, Charge, Hierarchy};
+use cofolio_node::ledger::residency::{self, Residency};
 use cofolio_sys::cache::{self, page_size};
 use serde::Serialize;
 
@@ -199,11 +196,8 @@ fn attempt(
     wait_for_quiet(patience.min(SETTLE_MAX));
     // Without a usable memory cgroup the other two figures are still worth having.
     let hierarchy = Hierarchy::find(Path::new("/"));
-    let cgroup = match &hierarchy {
-        Ok(hierarchy) => hierarchy.create(&format!("cofolio-bench-{}", std::process::id())),
-        Err(error) => Err(LedgerError::NoMemoryCgroup { reason: error.to_string() }),
-    };
-    let cgroup = cgroup.ok();
+    let name = format!("cofolio-bench-{}", std::process::id());
+    let cgroup = hierarchy.as_ref().ok().and_then(|hierarchy| hierarchy.create(&name).ok());
     let elsewhere =
         || -> Option<u64> { hierarchy.as_ref().ok()?.cache_elsewhere(cgroup.as_ref()?).ok() };
 

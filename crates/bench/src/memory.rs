@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, anyhow};
-use cofolio_node::ledger::field;
+use cofolio_node::cgroup::field;
 use serde::Serialize;
 
 /// One moment's memory of the machine, in bytes unless a name says otherwise, from `/proc/meminfo`

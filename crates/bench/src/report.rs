@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::cgroup::Hierarchy;
 use cofolio_sys::cache::page_size;
 use serde::Serialize;
 

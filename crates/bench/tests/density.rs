@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::cgroup::Hierarchy;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 

@@ -54,7 +54,7 @@ fn servers(test: &str) -> Option<Servers> {
         skip(test, "neither crun nor runc is installed");
         return None;
     }
-    if let Err(error) = cofolio_node::ledger::cgroup::Hierarchy::find(Path::new("/")) {
+    if let Err(error) = cofolio_node::cgroup::Hierarchy::find(Path::new("/")) {
         skip(test, &error.to_string());
         return None;
     }

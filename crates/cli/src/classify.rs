@@ -11,6 +11,7 @@ use cofolio_image::error::{EngineError, ImportError, RegistryError, TrustError};
 use cofolio_image::export::ExportError;
 use cofolio_image::pack::PackError;
 use cofolio_node::backend::BackendError;
+use cofolio_node::cgroup::CgroupError;
 use cofolio_node::commons::CommonsError;
 use cofolio_node::config::ConfigError;
 use cofolio_node::container::RunError;
@@ -406,7 +407,7 @@ fn of_commons(error: &CommonsError) -> Classified {
     match error {
         CommonsError::Store(error) => of_store(error),
         CommonsError::Cancelled(_) => code(Exit::Interrupted),
-        CommonsError::Ledger(LedgerError::NoMemoryCgroup { .. }) => code(Exit::Missing),
+        CommonsError::Cgroup(CgroupError::NoMemoryController { .. }) => code(Exit::Missing),
         CommonsError::Ledger(LedgerError::NotMounted { .. }) => {
             hint(Exit::NotFound, "`cofolio mount` mounts it")
         }

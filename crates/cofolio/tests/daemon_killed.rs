@@ -25,7 +25,7 @@ use std::sync::{Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 use cofolio_daemon::{Options, Schedule, Settings};
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy};
+use cofolio_node::cgroup::{Cgroup, Hierarchy};
 use cofolio_node::mount::RunDir;
 use cofolio_store::Store;
 use common::{Sandbox, can_mount, skip};

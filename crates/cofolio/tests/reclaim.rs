@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
+use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
 use common::daemon::Daemon;
 use common::{Killed, Sandbox, can_mount, run_with_input};
 

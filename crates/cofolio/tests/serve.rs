@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::cgroup::Hierarchy;
 use cofolio_node::ledger::{ReclaimRequest, ReclaimTarget, UsedImage};
 use common::daemon::{Daemon, request};
 use common::{Killed, Sandbox, can_mount, skip};

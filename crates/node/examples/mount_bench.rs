@@ -20,7 +20,7 @@ use cofolio_erofs::write::{WriteOptions, write};
 use cofolio_image::import::{self};
 use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
-use cofolio_node::ledger::cgroup::Hierarchy;
+use cofolio_node::cgroup::Hierarchy;
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, ImportOptions, InitOptions, Publish, Ref, Store};

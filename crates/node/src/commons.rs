@@ -12,8 +12,8 @@ use cofolio_store::task::{Cancelled, Task};
 use cofolio_store::{Digest, Domain, Error};
 use serde::Serialize;
 
+use crate::cgroup::{Cgroup, CgroupError, Hierarchy};
 use crate::ledger::LedgerError;
-use crate::ledger::cgroup::{Cgroup, Hierarchy};
 use crate::mount::RunDir;
 use crate::page_files::{PageFiles, read_ahead};
 use crate::profile::{self, Profile, ProfileFile};
@@ -39,7 +39,10 @@ pub struct Warmed {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommonsError {
-    /// There is no memory cgroup, it cannot be entered, or an object cannot be opened.
+    /// There is no memory cgroup, or it cannot be entered.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    /// An object cannot be opened.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
     /// The image cannot be read.
@@ -61,8 +64,8 @@ impl Commons {
     /// limit if one is named.
     ///
     /// # Errors
-    /// [`LedgerError::NoMemoryCgroup`], [`LedgerError::Io`].
-    pub fn open(name: &str, limit_bytes: Option<u64>) -> Result<Self, LedgerError> {
+    /// [`CgroupError::NoMemoryController`], [`CgroupError::Io`].
+    pub fn open(name: &str, limit_bytes: Option<u64>) -> Result<Self, CgroupError> {
         let cgroup = Hierarchy::find(Path::new("/"))?.standing(name)?;
         if let Some(bytes) = limit_bytes {
             cgroup.limit(bytes)?;

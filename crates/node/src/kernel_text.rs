@@ -1,4 +1,4 @@
-//! Text files of the kernel whose length a container decides.
+//! Text files of the kernel, also those whose length a container decides.
 
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Read as _};
@@ -10,6 +10,11 @@ const LINE_MAX: usize = 64 << 10;
 /// Bytes that are read of one file. `/proc/PID/maps` has some 100 a mapping, mountinfo some 500 a
 /// mount.
 const TEXT_MAX: usize = 32 << 20;
+
+/// Reads a file whole. Paths in it may be any bytes; what we parse is ASCII.
+pub(crate) fn read(path: &Path) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned())
+}
 
 /// Calls `each` for every line of a file, in bounded memory and for a bounded length. Says whether
 /// those were all lines.

@@ -2,6 +2,7 @@
 
 pub mod backend;
 pub(crate) mod cache;
+pub mod cgroup;
 pub mod commons;
 pub mod config;
 pub mod container;

@@ -21,7 +21,7 @@ use cofolio_image::pack::ImageContents;
 use cofolio_image::pack::segment::Form;
 use cofolio_image::pack::{PackOptions, pack};
 use cofolio_image::source::Source;
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
+use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
 use cofolio_node::probe::{self, Presence};
 use cofolio_node::settings::{Backend, DomainSettings as _};

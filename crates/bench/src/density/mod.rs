@@ -16,7 +16,7 @@ use std::{
 use anyhow::Result;
 use cofolio_cli::exit::{Exit, Fail};
 use cofolio_cli::interrupt::Cancellable;
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy};
+use cofolio_node::cgroup::{Cgroup, Hierarchy};
 use cofolio_store::task::Cancel;
 use serde::Serialize;
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use cofolio_node::ledger::cgroup::Cgroup;
+use cofolio_node::cgroup::Cgroup;
 use cofolio_sys::cache::FileMap;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

@@ -16,7 +16,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use cofolio_image::source::Source;
 use cofolio_image::{import, import::ImportOptions};
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy};
+use cofolio_node::cgroup::{Cgroup, Hierarchy};
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain};
 use serde::Serialize;

@@ -18,9 +18,9 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use cofolio_node::{
+    cgroup::{Cgroup, Charge, Hierarchy},
     container::Runtime,
     container::bundle::{self, Bind, ImageConfig, Options},
-    ledger::cgroup::{Cgroup, Charge, Hierarchy},
 };
 use cofolio_store::task::Cancel;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};

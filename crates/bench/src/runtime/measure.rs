@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use cofolio_node::{container::bundle::ImageConfig, ledger::cgroup::Charge};
+use cofolio_node::{cgroup::Charge, container::bundle::ImageConfig};
 use serde::Serialize;
 
 use super::{

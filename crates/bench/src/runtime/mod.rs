@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context, Result};
 use cofolio_node::settings::DomainSettings as _;
 use cofolio_node::{
-    container::Runtime, container::bundle::ImageConfig, ledger::cgroup::Hierarchy, mount::Access,
+    cgroup::Hierarchy, container::Runtime, container::bundle::ImageConfig, mount::Access,
     upkeep::bases,
 };
 use cofolio_store::task::Task;

@@ -9,9 +9,9 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 
-use super::cgroup::{Hierarchy, is_at_or_below};
 use super::shares::Shares;
 use super::usage::{CgroupId, UsageLists};
+use crate::cgroup::{Hierarchy, is_at_or_below};
 
 /// The cgroups that have used something, by path from the root of the hierarchy.
 #[derive(Debug, Default)]
@@ -199,9 +199,9 @@ impl CgroupIds {
 mod tests {
     use std::path::Path;
 
-    use super::super::cgroup::Version;
     use super::super::usage::{MountId, ObjectId};
     use super::*;
+    use crate::cgroup::Version;
 
     fn entries(usage: &UsageLists, ids: &CgroupIds, heir: &str) -> usize {
         ids.heirs.get(heir).map_or(0, |id| usage.count_of_cgroup(*id).entries)

@@ -14,7 +14,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use cofolio_sys::cache::FileMap;
 use serde::{Deserialize, Serialize};
 
-use super::cgroup::Hierarchy;
+use crate::cgroup::Hierarchy;
 
 /// Name of the commons cgroup, at the top of the hierarchy.
 pub const COMMONS: &str = "cofolio-commons";

@@ -11,7 +11,6 @@ use cofolio_store::Store;
 use cofolio_store::task::Cancel;
 use cofolio_sys::fanotify::{Event, Opens};
 
-use super::cgroup::{Hierarchy, Version};
 use super::cgroup_ids::{self, CgroupIds};
 use super::charges::{COMMONS, Charges};
 use super::index::Index;
@@ -21,6 +20,7 @@ use super::shares::Shares;
 use super::superblocks::{Found, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown, processes};
+use crate::cgroup::{Hierarchy, Version};
 use crate::mount::RunDir;
 
 /// Processor time between two looks at the queue of opened files.

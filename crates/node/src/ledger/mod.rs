@@ -19,7 +19,6 @@
 
 mod account;
 mod budget;
-pub mod cgroup;
 mod cgroup_ids;
 mod charges;
 mod detail;
@@ -93,12 +92,6 @@ pub enum LedgerError {
         /// Digest of the metadata image.
         image: cofolio_store::Digest,
     },
-    /// The machine has no memory controller that this process can use.
-    #[error("no memory cgroup: {reason}")]
-    NoMemoryCgroup {
-        /// Why, for the person in front of the machine.
-        reason: String,
-    },
 }
 
 impl LedgerError {
@@ -110,17 +103,3 @@ impl LedgerError {
 
 /// Ledger results.
 pub type Result<T, E = LedgerError> = std::result::Result<T, E>;
-
-/// The number of one `name 123` line, as vmstat and memory.stat have them.
-pub fn field(text: &str, name: &str) -> Option<u64> {
-    text.lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
-        .and_then(|value| value.trim().parse().ok())
-}
-
-/// Reads a text file of the kernel, whole: mountinfo can be longer than a megabyte.
-fn read_text(path: &std::path::Path) -> Result<String> {
-    let bytes = std::fs::read(path).map_err(LedgerError::io(path))?;
-    // Paths in these files may be any bytes; what we parse is ASCII.
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
-}

@@ -21,11 +21,11 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use super::cgroup::{Version, is_at_or_below};
 use super::reclaim::Scope;
 use super::shares::from_the_top;
 use super::usage::{MountId, ObjectId, Usage};
-use super::{Budget, Ledger, field};
+use super::{Budget, Ledger};
+use crate::cgroup::{Version, field, is_at_or_below};
 
 /// When to reclaim without being asked.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -268,9 +268,9 @@ fn stalled_percent(text: &str) -> Option<f64> {
 mod tests {
     use cofolio_store::{InitOptions, Store};
 
-    use super::super::cgroup::Hierarchy;
     use super::super::cgroup_ids;
     use super::*;
+    use crate::cgroup::Hierarchy;
     use crate::mount::RunDir;
 
     #[test]

@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::cgroup::{Version, path_in};
+use crate::cgroup::{Version, path_in};
 use crate::kernel_text::for_each_line;
 
 /// Major and minor number of a filesystem.

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 
 use cofolio_store::Digest;
 
-use super::cgroup::is_at_or_below;
 use super::live::Ledger;
 use super::usage::ObjectId;
+use crate::cgroup::is_at_or_below;
 
 /// First opens, while somebody records them.
 #[derive(Debug)]

@@ -11,8 +11,9 @@ use super::live::Ledger;
 use super::usage::{CgroupId, MountId, ObjectId};
 use super::{
     ContainerAccount, DomainAccount, ImageAccount, LedgerError, Machine, Report, Result, Unknown,
-    UsedImage, read_text,
+    UsedImage,
 };
+use crate::kernel_text;
 
 impl Ledger {
     /// Adds up the accounts.
@@ -192,7 +193,7 @@ impl Machine {
     /// Reads `/proc/meminfo` below `root`.
     pub(super) fn read(root: &Path) -> Result<Machine> {
         let path = root.join("proc/meminfo");
-        let text = read_text(&path)?;
+        let text = kernel_text::read(&path).map_err(LedgerError::io(&path))?;
         let field = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
             let number = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());

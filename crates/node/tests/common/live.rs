@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy};
+use cofolio_node::cgroup::{Cgroup, Hierarchy};
 use cofolio_node::probe;
 use cofolio_sys::cache::FileMap;
 

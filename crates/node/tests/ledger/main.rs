@@ -29,7 +29,7 @@ use cache::{SIZE, content, forget};
 use cofolio_image::import;
 use cofolio_image::pack::ImageContents;
 use cofolio_image::source::Source;
-use cofolio_node::ledger::cgroup::{Cgroup, Hierarchy, Version};
+use cofolio_node::cgroup::{Cgroup, Hierarchy, Version};
 use cofolio_node::ledger::{
     Budget, ContainerAccount, Ledger, LedgerError, ReclaimPolicy, ReclaimRequest, ReclaimTarget,
     Reclaimed, Report, UsedImage,

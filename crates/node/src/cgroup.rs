@@ -3,17 +3,51 @@
 //! Page cache stays charged to the cgroup that first touches it until it is dropped, so the charge
 //! of a cgroup with a single reader is the memory that this reader brought in.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    thread,
-    time::Duration,
-};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fs, io, thread};
 
 use serde::Serialize;
 
-use super::{LedgerError, Result, field, read_text};
+use crate::kernel_text;
 use crate::mount::{KernelMount, mountinfo};
+
+/// What can go wrong with memory cgroups.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CgroupError {
+    /// A file of the kernel's could not be read or written.
+    #[error("{path}: {source}", path = .path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Kernel text that does not have the documented form.
+    #[error("{path}: {what}", path = .path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What was expected and not found.
+        what: String,
+    },
+    /// The machine has no memory controller that this process can use.
+    #[error("no memory cgroup: {reason}")]
+    NoMemoryController {
+        /// Why, for the person in front of the machine.
+        reason: String,
+    },
+}
+
+impl CgroupError {
+    fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { path, source }
+    }
+}
+
+type Result<T, E = CgroupError> = std::result::Result<T, E>;
 
 /// Which of the kernel's two interfaces a hierarchy speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -53,10 +87,10 @@ impl Hierarchy {
     /// Finds the memory controller of the machine under `root` (`/` on a live machine).
     ///
     /// # Errors
-    /// [`LedgerError::NoMemoryCgroup`] with the reason when no mounted hierarchy has it.
+    /// [`CgroupError::NoMemoryController`] with the reason when no mounted hierarchy has it.
     pub fn find(root: &Path) -> Result<Hierarchy> {
         let path = root.join("proc/self/mountinfo");
-        let mounts = mountinfo::parse(&fs::read(&path).map_err(LedgerError::io(path))?);
+        let mounts = mountinfo::parse(&fs::read(&path).map_err(CgroupError::io(path))?);
         let is_v1 =
             |mount: &&KernelMount| mount.filesystem == "cgroup" && mount.has_option("memory");
         let is_v2 = |mount: &&KernelMount| mount.filesystem == "cgroup2";
@@ -72,19 +106,19 @@ impl Hierarchy {
         let v2 = || mounts.iter().filter(is_v2);
         let Some(mount) = v2().find(is_whole).or_else(|| v2().next()).map(at) else {
             let reason = "neither a version 1 memory hierarchy nor cgroup2 is mounted".to_owned();
-            return Err(LedgerError::NoMemoryCgroup { reason });
+            return Err(CgroupError::NoMemoryController { reason });
         };
         let controllers = read_text(&mount.join("cgroup.controllers"))?;
         if !controllers.split_whitespace().any(|controller| controller == "memory") {
             let reason = format!("{} does not offer the memory controller", mount.display());
-            return Err(LedgerError::NoMemoryCgroup { reason });
+            return Err(CgroupError::NoMemoryController { reason });
         }
         Ok(Hierarchy { version: Version::V2, mount })
     }
 
     /// A hierarchy that is mounted at a path.
     #[cfg(test)]
-    pub(super) fn at(version: Version, mount: &Path) -> Self {
+    pub(crate) fn at(version: Version, mount: &Path) -> Self {
         Hierarchy { version, mount: mount.to_owned() }
     }
 
@@ -101,7 +135,7 @@ impl Hierarchy {
     /// Makes an empty cgroup at the top of the hierarchy, removed on drop.
     ///
     /// # Errors
-    /// [`LedgerError::NoMemoryCgroup`] with the kernel's reason: no privilege, or a version 2
+    /// [`CgroupError::NoMemoryController`] with the kernel's reason: no privilege, or a version 2
     /// container whose top cgroup has processes of its own.
     pub fn create(&self, name: &str) -> Result<Cgroup> {
         self.make(name, false)
@@ -116,13 +150,13 @@ impl Hierarchy {
     }
 
     /// A cgroup at the top of the hierarchy that stays, if it exists.
-    pub(super) fn existing(&self, name: &str) -> Option<Cgroup> {
+    pub(crate) fn existing(&self, name: &str) -> Option<Cgroup> {
         let path = self.mount.join(name);
         path.is_dir().then(|| Cgroup { version: self.version, path, stays: true })
     }
 
     fn make(&self, name: &str, stays: bool) -> Result<Cgroup> {
-        let refused = |path: &Path, error: std::io::Error| LedgerError::NoMemoryCgroup {
+        let refused = |path: &Path, error: io::Error| CgroupError::NoMemoryController {
             reason: format!("{}: {error}", path.display()),
         };
         if self.version == Version::V2 {
@@ -134,14 +168,14 @@ impl Hierarchy {
         }
         let path = self.mount.join(name);
         match fs::create_dir(&path) {
-            Err(error) if stays && error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) if stays && error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.map_err(|error| refused(&path, error))?,
         }
         Ok(Cgroup { version: self.version, path, stays })
     }
 
     /// The processes in a cgroup and in those below it. What vanishes meanwhile has none.
-    pub(super) fn processes(&self, cgroup: &str) -> Vec<u32> {
+    pub(crate) fn processes(&self, cgroup: &str) -> Vec<u32> {
         let mut found = Vec::new();
         let mut open = vec![self.directory(cgroup)];
         while let Some(directory) = open.pop() {
@@ -157,12 +191,12 @@ impl Hierarchy {
     /// Removes a cgroup that a killed process [made](Self::create), if it exists.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when the kernel refuses, for instance because a process is in it.
+    /// [`CgroupError::Io`] when the kernel refuses, for instance because a process is in it.
     pub fn remove(&self, name: &str) -> Result<()> {
         let path = self.mount.join(name);
         match fs::remove_dir(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(LedgerError::io(path)(error))
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(CgroupError::io(path)(error))
             }
             _ => Ok(()),
         }
@@ -172,7 +206,7 @@ impl Hierarchy {
     /// count as nothing; removed ones whose pages live on ("dying") count with their parent.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when the top of the hierarchy cannot be read.
+    /// [`CgroupError::Io`] when the top of the hierarchy cannot be read.
     pub fn cache_elsewhere(&self, except: &Cgroup) -> Result<u64> {
         // Version 2 counts children in; version 1 does so in total_*, also at the top.
         let stat = read_text(&self.mount.join("memory.stat"))?;
@@ -202,32 +236,32 @@ impl Cgroup {
     /// Moves this process with all threads in until the value is dropped; earlier charges stay.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when the kernel refuses, [`LedgerError::Format`] when
+    /// [`CgroupError::Io`] when the kernel refuses, [`CgroupError::Format`] when
     /// `/proc/self/cgroup` does not tell where to go back to.
     pub fn enter(&self) -> Result<Inside> {
         let path = PathBuf::from("/proc/self/cgroup");
         let text = read_text(&path)?;
         let home = path_in(&text, self.version)
-            .ok_or_else(|| LedgerError::Format { path, what: "has no memory cgroup".to_owned() })?;
+            .ok_or_else(|| CgroupError::Format { path, what: "has no memory cgroup".to_owned() })?;
         let top = self.path.parent().unwrap_or(&self.path);
         let back = top.join(home.trim_start_matches('/')).join("cgroup.procs");
-        fs::write(self.procs(), "0").map_err(LedgerError::io(self.procs()))?;
+        fs::write(self.procs(), "0").map_err(CgroupError::io(self.procs()))?;
         Ok(Inside { back })
     }
 
     /// Limits its memory to a number of bytes, which the kernel rounds down to whole pages.
     ///
     /// # Errors
-    /// [`LedgerError::Io`] when the kernel refuses.
+    /// [`CgroupError::Io`] when the kernel refuses.
     pub fn limit(&self, bytes: u64) -> Result<()> {
         let path = self.limit_file();
-        fs::write(&path, bytes.to_string()).map_err(LedgerError::io(&path))
+        fs::write(&path, bytes.to_string()).map_err(CgroupError::io(&path))
     }
 
     /// The limit of its memory in bytes, if it has one.
     ///
     /// # Errors
-    /// [`LedgerError::Io`].
+    /// [`CgroupError::Io`].
     pub fn limit_bytes(&self) -> Result<Option<u64>> {
         let limit = read_text(&self.limit_file())?.trim().parse::<u64>().ok();
         // Version 2 says `max`, version 1 the largest number of whole pages below 2^63.
@@ -244,7 +278,7 @@ impl Cgroup {
     /// Whether its limit ever held a charge up.
     ///
     /// # Errors
-    /// [`LedgerError::Io`]; [`LedgerError::Format`].
+    /// [`CgroupError::Io`]; [`CgroupError::Format`].
     pub fn was_at_its_limit(&self) -> Result<bool> {
         let file = match self.version {
             Version::V1 => "memory.failcnt",
@@ -257,27 +291,27 @@ impl Cgroup {
             Version::V2 => field(&text, "max"),
         };
         let what = || "does not say how often".to_owned();
-        times.map(|times| times > 0).ok_or_else(|| LedgerError::Format { path, what: what() })
+        times.map(|times| times > 0).ok_or_else(|| CgroupError::Format { path, what: what() })
     }
 
     /// Its charge now.
     ///
     /// # Errors
-    /// [`LedgerError::Io`]; [`LedgerError::Format`] if a figure is missing that every kernel has.
+    /// [`CgroupError::Io`]; [`CgroupError::Format`] if a figure is missing that every kernel has.
     pub fn charge(&self) -> Result<Charge> {
         read_charge(self.version, &self.path)
     }
 }
 
 /// Whether a path of a cgroup is that of `top`, or lies below it.
-pub(super) fn is_at_or_below(path: &str, top: &str) -> bool {
+pub(crate) fn is_at_or_below(path: &str, top: &str) -> bool {
     let rest = path.strip_prefix(top.trim_end_matches('/'));
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// The path of a memory cgroup in what `/proc/PID/cgroup` says: `11:memory:/user.slice` of version 1,
 /// `0::/user.slice` of version 2.
-pub(super) fn path_in(text: &str, version: Version) -> Option<&str> {
+pub(crate) fn path_in(text: &str, version: Version) -> Option<&str> {
     text.lines().find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
         let is_ours = match version {
@@ -322,7 +356,7 @@ pub fn read_charge(version: Version, path: &Path) -> Result<Charge> {
     let stat_path = path.join("memory.stat");
     let stat = read_text(&stat_path)?;
     let stat_field = |name: &str| {
-        field(&stat, name).ok_or_else(|| LedgerError::Format {
+        field(&stat, name).ok_or_else(|| CgroupError::Format {
             path: stat_path.clone(),
             what: format!("has no line {name}"),
         })
@@ -333,7 +367,7 @@ pub fn read_charge(version: Version, path: &Path) -> Result<Charge> {
     let total = |file: &str| {
         let path = path.join(file);
         let text = read_text(&path)?;
-        text.trim().parse().map_err(|_| LedgerError::Format {
+        text.trim().parse().map_err(|_| CgroupError::Format {
             path,
             what: format!("is not a number of bytes: {:?}", text.trim()),
         })
@@ -358,6 +392,17 @@ pub fn read_charge(version: Version, path: &Path) -> Result<Charge> {
             peak: optional("memory.peak"),
         },
     })
+}
+
+/// The number of one `name 123` line, as vmstat and memory.stat have them.
+pub fn field(text: &str, name: &str) -> Option<u64> {
+    text.lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
+        .and_then(|value| value.trim().parse().ok())
+}
+
+fn read_text(path: &Path) -> Result<String> {
+    kernel_text::read(path).map_err(CgroupError::io(path))
 }
 
 #[cfg(test)]
@@ -406,7 +451,7 @@ mod tests {
             ("sys/fs/cgroup/cgroup.controllers", "cpu pids\n"),
         ]);
         let error = Hierarchy::find(without.path()).unwrap_err();
-        assert!(matches!(error, LedgerError::NoMemoryCgroup { .. }), "{error}");
+        assert!(matches!(error, CgroupError::NoMemoryController { .. }), "{error}");
     }
 
     /// A bind mount of one cgroup's directory, mounted later, was taken for the hierarchy.
