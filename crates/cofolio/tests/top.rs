@@ -5,14 +5,15 @@
 mod common;
 
 use std::fs::File;
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use common::daemon::Daemon;
+use common::daemon::{Daemon, request};
 use common::{Killed, Sandbox, can_mount, cofolio};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -298,4 +299,37 @@ fn colors_on_a_terminal() {
         session.press("q");
         assert_eq!(session.ends(), Some(0));
     }
+}
+
+/// Where there was no memory cgroup, all containers were shown as one, and nobody said why.
+#[test]
+fn missing_memory_cgroups_are_reported() {
+    if !can_mount("missing_memory_cgroups_are_reported") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree:1");
+    let without = |args: &[&str]| {
+        let script = "umount --lazy --recursive /sys/fs/cgroup; exec \"$@\"";
+        let program = cofolio();
+        let before = ["--mount", "sh", "-c", script, "sh", program.to_str().unwrap()];
+        let args: Vec<&str> = before.iter().chain(args).copied().collect();
+        sandbox.command_of(Path::new("unshare"), &args)
+    };
+    let looked = without(&["top", "--once"]).output().unwrap();
+    assert!(looked.status.success());
+    let said = String::from_utf8(looked.stderr).unwrap();
+    assert!(said.contains("told apart") && said.contains("no memory cgroup"), "{said}");
+
+    let mut daemon = Killed::start(without(&["serve"]).stderr(Stdio::piped()));
+    let mut stderr = BufReader::new(daemon.0.stderr.take().unwrap());
+    let mut said = String::new();
+    stderr.read_line(&mut said).unwrap();
+    assert!(said.contains("listening at"), "{said}");
+    // When it answers, it has said all that it says at its start.
+    let socket = UnixStream::connect(sandbox.path("run/cofolio.sock")).unwrap();
+    assert_eq!(request(socket, "GET /v1/version HTTP/1.0\r\n\r\n").0, 200);
+    drop(daemon);
+    stderr.read_to_string(&mut said).unwrap();
+    assert!(said.contains("told apart") && said.contains("no memory cgroup"), "{said}");
 }

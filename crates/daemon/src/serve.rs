@@ -88,6 +88,9 @@ pub fn serve(
     let Options { store, run, .. } = &options;
     let cancel = Cancel::default();
     let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
+    if let Some(error) = ledger.cgroup_error() {
+        said(&format!("containers cannot be told apart for sure, nor seen to end: {error}"));
+    }
     if let Err(error) = ledger.watch_opens() {
         said(&format!("opened files are not seen, only mapped ones: {error}"));
     }

@@ -20,7 +20,7 @@ use super::shares::Shares;
 use super::superblocks::{Found, Superblocks};
 use super::usage::{CgroupId, MountId, ObjectId, UsageLists};
 use super::{Budget, LedgerError, Machine, Result, Unknown, processes};
-use crate::cgroup::{Hierarchy, Version};
+use crate::cgroup::{CgroupError, Hierarchy, Version};
 use crate::mount::RunDir;
 
 /// Processor time between two looks at the queue of opened files.
@@ -73,8 +73,8 @@ pub struct Ledger {
     pub(super) run: RunDir,
     /// Where `/proc` is looked up.
     pub(super) root: PathBuf,
-    /// Without one every process counts as in the cgroup `/`.
-    pub(super) hierarchy: Option<Hierarchy>,
+    /// Without one, nobody sees cgroups end, and a process counts as in its cgroup of version 2.
+    pub(super) hierarchy: Result<Hierarchy, CgroupError>,
     pub(super) index: Index,
     pub(super) superblocks: Superblocks,
     pub(super) cgroups: CgroupIds,
@@ -112,7 +112,7 @@ impl Ledger {
         let share = Machine::read(&root).map_or(u64::MAX, |it| it.memory_bytes / 16);
         Self {
             run,
-            hierarchy: Hierarchy::find(&root).ok(),
+            hierarchy: Hierarchy::find(&root),
             root,
             index: Index::new(store),
             superblocks: Superblocks::default(),
@@ -148,6 +148,12 @@ impl Ledger {
     #[must_use]
     pub fn with_cancel(self, cancel: Cancel) -> Self {
         Self { cancel, ..self }
+    }
+
+    /// Why memory cgroups cannot be looked at: then all containers may count as one, and those that
+    /// have ended stay in the figures.
+    pub fn cgroup_error(&self) -> Option<&CgroupError> {
+        self.hierarchy.as_ref().err()
     }
 
     /// From now on notes who opens files on mounted images.
@@ -194,7 +200,7 @@ impl Ledger {
         let now = self.now();
         let (is_complete, listed) = self.index.refresh(now, budget);
         let changes = self.superblocks.refresh(&self.run, &self.index);
-        if let Some(hierarchy) = &self.hierarchy {
+        if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.find_ended(hierarchy);
         }
         self.note_left_behind(&changes.removed);
@@ -204,7 +210,7 @@ impl Ledger {
         if let Some(opens) = &self.opens {
             self.unmarked = self.superblocks.mark_all(&self.root, opens, false);
         }
-        if let Some(hierarchy) = &self.hierarchy {
+        if let Ok(hierarchy) = &self.hierarchy {
             self.cgroups.hand_over(hierarchy, &self.usage);
         }
         self.usage_shares = None;
@@ -216,7 +222,7 @@ impl Ledger {
         let now = self.now();
         if self.index.is_at_start() {
             self.of_residency.this = now;
-            self.charges.begin(self.hierarchy.as_ref(), &self.commons);
+            self.charges.begin(self.hierarchy.as_ref().ok(), &self.commons);
             self.elsewhere = self.files_elsewhere();
         }
         let is_complete = self.index.sample(now, &self.charges, &self.elsewhere, budget);
@@ -337,7 +343,7 @@ impl Ledger {
         let version = self.hierarchy.as_ref().map_or(Version::V2, Hierarchy::version);
         let path = processes::cgroup(&self.root, pid, version).ok()?;
         let path = path.as_deref().unwrap_or("/");
-        let inode = self.hierarchy.as_ref().map(|it| cgroup_ids::inode(it, path));
+        let inode = self.hierarchy.as_ref().ok().map(|it| cgroup_ids::inode(it, path));
         let inode = inode.transpose().ok()?.flatten();
         self.cgroups.number(path, inode)
     }

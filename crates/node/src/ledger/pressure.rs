@@ -196,7 +196,7 @@ impl Ledger {
     /// Bytes to drop for a cgroup, if it has been at a limit since the last look, or its tasks wait for
     /// memory.
     fn bytes_to_drop(&mut self, path: &str, percent: f64) -> u64 {
-        let Some(hierarchy) = &self.hierarchy else { return 0 };
+        let Ok(hierarchy) = &self.hierarchy else { return 0 };
         let directory = hierarchy.directory(path);
         let read = |name: &str| std::fs::read_to_string(directory.join(name)).ok();
         let events = match hierarchy.version() {
@@ -354,7 +354,7 @@ mod tests {
                 let inode = cgroup_ids::inode(&hierarchy, path).unwrap();
                 ledger.cgroups.number(path, inode).unwrap();
             }
-            ledger.hierarchy = Some(hierarchy);
+            ledger.hierarchy = Ok(hierarchy);
             ledger.set_policy(ReclaimPolicy { bytes: 1, percent: 10.0, left_behind: false });
             let planted = Self { root, ledger };
             planted.write("proc/pressure/memory", &psi("0.00", "0.00"));

@@ -181,7 +181,7 @@ impl Ledger {
                 let cgroups: HashSet<CgroupId> = self.cgroups.below(&path).collect();
                 let exists = || {
                     let hierarchy = self.hierarchy.as_ref();
-                    hierarchy.is_some_and(|it| it.directory(&path).join("cgroup.procs").exists())
+                    hierarchy.is_ok_and(|it| it.directory(&path).join("cgroup.procs").exists())
                 };
                 // Who asks need not be root, and nothing outside of the hierarchy is to be opened.
                 let leads_out = Path::new(&path).components().any(|it| it == Component::ParentDir);
@@ -281,7 +281,7 @@ impl Ledger {
     ) -> Mappings {
         let wanted: HashSet<ObjectId> = objects.iter().copied().collect();
         let pids = match (scope, &self.hierarchy) {
-            (Scope::Cgroups(path, _), Some(hierarchy)) if !with_others => hierarchy.processes(path),
+            (Scope::Cgroups(path, _), Ok(hierarchy)) if !with_others => hierarchy.processes(path),
             _ => processes::all(&self.root).unwrap_or_default(),
         };
         let (mut found, mut steps_left) = (Mappings::default(), STEPS_MAX);

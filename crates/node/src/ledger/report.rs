@@ -49,7 +49,7 @@ impl Ledger {
             residency_age_seconds: self.of_residency.age_seconds(now),
             processes_age_seconds: self.of_processes.age_seconds(now),
             machine: Machine::read(&self.root)?,
-            commons: CommonsAccount::read(self.hierarchy.as_ref(), &self.commons),
+            commons: CommonsAccount::read(self.hierarchy.as_ref().ok(), &self.commons),
             domains: self.domain_accounts(&totals),
             images: self.image_accounts(&images, &totals, &users),
             containers: self.container_accounts(&totals, used_images),
