@@ -6,11 +6,14 @@ use cofolio_store::Digest;
 
 use super::live::Ledger;
 use super::usage::ObjectId;
+use super::{LedgerError, Result};
 use crate::cgroup::is_at_or_below;
 
 /// First opens, while somebody records them.
 #[derive(Debug)]
 pub(super) struct FirstOpens {
+    /// Number of the trust domain whose objects count.
+    domain: u16,
     /// Path of the cgroup whose opens count, with those below it.
     cgroup: String,
     seen: HashSet<ObjectId>,
@@ -29,21 +32,24 @@ impl FirstOpens {
 
 impl Ledger {
     /// From now on, [`Ledger::take_opens`] keeps the order in which a container of `cofolio run`
-    /// opens files. Opens of processes that have ended count as the container's.
-    pub fn record_opens(&mut self, container: &str) {
+    /// opens files of a trust domain. Opens of processes that have ended count as the container's.
+    ///
+    /// # Errors
+    /// [`LedgerError::Store`] if the trust domain cannot be listed; [`LedgerError::NotFound`].
+    pub fn record_opens(&mut self, domain: &str, container: &str) -> Result<()> {
+        let missing = || LedgerError::NotFound { what: format!("trust domain {domain}") };
+        let domain = self.index.find_domain(domain)?.ok_or_else(missing)?;
         let cgroup = self.cgroup_of_container(container);
-        self.first_opens = Some(FirstOpens { cgroup, seen: HashSet::new(), order: Vec::new() });
+        let (seen, order) = (HashSet::new(), Vec::new());
+        self.first_opens = Some(FirstOpens { domain, cgroup, seen, order });
+        Ok(())
     }
 
-    /// The objects that were opened since [`Ledger::record_opens`], the first one first, with the
-    /// names of their trust domains.
-    pub fn recorded(&self) -> Vec<(&str, Digest)> {
-        let order = self.first_opens.iter().flat_map(|opens| &opens.order);
-        let objects = order.filter_map(|id| self.index.object(*id));
-        let named = |object: &super::index::Object| {
-            Some((self.index.domains().get(object.domain as usize)?.domain.name(), object.digest))
-        };
-        objects.filter_map(named).collect()
+    /// The objects that were opened since [`Ledger::record_opens`], the first one first.
+    pub fn recorded(&self) -> Vec<Digest> {
+        let Some(FirstOpens { domain, order, .. }) = &self.first_opens else { return Vec::new() };
+        let objects = order.iter().filter_map(|id| self.index.object(*id));
+        objects.filter(|it| it.domain == *domain).map(|it| it.digest).collect()
     }
 
     /// Events that were lost because there were too many of them.

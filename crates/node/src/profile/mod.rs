@@ -247,7 +247,6 @@ const TAKES_AT_END: u32 = 64;
 /// Notes what a container opens.
 #[derive(Debug)]
 pub struct Recorder<'d> {
-    domain: &'d Domain,
     image: Digest,
     objects: BTreeMap<Digest, u64>,
     files: PageFiles<'d>,
@@ -269,13 +268,14 @@ impl<'d> Recorder<'d> {
         let objects = objects(domain, &image)?;
         let files = PageFiles::of(domain, &run, &image)?;
         let mut ledger = Ledger::new(domain.store().clone(), run);
-        ledger.refresh(&Budget::UNLIMITED)?;
-        ledger.record_opens(container);
+        // Another trust domain that cannot be listed does not matter here.
+        let _ = ledger.refresh(&Budget::UNLIMITED);
+        ledger.record_opens(domain.name(), container)?;
         ledger.watch_opens()?;
         for object in objects.keys() {
             let _ = fadvise(files.open(object)?, 0, None, Advice::DontNeed);
         }
-        Ok(Self { domain, image, objects, files, ledger })
+        Ok(Self { image, objects, files, ledger })
     }
 
     /// Becomes readable when [`Recorder::take`] has something to do.
@@ -306,15 +306,13 @@ impl<'d> Recorder<'d> {
             }
         }
         let mut files = Vec::new();
-        for (domain, object) in self.ledger.recorded() {
+        for object in self.ledger.recorded() {
             let Some(size) = self.objects.get(&object) else { continue };
-            if domain == self.domain.name() {
-                let file = self.files.open(&object)?;
-                let ranges = page_files::resident_ranges(&file, *size);
-                let ranges = ranges.map_err(LedgerError::io(object.to_string()))?;
-                if !ranges.is_empty() {
-                    files.push(ProfileFile { object, ranges });
-                }
+            let file = self.files.open(&object)?;
+            let ranges = page_files::resident_ranges(&file, *size);
+            let ranges = ranges.map_err(LedgerError::io(object.to_string()))?;
+            if !ranges.is_empty() {
+                files.push(ProfileFile { object, ranges });
             }
         }
         let profile = Profile { version: VERSION, image: self.image, files, written: None };

@@ -35,6 +35,7 @@ use cofolio_node::ledger::{
     Reclaimed, Report, UsedImage,
 };
 use cofolio_node::mount::{Access, MountRequest, Mounter, RunDir, UmountOptions};
+use cofolio_node::profile::Recorder;
 use cofolio_store::task::Task;
 use cofolio_store::{Digest, Domain, InitOptions, Ref, Store};
 use live::{Holder, alone, cgroup, next_tick};

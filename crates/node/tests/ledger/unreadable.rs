@@ -89,6 +89,27 @@ fn a_domain_that_cannot_be_listed_stops_no_other() {
     assert_eq!((unknown.images, unknown.objects), (0, 0));
 }
 
+/// No profile could be recorded while any trust domain could not be listed.
+#[test]
+fn a_profile_is_recorded_whatever_other_domains_are_like() {
+    let test = "a_profile_is_recorded_whatever_other_domains_are_like";
+    let Some(_alone) = alone(test) else { return };
+    let pair = Pair::new();
+    let target = pair.mount(0, "m1", Access::ReadOnly);
+    let other = pair.domain.store().domain_or_create("other").unwrap();
+    let blind = Blind::new(other.objects_dir().unwrap().with_file_name("images"));
+    let mut recorder = Recorder::begin(&pair.domain, pair.run(), pair.images[0], "some").unwrap();
+    // A process that has ended counts as the container's.
+    let read = Command::new("cat").arg(target.join("shared")).stdout(Stdio::null()).status();
+    assert!(read.unwrap().success());
+    recorder.take().unwrap();
+    let (profile, _) = recorder.end().unwrap();
+    let objects: Vec<_> = profile.files.iter().map(|file| file.object).collect();
+    assert_eq!(objects, [pair.object(0)]);
+    drop(blind);
+    pair.umount(&target);
+}
+
 /// For want of a descriptor the ledger could not list a directory. It took that for unmounted
 /// whatever was there, and forgot who used it.
 #[test]
