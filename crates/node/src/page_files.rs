@@ -34,7 +34,7 @@ pub(crate) struct PageFiles<'d> {
     domain: &'d Domain,
     image: Digest,
     /// With `inode-share`, a path of each object in the mounted pack.
-    mounted: Option<HashMap<Digest, PathBuf>>,
+    paths: Option<HashMap<Digest, PathBuf>>,
 }
 
 impl<'d> PageFiles<'d> {
@@ -46,7 +46,7 @@ impl<'d> PageFiles<'d> {
         image: &Digest,
     ) -> Result<Self, LedgerError> {
         if domain.backend()? == Backend::Overlay {
-            return Ok(Self { domain, image: *image, mounted: None });
+            return Ok(Self { domain, image: *image, paths: None });
         }
         let of_image = run.shared_superblocks().found.into_iter().find(|it| {
             it.domain == domain.name() && it.image == *image && it.backend == Backend::InodeShare
@@ -54,7 +54,7 @@ impl<'d> PageFiles<'d> {
         let top = of_image.ok_or(LedgerError::NotMounted { image: *image })?.path;
         let paths = crate::ledger::paths_of_objects(domain, image)?;
         let paths = paths.into_iter().map(|(object, path)| (object, top.join(path)));
-        Ok(Self { domain, image: *image, mounted: Some(paths.collect()) })
+        Ok(Self { domain, image: *image, paths: Some(paths.collect()) })
     }
 
     /// Opens the files that the image is mounted from: its metadata images, or its pack.
@@ -63,7 +63,7 @@ impl<'d> PageFiles<'d> {
     /// Those of [`Domain::open_named`].
     pub(crate) fn metadata(&self) -> Result<Vec<StoredFile>, Error> {
         let domain = self.domain;
-        if self.mounted.is_some() {
+        if self.paths.is_some() {
             return domain.packs_of(&self.image)?.iter().map(|it| domain.open_named(it)).collect();
         }
         domain.metadata_images(&self.image)?.iter().map(|it| domain.open_image(it)).collect()
@@ -80,7 +80,7 @@ impl<'d> PageFiles<'d> {
         run: &RunDir,
         cancel: &Cancel,
     ) -> Result<(), LedgerError> {
-        let backend = if self.mounted.is_some() { Backend::InodeShare } else { Backend::Overlay };
+        let backend = if self.paths.is_some() { Backend::InodeShare } else { Backend::Overlay };
         let mounter = Mounter::new(self.domain, run.clone(), &ImageContents);
         let Ok(layers) = mounter.mounted_layers(&self.image, backend) else { return Ok(()) };
         let read = |path: &[u8]| {
@@ -112,7 +112,7 @@ impl<'d> PageFiles<'d> {
     /// # Errors
     /// [`LedgerError::Io`], for an object that the image does not have, too.
     pub(crate) fn open(&self, object: &Digest) -> Result<File, LedgerError> {
-        let path = match &self.mounted {
+        let path = match &self.paths {
             Some(paths) => paths.get(object).cloned(),
             None => self.domain.object_path(object),
         };
@@ -143,7 +143,7 @@ impl<'d> PageFiles<'d> {
             let pages = parts.map(|(start, length)| Ok(cachestat(&file, *start, *length)?.cached));
             pages.sum::<io::Result<u64>>().map(|pages| pages * page_size())
         };
-        let counted = match self.mounted {
+        let counted = match self.paths {
             Some(_) => of_mapping(),
             None => match of_file() {
                 // Before Linux 6.5.

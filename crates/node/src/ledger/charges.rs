@@ -87,7 +87,7 @@ impl Charges {
     ///
     /// # Errors
     /// Those of [`FileMap::resident_frames`], and of reading `/proc/kpagecgroup`.
-    pub(super) fn pages_of(&self, file: impl AsFd, size: u64) -> io::Result<u64> {
+    pub(super) fn commons_pages(&self, file: impl AsFd, size: u64) -> io::Result<u64> {
         let Some(Commons { inode, files: Some((pagemap, cgroups)) }) = &self.commons else {
             return Ok(0);
         };

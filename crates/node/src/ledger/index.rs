@@ -444,12 +444,12 @@ impl Index {
 
     /// Looks how much of each object is resident, beginning where the last call ended, until all
     /// were looked at once or the budget is spent. Says whether it came to the end of a round.
-    /// `elsewhere` are the files that hold the pages of objects in place of the store's.
+    /// `page_files` are the files that hold the pages of objects in place of the store's.
     pub(super) fn sample(
         &mut self,
         now: u32,
         charges: &Charges,
-        elsewhere: &HashMap<ObjectId, PathBuf>,
+        page_files: &HashMap<ObjectId, PathBuf>,
         budget: &Budget,
     ) -> bool {
         let open = |it: &IndexedDomain| {
@@ -471,8 +471,8 @@ impl Index {
                 continue;
             }
             let id = ObjectId(u32::try_from(self.next - 1).unwrap_or(u32::MAX));
-            let elsewhere = elsewhere.get(&id);
-            let file = match (elsewhere, directory) {
+            let page_file = page_files.get(&id);
+            let file = match (page_file, directory) {
                 (Some(path), _) => File::open(path),
                 (None, Err(error)) => Err((*error).into()),
                 (None, Ok(directory)) => {
@@ -487,11 +487,11 @@ impl Index {
             let size = object.size;
             let pages = match &file {
                 // It went meanwhile. Of a mount that went another one may show the same pages.
-                Err(error) if error.kind() == io::ErrorKind::NotFound && elsewhere.is_none() => {
+                Err(error) if error.kind() == io::ErrorKind::NotFound && page_file.is_none() => {
                     Some(0)
                 }
                 Err(_) => None,
-                Ok(file) if elsewhere.is_some() => {
+                Ok(file) if page_file.is_some() => {
                     FileMap::new(file, size).and_then(|map| map.resident_pages()).ok()
                 }
                 Ok(file) => cache::resident_pages(file, size).ok(),
@@ -504,7 +504,7 @@ impl Index {
                 object.counted == charges.epoch && pages == u64::from(object.resident_pages);
             self.set_resident(id, pages, now);
             if let (false, Ok(file)) = (is_counted, file)
-                && let Ok(pages) = charges.pages_of(file, size)
+                && let Ok(pages) = charges.commons_pages(file, size)
             {
                 let object = &mut self.objects[self.next - 1];
                 object.commons_pages = u32::try_from(pages).unwrap_or(u32::MAX);

@@ -93,7 +93,7 @@ pub struct Ledger {
     pub(super) commons: String,
     pub(super) charges: Charges,
     /// Files that hold the pages of objects in place of the store's, in this round.
-    pub(super) elsewhere: HashMap<ObjectId, PathBuf>,
+    pub(super) page_files: HashMap<ObjectId, PathBuf>,
     /// Those that could not be read, of this round and of the last complete one.
     unread: u64,
     pub(super) unread_processes: u64,
@@ -127,7 +127,7 @@ impl Ledger {
             round: Vec::new(),
             commons: COMMONS.to_owned(),
             charges: Charges::default(),
-            elsewhere: HashMap::new(),
+            page_files: HashMap::new(),
             unread: 0,
             unread_processes: 0,
             of_processes: Rounds::default(),
@@ -223,9 +223,9 @@ impl Ledger {
         if self.index.is_at_start() {
             self.of_residency.this = now;
             self.charges.begin(self.hierarchy.as_ref().ok(), &self.commons);
-            self.elsewhere = self.files_elsewhere();
+            self.page_files = self.used_page_files();
         }
-        let is_complete = self.index.sample(now, &self.charges, &self.elsewhere, budget);
+        let is_complete = self.index.sample(now, &self.charges, &self.page_files, budget);
         if is_complete {
             self.of_residency.complete = self.of_residency.this;
             // Uses of pages that have gone since.
@@ -239,7 +239,7 @@ impl Ledger {
 
     /// With `inode-share`, files of mounted packs through which something was used. To look at all others
     /// would load their inodes.
-    fn files_elsewhere(&self) -> HashMap<ObjectId, PathBuf> {
+    fn used_page_files(&self) -> HashMap<ObjectId, PathBuf> {
         let mut files = HashMap::new();
         for (mount, superblock) in self.superblocks.iter().filter(|(_, it)| it.has_page_files()) {
             let _ = self.usage.for_each_of_mount(mount, |usage| {

@@ -48,12 +48,12 @@ pub(super) struct Pressure {
     policy: ReclaimPolicy,
     /// How often each cgroup was at a limit.
     events: HashMap<Box<str>, u64>,
-    /// What is still to be looked at in this round, the next one last. A cgroup comes before those
+    /// Where to search in the rest of this round, the next one last. A cgroup comes before those
     /// above it.
-    round: Vec<Look>,
+    round: Vec<Source>,
     /// Cgroups that were under pressure in this round.
     pressed: Vec<Pressed>,
-    /// What the last look found.
+    /// What the last search found.
     work: Work,
     /// Objects of users that have gone. Others may use them.
     left_behind: HashSet<ObjectId>,
@@ -61,9 +61,9 @@ pub(super) struct Pressure {
     freed_bytes: u64,
 }
 
-/// Where the policy looks for what it can drop.
+/// Where the policy searches for what it can drop.
 #[derive(Debug)]
-enum Look {
+enum Source {
     LeftBehind,
     Machine,
     Cgroup(Box<str>),
@@ -148,8 +148,8 @@ impl Ledger {
             if let Some(object) = self.pressure.work.objects.pop() {
                 let freed = self.drop_unmapped(object);
                 self.pressure.freed(freed);
-            } else if let Some(look) = self.pressure.round.pop() {
-                self.pressure.work = self.look(look);
+            } else if let Some(source) = self.pressure.round.pop() {
+                self.pressure.work = self.search(source);
             }
             if budget.is_spent() {
                 break;
@@ -166,23 +166,23 @@ impl Ledger {
             let paths: BTreeSet<Box<str>> = paths.map(Into::into).collect();
             self.pressure.events.retain(|path, _| paths.contains(path));
             // In order, so each one comes before those below it.
-            self.pressure.round.extend(paths.into_iter().map(Look::Cgroup));
-            self.pressure.round.push(Look::Machine);
+            self.pressure.round.extend(paths.into_iter().map(Source::Cgroup));
+            self.pressure.round.push(Source::Machine);
         }
         if !self.pressure.left_behind.is_empty() {
-            self.pressure.round.push(Look::LeftBehind);
+            self.pressure.round.push(Source::LeftBehind);
         }
     }
 
-    fn look(&mut self, look: Look) -> Work {
+    fn search(&mut self, source: Source) -> Work {
         let ReclaimPolicy { bytes, percent, .. } = self.pressure.policy;
-        let found = match look {
-            Look::LeftBehind => return self.unused_left_behind(),
-            Look::Machine => {
+        let found = match source {
+            Source::LeftBehind => return self.unused_left_behind(),
+            Source::Machine => {
                 let path = self.root.join("proc/pressure/memory");
                 is_stalled(&path, percent).then_some((Scope::Machine, bytes))
             }
-            Look::Cgroup(path) => {
+            Source::Cgroup(path) => {
                 let bytes = self.bytes_to_drop(&path, percent);
                 (bytes > 0).then(|| (self.scope_below(&path), bytes))
             }
@@ -378,8 +378,8 @@ mod tests {
             let mut found = Vec::new();
             while let Some(next) = self.ledger.pressure.round.pop() {
                 let path =
-                    if let Look::Cgroup(path) = &next { path.as_ref() } else { "/" }.to_owned();
-                if self.ledger.look(next).bytes > 0 {
+                    if let Source::Cgroup(path) = &next { path.as_ref() } else { "/" }.to_owned();
+                if self.ledger.search(next).bytes > 0 {
                     found.push(path);
                 }
             }

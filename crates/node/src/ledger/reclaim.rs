@@ -363,10 +363,10 @@ impl Ledger {
         let missing = || io::Error::from(io::ErrorKind::NotFound);
         let object = self.index.object(id).ok_or_else(missing)?;
         let domain = self.index.domains().get(object.domain as usize).ok_or_else(missing)?;
-        let elsewhere = self.elsewhere.get(&id);
-        let path = elsewhere.cloned().or_else(|| domain.domain.object_path(&object.digest));
+        let page_file = self.page_files.get(&id);
+        let path = page_file.cloned().or_else(|| domain.domain.object_path(&object.digest));
         let file = File::open(path.ok_or_else(missing)?)?;
-        let pages = || match elsewhere {
+        let pages = || match page_file {
             Some(_) => FileMap::new(&file, object.size)?.resident_pages(),
             None => cache::resident_pages(&file, object.size),
         };

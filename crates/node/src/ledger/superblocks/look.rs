@@ -110,7 +110,7 @@ pub(super) fn proven(
         return candidates.next();
     }
     let sizes = candidates.as_slice().iter().filter_map(|(_, id)| Some(index.object(*id)?.size));
-    let pages = pages_of(mapping, sizes.max()?, look).unwrap_or_default();
+    let pages = mapped_frames(mapping, sizes.max()?, look).unwrap_or_default();
     candidates.find(|(_, object)| has_frames(index, *object, &pages).unwrap_or(false))
 }
 
@@ -119,7 +119,7 @@ const COMPARED_MAX: usize = 4;
 
 /// The first pages that a process has of a file of this size, as offset in the file and page
 /// frame.
-pub(super) fn pages_of(
+pub(super) fn mapped_frames(
     mapping: &Mapping<'_>,
     size: u64,
     look: &mut Look,

@@ -47,7 +47,7 @@ use rustix::fs::{AtFlags, CWD, StatxFlags};
 use self::adopted::Sighting;
 use self::look::Look;
 use self::namespaces::Namespaces;
-use self::refresh::{Changes, Entry};
+use self::refresh::{Changes, RunEntry};
 use self::tables::{Inodes, Tables};
 use self::upper::Upper;
 use super::index::Index;
@@ -153,7 +153,7 @@ pub(super) struct Superblocks {
     /// `st_dev` of files on them.
     by_file_device: HashMap<Device, usize>,
     /// What the run directory shows and was taken up, by path.
-    entries: HashMap<PathBuf, (Entry, Option<usize>)>,
+    entries: HashMap<PathBuf, (RunEntry, Option<usize>)>,
     tables: Tables,
     /// What mount namespaces of processes show, since the last refresh.
     namespaces: Namespaces,

@@ -18,7 +18,7 @@ use crate::settings::Backend;
 
 /// What tells an entry of the run directory from an earlier one at its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Entry {
+pub(super) enum RunEntry {
     Superblock(Device),
     /// Inode number, and when that was changed: a record that replaces another may get the number
     /// of one before it.
@@ -61,7 +61,7 @@ impl Superblocks {
         self.drop_adopted(&mut changes);
 
         for shown in &shared.found {
-            let entry = Entry::Superblock(shown.device);
+            let entry = RunEntry::Superblock(shown.device);
             self.take_up(&shown.path, entry, Some(shown), run, index, &mut changes);
         }
         for (id, path, entry) in records {
@@ -89,7 +89,7 @@ impl Superblocks {
         changes
     }
 
-    fn is_taken_up(&self, path: &Path, entry: Entry) -> bool {
+    fn is_taken_up(&self, path: &Path, entry: RunEntry) -> bool {
         self.entries.get(path).is_some_and(|(known, _)| *known == entry)
     }
 
@@ -104,7 +104,7 @@ impl Superblocks {
     fn take_up(
         &mut self,
         path: &Path,
-        entry: Entry,
+        entry: RunEntry,
         shown: Option<&ShownSuperblock>,
         run: &RunDir,
         index: &Index,
@@ -191,7 +191,7 @@ impl Superblocks {
 }
 
 /// The records of mounts: name and path. A record is replaced when anything of it changes.
-fn records(directory: &Path) -> io::Result<Vec<(String, PathBuf, Entry)>> {
+fn records(directory: &Path) -> io::Result<Vec<(String, PathBuf, RunEntry)>> {
     let entries = match fs::read_dir(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries?,
@@ -206,7 +206,7 @@ fn records(directory: &Path) -> io::Result<Vec<(String, PathBuf, Entry)>> {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 metadata => metadata?,
             };
-            let found = Entry::Record(metadata.ino(), metadata.modified()?);
+            let found = RunEntry::Record(metadata.ino(), metadata.modified()?);
             records.push((id.to_owned(), entry.path(), found));
         }
     }

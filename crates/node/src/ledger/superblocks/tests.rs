@@ -17,7 +17,7 @@ use super::super::reclaim::Scope;
 use super::super::usage::{Count, MountId, ObjectId};
 use super::super::{Budget, Ledger};
 use super::adopted::Sighting;
-use super::look::{Look, STEPS_MAX, pages_of};
+use super::look::{Look, STEPS_MAX, mapped_frames};
 use super::namespaces::Namespaces;
 use super::refresh::Changes;
 use super::tables::Inodes;
@@ -219,13 +219,13 @@ fn pages_are_found_wherever_they_are_within_the_limit() {
     let mapping = mapping(range.as_bytes());
     let size = 3 * pagemap::STEP * page;
     let mut look = Look::new(made_up.root(), 1);
-    assert_eq!(pages_of(&mapping, size, &mut look).unwrap(), [(at * page, FRAME)]);
+    assert_eq!(mapped_frames(&mapping, size, &mut look).unwrap(), [(at * page, FRAME)]);
     assert!(look.is_whole);
     let beyond = Mapping { offset: size, ..mapping };
-    assert_eq!(pages_of(&beyond, size, &mut look).unwrap(), []);
+    assert_eq!(mapped_frames(&beyond, size, &mut look).unwrap(), []);
     look.spend(STEPS_MAX - 3 - 2).unwrap();
     let again = Mapping { offset: 0, ..beyond };
-    assert_eq!(pages_of(&again, size, &mut look).unwrap(), []);
+    assert_eq!(mapped_frames(&again, size, &mut look).unwrap(), []);
     assert!(!look.is_whole);
 }
 
