@@ -22,10 +22,15 @@ pub(super) struct Node<T, const RINGS: usize> {
     item: T,
 }
 
+/// Slots of a chunk. A slab grows by chunks, which stay where they are: one vector would be copied
+/// as it grows, with a part of it unused, and leave holes for the allocator.
+const CHUNK: usize = 1024;
+
 /// Items that are each in `RINGS` rings.
 #[derive(Debug)]
 pub(super) struct Slab<T, const RINGS: usize> {
-    nodes: Vec<Node<T, RINGS>>,
+    /// All are full, except perhaps the last one.
+    chunks: Vec<Vec<Node<T, RINGS>>>,
     /// The first free slot. Free slots are linked by `links[0].next`; the last links to itself.
     free: Option<Slot>,
     used: usize,
@@ -33,7 +38,7 @@ pub(super) struct Slab<T, const RINGS: usize> {
 
 impl<T, const RINGS: usize> Default for Slab<T, RINGS> {
     fn default() -> Self {
-        Slab { nodes: Vec::new(), free: None, used: 0 }
+        Slab { chunks: Vec::new(), free: None, used: 0 }
     }
 }
 
@@ -45,12 +50,14 @@ impl<T, const RINGS: usize> Slab<T, RINGS> {
 
     /// The number of slots, used or free.
     pub(super) fn slots(&self) -> usize {
-        self.nodes.len()
+        self.chunks.last().map_or(0, |last| (self.chunks.len() - 1) * CHUNK + last.len())
     }
 
-    /// The size of its allocation, in bytes.
+    /// The size of its allocations, in bytes.
     pub(super) fn allocated_bytes(&self) -> usize {
-        self.nodes.capacity() * size_of::<Node<T, RINGS>>()
+        let nodes: usize = self.chunks.iter().map(Vec::capacity).sum();
+        nodes * size_of::<Node<T, RINGS>>()
+            + self.chunks.capacity() * size_of::<Vec<Node<T, RINGS>>>()
     }
 
     /// Adds an item, alone in all its rings. The caller has less than 2^32 items.
@@ -59,48 +66,62 @@ impl<T, const RINGS: usize> Slab<T, RINGS> {
         if let Some(slot) = self.free {
             let next = self.next(0, slot);
             self.free = (next != slot).then_some(next);
-            self.nodes[slot as usize] = Node::alone(slot, item);
+            *self.node_mut(slot) = Node::alone(slot, item);
             return slot;
         }
-        let slot = Slot::try_from(self.nodes.len()).expect("less than 2^32 items");
-        if self.nodes.len() == self.nodes.capacity() {
-            // Doubling, as Vec does by itself, would leave up to half of the slab unused.
-            self.nodes.reserve_exact(self.nodes.len() / 4 + 4);
+        let slot = Slot::try_from(self.slots()).expect("less than 2^32 items");
+        let node = Node::alone(slot, item);
+        match self.chunks.last_mut().filter(|last| last.len() < CHUNK) {
+            Some(last) => {
+                if last.len() == last.capacity() {
+                    // Doubling, as Vec does by itself, would leave up to half of it unused.
+                    last.reserve_exact((last.len() / 4 + 4).min(CHUNK - last.len()));
+                }
+                last.push(node);
+            }
+            None => self.chunks.push(vec![node]),
         }
-        self.nodes.push(Node::alone(slot, item));
         slot
     }
 
     /// Removes an item that is alone in all its rings.
     pub(super) fn remove(&mut self, slot: Slot) {
         self.used -= 1;
-        self.nodes[slot as usize].links[0].next = self.free.unwrap_or(slot);
+        self.node_mut(slot).links[0].next = self.free.unwrap_or(slot);
         self.free = Some(slot);
     }
 
     /// Puts a lone item into a ring, before the item `next`.
     pub(super) fn link(&mut self, ring: usize, slot: Slot, next: Slot) {
         let prev = self.prev(ring, next);
-        self.nodes[slot as usize].links[ring] = Link { prev, next };
-        self.nodes[prev as usize].links[ring].next = slot;
-        self.nodes[next as usize].links[ring].prev = slot;
+        self.node_mut(slot).links[ring] = Link { prev, next };
+        self.node_mut(prev).links[ring].next = slot;
+        self.node_mut(next).links[ring].prev = slot;
     }
 
     /// Takes an item out of a ring and returns the next one, or `None` if it was alone.
     pub(super) fn unlink(&mut self, ring: usize, slot: Slot) -> Option<Slot> {
-        let Link { prev, next } = self.nodes[slot as usize].links[ring];
-        self.nodes[prev as usize].links[ring].next = next;
-        self.nodes[next as usize].links[ring].prev = prev;
-        self.nodes[slot as usize].links[ring] = Link { prev: slot, next: slot };
+        let Link { prev, next } = self.node(slot).links[ring];
+        self.node_mut(prev).links[ring].next = next;
+        self.node_mut(next).links[ring].prev = prev;
+        self.node_mut(slot).links[ring] = Link { prev: slot, next: slot };
         (next != slot).then_some(next)
     }
 
     pub(super) fn prev(&self, ring: usize, slot: Slot) -> Slot {
-        self.nodes[slot as usize].links[ring].prev
+        self.node(slot).links[ring].prev
     }
 
     pub(super) fn next(&self, ring: usize, slot: Slot) -> Slot {
-        self.nodes[slot as usize].links[ring].next
+        self.node(slot).links[ring].next
+    }
+
+    fn node(&self, slot: Slot) -> &Node<T, RINGS> {
+        &self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
+    }
+
+    fn node_mut(&mut self, slot: Slot) -> &mut Node<T, RINGS> {
+        &mut self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
     }
 
     /// Goes around a ring once, starting with `first`.
@@ -128,13 +149,13 @@ impl<T, const RINGS: usize> Index<Slot> for Slab<T, RINGS> {
     type Output = T;
 
     fn index(&self, slot: Slot) -> &T {
-        &self.nodes[slot as usize].item
+        &self.node(slot).item
     }
 }
 
 impl<T, const RINGS: usize> IndexMut<Slot> for Slab<T, RINGS> {
     fn index_mut(&mut self, slot: Slot) -> &mut T {
-        &mut self.nodes[slot as usize].item
+        &mut self.node_mut(slot).item
     }
 }
 
