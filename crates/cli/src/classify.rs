@@ -254,8 +254,8 @@ fn of_mount(error: &MountError) -> Classified {
         (_, Code::InvalidArgument | Code::FailedPrecondition) => Some(Exit::Failure),
     };
     let hint: Cow<'static, str> = match error {
-        MountError::Busy(target) => {
-            let target = target.display();
+        MountError::Busy { path, .. } => {
+            let target = path.display();
             format!("`fuser -vm {target}` says who; `cofolio umount --force {target}` detaches it")
                 .into()
         }

@@ -97,8 +97,13 @@ pub enum MountError {
         image: Digest,
     },
     /// A file or directory of the mount is in use.
-    #[error("{} is in use (a process works there, or something is mounted below it)", .0.display())]
-    Busy(PathBuf),
+    #[error("{} is in use: {reason}", path.display())]
+    Busy {
+        /// Where it is mounted, or the directory of its changes.
+        path: PathBuf,
+        /// Who uses it.
+        reason: String,
+    },
     /// Another mount lies on top.
     #[error("{} is covered by another mount: unmount that first", .0.display())]
     Covered(PathBuf),

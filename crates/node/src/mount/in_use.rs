@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatxFlags, openat2};
 use rustix::io::Errno;
 use sha2::{Digest as _, Sha256};
 
@@ -209,10 +209,12 @@ pub(super) fn users_elsewhere(
     let groups: HashSet<u64> =
         before.iter().filter(is_pin).flat_map(|mount| mount.groups.iter().copied()).collect();
     let mut overlays: HashMap<_, _> = before.iter().filter(is_foreign).map(named).collect();
-    let is_mounted = is_shown(root, own.into_iter().collect(), |mount| {
-        overlays.extend(Some(mount).filter(is_overlay).map(named));
-        let follows = || mount.groups.iter().any(|group| groups.contains(group));
-        !known.contains(&mount.id) && devices.contains(&mount.device) && !follows()
+    let is_mounted = is_shown(root, own.into_iter().collect(), |_, mounts| {
+        overlays.extend(mounts.iter().filter(is_overlay).map(named));
+        mounts.iter().any(|mount| {
+            let follows = || mount.groups.iter().any(|group| groups.contains(group));
+            !known.contains(&mount.id) && devices.contains(&mount.device) && !follows()
+        })
     });
     let after = mountinfo::read(root)?;
     if is_mounted || after.iter().any(is_user) {
@@ -249,22 +251,107 @@ fn is_older(mount: &KernelMount, oldest: Option<u64>) -> bool {
 /// Whether a bind mount in any mount namespace shows something in a directory, whose name no other
 /// directory has.
 pub(super) fn is_bound(root: &Path, dir: &Path) -> bool {
-    is_shown(root, HashSet::new(), |mount| {
-        mount.root.iter().any(|name| Some(name) == dir.file_name())
-    })
+    let shows = |mount: &KernelMount| mount.root.iter().any(|name| Some(name) == dir.file_name());
+    is_shown(root, HashSet::new(), |_, mounts| mounts.iter().any(shows))
 }
 
 /// Whether something is mounted at this path in another mount namespace.
 pub(super) fn is_target_elsewhere(root: &Path, target: &Path) -> bool {
     let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
-    is_shown(root, own.into_iter().collect(), |mount| mount.target == target)
+    is_shown(root, own.into_iter().collect(), |_, mounts| {
+        mounts.iter().any(|mount| mount.target == target)
+    })
 }
 
-/// Whether a task outside the `seen` roots sees such a mount; true in doubt.
+/// A copy of a mount that would stay without the mounts of the superblock `device` on it, if these
+/// were unmounted together with the mount itself.
+///
+/// The kernel takes what is mounted on a mount from its copies as well, as far as they exchange
+/// mount events. It takes the copy itself only where that is mounted at the same place, by such an
+/// exchange. A bind mount elsewhere, and the root of a container, stay.
+pub(super) fn copy_that_loses(
+    root: &Path,
+    mounts: &[KernelMount],
+    mount: &KernelMount,
+    device: (u32, u32),
+) -> Option<String> {
+    if mount.groups.is_empty() {
+        return None;
+    }
+    let place = place_of(mounts, mount);
+    let loses = |mounts: &[KernelMount]| -> Option<PathBuf> {
+        let mut copies = mounts
+            .iter()
+            .filter(|it| it.device == device)
+            .filter_map(|part| mounts.iter().find(|it| it.id == part.parent))
+            .filter(|it| it.id != mount.id && it.device == mount.device && !it.groups.is_empty());
+        let copy = copies.find(|copy| {
+            let found = place_of(mounts, copy);
+            found.is_none() || found != place
+        });
+        copy.map(|copy| copy.target.clone())
+    };
+    if let Some(path) = loses(mounts) {
+        return Some(format!("{} is a copy of it", path.display()));
+    }
+    let own = TaskRoot::of(&root.join("proc/thread-self")).ok().flatten();
+    let mut found = None;
+    let is_shown = is_shown(root, own.into_iter().collect(), |task, mounts| {
+        found = loses(mounts).map(|path| (task.to_owned(), path));
+        found.is_some()
+    });
+    is_shown.then(|| match found {
+        Some((task, path)) => format!("{} has a copy of it at {}", named(&task), path.display()),
+        None => "not all mount namespaces can be looked at, and one may have a copy of it".into(),
+    })
+}
+
+/// The directory that a mount covers, as a filesystem and a path there, if the mount below it
+/// exchanges mount events.
+fn place_of(mounts: &[KernelMount], mount: &KernelMount) -> Option<((u32, u32), PathBuf)> {
+    let below = mounts.iter().find(|it| it.id == mount.parent && !it.groups.is_empty())?;
+    Some((below.device, below.root.join(mount.target.strip_prefix(&below.target).ok()?)))
+}
+
+/// A process of our mount namespace that uses one of these mounts: as its working directory, as its
+/// root, for its program or for an open file. A process that cannot be asked uses none.
+pub(super) fn process_on(root: &Path, mounts: &HashSet<u64>) -> Option<String> {
+    let proc = root.join("proc");
+    let ours = inode(&proc.join("thread-self/ns/mnt")).ok()?;
+    let is_on = |path: PathBuf| {
+        // A FUSE server is not asked: it need not answer.
+        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+        let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID);
+        found.is_ok_and(|it| mounts.contains(&it.stx_mnt_id))
+    };
+    let uses = |process: &PathBuf| {
+        let tasks = numbers(&process.join("task")).unwrap_or_default();
+        let is_ours = |task: &PathBuf| inode(&task.join("ns/mnt")).is_ok_and(|it| it == ours);
+        let mut tasks = tasks.into_iter().filter(is_ours).peekable();
+        // All threads have the same program, and as a rule the same files.
+        let files = tasks.peek().and_then(|task| numbers(&task.join("fd")).ok());
+        let program = tasks.peek().map(|task| task.join("exe"));
+        let mut all = files.into_iter().flatten().chain(program);
+        all.any(is_on) || tasks.any(|task| is_on(task.join("cwd")) || is_on(task.join("root")))
+    };
+    numbers(&proc).ok()?.iter().find(|process| uses(process)).map(|process| named(process))
+}
+
+/// `process 123 (bash)`, from its directory in `/proc`.
+fn named(process: &Path) -> String {
+    let id = process.file_name().unwrap_or_default().display();
+    match fs::read_to_string(process.join("comm")) {
+        Ok(name) => format!("process {id} ({})", name.trim_end().escape_default()),
+        Err(_) => format!("process {id}"),
+    }
+}
+
+/// Whether a task outside the `seen` roots sees such mounts; true in doubt. `is` gets its directory
+/// in `/proc` and all the mounts that it sees.
 fn is_shown(
     root: &Path,
     mut seen: HashSet<TaskRoot>,
-    mut is: impl FnMut(&KernelMount) -> bool,
+    mut is: impl FnMut(&Path, &[KernelMount]) -> bool,
 ) -> bool {
     any_task(root, |task| {
         let before = TaskRoot::of(task)?;
@@ -276,7 +363,7 @@ fn is_shown(
         seen.extend(
             before.filter(|before| TaskRoot::of(task).is_ok_and(|after| after == Some(*before))),
         );
-        Ok(mounts.iter().any(&mut is))
+        Ok(is(task, &mounts))
     })
 }
 

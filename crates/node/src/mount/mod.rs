@@ -43,6 +43,7 @@ mod target;
 pub(crate) mod tests;
 mod upper;
 
+use std::collections::HashSet;
 use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -568,27 +569,54 @@ impl<'a> Mounter<'a> {
                 marked = Some((dir, upper.dir.clone()));
             }
         }
-        let shares = record.backend == Backend::InodeShare;
-        let lazy = options.force && !shares;
-        let mut unmounted = match &record.upper {
-            Some(upper) if !lazy && !upper.dirs.is_empty() => {
-                sparse::unmount(path, &upper.dirs, upper.device)
+        match self.detach(record, path, options.force) {
+            Ok(()) => {
+                self.step(Step::Detached);
+                Ok(())
             }
-            _ => kernel::unmount_patiently(path, lazy),
-        };
-        let is_busy = |error: &KernelError| error.errno == rustix::io::Errno::BUSY;
-        if options.force && shares && unmounted.as_ref().is_err_and(is_busy) {
-            mark_user(&self.run, &record.domain, &record.image, pin::DETACHED)?;
-            unmounted = kernel::unmount(path, true);
+            Err(error) => {
+                if let Some((dir, upper)) = marked {
+                    upper::unmark_kept(&dir, &upper)?;
+                }
+                Err(error)
+            }
         }
-        let Err(error) = unmounted else {
-            self.step(Step::Detached);
-            return Ok(());
+    }
+
+    fn detach(&self, record: &MountRecord, path: &Path, force: bool) -> Result<(), MountError> {
+        let sparse = record.upper.as_ref().filter(|upper| !upper.dirs.is_empty());
+        let shares = record.backend == Backend::InodeShare;
+        let in_use_still = || mark_user(&self.run, &record.domain, &record.image, pin::DETACHED);
+        let of_this = record.mount.map(|mount| HashSet::from([mount.id])).unwrap_or_default();
+        let unmounted = match (sparse, record.mount) {
+            (Some(upper), Some(mount)) if !force || shares => {
+                let unmounted = sparse::unmount(&self.root, path, mount, upper);
+                // Somebody has come before it was detached and after the last question.
+                if shares && unmounted.is_ok() && in_use::process_on(&self.root, &of_this).is_some()
+                {
+                    in_use_still()?;
+                }
+                unmounted
+            }
+            _ => kernel::unmount_patiently(path, force && !shares).map_err(|error| {
+                if error.errno != rustix::io::Errno::BUSY {
+                    return refused(error);
+                }
+                let reason = in_use::process_on(&self.root, &of_this).unwrap_or_else(|| {
+                    "something is mounted below it, or the kernel has a file of it open, for a \
+                     loop device or a stopped `cofolio serve`"
+                        .to_owned()
+                });
+                MountError::Busy { path: path.to_owned(), reason }
+            }),
         };
-        if let Some((dir, upper)) = marked {
-            upper::unmark_kept(&dir, &upper)?;
+        match unmounted {
+            Err(MountError::Busy { .. }) if force && shares => {
+                in_use_still()?;
+                kernel::unmount(path, true).map_err(refused)
+            }
+            unmounted => unmounted,
         }
-        Err(if is_busy(&error) { MountError::Busy(path.to_owned()) } else { refused(error) })
     }
 
     /// A trust domain of the same store.

@@ -287,7 +287,8 @@ impl Mounter<'_> {
             return Err(MountError::NotKept(found));
         }
         if has_overlay(&found, &self.patience)? {
-            return Err(MountError::Busy(found));
+            let reason = "a mount over it is still in use elsewhere".to_owned();
+            return Err(MountError::Busy { path: found, reason });
         }
         upper::discard_own(&found)?.map_or(Ok(()), |gone| upper::remove(&gone))
     }

@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cofolio_store::{Digest, LAYERS_MAX};
+use rustix::fs::{AtFlags, CWD, StatxFlags};
 
 use super::error::{At as _, MountError};
 use super::pin::{EROFS_MAGIC, OVERLAY_MAGIC, OWN, mounted_root};
@@ -61,9 +62,15 @@ impl MountRecord {
         let inside = upper.dirs.first().map(|dir| sparse::below(dir).to_owned());
         let inside = inside.unwrap_or_default();
         let path = self.target.join(&inside);
-        let device = match rustix::fs::stat(&path).map_err(io::Error::from) {
+        // What is mounted over it may be a FUSE server, which need not answer.
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+        let found = rustix::fs::statx(CWD, &path, flags, StatxFlags::empty());
+        let device = match found.map_err(io::Error::from) {
             Err(error) if is_absent(&error) => return Ok(None),
-            found => numbers(found.at("look at", &path)?.st_dev),
+            found => {
+                let found = found.at("look at", &path)?;
+                (found.stx_dev_major, found.stx_dev_minor)
+            }
         };
         if upper.device.is_some_and(|known| known != device) {
             return Ok(None);
@@ -185,8 +192,4 @@ fn is_absent(error: &io::Error) -> bool {
 
 fn numbers(device: u64) -> (u32, u32) {
     (rustix::fs::major(device), rustix::fs::minor(device))
-}
-
-pub(super) fn device_at(path: &Path) -> Option<(u32, u32)> {
-    Some(numbers(rustix::fs::stat(path).ok()?.st_dev))
 }

@@ -7,6 +7,7 @@
 //!
 //! The tree is put together before it is attached (Linux 6.15), or else at its target.
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
@@ -15,9 +16,9 @@ use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
 use super::error::{At as _, MountError, refused};
-use super::kernel::{self, KernelError, attach, clone_mount, open_dir, open_directory_below};
-use super::numbers_at;
-use super::shown::device_at;
+use super::kernel::{self, KernelError, attach, clone_mount, open_directory_below};
+use super::state::{MountNumbers, Upper};
+use super::{in_use, mountinfo};
 
 /// Each is a mount, and the kernel copies all of them for every mount namespace.
 const DIRS_MAX: usize = 64;
@@ -123,126 +124,59 @@ pub(super) fn assemble_at(
     Ok(())
 }
 
-/// Unmounts the writable directories and then the root at `target`. If one of them is in use, all
-/// are put back, and it is tried again for half a second, for passing users.
+/// Unmounts the mount at `at` and its writable directories in one step: nobody ever sees the one
+/// without the others, and a process that is killed leaves all of them or none.
 ///
-/// The kernel says only by trying whether the root is in use, and only when nothing is mounted over
-/// it. So for an instant of each try the directories show the image's own files, and a process that
-/// is killed then leaves the users of the root without them. If one cannot be put back, the error
-/// is not `BUSY` and names it.
+/// The kernel does that without asking who uses them. So this asks first, for half a second, as
+/// there are passing users. Whoever comes after that keeps what it has opened, and an overlay that
+/// is in use keeps its changes.
+///
+/// # Errors
+/// [`MountError::Busy`] says who uses it.
 pub(super) fn unmount(
-    target: &Path,
-    dirs: &[PathBuf],
-    device: Option<(u32, u32)>,
-) -> Result<(), KernelError> {
-    for pause in [5, 20, 80, 400] {
-        match try_unmount(target, dirs, device) {
-            Err(error) if error.errno == Errno::BUSY => {
-                std::thread::sleep(Duration::from_millis(pause));
-            }
-            other => return other,
-        }
-    }
-    try_unmount(target, dirs, device)
-}
-
-fn try_unmount(
-    target: &Path,
-    dirs: &[PathBuf],
-    device: Option<(u32, u32)>,
-) -> Result<(), KernelError> {
-    let mut taken = Vec::new();
-    let mut take = |dir: &PathBuf| {
-        let at = target.join(below(dir));
-        // umount(8) may have taken it away.
-        if !numbers_at(&at).is_ok_and(|found| found.is_root) {
-            return Ok(());
-        }
-        if device_at(&at) != device {
-            return Err(KernelError::new(format!("umount {}", at.display()), Errno::BUSY));
-        }
-        let clone = clone_at(&at)?;
-        kernel::unmount(&at, false)?;
-        taken.push((at, clone));
-        Ok(())
-    };
-    let unmounted = dirs.iter().try_for_each(&mut take);
-    let unmounted = unmounted.and_then(|()| kernel::unmount(target, false));
-    if unmounted.is_err() {
-        // The root is there: it is in use.
-        put_back(taken, |at, clone| {
-            let dir = open_dir(at).map_err(|errno| KernelError::new("open", errno))?;
-            attach(clone, dir)
-        })?;
-    }
-    unmounted
-}
-
-/// Attaches what was taken away, whatever becomes of the others. What fails is tried again.
-fn put_back<C>(
-    mut taken: Vec<(PathBuf, C)>,
-    mut attach: impl FnMut(&Path, &C) -> Result<(), KernelError>,
-) -> Result<(), KernelError> {
-    let mut last = None;
-    for pause in [0, 5, 20, 80, 400] {
+    root: &Path,
+    at: &Path,
+    mount: MountNumbers,
+    upper: &Upper,
+) -> Result<(), MountError> {
+    let mut pauses = [5, 20, 80, 400].into_iter();
+    while let Some(reason) = user_of(root, at, mount, upper)? {
+        let Some(pause) = pauses.next() else {
+            return Err(MountError::Busy { path: at.to_owned(), reason });
+        };
         std::thread::sleep(Duration::from_millis(pause));
-        taken.retain(|(at, clone)| {
-            let failed = attach(at, clone).err();
-            let stays = failed.is_some();
-            last = failed.or(last.take());
-            stays
-        });
-        if taken.is_empty() {
-            return Ok(());
-        }
     }
-    let paths: Vec<_> = taken.iter().map(|(at, _)| at.display().to_string()).collect();
-    let what = format!("in use, and no longer writable: put back {}", paths.join(", "));
-    // Whoever hears that it is only busy tries again, and would find nothing to put back.
-    let errno = last.map_or(Errno::IO, |error| error.errno);
-    Err(KernelError::new(what, if errno == Errno::BUSY { Errno::IO } else { errno }))
+    kernel::unmount(at, true).map_err(refused)
 }
 
-fn clone_at(at: &Path) -> Result<OwnedFd, KernelError> {
-    let dir = open_dir(at).map_err(|errno| KernelError::new("open", errno))?;
-    clone_mount(&dir, Path::new(""), MountAttrFlags::empty(), None)
+/// Why the mount cannot be unmounted now, if there is a reason.
+fn user_of(
+    root: &Path,
+    at: &Path,
+    mount: MountNumbers,
+    upper: &Upper,
+) -> Result<Option<String>, MountError> {
+    let mounts = mountinfo::read(root).at("read", mountinfo::path(root))?;
+    let targets: Vec<_> = upper.dirs.iter().map(|dir| at.join(below(dir))).collect();
+    let parts = mounts.iter().filter(|it| {
+        it.parent == mount.id && Some(it.device) == upper.device && targets.contains(&it.target)
+    });
+    let ids: HashSet<u64> = parts.map(|it| it.id).chain([mount.id]).collect();
+    let other = mounts.iter().find(|it| ids.contains(&it.parent) && !ids.contains(&it.id));
+    if let Some(other) = other {
+        return Ok(Some(format!("something is mounted at {}", other.target.display())));
+    }
+    if let Some(user) = in_use::process_on(root, &ids) {
+        return Ok(Some(user));
+    }
+    let own = mounts.iter().find(|it| it.id == mount.id);
+    Ok(own
+        .zip(upper.device)
+        .and_then(|(own, device)| in_use::copy_that_loses(root, &mounts, own, device)))
 }
 
 /// Device number of a mount's superblock.
 pub(super) fn device_of(mount: &OwnedFd) -> Result<(u32, u32), MountError> {
     let device = rustix::fs::fstat(mount).at("look at", "overlay")?.st_dev;
     Ok((rustix::fs::major(device), rustix::fs::minor(device)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A directory that could not be put back after a busy umount was forgotten: the caller heard
-    /// that the mount was in use, and writers got EROFS.
-    #[test]
-    fn a_directory_that_is_not_put_back_is_named() {
-        let taken = || ["/m/a", "/m/b", "/m/c"].map(|at| (PathBuf::from(at), ())).to_vec();
-        let mut tries = Vec::new();
-        let once = |at: &Path, (): &()| {
-            let is_first = tries.iter().all(|tried| tried != at);
-            tries.push(at.to_owned());
-            if is_first { Err(KernelError::new("open", Errno::MFILE)) } else { Ok(()) }
-        };
-        put_back(taken(), once).unwrap();
-        assert_eq!(tries.len(), 6);
-
-        let mut attached = Vec::new();
-        let error = put_back(taken(), |at, ()| match at.ends_with("b") {
-            true => Err(KernelError::new("attach", Errno::BUSY)),
-            false => {
-                attached.push(at.to_owned());
-                Ok(())
-            }
-        });
-        let error = error.unwrap_err();
-        assert_eq!(attached, [Path::new("/m/a"), Path::new("/m/c")]);
-        assert!(error.to_string().contains("no longer writable: put back /m/b"), "{error}");
-        assert_ne!(error.errno, Errno::BUSY);
-    }
 }

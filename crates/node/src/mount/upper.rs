@@ -148,7 +148,10 @@ pub(crate) fn claim_given(
 pub(crate) fn lock_given(dir: &OwnedFd, at: &Path, wait: &Patience) -> Result<(), MountError> {
     let how = FlockOperation::NonBlockingLockExclusive;
     let is_locked = wait.wait(|| try_flock(dir, how, at))?;
-    is_locked.then_some(()).ok_or_else(|| MountError::Busy(at.to_owned()))
+    let reason = || "another process has locked it".to_owned();
+    is_locked
+        .then_some(())
+        .ok_or_else(|| MountError::Busy { path: at.to_owned(), reason: reason() })
 }
 
 /// Opens a directory that only the caller can change, without following links. The inner error says who

@@ -11,14 +11,14 @@ use super::fixture::{Fixture, needs_inode_share, needs_mounts};
 use super::*;
 
 /// A user of a mount: where it reads, and what ends it.
-struct User {
-    path: PathBuf,
-    end: Box<dyn FnOnce()>,
+pub(super) struct User {
+    pub(super) path: PathBuf,
+    pub(super) end: Box<dyn FnOnce()>,
 }
 
 /// What a user is.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Kind {
+pub(super) enum Kind {
     Namespace,
     Bind,
     Overlay,
@@ -27,7 +27,7 @@ enum Kind {
 
 const KINDS: [Kind; 4] = [Kind::Namespace, Kind::Bind, Kind::Overlay, Kind::Descriptor];
 
-fn user(kind: Kind, fixture: &Fixture, target: &Path) -> User {
+pub(super) fn user(kind: Kind, fixture: &Fixture, target: &Path) -> User {
     match kind {
         Kind::Namespace => {
             let (enter, entered) = mpsc::channel();

@@ -1,7 +1,12 @@
 //! Mounts of which only some directories can be written to.
 
 use std::io::ErrorKind;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc;
+
+use rustix::mount::{MountFlags, MountPropagationFlags};
 
 use super::fixture::{Fixture, needs_mounts};
 use super::*;
@@ -31,7 +36,7 @@ fn writes_in_one_directory(fixture: &Fixture, mounter: &Mounter<'_>) {
     for busy in ["small", "sub/file1"] {
         let held = fs::File::open(target.join(busy)).unwrap();
         let error = mounter.umount(target, &UmountOptions::default()).unwrap_err();
-        assert!(matches!(error, MountError::Busy(_)), "{busy}: {error}");
+        assert!(matches!(error, MountError::Busy { .. }), "{busy}: {error}");
         assert_eq!(fs::read(target.join("sub/new")).unwrap(), b"new", "{busy}");
         fs::write(target.join("sub/again"), "x").unwrap();
         drop(held);
@@ -101,9 +106,10 @@ fn wrong_writable_directories_are_refused() {
     fixture.assert_clean("read-only");
 }
 
-/// The directories before the one that is in use were unmounted already when that turned out.
+/// While a umount that was to be refused found out that the root is in use, its users missed the
+/// writable directories: 3,110 of 168,504 reads failed. It was killed then, and they were gone.
 #[test]
-fn all_directories_are_put_back_when_one_is_in_use() {
+fn a_refused_umount_disturbs_nobody() {
     needs_mounts!();
     let fixture = Fixture::new();
     let mounter = fixture.mounter();
@@ -111,18 +117,125 @@ fn all_directories_are_put_back_when_one_is_in_use() {
     let request = MountRequest { writable_dirs, ..writable(&fixture, "one") };
     mounter.mount(&request).unwrap();
     let target = &request.target;
-    fs::write(target.join("empty/new"), "new").unwrap();
+    let files = ["empty", "sub"].map(|dir| target.join(dir).join("new"));
+    files.iter().for_each(|file| fs::write(file, "new").unwrap());
     for busy in ["small", "sub/file1", "empty/new"] {
         let held = fs::File::open(target.join(busy)).unwrap();
-        let error = mounter.umount(target, &UmountOptions::default()).unwrap_err();
-        assert!(matches!(error, MountError::Busy(_)), "{busy}: {error}");
-        assert_eq!(fs::read(target.join("empty/new")).unwrap(), b"new", "{busy}");
-        for dir in ["empty", "sub"] {
-            fs::write(target.join(dir).join("again"), busy).unwrap();
-        }
+        let refused = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !refused.load(Relaxed) {
+                    files.iter().for_each(|file| fs::write(file, busy).unwrap());
+                }
+            });
+            let umount = scope.spawn(|| mounter.umount(target, &UmountOptions::default()));
+            let error = umount.join().unwrap().unwrap_err();
+            refused.store(true, Relaxed);
+            assert!(matches!(error, MountError::Busy { .. }), "{busy}: {error}");
+            let us = format!("in use: process {} (", std::process::id());
+            assert!(error.to_string().contains(&us), "{busy}: {error}");
+        });
         drop(held);
     }
     umount(&mounter, target);
+    fixture.assert_clean("at the end");
+}
+
+/// A namespace that gets the mounts of this one, with a copy of everything below `from` at `to`.
+fn follower(from: &Path, to: &Path) -> (PathBuf, impl FnOnce() + use<>) {
+    let (from, to) = (from.to_owned(), to.to_owned());
+    let (enter, entered) = mpsc::channel();
+    let (end, ended) = mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        cofolio_sys::mount::unshare_mount_namespace_as_follower().unwrap();
+        rustix::mount::mount_bind_recursive(&from, &to).unwrap();
+        enter.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
+        ended.recv().unwrap();
+    });
+    let root = PathBuf::from(format!("/proc/self/task/{}/root", entered.recv().unwrap()));
+    let end = move || {
+        end.send(()).unwrap();
+        thread.join().unwrap();
+    };
+    (root, end)
+}
+
+/// Where `/` is shared, as systemd has it, umount took the writable directories from copies of the
+/// mount, too: from a bind mount, and from a container that had it as its root. Their changes were
+/// removed with those of the mount.
+#[test]
+fn copies_keep_their_writable_directories() {
+    needs_mounts!();
+    let shared = MountPropagationFlags::SHARED | MountPropagationFlags::REC;
+    rustix::mount::mount_change("/", shared).unwrap();
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = sparse(&fixture, "one");
+    mounter.mount(&request).unwrap();
+    let (target, copy) = (&request.target, fixture.target("copy"));
+    fs::write(target.join("sub/new"), "new").unwrap();
+    let refused = |story: &str| {
+        let error = mounter.umount(target, &UmountOptions::default()).unwrap_err();
+        assert!(matches!(error, MountError::Busy { .. }), "{story}: {error}");
+        assert!(error.to_string().contains("a copy of it"), "{story}: {error}");
+    };
+
+    rustix::mount::mount_bind_recursive(target, &copy).unwrap();
+    refused("bind mount");
+    assert_eq!(fs::read(copy.join("sub/new")).unwrap(), b"new");
+    // Else its unmount takes the directories from the mount, as of all that are bound to each other.
+    let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    rustix::mount::mount_change(&copy, private).unwrap();
+    kernel::unmount(&copy, true).unwrap();
+
+    let (root, end) = follower(target, &copy);
+    let copy = root.join(copy.strip_prefix("/").unwrap());
+    refused("namespace");
+    assert_eq!(fs::read(copy.join("sub/new")).unwrap(), b"new");
+    end();
+
+    // What follows this namespace at the same place goes with the mount.
+    let (_root, end) = follower(&fixture.target("empty"), &fixture.target("other"));
+    let unmounted = umount(&mounter, target);
+    assert!(!unmounted.in_use, "{unmounted:?}");
+    end();
+
+    // What follows nobody keeps everything.
+    mounter.mount(&request).unwrap();
+    fs::write(target.join("sub/new"), "new").unwrap();
+    let user = in_use::user(in_use::Kind::Namespace, &fixture, target);
+    assert!(umount(&mounter, target).in_use);
+    assert_eq!(fs::read(user.path.join("sub/new")).unwrap(), b"new");
+    fs::write(user.path.join("sub/new"), "again").unwrap();
+    (user.end)();
+    mounter.reconcile().unwrap();
+    fixture.assert_clean("at the end");
+}
+
+/// A FUSE server that does not answer was mounted over the writable directory: umount waited for it
+/// with the image's lock, and so did gc.
+#[test]
+fn a_silent_server_holds_up_nothing() {
+    needs_mounts!();
+    let Ok(server) = fs::File::options().read(true).write(true).open("/dev/fuse") else {
+        return eprintln!("SKIP a_silent_server_holds_up_nothing: there is no /dev/fuse");
+    };
+    let fixture = Fixture::new();
+    let mounter = fixture.mounter();
+    let request = sparse(&fixture, "one");
+    let record = mounter.mount(&request).unwrap();
+    let sub = request.target.join("sub");
+    let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+    let options = std::ffi::CString::new(options).unwrap();
+    rustix::mount::mount("silent", &sub, "fuse", MountFlags::empty(), &*options).unwrap();
+    let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
+    assert!(matches!(error, MountError::Busy { .. }), "{error}");
+    assert!(error.to_string().contains("something is mounted at"), "{error}");
+    assert!(record.own_superblock(mounter.run_dir()).unwrap().is_none());
+    assert_eq!(mounter.list().unwrap().mounts.len(), 1);
+    assert_eq!(mounter.reconcile().unwrap().failed, [""; 0]);
+    kernel::unmount(&sub, true).unwrap();
+    umount(&mounter, &request.target);
     fixture.assert_clean("at the end");
 }
 
@@ -137,7 +250,7 @@ fn umount_leaves_what_covers_a_writable_directory() {
     let sub = request.target.join("sub");
     rustix::mount::mount_bind(fixture.target("other"), &sub).unwrap();
     let error = mounter.umount(&request.target, &UmountOptions::default()).unwrap_err();
-    assert!(matches!(error, MountError::Busy(_)), "{error}");
+    assert!(matches!(error, MountError::Busy { .. }), "{error}");
     assert_eq!(fs::read_dir(&sub).unwrap().count(), 0);
     kernel::unmount(&sub, false).unwrap();
     umount(&mounter, &request.target);

@@ -93,7 +93,7 @@ fn kept_changes_are_not_discarded_while_a_mount_claims_them() {
     let store = Store::open(&fixture.path("store")).unwrap().waits_until(cancel);
     let domain = store.domain("default").unwrap();
     let other = Mounter::new(&domain, fixture.run_dir(), &fixture.known);
-    let busy = |error| matches!(error, MountError::Busy(path) if path == dir);
+    let busy = |error| matches!(error, MountError::Busy { path, .. } if path == dir);
     assert!(busy(other.discard_kept(&dir).unwrap_err()));
     let access = Access::WritableAt(dir.clone());
     assert!(busy(other.mount(&MountRequest { access, ..request }).unwrap_err()));
@@ -282,7 +282,7 @@ fn a_refused_keep_keeps_nothing() {
     let request = writable(&fixture, "one");
     mounter.mount(&request).unwrap();
     let used = fs::File::create(request.target.join("used")).unwrap();
-    assert!(matches!(mounter.umount(&request.target, &KEEP), Err(MountError::Busy(_))));
+    assert!(matches!(mounter.umount(&request.target, &KEEP), Err(MountError::Busy { .. })));
     drop(used);
     let unmounted = mounter.umount(&request.target, &UmountOptions::default()).unwrap();
     assert_eq!(unmounted.upper, None);
