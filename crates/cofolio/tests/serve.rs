@@ -306,6 +306,55 @@ fn a_killed_daemon_leaves_nothing_in_the_way() {
     assert_eq!(std::fs::read(&aside).unwrap(), b"mine");
 }
 
+/// A daemon whose socket somebody had removed took that of its successor along when it ended.
+#[test]
+fn an_ending_daemon_removes_its_own_socket_only() {
+    if !can_mount("an_ending_daemon_removes_its_own_socket_only") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let mut first = Daemon::start(&sandbox, &[]);
+    std::fs::remove_file(&first.socket).unwrap();
+    let second = Daemon::start(&sandbox, &[]);
+    Command::new("kill").arg(first.child.0.id().to_string()).status().unwrap();
+    assert!(first.child.0.wait().unwrap().success());
+    assert_eq!(second.json("/v1/version")["api"], 1);
+}
+
+/// Any user who could open the directory of the socket could lock it, and the daemon waited for that
+/// lock without a word.
+#[test]
+fn no_other_user_can_hold_up_a_daemon() {
+    if !can_mount("no_other_user_can_hold_up_a_daemon") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let directory = std::fs::File::open(sandbox.dir("run")).unwrap();
+    directory.lock().unwrap();
+    let daemon = Killed::start(sandbox.command(&["serve"]).stderr(Stdio::null()));
+    let socket = sandbox.path("run/cofolio.sock");
+    common::machine::until("it listens", || UnixStream::connect(&socket).ok());
+    drop(daemon);
+    let lock = std::fs::File::open(sandbox.path("run/cofolio.sock.lock")).unwrap();
+    assert_eq!(lock.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    // Another daemon that is about to listen.
+    lock.lock().unwrap();
+    sandbox.run(&["serve"]).refused("cofolio.sock.lock");
+}
+
+/// The daemon said that it listens at an address, and then could not listen at its socket.
+#[test]
+fn it_says_that_it_listens_once_it_listens_everywhere() {
+    if !can_mount("it_says_that_it_listens_once_it_listens_everywhere") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    std::fs::write(sandbox.dir("run").join("cofolio.sock"), "mine").unwrap();
+    let ran = sandbox.run(&["serve", "--listen", "127.0.0.1:0"]);
+    ran.refused("is no socket");
+    assert!(!ran.stderr.contains("listening at"), "{}", ran.stderr);
+}
+
 /// Clients that say nothing, or half of something, take places, and others are served all the same.
 #[test]
 fn slow_clients_hold_up_nobody() {

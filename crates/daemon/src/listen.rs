@@ -1,15 +1,14 @@
 //! The sockets that the daemon listens at.
 
-use std::fs::File;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::Group;
-use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
@@ -37,6 +36,9 @@ pub enum ListenError {
     /// Another process answers at the path.
     #[error("another process listens at {}", .0.display())]
     Taken(PathBuf),
+    /// Another process is about to listen at the path.
+    #[error("another process holds {}, and may be about to listen", .0.display())]
+    Locked(PathBuf),
     /// There is a file at the path that is no socket.
     #[error("{} exists and is no socket", .0.display())]
     NoSocket(PathBuf),
@@ -72,9 +74,42 @@ fn failed(at: impl ToString) -> impl FnOnce(io::Error) -> ListenError {
     move |source| ListenError::Io { at, source }
 }
 
-/// Listens at a path. Only root, and members of the group if one is given, can connect. The socket
-/// that a killed daemon left is replaced.
-pub(crate) fn unix(path: &Path, group: Option<&str>) -> Result<UnixListener, ListenError> {
+/// A socket file that we made.
+#[derive(Debug)]
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    /// Device and inode number.
+    identity: (u64, u64),
+}
+
+impl SocketFile {
+    /// Removes the file, unless another file has replaced it. The caller still listens, so the inode
+    /// number is not in use for another file.
+    pub(crate) fn remove(&self) {
+        if identity(&self.path).is_ok_and(|it| it == self.identity) {
+            // The next daemon would replace it anyway.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    path.symlink_metadata().map(|found| (found.dev(), found.ino()))
+}
+
+/// The path with this behind its last part.
+fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+/// Listens at a path. Only root, and members of the group if one is given, can connect. Replaces the
+/// socket that a killed daemon left.
+pub(crate) fn unix(
+    path: &Path,
+    group: Option<&str>,
+) -> Result<(UnixListener, SocketFile), ListenError> {
     let gid = group.map(group_id).transpose()?;
     let shown = || path.display();
     let parent = path.parent().filter(|it| !it.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -84,11 +119,7 @@ pub(crate) fn unix(path: &Path, group: Option<&str>) -> Result<UnixListener, Lis
         let passable = std::fs::Permissions::from_mode(0o711);
         std::fs::set_permissions(parent, passable).map_err(failed(parent.display()))?;
     }
-    // Of two daemons that start at the same time, the second must see the socket of the first. A
-    // lock on a directory leaves no file, and the kernel releases that of a killed process.
-    let directory = File::open(parent).map_err(failed(parent.display()))?;
-    flock(&directory, FlockOperation::LockExclusive)
-        .map_err(|error| failed(parent.display())(error.into()))?;
+    let _lock = lock(&beside(path, ".lock"))?;
     let is_socket = |path: &Path| match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => Err(ListenError::NoSocket(path.to_owned())),
         Ok(_) => Ok(true),
@@ -100,9 +131,7 @@ pub(crate) fn unix(path: &Path, group: Option<&str>) -> Result<UnixListener, Lis
     }
     // Under another name until its mode and owner are right. The name is always the same, so a daemon
     // that was killed here leaves one socket, which the next one replaces.
-    let mut aside = path.as_os_str().to_owned();
-    aside.push(".new");
-    let aside = PathBuf::from(aside);
+    let aside = beside(path, ".new");
     if is_socket(&aside)? {
         std::fs::remove_file(&aside).map_err(failed(aside.display()))?;
     }
@@ -111,17 +140,34 @@ pub(crate) fn unix(path: &Path, group: Option<&str>) -> Result<UnixListener, Lis
     let bound = UnixListener::bind(&aside);
     rustix::process::umask(before);
     let listener = bound.map_err(failed(aside.display()))?;
-    let restrict = || -> io::Result<()> {
+    let publish = || {
         std::os::unix::fs::chown(&aside, Some(0), Some(gid.unwrap_or(0)))?;
         let mode = if gid.is_some() { 0o660 } else { 0o600 };
         std::fs::set_permissions(&aside, std::fs::Permissions::from_mode(mode))?;
-        std::fs::rename(&aside, path)
+        let identity = identity(&aside)?;
+        std::fs::rename(&aside, path)?;
+        Ok(SocketFile { path: path.to_owned(), identity })
     };
-    restrict().map_err(|error| {
+    let file = publish().map_err(|error| {
         let _ = std::fs::remove_file(&aside);
         failed(path.display())(error)
     })?;
-    Ok(listener)
+    Ok((listener, file))
+}
+
+/// Of two daemons that start at the same time, the second must see the socket of the first. Only root
+/// can open the file, so no other user can hold up the daemon. It stays: if it were removed, two
+/// daemons could each lock one. The kernel releases the lock of a killed process.
+fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
+    let at = || failed(path.display());
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600));
+    let file = file.map_err(|errno| at()(errno.into()))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(Errno::AGAIN) => Err(ListenError::Locked(path.to_owned())),
+        Err(errno) => Err(at()(errno.into())),
+    }
 }
 
 /// Whether a process listens at a socket. It does not wait: a stopped process with a full queue is

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 use crate::api::{Api, ENCODERS_MAX, Turns};
 use crate::auth::{Auth, AuthFiles, ReloadableAuth};
 use crate::http::{self, ConnectionLimits, Peer};
-use crate::listen::{self, ListenError, Listener};
+use crate::listen::{self, ListenError, Listener, SocketFile};
 use crate::metrics::Metrics;
 use crate::published::Published;
 use crate::upkeep::{self, Done, Schedule, Work};
@@ -84,7 +84,7 @@ pub fn serve(
     said: &(dyn Fn(&str) + Sync),
 ) -> Result<(), DaemonError> {
     let auth = Auth::new(&options.auth)?;
-    let (listeners, is_activated) = open_sockets(&options, &auth, said)?;
+    let (listeners, socket) = open_sockets(&options, &auth, said)?;
     let Options { store, run, .. } = &options;
     let cancel = Cancel::default();
     let mut ledger = Ledger::new(store.clone(), run.clone()).with_cancel(cancel.clone());
@@ -134,25 +134,24 @@ pub fn serve(
             .and_then(|_| thread("scrub").spawn_scoped(scope, || upkeep(Work::Scrub)))
             .map_err(DaemonError::Start)
             .and_then(|_| {
-                // systemd keeps the sockets that it passed.
-                let socket = (!is_activated).then_some(options.socket.as_path());
                 let reload = || match read_again(&settings, reload, &auth, &options.auth) {
                     Ok(()) => said("the settings were read again"),
                     Err(why) => said(&format!("the settings stay as they are: {why}")),
                 };
                 let served = (api, Arc::clone(&auth));
-                let told = (&reload as &dyn Fn(), &end as &dyn Fn());
-                listen_until_told(listeners, socket, served, told, Arc::clone(&broken))
+                let told = (&reload as &dyn Fn(), &end as &dyn Fn(), Arc::clone(&broken));
+                listen_until_told(listeners, socket.as_ref(), served, told)
             })
     })
 }
 
-/// The sockets to listen at, and whether systemd passed some.
+/// The sockets to listen at, and the file that was made for one. systemd keeps the sockets that it
+/// passed.
 fn open_sockets(
     options: &Options,
     auth: &Auth,
     said: &dyn Fn(&str),
-) -> Result<(Vec<Listener>, bool), DaemonError> {
+) -> Result<(Vec<Listener>, Option<SocketFile>), DaemonError> {
     let passed = cofolio_sys::process::passed_sockets().map_err(DaemonError::Start)?;
     let passed = passed.into_iter().map(|socket| listen::passed(socket, auth));
     let mut listeners = passed.collect::<Result<Vec<_>, ListenError>>()?;
@@ -161,19 +160,24 @@ fn open_sockets(
         say_what_is_ignored(options, &listeners, said);
     }
     // Before the unix socket: an address that is refused leaves none.
-    if let Some(address) = options.listen {
-        let tcp = listen::tcp(address, auth)?;
-        let address = tcp.local_addr().unwrap_or(address);
+    let tcp = options.listen.map(|address| listen::tcp(address, auth)).transpose()?;
+    let unix = match is_activated {
+        true => None,
+        false => Some(listen::unix(&options.socket, options.group.as_deref())?),
+    };
+    // Nothing can fail any more.
+    if let Some((tcp, asked)) = tcp.zip(options.listen) {
+        let address = tcp.local_addr().unwrap_or(asked);
         let scheme = if auth.tls().is_some() { "https" } else { "http" };
         said(&format!("listening at {scheme}://{address}/"));
         listeners.push(Listener::Tcp(tcp));
     }
-    if !is_activated {
-        let unix = listen::unix(&options.socket, options.group.as_deref())?;
+    let file = unix.map(|(unix, file)| {
         said(&format!("listening at {}", options.socket.display()));
         listeners.push(Listener::Unix(unix));
-    }
-    Ok((listeners, is_activated))
+        file
+    });
+    Ok((listeners, file))
 }
 
 /// Of passed sockets, whoever opened them has said where they are and who may connect.
@@ -218,13 +222,12 @@ fn read_again(
 const ENDING_TIME: Duration = Duration::from_secs(5);
 
 /// Accepts connections until a signal asks to end, or something is `broken`. Then it removes the socket
-/// at this path, has the threads `end`, and lets clients have the answers that are on their way.
+/// file, has the threads `end`, and lets clients have the answers that are on their way.
 fn listen_until_told(
     listeners: Vec<Listener>,
-    socket: Option<&Path>,
+    socket: Option<&SocketFile>,
     (api, auth): (Arc<Api>, Arc<ReloadableAuth>),
-    (reload, end): (&dyn Fn(), &dyn Fn()),
-    broken: Arc<Notify>,
+    (reload, end, broken): (&dyn Fn(), &dyn Fn(), Arc<Notify>),
 ) -> Result<(), DaemonError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -245,9 +248,7 @@ fn listen_until_told(
             notify(&[NotifyState::Ready]);
         }
         notify(&[NotifyState::Stopping]);
-        // While it listens no other daemon takes the path, so this removes nobody else's socket.
-        // The next daemon would replace it anyway.
-        let _ = socket.map(std::fs::remove_file);
+        socket.into_iter().for_each(SocketFile::remove);
         end();
         let _ = tokio::time::timeout(ENDING_TIME, http::end(accepting)).await;
         Ok(())
