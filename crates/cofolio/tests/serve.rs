@@ -342,6 +342,34 @@ fn no_other_user_can_hold_up_a_daemon() {
     sandbox.run(&["serve"]).refused("cofolio.sock.lock");
 }
 
+/// With few descriptors the daemon panicked.
+#[test]
+fn without_descriptors_it_says_so() {
+    if !can_mount("without_descriptors_it_says_so") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    sandbox.import_tree("tree");
+    let (script, program) = ("ulimit -n \"$0\" && exec \"$@\"", common::cofolio());
+    for limit in 5..24 {
+        let args = ["-c", script, &limit.to_string(), program.to_str().unwrap(), "serve"];
+        let mut serve = sandbox.command_of(Path::new("sh"), &args);
+        let mut daemon = Killed::start(serve.stderr(Stdio::piped()));
+        let said = BufReader::new(daemon.0.stderr.take().unwrap()).lines().map_while(Result::ok);
+        // Until it ends, or listens.
+        let mut last = String::new();
+        for line in said {
+            assert!(!line.contains("panicked"), "{limit}: {line}");
+            let listens = line.contains("listening at");
+            last = line;
+            if listens {
+                break;
+            }
+        }
+        assert!(limit > 12 || last.contains("ulimit -n"), "{limit}: {last}");
+    }
+}
+
 /// The daemon said that it listens at an address, and then could not listen at its socket.
 #[test]
 fn it_says_that_it_listens_once_it_listens_everywhere() {

@@ -18,11 +18,12 @@ use hyper_util::rt::TokioIo;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::runtime::Builder;
 use tokio::time::timeout_at;
 
 /// How long a request may take. The daemon gives its own answer, that it is busy, after 64 seconds at the latest.
 const PATIENCE: Duration = Duration::from_secs(65);
+use crate::runtime;
+
 /// Bytes of a head.
 const HEAD_MAX: usize = 16 << 10;
 /// Bytes of a body: the files of an image with some 200,000 of them.
@@ -128,7 +129,7 @@ impl Client {
             let late = || io::Error::new(io::ErrorKind::WouldBlock, "no answer in time");
             answered.unwrap_or_else(|_| Err(late().into()))
         };
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let runtime = runtime::new(1).map_err(failed)?;
         let (status, body) =
             runtime.block_on(exchange).map_err(|error| match error.downcast() {
                 Ok(source) => failed(*source),

@@ -12,6 +12,7 @@ use cofolio_store::task::Cancel;
 use cofolio_store::{Store, with_causes};
 use sd_notify::NotifyState;
 use tokio::net::{TcpListener, UnixListener};
+use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
@@ -22,6 +23,7 @@ use crate::http::{self, ConnectionLimits, Peer};
 use crate::listen::{self, ListenError, Listener, SocketFile};
 use crate::metrics::Metrics;
 use crate::published::Published;
+use crate::runtime;
 use crate::upkeep::{self, Done, Schedule, Work};
 use crate::worker::Worker;
 
@@ -83,6 +85,8 @@ pub fn serve(
     reload: Reload<'_>,
     said: &(dyn Fn(&str) + Sync),
 ) -> Result<(), DaemonError> {
+    // While there is one thread: no other can take the descriptors that it needs.
+    let runtime = runtime::new(ENCODERS_MAX).map_err(DaemonError::Start)?;
     let auth = Auth::new(&options.auth)?;
     let (listeners, socket) = open_sockets(&options, &auth, said)?;
     let Options { store, run, .. } = &options;
@@ -140,7 +144,7 @@ pub fn serve(
                 };
                 let served = (api, Arc::clone(&auth));
                 let told = (&reload as &dyn Fn(), &end as &dyn Fn(), Arc::clone(&broken));
-                listen_until_told(listeners, socket.as_ref(), served, told)
+                listen_until_told(runtime, listeners, socket.as_ref(), served, told)
             })
     })
 }
@@ -224,16 +228,12 @@ const ENDING_TIME: Duration = Duration::from_secs(5);
 /// Accepts connections until a signal asks to end, or something is `broken`. Then it removes the socket
 /// file, has the threads `end`, and lets clients have the answers that are on their way.
 fn listen_until_told(
+    runtime: Runtime,
     listeners: Vec<Listener>,
     socket: Option<&SocketFile>,
     (api, auth): (Arc<Api>, Arc<ReloadableAuth>),
     (reload, end, broken): (&dyn Fn(), &dyn Fn(), Arc<Notify>),
 ) -> Result<(), DaemonError> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(ENCODERS_MAX)
-        .build()
-        .map_err(DaemonError::Start)?;
     runtime.block_on(async {
         let mut told = signals(broken)?;
         let accepting = listeners.into_iter().map(|listener| accept(listener, &api, &auth));
