@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use cofolio_node::ledger::{ImageFile, LedgerError, ReclaimRequest};
 use cofolio_store::Digest;
-use http_body_util::{BodyExt as _, Limited};
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, HeaderValue, WWW_AUTHENTICATE};
-use hyper::{Method, Request, StatusCode};
+use hyper::header::{ALLOW, HOST, HeaderValue, WWW_AUTHENTICATE};
+use hyper::{Request, StatusCode};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::{Semaphore, oneshot};
@@ -113,35 +113,38 @@ impl Api {
     }
 
     async fn route(&self, request: &Head, body: Incoming, peer: &Peer) -> Result<Reply, Refusal> {
+        // With several, who checks the name and who uses it may take different ones.
+        if request.headers().get_all(HOST).iter().count() > 1 {
+            return Err(bad_request("more than one Host header"));
+        }
         if let Peer::Remote(auth) = peer {
             auth.current().check(request.headers())?;
         }
         let path = request.uri().path();
         let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
-        let is_post = match *request.method() {
-            Method::GET | Method::HEAD => false,
-            Method::POST => true,
-            _ => return Ok(not_allowed("GET, HEAD, POST")),
-        };
-        match (is_post, &parts[..]) {
-            (true, ["v1", "sample" | "reclaim"]) if !matches!(peer, Peer::Local) => {
+        let methods = methods_at(&parts).ok_or_else(|| nothing_at(path))?;
+        if !methods.split(", ").any(|method| method == request.method().as_str()) {
+            return Ok(not_allowed(methods));
+        }
+        match &parts[..] {
+            ["v1", "sample" | "reclaim"] if !matches!(peer, Peer::Local) => {
                 Err((StatusCode::FORBIDDEN, "only through the unix socket".to_owned()))
             }
-            (true, ["v1", "reclaim"]) => {
+            ["v1", "reclaim"] => {
                 let request = reclaim_request(body).await?;
                 let to_come = self.ask(peer, |begun| Question::Reclaim(request, begun)).await?;
                 // Now pages go, and the client hears how many, however long it takes.
                 let reclaimed = to_come.await.map_err(|_| busy())?.map_err(|it| of_ledger(&it))?;
                 Ok(json_reply(StatusCode::OK, &reclaimed))
             }
-            (true, ["v1", "sample"]) => encoded(self.ask(peer, Question::Sample).await?).await,
-            (false, ["v1", "version"]) => {
+            ["v1", "sample"] => encoded(self.ask(peer, Question::Sample).await?).await,
+            ["v1", "version"] => {
                 let version = env!("CARGO_PKG_VERSION").to_owned();
                 let answer = Version { api: VERSION, cofolio: version, store: self.store.clone() };
                 Ok(json_reply(StatusCode::OK, &answer))
             }
-            (false, ["v1", "report"]) => encoded(self.published.report()).await,
-            (false, ["v1", "history"]) => {
+            ["v1", "report"] => encoded(self.published.report()).await,
+            ["v1", "history"] => {
                 let value = json!({
                     "interval_seconds": 60,
                     "period_seconds": self.published.period_seconds(),
@@ -149,20 +152,17 @@ impl Api {
                 });
                 Ok(json_reply(StatusCode::OK, &value))
             }
-            (false, ["v1", "sharing"]) => self.sharing(request, peer).await,
-            (false, ["v1", "images", domain, image, "files"]) => {
+            ["v1", "sharing"] => self.sharing(request, peer).await,
+            ["v1", "images", domain, image, "files"] => {
                 self.files(request, peer, domain, image).await
             }
-            (false, ["v1", "objects", domain, object, "users"]) => {
-                self.users(peer, domain, object).await
-            }
-            (false, ["metrics"]) => {
+            ["v1", "objects", domain, object, "users"] => self.users(peer, domain, object).await,
+            ["metrics"] => {
                 let text = self.metrics.encode(&self.published);
                 let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
                 Ok(reply(StatusCode::OK, kind, text))
             }
-            (_, ["v1", "sample" | "reclaim"]) => Ok(not_allowed("POST")),
-            (false, [name]) => dashboard::file(name).ok_or_else(|| nothing_at(path)),
+            [name] => dashboard::file(name).ok_or_else(|| nothing_at(path)),
             _ => Err(nothing_at(path)),
         }
     }
@@ -249,6 +249,19 @@ impl Api {
     }
 }
 
+/// The methods of a path, as the header `Allow` lists them; `None` if there is nothing at the path.
+fn methods_at(parts: &[&str]) -> Option<&'static str> {
+    match parts {
+        ["v1", "sample" | "reclaim"] => Some("POST"),
+        ["v1", "version" | "report" | "history" | "sharing"]
+        | ["v1", "images", _, _, "files"]
+        | ["v1", "objects", _, _, "users"]
+        | ["metrics"] => Some("GET, HEAD"),
+        [name] => dashboard::file(name).map(|_| "GET, HEAD"),
+        _ => None,
+    }
+}
+
 async fn encoded(report: Arc<Encoded>) -> Result<Reply, Refusal> {
     match report.made() {
         Some(json) => Ok(reply(StatusCode::OK, JSON, json)),
@@ -280,7 +293,10 @@ async fn reclaim_request(body: Incoming) -> Result<ReclaimRequest, Refusal> {
     let body = tokio::time::timeout(http::HEAD_TIME, body).await;
     let late = || (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned());
     let body = body.map_err(|_| late())?;
-    let body = body.map_err(|error| bad_request(&error.to_string()))?;
+    let body = body.map_err(|error| match error.is::<LengthLimitError>() {
+        true => (StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {BODY_MAX} bytes")),
+        false => bad_request(&error.to_string()),
+    })?;
     serde_json::from_slice(&body.to_bytes()).map_err(|error| bad_request(&error.to_string()))
 }
 

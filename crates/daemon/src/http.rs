@@ -361,7 +361,7 @@ mod tests {
                 let (sent, answer) = send(client, &post, b"3\r\nabc\r\n", Duration::ZERO).await;
                 serving.await.unwrap();
                 assert!(sent < 64 * HEAD_MAX, "{length}: {sent}");
-                assert!(answer.starts_with("HTTP/1.1 400"), "{length}: {answer}");
+                assert!(answer.starts_with("HTTP/1.1 413"), "{length}: {answer}");
             }
             let start = Instant::now();
             let (client, serving) = connect().await;
@@ -373,6 +373,28 @@ mod tests {
                 "{:?}",
                 start.elapsed()
             );
+        });
+    }
+
+    /// A request with two names of the host was answered, whichever of them somebody in between had
+    /// checked. A refused method was told of methods that the path has not.
+    #[test]
+    fn odd_requests_are_refused() {
+        with_clock(async {
+            for (request, status, header) in [
+                ("GET /v1/version HTTP/1.1\r\nHost: a\r\nHost: a", 400, ""),
+                ("DELETE /v1/report HTTP/1.1", 405, "allow: GET, HEAD\r\n"),
+                ("POST / HTTP/1.1", 405, "allow: GET, HEAD\r\n"),
+                ("GET /v1/reclaim HTTP/1.1", 405, "allow: POST\r\n"),
+                ("OPTIONS /v1/sample HTTP/1.1", 405, "allow: POST\r\n"),
+                ("DELETE /v1/nothing HTTP/1.1", 404, ""),
+            ] {
+                let (mut client, _) = connect().await;
+                client.write_all(format!("{request}\r\n\r\n").as_bytes()).await.unwrap();
+                let answer = answer_of(&mut client).await;
+                let is_it = answer.starts_with(&format!("HTTP/1.1 {status}"));
+                assert!(is_it && answer.contains(header), "{request}: {answer}");
+            }
         });
     }
 
