@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::io;
 
+use cofolio_daemon::{DaemonError, ListenError};
 use cofolio_erofs::dump::DumpError;
 use cofolio_erofs::read::ReadError;
 use cofolio_image::diff::DiffError;
@@ -59,7 +60,7 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
         of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep,
-        of_commons, of_profile, of_run
+        of_commons, of_profile, of_run, of_ledger, of_daemon
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -248,6 +249,7 @@ fn of_mount(error: &MountError) -> Classified {
         (MountError::OtherNamespace { .. }, _) | (_, Code::Unsupported) => Some(Exit::Missing),
         (MountError::Covered { .. } | MountError::PinnedWithoutVerity { .. }, _)
         | (_, Code::AlreadyExists | Code::Busy) => Some(Exit::Busy),
+        (MountError::WritableDir { .. }, _) => Some(Exit::Usage),
         (_, Code::NotFound) => Some(Exit::NotFound),
         (_, Code::Corrupt) => Some(Exit::Corrupt),
         (_, Code::Io) => None,
@@ -462,6 +464,35 @@ fn of_run(error: &RunError) -> Classified {
         RunError::StillRunning(_) | RunError::Lost { .. } => code(Exit::Busy),
         RunError::Name(_) | RunError::NoRoot(_) => code(Exit::Usage),
         _ => code(Exit::Failure),
+    }
+}
+
+fn of_ledger(error: &LedgerError) -> Classified {
+    match error {
+        LedgerError::Store(error) => of_store(error),
+        LedgerError::NotFound { .. } => code(Exit::NotFound),
+        _ => CAUSE,
+    }
+}
+
+fn of_daemon(error: &DaemonError) -> Classified {
+    match error {
+        DaemonError::Listen(error) => of_listen(error),
+        _ => CAUSE,
+    }
+}
+
+fn of_listen(error: &ListenError) -> Classified {
+    match error {
+        ListenError::Taken(_) | ListenError::Locked(_) => code(Exit::Busy),
+        ListenError::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse => {
+            code(Exit::Busy)
+        }
+        ListenError::NoGroup(_)
+        | ListenError::Unguarded(_)
+        | ListenError::HalfOfTls
+        | ListenError::File { .. } => code(Exit::Usage),
+        _ => CAUSE,
     }
 }
 

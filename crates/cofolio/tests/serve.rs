@@ -261,7 +261,7 @@ fn who_may_ask() {
         let other = sandbox.text("other.sock");
         let args = ["serve", "--socket", &other, args[0], args[1]];
         let ran = sandbox.run(&args);
-        assert!(ran.code != 0 && ran.stderr.contains(said), "{}", ran.stderr);
+        ran.fails_with(2).refused(said);
     }
 }
 
@@ -278,7 +278,7 @@ fn a_killed_daemon_leaves_nothing_in_the_way() {
     sandbox.run(&["mount", "--create", "--rw", "tree", &target]).ok();
     let daemon = Daemon::start(&sandbox, &[]);
     let refused = sandbox.run(&["serve"]);
-    assert!(refused.stderr.contains("another process listens"), "{}", refused.stderr);
+    refused.fails_with(7).refused("another process listens");
     assert_eq!(daemon.json("/v1/version")["api"], 1);
     let socket = daemon.socket.clone();
     drop(daemon);
@@ -339,7 +339,7 @@ fn no_other_user_can_hold_up_a_daemon() {
     assert_eq!(lock.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     // Another daemon that is about to listen.
     lock.lock().unwrap();
-    sandbox.run(&["serve"]).refused("cofolio.sock.lock");
+    sandbox.run(&["serve"]).fails_with(7).refused("cofolio.sock.lock");
 }
 
 /// With few descriptors the daemon panicked.

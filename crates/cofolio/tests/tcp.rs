@@ -8,7 +8,8 @@ mod common;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::path::PathBuf;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::daemon::{Daemon, request};
@@ -43,8 +44,14 @@ fn make_certificates(sandbox: &Sandbox) -> PathBuf {
             openssl(&[&signs[..], &by, &["-extfile", extensions]].concat());
         }
     }
-    fs::write(dir.join("token"), format!("{TOKEN}\n")).unwrap();
+    write_secret(&dir.join("token"), TOKEN);
     dir
+}
+
+/// A file that only its owner can read.
+fn write_secret(path: &Path, text: &str) {
+    fs::write(path, format!("{text}\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
 }
 
 /// A configuration file with these settings of `[daemon]`, each a file of the directory.
@@ -199,15 +206,16 @@ fn a_reload_reads_certificates_and_token_again() {
 }
 
 /// An address that other machines can reach is not listened at unless TLS and a certificate or
-/// token keep strangers out, and files that cannot be used are named.
+/// token keep strangers out, and files that cannot be used are named. That was exit code 1, and not that
+/// of wrong configuration.
 #[test]
 fn an_address_without_a_guard_is_refused() {
     let Some(sandbox) = prepared("an_address_without_a_guard_is_refused") else { return };
-    fs::write(sandbox.path("tls/short"), "secret\n").unwrap();
+    write_secret(&sandbox.path("tls/short"), "secret");
     let refused = |settings: &[(&str, &str)], said: &[&str]| {
         let config = configure(&sandbox, settings);
         let ran = sandbox.run(&["serve", "--config", &config, "--listen", "0.0.0.0:0"]);
-        said.iter().for_each(|said| _ = ran.refused(said));
+        said.iter().for_each(|said| _ = ran.fails_with(2).refused(said));
     };
     let unguarded = "0.0.0.0:0 is not a loopback address";
     refused(&[], &[unguarded]);

@@ -36,6 +36,8 @@ fn run_ends_as_its_container_does() {
             ["--userns", "0:x"],
             ["--userns", "1:100000:65536"],
             ["--env", "=x"],
+            // That was 125.
+            ["--writable", "relative"],
         ] {
             start(&wrong).fails_with(2);
         }
