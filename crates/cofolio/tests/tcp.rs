@@ -207,11 +207,12 @@ fn a_reload_reads_certificates_and_token_again() {
 
 /// An address that other machines can reach is not listened at unless TLS and a certificate or
 /// token keep strangers out, and files that cannot be used are named. That was exit code 1, and not that
-/// of wrong configuration.
+/// of wrong configuration, and a token that every user could read was taken.
 #[test]
 fn an_address_without_a_guard_is_refused() {
     let Some(sandbox) = prepared("an_address_without_a_guard_is_refused") else { return };
     write_secret(&sandbox.path("tls/short"), "secret");
+    fs::write(sandbox.path("tls/open"), TOKEN).unwrap();
     let refused = |settings: &[(&str, &str)], said: &[&str]| {
         let config = configure(&sandbox, settings);
         let ran = sandbox.run(&["serve", "--config", &config, "--listen", "0.0.0.0:0"]);
@@ -226,6 +227,7 @@ fn an_address_without_a_guard_is_refused() {
     let with = |more: (&'static str, &'static str)| [&TLS[..], &[more]].concat();
     refused(&with(("token_file", "missing")), &["tls/missing", "No such file"]);
     refused(&with(("token_file", "short")), &["tls/short", "at least 16"]);
+    refused(&with(("token_file", "open")), &["tls/open", "mode 644", "chmod 600"]);
     refused(&with(("tls_client_ca", "token")), &["tls/token", "no certificate"]);
     let other = [("tls_certificate", "server.pem"), ("tls_key", "client.key")];
     refused(&[&other[..], &[("token_file", "token")]].concat(), &["tls/client.key"]);

@@ -4,7 +4,10 @@
 //! from the wire, and one of the two ways to know the client. If both are set, both are asked for.
 
 use std::error::Error;
+use std::fs::File;
+use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -29,7 +32,8 @@ pub struct AuthFiles {
     pub key: Option<PathBuf>,
     /// PEM file with the authorities whose certificates clients need.
     pub client_ca: Option<PathBuf>,
-    /// File with the token that clients send as `Authorization: Bearer`.
+    /// File with the token that clients send as `Authorization: Bearer`. Only its owner and group may
+    /// have access to it.
     pub token: Option<PathBuf>,
 }
 
@@ -163,7 +167,14 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ListenError
 }
 
 fn read_token(path: &Path) -> Result<Box<[u8]>, ListenError> {
-    let text = std::fs::read(path).map_err(failed(path))?;
+    let mut file = File::open(path).map_err(failed(path))?;
+    let mode = file.metadata().map_err(failed(path))?.mode() & 0o777;
+    if mode & 0o007 != 0 {
+        let why = format!("every user may open it (mode {mode:o}): `chmod 600` it");
+        return Err(failed(path)(why));
+    }
+    let mut text = Vec::new();
+    file.read_to_end(&mut text).map_err(failed(path))?;
     let token = text.trim_ascii();
     let is_token = token.len() >= TOKEN_MIN && token.iter().all(u8::is_ascii_graphic);
     is_token.then(|| token.into()).ok_or_else(|| {
