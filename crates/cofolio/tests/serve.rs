@@ -383,6 +383,22 @@ fn it_says_that_it_listens_once_it_listens_everywhere() {
     assert!(!ran.stderr.contains("listening at"), "{}", ran.stderr);
 }
 
+/// A reload ignored a new address without a word.
+#[test]
+fn a_reload_names_what_takes_a_restart() {
+    if !can_mount("a_reload_names_what_takes_a_restart") {
+        return;
+    }
+    let sandbox = Sandbox::new();
+    let config = sandbox.path("config.toml");
+    std::fs::write(&config, "[daemon]\n").unwrap();
+    let mut daemon = Daemon::with(&sandbox, &["--config", config.to_str().unwrap()]);
+    daemon.json("/v1/version");
+    std::fs::write(&config, "[daemon]\nlisten = '127.0.0.1:0'\ngroup = 'root'\n").unwrap();
+    let said = daemon.reload();
+    assert!(said.contains("group, listen takes a restart"), "{said}");
+}
+
 /// Clients that say nothing, or half of something, take places, and others are served all the same.
 #[test]
 fn slow_clients_hold_up_nobody() {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cofolio_daemon::{AuthFiles, Options, Schedule, Settings};
-use cofolio_node::config::{Config, DEFAULT_PATH, Loaded};
+use cofolio_node::config::{Config, DEFAULT_PATH, Daemon, Loaded};
 use cofolio_node::ledger::ReclaimPolicy;
 
 use crate::cmd::Outcome;
@@ -59,20 +59,39 @@ pub(crate) fn run(args: &Args, context: &Context<'_>) -> Outcome {
         },
         settings: settings(args, &context.config.config),
     };
-    let reload = || {
-        let path = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
-        match Loaded::read(path).map_err(|error| error.to_string())? {
-            Some(loaded) => Ok(settings(args, &loaded.config)),
-            None if context.global.config.is_some() => {
-                Err(format!("there is no file {}", path.display()))
-            }
-            None => Ok(settings(args, &Config::default())),
-        }
-    };
     // Whoever reads standard error may go, and the daemon stays.
     let say = |said: &str| _ = writeln!(std::io::stderr(), "cofolio: {said}");
+    let reload = || {
+        let path = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
+        let new = match Loaded::read(path).map_err(|error| error.to_string())? {
+            Some(loaded) => loaded.config,
+            None if context.global.config.is_some() => {
+                return Err(format!("there is no file {}", path.display()));
+            }
+            None => Config::default(),
+        };
+        let changed = take_a_restart(args, config, &new.daemon);
+        if !changed.is_empty() {
+            say(&format!("a change of {} takes a restart of the daemon", changed.join(", ")));
+        }
+        Ok(settings(args, &new))
+    };
     cofolio_daemon::serve(options, &reload, &say)?;
     Ok(Exit::Ok)
+}
+
+/// Keys of `[daemon]` with a new value that a reload does not apply. Options come before the file.
+fn take_a_restart(args: &Args, old: &Daemon, new: &Daemon) -> Vec<&'static str> {
+    let keys = [
+        ("socket", args.socket.is_none() && old.socket != new.socket),
+        ("group", args.group.is_none() && old.group != new.group),
+        ("listen", args.listen.is_none() && old.listen != new.listen),
+        ("tls_certificate", old.tls_certificate != new.tls_certificate),
+        ("tls_key", old.tls_key != new.tls_key),
+        ("tls_client_ca", old.tls_client_ca != new.tls_client_ca),
+        ("token_file", old.token_file != new.token_file),
+    ];
+    keys.into_iter().filter(|(_, is_changed)| *is_changed).map(|(key, _)| key).collect()
 }
 
 fn settings(args: &Args, config: &Config) -> Settings {
