@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::io;
 
-use cofolio_daemon::{DaemonError, ListenError};
+use cofolio_daemon::{ClientError, DaemonError, ListenError};
 use cofolio_erofs::dump::DumpError;
 use cofolio_erofs::read::ReadError;
 use cofolio_image::diff::DiffError;
@@ -60,7 +60,7 @@ fn classify_one(cause: &(dyn StdError + 'static)) -> Classified {
     call_one_of!(Fail::classified, of_store, of_import, of_engine, of_export, of_registry, of_pack);
     call_one_of!(
         of_name, of_mount, of_bundle, of_diff, of_trust, of_config, of_backend, of_upkeep,
-        of_commons, of_profile, of_run, of_ledger, of_daemon
+        of_commons, of_profile, of_run, of_ledger, of_daemon, of_client
     );
     call_one_of!(|_: &Cancelled| code(Exit::Interrupted), of_read, of_dump, of_io);
     CAUSE
@@ -492,6 +492,21 @@ fn of_listen(error: &ListenError) -> Classified {
         | ListenError::Unguarded(_)
         | ListenError::HalfOfTls
         | ListenError::File { .. } => code(Exit::Usage),
+        _ => CAUSE,
+    }
+}
+
+fn of_client(error: &ClientError) -> Classified {
+    match error {
+        ClientError::Denied { group: Some(group), .. } => hint(
+            Exit::Missing,
+            format!(
+                "run as root, or join the group: `usermod -aG {group} USER`, then log in again"
+            ),
+        ),
+        ClientError::Denied { group: None, .. } => {
+            hint(Exit::Missing, "run as root; `cofolio serve --group GROUP` admits a group")
+        }
         _ => CAUSE,
     }
 }

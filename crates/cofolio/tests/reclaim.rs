@@ -108,6 +108,12 @@ fn a_member_of_the_group_reclaims() {
         run_with_input(command, b"")
     };
     as_member(&["reclaim", "--image", "tree"]).fails_with(5);
+    // Whoever was not in the group was told to become root.
+    for (args, part) in [(&[][..], "--group"), (&["--group", "65532"], "usermod -aG 65532")] {
+        let _daemon = Daemon::start(&sandbox, args);
+        as_member(&["reclaim", "--image", "tree"]).fails_with(5).refused(part);
+        as_member(&["top", "--once"]).fails_with(5).refused("only root");
+    }
     let daemon = Daemon::start(&sandbox, &["--group", "65533"]);
     daemon.sample();
     std::fs::read(&big).unwrap();

@@ -4,6 +4,7 @@
 //! a stuck daemon, or another program at the socket, cannot stop or fill the caller.
 
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,15 +16,16 @@ use hyper::client::conn::http1;
 use hyper::header::{ACCEPT, HOST};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use nix::unistd::{Gid, Group};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::timeout_at;
 
-/// How long a request may take. The daemon gives its own answer, that it is busy, after 64 seconds at the latest.
-const PATIENCE: Duration = Duration::from_secs(65);
 use crate::runtime;
 
+/// How long a request may take. The daemon gives its own answer, that it is busy, after 64 seconds at the latest.
+const PATIENCE: Duration = Duration::from_secs(65);
 /// Bytes of a head.
 const HEAD_MAX: usize = 16 << 10;
 /// Bytes of a body: the files of an image with some 200,000 of them.
@@ -40,6 +42,14 @@ pub enum ClientError {
         socket: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// This user may not connect.
+    #[error("only root{} may connect to {}", or_members(group), .socket.display())]
+    Denied {
+        /// The socket.
+        socket: PathBuf,
+        /// The group whose members may.
+        group: Option<String>,
     },
     /// The daemon refused the request.
     #[error("{path}: {why} (HTTP status {status})")]
@@ -59,6 +69,19 @@ pub enum ClientError {
         /// What is wrong with the answer.
         what: String,
     },
+}
+
+fn or_members(group: &Option<String>) -> String {
+    group.iter().map(|group| format!(" and members of the group {group}")).collect()
+}
+
+/// The group whose members may connect to a socket besides root. `None` if there is none, or this user
+/// cannot see it.
+fn group_of(socket: &Path) -> Option<String> {
+    let found = socket.metadata().ok()?;
+    let gid = Some(found.gid()).filter(|gid| *gid != 0 && found.mode() & 0o020 != 0)?;
+    let group = Group::from_gid(Gid::from_raw(gid)).ok().flatten();
+    Some(group.map_or_else(|| gid.to_string(), |group| group.name))
 }
 
 /// Asks the daemon at a unix socket.
@@ -123,7 +146,12 @@ impl Client {
             .body(Full::<Bytes>::from(body))
             .map_err(|error| malformed(path, error))?;
         let deadline = Instant::now() + self.patience;
-        let stream = self.connect().map_err(failed)?;
+        let stream = self.connect().map_err(|error| match error.kind() {
+            io::ErrorKind::PermissionDenied => {
+                ClientError::Denied { socket: self.socket.clone(), group: group_of(&self.socket) }
+            }
+            _ => failed(error),
+        })?;
         let exchange = async {
             let answered = timeout_at(deadline.into(), self.exchange(stream, request)).await;
             let late = || io::Error::new(io::ErrorKind::WouldBlock, "no answer in time");

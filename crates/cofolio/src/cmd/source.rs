@@ -44,6 +44,12 @@ impl Source {
             .with_patience(FIRST_ANSWER)
             .get("/v1/version")
             .map(|it: Version| it.store);
+        let served = match served {
+            Err(error @ ClientError::Denied { .. }) if context.needs_root().is_err() => {
+                return Err(error.into());
+            }
+            served => served,
+        };
         let store = Store::open(&context.global.store);
         match (&served, &store) {
             (Ok(served), Ok(store)) if served == store.id() => return Ok(Self::Daemon(client)),
