@@ -290,6 +290,9 @@ fn of_mount(error: &MountError) -> Classified {
         }
         MountError::NotShared { .. } => "`cofolio pack --again IMAGE` makes its pack anew".into(),
         MountError::NotMounted(_) => "`cofolio mounts` lists what is mounted".into(),
+        MountError::NotKept(_) => {
+            "`cofolio mounts` lists kept changes; a directory of your own (--upper) is yours to remove".into()
+        }
         MountError::IdMap { .. } => "INSIDE:OUTSIDE:COUNT, as 0:100000:65536".into(),
         error if error.code() == Code::Corrupt => DAMAGED.into(),
         _ => return (exit, None),

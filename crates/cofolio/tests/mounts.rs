@@ -270,6 +270,10 @@ fn writable_mounts_keep_their_changes_when_told_to() {
     sandbox.run(&["mount", "--rw", "--upper", upper.to_str().unwrap(), "box:1", target]).ok();
     fs::write(&new, "y").unwrap();
     sandbox.run(&["umount", "--all"]).ok();
+    // A directory that the caller brought is not ours to remove, and the hint says so.
+    let discard = ["umount", "--discard", upper.to_str().unwrap()];
+    sandbox.run(&discard).fails_with(3).refused("yours to remove");
+    assert_eq!(fs::read(upper.join("upper/new")).unwrap(), b"y");
 
     sandbox.run(&["mount", "--idmap", "nonsense", "box:1", target]).fails_with(2);
     let mapped = sandbox.run(&["mount", "--idmap", "0:100000:65536", "box:1", target]);
