@@ -20,6 +20,7 @@ pub(super) enum View {
     Files {
         domain: String,
         image: Digest,
+        /// All its names.
         name: String,
     },
     /// The users of an object; `path` is the file that led here.
@@ -179,6 +180,8 @@ pub(super) struct Row {
     /// What it is about, the same in the next report.
     pub(super) key: String,
     pub(super) values: Vec<Value>,
+    /// Names that a filter finds and no column shows.
+    more_names: Vec<String>,
     /// What Enter opens.
     pub(super) opens: Option<View>,
 }
@@ -190,9 +193,11 @@ impl Row {
             return true;
         }
         let part = part.to_lowercase();
-        self.values
-            .iter()
-            .any(|it| matches!(it, Value::Text(text) if text.to_lowercase().contains(&part)))
+        let shown = self.values.iter().filter_map(|value| match value {
+            Value::Text(text) => Some(text),
+            _ => None,
+        });
+        shown.chain(&self.more_names).any(|text| text.to_lowercase().contains(&part))
     }
 }
 
@@ -206,11 +211,12 @@ pub(super) fn sort(rows: &mut [Row], column: usize, descending: bool) {
 }
 
 fn image_row(image: &ImageAccount) -> Row {
-    let name = image_name(image);
+    let mut names = image_names(image);
+    let name = names.join(", ");
     Row {
         key: format!("{} {}", image.domain, image.image),
         values: vec![
-            Value::Text(name.clone()),
+            Value::Text(names.remove(0)),
             Value::Count(image.containers),
             Value::Bytes(image.resident_bytes),
             Value::Bytes(image.used_bytes),
@@ -218,6 +224,7 @@ fn image_row(image: &ImageAccount) -> Row {
             Value::Bytes(image.private_bytes),
             Value::Bytes(image.saved_bytes),
         ],
+        more_names: names,
         opens: Some(View::Files { domain: image.domain.clone(), image: image.image, name }),
     }
 }
@@ -235,6 +242,7 @@ fn container_row(container: &ContainerAccount) -> Row {
             Value::Bytes(container.proportional_bytes),
             Value::Bytes(container.saved_bytes),
         ],
+        more_names: Vec::new(),
         opens: Some(View::ImagesOf { cgroup: container.cgroup.clone(), name }),
     }
 }
@@ -249,12 +257,14 @@ fn file_row(domain: &str, file: &ImageFile) -> Row {
             Value::Bytes(file.resident_bytes),
             Value::Count(file.users),
         ],
+        more_names: Vec::new(),
         opens: Some(View::Users { domain: domain.to_owned(), object: file.object, path }),
     }
 }
 
 fn user_row(report: &Report, user: &ObjectUser) -> Row {
-    let image = find(report, None, &user.image).map_or_else(|| short(&user.image), image_name);
+    let image = find(report, None, &user.image);
+    let image = image.map_or_else(|| short(&user.image), |image| image_names(image).remove(0));
     Row {
         key: format!("{} {}", user.cgroup, user.image),
         values: vec![
@@ -262,6 +272,7 @@ fn user_row(report: &Report, user: &ObjectUser) -> Row {
             Value::Text(image),
             Value::SecondsAgo(user.seconds_ago),
         ],
+        more_names: Vec::new(),
         opens: None,
     }
 }
@@ -271,14 +282,17 @@ fn find<'r>(report: &'r Report, domain: Option<&str>, image: &Digest) -> Option<
     report.images.iter().filter(in_domain).find(|it| it.image == *image)
 }
 
-/// The first of its names, or the digest. The trust domain too, unless it is the usual one.
-fn image_name(image: &ImageAccount) -> String {
-    let name = image.names.first();
-    let name = name.map_or_else(|| short(&image.image), |name| printable(name.as_bytes()));
-    match image.domain.as_str() {
-        DEFAULT_DOMAIN => name,
-        domain => format!("{name} ({})", printable(domain.as_bytes())),
+/// Its names, or else its digest. The trust domain too, unless it is the usual one.
+fn image_names(image: &ImageAccount) -> Vec<String> {
+    let mut names: Vec<_> = image.names.iter().map(|name| printable(name.as_bytes())).collect();
+    if names.is_empty() {
+        names.push(short(&image.image));
     }
+    if image.domain != DEFAULT_DOMAIN {
+        let domain = format!(" ({})", printable(image.domain.as_bytes()));
+        names.iter_mut().for_each(|name| name.push_str(&domain));
+    }
+    names
 }
 
 fn container_name(name: Option<&str>, cgroup: &str) -> String {

@@ -205,6 +205,20 @@ q end  ? help  Enter open  Esc back
     assert_eq!(drawn(&mut app, 40, 10), expected);
 }
 
+/// Of an image with several names only the first was known here: a filter did not find the others.
+#[test]
+fn all_names_of_an_image() {
+    let mut app = app();
+    let mut named = report();
+    named.images[0].names.push("web:latest".to_owned());
+    app.take(Answer::Report(Box::new(named)));
+    type_text(&mut app, "/LATEST");
+    press(&mut app, KeyCode::Enter);
+    assert_eq!(names(&app), ["nginx:1.27"]);
+    let Effect::Load(view) = press(&mut app, KeyCode::Enter) else { panic!() };
+    assert_eq!(view.title(), "nginx:1.27, web:latest");
+}
+
 /// Nothing is drawn outside, and nothing panics, however small the terminal is.
 #[test]
 fn any_size() {
